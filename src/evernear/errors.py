@@ -1,0 +1,90 @@
+"""What can go wrong, as a tree. Every message is one sentence: what is wrong, where, how to mend it.
+
+::
+
+    EvernearError                  exit code 1
+    ├── SettingsError         2    a setting is unknown or out of its range
+    ├── DataError             3    images or labels that cannot be used
+    │   └── ValidationFailed       a validation rule of severity "error" fired
+    ├── StoreError            4    the object store cannot be reached, refused, or holds something else
+    │   └── Conflict               somebody else wrote first (compare-and-swap lost)
+    ├── IntegrityError        5    a hash, a stamp or a manifest does not match what it describes
+    ├── TrainingError         6    training cannot go on (loss not finite, checkpoint of another run)
+    ├── ServingError          7    TorchServe does not start, died, or refused
+    │   ├── PortTaken
+    │   ├── Unreachable       8
+    │   └── PredictionRefused 9    the server answered 4xx for this image
+    └── Busy                 10    another run holds the working directory
+"""
+
+
+class EvernearError(Exception):
+    """The root of all errors that evernear raises on purpose; ``exit_code`` is the process's."""
+
+    exit_code = 1
+
+
+class SettingsError(EvernearError):
+    """A setting is unknown, of the wrong type, or out of its range."""
+
+    exit_code = 2
+
+
+class DataError(EvernearError):
+    """Images or labels cannot be used as they are."""
+
+    exit_code = 3
+
+
+class ValidationFailed(DataError):
+    """A validation rule of severity ``error`` fired."""
+
+
+class StoreError(EvernearError):
+    """The object store cannot be reached, refused, or holds something else."""
+
+    exit_code = 4
+
+
+class Conflict(StoreError):
+    """A conditional write lost: the object is not what the writer last saw."""
+
+
+class IntegrityError(EvernearError):
+    """A hash, a stamp or a manifest does not match what it describes."""
+
+    exit_code = 5
+
+
+class TrainingError(EvernearError):
+    """Training cannot go on."""
+
+    exit_code = 6
+
+
+class ServingError(EvernearError):
+    """TorchServe does not start, died, or refused."""
+
+    exit_code = 7
+
+
+class PortTaken(ServingError):
+    """A port that the server needs is in use."""
+
+
+class Unreachable(ServingError):
+    """No server answers."""
+
+    exit_code = 8
+
+
+class PredictionRefused(ServingError):
+    """The server answered 4xx: the image or the request is at fault."""
+
+    exit_code = 9
+
+
+class Busy(EvernearError):
+    """Another run holds the working directory."""
+
+    exit_code = 10

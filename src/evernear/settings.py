@@ -1,0 +1,260 @@
+"""Every knob of evernear, in one place: frozen pydantic models, one per room.
+
+Read in this order, later ones winning: the defaults below, ``--preset``, ``--config FILE`` (TOML), the
+environment (``EVERNEAR_TRAIN__EPOCHS=3``), ``--set train.epochs=3``. An unknown key is an error that names the
+nearest known one. Secrets are no settings: S3 keys come from ``AWS_ACCESS_KEY_ID`` / ``AWS_SECRET_ACCESS_KEY``.
+"""
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from evernear.errors import SettingsError
+
+ENV_PREFIX = "EVERNEAR_"
+Model = TypeVar("Model", bound=BaseModel)
+Severity = Literal["error", "warn", "off"]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """A frozen group of settings that refuses unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
+
+
+class DataSettings(Section):
+    """Where images come from and how they are cut into splits and shards."""
+
+    source: str = Field("digits", description="digits | mnist | mnist:DIRECTORY | folder:DIRECTORY | s3://bucket/prefix")
+    dataset: str = Field("", description="Name of the dataset in the store; empty: taken from the source.")
+    size_px: int = Field(0, ge=0, le=1024, description="Height and width images are brought to; 0: those of the first.")
+    channels: Literal["auto", "grey", "colour"] = Field("auto", description="auto: those of the first image.")
+    test_fraction: Fraction = Field(0.10, description="Share of images for the frozen test split.")
+    gallery_fraction: Fraction = Field(0.10, description="Share of images that stand in the index.")
+    query_fraction: Fraction = Field(0.05, description="Share of images the open-set threshold is calibrated on.")
+    shard_size_bytes: int = Field(32 * 2**20, ge=2**16, description="Upper bound of one shard.")
+    max_pixels: int = Field(50_000_000, ge=64, description="Larger images are refused (decompression bombs).")
+    decode_threads: int = Field(0, ge=0, description="Threads that decode images; 0: one per core.")
+
+
+class ValidationSettings(Section):
+    """Which faults of the data stop a run and which only warn."""
+
+    undecodable: Severity = "error"
+    wrong_size: Severity = "warn"
+    duplicate: Severity = "warn"
+    duplicate_across_splits: Severity = "warn"
+    conflicting_labels: Severity = "error"
+    tiny_class: Severity = "error"
+    vanished_class: Severity = "error"
+    constant_image: Severity = "warn"
+    imbalance: Severity = "warn"
+    min_class_images: int = Field(10, ge=1, description="A class with fewer images is tiny.")
+    max_imbalance: float = Field(10.0, ge=1.0, description="Largest class over smallest class.")
+
+
+class TrainSettings(Section):
+    """The embedding network, its ArcFace head and the training loop."""
+
+    epochs: int = Field(12, ge=1)
+    batch_size: int = Field(256, ge=2)
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: float = Field(0.01, gt=0.0, description="Peak of the schedule.")
+    weight_decay: float = Field(0.01, ge=0.0)
+    momentum: float = Field(0.9, ge=0.0, lt=1.0, description="SGD only.")
+    schedule: Literal["triangular", "cosine", "constant"] = "triangular"
+    label_smoothing: float = Field(0.0, ge=0.0, lt=1.0)
+    margin: float = Field(0.3, ge=0.0, lt=1.6, description="ArcFace m, radians.")
+    scale: float = Field(32.0, gt=0.0, description="ArcFace s.")
+    embedding_dim: int = Field(128, ge=2, le=2048)
+    width: int = Field(64, ge=8, le=1024, description="Channels of the first convolution.")
+    augment: Literal["none", "affine"] = "affine"
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    processes: int = Field(1, ge=1, description="Training processes, one per GPU, started with torchrun.")
+    checkpoint_every_epochs: int = Field(1, ge=1)
+    patience_epochs: int = Field(5, ge=1, description="Stop early after so many epochs without a better loss.")
+    parity_tolerance: float = Field(1e-4, gt=0.0, description="Largest |eager - TorchScript| of an embedding.")
+
+
+class IndexSettings(Section):
+    """The FAISS index over the gallery and the rule that turns neighbours into a label."""
+
+    factory: str = Field("Flat", description="faiss.index_factory string: Flat, HNSW32, IVF256,Flat ...")
+    label_by: Literal["vote", "centroid"] = "vote"
+    k: int = Field(5, ge=1, le=1000, description="Neighbours that vote.")
+    false_accept_rate: float = Field(0.01, gt=0.0, lt=1.0, description="Unknown images accepted at the threshold.")
+
+
+class EvaluationSettings(Section):
+    """How candidate and champion are measured."""
+
+    confidence: float = Field(0.95, gt=0.5, lt=1.0, description="Of every interval.")
+    held_out_classes: int = Field(2, ge=1, description="Classes an open-set probe never trains on.")
+    probe_epochs: int = Field(3, ge=1, description="Epochs of the open-set probe.")
+    batch_size: int = Field(512, ge=1)
+
+
+class GateSettings(Section):
+    """Bounds that a challenger has to keep to replace the champion."""
+
+    accuracy_floor: Fraction = Field(0.95, description="Below it nothing is promoted.")
+    significance: float = Field(0.05, gt=0.0, lt=0.5, description="Level of the paired test against the champion.")
+    class_recall_drop: Fraction = Field(0.05, description="A class may lose this much recall against the champion.")
+    class_recall_floor: Fraction = Field(0.5, description="No class may recall less.")
+    index_recall_floor: Fraction = Field(0.99, description="Approximate index against exact search.")
+
+
+class ServingSettings(Section):
+    """The TorchServe that answers predictions."""
+
+    model_name: str = Field("embedding", pattern=r"^[a-z][a-z0-9-]{0,62}$")
+    host: str = Field("127.0.0.1", description="Address to bind.")
+    inference_port: int = Field(8080, ge=1, le=65535)
+    management_port: int = Field(8081, ge=1, le=65535)
+    metrics_port: int = Field(8082, ge=1, le=65535)
+    grpc_inference_port: int = Field(7070, ge=1, le=65535)
+    grpc_management_port: int = Field(7071, ge=1, le=65535)
+    workers: int = Field(1, ge=1, le=256)
+    batch_size: int = Field(32, ge=1, le=1024)
+    max_batch_delay_ms: int = Field(1, ge=1, le=10_000, description="TorchServe turns 0 into 100 ms, so at least 1.")
+    response_timeout_s: int = Field(30, ge=1)
+    startup_timeout_s: int = Field(120, ge=1)
+    max_request_size_bytes: int = Field(6_553_500, ge=1024)
+    heap_size_bytes: int = Field(512 * 2**20, ge=128 * 2**20)
+    keep: int = Field(3, ge=1, description="Releases that stay registered for a rollback.")
+    smoke_queries: int = Field(8, ge=1, le=64, description="Stored queries a release must answer before it serves.")
+
+
+class Settings(Section):
+    """All settings of one run."""
+
+    workdir: Path = Field(Path("evernear-work"), description="Runs, logs and, unless ``store`` is set, the store.")
+    store: str = Field("", description="file:///path or s3://bucket/prefix; empty: WORKDIR/store.")
+    deploy: Literal["local", "none"] = "local"
+    data: DataSettings = DataSettings()
+    validation: ValidationSettings = ValidationSettings()
+    train: TrainSettings = TrainSettings()
+    index: IndexSettings = IndexSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    gate: GateSettings = GateSettings()
+    serving: ServingSettings = ServingSettings()
+
+    @property
+    def store_uri(self) -> str:
+        """The object store's URI, absolute."""
+        return self.store or (self.workdir.resolve() / "store").as_uri()
+
+
+def load(
+    *,
+    preset: str | None = None,
+    config: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    overrides: Iterable[str] = (),
+) -> Settings:
+    """Read the settings of one run; see the module's docstring for the order.
+
+    ``overrides`` are ``section.key=value`` strings; a value is JSON where it parses as JSON, else text.
+
+    Raises:
+        SettingsError: unknown key, wrong type, value out of range, or unreadable file.
+    """
+    tree: dict[str, Any] = {}
+    if preset is not None:
+        _merge(tree, _read_preset(preset))
+    if config is not None:
+        _merge(tree, _read_toml(config))
+    for dotted, value in _from_environment(os.environ if environment is None else environment):
+        _set(tree, dotted, value)
+    for override in overrides:
+        dotted, equals, text = override.partition("=")
+        if not equals:
+            raise SettingsError(f"--set {override!r} has no '='; write --set section.key=value.")
+        _set(tree, dotted.strip(), text)
+    return parse(Settings, tree)
+
+
+def parse(model: type[Model], tree: Mapping[str, Any]) -> Model:
+    """``tree`` as a ``model``, or a `SettingsError` of one sentence."""
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        raise SettingsError(_sentence(model, error)) from None
+
+
+def presets() -> list[str]:
+    """Names of the presets that come with evernear."""
+    return sorted(p.name.removesuffix(".toml") for p in (resources.files("evernear") / "presets").iterdir())
+
+
+def _read_preset(name: str) -> dict[str, Any]:
+    if name not in presets():
+        raise SettingsError(f"There is no preset {name!r}; known: {', '.join(presets())}.")
+    return tomllib.loads((resources.files("evernear") / "presets" / f"{name}.toml").read_text())
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"The settings file {path} cannot be read: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"The settings file {path} is not TOML: {error}.") from None
+
+
+def _from_environment(environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    return [
+        (name.removeprefix(ENV_PREFIX).lower().replace("__", "."), value)
+        for name, value in sorted(environment.items())
+        if name.startswith(ENV_PREFIX)
+    ]
+
+
+def _set(tree: dict[str, Any], dotted: str, text: str) -> None:
+    try:
+        value: Any = json.loads(text)
+    except json.JSONDecodeError:
+        value = text
+    for key in reversed(dotted.split(".")):
+        value = {key: value}
+    _merge(tree, value)
+
+
+def _merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
+    for key, value in tree.items():
+        held = into.get(key)
+        if isinstance(value, Mapping) and isinstance(held, dict):
+            _merge(held, value)
+        else:
+            into[key] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys += _known_keys(field.annotation, f"{prefix}{name}.")
+    return keys
+
+
+def _sentence(model: type[BaseModel], error: ValidationError) -> str:
+    fault = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] != "extra_forbidden":
+        message = fault["msg"][0].lower() + fault["msg"][1:]
+        return f"Setting {key} = {fault['input']!r} cannot be used: {message}."
+    known = _known_keys(model)
+    # A key given without its section (epochs) is nearest to the one that ends with it (train.epochs).
+    near = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    return f"There is no setting {key!r}; did you mean {near[0]!r}?"
