@@ -1,21 +1,57 @@
 # `make demo` and `make test` are all the set-up there is: both make the environment first.
 #   make demo SOURCE=mnist        the full MNIST instead of scikit-learn's digits
-#   make demo TORCH_BACKEND=cpu   the small CPU build of torch (or cu128, auto ...; empty: the index's default)
+#   make demo TORCH_BACKEND=cpu   the small CPU build of torch (cpu, cu128, auto ...; empty: the index's own build)
 #   make demo KEEP=1              leave TorchServe up; `.venv/bin/evernear stop` ends it
 SOURCE ?= digits
-TORCH_BACKEND ?=
 KEEP ?=
+TORCH_BACKEND ?=
 PYTHON ?= python3
+
 BIN := .venv/bin
 UV := .venv/tools/bin/uv
+# The lock's torch carries hashes; a backend of the user's choice brings wheels of its own.
+TORCH := $(if $(TORCH_BACKEND),--torch-backend=$(TORCH_BACKEND) --requirements requirements-torch.in,--requirements requirements-torch.lock)
+COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-header
 
 .PHONY: demo test test-slow check format lock golden clean
 
-.venv/.installed: pyproject.toml requirements.lock Makefile
-	@echo "Making the environment (.venv); torch is the large part ..."
+demo: .venv/.installed
+	$(BIN)/evernear demo --source $(SOURCE) $(if $(KEEP),--keep)
+
+test: .venv/.installed
+	$(BIN)/pytest
+
+test-slow: .venv/.installed
+	$(BIN)/pytest -m slow
+
+check: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python -m pipelines.compile --check
+
+format: .venv/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+golden: .venv/.installed
+	$(BIN)/python -m pipelines.compile
+
+lock: $(UV)
+	$(COMPILE) --upgrade --excludes requirements-torch.in pyproject.toml --all-extras --group dev -o requirements.lock
+	$(COMPILE) --upgrade --constraints requirements.lock requirements-torch.in -o requirements-torch.lock
+
+clean:
+	rm -rf .venv evernear-work
+
+$(UV):
 	$(PYTHON) -m venv .venv/tools
-	.venv/tools/bin/pip install --quiet uv
+	.venv/tools/bin/pip install --quiet --disable-pip-version-check uv
+
+.venv/.installed: $(UV) pyproject.toml requirements.lock requirements-torch.lock
+	@echo "Installing the environment into .venv (torch is the large part) ..."
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
-	$(UV) pip install --quiet --python $(BIN)/python $(if $(TORCH_BACKEND),--torch-backend=$(TORCH_BACKEND)) \
-		--requirements requirements.lock --editable '.[train,serve,pipeline]' --group dev
+	$(UV) pip install --quiet --python $(BIN)/python $(TORCH) --requirements requirements.lock
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
 	@touch $@
