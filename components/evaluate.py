@@ -1,0 +1,21 @@
+"""Candidate and champion, measured as served on the same frozen test split."""
+
+from kfp import dsl
+
+from components import component
+
+
+@component
+def evaluate(store: str, settings: dict, dataset: dsl.Input[dsl.Dataset], network: dsl.Input[dsl.Model],
+             index: dsl.Input[dsl.Model], open_set: dsl.Input[dsl.Artifact], evaluation: dsl.Output[dsl.Artifact],
+             metrics: dsl.Output[dsl.Metrics], confusion: dsl.Output[dsl.ClassificationMetrics],
+             roc: dsl.Output[dsl.ClassificationMetrics]):  # fmt: skip
+    """Measure accuracy, recall, open-set rejection and index recall, each with its interval."""
+    from evernear import steps
+
+    parts = (dataset.path, network.path, index.path, open_set.path)
+    measured = steps.evaluate(store, settings, *parts, evaluation.path)
+    for name, value in measured.metrics().items():
+        metrics.log_metric(name, value)
+    confusion.log_confusion_matrix(*measured.confusion())
+    roc.log_roc_curve(*measured.roc())

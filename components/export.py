@@ -1,0 +1,18 @@
+"""A trained network -> TorchScript, proved equal to the eager network."""
+
+from kfp import dsl
+
+from components import component
+
+
+@component
+def export(
+    settings: dict,
+    dataset: dsl.Input[dsl.Dataset],
+    trained: dsl.Input[dsl.Model],
+    network: dsl.Output[dsl.Model],
+):
+    """Export TorchScript and compare it with eager on real images."""
+    from evernear import steps
+
+    network.metadata.update(steps.export(settings, dataset.path, trained.path, network.path))

@@ -1,0 +1,20 @@
+"""An evaluation -> the verdict: may the candidate replace what serves today?"""
+
+from kfp import dsl
+
+from components import component
+
+
+@component
+def gate(
+    run: str,
+    store: str,
+    settings: dict,
+    evaluation: dsl.Input[dsl.Artifact],
+    verdict: dsl.Output[dsl.Artifact],
+    card: dsl.Output[dsl.HTML],
+) -> bool:
+    """Hold or promote, with reasons. KFP branches on the one bool that this returns."""
+    from evernear import steps
+
+    return steps.gate(run, store, settings, evaluation.path, verdict.path, card.path)

@@ -1,0 +1,18 @@
+"""Embeddings -> a FAISS index with its open-set threshold."""
+
+from kfp import dsl
+
+from components import component
+
+
+@component
+def index(
+    settings: dict,
+    dataset: dsl.Input[dsl.Dataset],
+    embeddings: dsl.Input[dsl.Artifact],
+    index: dsl.Output[dsl.Model],
+):
+    """Index the gallery and calibrate the open-set threshold on the query split."""
+    from evernear import steps
+
+    steps.index(settings, dataset.path, embeddings.path, index.path)

@@ -1,0 +1,19 @@
+"""How well images of classes that no training saw are told apart: the open-set probe."""
+
+from kfp import dsl
+
+from components import component
+
+
+@component
+def probe(
+    train: dict,
+    index: dict,
+    settings: dict,
+    dataset: dsl.Input[dsl.Dataset],
+    open_set: dsl.Output[dsl.Artifact],
+):
+    """Train the same recipe without some classes and measure how they are rejected."""
+    from evernear import steps
+
+    steps.probe(train, index, settings, dataset.path, open_set.path)

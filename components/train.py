@@ -1,0 +1,19 @@
+"""The train split -> an embedding network, with its curves."""
+
+from kfp import dsl
+
+from components import component
+
+
+@component
+def train(
+    store: str,
+    settings: dict,
+    dataset: dsl.Input[dsl.Dataset],
+    trained: dsl.Output[dsl.Model],
+    curves: dsl.Output[dsl.HTML],
+):
+    """Train the embedding network with its ArcFace head; resumes from the last checkpoint of the same run."""
+    from evernear import steps
+
+    steps.train(store, settings, dataset.path, trained.path, curves.path)
