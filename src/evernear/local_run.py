@@ -1,0 +1,177 @@
+"""One pipeline run on this machine: start it, follow its events, read its outcome."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from pydantic import BaseModel, ConfigDict
+
+from evernear.errors import Busy, EvernearError, SettingsError
+from evernear.progress import EVENTS_VARIABLE, Event, read_events
+from evernear.reporting.notify import Outcome
+from evernear.settings import Settings
+
+POLL_S = 0.1
+
+
+class RunResult(BaseModel):
+    """What ``evernear run --json`` prints."""
+
+    model_config = ConfigDict(frozen=True)
+
+    release: str | None
+    promoted: bool
+    state: str
+    reasons: tuple[str, ...]
+    metrics: dict[str, float]
+    paths: dict[str, str]
+    steps_s: dict[str, float]
+    wall_s: float
+
+
+class RunFailed(EvernearError):
+    """A step failed; its own sentence, with its own exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def run(settings: Settings, show: Callable[[Event], None]) -> RunResult:
+    """Run the pipeline with ``settings``, handing each event to ``show`` as it happens.
+
+    Raises:
+        Busy: another run holds the working directory.
+        RunFailed: a step failed.
+    """
+    with _sole_run(settings.workdir):
+        started_s = time.monotonic()
+        directory = settings.workdir.resolve() / "runs" / datetime.now(UTC).strftime("%Y%m%d-%H%M%S.%f")
+        directory.mkdir(parents=True)
+        failures, steps_s = _follow(settings, directory, show)
+        wall_s = time.monotonic() - started_s
+        if failures:
+            raise RunFailed(failures[0].message, failures[0].exit_code)
+        return _result(directory, steps_s, wall_s)
+
+
+@contextmanager
+def _sole_run(workdir: Path) -> Iterator[None]:
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"The working directory {workdir} cannot be made: {error.strerror}.") from None
+    holder = workdir / "run.pid"
+    try:
+        with FileLock(workdir / "run.lock", timeout=0):
+            holder.write_text(str(os.getpid()))
+            yield
+    except Timeout:
+        pid = holder.read_text() if holder.exists() else "unknown"
+        message = f"Another run (process {pid}) uses {workdir}; wait for it to end or choose another --workdir."
+        raise Busy(message) from None
+
+
+def _follow(
+    settings: Settings, directory: Path, show: Callable[[Event], None]
+) -> tuple[list[Event], dict[str, float]]:
+    """Run the pipeline's process to its end; returns the failed events and each step's own work in seconds."""
+    events_path = directory / "events.jsonl"
+    failures: list[Event] = []
+    steps_s: dict[str, float] = {}
+    offset = 0
+    with _pipeline_process(settings, directory, events_path) as process:
+        while True:
+            ended = process.poll() is not None  # before the read, so that the last events are read too
+            events, offset = read_events(events_path, offset)
+            for event in events:
+                show(event)
+                if event.kind in ("finished", "failed"):
+                    steps_s[event.step] = event.own_work_s
+                if event.kind == "failed":
+                    failures.append(event)
+            if ended:
+                break
+            time.sleep(POLL_S)
+    if process.returncode != 0 and not failures:
+        reason = f"A step of the run ended without a word (killed, or out of memory); see {directory / 'log.txt'}."
+        failures.append(Event(at=datetime.now(UTC), step="run", kind="failed", message=reason, exit_code=1))
+    return failures, steps_s
+
+
+@contextmanager
+def _pipeline_process(settings: Settings, directory: Path, events: Path) -> Iterator[subprocess.Popen[str]]:
+    # From an empty directory, so that nothing is found by accident that an image would not hold.
+    with tempfile.TemporaryDirectory(prefix="evernear-") as empty, (directory / "log.txt").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipelines.local"],
+            cwd=empty,
+            env={**os.environ, EVENTS_VARIABLE: str(events)},
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        assert process.stdin is not None  # noqa: S101 - it is PIPE, the type checker cannot know
+        try:
+            order = {"pipeline_root": str(directory), "arguments": pipeline_arguments(settings)}
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+            yield process
+        finally:
+            _end(process)
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    """Leave no step behind, whether the run ended or was interrupted."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def pipeline_arguments(settings: Settings) -> dict[str, object]:
+    """``settings`` as the parameters of the continuous-training pipeline."""
+    sections = settings.model_dump(mode="json")
+    return {
+        "store": settings.store_uri,
+        "data": sections["data"],
+        "validation": sections["validation"],
+        "train_settings": sections["train"],
+        "index_settings": sections["index"],
+        "evaluation": sections["evaluation"],
+        "gate_settings": sections["gate"],
+        "serving": sections["serving"],
+        "target": settings.deploy,
+        "workdir": str(settings.workdir.resolve()),
+    }
+
+
+def _result(directory: Path, steps_s: dict[str, float], wall_s: float) -> RunResult:
+    paths = {
+        f"{artifact.parent.name}.{artifact.name}": str(artifact)
+        for artifact in sorted(directory.glob("*/*/*"))
+        if artifact.name != "executor_output.json"
+    }
+    outcome = Outcome.model_validate_json(Path(paths["notify.outcome"]).read_bytes())
+    return RunResult(
+        release=outcome.release,
+        promoted=outcome.state == "promoted",
+        state=outcome.state,
+        reasons=outcome.reasons,
+        metrics=outcome.metrics,
+        paths={"log": str(directory / "log.txt"), **paths},
+        steps_s=steps_s,
+        wall_s=wall_s,
+    )

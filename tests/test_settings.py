@@ -1,0 +1,80 @@
+"""Settings: one order of precedence, and an unknown key named with its nearest known one."""
+
+from pathlib import Path
+
+import pytest
+
+from evernear import settings
+from evernear.errors import SettingsError
+
+
+def load(**given: object) -> settings.Settings:
+    return settings.load(**{"environment": {}, **given})  # type: ignore[arg-type]
+
+
+def test_file_then_environment_then_flags(tmp_path: Path) -> None:
+    config = tmp_path / "evernear.toml"
+    config.write_text("[train]\nepochs = 5\nseed = 5\nmargin = 0.5\n")
+    environment = {"EVERNEAR_TRAIN__EPOCHS": "6", "EVERNEAR_TRAIN__SEED": "6", "OTHER": "x"}
+    loaded = load(preset="quick", config=config, environment=environment, overrides=["train.epochs=7"])
+    assert (loaded.train.epochs, loaded.train.seed, loaded.train.margin) == (7, 6, 0.5)
+    assert loaded.train.width == load(preset="quick").train.width != load().train.width
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load().train.epochs = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("train.epoch=3", "There is no setting 'train.epoch'; did you mean 'train.epochs'?"),
+        ("epochs=3", "There is no setting 'epochs'; did you mean 'train.epochs'?"),
+        ("gaet.significance=0.1", "There is no setting 'gaet'; did you mean 'gate'?"),
+        ("train.epochs=many", "Setting train.epochs = 'many' cannot be used"),
+        ("train.epochs=0", "Setting train.epochs = 0 cannot be used"),
+        ("train.epochs", "has no '='"),
+        ("train=3", "Setting train = 3 cannot be used"),
+    ],
+)
+def test_a_typo_gets_one_sentence(override: str, sentence: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(overrides=[override])
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_environment_variable_is_an_error() -> None:
+    with pytest.raises(SettingsError, match="did you mean 'serving.workers'"):
+        load(environment={"EVERNEAR_SERVING__WORKER": "2"})
+
+
+@pytest.mark.parametrize(("content", "sentence"), [("epochs = = 1", "is not TOML"), ("\xff", "is not TOML")])
+def test_unreadable_file(tmp_path: Path, content: str, sentence: str) -> None:
+    config = tmp_path / "broken.toml"
+    config.write_bytes(content.encode("latin-1"))
+    with pytest.raises(SettingsError, match=sentence):
+        load(config=config)
+    with pytest.raises(SettingsError, match="cannot be read"):
+        load(config=tmp_path / "absent.toml")
+
+
+def test_every_preset_loads() -> None:
+    assert {"best", "quick"} <= set(settings.presets())
+    for name in settings.presets():
+        load(preset=name)
+    with pytest.raises(SettingsError, match="known: best, quick"):
+        load(preset="bset")
+
+
+def test_sections_survive_the_way_through_kfp() -> None:
+    """KFP carries numbers as floats: whole ones have to come back as integers."""
+    section = load().train
+    as_kfp = {k: float(v) if isinstance(v, int) and not isinstance(v, bool) else v for k, v in section.model_dump().items()}
+    assert settings.parse(settings.TrainSettings, as_kfp) == section
+
+
+def test_workdir_gives_the_store(tmp_path: Path) -> None:
+    assert load(overrides=[f"workdir={tmp_path}"]).store_uri == (tmp_path / "store").as_uri()
+    assert load(overrides=["store=s3://bucket/x"]).store_uri == "s3://bucket/x"
