@@ -65,6 +65,7 @@ class TrainSettings(Section):
     """The embedding network, its ArcFace head and the training loop."""
 
     epochs: int = Field(12, ge=1)
+    min_steps: int = Field(600, ge=0, description="An epoch of few images repeats them until a run has so many steps.")
     batch_size: int = Field(256, ge=2)
     optimizer: Literal["adamw", "sgd"] = "adamw"
     learning_rate: float = Field(0.01, gt=0.0, description="Peak of the schedule.")
@@ -75,7 +76,7 @@ class TrainSettings(Section):
     margin: float = Field(0.3, ge=0.0, lt=1.6, description="ArcFace m, radians.")
     scale: float = Field(32.0, gt=0.0, description="ArcFace s.")
     embedding_dim: int = Field(128, ge=2, le=2048)
-    width: int = Field(64, ge=8, le=1024, description="Channels of the first convolution.")
+    width: int = Field(16, ge=4, le=512, description="Channels of the first convolution; they double by stage.")
     augment: Literal["none", "affine"] = "affine"
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"

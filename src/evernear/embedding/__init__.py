@@ -1,0 +1,1 @@
+"""The embedding network: trained with ArcFace, exported to TorchScript, run over the gallery."""

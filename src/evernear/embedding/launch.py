@@ -1,0 +1,80 @@
+"""Training in several processes, one per GPU, started with torchrun; without GPUs they share the cores."""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from evernear.data.manifest import save_manifest
+from evernear.data.shards import Dataset
+from evernear.embedding.history import HISTORY_FILE, Epoch, TrainingResult
+from evernear.errors import TrainingError
+from evernear.settings import TrainSettings
+from evernear.store import Store
+
+ERROR_FILE = "error.txt"
+
+
+class Job(BaseModel):
+    """What a training process is told; `evernear.embedding.worker` reads it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    dataset_dir: Path
+    settings: TrainSettings
+    out_dir: Path
+    store_uri: str | None
+    exclude_labels: frozenset[str]
+    error_file: Path
+
+
+def launch(
+    dataset: Dataset,
+    settings: TrainSettings,
+    out_dir: Path,
+    store: Store | None,
+    exclude_labels: frozenset[str],
+    on_epoch: Callable[[Epoch], None] | None,
+) -> TrainingResult:
+    """Run `train` in ``settings.processes`` processes; they leave the same files in ``out_dir``.
+
+    Raises:
+        TrainingError: a process failed; the sentence is its own where it had one.
+    """
+    with tempfile.TemporaryDirectory(prefix="evernear-train-") as scratch:
+        job = Job(
+            dataset_dir=Path(scratch),
+            settings=settings,
+            out_dir=out_dir.resolve(),
+            store_uri=store.uri if store is not None else None,
+            exclude_labels=exclude_labels,
+            error_file=Path(scratch) / ERROR_FILE,
+        )
+        save_manifest(dataset.manifest, job.dataset_dir)
+        job_file = Path(scratch) / "job.json"
+        job_file.write_text(job.model_dump_json())
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        worker = [f"--nproc-per-node={settings.processes}", "-m", "evernear.embedding.worker", str(job_file)]
+        with subprocess.Popen([*torchrun, *worker], stdout=subprocess.PIPE, text=True) as running:
+            assert running.stdout is not None  # noqa: S101 - as asked for with PIPE
+            for line in running.stdout:
+                _report(line, on_epoch)
+        if running.returncode != 0:
+            said = job.error_file.read_text() if job.error_file.exists() else ""
+            raise TrainingError(
+                said or f"A training process of {settings.processes} died; its log tells why."
+            )
+    return TrainingResult.model_validate_json((out_dir / HISTORY_FILE).read_bytes())
+
+
+def _report(line: str, on_epoch: Callable[[Epoch], None] | None) -> None:
+    try:
+        point = Epoch.model_validate_json(line)
+    except ValidationError:
+        print(line, end="", flush=True)
+        return
+    if on_epoch is not None:
+        on_epoch(point)
