@@ -1,29 +1,199 @@
 """The journey, step by step: what each pipeline step does, as one function of paths and settings.
 
 A component under ``components/`` calls the function of its own name and nothing else, so every step also runs
-without KFP. The rooms do the work; here they are only put together.
+without KFP. The rooms do the work; here they are only put together. Each function imports what it needs, so that a
+step loads no more than that.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from evernear.data.ingest import ingest as ingest_images
-from evernear.data.ingest import save_manifest
-from evernear.data.shards import Dataset
-from evernear.data.validate import require_valid
-from evernear.data.validate import validate as validate_dataset
+from evernear import settings as knobs
 from evernear.progress import step
-from evernear.settings import (
-    DataSettings,
-    EvaluationSettings,
-    GateSettings,
-    IndexSettings,
-    ServingSettings,
-    TrainSettings,
-    ValidationSettings,
-    parse,
-)
-from evernear.store import open_store
+
+if TYPE_CHECKING:
+    from evernear.evaluation.evaluate import Evaluation
 
 Tree = dict[str, Any]
-"""A settings section as KFP carries it."""
+"""A section of the settings as KFP carries it."""
+
+
+def ingest(store: str, settings: Tree, dataset: str) -> str:
+    """Add the source's new images to the dataset; returns the snapshot's digest."""
+    with step("ingest") as running:
+        from evernear.data.ingest import ingest
+        from evernear.data.manifest import SPLITS, save_manifest
+
+        manifest = ingest(knobs.parse(knobs.DataSettings, settings), store)
+        save_manifest(manifest, Path(dataset))
+        counts = ", ".join(f"{manifest.count(split):,} {split}" for split in SPLITS)
+        height, width, channels = manifest.shape
+        running.say(f"{counts}; {len(manifest.labels)} classes, {height}x{width}x{channels}")
+    return manifest.digest
+
+
+def validate(store: str, settings: Tree, dataset: str, report: str) -> None:
+    """Write the report of the data's faults; stop the run at one of severity ``error``."""
+    with step("validate") as running:
+        from evernear.data.shards import Dataset
+        from evernear.data.validate import require_valid, validate
+        from evernear.release.registry import Registry
+        from evernear.store import open_store, write_atomically
+
+        registry = Registry(open_store(store))
+        champion = registry.champion()
+        known = registry.show(champion.version).manifest.labels if champion else ()
+        found = validate(Dataset.open(Path(dataset)), knobs.parse(knobs.ValidationSettings, settings), known)
+        write_atomically(Path(report), found.markdown())
+        running.say(f"{len(found.findings)} findings" if found.findings else "nothing found")
+        require_valid(found)
+
+
+def train(store: str, settings: Tree, dataset: str, trained: str, curves: str) -> None:
+    """Train the network; write its weights, and its curves as a page."""
+    with step("train") as running:
+        from evernear.data.shards import Dataset
+        from evernear.embedding.history import Epoch
+        from evernear.embedding.train import train
+        from evernear.reporting.plots import training_curves
+        from evernear.store import open_store, write_atomically
+
+        parsed = knobs.parse(knobs.TrainSettings, settings)
+
+        def say(point: Epoch) -> None:
+            accuracy = f"gallery accuracy {point.gallery_accuracy:.2%}"
+            running.say(f"epoch {point.epoch}/{parsed.epochs}, loss {point.train_loss:.3f}, {accuracy}")
+
+        data = Dataset.open(Path(dataset))
+        result = train(data, parsed, Path(trained), open_store(store), on_epoch=say)
+        write_atomically(Path(curves), training_curves(result.epochs))
+        if result.resumed_after_epoch:
+            running.say(f"{running.summary} (resumed after epoch {result.resumed_after_epoch})")
+
+
+def export(settings: Tree, dataset: str, trained: str, network: str) -> Tree:
+    """Write the network as TorchScript; returns what its artifact's metadata states."""
+    with step("export") as running:
+        from evernear.data.shards import Dataset
+        from evernear.embedding.export import export
+
+        tolerance = knobs.parse(knobs.TrainSettings, settings).parity_tolerance
+        result = export(Path(trained), Dataset.open(Path(dataset)), Path(network), tolerance)
+        difference = result.parity_max_abs_difference
+        running.say(f"TorchScript within {difference:.1e} of eager on {result.parity_images} images")
+    return {"sha256": result.sha256, "parity_max_abs_difference": difference}
+
+
+def embed(dataset: str, network: str, embeddings: str) -> None:
+    """Embed the gallery and the query split."""
+    with step("embed") as running:
+        from evernear.data.shards import Dataset
+        from evernear.embedding.embed import embed
+
+        result = embed(Path(network), Dataset.open(Path(dataset)), Path(embeddings))
+        running.say(f"{sum(shard.count for shard in result.shards):,} embeddings of {result.dim} dimensions")
+
+
+def index(settings: Tree, dataset: str, embeddings: str, index: str) -> None:
+    """Index the gallery and calibrate the open-set threshold."""
+    with step("index") as running:
+        from evernear.data.shards import Dataset
+        from evernear.embedding.embed import Embeddings
+        from evernear.index.build import build
+
+        labels = Dataset.open(Path(dataset)).labels
+        vectors = Embeddings.open(Path(embeddings))
+        result = build(vectors, labels, knobs.parse(knobs.IndexSettings, settings), Path(index))
+        running.say(f"{result.size:,} vectors, {result.factory}; unknown beyond {result.threshold:.3f}")
+
+
+def probe(train: Tree, index: Tree, settings: Tree, dataset: str, open_set: str) -> None:
+    """Measure on classes that the network never saw how unknown images are told apart."""
+    with step("probe") as running:
+        from evernear.data.shards import Dataset
+        from evernear.evaluation.probe import probe
+        from evernear.store import write_atomically
+
+        result = probe(
+            Dataset.open(Path(dataset)),
+            knobs.parse(knobs.TrainSettings, train),
+            knobs.parse(knobs.EvaluationSettings, settings),
+            knobs.parse(knobs.IndexSettings, index),
+        )
+        write_atomically(Path(open_set), result.model_dump_json(indent=2))
+        running.say(f"AUROC {result.auroc} for classes never trained on")
+
+
+def evaluate(
+    store: str, settings: Tree, dataset: str, network: str, index: str, open_set: str, evaluation: str
+) -> "Evaluation":
+    """Measure candidate and champion, both as served, on the same frozen test split."""
+    with step("evaluate") as running:
+        from evernear.evaluation.evaluate import evaluate
+        from evernear.release.champion import champion_recogniser
+
+        with champion_recogniser(store) as champion:
+            result = evaluate(
+                Path(dataset),
+                Path(network),
+                Path(index),
+                Path(open_set),
+                champion,
+                knobs.parse(knobs.EvaluationSettings, settings),
+            )
+        result.save(Path(evaluation))
+        running.say(f"accuracy {result.candidate.accuracy}")
+    return result
+
+
+def gate(run: str, store: str, settings: Tree, evaluation: str, verdict: str, card: str) -> bool:
+    """Decide whether the candidate may replace what serves; write the verdict and its card."""
+    with step("gate") as running:
+        from evernear.evaluation.evaluate import Evaluation
+        from evernear.evaluation.gate import decide
+        from evernear.reporting.card import verdict_card
+        from evernear.reporting.notify import remember
+        from evernear.store import open_store, write_atomically
+
+        measured = Evaluation.load(Path(evaluation))
+        decided = decide(measured, knobs.parse(knobs.GateSettings, settings))
+        write_atomically(Path(verdict), decided.model_dump_json(indent=2))
+        write_atomically(Path(card), verdict_card(decided, measured))
+        remember(open_store(store), run, verdict=decided.model_dump(mode="json"), metrics=measured.metrics())
+        running.say(("promote: " if decided.promote else "hold: ") + " ".join(decided.reasons))
+    return decided.promote
+
+
+def archive(
+    settings: Tree, dataset: str, network: str, index: str, evaluation: str, verdict: str, release: str
+) -> str:
+    """Pack the release; returns its version."""
+    with step("archive") as running:
+        from evernear.release.archive import archive
+
+        packed = archive()
+        running.say(f"release {packed.manifest.version}, {packed.path.stat().st_size / 2**20:.1f} MiB")
+    return packed.manifest.version
+
+
+def deploy(
+    run: str, store: str, target: str, workdir: str, settings: Tree, release: str, verdict: str
+) -> None:
+    """Publish the release and bring it up, unless the verdict does not promote it."""
+    with step("deploy") as running:
+        from evernear.reporting.notify import remember
+        from evernear.store import open_store
+
+        remember(open_store(store), run, deployment=deployed.model_dump(mode="json"))
+        running.say(f"release {deployed.version} serves")
+
+
+def notify(run: str, store: str, state: str, error_message: str, outcome: str) -> None:
+    """Tell the run's true outcome, to the log, to the store and to ``outcome``."""
+    with step("notify") as running:
+        from evernear.reporting.notify import tell
+        from evernear.store import open_store, write_atomically
+
+        told = tell(open_store(store), run, state, error_message)
+        write_atomically(Path(outcome), told.model_dump_json(indent=2))
+        running.say(told.summary())

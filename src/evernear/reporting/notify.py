@@ -5,7 +5,8 @@ store, under ``runs/<run>/``.
 """
 
 import json
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -34,17 +35,17 @@ class Outcome(BaseModel):
                 return "failed: " + " ".join(self.reasons)
 
 
-def remember(store: Store, run: str, **parts: BaseModel) -> None:
-    """Leave ``parts`` (name -> model) of ``run`` in the store for `tell`."""
+def remember(store: Store, run: str, **parts: Mapping[str, Any]) -> None:
+    """Leave ``parts`` (name -> JSON tree) of ``run`` in the store for `tell`."""
     for name, part in parts.items():
-        store.put(_key(run, name), part.model_dump_json(indent=2).encode())
+        store.put(_key(run, name), json.dumps(part, indent=2).encode())
 
 
 def tell(store: Store, run: str, state: str, error_message: str) -> Outcome:
     """The outcome of ``run``, whose KFP state is ``state`` (SUCCEEDED, FAILED, CANCELLED ...); kept in the store."""
     verdict = _recall(store, run, "verdict")
     deployment = _recall(store, run, "deployment")
-    metrics = _recall(store, run, "metrics").get("values", {})
+    metrics = _recall(store, run, "metrics")
     if state != "SUCCEEDED":
         reasons: tuple[str, ...] = (f"the pipeline ended as {state}. {error_message}".strip(),)
         outcome = Outcome(run=run, state="failed", reasons=reasons, metrics=metrics)
@@ -56,7 +57,7 @@ def tell(store: Store, run: str, state: str, error_message: str) -> Outcome:
         outcome = Outcome(run=run, state="failed", reasons=reasons, metrics=metrics)
     else:
         outcome = Outcome(run=run, state="held", reasons=verdict.get("reasons", ()), metrics=metrics)
-    remember(store, run, outcome=outcome)
+    remember(store, run, outcome=outcome.model_dump(mode="json"))
     return outcome
 
 
@@ -64,6 +65,6 @@ def _key(run: str, name: str) -> str:
     return f"runs/{run}/{name}.json"
 
 
-def _recall(store: Store, run: str, name: str) -> dict[str, object]:
+def _recall(store: Store, run: str, name: str) -> dict[str, Any]:
     found = store.find(_key(run, name))
     return json.loads(found[0]) if found else {}

@@ -2,27 +2,32 @@
 
 import html
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+
+from evernear.embedding.history import Epoch
 
 # Text stays text: smaller, searchable, and read out by a screen reader. A fixed salt makes the SVG byte-stable.
 mpl.rcParams["svg.fonttype"] = "none"
 mpl.rcParams["svg.hashsalt"] = "evernear"
 
 
-def training_curves(history: Sequence[Mapping[str, float]]) -> str:
-    """Loss and accuracy over epochs as an HTML page; ``history`` holds one mapping of numbers per epoch."""
-    epochs = [row["epoch"] for row in history]
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    loss, accuracy = figure.subplots(1, 2)
-    for axes, quantity in ((loss, "loss"), (accuracy, "accuracy")):
-        for name in sorted({key for row in history for key in row if key.endswith(quantity)}):
-            axes.plot(epochs, [row.get(name, float("nan")) for row in history], marker="o", label=_spoken(name))
+def training_curves(history: Sequence[Epoch]) -> str:
+    """Loss, accuracy and learning rate over epochs, as an HTML page."""
+    epochs = [point.epoch for point in history]
+    figure = Figure(figsize=(10, 3.2), layout="constrained")
+    loss, accuracy, rate = figure.subplots(1, 3)
+    loss.plot(epochs, [point.train_loss for point in history], marker="o", label="train, with margin")
+    loss.plot(epochs, [point.gallery_loss for point in history], marker="o", label="gallery, not trained on")
+    loss.legend()
+    accuracy.plot(epochs, [point.gallery_accuracy for point in history], marker="o")
+    rate.plot(epochs, [point.learning_rate for point in history], marker="o")
+    for axes, quantity in ((loss, "loss"), (accuracy, "gallery accuracy"), (rate, "learning rate")):
         axes.set(xlabel="epoch", ylabel=quantity)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
-        axes.legend()
     return page("Training curves", svg(figure))
 
 
@@ -46,6 +51,3 @@ def page(title: str, *parts: str) -> str:
     head = f'<meta charset="utf-8"><title>{name}</title><style>{style}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body><h1>{name}</h1>{"".join(parts)}</body></html>'
 
-
-def _spoken(name: str) -> str:
-    return name.replace("_", " ")
