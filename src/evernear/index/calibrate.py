@@ -1,0 +1,109 @@
+"""The open-set threshold: from which distance on an image counts as unknown."""
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evernear.embedding.embed import EmbeddingBlock, Embeddings
+from evernear.errors import DataError
+from evernear.index.description import Calibration
+
+if TYPE_CHECKING:
+    from faiss import Index
+
+QUERIES_AT_ONCE = 1024
+ROUNDING = 1e-5
+"""Two squared distances of float32 unit vectors that differ by less are taken as equal (seen: 1e-6)."""
+Floats = NDArray[np.float32]
+
+
+def calibrate(
+    embeddings: Embeddings,
+    known: NDArray[np.bool_],
+    index: "Index",
+    false_accept_rate: float,
+) -> Calibration:
+    """Find the threshold on the query split, which is neither trained nor tested on.
+
+    Each query stands in for an unknown image once: its impostor distance is that to the nearest gallery
+    vector of *another* class, as if its own class were not there. The threshold is the largest distance at
+    which the share of impostors accepted is at most ``false_accept_rate``. With fewer than 1 /
+    ``false_accept_rate`` queries that means none. Classes that the network was trained on lie further apart
+    than classes it never saw, so this rate is a lower bound for those; `evernear.evaluation.openset` measures
+    them.
+
+    Distances to impostors are exact, whatever the index: an approximate search started amid a query's own
+    class would find no impostor, and the threshold would come out too wide. ``known`` says of each label
+    number whether its class is part of the gallery.
+
+    Raises:
+        DataError: no query, or a gallery of fewer than two classes.
+    """
+    impostors, genuine, found = [np.empty(0, np.float32)], [np.empty(0, np.float32)], 0
+    for queries in _slices(of_known(embeddings.blocks("query"), known)):
+        own, other = _nearest(queries, of_known(embeddings.blocks("gallery"), known))
+        served = index.search(queries.embeddings, 1)[0][:, 0]
+        found += int((served <= np.minimum(own, other) + ROUNDING).sum())
+        impostors.append(_root(other))
+        genuine.append(_root(served))
+    impostor_distances, distances = np.concatenate(impostors), np.concatenate(genuine)
+    if not len(distances):
+        raise DataError("No image of the query split is left to calibrate on; raise data.query_fraction.")
+    if not np.isfinite(impostor_distances).all():
+        raise DataError(
+            "The gallery holds one class only, so no query has an impostor; raise data.gallery_fraction."
+        )
+    threshold = threshold_at(impostor_distances, false_accept_rate)
+    return Calibration(
+        queries=len(distances),
+        stated_false_accept_rate=false_accept_rate,
+        threshold=threshold,
+        false_accepts=int((impostor_distances <= threshold).sum()),
+        false_rejects=int((distances > threshold).sum()),
+        nearest_found=found,
+    )
+
+
+def threshold_at(impostor_distances: Floats, false_accept_rate: float) -> float:
+    """The largest float32 that at most ``false_accept_rate`` of ``impostor_distances`` (N,) do not exceed.
+
+    With ties among the distances fewer are accepted, never more.
+    """
+    allowed = int(np.floor(false_accept_rate * len(impostor_distances)))
+    first_refused = np.partition(impostor_distances, allowed)[allowed]
+    return max(0.0, float(np.nextafter(np.float32(first_refused), np.float32(-1))))
+
+
+def _nearest(queries: EmbeddingBlock, gallery: Iterable[EmbeddingBlock]) -> tuple[Floats, Floats]:
+    """Exact squared distances of each query to its nearest vector of its own class, and of all others (inf:
+    none).
+    """
+    own = np.full(len(queries.labels), np.inf, np.float32)
+    other = own.copy()
+    for block in gallery:
+        squared = 2 - 2 * (queries.embeddings @ block.embeddings.T)
+        same = queries.labels[:, None] == block.labels[None, :]
+        own = np.minimum(own, np.where(same, squared, np.inf).min(axis=1, initial=np.inf))
+        other = np.minimum(other, np.where(same, np.inf, squared).min(axis=1, initial=np.inf))
+    return own, other
+
+
+def of_known(blocks: Iterable[EmbeddingBlock], known: NDArray[np.bool_]) -> Iterator[EmbeddingBlock]:
+    """``blocks`` without the embeddings whose label number is not ``known`` (a mask over label numbers)."""
+    for block in blocks:
+        kept = known[block.labels]
+        yield EmbeddingBlock(block.embeddings[kept], block.labels[kept], block.digests[kept])
+
+
+def _slices(blocks: Iterable[EmbeddingBlock]) -> Iterator[EmbeddingBlock]:
+    """The same in smaller pieces: the matrix of distances between two whole blocks would be a gigabyte."""
+    for block in blocks:
+        for start in range(0, len(block.labels), QUERIES_AT_ONCE):
+            part = slice(start, start + QUERIES_AT_ONCE)
+            yield EmbeddingBlock(block.embeddings[part], block.labels[part], block.digests[part])
+
+
+def _root(squared: Floats) -> Floats:
+    return np.sqrt(np.maximum(squared, 0)).astype(np.float32)

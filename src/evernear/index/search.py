@@ -1,0 +1,210 @@
+"""Embeddings to labels: neighbours from FAISS, a label by vote or by centroid, "unknown" by distance."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evernear.errors import IntegrityError
+from evernear.index.description import (
+    CENTROIDS_FILE,
+    LABELS_FILE,
+    VECTORS_FILE,
+    IndexDescription,
+    check_parts,
+    describe_index,
+)
+from evernear.index.library import faiss
+
+if TYPE_CHECKING:
+    from faiss import Index
+
+NOBODY = -1
+"""Label number of a neighbour that an approximate index did not find."""
+FARTHEST = np.float32(2.0)
+"""The largest distance between two unit vectors."""
+CENTROID_BLOCK = 4096
+Embedded = NDArray[np.float32]
+
+
+class Neighbor(NamedTuple):
+    """A gallery vector near a query; ``dist`` is L2, not squared."""
+
+    label: str
+    dist: float
+
+
+class Recognition(NamedTuple):
+    """The answer to one query; ``dist`` is the L2 distance (0 to 2) to its nearest neighbour."""
+
+    pred: str
+    dist: float
+    unknown: bool
+    neighbors: tuple[Neighbor, ...]
+
+
+@dataclass(frozen=True)
+class Neighbors:
+    """The nearest vectors of N queries, nearest first: label numbers and L2 distances, both (N, k).
+
+    Where the index found fewer, the label is `NOBODY` and the distance infinite.
+    """
+
+    labels: NDArray[np.int32]
+    distances: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What N queries were taken for: label numbers, distances to the nearest neighbour and verdicts, each
+    (N,).
+    """
+
+    labels: NDArray[np.int32]
+    distances: NDArray[np.float32]
+    unknown: NDArray[np.bool_]
+
+
+class Gallery:
+    """An index ready to answer; made by `open`."""
+
+    def __init__(
+        self,
+        description: IndexDescription,
+        index: "Index",
+        numbers: NDArray[np.int32],
+        centroids: Embedded,
+    ) -> None:
+        self.description = description
+        self._index = index
+        self._numbers = numbers
+        self._known = np.flatnonzero(description.counts).astype(np.int32)
+        self._centroids = centroids[self._known]
+
+    @staticmethod
+    def open(directory: Path, network_sha256: str) -> "Gallery":
+        """The index that `build` left in ``directory``, for queries embedded by the network of that hash.
+
+        Raises:
+            IntegrityError: another network made its vectors; a part is missing or changed (looked at before
+                anything is parsed); the parts do not fit each other.
+        """
+        described = describe_index(directory)
+        if described.network_sha256 != network_sha256:
+            raise IntegrityError(
+                f"The index in {directory} holds vectors of network {described.network_sha256[:12]}, not of "
+                f"{network_sha256[:12]}: distances between them mean nothing; run embed and index again."
+            )
+        check_parts(directory, described)
+        try:
+            index = faiss.read_index(str(directory / VECTORS_FILE))
+            numbers = np.load(directory / LABELS_FILE, allow_pickle=False)
+            centroids = np.load(directory / CENTROIDS_FILE, allow_pickle=False)
+        except (RuntimeError, ValueError) as error:
+            raise IntegrityError(
+                f"The index in {directory} cannot be read; run the index step again."
+            ) from error
+        shapes = (index.ntotal, index.d), numbers.shape, centroids.shape
+        size, dim = described.size, described.dim
+        if shapes != ((size, dim), (size,), (len(described.labels), dim)):
+            raise IntegrityError(
+                f"The parts of the index in {directory} do not fit; run the index step again."
+            )
+        return Gallery(described, index, numbers, centroids)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The dataset's labels, by number."""
+        return self.description.labels
+
+    @property
+    def threshold(self) -> float:
+        """Distance to the nearest neighbour beyond which an image is unknown."""
+        return self.description.threshold
+
+    def recognise(self, embeddings: Embedded, k: int | None = None) -> list[Recognition]:
+        """Answer unit vectors (N, D), listing up to ``k`` neighbours of each (None: those that vote)."""
+        listed = self.description.k if k is None else k
+        neighbors = self.search(embeddings, max(listed, self.description.k))
+        answers = self.answer(embeddings, neighbors)
+        names = (*self.labels, "")  # the last for NOBODY, which is dropped below
+        return [
+            Recognition(
+                names[label],
+                distance,
+                unknown,
+                tuple(Neighbor(names[n], d) for n, d in zip(near, away, strict=True) if n != NOBODY),
+            )
+            for label, distance, unknown, near, away in zip(
+                answers.labels.tolist(),
+                answers.distances.tolist(),
+                answers.unknown.tolist(),
+                neighbors.labels[:, :listed].tolist(),
+                neighbors.distances[:, :listed].tolist(),
+                strict=True,
+            )
+        ]
+
+    def search(self, embeddings: Embedded, k: int) -> Neighbors:
+        """The ``k`` nearest gallery vectors (all of them, if there are fewer) of unit vectors (N, D).
+
+        Raises:
+            IntegrityError: the vectors have another number of coordinates.
+        """
+        if embeddings.ndim != 2 or embeddings.shape[1] != self.description.dim:
+            raise IntegrityError(
+                f"The index compares vectors of {self.description.dim} coordinates; "
+                f"an array of shape {embeddings.shape} cannot be looked up."
+            )
+        squared, rows = self._index.search(
+            np.ascontiguousarray(embeddings, dtype=np.float32), min(k, self.description.size)
+        )
+        found = rows >= 0
+        return Neighbors(
+            labels=np.where(found, self._numbers[rows], np.int32(NOBODY)),
+            distances=np.where(found, np.sqrt(np.maximum(squared, 0)), np.float32(np.inf)),
+        )
+
+    def answer(self, embeddings: Embedded, neighbors: Neighbors) -> Answers:
+        """Label unit vectors (N, D) by what `search` found for them.
+
+        The label is the one that most of the first ``description.k`` neighbours have (of equals the
+        nearest's), or the one with the nearest centroid; the distance is always that to the nearest
+        neighbour, which rejects better than the distance to a centroid. A query for which the index found
+        nobody is unknown at distance `FARTHEST`.
+        """
+        votes = neighbors.labels[:, : self.description.k]
+        nobody = votes[:, 0] == NOBODY
+        if self.description.label_by == "centroid":
+            labels = self._nearest_centroid(embeddings)
+        else:
+            labels = vote(votes)
+            labels[nobody] = self._nearest_centroid(embeddings[nobody])
+        distances = np.where(nobody, FARTHEST, np.minimum(neighbors.distances[:, 0], FARTHEST))
+        return Answers(labels, distances, (distances > self.threshold) | nobody)
+
+    def _nearest_centroid(self, embeddings: Embedded) -> NDArray[np.int32]:
+        nearest = [
+            (embeddings[start : start + CENTROID_BLOCK] @ self._centroids.T).argmax(axis=1)
+            for start in range(0, len(embeddings), CENTROID_BLOCK)
+        ]
+        return self._known[np.concatenate([np.empty(0, np.intp), *nearest])]
+
+
+def vote(labels: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The commonest label of each row of (N, k), nearest first; of equally common ones that of the nearest.
+
+    `NOBODY` has no vote, unless the whole row is.
+    """
+    order = np.argsort(labels, axis=1, kind="stable")
+    ordered = np.take_along_axis(labels, order, axis=1)
+    starts = np.ones(ordered.shape, np.bool_)
+    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    runs = np.cumsum(starts) - 1
+    sizes = np.bincount(runs)[runs].reshape(labels.shape)
+    sizes[ordered == NOBODY] = 0
+    counts = np.empty_like(sizes)
+    np.put_along_axis(counts, order, sizes, axis=1)
+    return labels[np.arange(len(labels)), counts.argmax(axis=1)]
