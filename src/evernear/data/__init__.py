@@ -1,0 +1,1 @@
+"""Images in any source become a validated, hashed, sharded dataset."""

@@ -1,0 +1,250 @@
+"""Reading a dataset: images come in blocks, in order or shuffled, in flat memory."""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evernear.data.manifest import Manifest, Shard, Split, load_manifest
+from evernear.data.preprocess import Pixels
+from evernear.data.writer import Rows, check_header, row_dtype, shard_key
+from evernear.errors import DataError, IntegrityError
+from evernear.store import FileStore, Store, disk_errors, open_store, sha256_file
+
+# A shuffle reads pieces of this size from all over a group of shards, and mixes a buffer of them.
+_PIECE_BYTES = 256 * 2**10
+_BUFFER_BYTES = 32 * 2**20
+_GROUP_SHARDS = 16
+# Local copies of shards that lie in S3; the least recently used go first.
+_CACHE_BYTES = 8 * 2**30
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some images: uint8 (N, H, W, C), the numbers of their labels (N,), their sha256 as uint8 (N, 32)."""
+
+    images: Pixels
+    labels: NDArray[np.int64]
+    digests: Pixels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+class Dataset:
+    """A snapshot, opened for reading. Each shard's hash is checked before its first use."""
+
+    def __init__(self, manifest: Manifest, store: Store, cache: Path | None = None) -> None:
+        """Read ``manifest``'s shards from ``store``; copies of remote ones go to ``cache``."""
+        self.manifest = manifest
+        self.labels = manifest.labels
+        self.shape = manifest.shape
+        self.digest = manifest.digest
+        self._dtype = row_dtype(manifest.shape)
+        self._files = _ShardFiles(manifest.name, store, self._dtype, cache or _default_cache())
+
+    @staticmethod
+    def open(directory: Path) -> "Dataset":
+        """The dataset whose manifest lies in ``directory`` (`evernear.data.manifest.save_manifest`).
+
+        Raises:
+            IntegrityError: there is no manifest, or a broken one.
+        """
+        manifest = load_manifest(directory)
+        return Dataset(manifest, open_store(manifest.store_uri))
+
+    def count(self, split: Split) -> int:
+        """Images of a split."""
+        return self.manifest.count(split)
+
+    def blocks(self, split: Split, block_size: int = 4096) -> Iterator[Block]:
+        """A split in its order, at most ``block_size`` images at a time.
+
+        Raises:
+            IntegrityError: a shard is damaged.
+        """
+        for shard in self._shards(split):
+            with self._files.open(shard) as file:
+                for start in range(0, shard.count, block_size):
+                    yield _block(self._read(file, shard, min(block_size, shard.count - start)))
+
+    def shuffled_batches(
+        self, split: Split, batch_size: int, seed: int, epoch: int, rank: int = 0, world_size: int = 1
+    ) -> Iterator[Block]:
+        """One epoch of batches in an order that ``seed`` and ``epoch`` decide; every rank gets as many.
+
+        The order of the shards is shuffled, then that of pieces of neighbouring shards, then the images of a
+        buffer (32 MiB, or 8 batches where that is more). Images that fill no last batch sit this epoch out. A
+        split smaller than one batch is one batch.
+        """
+        total = self.count(split) // world_size
+        if total == 0:
+            raise DataError(
+                f"The split {split!r} has {self.count(split)} images, too few for {world_size} processes."
+            )
+        batch_size = min(batch_size, total)
+        mine = total // batch_size * batch_size
+        rng = np.random.default_rng((seed, epoch))
+        pieces = _window(self._shuffled_pieces(split, rng), mine * rank)
+        mixer = np.random.default_rng((seed, epoch, rank))
+        buffer_rows = max(8, _BUFFER_BYTES // self._dtype.itemsize // batch_size) * batch_size
+        for start in range(0, mine, buffer_rows):
+            buffer = self._fill(pieces, min(buffer_rows, mine - start))
+            order = mixer.permutation(len(buffer))
+            for first in range(0, len(buffer), batch_size):
+                yield _block(buffer[order[first : first + batch_size]])
+
+    def mean_std(self, split: Split = "train") -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation of each channel, in units of 0..1."""
+        total = np.zeros(self.shape[2], np.int64)
+        squares = np.zeros(self.shape[2], np.int64)
+        pixels = self.count(split) * self.shape[0] * self.shape[1]
+        if pixels == 0:
+            raise DataError(f"The split {split!r} is empty.")
+        for block in self.blocks(split, max(1, 2**20 // self._dtype.itemsize)):
+            values = block.images.reshape(-1, self.shape[2])
+            # A histogram is exact in integers and needs no wider copy of the images.
+            for channel in range(self.shape[2]):
+                counts = np.bincount(values[:, channel], minlength=256)
+                total[channel] += int(counts @ np.arange(256))
+                squares[channel] += int(counts @ np.arange(256) ** 2)
+        mean = total / (255.0 * pixels)
+        std = np.sqrt(squares / (255.0**2 * pixels) - mean**2)
+        return tuple(mean.tolist()), tuple(std.tolist())
+
+    def _shards(self, split: Split) -> list[Shard]:
+        return [shard for shard in self.manifest.shards if shard.split == split]
+
+    def _shuffled_pieces(self, split: Split, rng: np.random.Generator) -> "Iterator[_Piece]":
+        shards = self._shards(split)
+        rows = max(1, _PIECE_BYTES // self._dtype.itemsize)
+        order = rng.permutation(len(shards))
+        for group in range(0, len(order), _GROUP_SHARDS):
+            pieces = [
+                _Piece(shards[number], start, min(rows, shards[number].count - start))
+                for number in order[group : group + _GROUP_SHARDS]
+                for start in range(0, shards[number].count, rows)
+            ]
+            yield from (pieces[number] for number in rng.permutation(len(pieces)))
+
+    def _fill(self, pieces: "_Window", rows: int) -> Rows:
+        buffer = np.empty(rows, self._dtype)
+        filled = 0
+        for piece in pieces.take(rows):
+            with self._files.open(piece.shard, piece.start) as file:
+                buffer[filled : filled + piece.count] = self._read(file, piece.shard, piece.count)
+            filled += piece.count
+        return buffer
+
+    def _read(self, file: BinaryIO, shard: Shard, count: int) -> Rows:
+        rows = np.fromfile(file, self._dtype, count)
+        if len(rows) != count:
+            raise IntegrityError(f"The shard {shard.sha256} is cut short.")
+        return rows
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """``count`` neighbouring rows of a shard."""
+
+    shard: Shard
+    start: int
+    count: int
+
+
+class _Window:
+    """Hands out pieces of a stream of rows, cut where a reader's share or its buffer ends."""
+
+    def __init__(self, pieces: Iterator[_Piece]) -> None:
+        self._pieces = pieces
+        self._rest: _Piece | None = None
+
+    def take(self, rows: int) -> Iterator[_Piece]:
+        """Pieces of together ``rows`` rows."""
+        while rows:
+            piece = self._rest or next(self._pieces)
+            count = min(rows, piece.count)
+            left = piece.count - count
+            self._rest = _Piece(piece.shard, piece.start + count, left) if left else None
+            rows -= count
+            yield _Piece(piece.shard, piece.start, count)
+
+
+def _window(pieces: Iterator[_Piece], skip: int) -> _Window:
+    window = _Window(pieces)
+    for _ in window.take(skip):
+        pass
+    return window
+
+
+def _block(rows: Rows) -> Block:
+    return Block(
+        images=np.ascontiguousarray(rows["image"]),
+        labels=rows["label"].astype(np.int64),
+        digests=np.ascontiguousarray(rows["digest"]),
+    )
+
+
+class _ShardFiles:
+    """Opens shards: in place where the store is a directory, from a bounded cache where it is not."""
+
+    def __init__(self, dataset: str, store: Store, dtype: np.dtype[np.void], cache: Path) -> None:
+        self._dataset, self._store, self._dtype, self._cache = dataset, store, dtype, cache
+        self._first_row: dict[str, int] = {}
+
+    def open(self, shard: Shard, row: int = 0) -> BinaryIO:
+        """The shard's file, checked, at ``row``."""
+        key = shard_key(self._dataset, shard.sha256)
+        if isinstance(self._store, FileStore):
+            path = self._store.path(key)
+            file = _opened(path)
+        else:
+            path = self._cache / f"{shard.sha256}.npy"
+            with suppress(FileNotFoundError):
+                os.utime(path)  # access times are not kept on every file system
+            file = _opened(path) or self._fetched(key, path, shard)
+        if file is None:
+            raise IntegrityError(f"The shard {path} is missing; ingest into a new dataset, or restore it.")
+        if shard.sha256 not in self._first_row:
+            if sha256_file(path) != shard.sha256:
+                file.close()
+                raise IntegrityError(f"The shard {path} is damaged: its content does not have its sha256.")
+            self._first_row[shard.sha256] = check_header(file, self._dtype, shard)
+        file.seek(self._first_row[shard.sha256] + row * self._dtype.itemsize)
+        return file
+
+    def _fetched(self, key: str, path: Path, shard: Shard) -> BinaryIO | None:
+        self._make_room(shard.size_bytes)
+        self._store.fetch(key, path, shard.sha256)
+        return _opened(path)
+
+    def _make_room(self, size_bytes: int) -> None:
+        """Drop the least recently used copies; a process that still reads one keeps it until it closes it."""
+        with disk_errors(self._cache):
+            self._cache.mkdir(parents=True, exist_ok=True)
+            held: list[tuple[int, int, Path]] = []
+            for path in self._cache.glob("*.npy"):
+                with suppress(FileNotFoundError):
+                    stat = path.stat()
+                    held.append((stat.st_atime_ns, stat.st_size, path))
+            room = _CACHE_BYTES - size_bytes - sum(size for _, size, _ in held)
+            for _, size, path in sorted(held):
+                if room >= 0:
+                    return
+                path.unlink(missing_ok=True)
+                room += size
+
+
+def _opened(path: Path) -> BinaryIO | None:
+    with disk_errors(path), suppress(FileNotFoundError):
+        return path.open("rb", buffering=0)
+    return None
+
+
+def _default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evernear" / "shards"

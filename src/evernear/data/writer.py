@@ -1,0 +1,187 @@
+"""Puts images into bounded shards: the last shard of a split is filled up before a new one is begun."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evernear.data.ledger import Ledger
+from evernear.data.manifest import SPLITS, Shard, Split
+from evernear.data.preprocess import Pixels
+from evernear.errors import DataError, IntegrityError
+from evernear.store import Store, disk_errors, sha256_file
+
+Rows = NDArray[np.void]
+_BLOCK_BYTES = 2**20
+
+
+def row_dtype(shape: tuple[int, int, int]) -> np.dtype[np.void]:
+    """One image of a shard: pixels, number of its label, and the sha256 that is its identity."""
+    return np.dtype([("image", "u1", shape), ("label", "<i4"), ("digest", "u1", (32,))])
+
+
+def shard_key(dataset: str, sha256: str) -> str:
+    """Where a shard lies in the store."""
+    return f"datasets/{dataset}/shards/{sha256}.npy"
+
+
+def check_header(file: BinaryIO, dtype: np.dtype[np.void], shard: Shard) -> int:
+    """Read a shard's header and return the offset of its first row.
+
+    Raises:
+        IntegrityError: the shard does not hold what its manifest says.
+    """
+    try:
+        version = np.lib.format.read_magic(file)
+        held = np.lib.format.read_array_header_1_0(file) if version == (1, 0) else None
+    except ValueError:
+        held = None
+    if held != ((shard.count,), False, dtype):
+        raise IntegrityError(
+            f"The shard {shard.sha256} does not hold {shard.count} images of {dtype['image'].shape}."
+        )
+    return file.tell()
+
+
+class ShardWriter:
+    """Appends images to splits and keeps the ledger's slots; memory is one block a split."""
+
+    def __init__(
+        self,
+        store: Store,
+        dataset: str,
+        shape: tuple[int, int, int],
+        shard_size_bytes: int,
+        ledger: Ledger,
+        scratch: Path,
+    ) -> None:
+        self._store, self._dataset, self._ledger, self._scratch = store, dataset, ledger, scratch
+        self._dtype = row_dtype(shape)
+        self._capacity = (shard_size_bytes - len(_header(self._dtype, 0))) // self._dtype.itemsize
+        if self._capacity < 1:
+            raise DataError(
+                f"One image takes {self._dtype.itemsize} bytes, more than a shard of"
+                f" data.shard_size_bytes={shard_size_bytes}; raise it or lower data.size_px."
+            )
+        self._block_rows = max(1, _BLOCK_BYTES // self._dtype.itemsize)
+        self._shards = ledger.shards()
+        self._next_slot = max(self._shards, default=-1) + 1
+        self._open: dict[Split, _OpenShard] = {}
+        self._labels: Sequence[str] = ledger.labels()
+
+    def append(
+        self, split: Split, images: Pixels, labels: Sequence[int], digests: Sequence[bytes]
+    ) -> list[int]:
+        """Append images (N, H, W, C) to a split and return the slot that each went to."""
+        rows = np.empty(len(images), self._dtype)
+        rows["image"], rows["label"] = images, labels
+        rows["digest"] = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32)
+        slots: list[int] = []
+        while len(slots) < len(rows):
+            shard = self._open.get(split) or self._begin(split)
+            taken = rows[len(slots) : len(slots) + self._capacity - shard.count]
+            shard.write(taken)
+            slots += [shard.slot] * len(taken)
+            if shard.count == self._capacity:
+                self._finish(split)
+        return slots
+
+    def close(self) -> None:
+        """Publish what is still open."""
+        for split in SPLITS:
+            if split in self._open:
+                self._finish(split)
+
+    def rewrite(self, slot: int, changes: Mapping[bytes, int | None]) -> None:
+        """Give images of a slot other labels, or take them out (None); call it when no shard is open."""
+        shard = self._shards[slot]
+        rewritten = _OpenShard(self._scratch, slot, self._dtype)
+        for rows in self._rows_of(shard):
+            wanted = [changes.get(digest.tobytes(), -1) for digest in rows["digest"]]
+            relabelled = [row for row, label in enumerate(wanted) if label not in (None, -1)]
+            rows["label"][relabelled] = [wanted[row] for row in relabelled]
+            rewritten.write(rows[[label is not None for label in wanted]])
+        self._publish(rewritten, shard.split)
+
+    def _begin(self, split: Split) -> "_OpenShard":
+        last = max((slot for slot, shard in self._shards.items() if shard.split == split), default=None)
+        if last is None or self._shards[last].count >= self._capacity:
+            shard = _OpenShard(self._scratch, self._next_slot, self._dtype)
+            self._next_slot += 1
+        else:
+            shard = _OpenShard(self._scratch, last, self._dtype)
+            for rows in self._rows_of(self._shards[last]):
+                shard.write(rows)
+        self._open[split] = shard
+        return shard
+
+    def _finish(self, split: Split) -> None:
+        self._publish(self._open.pop(split), split)
+
+    def _rows_of(self, shard: Shard) -> Iterator[Rows]:
+        """The rows of a published shard, a block at a time."""
+        path = self._scratch / "earlier.npy"
+        self._store.fetch(shard_key(self._dataset, shard.sha256), path, shard.sha256)
+        with path.open("rb") as file:
+            check_header(file, self._dtype, shard)
+            for start in range(0, shard.count, self._block_rows):
+                yield np.fromfile(file, self._dtype, min(self._block_rows, shard.count - start))
+        path.unlink()
+
+    def _publish(self, open_shard: "_OpenShard", split: Split) -> None:
+        path, counts = open_shard.finish()
+        shard = None
+        if open_shard.count:
+            shard = Shard(
+                sha256=sha256_file(path),
+                split=split,
+                count=open_shard.count,
+                size_bytes=path.stat().st_size,
+                label_counts={self._labels[label]: counts[label] for label in sorted(counts)},
+            )
+            self._store.put(shard_key(self._dataset, shard.sha256), path)
+        path.unlink()
+        self._ledger.put_shard(open_shard.slot, shard)
+        self._shards.pop(open_shard.slot, None)
+        if shard is not None:
+            self._shards[open_shard.slot] = shard
+
+
+class _OpenShard:
+    """A shard that is being written to a scratch file."""
+
+    def __init__(self, scratch: Path, slot: int, dtype: np.dtype[np.void]) -> None:
+        self.slot = slot
+        self.count = 0
+        self._dtype = dtype
+        self._labels: Counter[int] = Counter()
+        self._path = scratch / f"shard-{slot}.npy"
+        with disk_errors(self._path):
+            self._file = self._path.open("wb")
+            self._file.write(_header(dtype, 0))
+
+    def write(self, rows: Rows) -> None:
+        with disk_errors(self._path):
+            self._file.write(rows.tobytes())
+        self.count += len(rows)
+        self._labels.update(rows["label"].tolist())
+
+    def finish(self) -> tuple[Path, Counter[int]]:
+        """Close the file; its path and the images of each label."""
+        with disk_errors(self._path):
+            self._file.seek(0)
+            self._file.write(_header(self._dtype, self.count))
+            self._file.close()
+        return self._path, self._labels
+
+
+def _header(dtype: np.dtype[np.void], count: int) -> bytes:
+    """The .npy header. numpy pads it so that its length does not depend on ``count``."""
+    buffer = BytesIO()
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
+    np.lib.format.write_array_header_1_0(buffer, header)
+    return buffer.getvalue()
