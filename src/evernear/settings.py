@@ -41,7 +41,9 @@ class DataSettings(Section):
     gallery_fraction: Fraction = Field(0.10, description="Share of images that stand in the index.")
     query_fraction: Fraction = Field(0.05, description="Share of images the open-set threshold is calibrated on.")
     shard_size_bytes: int = Field(32 * 2**20, ge=2**16, description="Upper bound of one shard.")
-    max_pixels: int = Field(50_000_000, ge=64, description="Larger images are refused (decompression bombs).")
+    max_pixels: int = Field(
+        50_000_000, ge=64, le=89_478_485, description="Larger images are refused (decompression bombs)."
+    )
     decode_threads: int = Field(0, ge=0, description="Threads that decode images; 0: one per core.")
 
 
@@ -54,6 +56,8 @@ class ValidationSettings(Section):
     duplicate_across_splits: Severity = "warn"
     conflicting_labels: Severity = "error"
     tiny_class: Severity = "error"
+    empty_split: Severity = "error"
+    missing_in_split: Severity = "warn"
     vanished_class: Severity = "error"
     constant_image: Severity = "warn"
     imbalance: Severity = "warn"
@@ -91,6 +95,7 @@ class IndexSettings(Section):
     """The FAISS index over the gallery and the rule that turns neighbours into a label."""
 
     factory: str = Field("Flat", description="faiss.index_factory string: Flat, HNSW32, IVF256,Flat ...")
+    search: str = Field("", description="FAISS search parameters of that index: efSearch=64, nprobe=16 ...")
     label_by: Literal["vote", "centroid"] = "vote"
     k: int = Field(5, ge=1, le=1000, description="Neighbours that vote.")
     false_accept_rate: float = Field(0.01, gt=0.0, lt=1.0, description="Unknown images accepted at the threshold.")
@@ -131,6 +136,9 @@ class ServingSettings(Section):
     response_timeout_s: int = Field(30, ge=1)
     startup_timeout_s: int = Field(120, ge=1)
     max_request_size_bytes: int = Field(6_553_500, ge=1024)
+    max_pixels: int = Field(
+        50_000_000, ge=64, le=89_478_485, description="Larger images are refused (decompression bombs)."
+    )
     heap_size_bytes: int = Field(512 * 2**20, ge=128 * 2**20)
     keep: int = Field(3, ge=1, description="Releases that stay registered for a rollback.")
     smoke_queries: int = Field(8, ge=1, le=64, description="Stored queries a release must answer before it serves.")
