@@ -1,6 +1,7 @@
 """The open-set threshold: from which distance on an image counts as unknown."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,11 +44,12 @@ def calibrate(
     """
     impostors, genuine, found = [np.empty(0, np.float32)], [np.empty(0, np.float32)], 0
     for queries in _slices(of_known(embeddings.blocks("query"), known)):
-        own, other = _nearest(queries, of_known(embeddings.blocks("gallery"), known))
-        served = index.search(queries.embeddings, 1)[0][:, 0]
-        found += int((served <= np.minimum(own, other) + ROUNDING).sum())
-        impostors.append(_root(other))
-        genuine.append(_root(served))
+        exact = _nearest(queries, of_known(embeddings.blocks("gallery"), known))
+        squared, rows = index.search(queries.embeddings, 1)
+        # The same distance is as good as the same vector: a gallery may hold an image twice.
+        found += int(((rows[:, 0] == exact.rows) | (np.abs(squared[:, 0] - exact.squared) <= ROUNDING)).sum())
+        impostors.append(_root(exact.squared_to_others))
+        genuine.append(_root(squared[:, 0]))
     impostor_distances, distances = np.concatenate(impostors), np.concatenate(genuine)
     if not len(distances):
         raise DataError("No image of the query split is left to calibrate on; raise data.query_fraction.")
@@ -76,25 +78,40 @@ def threshold_at(impostor_distances: Floats, false_accept_rate: float) -> float:
     return max(0.0, float(np.nextafter(np.float32(first_refused), np.float32(-1))))
 
 
-def _nearest(queries: EmbeddingBlock, gallery: Iterable[EmbeddingBlock]) -> tuple[Floats, Floats]:
-    """Exact squared distances of each query to its nearest vector of its own class, and of all others (inf:
-    none).
+@dataclass(frozen=True)
+class _Nearest:
+    """For each query, exactly: squared distance to the nearest vector, its row, and the same for other
+    classes.
     """
-    own = np.full(len(queries.labels), np.inf, np.float32)
-    other = own.copy()
+
+    squared: Floats
+    rows: NDArray[np.int64]
+    squared_to_others: Floats
+
+
+def _nearest(queries: EmbeddingBlock, gallery: Iterable[EmbeddingBlock]) -> _Nearest:
+    count, first_row = len(queries.labels), 0
+    nearest = np.full(count, np.inf, np.float32)
+    rows = np.full(count, -1, np.int64)
+    other = nearest.copy()
     for block in gallery:
         squared = 2 - 2 * (queries.embeddings @ block.embeddings.T)
-        same = queries.labels[:, None] == block.labels[None, :]
-        own = np.minimum(own, np.where(same, squared, np.inf).min(axis=1, initial=np.inf))
-        other = np.minimum(other, np.where(same, np.inf, squared).min(axis=1, initial=np.inf))
-    return own, other
+        columns = squared.argmin(axis=1)
+        here = squared[np.arange(count), columns]
+        rows = np.where(here < nearest, first_row + columns, rows)
+        nearest = np.minimum(nearest, here)
+        squared[queries.labels[:, None] == block.labels[None, :]] = np.inf
+        other = np.minimum(other, squared.min(axis=1))
+        first_row += len(block.labels)
+    return _Nearest(nearest, rows, other)
 
 
 def of_known(blocks: Iterable[EmbeddingBlock], known: NDArray[np.bool_]) -> Iterator[EmbeddingBlock]:
     """``blocks`` without the embeddings whose label number is not ``known`` (a mask over label numbers)."""
     for block in blocks:
         kept = known[block.labels]
-        yield EmbeddingBlock(block.embeddings[kept], block.labels[kept], block.digests[kept])
+        if kept.any():
+            yield EmbeddingBlock(block.embeddings[kept], block.labels[kept], block.digests[kept])
 
 
 def _slices(blocks: Iterable[EmbeddingBlock]) -> Iterator[EmbeddingBlock]:
