@@ -1,0 +1,206 @@
+"""Faults of a dataset, each a rule with its severity: what stops a run, what only warns, named by file."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from evernear.data.manifest import SPLITS, Manifest, Split
+from evernear.data.shards import Dataset
+from evernear.errors import ValidationFailed
+from evernear.settings import ValidationSettings
+
+Counts = dict[Split, dict[str, int]]
+
+_MAX_NAMES = 5
+
+# One such problem, several, and what to do with the files.
+_PROBLEMS = {
+    "undecodable": ("file cannot be decoded", "files cannot be decoded", "mend or remove"),
+    "wrong_size": (
+        "image had another size and was stretched",
+        "images had another size and were stretched",
+        "look at",
+    ),
+    "duplicate": (
+        "image is there more than once and was taken once",
+        "images are there more than once and were taken once",
+        "see",
+    ),
+    "duplicate_across_splits": (
+        "image is given in several splits and was held out from training",
+        "images are given in several splits and were held out from training",
+        "keep one of",
+    ),
+    "conflicting_labels": (
+        "image stands under several labels and was left out",
+        "images stand under several labels and were left out",
+        "keep the right one of",
+    ),
+    "constant_image": (
+        "image has one value in all its pixels",
+        "images have one value in all their pixels",
+        "look at",
+    ),
+}
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Finding(_Frozen):
+    """One rule that fired; ``message`` is a sentence, ``names`` some of the ``count`` files, classes or splits."""
+
+    rule: str
+    severity: Literal["error", "warn"]
+    message: str
+    names: tuple[str, ...]
+    count: int
+    details: tuple[str, ...] = ()
+
+
+class Report(_Frozen):
+    """What validation found in one snapshot; ``counts`` are images by split and label."""
+
+    dataset_digest: str
+    counts: Counts
+    findings: tuple[Finding, ...]
+
+    def markdown(self) -> str:
+        """The report as a person reads it."""
+        lines = ["# Data validation", "", f"Dataset `{self.dataset_digest[:12]}`.", ""]
+        if self.findings:
+            lines += ["| severity | rule | what |", "|---|---|---|"]
+            lines += [f"| {f.severity} | {f.rule} | {_cell(f.message)} |" for f in self.findings]
+        else:
+            lines.append("Nothing found.")
+        for finding in self.findings:
+            if finding.details:
+                shown = f", the first {len(finding.details)}" * (finding.count > len(finding.details))
+                lines += ["", f"## {finding.rule}: {finding.count:,}{shown}", ""]
+                lines += [f"- {_cell(detail)}" for detail in finding.details]
+        lines += [
+            "",
+            "## Images by class",
+            "",
+            f"| class | {' | '.join(SPLITS)} |",
+            "|---|" + "---:|" * len(SPLITS),
+        ]
+        for label in self.counts["train"]:
+            numbers = " | ".join(f"{self.counts[split][label]:,}" for split in SPLITS)
+            lines.append(f"| {_cell(label)} | {numbers} |")
+        totals = " | ".join(f"{sum(self.counts[split].values()):,}" for split in SPLITS)
+        return "\n".join([*lines, f"| all | {totals} |", ""])
+
+
+def validate(dataset: Dataset, settings: ValidationSettings, champion_labels: Sequence[str] = ()) -> Report:
+    """Hold a snapshot against all rules that are not ``off``; findings raise nothing.
+
+    ``champion_labels`` are the classes that the serving release knows: one without any image has vanished.
+    """
+    manifest = dataset.manifest
+    counts: Counts = {split: manifest.label_counts(split) for split in SPLITS}
+    totals = {label: sum(counts[split][label] for split in SPLITS) for label in manifest.labels}
+    found = [
+        *_problems(manifest),
+        *_classes(manifest, totals, settings),
+        *_vanished(totals, champion_labels),
+        *_splits(counts, totals),
+    ]
+    severities = settings.model_dump()
+    findings = [
+        finding.model_copy(update={"severity": severities[finding.rule]})
+        for finding in found
+        if severities[finding.rule] != "off"
+    ]
+    findings.sort(key=lambda finding: finding.severity)
+    return Report(dataset_digest=dataset.digest, counts=counts, findings=tuple(findings))
+
+
+def require_valid(report: Report) -> None:
+    """Stop where a rule of severity ``error`` fired.
+
+    Raises:
+        ValidationFailed: one sentence with all of them.
+    """
+    errors = [finding.message.removesuffix(".") for finding in report.findings if finding.severity == "error"]
+    if errors:
+        raise ValidationFailed(f"The data cannot be used: {'; '.join(errors)}.")
+
+
+def _problems(manifest: Manifest) -> Iterator[Finding]:
+    """What ingest met."""
+    for rule, (one, several, mend) in _PROBLEMS.items():
+        count = manifest.problem_counts.get(rule, 0)
+        if count:
+            problems = [problem for problem in manifest.problems if problem.kind == rule]
+            names = [name for problem in problems for name in problem.names]
+            message = f"{count:,} {one if count == 1 else several}; {mend} {_listed(names)}."
+            details = tuple(problem.detail for problem in problems)
+            yield _finding(rule, message, names, count, details)
+
+
+def _classes(manifest: Manifest, totals: dict[str, int], settings: ValidationSettings) -> Iterator[Finding]:
+    empty = [name for problem in manifest.problems if problem.kind == "tiny_class" for name in problem.names]
+    # A class of no image at all is one that went from the source: `_vanished` says so where it matters.
+    held = {label: count for label, count in totals.items() if count}
+    tiny = empty + [label for label, count in held.items() if count < settings.min_class_images]
+    if tiny:
+        which = _listed([f"{name} ({held.get(name, 0)})" for name in tiny])
+        message = f"Classes need {settings.min_class_images} images, these have fewer: {which}; add some."
+        yield _finding("tiny_class", message, tiny, len(tiny))
+    if held and max(held.values()) > settings.max_imbalance * min(held.values()):
+        large, small = max(held, key=held.__getitem__), min(held, key=held.__getitem__)
+        message = (
+            f"Classes are out of balance: {held[large]:,} images of {large}, {held[small]:,} of {small};"
+            f" more than {settings.max_imbalance:g} to 1."
+        )
+        yield _finding("imbalance", message, [large, small], 1)
+
+
+def _vanished(totals: dict[str, int], champion_labels: Sequence[str]) -> Iterator[Finding]:
+    gone = [label for label in champion_labels if not totals.get(label)]
+    if gone:
+        message = (
+            f"The release that serves knows {_listed(gone)}, but no such image is left; bring them back or set"
+            " validation.vanished_class=warn."
+        )
+        yield _finding("vanished_class", message, gone, len(gone))
+
+
+def _splits(counts: Counts, totals: dict[str, int]) -> Iterator[Finding]:
+    empty = [split for split in SPLITS if not any(counts[split].values())]
+    if empty:
+        message = (
+            f"No image is in the split {_listed(empty)}; add images or raise its share (data.*_fraction)."
+        )
+        yield _finding("empty_split", message, empty, len(empty))
+    missing = [
+        f"{label} in {split}"
+        for split in ("train", "gallery", "test")
+        if split not in empty
+        for label, count in counts[split].items()
+        if totals[label] and not count
+    ]
+    if missing:
+        message = f"Some classes have no image in a split: {_listed(missing)}; add images of them."
+        yield _finding("missing_in_split", message, missing, len(missing))
+
+
+def _finding(
+    rule: str, message: str, names: Sequence[str], count: int, details: tuple[str, ...] = ()
+) -> Finding:
+    return Finding(
+        rule=rule, severity="error", message=message, names=tuple(names), count=count, details=details
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMES])
+    return shown if len(names) <= _MAX_NAMES else f"{shown} and more"
+
+
+def _cell(text: str) -> str:
+    """Text as it may stand in a Markdown table."""
+    return text.replace("|", "\\|").replace("\n", " ")
