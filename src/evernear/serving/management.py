@@ -23,14 +23,21 @@ class Worker(BaseModel):
     pid: int = 0
 
 
+class _Queue(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    pending: int = Field(alias="pendingRequests")
+
+
 class Registered(BaseModel):
     """One version of a model, as TorchServe knows it."""
 
-    model_config = ConfigDict(frozen=True, populate_by_name=True)
+    model_config = ConfigDict(frozen=True)
 
     version: str = Field(alias="modelVersion")
     archive: str = Field(alias="modelUrl")
     workers: tuple[Worker, ...] = ()
+    queue: _Queue = Field(alias="jobQueueStatus")
 
     @property
     def ready_workers(self) -> int:

@@ -1,8 +1,8 @@
 """The life of one TorchServe: its configuration, start, readiness and end.
 
 Everything of a server lies in one directory, its home (``WORKDIR/torchserve``, mode 0700): the generated
-configuration, the keys, the logs and the model store. Java is started directly, not by the ``torchserve`` script,
-which remembers one server per machine. Verified against TorchServe 0.12.0 on Java 17 and 25.
+configuration, the keys, the logs and the model store. Java is started directly, as the ``torchserve`` script
+keeps one process id per machine. Verified against TorchServe 0.12.0 on Java 17 and 25.
 """
 
 import contextlib
@@ -51,8 +51,8 @@ def start(settings: ServingSettings, home: Path) -> Endpoints:
 
     Raises:
         PortTaken: a port is in use by another program.
-        ServingError: Java or TorchServe is not installed, the server runs with other ports, or it does not come
-            up within ``settings.startup_timeout_s``.
+        ServingError: Java or TorchServe is not installed, the server runs with other ports, or it does not
+            come up within ``settings.startup_timeout_s``.
         Busy: another process starts or stops this server and does not end.
     """
     _make_home(home)
@@ -112,7 +112,7 @@ def await_ready(settings: ServingSettings, home: Path, version: str) -> None:
             return
         time.sleep(POLL_S)
     raise ServingError(
-        f"Release {version} has no ready worker after {settings.startup_timeout_s} s; see {home}/logs/model.log."
+        f"Release {version} is not ready after {settings.startup_timeout_s} s; see {home}/logs/model.log."
     )
 
 
@@ -202,9 +202,10 @@ def _running_endpoints(home: Path, wanted: Endpoints) -> Endpoints:
 
 
 def _require_free_ports(wanted: Endpoints) -> None:
-    for setting, port in wanted.model_dump().items():
-        if setting == "host":
-            continue
+    ports = wanted.model_dump(exclude={"host"})
+    if len(set(ports.values())) < len(ports):
+        raise ServingError(f"Each port of the server must be another one: {ports}; see --set serving.*_port.")
+    for setting, port in ports.items():
         host = "127.0.0.1" if "management" in setting else wanted.host
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Java does: TIME_WAIT is no owner

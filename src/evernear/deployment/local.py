@@ -1,0 +1,234 @@
+"""The TorchServe of a working directory: bring a release up, prove it, let it serve, or keep the old one.
+
+The registry's champion is the truth and the server follows it: after a crash at any point, `serve` or the
+next `deploy` makes them agree again.
+"""
+
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from evernear.deployment.admission import admit
+from evernear.deployment.smoke import smoke
+from evernear.errors import Busy, ServingError
+from evernear.release.parts import open_release
+from evernear.release.registry import Champion, Registry
+from evernear.serving import torchserve
+from evernear.serving.client import Client
+from evernear.serving.connection import Endpoints, home_of, read_state
+from evernear.serving.management import Management
+from evernear.settings import Settings
+from evernear.store import disk_errors, open_store
+
+LOCK_TIMEOUT_S = 600
+DRAIN_TIMEOUT_S = 30
+LAST_BATCH_S = 0.5  # a batch that left the queue is answered in far less
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A release that serves; ``url`` takes images."""
+
+    version: str
+    previous: str | None
+    url: str
+    smoke_queries: int
+
+
+def deploy(archive: Path, verdict_file: Path, settings: Settings) -> Deployment:
+    """Roll a release out on the TorchServe of ``settings.workdir``, which is started if it is not up.
+
+    The champion answers all the while. The release is registered beside it, has to answer its stored queries
+    on its own URL, and only then becomes champion and default. A release that fails is removed again.
+
+    Raises:
+        IntegrityError, Conflict: it may not serve, see `evernear.deployment.admission.admit`.
+        ServingError: TorchServe or the release does not come up, or the smoke test fails.
+        StoreError: the registry cannot be reached, or another release became champion meanwhile.
+        Busy: another deployment into this working directory does not end.
+    """
+    registry = Registry(open_store(settings.store_uri))
+    with _site(settings) as site, site.temporary_directory() as temporary:
+        champion = registry.champion()
+        parts = admit(archive, verdict_file, champion, temporary / "release")
+        version = parts.manifest.version
+        with site.server():
+            site.follow(champion, registry)
+            if champion is None or champion.version != version:
+                try:
+                    site.load(archive, version)
+                    smoke(Client.of(settings), parts)
+                    registry.publish(archive, parts.manifest)
+                    champion = registry.set_champion(version, champion)
+                except BaseException:
+                    site.unload(version)
+                    raise
+                site.management.set_default(site.model, version)
+            queries = smoke(Client.of(settings), parts)
+            with contextlib.suppress(ServingError):  # the release serves; the next deploy tries again
+                site.prune(version)
+    return Deployment(version, champion.previous, _url(settings), queries)
+
+
+def serve(settings: Settings) -> str:
+    """Bring the champion up, after a reboot for one, and return its version; it may be up already.
+
+    Raises:
+        ServingError: nothing was released yet, or TorchServe or the release does not come up.
+        IntegrityError: the champion's archive is damaged.
+        StoreError: the registry cannot be reached.
+        Busy: a deployment into this working directory does not end.
+    """
+    registry = Registry(open_store(settings.store_uri))
+    champion = registry.champion()
+    if champion is None:
+        raise ServingError(
+            f"No release has been promoted in {settings.store_uri} yet; run `evernear run` first."
+        )
+    with _site(settings) as site, site.server():
+        site.follow(champion, registry)
+    return champion.version
+
+
+def stop(settings: Settings) -> bool:
+    """End the TorchServe of ``settings.workdir`` with all its workers; whether there was one."""
+    return torchserve.stop(home_of(settings.workdir))
+
+
+def status(settings: Settings) -> dict[str, Any]:
+    """What serves and what should, for people and programs.
+
+    ``server`` is ``up``, ``down``, ``died`` (it was started and is gone) or ``not answering``.
+    """
+    home = home_of(settings.workdir)
+    champion = Registry(open_store(settings.store_uri)).champion()
+    told: dict[str, Any] = {
+        "server": "down",
+        "url": None,
+        "default": None,
+        "ready_workers": 0,
+        "registered": [],
+        "champion": champion.version if champion else None,
+        "store": settings.store_uri,
+    }
+    if read_state(home) is None:
+        return told
+    if not torchserve.is_running(home):
+        return told | {"server": "died"}
+    management, model = Management(home), settings.serving.model_name
+    try:
+        versions = management.versions(model)
+        default = management.describe(model) if versions else None
+    except ServingError:
+        return told | {"server": "not answering"}
+    return told | {
+        "server": "up",
+        "url": _url(settings),
+        "default": default.version if default else None,
+        "ready_workers": default.ready_workers if default else 0,
+        "registered": [registered.version for registered in versions],
+    }
+
+
+class _Site:
+    """One working directory's server, and what a rollout does to it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.home = home_of(settings.workdir)
+        self.model = settings.serving.model_name
+        self.management = Management(self.home)
+
+    @contextlib.contextmanager
+    def temporary_directory(self) -> Generator[Path]:
+        """A directory on the server's own disk that is gone afterwards."""
+        with disk_errors(self.home):
+            temporary = tempfile.TemporaryDirectory(dir=self.home, prefix=".release-")
+        with temporary as name:
+            yield Path(name)
+
+    @contextlib.contextmanager
+    def server(self) -> Generator[None]:
+        """Have the server up; one that was started for nothing is ended again."""
+        torchserve.start(self.settings.serving, self.home)
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(ServingError):
+                if not self.management.versions(self.model):
+                    torchserve.stop(self.home)
+            raise
+
+    def follow(self, champion: Champion | None, registry: Registry) -> None:
+        """Make the champion the default, and remove what a killed deployment or a rollback left above it."""
+        registered = {found.version for found in self.management.versions(self.model)}
+        if champion is not None:
+            if champion.version not in registered:
+                with self.temporary_directory() as temporary:
+                    archive = temporary / "champion.mar"
+                    registry.fetch(champion.version, archive)
+                    open_release(archive, temporary / "release")
+                    self.load(archive, champion.version)
+            torchserve.await_ready(self.settings.serving, self.home, champion.version)
+            self.management.set_default(self.model, champion.version)
+        for version in registered:
+            if champion is None or version > champion.version:
+                self.unload(version)
+
+    def load(self, archive: Path, version: str) -> None:
+        """Register a release, without making it the default unless it is the only one."""
+        stored = self._stored(version)
+        with disk_errors(stored):
+            staged = stored.with_suffix(".part")
+            shutil.copyfile(archive, staged)
+            staged.replace(stored)
+        self.management.register(stored.name, self.settings.serving)
+        torchserve.await_ready(self.settings.serving, self.home, version)
+
+    def unload(self, version: str) -> None:
+        """Remove a release if it is there; a broken one stays registered, without workers, until then."""
+        with contextlib.suppress(ServingError):
+            if version in {found.version for found in self.management.versions(self.model)}:
+                self.management.unregister(self.model, version)
+        self._stored(version).unlink(missing_ok=True)
+
+    def prune(self, champion: str) -> None:
+        """Unregister all but the newest ``serving.keep`` releases; the champion always stays."""
+        others = [found for found in self.management.versions(self.model) if found.version != champion]
+        for found in others[: max(0, len(others) - self.settings.serving.keep + 1)]:
+            self._drain(found.version)
+            self.unload(found.version)
+
+    def _drain(self, version: str) -> None:
+        """Let a release that was the default a moment ago finish what it was asked."""
+        deadline_s = time.monotonic() + DRAIN_TIMEOUT_S
+        while self.management.describe(self.model, version).queue.pending and time.monotonic() < deadline_s:
+            time.sleep(torchserve.POLL_S)
+        time.sleep(LAST_BATCH_S)
+
+    def _stored(self, version: str) -> Path:
+        return torchserve.model_store(self.home) / f"{self.model}-{version}.mar"
+
+
+@contextlib.contextmanager
+def _site(settings: Settings) -> Generator[_Site]:
+    """The site, for one deployment at a time."""
+    site = _Site(settings)
+    with disk_errors(site.home):
+        site.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        with FileLock(site.home / "deploy.lock", timeout=LOCK_TIMEOUT_S):
+            yield site
+    except Timeout:
+        raise Busy(f"Another deployment into {settings.workdir} does not end; try again later.") from None
+
+
+def _url(settings: Settings) -> str:
+    return f"{Endpoints.of(settings.serving).inference_url}/predictions/{settings.serving.model_name}"

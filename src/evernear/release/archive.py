@@ -1,0 +1,226 @@
+"""Network, index, preprocessing and verdict become one file that TorchServe loads: a release."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from io import BytesIO
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from evernear import __version__
+from evernear.data.shards import Dataset
+from evernear.embedding.embed import embed_images
+from evernear.embedding.export import NETWORK_FILE, ExportResult, describe_network, load_network
+from evernear.errors import DataError, EvernearError, IntegrityError
+from evernear.index.search import Gallery, Recognition
+from evernear.release.manifest import Part, ReleaseManifest, new_version
+from evernear.release.parts import (
+    HANDLER_FILE,
+    MANIFEST_FILE,
+    PREPROCESSING_FILE,
+    SMOKE_FILE,
+    VERDICT_FILE,
+    SmokeQuery,
+    smoke_file,
+)
+from evernear.settings import ServingSettings
+from evernear.store import disk_errors, sha256_bytes, sha256_file, write_atomically
+
+ARCHIVE_FILE = "release.mar"
+SMOKE_BLOCK = 512  # images of the query split that the smoke queries are chosen from
+# The script of torch-model-archiver; ``python -m model_archiver...`` warns that the module is imported twice.
+_ARCHIVER = "from model_archiver.model_packaging import generate_model_archive as main; main()"
+
+
+@dataclass(frozen=True)
+class Release:
+    """An archived release: ``archive`` (.mar) and, beside it, ``manifest.json``."""
+
+    manifest: ReleaseManifest
+    archive: Path
+
+
+def archive(
+    *,
+    dataset: Dataset,
+    network_dir: Path,
+    index_dir: Path,
+    verdict_file: Path,
+    metrics: Mapping[str, float],
+    parent: str | None,
+    settings: ServingSettings,
+    out_dir: Path,
+    created: datetime | None = None,
+) -> Release:
+    """Pack a release into ``out_dir``.
+
+    ``metrics`` are those that the verdict was reached on, ``parent`` is the champion of that measurement
+    (None: there was none), ``created`` defaults to now.
+
+    Raises:
+        IntegrityError: network, index and dataset do not belong together, or a file is not what it was.
+        DataError: the query split holds no image to keep as a smoke query.
+        EvernearError: torch-model-archiver fails.
+        StoreError: ``out_dir`` cannot be written.
+    """
+    created = created or datetime.now(UTC)
+    network = describe_network(network_dir)
+    gallery = Gallery.open(index_dir, network.sha256)
+    if gallery.description.dataset_digest != dataset.digest:
+        raise IntegrityError(
+            f"The index in {index_dir} was made of another dataset; run the index step again."
+        )
+    with disk_errors(out_dir):
+        out_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out_dir, prefix=".archive-") as temporary:
+            parts = Path(temporary) / "parts"
+            parts.mkdir()
+            _link_parts(parts, network_dir, index_dir, verdict_file)
+            write_atomically(parts / PREPROCESSING_FILE, network.preprocessing.model_dump_json(indent=2))
+            _write_smoke_queries(parts, dataset, network_dir, gallery, settings.smoke_queries)
+            manifest = _describe(parts, dataset, network, gallery, metrics, parent, settings, created)
+            write_atomically(parts / MANIFEST_FILE, manifest.to_json())
+            _pack(Path(temporary), settings.model_name, manifest.version)
+            (Path(temporary) / f"{settings.model_name}.mar").replace(out_dir / ARCHIVE_FILE)
+            write_atomically(out_dir / MANIFEST_FILE, manifest.to_json())
+    return Release(manifest, out_dir / ARCHIVE_FILE)
+
+
+def git_commit() -> str:
+    """The commit of the source tree that this package runs from, ``-dirty`` if changed; else empty."""
+    here = Path(__file__)
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", here.parent, *words], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", here.name)  # an installed copy may lie inside somebody else's tree
+        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _link_parts(parts: Path, network_dir: Path, index_dir: Path, verdict_file: Path) -> None:
+    (parts / NETWORK_FILE).symlink_to((network_dir / NETWORK_FILE).resolve())
+    for file in sorted(index_dir.iterdir()):
+        (parts / file.name).symlink_to(file.resolve())
+    (parts / VERDICT_FILE).symlink_to(verdict_file.resolve())
+    handler = importlib.util.find_spec("evernear.serving.handler")
+    if handler is None or handler.origin is None:
+        raise EvernearError("This installation of evernear lacks its TorchServe handler; install it again.")
+    (parts / HANDLER_FILE).symlink_to(Path(handler.origin).resolve())
+
+
+def _describe(
+    parts: Path,
+    dataset: Dataset,
+    network: ExportResult,
+    gallery: Gallery,
+    metrics: Mapping[str, float],
+    parent: str | None,
+    settings: ServingSettings,
+    created: datetime,
+) -> ReleaseManifest:
+    described = {
+        file.name: Part(sha256=sha256_file(file), size_bytes=file.stat().st_size)
+        for file in sorted(parts.iterdir())
+    }
+    if described[NETWORK_FILE].sha256 != network.sha256:
+        raise IntegrityError("The network changed since it was exported; run the export step again.")
+    content = "\n".join(f"{name} {part.sha256}" for name, part in described.items())
+    return ReleaseManifest(
+        version=new_version(created, sha256_bytes(content.encode())),
+        created=created,
+        parts=described,
+        network_sha256=network.sha256,
+        dataset_digest=dataset.digest,
+        labels=gallery.labels,
+        preprocessing=network.preprocessing,
+        max_pixels=settings.max_pixels,
+        embedding_dim=network.embedding_dim,
+        threshold=gallery.threshold,
+        metrics=dict(metrics),
+        verdict_sha256=described[VERDICT_FILE].sha256,
+        parent=parent,
+        evernear_version=__version__,
+        git_commit=git_commit(),
+    )
+
+
+def _write_smoke_queries(
+    parts: Path, dataset: Dataset, network_dir: Path, gallery: Gallery, count: int
+) -> None:
+    network = load_network(network_dir)
+    block = next(iter(dataset.blocks("query", SMOKE_BLOCK)), None)
+    if block is None:
+        raise DataError(f"Dataset {dataset.manifest.name} has no query image; raise data.query_fraction.")
+    answers = gallery.recognise(embed_images(network, block.images))
+    queries: list[SmokeQuery] = []
+    for number, row in enumerate(islice(_clearest(block.labels, answers, dataset.labels), count)):
+        file = f"smoke-{number:02d}.png"
+        write_atomically(parts / file, _png(block.images[row]))
+        answer = answers[row]
+        queries.append(
+            SmokeQuery(
+                file=file,
+                label=dataset.labels[block.labels[row]],
+                pred=answer.pred,
+                dist=answer.dist,
+                unknown=answer.unknown,
+            )
+        )
+    write_atomically(parts / SMOKE_FILE, smoke_file(tuple(queries)))
+
+
+def _clearest(labels: NDArray[np.int64], answers: list[Recognition], names: tuple[str, ...]) -> Iterator[int]:
+    """Rows, one of each class in turn: right answers first, and those that no rounding can flip."""
+    of_class: dict[int, list[int]] = {}
+    for row in sorted(
+        range(len(labels)), key=lambda row: (answers[row].pred != names[labels[row]], answers[row].dist)
+    ):
+        of_class.setdefault(int(labels[row]), []).append(row)
+    for turn in range(len(labels)):
+        for label in sorted(of_class):
+            yield from of_class[label][turn : turn + 1]
+
+
+def _png(image: NDArray[np.uint8]) -> bytes:
+    """An image (H, W, C) of uint8 as a PNG file."""
+    buffer = BytesIO()
+    Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def _pack(directory: Path, model_name: str, version: str) -> None:
+    """Run torch-model-archiver on ``directory``/parts.
+
+    It stages its files in ``TMPDIR/<model name>``, which it deletes first: with the machine's own temporary
+    directory, two runs would delete each other's files.
+    """
+    staging = directory / "staging"
+    staging.mkdir()
+    options = {
+        "--model-name": model_name,
+        "--version": version,
+        "--handler": f"parts/{HANDLER_FILE}",
+        "--extra-files": "parts",
+        "--runtime": "python",
+        "--archive-format": "zip-store",
+        "--export-path": ".",
+    }
+    command = [sys.executable, "-c", _ARCHIVER, *(word for option in options.items() for word in option)]
+    environment = os.environ | {"TMPDIR": str(staging)}
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise EvernearError(f"torch-model-archiver failed: {last}.")
