@@ -51,6 +51,16 @@ CREATE TABLE images (
 ) WITHOUT ROWID;
 """
 
+# Images that stand in more than one file.
+_TWINS = """
+CREATE TEMP TABLE twins AS
+SELECT MIN(name) AS name, digest,
+  COUNT(DISTINCT label) AS labels, COUNT(DISTINCT COALESCE(given, '')) AS splits
+FROM files
+WHERE digest IN (SELECT digest FROM files WHERE digest IS NOT NULL GROUP BY digest HAVING COUNT(*) > 1)
+GROUP BY digest
+"""
+
 
 class Listed(NamedTuple):
     """A file as its source lists it."""
@@ -254,6 +264,7 @@ class Ledger:
         """Some problems of each kind and the count of all; ``expected_size`` is (width, height) or None."""
         found: list[Problem] = []
         counts: dict[str, int] = {}
+        self._all(_TWINS)
         for kind, query, values in self._problem_queries(expected_size):
             count = self._int(f"SELECT COUNT(*) FROM ({query})", *values)  # noqa: S608 - our own words
             if count:
@@ -270,14 +281,11 @@ class Ledger:
         """Kind, query for (name, digest where several files share it, what is wrong), the query's values."""
         yield "undecodable", "SELECT name, NULL, fault FROM files WHERE fault IS NOT NULL", ()
         yield "tiny_class", "SELECT name, NULL, 'holds no image' FROM empty_folders", ()
-        twins = "SELECT MIN(name), digest, {} FROM files WHERE digest IS NOT NULL GROUP BY digest HAVING {}"
-        labels = "COUNT(DISTINCT label) > 1"
-        splits = "COUNT(DISTINCT COALESCE(given, 'none')) > 1"
-        yield "conflicting_labels", twins.format("'are one image under several labels'", labels), ()
-        across = twins.format("'are one image given in several splits'", f"{splits} AND NOT {labels}")
+        twins = "SELECT name, digest, {} FROM twins WHERE {}"
+        yield "conflicting_labels", twins.format("'are one image under several labels'", "labels > 1"), ()
+        across = twins.format("'are one image given in several splits'", "labels = 1 AND splits > 1")
         yield "duplicate_across_splits", across, ()
-        copies = twins.format("'are one image'", f"COUNT(*) > 1 AND NOT {labels} AND NOT {splits}")
-        yield "duplicate", copies, ()
+        yield "duplicate", twins.format("'are one image'", "labels = 1 AND splits = 1"), ()
         name = "(SELECT MIN(name) FROM files WHERE files.digest = images.digest)"
         constant = f"SELECT {name}, NULL, 'has one value in all its pixels' FROM images WHERE constant"  # noqa: S608
         yield "constant_image", constant, ()

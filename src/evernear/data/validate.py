@@ -50,7 +50,7 @@ class _Frozen(BaseModel):
 
 
 class Finding(_Frozen):
-    """One rule that fired; ``message`` is a sentence, ``names`` some of the ``count`` files, classes or splits."""
+    """One rule that fired; ``names`` are some of the ``count`` files, classes or splits at fault."""
 
     rule: str
     severity: Literal["error", "warn"]
@@ -163,8 +163,8 @@ def _vanished(totals: dict[str, int], champion_labels: Sequence[str]) -> Iterato
     gone = [label for label in champion_labels if not totals.get(label)]
     if gone:
         message = (
-            f"The release that serves knows {_listed(gone)}, but no such image is left; bring them back or set"
-            " validation.vanished_class=warn."
+            f"The release that serves knows {_listed(gone)}, but no such image is left;"
+            " bring them back or set validation.vanished_class=warn."
         )
         yield _finding("vanished_class", message, gone, len(gone))
 
