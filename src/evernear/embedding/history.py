@@ -14,6 +14,8 @@ class Epoch(BaseModel):
     learning_rate: float
     train_loss: float
     gallery_loss: float
+    gallery_loss_error: float
+    """Standard error of ``gallery_loss``: how much of it is the luck of which images stand in the gallery."""
     gallery_accuracy: float
     duration_s: float
 
@@ -24,7 +26,7 @@ class TrainingResult(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     key: str
-    best_epoch: int
+    kept_epoch: int
     stopped_early: bool
     resumed_after_epoch: int
     epochs: tuple[Epoch, ...]

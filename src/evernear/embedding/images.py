@@ -25,22 +25,6 @@ def block_size(shape: tuple[int, int, int]) -> int:
     return max(1, BLOCK_SIZE_BYTES // int(np.prod(shape)))
 
 
-def channel_statistics(dataset: Dataset) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel over the train split, its values taken as 0..1.
-
-    Both come from a histogram of whole numbers, so that no order of adding can change them.
-    """
-    channels = dataset.shape[2]
-    histogram = np.zeros((channels, 256), dtype=np.int64)
-    for block in dataset.blocks("train", block_size(dataset.shape)):
-        for channel in range(channels):
-            histogram[channel] += np.bincount(block.images[..., channel].reshape(-1), minlength=256)
-    values, shares = np.arange(256) / 255, histogram / histogram.sum(axis=1, keepdims=True)
-    mean = shares @ values
-    std = np.sqrt(np.maximum(shares @ values**2 - mean**2, 0))
-    return tuple(mean.tolist()), tuple(np.maximum(std, 1 / 255).tolist())
-
-
 class TrainingImages:
     """The train and gallery splits without the excluded labels; the others are numbered anew from 0.
 

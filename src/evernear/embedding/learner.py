@@ -97,14 +97,23 @@ def learning_rate(settings: TrainSettings, done: float) -> float:
 
 
 @torch.no_grad()
-def validate(learner: Learner, images: TrainingImages, device: torch.device) -> tuple[float, float]:
-    """Mean cross-entropy (without a margin) and accuracy of the head on the gallery split."""
+def validate(learner: Learner, images: TrainingImages, device: torch.device) -> dict[str, float]:
+    """The head on the gallery split: accuracy, and cross-entropy (without a margin) with its standard
+    error."""
     learner.eval()
-    loss, right, count = 0.0, 0, 0
+    count, right, total, squares = 0, 0, 0.0, 0.0
     for pixels, classes in images.gallery():
         classes = classes.to(device)
         logits = learner(pixels.to(device))
-        loss += F.cross_entropy(logits, classes, reduction="sum").item()
+        losses = F.cross_entropy(logits, classes, reduction="none").double()
+        total += losses.sum().item()
+        squares += losses.square().sum().item()
         right += int((logits.argmax(dim=1) == classes).sum())
         count += len(classes)
-    return loss / count, right / count
+    loss = total / count
+    variance = max(squares / count - loss**2, 0.0)
+    return {
+        "gallery_loss": loss,
+        "gallery_loss_error": math.sqrt(variance / count),
+        "gallery_accuracy": right / count,
+    }

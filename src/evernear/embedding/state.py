@@ -10,34 +10,41 @@ from evernear.settings import TrainSettings
 
 
 class TrainingState:
-    """The moving parts of a training after a number of whole epochs."""
+    """The moving parts of a training after a number of whole epochs.
+
+    Which weights are kept follows the one-standard-error rule (Breiman et al. 1984, "Classification and
+    Regression Trees", section 3.4.3), turned to epochs: the latest ones whose gallery loss is not above the
+    lowest by more than its standard error. On a small gallery the lowest loss is luck, and a schedule that
+    ends at a rate of zero makes later weights the better ones.
+    """
 
     def __init__(self, learner: Learner, optimizer: torch.optim.Optimizer, scaler: torch.GradScaler) -> None:
         self.history: list[Epoch] = []
-        self.best_epoch = 0
-        self.best_weights: dict[str, Tensor] = {}
+        self.kept_epoch = 0
+        self.kept_weights: dict[str, Tensor] = {}
         self._learner = learner
         self._optimizer = optimizer
         self._scaler = scaler
 
     def is_finished(self, settings: TrainSettings) -> bool:
-        """Whether all epochs are done, or the loss has not fallen for ``patience_epochs``."""
+        """Whether all epochs are done, or none of the last ``patience_epochs`` was worth keeping."""
         done = len(self.history)
-        return done >= settings.epochs or done - self.best_epoch >= settings.patience_epochs
+        return done >= settings.epochs or done - self.kept_epoch >= settings.patience_epochs
 
     def record(self, point: Epoch) -> None:
-        """Take in an epoch that has just ended; its weights are kept when its gallery loss is the lowest."""
-        best_loss = self.history[self.best_epoch - 1].gallery_loss if self.history else float("inf")
+        """Take in an epoch that has just ended, and keep its weights unless it made the gallery loss
+        worse."""
         self.history.append(point)
-        if point.gallery_loss < best_loss:
-            self.best_epoch = point.epoch
+        best = min(self.history, key=lambda epoch: epoch.gallery_loss)
+        if point.gallery_loss <= best.gallery_loss + best.gallery_loss_error:
+            self.kept_epoch = point.epoch
             weights = self._learner.network.state_dict()
-            self.best_weights = {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}
+            self.kept_weights = {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}
 
     def at_the_end(self) -> State:
         """The state of a training that is over: weights and curves, no optimizer."""
         history = [point.model_dump() for point in self.history]
-        return {"history": history, "best_epoch": self.best_epoch, "best_weights": self.best_weights}
+        return {"history": history, "kept_epoch": self.kept_epoch, "kept_weights": self.kept_weights}
 
     def to_resume(self) -> State:
         """The state of a training that goes on."""
@@ -52,7 +59,7 @@ class TrainingState:
         if state is None:
             return
         self.history = [Epoch(**point) for point in state["history"]]
-        self.best_epoch, self.best_weights = state["best_epoch"], state["best_weights"]
+        self.kept_epoch, self.kept_weights = state["kept_epoch"], state["kept_weights"]
         if "optimizer" in state:
             self._learner.load_state_dict(state["learner"])
             self._optimizer.load_state_dict(state["optimizer"])

@@ -21,7 +21,7 @@ from evernear.data.shards import Dataset
 from evernear.embedding.augment import random_affine
 from evernear.embedding.checkpoint import Checkpoints, checkpoint_key
 from evernear.embedding.history import HISTORY_FILE, Epoch, TrainingResult
-from evernear.embedding.images import TrainingImages, channel_statistics
+from evernear.embedding.images import TrainingImages
 from evernear.embedding.launch import launch
 from evernear.embedding.learner import (
     Learner,
@@ -69,10 +69,7 @@ def train(
     steps = max(images.count // (batch_size * world_size), math.ceil(settings.min_steps / settings.epochs))
 
     torch.manual_seed(settings.seed)
-    mean, std = channel_statistics(dataset)
-    architecture = Architecture(
-        shape=dataset.shape, mean=mean, std=std, width=settings.width, embedding_dim=settings.embedding_dim
-    )
+    architecture = describe(dataset, settings)
     learner = Learner(architecture, images.classes, settings, precision).to(device)
     forward = DistributedDataParallel(learner) if world_size > 1 else learner
     optimizer = choose_optimizer(learner, settings)
@@ -109,14 +106,12 @@ def train(
             scaler.update()
             losses += loss.detach()
 
-        gallery_loss, gallery_accuracy = validate(learner, images, device)
         point = first_process_says(
             Epoch(
                 epoch=epoch + 1,
                 learning_rate=rate,
                 train_loss=float(losses) / steps,
-                gallery_loss=gallery_loss,
-                gallery_accuracy=gallery_accuracy,
+                **validate(learner, images, device),
                 duration_s=time.monotonic() - started_s,
             )
         )
@@ -133,16 +128,28 @@ def train(
 
     result = TrainingResult(
         key=key,
-        best_epoch=state.best_epoch,
+        kept_epoch=state.kept_epoch,
         stopped_early=len(state.history) < settings.epochs,
         resumed_after_epoch=resumed_after_epoch,
         epochs=tuple(state.history),
     )
     if rank == 0:
         checkpoints.save(state.at_the_end())
-        save_trained(out_dir, state.best_weights, architecture, settings, dataset.digest, exclude_labels)
+        save_trained(out_dir, state.kept_weights, architecture, settings, dataset.digest, exclude_labels)
         write_atomically(out_dir / HISTORY_FILE, result.model_dump_json(indent=2))
     return result
+
+
+def describe(dataset: Dataset, settings: TrainSettings) -> Architecture:
+    """The network for ``dataset``; a channel without any contrast is not stretched to have some."""
+    mean, std = dataset.mean_std("train")
+    return Architecture(
+        shape=dataset.shape,
+        mean=mean,
+        std=tuple(max(deviation, 1 / 255) for deviation in std),
+        width=settings.width,
+        embedding_dim=settings.embedding_dim,
+    )
 
 
 def first_process_says(point: Epoch) -> Epoch:

@@ -1,0 +1,32 @@
+"""The real digits, ingested once for all tests of this room."""
+
+from pathlib import Path
+
+import pytest
+
+from evernear.data.ingest import ingest
+from evernear.data.manifest import save_manifest
+from evernear.data.shards import Dataset
+from evernear.settings import DataSettings, TrainSettings
+
+TINY = TrainSettings(epochs=4, min_steps=0, width=4, embedding_dim=16, batch_size=128, patience_epochs=4)
+"""A training of about a second."""
+
+
+@pytest.fixture(scope="session")
+def digits_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("digits")
+    store_uri = (directory / "store").as_uri()
+    manifest = ingest(DataSettings(source="digits", gallery_fraction=0.2, query_fraction=0.1), store_uri)
+    save_manifest(manifest, directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def digits(digits_dir: Path) -> Dataset:
+    return Dataset.open(digits_dir)
+
+
+@pytest.fixture
+def tiny() -> TrainSettings:
+    return TINY

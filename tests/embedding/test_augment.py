@@ -1,0 +1,72 @@
+"""Random affine maps of a batch: small, seeded, true to the image's shape."""
+
+import pytest
+import torch
+
+from evernear.embedding import augment
+from evernear.embedding.augment import random_affine
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def blob(count: int, height: int, width: int) -> torch.Tensor:
+    """A round bright spot in the middle of black images."""
+    rows = torch.arange(height).reshape(-1, 1) - (height - 1) / 2
+    columns = torch.arange(width).reshape(1, -1) - (width - 1) / 2
+    return (255 * torch.exp(-(rows**2 + columns**2) / 18)).expand(count, 1, height, width)
+
+
+def moments(
+    images: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Centre (row, column), variances (row, column) and covariance of each image's light."""
+    weights = images[:, 0] / images[:, 0].sum(dim=(1, 2), keepdim=True)
+    rows, columns = torch.arange(images.shape[2]).reshape(-1, 1), torch.arange(images.shape[3]).reshape(1, -1)
+    row, column = (weights * rows).sum((1, 2)), (weights * columns).sum((1, 2))
+    from_row, from_column = rows - row[:, None, None], columns - column[:, None, None]
+    return (
+        row,
+        column,
+        (weights * from_row**2).sum((1, 2)),
+        (weights * from_column**2).sum((1, 2)),
+        (weights * from_row * from_column).sum((1, 2)),
+    )
+
+
+def test_the_same_seed_gives_the_same_images() -> None:
+    images = torch.randint(0, 256, (8, 3, 12, 10), dtype=torch.uint8)
+    first, again, other = (random_affine(images, generator(seed)) for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert not torch.equal(first[0] - images[0], first[1] - images[1])
+
+
+def test_shape_and_range_are_kept_and_flat_images_stay_flat() -> None:
+    images = torch.randint(0, 256, (16, 3, 9, 14), dtype=torch.uint8)
+    images[0] = 255
+    out = random_affine(images, generator())
+    assert out.shape == images.shape
+    assert out.min() >= 0
+    assert out.max() <= 255.001
+    torch.testing.assert_close(out[0], torch.full((3, 9, 14), 255.0))
+
+
+def test_shifts_stay_within_their_bound_and_go_everywhere() -> None:
+    row, column, *_ = moments(random_affine(blob(500, 40, 60), generator()))
+    row, column = row - 19.5, column - 29.5
+    for offset, side in ((row, 40), (column, 60)):
+        assert offset.abs().max() <= augment.SHIFT * side * 1.35
+        assert offset.min() < -0.6 * augment.SHIFT * side
+        assert offset.max() > 0.6 * augment.SHIFT * side
+    assert abs(torch.corrcoef(torch.stack([row, column]))[0, 1]) < 0.2
+
+
+def test_a_turn_keeps_a_round_spot_round_in_an_oblong_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SCALE", "SHEAR", "SHIFT"):
+        monkeypatch.setattr(augment, name, 0.0)
+    monkeypatch.setattr(augment, "DEGREES", 40.0)
+    _, _, row_variance, column_variance, covariance = moments(random_affine(blob(50, 31, 93), generator()))
+    torch.testing.assert_close(row_variance, column_variance, rtol=0.05, atol=0)
+    assert covariance.abs().max() < 0.05 * row_variance.mean()

@@ -1,0 +1,166 @@
+"""TorchScript that computes what was trained, and the embeddings it makes of a whole split."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from evernear.data.shards import Dataset
+from evernear.embedding import embed as embed_module
+from evernear.embedding import torchscript
+from evernear.embedding.embed import Embeddings, embed, embed_images
+from evernear.embedding.export import describe_network, export, load_network
+from evernear.embedding.images import to_tensor
+from evernear.embedding.network import Architecture, build
+from evernear.embedding.train import train
+from evernear.embedding.trained import load_trained, save_trained
+from evernear.errors import IntegrityError, TrainingError
+from evernear.settings import TrainSettings
+
+
+@pytest.fixture(scope="module")
+def trained_dir(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("trained")
+    train(digits, TrainSettings(epochs=2, min_steps=0, width=4, embedding_dim=16), directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def network_dir(digits: Dataset, trained_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("network")
+    export(trained_dir, digits, directory, tolerance=1e-4)
+    return directory
+
+
+def test_the_exported_network_computes_what_was_trained(
+    digits: Dataset, trained_dir: Path, network_dir: Path
+) -> None:
+    images = to_tensor(next(digits.blocks("test")).images)
+    _, eager = load_trained(trained_dir)
+    for optimize in (True, False):
+        network = load_network(network_dir, optimize)
+        with torch.inference_mode():
+            for count in (1, 7, 64):
+                torch.testing.assert_close(network(images[:count]), eager(images[:count]), atol=1e-5, rtol=0)
+    described = describe_network(network_dir)
+    assert 0 <= described.parity_max_abs_difference <= 1e-4
+    assert described.parity_images > 50
+    assert (described.preprocessing.height_px, described.preprocessing.channels) == (8, 1)
+
+
+def test_a_network_that_differs_is_not_exported(digits: Dataset, trained_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="differs from the trained one"):
+        export(trained_dir, digits, tmp_path, tolerance=1e-12)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_outputs_that_are_not_numbers_are_not_exported(
+    digits: Dataset, trained_dir: Path, tmp_path: Path
+) -> None:
+    trained, network = load_trained(trained_dir)
+    spoiled = network.state_dict()
+    spoiled["project.weight"].fill_(float("nan"))
+    save_trained(tmp_path / "t", spoiled, trained.architecture, trained.settings, digits.digest, frozenset())
+    with pytest.raises(TrainingError, match="differs from the trained one by nan"):
+        export(tmp_path / "t", digits, tmp_path / "n", tolerance=1e-4)
+
+
+def test_a_network_for_other_images_is_refused(digits: Dataset, tmp_path: Path) -> None:
+    architecture = Architecture(shape=(9, 9, 3), mean=(0.5,) * 3, std=(0.5,) * 3, width=4, embedding_dim=16)
+    state = build(architecture).state_dict()
+    save_trained(tmp_path, state, architecture, TrainSettings(), digits.digest, frozenset())
+    with pytest.raises(IntegrityError, match=r"takes images of \(9, 9, 3\)"):
+        export(tmp_path, digits, tmp_path / "n", tolerance=1e-4)
+
+
+def test_a_changed_network_is_noticed(network_dir: Path, tmp_path: Path) -> None:
+    data = bytearray((network_dir / "network.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "network.pt").write_bytes(data)
+    (tmp_path / "network.json").write_bytes((network_dir / "network.json").read_bytes())
+    with pytest.raises(IntegrityError, match="is not the network that"):
+        load_network(tmp_path)
+
+
+def test_a_file_that_is_no_torchscript_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "network.pt").write_bytes(b"no network")
+    with pytest.raises(IntegrityError, match="is no TorchScript network"):
+        load_network(tmp_path / "network.pt")
+
+
+@pytest.mark.parametrize("shape", [(28, 28, 1), (50, 41, 3), (224, 224, 3)], ids=str)
+def test_every_shape_scripts_and_optimises_to_the_same_numbers(
+    shape: tuple[int, int, int], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    channels = shape[2]
+    architecture = Architecture(
+        shape=shape, mean=(0.4,) * channels, std=(0.2,) * channels, width=4, embedding_dim=16
+    )
+    eager = build(architecture)
+    pixels = torch.randint(0, 256, (8, channels, *shape[:2]), dtype=torch.uint8)
+    eager.train()(pixels)  # move the statistics of the normalisations away from 0 and 1
+    (tmp_path / "n.pt").write_bytes(torchscript.script(eager))
+    with torch.inference_mode():
+        served = load_network(tmp_path / "n.pt")(pixels)
+        torch.testing.assert_close(served, eager.eval()(pixels), atol=1e-5, rtol=0)
+
+
+def test_embeddings_follow_the_dataset(digits: Dataset, network_dir: Path, tmp_path: Path) -> None:
+    described = embed(network_dir, digits, tmp_path, batch_size=50)
+    embeddings = Embeddings.open(tmp_path)
+    assert embeddings.network_sha256 == describe_network(network_dir).sha256
+    assert described.dataset_digest == digits.digest
+    network = load_network(network_dir, optimize=False)
+    for split in ("gallery", "query"):
+        stored = list(embeddings.blocks(split))
+        vectors = np.concatenate([block.embeddings for block in stored])
+        assert embeddings.count(split) == len(vectors) == digits.count(split)
+        np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+        blocks = list(digits.blocks(split))
+        expected = embed_images(network, np.concatenate([block.images for block in blocks]))
+        np.testing.assert_allclose(vectors, expected, atol=1e-5)
+        for name in ("labels", "digests"):
+            ours = np.concatenate([getattr(block, name) for block in stored])
+            np.testing.assert_array_equal(ours, np.concatenate([getattr(block, name) for block in blocks]))
+    assert embeddings.count("test") == 0
+
+
+def test_shards_are_bounded(
+    digits: Dataset, network_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embed(network_dir, digits, tmp_path / "one", ("gallery",))
+    monkeypatch.setattr(embed_module, "SHARD_SIZE", 100)
+    described = embed(network_dir, digits, tmp_path / "many", ("gallery",), batch_size=33)
+    total = digits.count("gallery")
+    assert [shard.count for shard in described.shards] == [100] * (total // 100) + [total % 100]
+    whole, parts = (
+        np.concatenate([block.digests for block in Embeddings.open(tmp_path / name).blocks("gallery")])
+        for name in ("one", "many")
+    )
+    np.testing.assert_array_equal(whole, parts)
+
+
+def test_changed_embeddings_are_noticed(digits: Dataset, network_dir: Path, tmp_path: Path) -> None:
+    described = embed(network_dir, digits, tmp_path, ("query",))
+    shard = tmp_path / described.shards[0].file
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\0\0")
+    with pytest.raises(IntegrityError, match="changed since it was written"):
+        Embeddings.open(tmp_path)
+
+
+def test_no_embeddings_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(IntegrityError, match="holds no embeddings"):
+        Embeddings.open(tmp_path)
+
+
+def test_embedding_with_a_network_for_other_images_is_refused(
+    digits: Dataset, network_dir: Path, tmp_path: Path
+) -> None:
+    described = json.loads((network_dir / "network.json").read_text())
+    described["preprocessing"]["width_px"] = 9
+    (tmp_path / "network.json").write_text(json.dumps(described))
+    with pytest.raises(IntegrityError, match="takes images of 8x9x1"):
+        embed(tmp_path, digits, tmp_path / "out")

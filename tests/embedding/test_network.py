@@ -1,0 +1,73 @@
+"""The network takes any image size and colour, and carries its own normalisation."""
+
+import pytest
+import torch
+
+from evernear.embedding.network import Architecture, EmbeddingNetwork, build
+
+
+def network(shape: tuple[int, int, int], mean: float = 0.13, std: float = 0.3) -> EmbeddingNetwork:
+    torch.manual_seed(0)
+    channels = shape[2]
+    architecture = Architecture(
+        shape=shape, mean=(mean,) * channels, std=(std,) * channels, width=4, embedding_dim=16
+    )
+    return build(architecture).eval()
+
+
+def images(count: int, shape: tuple[int, int, int]) -> torch.Tensor:
+    height, width, channels = shape
+    return torch.randint(0, 256, (count, channels, height, width), dtype=torch.uint8)
+
+
+SHAPES = [(1, 1, 1), (3, 2, 3), (8, 8, 1), (28, 28, 1), (20, 61, 3), (97, 130, 3), (224, 224, 3)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_any_shape_becomes_unit_vectors(shape: tuple[int, int, int]) -> None:
+    embeddings = network(shape)(images(3, shape))
+    assert embeddings.shape == (3, 16)
+    assert embeddings.dtype == torch.float32
+    torch.testing.assert_close(embeddings.norm(dim=1), torch.ones(3))
+
+
+@pytest.mark.parametrize("shape", SHAPES[3:], ids=str)
+def test_every_region_of_an_image_counts(shape: tuple[int, int, int]) -> None:
+    embedder, image = network(shape), images(1, shape)
+    height, width, _ = shape
+    for row, column in [
+        (height // 8, width // 8),
+        (height // 2, width // 2),
+        (7 * height // 8, 7 * width // 8),
+    ]:
+        changed = image.clone()
+        changed[:, :, row : row + 2, column : column + 2] ^= 255
+        assert (embedder(changed) - embedder(image)).abs().max() > 1e-6
+
+
+def test_normalising_is_inside() -> None:
+    shape = (12, 12, 3)
+    pixels = images(5, shape)
+    plain = network(shape, mean=0.0, std=1.0)
+    normalised = (pixels.float() / 255 - 0.13) / 0.3 * 255
+    torch.testing.assert_close(network(shape)(pixels), plain(normalised))
+
+
+def test_an_image_embeds_alike_alone_and_in_a_batch() -> None:
+    shape = (28, 28, 1)
+    embedder, pixels = network(shape), images(9, shape)
+    together = embedder(pixels)
+    alone = torch.cat([embedder(pixels[i : i + 1]) for i in range(9)])
+    torch.testing.assert_close(alone, together, atol=1e-6, rtol=0)
+
+
+def test_cost_does_not_follow_the_camera() -> None:
+    def cells(side: int) -> int:
+        seen: list[int] = []
+        embedder = network((side, side, 3))
+        first = next(m for m in embedder.modules() if isinstance(m, torch.nn.Conv2d))
+        first.register_forward_hook(lambda _m, _i, out: seen.append(out.shape[2] * out.shape[3]))
+        embedder(images(1, (side, side, 3)))
+        return seen[0]
+
+    assert max(cells(side) for side in (95, 96, 224, 500)) <= 96 * 96

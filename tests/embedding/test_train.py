@@ -1,0 +1,294 @@
+"""Training: what it learns, that it is repeatable, and that a kill costs nothing but time."""
+
+import signal
+import subprocess
+import sys
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from evernear.data.shards import Dataset
+from evernear.embedding.checkpoint import checkpoint_key
+from evernear.embedding.history import Epoch, TrainingResult
+from evernear.embedding.images import TrainingImages
+from evernear.embedding.learner import Learner, choose_optimizer, learning_rate
+from evernear.embedding.network import Architecture
+from evernear.embedding.state import TrainingState
+from evernear.embedding.train import train
+from evernear.embedding.trained import load_trained
+from evernear.errors import IntegrityError, TrainingError
+from evernear.settings import TrainSettings
+from evernear.store import open_store
+
+
+def weights(directory: Path) -> bytes:
+    return (directory / "weights.pt").read_bytes()
+
+
+def test_it_learns_and_says_how(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
+    seen: list[Epoch] = []
+    settings = tiny.model_copy(update={"epochs": 8, "min_steps": 200, "width": 8})
+    result = train(digits, settings, tmp_path, on_epoch=seen.append)
+    assert result.epochs == tuple(seen)
+    assert [point.epoch for point in seen] == list(range(1, 9))
+    assert seen[-1].gallery_accuracy > 0.95
+    assert seen[-1].train_loss < seen[0].train_loss / 2
+    assert TrainingResult.model_validate_json((tmp_path / "history.json").read_bytes()) == result
+    trained, network = load_trained(tmp_path)
+    assert trained.dataset_digest == digits.digest
+    assert not network.training
+
+
+def test_the_test_split_is_not_touched(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
+    read: set[str] = set()
+
+    class Watched(Dataset):
+        def blocks(self, split, *args, **kwargs):  # type: ignore[no-untyped-def]
+            read.add(split)
+            return super().blocks(split, *args, **kwargs)
+
+        def shuffled_batches(self, split, *args, **kwargs):  # type: ignore[no-untyped-def]
+            read.add(split)
+            return super().shuffled_batches(split, *args, **kwargs)
+
+    watched = object.__new__(Watched)
+    watched.__dict__.update(digits.__dict__)
+    train(watched, tiny.model_copy(update={"epochs": 1}), tmp_path)
+    assert read == {"train", "gallery"}
+
+
+def test_the_same_seed_gives_the_same_weights(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
+    for name, seed in (("first", 0), ("again", 0), ("other", 1)):
+        train(digits, tiny.model_copy(update={"seed": seed}), tmp_path / name)
+    assert weights(tmp_path / "first") == weights(tmp_path / "again")
+    assert weights(tmp_path / "first") != weights(tmp_path / "other")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from evernear.data.shards import Dataset
+from evernear.embedding.train import train
+from evernear.settings import TrainSettings
+from evernear.store import open_store
+
+def kill(point):
+    if point.epoch == {kill_after}:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+dataset, out, store, settings = sys.argv[1:]
+train(Dataset.open(Path(dataset)), TrainSettings.model_validate_json(settings), Path(out), open_store(store),
+      on_epoch=kill)
+"""
+
+
+@pytest.mark.parametrize(("every", "kill_after", "resumed_after"), [(1, 2, 2), (2, 3, 2), (4, 1, 0)])
+def test_a_killed_training_resumes_to_the_same_weights(
+    digits: Dataset, digits_dir: Path, tiny: TrainSettings, tmp_path: Path, every: int, kill_after: int,
+    resumed_after: int,
+) -> None:  # fmt: skip
+    settings = tiny.model_copy(update={"checkpoint_every_epochs": every})
+    store_uri = (tmp_path / "store").as_uri()
+    script = KILLED.format(kill_after=kill_after)
+    arguments = [str(digits_dir), str(tmp_path / "out"), store_uri, settings.model_dump_json()]
+    killed = subprocess.run([sys.executable, "-c", script, *arguments], check=False, timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+    resumed = train(digits, settings, tmp_path / "out", open_store(store_uri))
+    assert resumed.resumed_after_epoch == resumed_after
+    unbroken = train(digits, settings, tmp_path / "unbroken")
+    assert unbroken.resumed_after_epoch == 0
+    assert weights(tmp_path / "out") == weights(tmp_path / "unbroken")
+    without_times = {"epochs": {"__all__": {"duration_s"}}, "resumed_after_epoch": True}
+    assert resumed.model_dump(exclude=without_times) == unbroken.model_dump(exclude=without_times)
+
+
+def test_an_ended_training_is_not_done_again(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
+    store = open_store((tmp_path / "store").as_uri())
+    first = train(digits, tiny, tmp_path / "first", store)
+    sizes = [info.size_bytes for info in store.list("checkpoints/")]
+    epochs: list[Epoch] = []
+    again = train(digits, tiny, tmp_path / "again", store, on_epoch=epochs.append)
+    assert epochs == []
+    assert again.epochs == first.epochs
+    assert weights(tmp_path / "first") == weights(tmp_path / "again")
+    assert len(sizes) == 1
+    assert sizes[0] < 2 * len(weights(tmp_path / "first"))
+
+
+def test_what_decides_the_result_decides_the_checkpoint(tiny: TrainSettings) -> None:
+    key = checkpoint_key("digest", tiny, frozenset())
+    assert key == checkpoint_key("digest", tiny.model_copy(update={"parity_tolerance": 1.0}), frozenset())
+    assert key != checkpoint_key("digest", tiny.model_copy(update={"margin": 0.4}), frozenset())
+    assert key != checkpoint_key("other", tiny, frozenset())
+    assert key != checkpoint_key("digest", tiny, frozenset({"7"}))
+
+
+def test_a_broken_checkpoint_is_a_sentence(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
+    store = open_store((tmp_path / "store").as_uri())
+    key = f"checkpoints/{checkpoint_key(digits.digest, tiny, frozenset())}/state.pt"
+    store.put(key, b"no checkpoint")
+    with pytest.raises(TrainingError, match="cannot be read; delete it"):
+        train(digits, tiny, tmp_path / "out", store)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_loss_that_explodes_is_a_sentence(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
+    settings = tiny.model_copy(update={"learning_rate": 1e38, "optimizer": "sgd"})
+    with pytest.raises(TrainingError, match=r"not a finite number after epoch 1; lower train\.learning_rate"):
+        train(digits, settings, tmp_path)
+    assert not (tmp_path / "weights.pt").exists()
+
+
+def test_excluded_labels_are_neither_trained_nor_validated_on(digits: Dataset) -> None:
+    images = TrainingImages(digits, frozenset({"3", "8"}))
+    kept = [label for label in digits.labels if label not in {"3", "8"}]
+    counts = digits.manifest.label_counts("train")
+    assert images.classes == 8
+    assert images.count == sum(counts[label] for label in kept)
+    gallery = Counter(c for _, classes in images.gallery() for c in classes.tolist())
+    expected = digits.manifest.label_counts("gallery")
+    assert gallery == {number: expected[label] for number, label in enumerate(kept)}
+    batches = list(islice(images.batches(50, seed=0, epoch=0, rank=0, world_size=1), 60))
+    assert all(pixels.shape == (50, 1, 8, 8) and len(classes) == 50 for pixels, classes in batches)
+    assert {c for _, classes in batches for c in classes.tolist()} == set(range(8))
+
+
+def test_batches_pair_each_image_with_its_class(digits: Dataset) -> None:
+    known = {
+        image.tobytes(): digits.labels[label]
+        for block in digits.blocks("train")
+        for image, label in zip(block.images, block.labels, strict=True)
+    }
+    kept = [label for label in digits.labels if label != "0"]
+    images = TrainingImages(digits, frozenset({"0"}))
+    for pixels, classes in islice(images.batches(100, seed=3, epoch=1, rank=0, world_size=1), 20):
+        for image, number in zip(pixels.permute(0, 2, 3, 1).numpy(), classes.tolist(), strict=True):
+            assert known[image.tobytes()] == kept[number]
+
+
+def test_one_label_is_not_enough(digits: Dataset) -> None:
+    with pytest.raises(TrainingError, match="leaves 1 labels"):
+        TrainingImages(digits, frozenset(digits.labels[1:]))
+
+
+def test_few_images_are_repeated_until_there_are_enough_steps(
+    digits: Dataset, tiny: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[float] = []
+
+    def counted(settings: TrainSettings, done: float) -> float:
+        steps.append(done)
+        return learning_rate(settings, done)
+
+    monkeypatch.setattr("evernear.embedding.train.learning_rate", counted)
+    train(digits, tiny.model_copy(update={"epochs": 3, "min_steps": 100}), tmp_path)
+    assert len(steps) == 3 * 34
+    assert steps == pytest.approx([i / 102 for i in range(102)])
+
+
+@pytest.mark.parametrize("schedule", ["triangular", "cosine"])
+def test_schedules_rise_to_the_peak_and_fall_to_nothing(schedule: str) -> None:
+    settings = TrainSettings.model_validate({"schedule": schedule, "learning_rate": 0.5})
+    rates = [learning_rate(settings, step / 1000) for step in range(1000)]
+    peak = rates.index(max(rates))
+    assert max(rates) == pytest.approx(0.5)
+    assert peak == 200
+    assert rates[: peak + 1] == sorted(rates[: peak + 1])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert 0 < rates[0] < 0.01
+    assert rates[-1] < 0.001
+
+
+def test_the_constant_schedule_is_constant() -> None:
+    settings = TrainSettings(schedule="constant", learning_rate=0.25)
+    assert {learning_rate(settings, done) for done in (0.0, 0.1, 0.9)} == {0.25}
+
+
+WAYS = [
+    {"optimizer": "sgd", "learning_rate": 0.1},
+    {"optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.0, "weight_decay": 0.0},
+    {"schedule": "cosine", "augment": "none", "precision": "float32"},
+    {"label_smoothing": 0.1},
+]
+
+
+@pytest.mark.parametrize("changed", WAYS, ids=str)
+def test_every_way_to_train_learns(
+    digits: Dataset, tiny: TrainSettings, tmp_path: Path, changed: dict[str, object]
+) -> None:
+    result = train(digits, tiny.model_copy(update={"epochs": 6, **changed}), tmp_path)
+    assert result.epochs[-1].gallery_accuracy > 0.7
+
+
+def state(tiny: TrainSettings) -> TrainingState:
+    architecture = Architecture(shape=(8, 8, 1), mean=(0.5,), std=(0.5,), width=4, embedding_dim=16)
+    learner = Learner(architecture, 10, tiny, torch.float32)
+    return TrainingState(learner, choose_optimizer(learner, tiny), torch.GradScaler("cpu", enabled=False))
+
+
+def point(epoch: int, loss: float, error: float = 0.01) -> Epoch:
+    return Epoch(
+        epoch=epoch,
+        learning_rate=0.1,
+        train_loss=loss,
+        gallery_loss=loss,
+        gallery_loss_error=error,
+        gallery_accuracy=0.9,
+        duration_s=1.0,
+    )
+
+
+def test_training_stops_when_it_gets_worse_beyond_noise(tiny: TrainSettings) -> None:
+    settings = tiny.model_copy(update={"epochs": 100, "patience_epochs": 3})
+    worse, still = state(tiny), state(tiny)
+    for epoch, loss in enumerate([1.0, 0.5, 0.505, 0.6, 0.7, 0.8], start=1):
+        assert not worse.is_finished(settings)
+        worse.record(point(epoch, loss))
+    assert worse.is_finished(settings)
+    assert worse.kept_epoch == 3
+    for epoch in range(1, 20):
+        still.record(point(epoch, 0.5 + 0.005 * (epoch % 2)))
+    assert not still.is_finished(settings)
+    assert still.kept_epoch == 19
+
+
+def test_the_weights_kept_are_those_of_the_kept_epoch(tiny: TrainSettings) -> None:
+    training = state(tiny)
+    for epoch, loss in enumerate([0.5, 0.9], start=1):
+        for parameter in training._learner.parameters():
+            parameter.data.fill_(epoch)
+        training.record(point(epoch, loss))
+    assert training.kept_epoch == 1
+    assert training.kept_weights["project.weight"].unique().tolist() == [1.0]
+
+
+def test_changed_weights_are_noticed(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
+    train(digits, tiny.model_copy(update={"epochs": 1}), tmp_path)
+    data = bytearray(weights(tmp_path))
+    data[len(data) // 2] ^= 1
+    (tmp_path / "weights.pt").write_bytes(data)
+    with pytest.raises(IntegrityError, match="train again"):
+        load_trained(tmp_path)
+
+
+def test_two_processes_train_together(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
+    settings = tiny.model_copy(update={"processes": 2, "epochs": 6, "device": "cpu"})
+    seen: list[Epoch] = []
+    store = open_store((tmp_path / "store").as_uri())
+    result = train(digits, settings, tmp_path / "first", store, on_epoch=seen.append)
+    assert result.epochs == tuple(seen)
+    assert result.epochs[-1].gallery_accuracy > 0.7
+    assert len(list(store.list("checkpoints/"))) == 1
+
+
+def test_a_failing_process_says_why(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
+    settings = tiny.model_copy(
+        update={"processes": 2, "learning_rate": 1e38, "optimizer": "sgd", "device": "cpu"}
+    )
+    with pytest.raises(TrainingError, match="not a finite number"):
+        train(digits, settings, tmp_path)
