@@ -153,7 +153,7 @@ def pipeline_arguments(settings: Settings) -> dict[str, object]:
         "evaluation": sections["evaluation"],
         "gate_settings": sections["gate"],
         "serving": sections["serving"],
-        "target": settings.deploy,
+        "target": settings.target,
         "workdir": str(settings.workdir.resolve()),
     }
 

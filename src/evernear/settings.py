@@ -33,13 +33,19 @@ class Section(BaseModel):
 class DataSettings(Section):
     """Where images come from and how they are cut into splits and shards."""
 
-    source: str = Field("digits", description="digits | mnist | mnist:DIRECTORY | folder:DIRECTORY | s3://bucket/prefix")
+    source: str = Field(
+        "digits", description="digits | mnist | mnist:DIRECTORY | folder:DIRECTORY | s3://bucket/prefix"
+    )
     dataset: str = Field("", description="Name of the dataset in the store; empty: taken from the source.")
-    size_px: int = Field(0, ge=0, le=1024, description="Height and width images are brought to; 0: those of the first.")
+    size_px: int = Field(
+        0, ge=0, le=1024, description="Height and width images are brought to; 0: those of the first."
+    )
     channels: Literal["auto", "grey", "colour"] = Field("auto", description="auto: those of the first image.")
     test_fraction: Fraction = Field(0.10, description="Share of images for the frozen test split.")
     gallery_fraction: Fraction = Field(0.10, description="Share of images that stand in the index.")
-    query_fraction: Fraction = Field(0.05, description="Share of images the open-set threshold is calibrated on.")
+    query_fraction: Fraction = Field(
+        0.05, description="Share of images the open-set threshold is calibrated on."
+    )
     shard_size_bytes: int = Field(32 * 2**20, ge=2**16, description="Upper bound of one shard.")
     max_pixels: int = Field(
         50_000_000, ge=64, le=89_478_485, description="Larger images are refused (decompression bombs)."
@@ -69,7 +75,9 @@ class TrainSettings(Section):
     """The embedding network, its ArcFace head and the training loop."""
 
     epochs: int = Field(12, ge=1)
-    min_steps: int = Field(600, ge=0, description="An epoch of few images repeats them until a run has so many steps.")
+    min_steps: int = Field(
+        600, ge=0, description="An epoch of few images repeats them until a run has so many steps."
+    )
     batch_size: int = Field(256, ge=2)
     optimizer: Literal["adamw", "sgd"] = "adamw"
     learning_rate: float = Field(0.01, gt=0.0, description="Peak of the schedule.")
@@ -80,15 +88,21 @@ class TrainSettings(Section):
     margin: float = Field(0.3, ge=0.0, lt=1.6, description="ArcFace m, radians.")
     scale: float = Field(32.0, gt=0.0, description="ArcFace s.")
     embedding_dim: int = Field(128, ge=2, le=2048)
-    width: int = Field(16, ge=4, le=512, description="Channels of the first convolution; they double by stage.")
+    width: int = Field(
+        16, ge=4, le=512, description="Channels of the first convolution; they double by stage."
+    )
     augment: Literal["none", "affine"] = "affine"
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     processes: int = Field(1, ge=1, description="Training processes, one per GPU, started with torchrun.")
     checkpoint_every_epochs: int = Field(1, ge=1)
-    patience_epochs: int = Field(5, ge=1, description="Stop early after so many epochs without a better loss.")
-    parity_tolerance: float = Field(1e-4, gt=0.0, description="Largest |eager - TorchScript| of an embedding.")
+    patience_epochs: int = Field(
+        5, ge=1, description="Stop early after so many epochs without a better loss."
+    )
+    parity_tolerance: float = Field(
+        1e-4, gt=0.0, description="Largest |eager - TorchScript| of an embedding."
+    )
 
 
 class IndexSettings(Section):
@@ -98,7 +112,9 @@ class IndexSettings(Section):
     search: str = Field("", description="FAISS search parameters of that index: efSearch=64, nprobe=16 ...")
     label_by: Literal["vote", "centroid"] = "vote"
     k: int = Field(5, ge=1, le=1000, description="Neighbours that vote.")
-    false_accept_rate: float = Field(0.01, gt=0.0, lt=1.0, description="Unknown images accepted at the threshold.")
+    false_accept_rate: float = Field(
+        0.01, gt=0.0, lt=1.0, description="Unknown images accepted at the threshold."
+    )
 
 
 class EvaluationSettings(Section):
@@ -114,8 +130,12 @@ class GateSettings(Section):
     """Bounds that a challenger has to keep to replace the champion."""
 
     accuracy_floor: Fraction = Field(0.95, description="Below it nothing is promoted.")
-    significance: float = Field(0.05, gt=0.0, lt=0.5, description="Level of the paired test against the champion.")
-    class_recall_drop: Fraction = Field(0.05, description="A class may lose this much recall against the champion.")
+    significance: float = Field(
+        0.05, gt=0.0, lt=0.5, description="Level of the paired test against the champion."
+    )
+    class_recall_drop: Fraction = Field(
+        0.05, description="A class may lose this much recall against the champion."
+    )
     class_recall_floor: Fraction = Field(0.5, description="No class may recall less.")
     index_recall_floor: Fraction = Field(0.99, description="Approximate index against exact search.")
 
@@ -132,7 +152,9 @@ class ServingSettings(Section):
     grpc_management_port: int = Field(7071, ge=1, le=65535)
     workers: int = Field(1, ge=1, le=256)
     batch_size: int = Field(32, ge=1, le=1024)
-    max_batch_delay_ms: int = Field(1, ge=1, le=10_000, description="TorchServe turns 0 into 100 ms, so at least 1.")
+    max_batch_delay_ms: int = Field(
+        1, ge=1, le=10_000, description="TorchServe turns 0 into 100 ms, so at least 1."
+    )
     response_timeout_s: int = Field(30, ge=1)
     startup_timeout_s: int = Field(120, ge=1)
     max_request_size_bytes: int = Field(6_553_500, ge=1024)
@@ -141,15 +163,22 @@ class ServingSettings(Section):
     )
     heap_size_bytes: int = Field(512 * 2**20, ge=128 * 2**20)
     keep: int = Field(3, ge=1, description="Releases that stay registered for a rollback.")
-    smoke_queries: int = Field(8, ge=1, le=64, description="Stored queries a release must answer before it serves.")
+    smoke_queries: int = Field(
+        8, ge=1, le=64, description="Stored queries a release must answer before it serves."
+    )
 
 
 class Settings(Section):
     """All settings of one run."""
 
-    workdir: Path = Field(Path("evernear-work"), description="Runs, logs and, unless ``store`` is set, the store.")
+    workdir: Path = Field(
+        Path("evernear-work"), description="Runs, logs and, unless ``store`` is set, the store."
+    )
     store: str = Field("", description="file:///path or s3://bucket/prefix; empty: WORKDIR/store.")
-    deploy: Literal["local", "none"] = "local"
+    target: Literal["local", "registry"] = Field(
+        "local",
+        description="Where a promoted release goes: a TorchServe of this machine, or the registry alone.",
+    )
     data: DataSettings = DataSettings()
     validation: ValidationSettings = ValidationSettings()
     train: TrainSettings = TrainSettings()
@@ -265,5 +294,7 @@ def _sentence(model: type[BaseModel], error: ValidationError) -> str:
         return f"Setting {key} = {fault['input']!r} cannot be used: {message}."
     known = _known_keys(model)
     # A key given without its section (epochs) is nearest to the one that ends with it (train.epochs).
-    near = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    near = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(
+        key, known, n=1, cutoff=0.0
+    )
     return f"There is no setting {key!r}; did you mean {near[0]!r}?"

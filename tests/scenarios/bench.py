@@ -1,0 +1,116 @@
+"""A user at a keyboard: the installed ``evernear`` command in a directory of its own, on ports of its own."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from sklearn.datasets import load_digits
+
+EVERNEAR = str(Path(sys.executable).parent / "evernear")
+PORTS = ("inference_port", "management_port", "metrics_port", "grpc_inference_port", "grpc_management_port")
+
+
+class Bench:
+    """One working directory with its settings; every command runs in a process of its own."""
+
+    def __init__(self, directory: Path, **variables: str) -> None:
+        self.directory = directory
+        self.workdir = directory / "work"
+        self.environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "EVERNEAR_WORKDIR": str(self.workdir),
+            "EVERNEAR_DATA__SOURCE": f"folder:{directory / 'images'}",
+            **{f"EVERNEAR_SERVING__{name.upper()}": str(port) for name, port in zip(PORTS, free_ports(), strict=True)},
+            **variables,
+        }
+
+    def command(self, *words: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+        """Run ``evernear WORDS`` to its end."""
+        return subprocess.run(
+            [EVERNEAR, *words],
+            cwd=self.directory,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """Start ``evernear WORDS`` and do not wait."""
+        return subprocess.Popen(
+            [EVERNEAR, *words],
+            cwd=self.directory,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *words: str) -> dict[str, Any]:
+        """``evernear run --json``, which has to succeed; its result."""
+        done = self.command("run", "--preset", "quick", "--json", *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def refused(self, *words: str) -> tuple[int, str]:
+        """A command that has to fail: its exit code and what it told, which must be a sentence, no traceback."""
+        done = self.command(*words)
+        assert done.returncode != 0, done.stdout
+        assert "Traceback" not in done.stdout + done.stderr
+        told = [line for line in done.stderr.splitlines() if line.startswith("evernear: ")]
+        assert len(told) == 1, done.stderr
+        return done.returncode, told[0]
+
+    def await_step(self, step: str, process: subprocess.Popen[str], timeout_s: float = 180) -> None:
+        """Wait until the newest run has started ``step``."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            if f'"step":"{step}","kind":"started"' in self.events():
+                return
+            assert process.poll() is None, process.stdout.read() if process.stdout else ""
+            time.sleep(0.02)
+        raise AssertionError(f"{step} did not start in {timeout_s} s")
+
+    def events(self) -> str:
+        """The newest run's event file."""
+        files = sorted(self.workdir.glob("runs/*/events.jsonl"))
+        return files[-1].read_text() if files else ""
+
+
+def write_digits(directory: Path, labels: str = "0123456789", per_class: int = 60, rotate_labels: bool = False) -> None:
+    """scikit-learn's digits as a class-per-folder tree of PNG; ``rotate_labels`` files each in a random class."""
+    images, targets = load_digits(return_X_y=True)
+    rng = np.random.default_rng(0)
+    for label in labels:
+        for number in np.flatnonzero(targets == int(label))[:per_class]:
+            folder = directory / (rng.choice(list(labels)) if rotate_labels else label)
+            folder.mkdir(parents=True, exist_ok=True)
+            pixels = (images[number].reshape(8, 8) * 255 / 16).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / f"{number}.png")
+
+
+def free_ports() -> list[int]:
+    """As many free loopback ports as a server needs."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in PORTS]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def clear(directory: Path) -> None:
+    """Remove and make ``directory``."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
