@@ -79,7 +79,7 @@ class Store(Protocol):
         ...
 
     def folders(self) -> Iterator[str]:
-        """The first words of all keys that have more than one, sorted."""
+        """The first words of all keys that have more than one."""
         ...
 
     def delete(self, key: str) -> None:
@@ -207,10 +207,10 @@ class FileStore:
             yield from self._walk(self.root, "", prefix)
 
     def folders(self) -> Iterator[str]:
-        """The first words of all keys that have more than one, sorted."""
+        """The first words of all keys that have more than one."""
         with disk_errors(self.root):
             if self.root.is_dir():
-                yield from sorted(p.name for p in self.root.iterdir() if p.is_dir() and p.name[0] != ".")
+                yield from (p.name for p in self.root.iterdir() if p.is_dir() and p.name[0] != ".")
 
     def delete(self, key: str) -> None:
         """Remove the object; an absent one is no error."""
@@ -345,7 +345,7 @@ class S3Store:
                 yield ObjectInfo(key, found.size or 0, str(found.etag).strip('"'))
 
     def folders(self) -> Iterator[str]:
-        """The first words of all keys that have more than one, sorted."""
+        """The first words of all keys that have more than one."""
         with self._errors():
             for found in self._client.list_objects(self.bucket, self._prefix):
                 if found.is_dir:

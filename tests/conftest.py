@@ -1,0 +1,35 @@
+"""What tests of several rooms share: an S3 that answers on loopback."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from minio import Minio
+from moto.server import ThreadedMotoServer
+
+_bucket_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """The URL of an S3 server."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a new, empty bucket; the environment leads clients to it."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tester")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-a-secret")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    name = f"bucket-{next(_bucket_numbers)}"
+    client = Minio(
+        s3_endpoint.removeprefix("http://"), "tester", "not-a-secret", secure=False, region="us-east-1"
+    )
+    client.make_bucket(name)
+    return name

@@ -1,0 +1,215 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from evernear.errors import Conflict, IntegrityError, SettingsError, StoreError
+from evernear.store import Store, disk_errors, open_store, sha256_bytes, sha256_file, write_atomically
+
+
+@pytest.fixture(params=["file", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "file":
+        return open_store((tmp_path / "store").as_uri())
+    return open_store(f"s3://{request.getfixturevalue('bucket')}/some/prefix")
+
+
+def test_an_object_is_what_was_put(store: Store, tmp_path: Path) -> None:
+    assert store.find("a/b.txt") is None
+    etag = store.put("a/b.txt", b"one")
+    assert store.find("a/b.txt") == (b"one", etag)
+    assert store.get("a/b.txt") == b"one"
+
+    (tmp_path / "large").write_bytes(os.urandom(11 * 2**20))
+    store.put("a/large", tmp_path / "large")
+    assert store.get("a/large") == (tmp_path / "large").read_bytes()
+
+    store.delete("a/b.txt")
+    store.delete("a/b.txt")
+    assert store.find("a/b.txt") is None
+
+
+def test_an_absent_object_is_named(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"There is no a/b in .*(store|prefix)"):
+        store.get("a/b")
+    with pytest.raises(StoreError, match="There is no a/b in"):
+        store.fetch("a/b", tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_conditional_put_takes_only_what_it_saw(store: Store) -> None:
+    first = store.put_if("head", b"1", None)
+    with pytest.raises(Conflict, match="head"):
+        store.put_if("head", b"2", None)
+    second = store.put_if("head", b"2", first)
+    with pytest.raises(Conflict):
+        store.put_if("head", b"3", first)
+    assert store.find("head") == (b"2", second)
+    with pytest.raises(Conflict):
+        store.put_if("never-written", b"1", first)
+    assert store.find("never-written") is None
+
+
+def test_a_listing_has_whole_keys_in_order(store: Store) -> None:
+    keys = ["a.b/x", "a/b/c", "a/b.c", "a/z", "ab/x", "b"]
+    for key in keys:
+        store.put(key, key.encode())
+    listed = list(store.list(""))
+    assert [info.key for info in listed] == sorted(keys)
+    assert all(info.size_bytes == len(info.key) for info in listed)
+    assert all(store.find(info.key) == (info.key.encode(), info.etag) for info in listed)
+    assert [info.key for info in store.list("a/b")] == ["a/b.c", "a/b/c"]
+    assert list(store.list("nothing/")) == []
+    assert sorted(store.folders()) == ["a", "a.b", "ab"]
+
+
+def test_a_fetch_checks_the_hash_and_leaves_nothing_half(store: Store, tmp_path: Path) -> None:
+    store.put("x", b"content")
+    assert store.fetch("x", tmp_path / "d" / "x", sha256_bytes(b"content")).read_bytes() == b"content"
+    with pytest.raises(IntegrityError, match="x is damaged"):
+        store.fetch("x", tmp_path / "d" / "y", sha256_bytes(b"other"))
+    assert [path.name for path in (tmp_path / "d").iterdir()] == ["x"]
+
+
+def _count_up(store: Store, turns: int) -> None:
+    """Add 1 to a counter ``turns`` times by compare-and-swap."""
+    for _ in range(turns):
+        while True:
+            found = store.find("counter")
+            data, etag = found if found else (b"0", None)
+            try:
+                store.put_if("counter", str(int(data) + 1).encode(), etag)
+                break
+            except Conflict:
+                continue
+
+
+def test_no_count_is_lost_between_writers(tmp_path: Path) -> None:
+    uri = (tmp_path / "store").as_uri()
+    writers = [threading.Thread(target=_count_up, args=(open_store(uri), 25)) for _ in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert open_store(uri).get("counter") == b"100"
+
+
+@pytest.mark.parametrize("key", ["", "/a", "a//b", "../a", "a/../b", ".hidden", "a/.b"])
+def test_a_key_cannot_leave_the_store(tmp_path: Path, key: str) -> None:
+    store = open_store((tmp_path / "store").as_uri())
+    with pytest.raises(StoreError, match="no key"):
+        store.put(key, b"x")
+
+
+@pytest.mark.parametrize("uri", ["", "relative/path", "file://host/path", "gs://bucket", "s3://"])
+def test_another_uri_is_refused(uri: str) -> None:
+    with pytest.raises(SettingsError, match="neither"):
+        open_store(uri)
+
+
+def test_spaces_in_a_path_are_kept(tmp_path: Path) -> None:
+    store = open_store((tmp_path / "a b#c").as_uri())
+    store.put("x", b"1")
+    assert (tmp_path / "a b#c" / "x").read_bytes() == b"1"
+
+
+def test_an_s3_without_the_bucket_is_a_sentence(bucket: str) -> None:
+    store = open_store(f"s3://{bucket}-missing/prefix")
+    for act in (
+        lambda: store.get("x"),
+        lambda: store.put("x", b""),
+        lambda: store.put_if("x", b"", None),
+        lambda: list(store.list("")),
+    ):
+        with pytest.raises(StoreError, match=f"There is no bucket '{bucket}-missing'"):
+            act()
+
+
+def test_an_s3_that_does_not_answer_is_a_sentence(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    store = open_store("s3://bucket/prefix")
+    with pytest.raises(StoreError, match="cannot be reached"):
+        store.get("x")
+
+
+def test_a_bad_endpoint_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "localhost:9000")
+    with pytest.raises(SettingsError, match="AWS_ENDPOINT_URL='localhost:9000'"):
+        open_store("s3://bucket")
+
+
+def _in_small_files(statement: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``statement`` in a process whose files may not grow beyond 64 KiB."""
+    script = f"""
+import resource, sys
+from pathlib import Path
+from evernear.store import open_store, write_atomically
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
+{statement}
+"""
+    return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+
+
+def test_a_write_that_does_not_fit_leaves_the_old_content(tmp_path: Path) -> None:
+    uri, path = (tmp_path / "store").as_uri(), tmp_path / "y"
+    store = open_store(uri)
+    store.put("x", b"old")
+    write_atomically(path, b"old")
+    refused = _in_small_files("open_store(sys.argv[1]).put('x', b'1' * 10**6)", uri)
+    assert "StoreError" in refused.stderr
+    assert "ulimit -f" in refused.stderr
+    assert (
+        "StoreError" in _in_small_files("write_atomically(Path(sys.argv[1]), b'1' * 10**6)", str(path)).stderr
+    )
+    assert _in_small_files("open_store(sys.argv[1]).put('x', b'new')", uri).returncode == 0
+    assert store.get("x") == b"new"
+    assert path.read_bytes() == b"old"
+    left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(left) == ["lock", "x", "y"]
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    # /dev/full answers every write with ENOSPC, as a full disk does.
+    with (
+        pytest.raises(StoreError, match="full; free some space"),
+        disk_errors(tmp_path),
+        Path("/dev/full").open("wb", buffering=0) as file,
+    ):
+        file.write(b"x")
+
+
+def test_what_a_killed_writer_left_is_swept_after_a_day(tmp_path: Path) -> None:
+    script = (
+        "import sys, time, pathlib, evernear.store as s\n"
+        "store = s.open_store(sys.argv[1])\n"
+        "s._sync = lambda file: (file.flush(), print('staged', flush=True), time.sleep(60))\n"
+        "store.put('x', b'half')\n"
+    )
+    uri = (tmp_path / "store").as_uri()
+    with subprocess.Popen([sys.executable, "-c", script, uri], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"staged\n"
+        writer.send_signal(signal.SIGKILL)
+    staging = tmp_path / "store" / ".staging"
+    (left,) = staging.glob(".x.*")
+
+    store = open_store(uri)
+    assert store.find("x") is None
+    assert list(store.list("")) == []
+    store.put("y", b"1")
+    assert left.exists()
+    day_ago = time.time() - 25 * 3600
+    os.utime(left, (day_ago, day_ago))
+    store.put("y", b"2")
+    assert not left.exists()
+
+
+def test_hashes_agree(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"abc")
+    expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert sha256_file(tmp_path / "x") == sha256_bytes(b"abc") == expected
