@@ -32,7 +32,7 @@ def calibrate(
     vector of *another* class, as if its own class were not there. The threshold is the largest distance at
     which the share of impostors accepted is at most ``false_accept_rate``. With fewer than 1 /
     ``false_accept_rate`` queries that means none. Classes that the network was trained on lie further apart
-    than classes it never saw, so this rate is a lower bound for those; `evernear.evaluation.openset` measures
+    than classes it never saw, so this rate is a lower bound for those; `evernear.evaluation.probe` measures
     them.
 
     Distances to impostors are exact, whatever the index: an approximate search started amid a query's own

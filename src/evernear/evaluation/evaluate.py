@@ -1,0 +1,145 @@
+"""The evaluation artifact: all that the gate decides by, measured in one run on one frozen test split."""
+
+import io
+import math
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation
+
+from evernear.data.shards import Dataset
+from evernear.errors import IntegrityError
+from evernear.evaluation.compare import Comparison, compare
+from evernear.evaluation.leaks import count_leaks
+from evernear.evaluation.measure import Measurement, Outcomes, measure
+from evernear.evaluation.probe import OpenSet
+from evernear.evaluation.recogniser import Recogniser
+from evernear.settings import EvaluationSettings
+from evernear.store import write_atomically
+
+EVALUATION_FILE = "evaluation.json"
+OUTCOMES_FILE = "outcomes.npz"
+SYSTEMS = ("candidate", "champion")
+
+
+class Evaluation(BaseModel):
+    """Candidate, and champion if there is one, on the same queries."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    candidate: Measurement
+    champion: Measurement | None
+    comparison: Comparison | None
+    open_set: OpenSet
+    leaks: dict[str, int]
+    """Test images in each split that went into the candidate."""
+    champion_leaks: dict[str, int] | None
+    """The same for the champion; None where there is none, or its dataset was not at hand."""
+    outcomes: dict[str, SkipValidation[Outcomes]] = Field(default={}, exclude=True, repr=False)
+    """By "candidate" and "champion"; kept in `OUTCOMES_FILE`."""
+
+    def metrics(self) -> dict[str, float]:
+        """The figures worth a line in a chart, finite ones only."""
+        found: dict[str, float | None] = {
+            "accuracy": self.candidate.accuracy.value,
+            "accuracy_low": self.candidate.accuracy.low,
+            "accuracy_high": self.candidate.accuracy.high,
+            "recall_at_1": self.candidate.recall_at_1.value,
+            "recall_at_5": self.candidate.recall_at_5.value,
+            "worst_class_recall": min(recall.value for recall in self.candidate.class_recall.values()),
+            "false_reject_rate": self.candidate.false_rejects.value,
+            "index_recall": self.candidate.index_recall.value,
+            "threshold": self.candidate.threshold,
+            "parity_max_abs_difference": self.candidate.parity_max_abs_difference,
+            "test_images": self.candidate.accuracy.total,
+            "test_images_seen": sum(self.leaks.values()),
+        }
+        if self.open_set.auroc and self.open_set.false_accepts:
+            found["open_set_auroc"] = self.open_set.auroc.value
+            found["open_set_false_accept_rate"] = self.open_set.false_accepts.value
+        if self.champion and self.comparison:
+            found["champion_accuracy"] = self.champion.accuracy.value
+            found["regressions"] = self.comparison.overall.regressions
+            found["improvements"] = self.comparison.overall.improvements
+            found["p_worse"] = self.comparison.overall.p_worse
+        return {
+            name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)
+        }
+
+    def save(self, directory: Path) -> None:
+        """Write `EVALUATION_FILE` and, beside it, who was right on which query."""
+        systems = [self.outcomes[name] for name in SYSTEMS if name in self.outcomes]
+        buffer = io.BytesIO()
+        np.savez(buffer, labels=systems[0].labels, right=np.stack([system.right for system in systems]))
+        write_atomically(directory / OUTCOMES_FILE, buffer.getvalue())
+        write_atomically(directory / EVALUATION_FILE, self.model_dump_json(indent=2))
+
+    @staticmethod
+    def load(directory: Path) -> "Evaluation":
+        """What `save` wrote, its counts checked against the queries they count.
+
+        Raises:
+            IntegrityError: nothing is there, or the two files contradict each other.
+        """
+        try:
+            evaluation = Evaluation.model_validate_json((directory / EVALUATION_FILE).read_bytes())
+            with np.load(directory / OUTCOMES_FILE, allow_pickle=False) as columns:
+                systems = (Outcomes(right, columns["labels"]) for right in columns["right"])
+                outcomes = dict(zip(SYSTEMS, systems, strict=False))
+        except (OSError, ValueError, KeyError, BadZipFile) as error:
+            raise IntegrityError(f"{directory} holds no evaluation; run the evaluate step again.") from error
+        evaluation = evaluation.model_copy(update={"outcomes": outcomes})
+        if not evaluation._agrees():
+            raise IntegrityError(
+                f"The evaluation in {directory} contradicts its own outcomes; run the evaluate step again."
+            )
+        return evaluation
+
+    def _agrees(self) -> bool:
+        """Whether the counts are those of the outcomes."""
+        measured = [measurement for measurement in (self.candidate, self.champion) if measurement]
+        counts = [(int(system.right.sum()), len(system.right)) for system in self.outcomes.values()]
+        return (
+            counts == [(each.accuracy.count, each.accuracy.total) for each in measured]
+            and _compared(self.outcomes, self.candidate.labels) == self.comparison
+        )
+
+
+def evaluate(
+    candidate: Recogniser,
+    champion: Recogniser | None,
+    dataset: Dataset,
+    open_set: OpenSet,
+    settings: EvaluationSettings,
+    champion_dataset: Dataset | None = None,
+) -> Evaluation:
+    """Measure ``candidate`` and ``champion`` on the test split of ``dataset``, and count test images seen
+    before.
+
+    ``champion_dataset`` is the snapshot the champion was made from, where the store still has it. A champion
+    that was trained on test images looks better than it is; the gate says so.
+
+    Raises:
+        DataError: the test split is empty, or of images that one of the two does not take.
+    """
+    measurements: dict[str, Measurement] = {}
+    outcomes: dict[str, Outcomes] = {}
+    for name, recogniser in zip(SYSTEMS, (candidate, champion), strict=True):
+        if recogniser is not None:
+            measurements[name], outcomes[name] = measure(recogniser, dataset, settings)
+    return Evaluation(
+        candidate=measurements["candidate"],
+        champion=measurements.get("champion"),
+        comparison=_compared(outcomes, dataset.labels),
+        open_set=open_set,
+        leaks=count_leaks(dataset, dataset),
+        champion_leaks=count_leaks(dataset, champion_dataset) if champion_dataset else None,
+        outcomes=outcomes,
+    )
+
+
+def _compared(outcomes: dict[str, Outcomes], labels: tuple[str, ...]) -> Comparison | None:
+    if "champion" not in outcomes:
+        return None
+    return compare(outcomes["candidate"], outcomes["champion"], labels)

@@ -1,0 +1,186 @@
+"""One system, as served, on one split: how often it is right, and where not."""
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+from evernear.data.manifest import Split
+from evernear.data.shards import Block, Dataset
+from evernear.errors import DataError
+from evernear.evaluation.recogniser import Recogniser
+from evernear.evaluation.statistics import Share, share
+from evernear.index.search import Answers, Neighbors
+from evernear.settings import EvaluationSettings
+
+RECALL_AT = 5
+ELSEWHERE = "(a label that the dataset does not have)"
+
+
+class Measurement(BaseModel):
+    """What `measure` found. Shares are of all queries of the split, unless they say otherwise."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    network_sha256: str
+    index_digest: str
+    dataset_digest: str
+    queries_sha256: str
+    """Over the queries' image digests and labels, in order: equal only for the very same queries."""
+    labels: tuple[str, ...]
+    """The dataset's."""
+    known_labels: tuple[str, ...]
+    """Those that the system can answer with."""
+    threshold: float
+    parity_max_abs_difference: float
+    """Of the exported network against the eager one, from the export step."""
+    accuracy: Share
+    """Queries given their own label, "unknown" or not."""
+    recall_at_1: Share
+    """Queries whose nearest neighbour has their label."""
+    recall_at_5: Share
+    """Queries with their label among the five nearest neighbours."""
+    false_rejects: Share
+    """Queries called unknown; all are of known classes, unless the system does not know their class."""
+    index_recall: Share
+    """Queries of the query split whose nearest vector the index found (recall@1 against exact search)."""
+    class_recall: dict[str, Share]
+    """For each label with a query: its queries given it."""
+    confusions: tuple[tuple[str, str, int], ...]
+    """(label, answer, how often), by label; only pairs that occur."""
+
+    @property
+    def commonest_class_share(self) -> float:
+        """The accuracy of always answering the commonest class of the split."""
+        totals = [recall.total for recall in self.class_recall.values()]
+        return max(totals) / sum(totals)
+
+    def confusion_matrix(self, max_labels: int = 50) -> tuple[list[str], list[list[int]]]:
+        """Labels and rows (label) by columns (answer).
+
+        Of more than ``max_labels`` labels those with the most confusions are shown, the others as one.
+        """
+        wrong: Counter[str] = Counter()
+        for label, answer, count in self.confusions:
+            wrong.update({label: count, answer: count} if label != answer else {label: 0, answer: 0})
+        shown = {label for label, _ in wrong.most_common(max_labels)}
+        labels = [label for label in (*self.labels, ELSEWHERE) if label in shown]
+        if len(wrong) > len(labels):
+            labels.append("(others)")
+        position = {label: labels.index(label) if label in shown else len(labels) - 1 for label in wrong}
+        rows = np.zeros((len(labels), len(labels)), np.int64)
+        for label, answer, count in self.confusions:
+            rows[position[label], position[answer]] += count
+        return labels, rows.tolist()
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """Query by query, in the split's order: what the paired test is about."""
+
+    right: NDArray[np.bool_]
+    labels: NDArray[np.int32]
+    """The queries' own label numbers."""
+
+
+def measure(
+    recogniser: Recogniser, dataset: Dataset, settings: EvaluationSettings, split: Split = "test"
+) -> tuple[Measurement, Outcomes]:
+    """Let ``recogniser`` answer every image of ``split``.
+
+    Streams: what grows with the split are the outcomes, 5 bytes an image.
+
+    Raises:
+        DataError: the split is empty, or of images of another shape than the recogniser takes.
+    """
+    if recogniser.shape != dataset.shape:
+        raise DataError(
+            f"{recogniser.name or 'The candidate'} takes images of {recogniser.shape} and cannot be measured "
+            f"on those of {dataset.manifest.name}, {dataset.shape}; match data.size_px and data.channels."
+        )
+    gallery, tally = recogniser.gallery, _Tally(dataset.labels, recogniser.gallery.labels)
+    for block in dataset.blocks(split, settings.batch_size):
+        embeddings = recogniser.embed(block.images)
+        neighbors = gallery.search(embeddings, max(RECALL_AT, gallery.description.k))
+        tally.add(block, neighbors, gallery.answer(embeddings, neighbors))
+    if not tally.queries:
+        raise DataError(
+            f"The {split} split of {dataset.manifest.name} is empty; raise data.{split}_fraction."
+        )
+
+    def of_all(count: int) -> Share:
+        return share(count, tally.queries, settings.confidence)
+
+    calibration = gallery.description.calibration
+    measurement = Measurement(
+        name=recogniser.name,
+        network_sha256=recogniser.network_sha256,
+        index_digest=gallery.description.digest,
+        dataset_digest=dataset.digest,
+        queries_sha256=tally.sha256.hexdigest(),
+        labels=dataset.labels,
+        known_labels=gallery.description.known_labels,
+        threshold=gallery.threshold,
+        parity_max_abs_difference=recogniser.parity_max_abs_difference,
+        accuracy=of_all(int(tally.class_right.sum())),
+        recall_at_1=of_all(tally.nearest_right),
+        recall_at_5=of_all(tally.among_nearest),
+        false_rejects=of_all(tally.unknown),
+        index_recall=share(calibration.nearest_found, calibration.queries, settings.confidence),
+        class_recall={
+            label: share(int(right), int(total), settings.confidence)
+            for label, right, total in zip(dataset.labels, tally.class_right, tally.class_total, strict=True)
+            if total
+        },
+        confusions=tally.confusions(),
+    )
+    return measurement, tally.outcomes()
+
+
+class _Tally:
+    """Counts over blocks. Answers are numbered as the dataset's labels; one past the end is none of them."""
+
+    def __init__(self, labels: tuple[str, ...], answers: tuple[str, ...]) -> None:
+        number = {label: position for position, label in enumerate(labels)}
+        self._names = (*labels, ELSEWHERE)
+        elsewhere = len(labels)
+        # The last entry is for NOBODY, -1.
+        self._as_label = np.array([number.get(answer, elsewhere) for answer in answers] + [elsewhere])
+        self._pairs: Counter[int] = Counter()
+        self._right: list[NDArray[np.bool_]] = []
+        self._labels: list[NDArray[np.int32]] = []
+        self.class_right = np.zeros(elsewhere, np.int64)
+        self.class_total = np.zeros(elsewhere, np.int64)
+        self.queries = self.nearest_right = self.among_nearest = self.unknown = 0
+        self.sha256 = hashlib.sha256()
+
+    def add(self, block: Block, neighbors: Neighbors, answers: Answers) -> None:
+        truth, classes = block.labels, len(self.class_total)
+        answered = self._as_label[answers.labels]
+        matches = self._as_label[neighbors.labels[:, :RECALL_AT]] == truth[:, None]
+        right = answered == truth
+        self.queries += len(truth)
+        self.nearest_right += int(matches[:, 0].sum())
+        self.among_nearest += int(matches.any(axis=1).sum())
+        self.unknown += int(answers.unknown.sum())
+        self.class_total += np.bincount(truth, minlength=classes)
+        self.class_right += np.bincount(truth[right], minlength=classes)
+        pairs, counts = np.unique(truth * (classes + 1) + answered, return_counts=True)
+        self._pairs.update(dict(zip(pairs.tolist(), counts.tolist(), strict=True)))
+        self._right.append(right)
+        self._labels.append(truth.astype(np.int32))
+        self.sha256.update(block.digests.tobytes() + truth.astype("<i8").tobytes())
+
+    def outcomes(self) -> Outcomes:
+        return Outcomes(np.concatenate(self._right), np.concatenate(self._labels))
+
+    def confusions(self) -> tuple[tuple[str, str, int], ...]:
+        base = len(self._names)
+        return tuple(
+            (self._names[pair // base], self._names[pair % base], count)
+            for pair, count in sorted(self._pairs.items())
+        )
