@@ -76,7 +76,7 @@ class TrainSettings(Section):
 
     epochs: int = Field(12, ge=1)
     min_steps: int = Field(
-        600, ge=0, description="An epoch of few images repeats them until a run has so many steps."
+        300, ge=0, description="An epoch of few images repeats them until a run has so many steps."
     )
     batch_size: int = Field(256, ge=2)
     optimizer: Literal["adamw", "sgd"] = "adamw"
@@ -98,7 +98,7 @@ class TrainSettings(Section):
     processes: int = Field(1, ge=1, description="Training processes, one per GPU, started with torchrun.")
     checkpoint_every_epochs: int = Field(1, ge=1)
     patience_epochs: int = Field(
-        5, ge=1, description="Stop early after so many epochs without a better loss."
+        5, ge=1, description="Stop early after so many epochs that made the gallery loss worse, beyond noise."
     )
     parity_tolerance: float = Field(
         1e-4, gt=0.0, description="Largest |eager - TorchScript| of an embedding."
@@ -131,13 +131,14 @@ class GateSettings(Section):
 
     accuracy_floor: Fraction = Field(0.95, description="Below it nothing is promoted.")
     significance: float = Field(
-        0.05, gt=0.0, lt=0.5, description="Level of the paired test against the champion."
+        0.10, gt=0.0, lt=0.5, description="An equally good challenger is held at most this often."
     )
     class_recall_drop: Fraction = Field(
         0.05, description="A class may lose this much recall against the champion."
     )
     class_recall_floor: Fraction = Field(0.5, description="No class may recall less.")
     index_recall_floor: Fraction = Field(0.99, description="Approximate index against exact search.")
+    parity_tolerance: float = Field(1e-4, gt=0.0, description="As train.parity_tolerance, asked again.")
 
 
 class ServingSettings(Section):
