@@ -17,5 +17,6 @@ def evaluate(store: str, settings: dict, dataset: dsl.Input[dsl.Dataset], networ
     measured = steps.evaluate(store, settings, *parts, evaluation.path)
     for name, value in measured.metrics().items():
         metrics.log_metric(name, value)
-    confusion.log_confusion_matrix(*measured.confusion())
-    roc.log_roc_curve(*measured.roc())
+    confusion.log_confusion_matrix(*measured.candidate.confusion_matrix())
+    if curve := measured.open_set.roc:
+        roc.log_roc_curve(list(curve.false_accepts), list(curve.true_accepts), list(curve.thresholds))

@@ -129,18 +129,18 @@ def evaluate(
 ) -> "Evaluation":
     """Measure candidate and champion, both as served, on the same frozen test split."""
     with step("evaluate") as running:
+        from evernear.data.shards import Dataset
         from evernear.evaluation.evaluate import evaluate
-        from evernear.release.champion import champion_recogniser
+        from evernear.evaluation.probe import OpenSet
+        from evernear.evaluation.recogniser import Recogniser
+        from evernear.release.champion import open_champion
+        from evernear.store import open_store
 
-        with champion_recogniser(store) as champion:
-            result = evaluate(
-                Path(dataset),
-                Path(network),
-                Path(index),
-                Path(open_set),
-                champion,
-                knobs.parse(knobs.EvaluationSettings, settings),
-            )
+        parsed = knobs.parse(knobs.EvaluationSettings, settings)
+        data, candidate = Dataset.open(Path(dataset)), Recogniser.open(Path(network), Path(index))
+        probed = OpenSet.model_validate_json(Path(open_set).read_bytes())
+        with open_champion(open_store(store)) as (champion, made_from):
+            result = evaluate(candidate, champion, data, probed, parsed, made_from)
         result.save(Path(evaluation))
         running.say(f"accuracy {result.candidate.accuracy}")
     return result
@@ -169,10 +169,23 @@ def archive(
 ) -> str:
     """Pack the release; returns its version."""
     with step("archive") as running:
+        from evernear.data.shards import Dataset
+        from evernear.evaluation.evaluate import Evaluation
         from evernear.release.archive import archive
 
-        packed = archive()
-        running.say(f"release {packed.manifest.version}, {packed.path.stat().st_size / 2**20:.1f} MiB")
+        measured = Evaluation.load(Path(evaluation))
+        packed = archive(
+            dataset=Dataset.open(Path(dataset)),
+            network_dir=Path(network),
+            index_dir=Path(index),
+            verdict_file=Path(verdict),
+            metrics=measured.metrics(),
+            parent=measured.champion.name if measured.champion else None,
+            settings=knobs.parse(knobs.ServingSettings, settings),
+            out_dir=Path(release),
+        )
+        size_mb = packed.archive.stat().st_size / 1e6
+        running.say(f"release {packed.manifest.version}, {size_mb:.1f} MB")
     return packed.manifest.version
 
 
@@ -181,11 +194,14 @@ def deploy(
 ) -> None:
     """Publish the release and bring it up, unless the verdict does not promote it."""
     with step("deploy") as running:
+        from evernear.deployment import deploy
         from evernear.reporting.notify import remember
         from evernear.store import open_store
 
+        chosen = {"store": store, "target": target, "workdir": workdir, "serving": settings}
+        deployed = deploy(Path(release), Path(verdict), knobs.parse(knobs.Settings, chosen))
         remember(open_store(store), run, deployment=deployed.model_dump(mode="json"))
-        running.say(f"release {deployed.version} serves")
+        running.say(f"release {deployed.version} serves" + (f" at {deployed.url}" if deployed.url else ""))
 
 
 def notify(run: str, store: str, state: str, error_message: str, outcome: str) -> None:

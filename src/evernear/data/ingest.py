@@ -22,7 +22,7 @@ import numpy as np
 from PIL import Image
 
 from evernear.data.ledger import Ledger, Listed, NewImage
-from evernear.data.manifest import SPLITS, Manifest, Split, parse_manifest
+from evernear.data.manifest import SPLITS, Manifest, Split, manifest_key, parse_manifest
 from evernear.data.preprocess import Pixels, decode, image_digest, pixels_digest, to_array
 from evernear.data.sources import Arrays, ArraySource, FileSource, open_source
 from evernear.data.writer import ShardWriter
@@ -405,7 +405,7 @@ class _Snapshots:
                 ) from None
 
     def _manifest_key(self, digest: str) -> str:
-        return f"{self._base}/manifests/{digest}.json"
+        return manifest_key(self.name, digest)
 
     def _ledger_key(self, sha256: str) -> str:
         return f"{self._base}/ledgers/{sha256}.sqlite"

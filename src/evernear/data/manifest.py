@@ -84,6 +84,11 @@ class Manifest(_Frozen):
         return self.model_dump_json(indent=1).encode() + b"\n"
 
 
+def manifest_key(name: str, digest: str) -> str:
+    """Where the store has the snapshot ``digest`` of the dataset ``name``."""
+    return f"datasets/{name}/manifests/{digest}.json"
+
+
 def parse_manifest(data: bytes, place: str) -> Manifest:
     """A stored manifest.
 

@@ -10,7 +10,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from evernear.data.manifest import Manifest, Shard, Split, load_manifest
+from evernear.data.manifest import Manifest, Shard, Split, load_manifest, manifest_key, parse_manifest
 from evernear.data.preprocess import Pixels
 from evernear.data.writer import Rows, check_header, row_dtype, shard_key
 from evernear.errors import DataError, IntegrityError
@@ -57,6 +57,17 @@ class Dataset:
         """
         manifest = load_manifest(directory)
         return Dataset(manifest, open_store(manifest.store_uri))
+
+    @staticmethod
+    def find(store: Store, name: str, digest: str) -> "Dataset | None":
+        """An earlier snapshot of the dataset ``name``, or None where the store no longer has it.
+
+        Raises:
+            IntegrityError: what the store has is no manifest.
+        """
+        key = manifest_key(name, digest)
+        found = store.find(key)
+        return Dataset(parse_manifest(found[0], f"{store.uri}/{key}"), store) if found else None
 
     def count(self, split: Split) -> int:
         """Images of a split."""

@@ -1,0 +1,86 @@
+"""The verdict's card: what was decided and why, on one small page."""
+
+import html
+
+from matplotlib.figure import Figure
+
+from evernear.evaluation.evaluate import Evaluation
+from evernear.evaluation.gate import Rule, Verdict
+from evernear.evaluation.statistics import Share
+from evernear.reporting.plots import page, svg
+
+
+def verdict_card(verdict: Verdict, evaluation: Evaluation) -> str:
+    """The verdict with its reasons on top, then rules, figures and the confusion matrix, as an HTML page."""
+    title = "Promote" if verdict.promote else "Hold"
+    return page(
+        f"{title}: candidate against {_champion_name(evaluation)}",
+        _list(verdict.reasons),
+        _rules(verdict.rules),
+        _figures(evaluation),
+        svg(_confusion(evaluation)),
+    )
+
+
+def _champion_name(evaluation: Evaluation) -> str:
+    return f"champion {evaluation.champion.name}" if evaluation.champion else "no champion yet"
+
+
+def _list(sentences: list[str]) -> str:
+    return "<ul>" + "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences) + "</ul>"
+
+
+def _rules(rules: list[Rule]) -> str:
+    rows = (
+        f'<tr><td>{html.escape(rule.name)}</td><td class="{"yes" if rule.passed else "no"}">'
+        f'{"kept" if rule.passed else "broken"}</td>'
+        f"<td class=n>{_number(rule.candidate)}</td><td class=n>{_number(rule.champion)}</td>"
+        f"<td class=n>{_number(rule.bound)}</td></tr>"
+        for rule in rules
+    )
+    head = "<tr><th>rule</th><th></th><th>candidate</th><th>champion</th><th>bound</th></tr>"
+    return f"<h2>Rules</h2><table>{head}{''.join(rows)}</table>"
+
+
+def _figures(evaluation: Evaluation) -> str:
+    candidate, champion = evaluation.candidate, evaluation.champion
+    shares: dict[str, tuple[Share, Share | None]] = {
+        "accuracy": (candidate.accuracy, champion.accuracy if champion else None),
+        "recall@1": (candidate.recall_at_1, champion.recall_at_1 if champion else None),
+        "recall@5": (candidate.recall_at_5, champion.recall_at_5 if champion else None),
+        "called unknown": (candidate.false_rejects, champion.false_rejects if champion else None),
+        "index recall": (candidate.index_recall, champion.index_recall if champion else None),
+    }
+    rows = "".join(
+        f"<tr><td>{name}</td><td>{html.escape(str(ours))}</td><td>{html.escape(str(theirs)) if theirs else '-'}</td></tr>"
+        for name, (ours, theirs) in shares.items()
+    )
+    probe = evaluation.open_set
+    held_out = html.escape(", ".join(probe.held_out)) or "none"
+    unseen = f"<p>Classes never trained on ({held_out}): AUROC {probe.auroc}, accepted {probe.false_accepts}.</p>"
+    head = "<tr><th></th><th>candidate</th><th>champion</th></tr>"
+    return f"<h2>Figures on {candidate.accuracy.total:,} test images</h2><table>{head}{rows}</table>{unseen}"
+
+
+def _confusion(evaluation: Evaluation) -> Figure:
+    labels, rows = evaluation.candidate.confusion_matrix()
+    side = min(12.0, max(4.0, 0.5 * len(labels) + 1.5))
+    figure = Figure(figsize=(side, side), layout="constrained")
+    axes = figure.subplots()
+    # Mistakes are what one looks for: right answers are left white, so that one mistake in thousands shows.
+    mistakes = [[0 if i == j else count for j, count in enumerate(row)] for i, row in enumerate(rows)]
+    axes.imshow(mistakes, cmap="Reds", vmin=0, vmax=max(1, *(max(row) for row in mistakes)))
+    places = range(len(labels))
+    axes.set(xticks=places, yticks=places, xlabel="answer", ylabel="label", title="Confusion matrix")
+    axes.set_xticklabels(labels, rotation=90 if max(map(len, labels)) > 2 else 0)
+    axes.set_yticklabels(labels)
+    if len(labels) <= 25:
+        for i, row in enumerate(rows):
+            for j, count in enumerate(row):
+                if count:
+                    axes.text(j, i, str(count), ha="center", va="center", fontsize=8)
+    return figure
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

@@ -1,0 +1,112 @@
+"""What bad input gets: one sentence, an exit code, nothing half-written."""
+
+from pathlib import Path
+
+import pytest
+from minio import Minio
+
+from tests.scenarios.bench import Bench, write_digits
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path, EVERNEAR_TARGET="registry")
+
+
+def run_refused(bench: Bench, *words: str) -> tuple[int, str]:
+    """`evernear run` must fail with a sentence, and publish nothing."""
+    refused = bench.refused("run", "--preset", "quick", *words)
+    assert not list(bench.workdir.glob("store/releases/**/*.mar"))
+    return refused
+
+
+def test_config_typo(bench: Bench) -> None:
+    assert bench.refused("run", "--set", "train.epoch=3") == (
+        2,
+        "evernear: There is no setting 'train.epoch'; did you mean 'train.epochs'?",
+    )
+    assert not bench.workdir.exists()
+
+
+def test_folder_that_is_not_there(bench: Bench) -> None:
+    code, told = run_refused(bench)
+    assert code == 3
+    assert str(bench.directory / "images") in told
+
+
+def test_empty_folder(bench: Bench) -> None:
+    (bench.directory / "images").mkdir()
+    code, told = run_refused(bench)
+    assert code == 3
+    assert "no images" in told or "no image" in told
+
+
+def test_folder_with_one_class(bench: Bench) -> None:
+    write_digits(bench.directory / "images", labels="3")
+    code, told = run_refused(bench)
+    assert code == 3
+    assert "class" in told
+
+
+@pytest.mark.parametrize("content", [b"this is no picture", b""], ids=["text", "empty"])
+def test_file_that_is_no_image_is_named(bench: Bench, content: bytes) -> None:
+    write_digits(bench.directory / "images", labels="012", per_class=40)
+    (bench.directory / "images/1/note.png").write_bytes(content)
+    code, told = run_refused(bench)
+    assert code == 3
+    assert "1/note.png" in told
+
+
+def test_corrupt_png_among_good_ones_stops_the_run_or_is_left_out_as_settings_say(bench: Bench) -> None:
+    write_digits(bench.directory / "images", labels="012", per_class=60)
+    victim = next((bench.directory / "images/2").iterdir())
+    victim.write_bytes(victim.read_bytes()[:60])
+    code, told = run_refused(bench)
+    assert code == 3
+    assert victim.name in told
+    left_out = bench.run("--set", "validation.undecodable=warn")
+    assert left_out["promoted"]
+    assert victim.name in Path(left_out["paths"]["validate.report"]).read_text()
+
+
+def test_class_that_disappears_in_new_data(bench: Bench) -> None:
+    write_digits(bench.directory / "images", labels="0123")
+    assert bench.run()["promoted"]
+    for image in (bench.directory / "images/3").iterdir():
+        image.unlink()
+    code, told = bench.refused("run", "--preset", "quick")
+    assert code == 3
+    assert "3" in told
+    assert len(list(bench.workdir.glob("store/releases/manifests/*.json"))) == 1
+
+
+def test_empty_bucket(bench: Bench, bucket: str, s3_endpoint: str) -> None:
+    bench.environment |= {
+        "AWS_ENDPOINT_URL": s3_endpoint,
+        "AWS_ACCESS_KEY_ID": "tester",
+        "AWS_SECRET_ACCESS_KEY": "not-a-secret",
+        "AWS_REGION": "us-east-1",
+    }
+    code, told = run_refused(bench, "--source", f"s3://{bucket}/images")
+    assert code == 3
+    assert bucket in told
+
+
+def test_a_bucket_is_a_source_and_a_store(bench: Bench, bucket: str, s3_endpoint: str) -> None:
+    """Images and everything that the run makes lie in S3; nothing of the store is on this disk."""
+    bench.environment |= {
+        "AWS_ENDPOINT_URL": s3_endpoint,
+        "AWS_ACCESS_KEY_ID": "tester",
+        "AWS_SECRET_ACCESS_KEY": "not-a-secret",
+        "AWS_REGION": "us-east-1",
+    }
+    write_digits(bench.directory / "images", labels="0123", per_class=40)
+    client = Minio(s3_endpoint.removeprefix("http://"), "tester", "not-a-secret", secure=False, region="us-east-1")
+    for image in (bench.directory / "images").glob("*/*.png"):
+        client.fput_object(bucket, f"arrivals/{image.parent.name}/{image.name}", str(image))
+    done = bench.run("--source", f"s3://{bucket}/arrivals", "--set", f"store=s3://{bucket}/evernear")
+    assert done["promoted"]
+    keys = {item.object_name for item in client.list_objects(bucket, "evernear/", recursive=True)}
+    assert "evernear/releases/champion.json" in keys
+    assert not (bench.workdir / "store").exists()
+    assert "not-a-secret" not in Path(done["paths"]["log"]).read_text()

