@@ -4,7 +4,7 @@ from pathlib import Path
 
 from evernear.deployment.admission import Deployment, publish
 from evernear.deployment.local import deploy as deploy_locally
-from evernear.release.archive import ARCHIVE_FILE
+from evernear.release.parts import ARCHIVE_FILE
 from evernear.settings import Settings
 from evernear.store import open_store
 

@@ -1,13 +1,25 @@
 """Whether a release may serve at all; asked again right before it does, and answered no when in doubt."""
 
+import tempfile
 from pathlib import Path
 
-from pydantic import BaseModel, StrictBool, ValidationError
+from pydantic import BaseModel, ConfigDict, StrictBool, ValidationError
 
 from evernear.errors import Conflict, IntegrityError
 from evernear.release.parts import ReleaseParts, open_release
-from evernear.release.registry import Champion, Record, Registry
-from evernear.store import sha256_bytes
+from evernear.release.registry import Champion, Registry
+from evernear.store import Store, sha256_bytes
+
+
+class Deployment(BaseModel):
+    """A release that became the champion; ``url`` takes images, where a server was brought up for it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    version: str
+    previous: str | None
+    url: str | None = None
+    smoke_queries: int = 0
 
 
 class _Verdict(BaseModel):
@@ -39,17 +51,19 @@ def admit(archive: Path, verdict_file: Path, champion: Champion | None, out_dir:
     return parts
 
 
-def publish(archive: Path, verdict_file: Path, registry: Registry, out_dir: Path) -> Record:
+def publish(archive: Path, verdict_file: Path, store: Store) -> Deployment:
     """Admit a release, keep it in the registry and make it the champion, without a server to prove it on.
 
     For a cluster, whose servers take the champion from the registry. Raises as `admit`, and `StoreError`.
     """
+    registry = Registry(store)
     champion = registry.champion()
-    parts = admit(archive, verdict_file, champion, out_dir)
-    record = registry.publish(archive, parts.manifest)
-    if champion is None or champion.version != parts.manifest.version:
-        registry.set_champion(parts.manifest.version, champion)
-    return record
+    with tempfile.TemporaryDirectory() as temporary:
+        manifest = admit(archive, verdict_file, champion, Path(temporary) / "release").manifest
+    registry.publish(archive, manifest)
+    if champion is None or champion.version != manifest.version:
+        champion = registry.set_champion(manifest.version, champion)
+    return Deployment(version=champion.version, previous=champion.previous)
 
 
 def _read_verdict(path: Path, sha256: str) -> _Verdict:

@@ -9,13 +9,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Generator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from evernear.deployment.admission import admit
+from evernear.deployment.admission import Deployment, admit
 from evernear.deployment.smoke import smoke
 from evernear.errors import Busy, ServingError
 from evernear.release.parts import open_release
@@ -30,16 +29,6 @@ from evernear.store import disk_errors, open_store
 LOCK_TIMEOUT_S = 600
 DRAIN_TIMEOUT_S = 30
 LAST_BATCH_S = 0.5  # a batch that left the queue is answered in far less
-
-
-@dataclass(frozen=True)
-class Deployment:
-    """A release that serves; ``url`` takes images."""
-
-    version: str
-    previous: str | None
-    url: str
-    smoke_queries: int
 
 
 def deploy(archive: Path, verdict_file: Path, settings: Settings) -> Deployment:
@@ -74,7 +63,7 @@ def deploy(archive: Path, verdict_file: Path, settings: Settings) -> Deployment:
             queries = smoke(Client.of(settings), parts)
             with contextlib.suppress(ServingError):  # the release serves; the next deploy tries again
                 site.prune(version)
-    return Deployment(version, champion.previous, _url(settings), queries)
+    return Deployment(version=version, previous=champion.previous, url=_url(settings), smoke_queries=queries)
 
 
 def serve(settings: Settings) -> str:

@@ -19,11 +19,15 @@ from PIL import Image
 from evernear import __version__
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed_images
+from evernear.embedding.export import DESCRIPTION_FILE as NETWORK_DESCRIPTION
 from evernear.embedding.export import NETWORK_FILE, ExportResult, describe_network, load_network
 from evernear.errors import DataError, EvernearError, IntegrityError
+from evernear.index.description import DESCRIPTION_FILE as INDEX_DESCRIPTION
+from evernear.index.description import PARTS as INDEX_FILES
 from evernear.index.search import Gallery, Recognition
 from evernear.release.manifest import Part, ReleaseManifest, new_version
 from evernear.release.parts import (
+    ARCHIVE_FILE,
     HANDLER_FILE,
     MANIFEST_FILE,
     PREPROCESSING_FILE,
@@ -35,7 +39,6 @@ from evernear.release.parts import (
 from evernear.settings import ServingSettings
 from evernear.store import disk_errors, sha256_bytes, sha256_file, write_atomically
 
-ARCHIVE_FILE = "release.mar"
 SMOKE_BLOCK = 512  # images of the query split that the smoke queries are chosen from
 # The script of torch-model-archiver; ``python -m model_archiver...`` warns that the module is imported twice.
 _ARCHIVER = "from model_archiver.model_packaging import generate_model_archive as main; main()"
@@ -43,7 +46,7 @@ _ARCHIVER = "from model_archiver.model_packaging import generate_model_archive a
 
 @dataclass(frozen=True)
 class Release:
-    """An archived release: ``archive`` (.mar) and, beside it, ``manifest.json``."""
+    """An archived release: the ``.mar``, and ``manifest.json`` beside it."""
 
     manifest: ReleaseManifest
     archive: Path
@@ -111,8 +114,9 @@ def git_commit() -> str:
 
 
 def _link_parts(parts: Path, network_dir: Path, index_dir: Path, verdict_file: Path) -> None:
-    (parts / NETWORK_FILE).symlink_to((network_dir / NETWORK_FILE).resolve())
-    for file in sorted(index_dir.iterdir()):
+    network_files = [network_dir / name for name in (NETWORK_FILE, NETWORK_DESCRIPTION)]
+    index_files = [index_dir / name for name in (*INDEX_FILES, INDEX_DESCRIPTION)]
+    for file in (*network_files, *index_files):
         (parts / file.name).symlink_to(file.resolve())
     (parts / VERDICT_FILE).symlink_to(verdict_file.resolve())
     handler = importlib.util.find_spec("evernear.serving.handler")
@@ -143,6 +147,7 @@ def _describe(
         created=created,
         parts=described,
         network_sha256=network.sha256,
+        dataset_name=dataset.manifest.name,
         dataset_digest=dataset.digest,
         labels=gallery.labels,
         preprocessing=network.preprocessing,

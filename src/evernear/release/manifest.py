@@ -39,6 +39,7 @@ class ReleaseManifest(_Frozen):
     created: AwareDatetime
     parts: dict[PartName, Part]
     network_sha256: Sha256
+    dataset_name: str
     dataset_digest: str
     labels: tuple[str, ...]
     preprocessing: Preprocessing

@@ -18,6 +18,7 @@ from evernear.errors import IntegrityError
 from evernear.release.manifest import PartName, ReleaseManifest, parse_manifest
 from evernear.store import disk_errors, sha256_file
 
+ARCHIVE_FILE = "release.mar"
 MANIFEST_FILE = "manifest.json"
 TORCHSERVE_MANIFEST_FILE = "MAR-INF/MANIFEST.json"
 HANDLER_FILE = "handler.py"

@@ -62,7 +62,7 @@ class Core:
         try:
             decoded = decode(image, self._manifest.max_pixels)
         except DataError as error:
-            return Refusal(message=f"The image {error}.")
+            return Refusal(message=str(error))
         return to_array(decoded, shape.height_px, shape.width_px, shape.channels)
 
     def _recognise(self, images: NDArray[np.uint8]) -> list[Prediction]:

@@ -1,0 +1,138 @@
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import MakeRelease, System
+
+from evernear.embedding.embed import embed_images
+from evernear.embedding.export import load_network
+from evernear.errors import IntegrityError
+from evernear.index.search import Gallery
+from evernear.release.archive import archive, git_commit
+from evernear.release.champion import open_champion
+from evernear.release.parts import open_release, read_release_manifest
+from evernear.release.registry import Registry
+from evernear.settings import ServingSettings
+from evernear.store import open_store, sha256_file
+
+
+def test_an_archive_opens_to_what_went_into_it(
+    system: System, make_release: MakeRelease, tmp_path: Path
+) -> None:
+    packed = make_release()
+    parts = open_release(packed.archive, tmp_path / "opened")
+
+    assert parts.manifest == packed.manifest == read_release_manifest(packed.archive)
+    assert sha256_file(parts.directory / "network.pt") == packed.manifest.network_sha256
+    for name in ("index.faiss", "labels.npy", "centroids.npy", "index.json"):
+        assert parts.read(name) == (system.index_dir / name).read_bytes()
+    assert parts.read("verdict.json") == packed.verdict.read_bytes()
+    assert packed.manifest.dataset_digest == system.dataset.digest
+    assert packed.manifest.labels == system.dataset.labels
+    assert json.loads(parts.read("preprocessing.json")) == packed.manifest.preprocessing.model_dump(
+        mode="json"
+    )
+
+
+def test_torchserve_is_told_the_same_version(make_release: MakeRelease) -> None:
+    packed = make_release()
+    with zipfile.ZipFile(packed.archive) as members:
+        model = json.loads(members.read("MAR-INF/MANIFEST.json"))["model"]
+    assert model["modelVersion"] == packed.version
+    assert model["handler"] == "handler.py"
+
+
+def test_smoke_queries_are_real_query_images_with_the_answers_of_this_very_system(
+    system: System, make_release: MakeRelease, tmp_path: Path
+) -> None:
+    from evernear.data.preprocess import decode, image_digest, to_array
+
+    queries = open_release(make_release().archive, tmp_path / "opened").smoke_queries()
+    known = {
+        bytes(d): system.dataset.labels[n]
+        for b in system.dataset.blocks("query")
+        for d, n in zip(b.digests, b.labels, strict=True)
+    }
+    network = load_network(system.network_dir)
+    gallery = Gallery.open(system.index_dir, sha256_file(system.network_dir / "network.pt"))
+
+    assert len(queries) == ServingSettings().smoke_queries
+    assert len({query.label for _, query in queries}) == len(queries), "one of each class, as far as they go"
+    for image, query in queries:
+        decoded = decode(image, 10_000)
+        assert known[image_digest(decoded)] == query.label
+        (answer,) = gallery.recognise(embed_images(network, to_array(decoded, 8, 8, 1)[None]))
+        assert (answer.pred, answer.unknown) == (query.pred, query.unknown)
+        assert answer.dist == pytest.approx(query.dist, abs=1e-5)
+
+
+def test_archiving_touches_nothing_of_the_machines_temporary_directory(
+    make_release: MakeRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Left to itself, torch-model-archiver stages in TMPDIR/<model name> and first deletes what it finds there:
+    # somebody's files, or those of another run.
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    precious = tmp_path / "embedding" / "precious"
+    precious.parent.mkdir()
+    precious.write_text("mine")
+    make_release()
+    assert precious.read_text() == "mine"
+
+
+def test_an_index_of_another_network_is_not_packed(system: System, tmp_path: Path) -> None:
+    index_dir = tmp_path / "index"
+    index_dir.mkdir()
+    for file in system.index_dir.iterdir():
+        (index_dir / file.name).write_bytes(file.read_bytes())
+    described = json.loads((index_dir / "index.json").read_bytes())
+    (index_dir / "index.json").write_text(json.dumps(described | {"network_sha256": "0" * 64}))
+    verdict = tmp_path / "verdict.json"
+    verdict.write_text("{}")
+
+    with pytest.raises(IntegrityError, match="holds vectors of network 000000000000"):
+        archive(
+            dataset=system.dataset,
+            network_dir=system.network_dir,
+            index_dir=index_dir,
+            verdict_file=verdict,
+            metrics={},
+            parent=None,
+            settings=ServingSettings(),
+            out_dir=tmp_path / "release",
+        )
+    assert not (tmp_path / "release").exists()
+
+
+def test_the_commit_is_that_of_this_tree() -> None:
+    commit = git_commit()
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
+    ).stdout.strip()
+    assert commit.removesuffix("-dirty") == head
+
+
+def test_the_champion_opens_to_be_measured(make_release: MakeRelease, tmp_path: Path, system: System) -> None:
+    store = open_store((tmp_path / "store").as_uri())
+    with open_champion(store) as opened:
+        assert opened == (None, None)
+
+    packed = make_release()
+    registry = Registry(store)
+    registry.publish(packed.archive, packed.manifest)
+    registry.set_champion(packed.version, None)
+    with open_champion(store) as (recogniser, made_from):
+        assert made_from is None, "this store holds no datasets"
+        assert recogniser is not None
+        assert recogniser.name == packed.version
+        (block, *_) = system.dataset.blocks("test", 8)
+        assert recogniser.embed(block.images).shape == (8, packed.manifest.embedding_dim)
+
+
+def test_opening_a_release_loads_neither_torch_nor_faiss() -> None:
+    rooms = "evernear.release.parts, evernear.release.registry"
+    script = f"import sys, {rooms}; print({{'torch', 'faiss'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "set()\n"

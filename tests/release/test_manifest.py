@@ -1,0 +1,43 @@
+from datetime import UTC, datetime, timedelta, timezone
+from urllib.parse import quote
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evernear.errors import IntegrityError
+from evernear.release.manifest import is_version, new_version, parse_manifest
+
+MOMENTS = st.datetimes(datetime(2020, 1, 1), datetime(2100, 1, 1), timezones=st.just(UTC))
+DIGESTS = st.text("0123456789abcdef", min_size=64, max_size=64)
+
+
+@given(MOMENTS, MOMENTS, DIGESTS, DIGESTS)
+def test_versions_sort_by_time(a: datetime, b: datetime, one: str, other: str) -> None:
+    if a.replace(microsecond=0) < b.replace(microsecond=0):
+        assert new_version(a, one) < new_version(b, other)
+
+
+@given(MOMENTS, DIGESTS)
+def test_a_version_stands_in_a_url_and_in_a_file_name_as_it_is(moment: datetime, digest: str) -> None:
+    version = new_version(moment, digest)
+    assert quote(version, safe="") == version
+    assert is_version(version)
+
+
+def test_a_version_is_in_utc_wherever_it_was_made() -> None:
+    tokyo = datetime(2026, 11, 20, 23, 5, 1, tzinfo=timezone(timedelta(hours=9)))
+    assert new_version(tokyo, "1a2b3c4d" + "0" * 56) == "20261120.140501.1a2b3c4d"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1.0", "../20261120.140501.1a2b3c4d", "20261120.140501.1a2b3c4d\n", "latest"]
+)
+def test_other_texts_are_no_versions(text: str) -> None:
+    assert not is_version(text)
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"format": 2}', b"\xff"])
+def test_what_is_no_manifest_is_refused_with_its_place(data: bytes) -> None:
+    with pytest.raises(IntegrityError, match="somewhere is no release manifest"):
+        parse_manifest(data, "somewhere")
