@@ -161,21 +161,19 @@ class _OpenShard:
         self._labels: Counter[int] = Counter()
         self._path = scratch / f"shard-{slot}.npy"
         with disk_errors(self._path):
-            self._file = self._path.open("wb")
-            self._file.write(_header(dtype, 0))
+            self._path.write_bytes(_header(dtype, 0))
 
     def write(self, rows: Rows) -> None:
-        with disk_errors(self._path):
-            self._file.write(rows.tobytes())
+        # Opened for each block, so that an ingest that fails leaves no handle behind.
+        with disk_errors(self._path), self._path.open("ab") as file:
+            file.write(rows.tobytes())
         self.count += len(rows)
         self._labels.update(rows["label"].tolist())
 
     def finish(self) -> tuple[Path, Counter[int]]:
-        """Close the file; its path and the images of each label."""
-        with disk_errors(self._path):
-            self._file.seek(0)
-            self._file.write(_header(self._dtype, self.count))
-            self._file.close()
+        """Complete the header; the file's path and the images of each label."""
+        with disk_errors(self._path), self._path.open("r+b") as file:
+            file.write(_header(self._dtype, self.count))
         return self._path, self._labels
 
 

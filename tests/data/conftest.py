@@ -1,0 +1,91 @@
+"""Small trees of real image files, and readers of what ingest made of them."""
+
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from evernear.data.ingest import ingest
+from evernear.data.manifest import Manifest
+from evernear.data.preprocess import decode, image_digest
+from evernear.data.shards import Dataset
+from evernear.settings import DataSettings
+from evernear.store import open_store
+
+Draw = Callable[..., bytes]
+Ingest = Callable[..., Manifest]
+
+
+@pytest.fixture
+def draw() -> Draw:
+    """``draw(number)`` gives a PNG file of noise that no other number gives."""
+
+    def draw(number: int, size: tuple[int, int] = (6, 5), mode: str = "L", kind: str = "PNG") -> bytes:
+        channels = len(Image.new(mode, (1, 1)).getbands())
+        shape = (size[1], size[0], channels)
+        pixels = np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8)
+        buffer = BytesIO()
+        Image.frombytes(mode, size, pixels.tobytes()).save(buffer, kind)
+        return buffer.getvalue()
+
+    return draw
+
+
+@pytest.fixture
+def tree(tmp_path: Path, draw: Draw) -> Path:
+    """A class-per-folder tree: 40 images of each of the classes 1, 2 and 10."""
+    root = tmp_path / "tree"
+    for number in range(120):
+        path = root / ("1", "2", "10")[number % 3] / f"{number:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(draw(number))
+    return root
+
+
+@pytest.fixture
+def take(tmp_path: Path) -> Ingest:
+    """``take(source, **settings)`` ingests into the test's store."""
+
+    def take(source: Path | str, **settings: object) -> Manifest:
+        source = f"folder:{source}" if isinstance(source, Path) else source
+        knobs = DataSettings.model_validate({"source": source, "shard_size_bytes": 2**16, **settings})
+        return ingest(knobs, (tmp_path / "store").as_uri())
+
+    return take
+
+
+class Contents:
+    """All images of a snapshot by their digest."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        dataset = Dataset(manifest, open_store(manifest.store_uri))
+        self.split: dict[bytes, str] = {}
+        self.label: dict[bytes, str] = {}
+        self.image: dict[bytes, np.ndarray] = {}
+        for split in ("train", "test", "gallery", "query"):
+            for block in dataset.blocks(split, 7):
+                for image, label, digest in zip(block.images, block.labels, block.digests, strict=True):
+                    key = digest.tobytes()
+                    assert key not in self.split, "an image stands twice"
+                    self.split[key] = split
+                    self.label[key] = manifest.labels[label]
+                    self.image[key] = image
+        for split in ("train", "test", "gallery", "query"):
+            assert manifest.count(split) == list(self.split.values()).count(split)
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+
+@pytest.fixture
+def digest_of() -> Callable[[bytes], bytes]:
+    """The identity of the image in a file's bytes."""
+    return lambda data: image_digest(decode(data, 10**6))
+
+
+@pytest.fixture
+def contents() -> type[Contents]:
+    return Contents

@@ -1,0 +1,144 @@
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from evernear.data.ingest import ingest
+from evernear.data.preprocess import decode
+from evernear.errors import DataError, IntegrityError
+from evernear.settings import DataSettings
+
+
+def test_nothing_new_is_the_same_snapshot(tree, take, tmp_path: Path) -> None:
+    first = take(tree)
+    files = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "store").rglob("*.*"))
+    assert take(tree) == first
+    assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "store").rglob("*.*")) == files
+
+
+def test_a_second_ingest_adds_only_what_is_new(tree, take, draw, contents, monkeypatch) -> None:
+    first = take(tree)
+    old = contents(first)
+    for number in range(1000, 1200):
+        (tree / ("1", "2", "7")[number % 3]).mkdir(exist_ok=True)
+        (tree / ("1", "2", "7")[number % 3] / f"{number}.png").write_bytes(draw(number))
+    decoded: list[str] = []
+
+    def counting(data: bytes, max_pixels: int, name: str) -> Image.Image:
+        decoded.append(name)
+        return decode(data, max_pixels, name)
+
+    monkeypatch.setattr("evernear.data.ingest.decode", counting)
+    # Other shares apply to new images only.
+    second = take(tree, test_fraction=0.5)
+    new = contents(second)
+    assert len(decoded) == 200
+    assert len(new) == 320
+    assert second.parent == first.digest
+    assert second.labels == ("1", "2", "10", "7")
+    assert {digest: new.split[digest] for digest in old.split} == old.split
+    added = Counter(split for digest, split in new.split.items() if digest not in old.split)
+    assert added["test"] > 70
+    # The first snapshot is still what it was.
+    assert contents(first).label == old.label
+    # The last shard of a split is filled up rather than followed by a small one.
+    assert [shard.split for shard in second.shards] == ["train", "test", "gallery", "query"]
+
+
+def test_only_touched_shards_change(tmp_path: Path, take, draw, contents) -> None:
+    root = tmp_path / "big"
+    for number in range(60):
+        (root / str(number % 2)).mkdir(parents=True, exist_ok=True)
+        (root / str(number % 2) / f"{number}.png").write_bytes(draw(number, (100, 100)))
+    first = take(root)
+    (root / "1" / "new.png").write_bytes(draw(1000, (100, 100)))
+    second = take(root)
+    kept = {shard.sha256 for shard in first.shards} & {shard.sha256 for shard in second.shards}
+    assert len(kept) >= len(first.shards) - 1
+
+    gone = root / "0" / "0.png"
+    gone.unlink()
+    third = take(root)
+    kept = {shard.sha256 for shard in second.shards} & {shard.sha256 for shard in third.shards}
+    assert len(kept) == len(second.shards) - 1
+    assert len(contents(third)) == 60
+
+
+def test_the_source_is_mirrored(tree, take, draw, contents, digest_of) -> None:
+    first = contents(take(tree))
+    moved, gone, changed = (tree / "1" / f"{number:03}.png" for number in (0, 3, 6))
+    moved_data, gone_data, old_data = moved.read_bytes(), gone.read_bytes(), changed.read_bytes()
+    moved.rename(tree / "2" / "000.png")
+    gone.unlink()
+    changed.write_bytes(draw(77_777))
+    manifest = take(tree)
+    held = contents(manifest)
+    assert manifest.problem_counts == {}
+    assert held.label[digest_of(moved_data)] == "2"
+    assert held.split[digest_of(moved_data)] == first.split[digest_of(moved_data)]
+    assert digest_of(gone_data) not in held.label
+    assert digest_of(old_data) not in held.label
+    assert held.label[digest_of(draw(77_777))] == "1"
+    assert len(held) == 119
+    assert sum(manifest.label_counts("train").values()) == manifest.count("train")
+
+    # As it was before is what it was before, but for the order.
+    (tree / "2" / "000.png").rename(moved)
+    gone.write_bytes(gone_data)
+    changed.write_bytes(old_data)
+    assert contents(take(tree)).label == first.label
+
+
+def test_a_class_that_goes_keeps_its_number(tree, take, contents) -> None:
+    take(tree)
+    for path in (tree / "2").iterdir():
+        path.unlink()
+    (tree / "2").rmdir()
+    manifest = take(tree)
+    assert manifest.labels == ("1", "2", "10")
+    assert set(contents(manifest).label.values()) == {"1", "10"}
+    assert manifest.problem_counts == {}
+
+
+def test_two_sources_make_one_dataset(tree, tmp_path: Path, take, draw, contents, digest_of) -> None:
+    take(tree, dataset="both")
+    other = tmp_path / "other" / "3"
+    other.mkdir(parents=True)
+    (other / "x.png").write_bytes(draw(2000))
+    (other / "y.png").write_bytes(draw(0))  # stands in the first source, as 1
+    manifest = take(tmp_path / "other", dataset="both")
+    held = contents(manifest)
+    assert held.label[digest_of(draw(2000))] == "3"
+    assert manifest.problem_counts == {"conflicting_labels": 1}
+    assert len(held) == 120
+
+
+def test_another_shape_needs_another_dataset(tree, take) -> None:
+    take(tree)
+    with pytest.raises(
+        DataError, match=r"5 x 6 x 1, the settings .* 8 x 8 x 1; give the new one another name"
+    ):
+        take(tree, size_px=8)
+
+
+def test_the_digest_is_that_of_the_content(tree, tmp_path: Path) -> None:
+    def digest(store: str, **settings: object) -> str:
+        knobs = DataSettings.model_validate({"source": f"folder:{tree}", **settings})
+        return ingest(knobs, (tmp_path / store).as_uri()).digest
+
+    assert digest("here") == digest("there", dataset="other", decode_threads=7)
+    assert digest("here") != digest("elsewhere", size_px=7)
+
+
+def test_damage_in_the_store_is_named(tree, take, draw, tmp_path: Path) -> None:
+    take(tree)
+    (tree / "1" / "new.png").write_bytes(draw(1000))
+    (ledger,) = (tmp_path / "store" / "datasets" / "tree" / "ledgers").iterdir()
+    ledger.write_bytes(ledger.read_bytes()[:-1])
+    with pytest.raises(IntegrityError, match=r"\.sqlite is damaged"):
+        take(tree)
+    head = tmp_path / "store" / "datasets" / "tree" / "head.json"
+    head.write_text("{}")
+    with pytest.raises(IntegrityError, match=r"head\.json is no pointer"):
+        take(tree)

@@ -1,0 +1,275 @@
+import os
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from evernear.data.ingest import split_of
+from evernear.errors import DataError, SettingsError
+from evernear.settings import DataSettings
+
+
+def test_a_tree_becomes_a_dataset(tree, take, contents, digest_of) -> None:
+    manifest = take(tree)
+    held = contents(manifest)
+    assert manifest.name == "tree"
+    assert manifest.shape == (5, 6, 1)
+    assert manifest.labels == ("1", "2", "10")
+    assert Counter(held.label.values()) == {"1": 40, "2": 40, "10": 40}
+    assert manifest.problem_counts == {}
+    for path in tree.rglob("*.png"):
+        digest = digest_of(path.read_bytes())
+        assert held.label[digest] == path.parent.name
+        assert (held.image[digest][..., 0] == np.asarray(Image.open(path))).all()
+        assert held.split[digest] == split_of(digest, ("train", "test", "gallery", "query"), DataSettings())
+    assert set(held.split.values()) == {"train", "test", "gallery", "query"}
+
+
+def test_the_order_mixes_the_classes(tree, take, contents) -> None:
+    labels = list(contents(take(tree)).label.values())
+    changes = sum(a != b for a, b in pairwise(labels))
+    assert changes > 60  # 119 pairs; sorted by class there were 2 or so for each split
+
+
+def test_shards_are_bounded(tmp_path: Path, take, draw, contents) -> None:
+    for number in range(40):
+        path = tmp_path / "big" / str(number % 2) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(draw(number, (100, 100)))
+    manifest = take(tmp_path / "big", shard_size_bytes=2**16)
+    assert len(manifest.shards) > 6
+    assert max(shard.size_bytes for shard in manifest.shards) <= 2**16
+    files = list((tmp_path / "store" / "datasets" / "big" / "shards").iterdir())
+    assert {f"{shard.sha256}.npy" for shard in manifest.shards} == {path.name for path in files}
+    assert len(contents(manifest)) == 40
+
+
+def test_an_image_larger_than_a_shard_is_named(tree, take) -> None:
+    with pytest.raises(DataError, match="more than a shard"):
+        take(tree, size_px=300)
+
+
+def test_sizes_and_colours_are_brought_to_one_shape(tmp_path: Path, take, draw, contents) -> None:
+    root = tmp_path / "mixed"
+    for name, size, mode, kind in [
+        ("a/0.png", (20, 10), "RGB", "PNG"),
+        ("a/1.jpg", (300, 200), "RGB", "JPEG"),
+        ("b/2.png", (3, 90), "L", "PNG"),
+        ("b/deeper/3.JPEG", (20, 10), "CMYK", "JPEG"),
+        ("b/4.png", (20, 10), "RGBA", "PNG"),
+    ]:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(draw(0, size, mode, kind))
+    manifest = take(root)
+    assert manifest.shape == (10, 20, 3)
+    assert manifest.problem_counts == {"wrong_size": 2}
+    assert {problem.names for problem in manifest.problems} == {("a/1.jpg",), ("b/2.png",)}
+    assert "300 x 200" in manifest.problems[0].detail
+    assert Counter(contents(manifest).label.values()) == {"a": 2, "b": 3}
+
+    asked = take(root, dataset="asked", size_px=16, channels="grey")
+    assert asked.shape == (16, 16, 1)
+    assert asked.problem_counts == {}
+
+
+def test_given_splits_stay(tmp_path: Path, take, draw, contents, digest_of) -> None:
+    root = tmp_path / "given"
+    expected: dict[bytes, str] = {}
+    for number in range(60):
+        split = ("train", "test", "gallery", "query")[number % 4]
+        path = root / split / "ab"[number % 2 ^ number // 4 % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(draw(number))
+        expected[digest_of(path.read_bytes())] = split
+    assert contents(take(root)).split == expected
+
+
+def test_train_gives_what_splits_are_missing(tmp_path: Path, take, draw, contents, digest_of) -> None:
+    root = tmp_path / "given"
+    tests: set[bytes] = set()
+    for number in range(200):
+        split = "test" if number % 5 == 0 else "train"
+        path = root / split / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(draw(number))
+        if split == "test":
+            tests.add(digest_of(path.read_bytes()))
+    held = contents(take(root, gallery_fraction=0.3, query_fraction=0.2))
+    assert {digest for digest, split in held.split.items() if split == "test"} == tests
+    counts = Counter(held.split.values())
+    assert 25 <= counts["gallery"] <= 75
+    assert 15 <= counts["query"] <= 55
+
+
+def test_given_splits_need_train(tmp_path: Path, take, draw) -> None:
+    path = tmp_path / "tree" / "test" / "a" / "0.png"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(draw(0))
+    with pytest.raises(DataError, match="no train folder"):
+        take(tmp_path / "tree")
+
+
+def test_what_is_no_image_by_its_name_is_passed_over(tree, take) -> None:
+    before = take(tree)
+    (tree / "1" / "notes.txt").write_text("notes")
+    (tree / "1" / "._000.png").write_text("a Mac's fork")
+    (tree / ".git").mkdir()
+    (tree / ".git" / "x.png").write_text("x")
+    (tree / "screenshot.png").write_text("x")
+    assert take(tree) == before
+
+
+def test_broken_files_are_named_and_the_rest_is_taken(tree, take, contents, draw) -> None:
+    (tree / "1" / "cut.png").write_bytes(draw(500)[:50])
+    (tree / "2" / "words.png").write_text("no image")
+    (tree / "2" / "picture.gif").write_bytes(draw(501, kind="GIF"))
+    manifest = take(tree)
+    assert len(contents(manifest)) == 120
+    assert manifest.problem_counts == {"undecodable": 3}
+    details = {problem.names: problem.detail for problem in manifest.problems}
+    assert details["1/cut.png",].startswith("1/cut.png is a broken image")
+    assert details["2/words.png",] == "2/words.png is not a PNG or JPEG image."
+    assert details["2/picture.gif",] == "2/picture.gif is not a PNG or JPEG image."
+
+    (tree / "1" / "cut.png").write_bytes(draw(500))
+    (tree / "2" / "words.png").unlink()
+    (tree / "2" / "picture.gif").unlink()
+    mended = take(tree)
+    assert mended.problem_counts == {}
+    assert len(contents(mended)) == 121
+
+
+def test_a_bomb_is_refused_by_its_header(tree, take, draw) -> None:
+    (tree / "1" / "bomb.png").write_bytes(draw(7, (200, 100)))
+    manifest = take(tree, max_pixels=10_000)
+    assert manifest.problem_counts == {"undecodable": 1}
+    assert "200 x 100 pixels, 10000 are allowed" in manifest.problems[0].detail
+    # A broken file is looked at again: the reason may have gone.
+    assert take(tree, max_pixels=20_000).problem_counts == {"wrong_size": 1}
+
+
+def test_problems_are_counted_in_full_and_listed_in_part(tree, take) -> None:
+    for number in range(300):
+        (tree / "1" / f"words-{number}.png").write_text(str(number))
+    manifest = take(tree)
+    assert manifest.problem_counts == {"undecodable": 300}
+    assert len(manifest.problems) == 20
+
+
+def test_a_duplicate_is_taken_once(tree, take, contents) -> None:
+    (tree / "1" / "copy.png").write_bytes((tree / "1" / "000.png").read_bytes())
+    manifest = take(tree)
+    assert len(contents(manifest)) == 120
+    assert manifest.problem_counts == {"duplicate": 1}
+    assert manifest.problems[0].names == ("1/000.png", "1/copy.png")
+
+
+def test_an_image_given_twice_is_held_out(tmp_path: Path, take, draw, contents, digest_of) -> None:
+    root = tmp_path / "given"
+    for number in range(30):
+        for split in ("train", "test") if number == 7 else ("train",) if number % 3 else ("test",):
+            path = root / split / "ab"[number % 2] / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(draw(number))
+    manifest = take(root)
+    held = contents(manifest)
+    assert len(held) == 30
+    assert held.split[digest_of(draw(7))] == "test"
+    assert manifest.problem_counts == {"duplicate_across_splits": 1}
+    assert manifest.problems[0].names == ("test/b/7.png", "train/b/7.png")
+
+
+def test_conflicting_labels_leave_the_image_out_until_they_agree(
+    tree, take, contents, draw, digest_of
+) -> None:
+    clean = take(tree)
+    image = (tree / "1" / "000.png").read_bytes()
+    (tree / "2" / "again.png").write_bytes(image)
+    (tree / "2" / "new.png").write_bytes(draw(900))
+    (tree / "10" / "new.png").write_bytes(draw(900))
+    manifest = take(tree)
+    held = contents(manifest)
+    assert manifest.problem_counts == {"conflicting_labels": 2}
+    assert {problem.names for problem in manifest.problems} == {
+        ("1/000.png", "2/again.png"),
+        ("10/new.png", "2/new.png"),
+    }
+    assert len(held) == 119
+    assert digest_of(image) not in held.label
+
+    (tree / "1" / "000.png").unlink()
+    (tree / "2" / "new.png").unlink()
+    settled = take(tree)
+    held = contents(settled)
+    assert settled.problem_counts == {}
+    assert held.label[digest_of(image)] == "2"
+    assert held.split[digest_of(image)] == contents(clean).split[digest_of(image)]
+    assert held.label[digest_of(draw(900))] == "10"
+    assert len(held) == 121
+
+
+def test_a_constant_image_is_noted(tree, take) -> None:
+    Image.new("L", (6, 5), 7).save(tree / "1" / "flat.png")
+    manifest = take(tree)
+    assert manifest.problem_counts == {"constant_image": 1}
+    assert manifest.problems[0].detail == "1/flat.png has one value in all its pixels."
+
+
+def test_an_empty_class_folder_is_noted(tree, take) -> None:
+    (tree / "3").mkdir()
+    manifest = take(tree)
+    assert manifest.labels == ("1", "2", "10")
+    assert manifest.problems[0].kind == "tiny_class"
+    assert manifest.problems[0].names == ("3",)
+
+
+@pytest.mark.parametrize("source", ["nowhere", "empty", "flat"])
+def test_an_empty_source_is_a_sentence(tmp_path: Path, take, draw, source: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "flat").mkdir()
+    (tmp_path / "flat" / "0.png").write_bytes(draw(0))
+    with pytest.raises(DataError, match=r"no image in a class folder|no directory"):
+        take(tmp_path / source)
+    assert not list((tmp_path).glob("store/datasets/**/*.json"))
+
+
+def test_one_class_is_a_sentence(tmp_path: Path, take, draw) -> None:
+    (tmp_path / "tree" / "only").mkdir(parents=True)
+    (tmp_path / "tree" / "only" / "0.png").write_bytes(draw(0))
+    with pytest.raises(DataError, match=r"one class only \('only'\); a recogniser needs at least two"):
+        take(tmp_path / "tree")
+
+
+def test_nothing_decodable_is_a_sentence(tmp_path: Path, take) -> None:
+    for label in "ab":
+        (tmp_path / "tree" / label).mkdir(parents=True)
+        (tmp_path / "tree" / label / "0.png").write_text("words")
+    with pytest.raises(
+        DataError, match=r"No image in folder:.*tree can be decoded; the first: a/0.png is not"
+    ):
+        take(tmp_path / "tree")
+
+
+def test_a_name_that_is_not_utf8_is_named(tree, take) -> None:
+    Path(os.fsdecode(os.fsencode(tree / "1") + b"/\xff.png")).write_bytes(b"x")
+    with pytest.raises(DataError, match="not UTF-8; rename"):
+        take(tree)
+
+
+@pytest.mark.parametrize("source", ["", "digit", "folder:", "mnist:", "gs://bucket"])
+def test_an_unknown_source_is_named(take, source: str) -> None:
+    with pytest.raises(SettingsError, match=f"no source '{source}'; known: digits, mnist"):
+        take(source)
+
+
+def test_fractions_must_leave_a_train_split(tree, take) -> None:
+    with pytest.raises(SettingsError, match="nothing to train on"):
+        take(tree, test_fraction=0.5, gallery_fraction=0.3, query_fraction=0.2)
+
+
+def test_a_dataset_needs_a_name_that_is_one(tree, take) -> None:
+    with pytest.raises(SettingsError, match="is no name"):
+        take(tree, dataset="../x")

@@ -1,0 +1,161 @@
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from evernear.data.manifest import Manifest
+from evernear.errors import Conflict, StoreError
+from evernear.store import open_store
+
+CHILD = """
+import resource, sys
+from evernear.data.ingest import ingest
+from evernear.errors import EvernearError
+from evernear.settings import DataSettings
+source, store, shard_size_bytes, file_size_bytes = sys.argv[1:]
+if file_size_bytes != "0":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(file_size_bytes),) * 2)
+try:
+    print(ingest(DataSettings(source=source, shard_size_bytes=int(shard_size_bytes)), store).digest)
+except EvernearError as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
+
+
+def child(source: str, store: Path, shard_size_bytes: int = 2**16, file_size_bytes: int = 0) -> list[str]:
+    numbers = [str(shard_size_bytes), str(file_size_bytes)]
+    return [sys.executable, "-c", CHILD, source, store.as_uri(), *numbers]
+
+
+def visible_files(store: Path) -> set[str]:
+    return {path.name for path in store.rglob("*") if path.is_file() and ".staging" not in path.parts}
+
+
+@pytest.mark.parametrize("file_size_bytes", [2**14, 2**16, 2**17])
+def test_a_disk_that_takes_no_more_leaves_the_last_snapshot(
+    tree, take, draw, tmp_path: Path, file_size_bytes: int
+) -> None:
+    first = take(tree)
+    for number in range(1000, 2000):
+        (tree / "1" / f"{number}.png").write_bytes(draw(number))
+    full = subprocess.run(
+        child(f"folder:{tree}", tmp_path / "store", 2**18, file_size_bytes), capture_output=True, text=True
+    )
+    assert full.returncode == StoreError.exit_code, full.stderr
+    assert full.stderr == ""
+    assert full.stdout.count("\n") == 1
+    head = json.loads((tmp_path / "store" / "datasets" / "tree" / "head.json").read_text())
+    assert head == {"digest": first.digest}
+    assert not [path for path in (tmp_path / "store").rglob(".*.*") if path.is_file()]
+    assert take(tree, shard_size_bytes=2**18).count("train") > first.count("train")
+
+
+@pytest.mark.parametrize("after_shards", [1, 4, 12])
+def test_a_killed_ingest_ends_the_same_when_run_again(
+    tmp_path: Path, draw, after_shards: int, contents
+) -> None:
+    root = tmp_path / "tree"
+    for number in range(300):
+        path = root / str(number % 3) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(draw(number, (70, 70)))
+    whole = subprocess.run(child(f"folder:{root}", tmp_path / "whole"), capture_output=True, text=True)
+    assert whole.returncode == 0, whole.stderr
+
+    store = tmp_path / "store"
+    shards = store / "datasets" / "tree" / "shards"
+    with subprocess.Popen(child(f"folder:{root}", store), stdout=subprocess.PIPE) as killed:
+        deadline_s = time.monotonic() + 60
+        while not shards.is_dir() or len(list(shards.iterdir())) < after_shards:
+            assert time.monotonic() < deadline_s
+            assert killed.poll() is None
+            time.sleep(0.002)
+        killed.send_signal(signal.SIGKILL)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (store / "datasets" / "tree" / "head.json").exists()
+
+    again = subprocess.run(child(f"folder:{root}", store), capture_output=True, text=True)
+    assert again.stdout == whole.stdout
+    assert visible_files(store) == visible_files(tmp_path / "whole")
+    manifest = Manifest.model_validate_json(
+        (store / "datasets" / "tree" / "manifests" / f"{again.stdout.strip()}.json").read_bytes()
+    )
+    assert len(contents(manifest)) == 300
+
+
+def test_of_two_ingests_the_slower_is_told(tree, take, draw, monkeypatch) -> None:
+    first = take(tree)
+    (tree / "1" / "new.png").write_bytes(draw(1000))
+    real_put = open_store(first.store_uri).__class__.put_if
+    raced: list[Manifest] = []
+
+    def slow(store: object, key: str, data: bytes, etag: str | None) -> str:
+        if key.endswith("head.json") and not raced:
+            (tree / "1" / "newer.png").write_bytes(draw(1001))
+            raced.append(first)
+            raced.append(take(tree))
+        return real_put(store, key, data, etag)
+
+    monkeypatch.setattr("evernear.store.FileStore.put_if", slow)
+    with pytest.raises(Conflict, match="Another ingest of the dataset 'tree' finished meanwhile; run again"):
+        take(tree)
+    assert take(tree) == raced[1]
+
+
+def with_small_disk(script: str, mount: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a shell script in its own mount namespace, with a disk of 1 MiB at ``mount``."""
+    mount.mkdir()
+    prepare = f"mount -t tmpfs -o size=1m none '{mount}' || exit 77\n"
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", prepare + script, "sh", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare here")
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip("no disk can be mounted here")
+    return done
+
+
+def test_a_full_disk_under_the_store_is_a_sentence(tmp_path: Path, draw) -> None:
+    for number in range(300):
+        path = tmp_path / "tree" / str(number % 3) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(draw(number, (70, 70)))
+    store = tmp_path / "disk"
+    script = f"""
+    "$@"; echo "status $?"
+    find '{store}' -name '*.json' -o -name '.*.npy.*'
+    mount -o remount,size=16m none '{store}'
+    "$@"; echo "status $?"
+    """
+    done = with_small_disk(script, store, *child(f"folder:{tmp_path / 'tree'}", store, 2**18))
+    sentence, refused, digest, well = done.stdout.splitlines()
+    assert done.stderr == ""
+    assert sentence.startswith(f"The disk that holds {store}/datasets/tree/shards/")
+    assert sentence.endswith("is full; free some space and run again.")
+    assert (refused, well) == ("status 4", "status 0")
+    assert len(digest) == 64
+
+
+def test_a_full_temporary_directory_is_a_sentence(tmp_path: Path, draw) -> None:
+    for number in range(300):
+        path = tmp_path / "tree" / str(number % 3) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(draw(number, (70, 70)))
+    scratch = tmp_path / "disk"
+    script = f"""
+    TMPDIR='{scratch}' "$@"; echo "status $?"
+    ls -A '{scratch}'
+    """
+    arguments = child(f"folder:{tmp_path / 'tree'}", tmp_path / "store", 2**24)
+    done = with_small_disk(script, scratch, *arguments)
+    sentence, status = done.stdout.splitlines()
+    assert done.stderr == ""
+    assert sentence.startswith(f"The disk that holds {scratch}/evernear-ingest-")
+    assert status == "status 4"
+    assert not list((tmp_path / "store").rglob("*.json"))

@@ -1,0 +1,176 @@
+import struct
+import zlib
+from collections.abc import Callable
+from io import BytesIO
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from evernear.data.preprocess import decode, image_digest, pixels_digest, to_array
+from evernear.errors import DataError
+
+LIMIT = 10_000
+
+
+def saved(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    buffer = BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def noise(mode: str, size: tuple[int, int] = (7, 5)) -> Image.Image:
+    channels = len(Image.new(mode, (1, 1)).getbands())
+    pixels = np.random.default_rng(0).integers(0, 256, size[0] * size[1] * channels, dtype=np.uint8)
+    return Image.frombytes(mode, size, pixels.tobytes())
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+def test_grey_and_colour_pngs_keep_their_pixels(mode: str) -> None:
+    image = decode(saved(noise(mode)), LIMIT)
+    assert image.mode == mode
+    assert image.tobytes() == noise(mode).tobytes()
+
+
+def test_sixteen_bits_keep_the_upper_eight() -> None:
+    values = np.array([[0, 255, 256], [32768, 65279, 65535]], np.uint16)
+    image = decode(saved(Image.fromarray(values)), LIMIT)
+    assert image.mode == "L"
+    assert np.asarray(image).tolist() == [[0, 0, 1], [128, 254, 255]]
+
+
+def test_one_bit_becomes_black_and_white() -> None:
+    image = decode(saved(Image.fromarray(np.eye(3, dtype=bool))), LIMIT)
+    assert np.asarray(image).tolist() == [[255, 0, 0], [0, 255, 0], [0, 0, 255]]
+
+
+def test_a_palette_gives_its_colours() -> None:
+    image = Image.new("P", (2, 1))
+    image.putpalette([10, 20, 30, 200, 100, 50])
+    image.putpixel((1, 0), 1)
+    assert np.asarray(decode(saved(image), LIMIT)).tolist() == [[[10, 20, 30], [200, 100, 50]]]
+
+
+def test_a_transparent_palette_lies_over_white() -> None:
+    image = Image.new("P", (2, 1))
+    image.putpalette([10, 20, 30, 200, 100, 50])
+    image.putpixel((1, 0), 1)
+    decoded = decode(saved(image, transparency=b"\x00\xff"), LIMIT)
+    assert np.asarray(decoded).tolist() == [[[255, 255, 255], [200, 100, 50]]]
+
+
+def test_transparency_lies_over_white() -> None:
+    grey = Image.merge("LA", (Image.new("L", (3, 1), 0), Image.new("L", (3, 1))))
+    for x, alpha in enumerate((0, 51, 255)):
+        grey.putpixel((x, 0), (0, alpha))
+    image = decode(saved(grey), LIMIT)
+    assert image.mode == "L"
+    assert np.asarray(image).tolist() == [[255, 204, 0]]
+
+    colour = decode(saved(Image.new("RGBA", (1, 1), (255, 0, 0, 0))), LIMIT)
+    assert colour.getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_cmyk_becomes_rgb() -> None:
+    image = decode(saved(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG"), LIMIT)
+    red, green, blue = image.getpixel((4, 4))
+    assert image.mode == "RGB"
+    assert red > 200
+    assert max(green, blue) < 60
+
+
+def test_a_photo_is_turned_upright() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was held turned by 90 degrees
+    image = Image.new("L", (16, 8))
+    image.paste(255, (0, 0, 16, 4))
+    upright = decode(saved(image, "JPEG", exif=exif), LIMIT)
+    assert upright.size == (8, 16)
+    assert upright.getpixel((7, 8)) > 200
+    assert upright.getpixel((0, 8)) < 50
+
+
+def png_header(width: int, height: int) -> bytes:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+
+
+animated = saved(
+    Image.new("L", (4, 4), 1), save_all=True, append_images=[Image.new("L", (4, 4), 9)], duration=50
+)
+whole = saved(noise("L", (64, 64)))
+photo = saved(noise("L", (64, 64)), "JPEG")
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b"", "x.png is not a PNG or JPEG image."),
+        (b"no image, only words", "x.png is not a PNG or JPEG image."),
+        (saved(noise("L"), "GIF"), "x.png is not a PNG or JPEG image."),
+        (saved(noise("L"), "BMP"), "x.png is not a PNG or JPEG image."),
+        (whole[: len(whole) // 2], "x.png is a broken image"),
+        (photo[: len(photo) // 2], "x.png is a broken image"),
+        (whole[:60] + bytes(40) + whole[100:], "x.png is a broken image"),
+        (animated, "x.png is animated"),
+        (png_header(101, 100), "x.png is too large: 101 x 100 pixels, 10000 are allowed."),
+        (png_header(10_000, 9_000), "x.png is too large"),
+        (png_header(30_000, 30_000), "x.png is too large"),
+    ],
+)
+def test_what_is_no_usable_image_is_named(data: bytes, sentence: str) -> None:
+    with pytest.raises(DataError) as caught:
+        decode(data, LIMIT, "x.png")
+    assert str(caught.value).startswith(sentence)
+
+
+def test_a_phones_second_picture_is_left_aside() -> None:
+    two = saved(noise("RGB", (16, 16)), "MPO", save_all=True, append_images=[Image.new("RGB", (16, 16))])
+    assert decode(two, LIMIT).size == (16, 16)
+
+
+def test_random_damage_gives_an_image_or_a_sentence(draw: Callable[..., bytes]) -> None:
+    rng = np.random.default_rng(0)
+    for kind in ("PNG", "JPEG"):
+        data = draw(0, (32, 32), "RGB", kind)
+        for _ in range(300):
+            broken = bytearray(data)
+            for place in rng.integers(0, len(data), 4):
+                broken[place] = rng.integers(0, 256)
+            try:
+                image = decode(bytes(broken), LIMIT)
+            except DataError:
+                continue
+            assert image.mode in ("L", "RGB")
+
+
+def test_an_array_has_the_wanted_shape() -> None:
+    for mode in ("L", "RGB"):
+        for channels in (1, 3):
+            array = to_array(noise(mode), 9, 4, channels)
+            assert array.shape == (9, 4, channels)
+            assert array.dtype == np.uint8
+    same = to_array(noise("RGB"), 5, 7, 3)
+    assert same.tobytes() == noise("RGB").tobytes()
+    grey = to_array(noise("L"), 5, 7, 3)
+    assert (grey[..., :1] == grey).all()
+
+
+def test_shrinking_averages() -> None:
+    stripes = Image.fromarray(np.tile(np.array([0, 255], np.uint8), (16, 8)))
+    assert np.abs(to_array(stripes, 2, 2, 1).astype(int) - 128).max() < 20
+
+
+def test_an_identity_is_that_of_pixels_not_of_files() -> None:
+    image = noise("L")
+    fast, small = saved(image, compress_level=0), saved(image, compress_level=9)
+    assert fast != small
+    assert image_digest(decode(fast, LIMIT)) == image_digest(decode(small, LIMIT))
+    assert image_digest(image) == pixels_digest("L", 7, 5, image.tobytes())
+    assert image_digest(image) != image_digest(image.transpose(Image.Transpose.ROTATE_180))
+    blank = {image_digest(Image.new("L", size)) for size in ((2, 6), (6, 2), (3, 4), (4, 3), (12, 1))}
+    assert len(blank) == 5
+    assert image_digest(Image.new("RGB", (1, 1))) != image_digest(Image.new("L", (3, 1)))

@@ -1,0 +1,124 @@
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from evernear.data.preprocess import image_digest
+from evernear.errors import DataError
+
+
+def test_digits_are_all_there(take, contents) -> None:
+    manifest = take("digits")
+    held = contents(manifest)
+    bunch = load_digits()
+    assert manifest.shape == (8, 8, 1)
+    assert manifest.labels == tuple("0123456789")
+    assert len(held) == 1797
+    expected = Counter(
+        (str(label), image.astype(int).tobytes())
+        for label, image in zip(bunch.target, bunch.images, strict=True)
+    )
+    # 16 becomes 255, and every value of 0..16 can be told apart again.
+    found = Counter(
+        (held.label[digest], np.rint(image[..., 0] / (255 / 16)).astype(int).tobytes())
+        for digest, image in held.image.items()
+    )
+    assert found == expected
+    counts = Counter(held.split.values())
+    assert 130 <= counts["test"] <= 230
+    assert 130 <= counts["gallery"] <= 230
+    assert 55 <= counts["query"] <= 130
+    assert take("digits") == manifest
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+    path.write_bytes(header + array.tobytes())
+
+
+@pytest.fixture
+def idx(tmp_path: Path) -> Path:
+    """300 training and 50 test images of 4 x 3, in five classes."""
+    rng = np.random.default_rng(0)
+    directory = tmp_path / "idx"
+    directory.mkdir()
+    for part, count in (("train", 300), ("t10k", 50)):
+        write_idx(directory / f"{part}-images-idx3-ubyte", rng.integers(0, 256, (count, 4, 3), np.uint8))
+        write_idx(directory / f"{part}-labels-idx1-ubyte", rng.integers(0, 5, count, np.uint8))
+    return directory
+
+
+def test_idx_files_keep_their_test_images(idx: Path, take, contents) -> None:
+    manifest = take(f"mnist:{idx}")
+    held = contents(manifest)
+    assert (manifest.name, manifest.shape, manifest.labels) == ("mnist", (4, 3, 1), tuple("01234"))
+    images = np.frombuffer((idx / "t10k-images-idx3-ubyte").read_bytes()[16:], np.uint8).reshape(-1, 4, 3)
+    labels = (idx / "t10k-labels-idx1-ubyte").read_bytes()[8:]
+    for image, label in zip(images, labels, strict=True):
+        digest = image_digest(Image.fromarray(image))
+        assert held.split[digest] == "test"
+        assert held.label[digest] == str(label)
+        assert (held.image[digest][..., 0] == image).all()
+    assert Counter(held.split.values())["test"] == 50
+    assert set(held.split.values()) == {"train", "test", "gallery", "query"}
+
+
+def test_idx_images_may_be_brought_to_another_shape(idx: Path, take, contents) -> None:
+    same = contents(take(f"mnist:{idx}"))
+    other = contents(take(f"mnist:{idx}", dataset="other", size_px=8, channels="colour"))
+    assert other.split == same.split
+    assert next(iter(other.image.values())).shape == (8, 8, 3)
+
+
+def test_an_idx_image_of_both_parts_is_held_out(idx: Path, take, contents) -> None:
+    train = bytearray((idx / "train-images-idx3-ubyte").read_bytes())
+    test = (idx / "t10k-images-idx3-ubyte").read_bytes()
+    train[16 : 16 + 12] = test[16 : 16 + 12]
+    (idx / "train-images-idx3-ubyte").write_bytes(train)
+    labels = bytearray((idx / "train-labels-idx1-ubyte").read_bytes())
+    labels[8] = (idx / "t10k-labels-idx1-ubyte").read_bytes()[8]
+    (idx / "train-labels-idx1-ubyte").write_bytes(labels)
+    manifest = take(f"mnist:{idx}")
+    assert manifest.count("test") == 50
+    assert manifest.problem_counts == {"duplicate_across_splits": 1}
+    assert manifest.problems[0].names == ("t10k[0]", "train[0]")
+
+
+@pytest.mark.parametrize("fault", ["absent", "short", "words", "other labels", "broken gzip"])
+def test_broken_idx_files_are_named(idx: Path, take, tmp_path: Path, fault: str) -> None:
+    images, labels = idx / "train-images-idx3-ubyte", idx / "train-labels-idx1-ubyte"
+    match fault:
+        case "absent":
+            images.unlink()
+        case "short":
+            images.write_bytes(images.read_bytes()[:-1])
+        case "words":
+            images.write_bytes(b"these are words")
+        case "other labels":
+            write_idx(labels, np.zeros(299, np.uint8))
+        case _:
+            images.rename(f"{images}.gz")
+    with pytest.raises(DataError, match="train-images-idx3-ubyte"):
+        take(f"mnist:{idx}")
+    assert not (tmp_path / "store" / "datasets" / "mnist" / "head.json").exists()
+
+
+MNIST = Path(__file__).resolve().parents[2].parent / "shared/data/mnist"
+
+
+@pytest.mark.skipif(not MNIST.is_dir(), reason="the full MNIST is not here")
+def test_mnist_is_taken_whole(take) -> None:
+    started_s = time.monotonic()
+    manifest = take(f"mnist:{MNIST}", shard_size_bytes=2**25)
+    took_s = time.monotonic() - started_s
+    assert manifest.shape == (28, 28, 1)
+    assert manifest.count("test") == 10_000
+    assert sum(manifest.count(split) for split in ("train", "gallery", "query")) == 60_000
+    assert abs(manifest.count("gallery") - 6000) < 300
+    assert manifest.problem_counts == {}
+    assert manifest.label_counts("test")["7"] == 1028
+    assert took_s < 60  # measured: 2 s; a bound that only a per-image detour would break

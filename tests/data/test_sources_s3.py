@@ -1,0 +1,60 @@
+from pathlib import Path
+
+import pytest
+
+from evernear.data.ingest import ingest
+from evernear.errors import DataError, StoreError
+from evernear.settings import DataSettings
+from evernear.store import Store, open_store
+
+
+def upload(bucket: str, tree: Path, prefix: str) -> Store:
+    store = open_store(f"s3://{bucket}/{prefix}")
+    for path in tree.rglob("*.*"):
+        store.put(path.relative_to(tree).as_posix(), path)
+    return store
+
+
+def test_a_bucket_gives_what_the_tree_gives(tree, take, bucket: str, contents) -> None:
+    (tree / "1" / "words.png").write_text("no image")
+    (tree / "2" / "notes.txt").write_text("notes")
+    here = take(tree)
+    upload(bucket, tree, "some/images")
+    there = take(f"s3://{bucket}/some/images")
+    assert there.name == f"{bucket}-some-images"
+    assert there.digest == here.digest
+    assert there.problems[0].names == ("1/words.png",)
+
+
+def test_a_bucket_is_ingested_incrementally_into_a_store_in_s3(
+    tree, bucket: str, draw, contents, digest_of
+) -> None:
+    images = upload(bucket, tree, "images")
+    knobs = DataSettings(source=f"s3://{bucket}/images", shard_size_bytes=2**16)
+    first = ingest(knobs, f"s3://{bucket}/store")
+    assert ingest(knobs, f"s3://{bucket}/store") == first
+    images.put("2/new.png", draw(1000))
+    images.delete("1/000.png")
+    second = ingest(knobs, f"s3://{bucket}/store")
+    old, new = contents(first), contents(second)
+    assert set(new.split) - set(old.split) == {digest_of(draw(1000))}
+    assert set(old.split) - set(new.split) == {digest_of(draw(0))}
+
+
+def test_a_bucket_with_given_splits(tmp_path: Path, take, draw, bucket: str, contents, digest_of) -> None:
+    store = open_store(f"s3://{bucket}")
+    tests: set[bytes] = set()
+    for number in range(60):
+        split = "test" if number % 3 == 0 else "train"
+        store.put(f"{split}/{'ab'[number % 2]}/{number}.png", draw(number))
+        if split == "test":
+            tests.add(digest_of(draw(number)))
+    held = contents(take(f"s3://{bucket}"))
+    assert {digest for digest, split in held.split.items() if split == "test"} == tests
+
+
+def test_an_empty_or_missing_bucket_is_a_sentence(take, bucket: str) -> None:
+    with pytest.raises(DataError, match=f"s3://{bucket}/images holds no image in a class folder"):
+        take(f"s3://{bucket}/images")
+    with pytest.raises(StoreError, match="There is no bucket"):
+        take(f"s3://{bucket}-missing")
