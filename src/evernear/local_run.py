@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -65,7 +65,7 @@ def run(settings: Settings, show: Callable[[Event], None]) -> RunResult:
 
 
 @contextmanager
-def _sole_run(workdir: Path) -> Iterator[None]:
+def _sole_run(workdir: Path) -> Generator[None]:
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -109,7 +109,7 @@ def _follow(
 
 
 @contextmanager
-def _pipeline_process(settings: Settings, directory: Path, events: Path) -> Iterator[subprocess.Popen[str]]:
+def _pipeline_process(settings: Settings, directory: Path, events: Path) -> Generator[subprocess.Popen[str]]:
     # From an empty directory, so that nothing is found by accident that an image would not hold.
     with tempfile.TemporaryDirectory(prefix="evernear-") as empty, (directory / "log.txt").open("w") as log:
         process = subprocess.Popen(

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,7 +37,7 @@ class Event(BaseModel):
 
 
 class Step:
-    """A running step; `say` tells a person how far it is, and its last word is the step's summary."""
+    """A running step; `say` tells a person how far it is, ``summary`` what it came to."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -46,7 +46,6 @@ class Step:
 
     def say(self, message: str) -> None:
         """Tell how far the step is, in a few words."""
-        self.summary = message
         self.emit("progress", message)
 
     def emit(self, kind: Literal["started", "progress", "finished", "failed"], message: str, code: int = 0) -> None:
@@ -66,7 +65,7 @@ class Step:
 
 
 @contextmanager
-def step(name: str) -> Iterator[Step]:
+def step(name: str) -> Generator[Step]:
     """Run the body as the pipeline step ``name``.
 
     An `EvernearError` ends the process with its sentence and its exit code; anything else is a fault of ours and

@@ -34,23 +34,31 @@ class DataSettings(Section):
     """Where images come from and how they are cut into splits and shards."""
 
     source: str = Field(
-        "digits", description="digits | mnist | mnist:DIRECTORY | folder:DIRECTORY | s3://bucket/prefix"
+        default="digits",
+        description="digits | mnist | mnist:DIRECTORY | folder:DIRECTORY | s3://bucket/prefix",
     )
-    dataset: str = Field("", description="Name of the dataset in the store; empty: taken from the source.")
+    dataset: str = Field(
+        default="", description="Name of the dataset in the store; empty: taken from the source."
+    )
     size_px: int = Field(
-        0, ge=0, le=1024, description="Height and width images are brought to; 0: those of the first."
+        default=0, ge=0, le=1024, description="Height and width images are brought to; 0: those of the first."
     )
-    channels: Literal["auto", "grey", "colour"] = Field("auto", description="auto: those of the first image.")
-    test_fraction: Fraction = Field(0.10, description="Share of images for the frozen test split.")
-    gallery_fraction: Fraction = Field(0.10, description="Share of images that stand in the index.")
+    channels: Literal["auto", "grey", "colour"] = Field(
+        default="auto", description="auto: those of the first image."
+    )
+    test_fraction: Fraction = Field(default=0.10, description="Share of images for the frozen test split.")
+    gallery_fraction: Fraction = Field(default=0.10, description="Share of images that stand in the index.")
     query_fraction: Fraction = Field(
-        0.05, description="Share of images the open-set threshold is calibrated on."
+        default=0.05, description="Share of images the open-set threshold is calibrated on."
     )
-    shard_size_bytes: int = Field(32 * 2**20, ge=2**16, description="Upper bound of one shard.")
+    shard_size_bytes: int = Field(default=32 * 2**20, ge=2**16, description="Upper bound of one shard.")
     max_pixels: int = Field(
-        50_000_000, ge=64, le=89_478_485, description="Larger images are refused (decompression bombs)."
+        default=50_000_000,
+        ge=64,
+        le=89_478_485,
+        description="Larger images are refused (decompression bombs).",
     )
-    decode_threads: int = Field(0, ge=0, description="Threads that decode images; 0: one per core.")
+    decode_threads: int = Field(default=0, ge=0, description="Threads that decode images; 0: one per core.")
 
 
 class ValidationSettings(Section):
@@ -67,105 +75,118 @@ class ValidationSettings(Section):
     vanished_class: Severity = "error"
     constant_image: Severity = "warn"
     imbalance: Severity = "warn"
-    min_class_images: int = Field(10, ge=1, description="A class with fewer images is tiny.")
-    max_imbalance: float = Field(10.0, ge=1.0, description="Largest class over smallest class.")
+    min_class_images: int = Field(default=10, ge=1, description="A class with fewer images is tiny.")
+    max_imbalance: float = Field(default=10.0, ge=1.0, description="Largest class over smallest class.")
 
 
 class TrainSettings(Section):
     """The embedding network, its ArcFace head and the training loop."""
 
-    epochs: int = Field(12, ge=1)
+    epochs: int = Field(default=12, ge=1)
     min_steps: int = Field(
-        300, ge=0, description="An epoch of few images repeats them until a run has so many steps."
+        default=300, ge=0, description="An epoch of few images repeats them until a run has so many steps."
     )
-    batch_size: int = Field(256, ge=2)
+    batch_size: int = Field(default=256, ge=2)
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    learning_rate: float = Field(0.01, gt=0.0, description="Peak of the schedule.")
-    weight_decay: float = Field(0.01, ge=0.0)
-    momentum: float = Field(0.9, ge=0.0, lt=1.0, description="SGD only.")
+    learning_rate: float = Field(default=0.01, gt=0.0, description="Peak of the schedule.")
+    weight_decay: float = Field(default=0.01, ge=0.0)
+    momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="SGD only.")
     schedule: Literal["triangular", "cosine", "constant"] = "triangular"
-    label_smoothing: float = Field(0.0, ge=0.0, lt=1.0)
-    margin: float = Field(0.3, ge=0.0, lt=1.6, description="ArcFace m, radians.")
-    scale: float = Field(32.0, gt=0.0, description="ArcFace s.")
-    embedding_dim: int = Field(128, ge=2, le=2048)
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0)
+    margin: float = Field(default=0.3, ge=0.0, lt=1.6, description="ArcFace m, radians.")
+    scale: float = Field(default=32.0, gt=0.0, description="ArcFace s.")
+    embedding_dim: int = Field(default=128, ge=2, le=2048)
     width: int = Field(
-        16, ge=4, le=512, description="Channels of the first convolution; they double by stage."
+        default=16, ge=4, le=512, description="Channels of the first convolution; they double by stage."
     )
     augment: Literal["none", "affine"] = "affine"
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    processes: int = Field(1, ge=1, description="Training processes, one per GPU, started with torchrun.")
-    checkpoint_every_epochs: int = Field(1, ge=1)
+    processes: int = Field(
+        default=1, ge=1, description="Training processes, one per GPU, started with torchrun."
+    )
+    checkpoint_every_epochs: int = Field(default=1, ge=1)
     patience_epochs: int = Field(
-        5, ge=1, description="Stop early after so many epochs that made the gallery loss worse, beyond noise."
+        default=5,
+        ge=1,
+        description="Stop early after so many epochs that made the gallery loss worse, beyond noise.",
     )
     parity_tolerance: float = Field(
-        1e-4, gt=0.0, description="Largest |eager - TorchScript| of an embedding."
+        default=1e-4, gt=0.0, description="Largest |eager - TorchScript| of an embedding."
     )
 
 
 class IndexSettings(Section):
     """The FAISS index over the gallery and the rule that turns neighbours into a label."""
 
-    factory: str = Field("Flat", description="faiss.index_factory string: Flat, HNSW32, IVF256,Flat ...")
-    search: str = Field("", description="FAISS search parameters of that index: efSearch=64, nprobe=16 ...")
+    factory: str = Field(
+        default="Flat", description="faiss.index_factory string: Flat, HNSW32, IVF256,Flat ..."
+    )
+    search: str = Field(
+        default="", description="FAISS search parameters of that index: efSearch=64, nprobe=16 ..."
+    )
     label_by: Literal["vote", "centroid"] = "vote"
-    k: int = Field(5, ge=1, le=1000, description="Neighbours that vote.")
+    k: int = Field(default=5, ge=1, le=1000, description="Neighbours that vote.")
     false_accept_rate: float = Field(
-        0.01, gt=0.0, lt=1.0, description="Unknown images accepted at the threshold."
+        default=0.01, gt=0.0, lt=1.0, description="Unknown images accepted at the threshold."
     )
 
 
 class EvaluationSettings(Section):
     """How candidate and champion are measured."""
 
-    confidence: float = Field(0.95, gt=0.5, lt=1.0, description="Of every interval.")
-    held_out_classes: int = Field(2, ge=1, description="Classes an open-set probe never trains on.")
-    probe_epochs: int = Field(3, ge=1, description="Epochs of the open-set probe.")
-    batch_size: int = Field(512, ge=1)
+    confidence: float = Field(default=0.95, gt=0.5, lt=1.0, description="Of every interval.")
+    held_out_classes: int = Field(default=2, ge=1, description="Classes an open-set probe never trains on.")
+    probe_epochs: int = Field(default=3, ge=1, description="Epochs of the open-set probe.")
+    batch_size: int = Field(default=512, ge=1)
 
 
 class GateSettings(Section):
     """Bounds that a challenger has to keep to replace the champion."""
 
-    accuracy_floor: Fraction = Field(0.95, description="Below it nothing is promoted.")
+    accuracy_floor: Fraction = Field(default=0.95, description="Below it nothing is promoted.")
     significance: float = Field(
-        0.10, gt=0.0, lt=0.5, description="An equally good challenger is held at most this often."
+        default=0.10, gt=0.0, lt=0.5, description="An equally good challenger is held at most this often."
     )
     class_recall_drop: Fraction = Field(
-        0.05, description="A class may lose this much recall against the champion."
+        default=0.05, description="A class may lose this much recall against the champion."
     )
-    class_recall_floor: Fraction = Field(0.5, description="No class may recall less.")
-    index_recall_floor: Fraction = Field(0.99, description="Approximate index against exact search.")
-    parity_tolerance: float = Field(1e-4, gt=0.0, description="As train.parity_tolerance, asked again.")
+    class_recall_floor: Fraction = Field(default=0.5, description="No class may recall less.")
+    index_recall_floor: Fraction = Field(default=0.99, description="Approximate index against exact search.")
+    parity_tolerance: float = Field(
+        default=1e-4, gt=0.0, description="As train.parity_tolerance, asked again."
+    )
 
 
 class ServingSettings(Section):
     """The TorchServe that answers predictions."""
 
-    model_name: str = Field("embedding", pattern=r"^[a-z][a-z0-9-]{0,62}$")
-    host: str = Field("127.0.0.1", description="Address to bind.")
-    inference_port: int = Field(8080, ge=1, le=65535)
-    management_port: int = Field(8081, ge=1, le=65535)
-    metrics_port: int = Field(8082, ge=1, le=65535)
-    grpc_inference_port: int = Field(7070, ge=1, le=65535)
-    grpc_management_port: int = Field(7071, ge=1, le=65535)
-    workers: int = Field(1, ge=1, le=256)
-    batch_size: int = Field(32, ge=1, le=1024)
+    model_name: str = Field(default="embedding", pattern=r"^[a-z][a-z0-9-]{0,62}$")
+    host: str = Field(default="127.0.0.1", description="Address to bind.")
+    inference_port: int = Field(default=8080, ge=1, le=65535)
+    management_port: int = Field(default=8081, ge=1, le=65535)
+    metrics_port: int = Field(default=8082, ge=1, le=65535)
+    grpc_inference_port: int = Field(default=7070, ge=1, le=65535)
+    grpc_management_port: int = Field(default=7071, ge=1, le=65535)
+    workers: int = Field(default=1, ge=1, le=256)
+    batch_size: int = Field(default=32, ge=1, le=1024)
     max_batch_delay_ms: int = Field(
-        1, ge=1, le=10_000, description="TorchServe turns 0 into 100 ms, so at least 1."
+        default=1, ge=1, le=10_000, description="TorchServe turns 0 into 100 ms, so at least 1."
     )
-    response_timeout_s: int = Field(30, ge=1)
-    startup_timeout_s: int = Field(120, ge=1)
-    max_request_size_bytes: int = Field(6_553_500, ge=1024)
+    response_timeout_s: int = Field(default=30, ge=1)
+    startup_timeout_s: int = Field(default=120, ge=1)
+    max_request_size_bytes: int = Field(default=6_553_500, ge=1024)
     max_pixels: int = Field(
-        50_000_000, ge=64, le=89_478_485, description="Larger images are refused (decompression bombs)."
+        default=50_000_000,
+        ge=64,
+        le=89_478_485,
+        description="Larger images are refused (decompression bombs).",
     )
-    heap_size_bytes: int = Field(512 * 2**20, ge=128 * 2**20)
-    keep: int = Field(3, ge=1, description="Releases that stay registered for a rollback.")
+    heap_size_bytes: int = Field(default=512 * 2**20, ge=128 * 2**20)
+    keep: int = Field(default=3, ge=1, description="Releases that stay registered for a rollback.")
     smoke_queries: int = Field(
-        8, ge=1, le=64, description="Stored queries a release must answer before it serves."
+        default=8, ge=1, le=64, description="Stored queries a release must answer before it serves."
     )
 
 
@@ -173,11 +194,11 @@ class Settings(Section):
     """All settings of one run."""
 
     workdir: Path = Field(
-        Path("evernear-work"), description="Runs, logs and, unless ``store`` is set, the store."
+        default=Path("evernear-work"), description="Runs, logs and, unless ``store`` is set, the store."
     )
-    store: str = Field("", description="file:///path or s3://bucket/prefix; empty: WORKDIR/store.")
+    store: str = Field(default="", description="file:///path or s3://bucket/prefix; empty: WORKDIR/store.")
     target: Literal["local", "registry"] = Field(
-        "local",
+        default="local",
         description="Where a promoted release goes: a TorchServe of this machine, or the registry alone.",
     )
     data: DataSettings = DataSettings()

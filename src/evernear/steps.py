@@ -24,11 +24,11 @@ def ingest(store: str, settings: Tree, dataset: str) -> str:
         from evernear.data.ingest import ingest
         from evernear.data.manifest import SPLITS, save_manifest
 
-        manifest = ingest(knobs.parse(knobs.DataSettings, settings), store)
+        manifest = ingest(knobs.parse(knobs.DataSettings, settings), store, running.say)
         save_manifest(manifest, Path(dataset))
         counts = ", ".join(f"{manifest.count(split):,} {split}" for split in SPLITS)
         height, width, channels = manifest.shape
-        running.say(f"{counts}; {len(manifest.labels)} classes, {height}x{width}x{channels}")
+        running.summary = f"{counts}; {len(manifest.labels)} classes, {height}x{width}x{channels}"
     return manifest.digest
 
 
@@ -45,7 +45,7 @@ def validate(store: str, settings: Tree, dataset: str, report: str) -> None:
         known = registry.show(champion.version).manifest.labels if champion else ()
         found = validate(Dataset.open(Path(dataset)), knobs.parse(knobs.ValidationSettings, settings), known)
         write_atomically(Path(report), found.markdown())
-        running.say(f"{len(found.findings)} findings" if found.findings else "nothing found")
+        running.summary = f"{len(found.findings)} findings" if found.findings else "nothing found"
         require_valid(found)
 
 
@@ -67,8 +67,9 @@ def train(store: str, settings: Tree, dataset: str, trained: str, curves: str) -
         data = Dataset.open(Path(dataset))
         result = train(data, parsed, Path(trained), open_store(store), on_epoch=say)
         write_atomically(Path(curves), training_curves(result.epochs))
-        if result.resumed_after_epoch:
-            running.say(f"{running.summary} (resumed after epoch {result.resumed_after_epoch})")
+        kept = result.epochs[result.kept_epoch - 1]
+        resumed = f", resumed after epoch {result.resumed_after_epoch}" if result.resumed_after_epoch else ""
+        running.summary = f"kept epoch {kept.epoch}, gallery accuracy {kept.gallery_accuracy:.2%}{resumed}"
 
 
 def export(settings: Tree, dataset: str, trained: str, network: str) -> Tree:
@@ -80,7 +81,7 @@ def export(settings: Tree, dataset: str, trained: str, network: str) -> Tree:
         tolerance = knobs.parse(knobs.TrainSettings, settings).parity_tolerance
         result = export(Path(trained), Dataset.open(Path(dataset)), Path(network), tolerance)
         difference = result.parity_max_abs_difference
-        running.say(f"TorchScript within {difference:.1e} of eager on {result.parity_images} images")
+        running.summary = f"TorchScript within {difference:.1e} of eager on {result.parity_images} images"
     return {"sha256": result.sha256, "parity_max_abs_difference": difference}
 
 
@@ -91,7 +92,9 @@ def embed(dataset: str, network: str, embeddings: str) -> None:
         from evernear.embedding.embed import embed
 
         result = embed(Path(network), Dataset.open(Path(dataset)), Path(embeddings))
-        running.say(f"{sum(shard.count for shard in result.shards):,} embeddings of {result.dim} dimensions")
+        running.summary = (
+            f"{sum(shard.count for shard in result.shards):,} embeddings of {result.dim} dimensions"
+        )
 
 
 def index(settings: Tree, dataset: str, embeddings: str, index: str) -> None:
@@ -104,7 +107,7 @@ def index(settings: Tree, dataset: str, embeddings: str, index: str) -> None:
         labels = Dataset.open(Path(dataset)).labels
         vectors = Embeddings.open(Path(embeddings))
         result = build(vectors, labels, knobs.parse(knobs.IndexSettings, settings), Path(index))
-        running.say(f"{result.size:,} vectors, {result.factory}; unknown beyond {result.threshold:.3f}")
+        running.summary = f"{result.size:,} vectors, {result.factory}; unknown beyond {result.threshold:.3f}"
 
 
 def probe(train: Tree, index: Tree, settings: Tree, dataset: str, open_set: str) -> None:
@@ -121,7 +124,7 @@ def probe(train: Tree, index: Tree, settings: Tree, dataset: str, open_set: str)
             knobs.parse(knobs.IndexSettings, index),
         )
         write_atomically(Path(open_set), result.model_dump_json(indent=2))
-        running.say(f"AUROC {result.auroc} for classes never trained on")
+        running.summary = f"AUROC {result.auroc} for classes never trained on"
 
 
 def evaluate(
@@ -142,7 +145,7 @@ def evaluate(
         with open_champion(open_store(store)) as (champion, made_from):
             result = evaluate(candidate, champion, data, probed, parsed, made_from)
         result.save(Path(evaluation))
-        running.say(f"accuracy {result.candidate.accuracy}")
+        running.summary = f"accuracy {result.candidate.accuracy}"
     return result
 
 
@@ -160,7 +163,7 @@ def gate(run: str, store: str, settings: Tree, evaluation: str, verdict: str, ca
         write_atomically(Path(verdict), decided.model_dump_json(indent=2))
         write_atomically(Path(card), verdict_card(decided, measured))
         remember(open_store(store), run, verdict=decided.model_dump(mode="json"), metrics=measured.metrics())
-        running.say(("promote: " if decided.promote else "hold: ") + " ".join(decided.reasons))
+        running.summary = ("promote: " if decided.promote else "hold: ") + " ".join(decided.reasons)
     return decided.promote
 
 
@@ -185,7 +188,7 @@ def archive(
             out_dir=Path(release),
         )
         size_mb = packed.archive.stat().st_size / 1e6
-        running.say(f"release {packed.manifest.version}, {size_mb:.1f} MB")
+        running.summary = f"release {packed.manifest.version}, {size_mb:.1f} MB"
     return packed.manifest.version
 
 
@@ -201,7 +204,9 @@ def deploy(
         chosen = {"store": store, "target": target, "workdir": workdir, "serving": settings}
         deployed = deploy(Path(release), Path(verdict), knobs.parse(knobs.Settings, chosen))
         remember(open_store(store), run, deployment=deployed.model_dump(mode="json"))
-        running.say(f"release {deployed.version} serves" + (f" at {deployed.url}" if deployed.url else ""))
+        running.summary = f"release {deployed.version} serves" + (
+            f" at {deployed.url}" if deployed.url else ""
+        )
 
 
 def notify(run: str, store: str, state: str, error_message: str, outcome: str) -> None:
@@ -212,4 +217,4 @@ def notify(run: str, store: str, state: str, error_message: str, outcome: str) -
 
         told = tell(open_store(store), run, state, error_message)
         write_atomically(Path(outcome), told.model_dump_json(indent=2))
-        running.say(told.summary())
+        running.summary = told.summary()
