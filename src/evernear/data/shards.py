@@ -1,11 +1,12 @@
 """Reading a dataset: images come in blocks, in order or shuffled, in flat memory."""
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from evernear.data.manifest import Manifest, Shard, Split, load_manifest, manife
 from evernear.data.preprocess import Pixels
 from evernear.data.writer import Rows, check_header, row_dtype, shard_key
 from evernear.errors import DataError, IntegrityError
-from evernear.store import FileStore, Store, disk_errors, open_store, sha256_file
+from evernear.store import FileStore, Store, disk_errors, open_store
 
 # A shuffle reads pieces of this size from all over a group of shards, and mixes a buffer of them.
 _PIECE_BYTES = 256 * 2**10
@@ -152,7 +153,7 @@ class Dataset:
             filled += piece.count
         return buffer
 
-    def _read(self, file: BinaryIO, shard: Shard, count: int) -> Rows:
+    def _read(self, file: FileIO, shard: Shard, count: int) -> Rows:
         rows = np.fromfile(file, self._dtype, count)
         if len(rows) != count:
             raise IntegrityError(f"The shard {shard.sha256} is cut short.")
@@ -208,7 +209,7 @@ class _ShardFiles:
         self._dataset, self._store, self._dtype, self._cache = dataset, store, dtype, cache
         self._first_row: dict[str, int] = {}
 
-    def open(self, shard: Shard, row: int = 0) -> BinaryIO:
+    def open(self, shard: Shard, row: int = 0) -> FileIO:
         """The shard's file, checked, at ``row``."""
         key = shard_key(self._dataset, shard.sha256)
         if isinstance(self._store, FileStore):
@@ -220,16 +221,24 @@ class _ShardFiles:
                 os.utime(path)  # access times are not kept on every file system
             file = _opened(path) or self._fetched(key, path, shard)
         if file is None:
-            raise IntegrityError(f"The shard {path} is missing; ingest into a new dataset, or restore it.")
-        if shard.sha256 not in self._first_row:
-            if sha256_file(path) != shard.sha256:
-                file.close()
-                raise IntegrityError(f"The shard {path} is damaged: its content does not have its sha256.")
-            self._first_row[shard.sha256] = check_header(file, self._dtype, shard)
-        file.seek(self._first_row[shard.sha256] + row * self._dtype.itemsize)
+            raise IntegrityError(f"The shard {path} is missing; restore it, or ingest into a new dataset.")
+        try:
+            file.seek(self._start(file, shard, path) + row * self._dtype.itemsize)
+        except BaseException:
+            file.close()
+            raise
         return file
 
-    def _fetched(self, key: str, path: Path, shard: Shard) -> BinaryIO | None:
+    def _start(self, file: FileIO, shard: Shard, path: Path) -> int:
+        """The offset of the first row; the first time the whole content is checked."""
+        if shard.sha256 not in self._first_row:
+            if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
+                raise IntegrityError(f"The shard {path} is damaged: its content does not have its sha256.")
+            file.seek(0)
+            self._first_row[shard.sha256] = check_header(file, self._dtype, shard)
+        return self._first_row[shard.sha256]
+
+    def _fetched(self, key: str, path: Path, shard: Shard) -> FileIO | None:
         self._make_room(shard.size_bytes)
         self._store.fetch(key, path, shard.sha256)
         return _opened(path)
@@ -251,7 +260,7 @@ class _ShardFiles:
                 room += size
 
 
-def _opened(path: Path) -> BinaryIO | None:
+def _opened(path: Path) -> FileIO | None:
     with disk_errors(path), suppress(FileNotFoundError):
         return path.open("rb", buffering=0)
     return None

@@ -1,0 +1,194 @@
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evernear.data import shards
+from evernear.data.manifest import Manifest, save_manifest
+from evernear.data.shards import Block, Dataset
+from evernear.errors import DataError, IntegrityError
+from evernear.store import open_store
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, take, draw) -> Dataset:
+    """600 images in several shards a split."""
+    root = tmp_path / "set"
+    for number in range(600):
+        path = root / str(number % 3) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(draw(number, (30, 30)))
+    save_manifest(take(root, test_fraction=0.2), tmp_path / "artifact")
+    dataset = Dataset.open(tmp_path / "artifact")
+    assert sum(shard.split == "train" for shard in dataset.manifest.shards) > 3
+    return dataset
+
+
+def keys(blocks: list[Block]) -> list[bytes]:
+    return [digest.tobytes() for block in blocks for digest in block.digests]
+
+
+def test_blocks_come_in_order_whatever_their_size(dataset: Dataset) -> None:
+    whole = list(dataset.blocks("train"))
+    for size in (1, 7, 10_000):
+        blocks = list(dataset.blocks("train", size))
+        assert keys(blocks) == keys(whole)
+        assert max(len(block) for block in blocks) <= size
+        for field in ("images", "labels"):
+            parts = [np.concatenate([getattr(b, field) for b in some]) for some in (blocks, whole)]
+            assert (parts[0] == parts[1]).all()
+    assert len(keys(whole)) == dataset.count("train")
+    assert whole[0].images.shape[1:] == dataset.shape == (30, 30, 1)
+    assert (whole[0].images.dtype, whole[0].labels.dtype) == (np.uint8, np.int64)
+
+
+def test_an_epoch_has_each_image_once(dataset: Dataset) -> None:
+    total = dataset.count("train")
+    batches = list(dataset.shuffled_batches("train", 32, seed=0, epoch=0))
+    assert [len(batch) for batch in batches] == [32] * (total // 32)
+    assert len(set(keys(batches))) == len(keys(batches)) == total // 32 * 32
+    by_key = {
+        k: (i, n)
+        for b in dataset.blocks("train")
+        for k, i, n in zip(keys([b]), b.images, b.labels, strict=True)
+    }
+    for batch in batches:
+        for key, image, label in zip(keys([batch]), batch.images, batch.labels, strict=True):
+            assert (by_key[key][0] == image).all()
+            assert by_key[key][1] == label
+
+
+def test_the_order_is_that_of_seed_and_epoch(dataset: Dataset) -> None:
+    def order(seed: int, epoch: int) -> list[bytes]:
+        return keys(list(dataset.shuffled_batches("train", 32, seed, epoch)))
+
+    assert order(3, 4) == order(3, 4)
+    assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
+    # All images get their turn, although some sit out each epoch.
+    assert len({key for epoch in range(9) for key in order(0, epoch)}) == dataset.count("train")
+
+
+def test_a_shuffle_mixes_shards_even_with_a_small_buffer(dataset: Dataset, monkeypatch) -> None:
+    place = {key: i for i, key in enumerate(keys(list(dataset.blocks("train"))))}
+    monkeypatch.setattr(shards, "_PIECE_BYTES", 4000)
+    monkeypatch.setattr(shards, "_BUFFER_BYTES", 64 * 936)
+    batches = list(dataset.shuffled_batches("train", 8, seed=0, epoch=0))
+    spans = [max(place[k] for k in keys([b])) - min(place[k] for k in keys([b])) for b in batches]
+    assert np.mean(spans) > 0.5 * dataset.count("train")
+
+
+def test_ranks_share_an_epoch_without_overlap(dataset: Dataset) -> None:
+    ranks = [list(dataset.shuffled_batches("train", 16, 0, 0, rank, 3)) for rank in range(3)]
+    assert len({len(batches) for batches in ranks}) == 1
+    counts = Counter(key for batches in ranks for key in keys(batches))
+    assert set(counts.values()) == {1}
+    assert len(counts) == dataset.count("train") // 3 // 16 * 16 * 3
+
+
+def test_a_split_smaller_than_a_batch_is_one_batch(dataset: Dataset) -> None:
+    (batch,) = dataset.shuffled_batches("query", 10_000, 0, 0)
+    assert len(batch) == dataset.count("query")
+
+
+def test_too_few_images_for_the_processes_is_a_sentence(dataset: Dataset) -> None:
+    with pytest.raises(DataError, match="too few for 1000 processes"):
+        next(dataset.shuffled_batches("query", 4, 0, 0, 0, 1000))
+
+
+def test_mean_and_deviation_are_those_of_the_pixels(dataset: Dataset) -> None:
+    pixels = np.concatenate([block.images for block in dataset.blocks("train")]) / 255
+    mean, std = dataset.mean_std("train")
+    assert mean == pytest.approx((pixels.mean(),), rel=1e-12)
+    assert std == pytest.approx((pixels.std(),), rel=1e-9)
+
+
+def test_mean_and_deviation_are_by_channel(tmp_path: Path, take, draw) -> None:
+    for number in range(40):
+        path = tmp_path / "set" / str(number % 2) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(draw(number, mode="RGB"))
+    manifest = take(tmp_path / "set")
+    dataset = Dataset(manifest, open_store(manifest.store_uri))
+    pixels = np.concatenate([block.images for block in dataset.blocks("train")]) / 255
+    mean, std = dataset.mean_std()
+    assert mean == pytest.approx(tuple(pixels.mean(axis=(0, 1, 2))))
+    assert std == pytest.approx(tuple(pixels.std(axis=(0, 1, 2))))
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
+def test_a_damaged_shard_is_named(dataset: Dataset, tmp_path: Path, damage: str) -> None:
+    shard = next(shard for shard in dataset.manifest.shards if shard.split == "test")
+    path = tmp_path / "store" / "datasets" / "set" / "shards" / f"{shard.sha256}.npy"
+    data = bytearray(path.read_bytes())
+    match damage:
+        case "flipped":
+            data[-1] ^= 1
+            path.write_bytes(data)
+        case "cut":
+            path.write_bytes(data[:-1])
+        case _:
+            path.unlink()
+    with pytest.raises(IntegrityError, match=shard.sha256):
+        list(dataset.blocks("test"))
+
+
+def test_a_manifest_of_other_shards_is_found_out(dataset: Dataset) -> None:
+    manifest = dataset.manifest
+    wrong = tuple(shard.model_copy(update={"count": shard.count + 1}) for shard in manifest.shards)
+    lying = Dataset(manifest.model_copy(update={"shards": wrong}), open_store(manifest.store_uri))
+    with pytest.raises(IntegrityError, match="does not hold"):
+        list(lying.blocks("train"))
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", '{"format": 2}'])
+def test_a_directory_without_a_manifest_is_no_dataset(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(IntegrityError, match="is no dataset"):
+        Dataset.open(tmp_path)
+
+
+def in_s3(dataset: Dataset, bucket: str) -> Manifest:
+    """The same snapshot in a bucket."""
+    store = open_store(f"s3://{bucket}/store")
+    local = open_store(dataset.manifest.store_uri)
+    for shard in dataset.manifest.shards:
+        key = f"datasets/set/shards/{shard.sha256}.npy"
+        store.put(key, local.get(key))
+    return dataset.manifest.model_copy(update={"store_uri": store.uri})
+
+
+def test_remote_shards_are_read_through_a_cache(
+    dataset: Dataset, tmp_path: Path, bucket: str, monkeypatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save_manifest(in_s3(dataset, bucket), tmp_path / "remote")
+    remote = Dataset.open(tmp_path / "remote")
+    assert remote.digest == dataset.digest
+    assert keys(list(remote.blocks("test"))) == keys(list(dataset.blocks("test")))
+    held = {path.stem for path in (tmp_path / "cache" / "evernear" / "shards").iterdir()}
+    assert held == {shard.sha256 for shard in remote.manifest.shards if shard.split == "test"}
+    (tmp_path / "cache" / "evernear" / "shards" / f"{held.pop()}.npy").write_bytes(b"damaged")
+    with pytest.raises(IntegrityError, match="damaged"):
+        list(Dataset.open(tmp_path / "remote").blocks("test"))
+
+
+def test_the_cache_is_bounded_and_drops_what_was_not_used(
+    dataset: Dataset, tmp_path: Path, bucket: str, monkeypatch
+) -> None:
+    manifest = in_s3(dataset, bucket)
+    train = [shard for shard in manifest.shards if shard.split == "train"]
+    monkeypatch.setattr(shards, "_CACHE_BYTES", 2 * 2**16)
+    cache = tmp_path / "cache"
+    remote = Dataset(manifest, open_store(manifest.store_uri), cache)
+    expected = keys(list(dataset.blocks("train")))
+    for _ in range(2):
+        found: list[bytes] = []
+        for block in remote.blocks("train", 10):
+            found += keys([block])
+            assert sum(path.stat().st_size for path in cache.iterdir()) <= 2 * 2**16
+        assert found == expected
+    assert {path.stem for path in cache.glob("*.npy")} <= {shard.sha256 for shard in train[-2:]}
+    batches = list(remote.shuffled_batches("train", 32, 0, 0))
+    assert keys(batches) == keys(list(dataset.shuffled_batches("train", 32, 0, 0)))

@@ -1,0 +1,144 @@
+from pathlib import Path
+
+import pytest
+
+from evernear.data.manifest import Manifest
+from evernear.data.shards import Dataset
+from evernear.data.validate import Report, require_valid, validate
+from evernear.errors import ValidationFailed
+from evernear.settings import ValidationSettings
+from evernear.store import open_store
+
+
+def check(manifest: Manifest, champion: tuple[str, ...] = (), **settings: object) -> Report:
+    dataset = Dataset(manifest, open_store(manifest.store_uri))
+    return validate(dataset, ValidationSettings.model_validate(settings), champion)
+
+
+def test_good_data_has_no_findings(tree, take) -> None:
+    report = check(take(tree), ("1", "2", "10"))
+    assert report.findings == ()
+    require_valid(report)
+    assert sum(report.counts["train"].values()) > 60
+    assert "Nothing found." in report.markdown()
+    assert f"| all | {sum(report.counts['train'].values())} |" in report.markdown()
+
+
+def test_errors_stop_with_one_sentence_that_names_the_files(tree, take, draw) -> None:
+    (tree / "1" / "cut.png").write_bytes(draw(500)[:40])
+    (tree / "2" / "words.png").write_text("no image")
+    (tree / "1" / "again.png").write_bytes((tree / "2" / "001.png").read_bytes())
+    report = check(take(tree))
+    with pytest.raises(ValidationFailed) as caught:
+        require_valid(report)
+    sentence = str(caught.value)
+    assert sentence == (
+        "The data cannot be used: 2 files cannot be decoded; mend or remove 1/cut.png, 2/words.png;"
+        " 1 image stands under several labels and was left out; keep the right one of 1/again.png, 2/001.png."
+    )
+    assert caught.value.exit_code == 3
+    assert "- 2/words.png is not a PNG or JPEG image." in report.markdown()
+
+
+def test_warnings_go_on(tree, take, draw) -> None:
+    (tree / "1" / "again.png").write_bytes((tree / "1" / "000.png").read_bytes())
+    (tree / "1" / "large.png").write_bytes(draw(900, (60, 50)))
+    report = check(take(tree))
+    assert [(finding.rule, finding.severity) for finding in report.findings] == [
+        ("wrong_size", "warn"),
+        ("duplicate", "warn"),
+    ]
+    require_valid(report)
+    assert "| warn | duplicate | 1 image is there more than once" in report.markdown()
+
+
+def test_severities_are_settings(tree, take) -> None:
+    (tree / "2" / "words.png").write_text("no image")
+    (tree / "1" / "again.png").write_bytes((tree / "1" / "000.png").read_bytes())
+    manifest = take(tree)
+    require_valid(check(manifest, undecodable="warn"))
+    assert check(manifest, undecodable="off", duplicate="off").findings == ()
+    with pytest.raises(ValidationFailed, match="1 image is there more than once"):
+        require_valid(check(manifest, undecodable="off", duplicate="error"))
+
+
+def test_many_names_are_cut_short(tree, take) -> None:
+    for number in range(50):
+        (tree / "1" / f"w{number:02}.png").write_text(str(number))
+    (finding,) = check(take(tree)).findings
+    assert finding.count == 50
+    assert finding.message == (
+        "50 files cannot be decoded; mend or remove 1/w00.png, 1/w01.png, 1/w02.png, 1/w03.png, 1/w04.png"
+        " and more."
+    )
+
+
+def test_tiny_and_empty_classes_are_named_with_their_counts(tree, take, draw) -> None:
+    (tree / "3").mkdir()
+    (tree / "4").mkdir()
+    for number in range(3):
+        (tree / "4" / f"{number}.png").write_bytes(draw(800 + number))
+    report = check(take(tree))
+    message = "Classes need 10 images, these have fewer: 3 (0), 4 (3); add some."
+    assert ("tiny_class", "error", message) in [(f.rule, f.severity, f.message) for f in report.findings]
+    assert "tiny_class" not in {
+        f.rule for f in check(take(tree), min_class_images=3, tiny_class="off").findings
+    }
+
+
+def test_a_vanished_class_is_held_against_the_champion(tree, take) -> None:
+    first = take(tree)
+    for path in (tree / "2").iterdir():
+        path.unlink()
+    (tree / "2").rmdir()
+    second = take(tree)
+    with pytest.raises(ValidationFailed, match="The release that serves knows 2, but no such image is left"):
+        require_valid(check(second, ("1", "2", "10")))
+    # A class that no release knew may go.
+    assert check(second, ("1", "10")).findings == ()
+    assert check(first, ("1", "2", "10")).findings == ()
+    (finding,) = check(first, ("1", "0")).findings
+    assert finding.names == ("0",)
+
+
+def test_imbalance_is_a_ratio(tree, take, draw) -> None:
+    for number in range(100):
+        (tree / "10" / f"more-{number}.png").write_bytes(draw(3000 + number))
+    manifest = take(tree)
+    assert check(manifest, max_imbalance=3.5).findings == ()
+    (finding,) = check(manifest, max_imbalance=3.4).findings
+    assert finding.message == "Classes are out of balance: 140 images of 10, 40 of 1; more than 3.4 to 1."
+
+
+def test_an_empty_split_and_a_class_missing_in_one_are_found(tmp_path: Path, take, draw) -> None:
+    for split, label, count in [
+        ("train", "a", 20),
+        ("train", "b", 20),
+        ("test", "a", 5),
+        ("gallery", "a", 5),
+    ]:
+        folder = tmp_path / "tree" / split / label
+        folder.mkdir(parents=True)
+        for number in range(count):
+            (folder / f"{number}.png").write_bytes(draw(hash((split, label, number)) % 2**32))
+    report = check(take(tmp_path / "tree", query_fraction=0.0))
+    messages = {finding.rule: (finding.severity, finding.message) for finding in report.findings}
+    assert messages == {
+        "empty_split": (
+            "error",
+            "No image is in the split query; add images or raise its share (data.*_fraction).",
+        ),
+        "missing_in_split": (
+            "warn",
+            "Some classes have no image in a split: b in gallery, b in test; add images of them.",
+        ),
+    }
+
+
+def test_a_report_survives_names_of_any_kind(tree, take) -> None:
+    (tree / "a|b").mkdir()
+    (tree / "a|b" / "x\ny.png").write_text("words")
+    report = check(take(tree))
+    table = [line for line in report.markdown().splitlines() if line.startswith("| ")]
+    assert {line.replace("\\|", "").count("|") for line in table} <= {4, 6}
+    assert Report.model_validate_json(report.model_dump_json()) == report
