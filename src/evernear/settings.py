@@ -129,7 +129,7 @@ class IndexSettings(Section):
     label_by: Literal["vote", "centroid"] = "vote"
     k: int = Field(default=5, ge=1, le=1000, description="Neighbours that vote.")
     false_accept_rate: float = Field(
-        default=0.01, gt=0.0, lt=1.0, description="Unknown images accepted at the threshold."
+        default=0.05, gt=0.0, lt=1.0, description="Unknown images accepted; lower also rejects more known."
     )
 
 

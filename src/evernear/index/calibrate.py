@@ -35,6 +35,9 @@ def calibrate(
     than classes it never saw, so this rate is a lower bound for those; `evernear.evaluation.probe` measures
     them.
 
+    What a lower rate costs: over two seeds on MNIST 1% came with 10% and 22% of known queries rejected, 5%
+    (the default) with 3% and 6%, 10% with 1.4% and 2.5%.
+
     Distances to impostors are exact, whatever the index: an approximate search started amid a query's own
     class would find no impostor, and the threshold would come out too wide. ``known`` says of each label
     number whether its class is part of the gallery.

@@ -102,13 +102,14 @@ class Gallery:
             index = faiss.read_index(str(directory / VECTORS_FILE))
             numbers = np.load(directory / LABELS_FILE, allow_pickle=False)
             centroids = np.load(directory / CENTROIDS_FILE, allow_pickle=False)
-        except (RuntimeError, ValueError) as error:
+            counts = np.bincount(numbers, minlength=len(described.labels)).tolist()
+        except (RuntimeError, ValueError, TypeError) as error:
             raise IntegrityError(
                 f"The index in {directory} cannot be read; run the index step again."
             ) from error
-        shapes = (index.ntotal, index.d), numbers.shape, centroids.shape
         size, dim = described.size, described.dim
-        if shapes != ((size, dim), (size,), (len(described.labels), dim)):
+        shapes = (index.ntotal, index.d), numbers.shape, centroids.shape
+        if shapes != ((size, dim), (size,), (len(counts), dim)) or counts != list(described.counts):
             raise IntegrityError(
                 f"The parts of the index in {directory} do not fit; run the index step again."
             )

@@ -1,0 +1,64 @@
+import numpy as np
+import pytest
+
+from evernear.errors import DataError, IntegrityError, SettingsError
+from evernear.index.build import build
+from evernear.index.description import describe_index
+from evernear.settings import IndexSettings
+from evernear.store import sha256_file
+
+from .conftest import NETWORK, MakeEmbeddings, blobs
+
+LABELS = ("zero", "one", "two", "three", "four", "never seen")
+
+
+def test_an_index_says_what_it_is_made_of(make_embeddings: MakeEmbeddings, tmp_path):
+    gallery = blobs(1, 130)
+    embeddings = make_embeddings({"gallery": gallery, "query": blobs(2, 50)})
+    described = build(embeddings, LABELS, IndexSettings(k=3, label_by="centroid"), tmp_path)
+
+    assert describe_index(tmp_path) == described
+    assert described.network_sha256 == NETWORK
+    assert described.dataset_digest == "d" * 64
+    assert (described.dim, described.size, described.k, described.label_by) == (16, 130, 3, "centroid")
+    assert described.counts == (*np.bincount(gallery[1]).tolist(), 0)
+    assert described.known_labels == LABELS[:5]
+    for name, sha256 in described.parts.items():
+        assert sha256_file(tmp_path / name) == sha256
+
+
+def test_the_same_embeddings_make_the_same_index(make_embeddings: MakeEmbeddings, tmp_path):
+    embeddings = make_embeddings({"gallery": blobs(1, 130), "query": blobs(2, 50)})
+    digests = {build(embeddings, LABELS, IndexSettings(), tmp_path / name).digest for name in ("a", "b")}
+    assert len(digests) == 1
+    assert build(embeddings, LABELS, IndexSettings(k=1), tmp_path / "c").digest not in digests
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (IndexSettings(factory="Flaat"), "index.factory = 'Flaat'"),
+        (IndexSettings(factory="IVF512,Flat"), "index.factory = 'IVF512,Flat'"),
+        (IndexSettings(search="nprobe=3"), "index.search = 'nprobe=3'"),
+    ],
+    ids=["unknown type", "too few vectors", "parameter of another type"],
+)
+def test_a_setting_that_cannot_work_is_named(make_embeddings: MakeEmbeddings, tmp_path, settings, named):
+    embeddings = make_embeddings({"gallery": blobs(1, 130), "query": blobs(2, 50)})
+    with pytest.raises(SettingsError) as raised:
+        build(embeddings, LABELS, settings, tmp_path)
+    assert named in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_empty_gallery_is_refused(make_embeddings: MakeEmbeddings, tmp_path):
+    with pytest.raises(DataError, match="gallery is empty"):
+        build(make_embeddings({"query": blobs(2, 50)}), LABELS, IndexSettings(), tmp_path)
+
+
+def test_embeddings_that_are_no_numbers_are_refused(make_embeddings: MakeEmbeddings, tmp_path):
+    vectors, labels = blobs(1, 130)
+    vectors[77] = np.nan
+    with pytest.raises(IntegrityError, match="not finite"):
+        build(make_embeddings({"gallery": (vectors, labels)}), LABELS, IndexSettings(), tmp_path)

@@ -1,0 +1,96 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evernear.errors import DataError
+from evernear.index.build import build
+from evernear.index.calibrate import threshold_at
+from evernear.settings import IndexSettings
+
+from .conftest import MakeEmbeddings, blobs
+
+LABELS = tuple("abcde")
+# Few different values, so that ties are common.
+DISTANCES = st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 2.0]), min_size=1, max_size=60)
+
+
+@given(distances=DISTANCES, rate=st.floats(0.001, 0.999))
+def test_threshold_accepts_no_more_impostors_than_stated_and_as_many_as_it_can(distances, rate):
+    impostors = np.array(distances, np.float32)
+    threshold = threshold_at(impostors, rate)
+    # Nothing lies below 0, so there even the smallest threshold accepts the impostors at distance 0.
+    if threshold > 0:
+        assert (impostors <= threshold).sum() <= rate * len(impostors)
+    beyond = impostors[impostors > threshold]
+    if len(beyond):
+        assert (impostors <= beyond.min()).sum() > np.floor(rate * len(impostors))
+
+
+@pytest.mark.parametrize("factory", ["Flat", "HNSW8", "IVF4,Flat"])
+def test_threshold_is_that_of_exact_impostors_whatever_the_index(
+    make_embeddings: MakeEmbeddings, tmp_path, factory
+):
+    gallery, queries = blobs(1, 300), blobs(2, 130)
+    embeddings = make_embeddings({"gallery": gallery, "query": queries})
+    described = build(embeddings, LABELS, IndexSettings(factory=factory, false_accept_rate=0.1), tmp_path)
+
+    impostors = [
+        min(np.linalg.norm(query - vector) for vector, other in zip(*gallery, strict=True) if other != label)
+        for query, label in zip(*queries, strict=True)
+    ]
+    assert (np.array(impostors) <= described.threshold).sum() == described.calibration.false_accepts == 13
+    assert described.threshold == pytest.approx(sorted(impostors)[13], abs=1e-5)
+
+
+def test_false_rejects_and_index_recall_are_those_of_the_index(make_embeddings: MakeEmbeddings, tmp_path):
+    gallery, queries = blobs(1, 300), blobs(2, 130)
+    embeddings = make_embeddings({"gallery": gallery, "query": queries})
+    exact = build(embeddings, LABELS, IndexSettings(), tmp_path / "flat").calibration
+    assert exact.nearest_found == exact.queries == 130
+
+    distances = np.linalg.norm(queries[0][:, None] - gallery[0][None], axis=2).min(axis=1)
+    assert exact.false_rejects == (distances > exact.threshold).sum() > 0
+
+    approximate = build(embeddings, LABELS, IndexSettings(factory="IVF32,Flat"), tmp_path / "ivf").calibration
+    assert approximate.nearest_found < 130
+    better = IndexSettings(factory="IVF32,Flat", search="nprobe=32")
+    assert build(embeddings, LABELS, better, tmp_path / "all").calibration.nearest_found == 130
+
+
+def test_a_compressed_index_finds_only_what_it_names(make_embeddings: MakeEmbeddings, tmp_path):
+    """Its distances come out too small, which must not pass for a neighbour found."""
+    gallery, queries = blobs(1, 400), blobs(2, 100)
+    embeddings = make_embeddings({"gallery": gallery, "query": queries})
+    found = build(embeddings, LABELS, IndexSettings(factory="PQ2x4"), tmp_path).calibration.nearest_found
+
+    from evernear.index.library import faiss
+
+    index = faiss.read_index(str(tmp_path / "index.faiss"))
+    true_nearest = np.linalg.norm(queries[0][:, None] - gallery[0][None], axis=2).argmin(axis=1)
+    assert found == (index.search(queries[0], 1)[1][:, 0] == true_nearest).sum() < 50
+
+
+def test_excluded_classes_are_neither_indexed_nor_calibrated_on(make_embeddings: MakeEmbeddings, tmp_path):
+    gallery, queries = blobs(1, 300), blobs(2, 130)
+    embeddings = make_embeddings({"gallery": gallery, "query": queries})
+    described = build(embeddings, LABELS, IndexSettings(), tmp_path / "some", frozenset({"b", "e"}))
+
+    kept_gallery, kept_queries = (
+        (split[0][np.isin(split[1], [0, 2, 3])], split[1][np.isin(split[1], [0, 2, 3])])
+        for split in (gallery, queries)
+    )
+    alone = make_embeddings({"gallery": kept_gallery, "query": kept_queries})
+    assert described.calibration == build(alone, LABELS, IndexSettings(), tmp_path / "alone").calibration
+    assert described.known_labels == ("a", "c", "d")
+    assert described.counts[1] == described.counts[4] == 0
+
+
+def test_no_query_and_no_impostor_are_told_in_a_sentence(make_embeddings: MakeEmbeddings, tmp_path):
+    vectors, labels = blobs(1, 60)
+    with pytest.raises(DataError, match="query_fraction"):
+        build(make_embeddings({"gallery": (vectors, labels)}), LABELS, IndexSettings(), tmp_path)
+    one_class = (vectors, np.zeros_like(labels))
+    with pytest.raises(DataError, match="one class only"):
+        build(make_embeddings({"gallery": one_class, "query": one_class}), LABELS, IndexSettings(), tmp_path)
+    assert not (tmp_path / "index.json").exists()

@@ -1,0 +1,192 @@
+import pickle
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from evernear.errors import IntegrityError
+from evernear.index.build import build
+from evernear.index.description import DESCRIPTION_FILE, describe_index
+from evernear.index.search import FARTHEST, NOBODY, Gallery, vote
+from evernear.settings import IndexSettings
+from evernear.store import sha256_file
+
+from .conftest import NETWORK, MakeEmbeddings, blobs
+
+LABELS = ("a", "b", "c", "d", "e", "never seen")
+
+
+def counted(row: list[int]) -> int:
+    """A vote as one would count it by hand."""
+    counts = Counter(label for label in row if label != NOBODY)
+    return max(row, key=lambda label: (counts[label], -row.index(label)))
+
+
+@given(hnp.arrays(np.int32, st.tuples(st.integers(1, 8), st.integers(1, 9)), elements=st.integers(NOBODY, 4)))
+def test_vote_is_the_majority_and_of_equals_the_nearest(labels):
+    assert vote(labels).tolist() == [counted(row) for row in labels.tolist()]
+
+
+@pytest.mark.parametrize("label_by", ["vote", "centroid"])
+@pytest.mark.parametrize("k", [1, 4, 9])
+def test_recognise_agrees_with_plain_arithmetic(make_embeddings: MakeEmbeddings, tmp_path, label_by, k):
+    (vectors, numbers), (queries, _) = blobs(1, 210), blobs(3, 90)
+    embeddings = make_embeddings({"gallery": (vectors, numbers), "query": blobs(2, 100)})
+    build(embeddings, LABELS, IndexSettings(k=k, label_by=label_by, false_accept_rate=0.2), tmp_path)
+    gallery = Gallery.open(tmp_path, NETWORK)
+
+    recognised = gallery.recognise(queries)
+    centroids = np.array([vectors[numbers == label].mean(axis=0) for label in range(5)])
+    centroids /= np.linalg.norm(centroids, axis=1, keepdims=True)
+    for query, answer in zip(queries, recognised, strict=True):
+        distances = np.linalg.norm(vectors - query, axis=1)
+        nearest = np.argsort(distances)[:k]
+        by_vote = counted(numbers[nearest].tolist())
+        by_centroid = int(np.linalg.norm(centroids - query, axis=1).argmin())
+        assert answer.pred == LABELS[by_vote if label_by == "vote" else by_centroid]
+        assert answer.dist == pytest.approx(distances.min(), abs=1e-5)
+        assert answer.unknown == (answer.dist > gallery.threshold)
+        assert [neighbor.label for neighbor in answer.neighbors] == [
+            LABELS[number] for number in numbers[nearest]
+        ]
+        assert [neighbor.dist for neighbor in answer.neighbors] == pytest.approx(distances[nearest], abs=1e-5)
+        assert all(nearer.dist <= farther.dist for nearer, farther in pairwise(answer.neighbors))
+    assert {answer.unknown for answer in recognised} == {True, False}
+
+
+@pytest.fixture(scope="module")
+def index_dir(make_embeddings: MakeEmbeddings, tmp_path_factory: pytest.TempPathFactory):
+    directory = tmp_path_factory.mktemp("index")
+    build(
+        make_embeddings({"gallery": blobs(1, 40), "query": blobs(2, 60)}), LABELS, IndexSettings(), directory
+    )
+    return directory
+
+
+def test_how_many_neighbours_are_listed_does_not_change_who_votes(index_dir):
+    gallery, queries = Gallery.open(index_dir, NETWORK), blobs(3, 30)[0]
+    usual = gallery.recognise(queries)
+    for k in (1, 3, 12):
+        listed = gallery.recognise(queries, k)
+        assert {len(answer.neighbors) for answer in listed} == {k}
+        assert [answer[:3] for answer in listed] == [answer[:3] for answer in usual]
+    assert {len(answer.neighbors) for answer in gallery.recognise(queries, 1000)} == {40}
+
+
+def test_a_query_is_answered_alike_alone_and_in_any_batch(index_dir):
+    gallery, queries = Gallery.open(index_dir, NETWORK), blobs(3, 1500)[0]
+    together = gallery.recognise(queries)
+    for number in (0, 7, 1499):
+        (alone,) = gallery.recognise(queries[number : number + 1])
+        assert (alone.pred, alone.unknown) == (together[number].pred, together[number].unknown)
+        assert alone.dist == pytest.approx(together[number].dist, abs=1e-5)
+    assert gallery.recognise(queries[:0]) == []
+
+
+def test_an_answer_is_plain_data(index_dir):
+    (answer,) = Gallery.open(index_dir, NETWORK).recognise(blobs(3, 5)[0][:1])
+    kinds = (type(answer.pred), type(answer.dist), type(answer.unknown), type(answer.neighbors[0].dist))
+    assert kinds == (str, float, bool, float)
+
+
+def test_vectors_of_another_size_are_refused(index_dir):
+    with pytest.raises(IntegrityError, match="16 coordinates"):
+        Gallery.open(index_dir, NETWORK).recognise(np.zeros((2, 8), np.float32))
+
+
+def test_neighbours_that_an_approximate_index_misses_are_left_out(make_embeddings: MakeEmbeddings, tmp_path):
+    """One list of an IVF index can hold fewer vectors than asked for, or none."""
+    vectors, numbers = blobs(1, 60, spread=0.05)
+    embeddings = make_embeddings({"gallery": (vectors, numbers), "query": blobs(2, 60, spread=0.05)})
+    build(embeddings, LABELS, IndexSettings(factory="IVF5,Flat", k=50), tmp_path)
+    gallery = Gallery.open(tmp_path, NETWORK)
+    answers = gallery.recognise(vectors)
+    assert [answer.pred for answer in answers] == [LABELS[number] for number in numbers]
+    assert all(0 < len(answer.neighbors) < 50 for answer in answers)
+
+    nobody = gallery.search(vectors, 50)
+    nobody.labels[:], nobody.distances[:] = NOBODY, np.inf
+    answered = gallery.answer(vectors, nobody)
+    assert answered.unknown.all()
+    assert (answered.distances == FARTHEST).all()
+    assert answered.labels.tolist() == numbers.tolist()  # by the nearest centroid
+
+
+def test_another_networks_index_is_refused(index_dir):
+    with pytest.raises(IntegrityError, match="vectors of network nnnn"):
+        Gallery.open(index_dir, "m" * 64)
+
+
+@pytest.fixture
+def copied(index_dir, tmp_path):
+    for path in index_dir.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["index.faiss", "labels.npy", "centroids.npy"])
+@pytest.mark.parametrize("damage", ["changed", "cut short", "gone"])
+def test_a_damaged_part_is_found_before_it_is_parsed(copied, name, damage):
+    path = copied / name
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data if damage == "changed" else data[: len(data) // 2])
+    if damage == "gone":
+        path.unlink()
+    with pytest.raises(IntegrityError, match=f"{name} is missing or changed"):
+        Gallery.open(copied, NETWORK)
+
+
+def with_hash_of(directory, name: str) -> None:
+    """Give a part's own hash to the description, as one would who wants to slip it in."""
+    described = describe_index(directory)
+    parts = described.parts | {name: sha256_file(directory / name)}
+    (directory / DESCRIPTION_FILE).write_text(described.model_copy(update={"parts": parts}).model_dump_json())
+
+
+class Bomb:
+    def __reduce__(self):
+        return (pytest.fail, ("code of the file ran",))
+
+
+def test_labels_cannot_bring_code_along(copied):
+    with (copied / "labels.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "|O", "fortran_order": False, "shape": (40,)})
+        pickle.dump(Bomb(), file)
+    with_hash_of(copied, "labels.npy")
+    with pytest.raises(IntegrityError, match="cannot be read"):
+        Gallery.open(copied, NETWORK)
+
+
+def test_a_file_that_is_no_index_is_refused(copied):
+    (copied / "index.faiss").write_bytes(b"no index at all")
+    with_hash_of(copied, "index.faiss")
+    with pytest.raises(IntegrityError, match="cannot be read"):
+        Gallery.open(copied, NETWORK)
+
+
+def test_parts_that_do_not_fit_each_other_are_refused(copied):
+    np.save(copied / "labels.npy", np.zeros(39, np.int32))
+    with_hash_of(copied, "labels.npy")
+    with pytest.raises(IntegrityError, match="do not fit"):
+        Gallery.open(copied, NETWORK)
+
+
+def test_labels_that_are_out_of_range_are_refused(copied):
+    np.save(copied / "labels.npy", np.full(40, 6, np.int32))
+    with_hash_of(copied, "labels.npy")
+    with pytest.raises(IntegrityError, match="do not fit"):
+        Gallery.open(copied, NETWORK)
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", '{"format": 2}'])
+def test_a_directory_without_a_sound_description_is_no_index(copied, content):
+    (copied / DESCRIPTION_FILE).unlink()
+    if content is not None:
+        (copied / DESCRIPTION_FILE).write_text(content)
+    with pytest.raises(IntegrityError, match="holds no index"):
+        Gallery.open(copied, NETWORK)
