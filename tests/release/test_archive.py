@@ -5,7 +5,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import MakeRelease, System
+from releases import MakeRelease, System
 
 from evernear.embedding.embed import embed_images
 from evernear.embedding.export import load_network
@@ -72,7 +72,7 @@ def test_smoke_queries_are_real_query_images_with_the_answers_of_this_very_syste
 def test_archiving_touches_nothing_of_the_machines_temporary_directory(
     make_release: MakeRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Left to itself, torch-model-archiver stages in TMPDIR/<model name> and first deletes what it finds there:
+    # Left to itself, torch-model-archiver stages in TMPDIR/<model name> and first deletes what is there:
     # somebody's files, or those of another run.
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     precious = tmp_path / "embedding" / "precious"

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import MakeRelease, PackedRelease
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from releases import MakeRelease, PackedRelease
 
 from evernear.errors import IntegrityError
 from evernear.release.parts import open_parts, open_release

@@ -3,7 +3,7 @@ from pathlib import Path
 from threading import Barrier
 
 import pytest
-from conftest import MakeRelease, PackedRelease
+from releases import MakeRelease, PackedRelease
 
 from evernear.errors import Conflict, IntegrityError, StoreError
 from evernear.release.registry import Registry

@@ -249,11 +249,14 @@ def _command(settings: ServingSettings, home: Path) -> list[str]:
     ]
 
 
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not _WITHHELD.match(name)}
+
+
 def _spawn_detached(command: list[str], home: Path) -> int:
     temporary = _temporary_directory(home)
     temporary.mkdir(mode=0o700, parents=True, exist_ok=True)
-    environment = {name: value for name, value in os.environ.items() if not _WITHHELD.match(name)}
-    environment |= {
+    environment = _environment() | {
         "TEMP": str(temporary),
         "TMPDIR": str(temporary),
         "LC_ALL": "C.UTF-8",  # else Java cannot open paths with letters beyond ASCII
@@ -319,7 +322,8 @@ def _is_of(command: list[str], home: Path) -> bool:
     )
 
 
-def _processes(home: Path) -> list[psutil.Process]:
+def processes(home: Path) -> list[psutil.Process]:
+    """Java and the Python workers of the server in ``home``, those of a Java that died among them."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -330,22 +334,22 @@ def _processes(home: Path) -> list[psutil.Process]:
 
 def _end_processes(home: Path) -> bool:
     """Ask Java to end, then end by force what is left; workers of a Java that died are found as well."""
-    processes = _processes(home)
+    found = processes(home)
     state = read_state(home)
-    _signal([p for p in processes if state is not None and p.pid == state.pid], psutil.Process.terminate)
-    psutil.wait_procs(processes, timeout=TERMINATE_TIMEOUT_S)
-    remaining = _processes(home)
+    _signal([p for p in found if state is not None and p.pid == state.pid], psutil.Process.terminate)
+    psutil.wait_procs(found, timeout=TERMINATE_TIMEOUT_S)
+    remaining = processes(home)
     _signal(remaining, psutil.Process.kill)
     psutil.wait_procs(remaining, timeout=TERMINATE_TIMEOUT_S)
-    if immortal := _processes(home):
+    if immortal := processes(home):
         raise ServingError(
             f"Processes {', '.join(str(p.pid) for p in immortal)} of TorchServe cannot be ended."
         )
-    return bool(processes)
+    return bool(found)
 
 
-def _signal(processes: list[psutil.Process], send: Callable[[psutil.Process], None]) -> None:
-    for process in processes:
+def _signal(found: list[psutil.Process], send: Callable[[psutil.Process], None]) -> None:
+    for process in found:
         with contextlib.suppress(psutil.NoSuchProcess):
             send(process)
 
@@ -385,11 +389,11 @@ def _java_major_version(java: Path) -> int:
     """The major version that ``java -version`` tells; 0 if it does not run, as the stand-in of macOS."""
     try:
         told = subprocess.run(
-            [java, "-version"], capture_output=True, text=True, timeout=30, check=True
-        ).stderr
+            [java, "-version"], env=_environment(), capture_output=True, text=True, timeout=30, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return 0
-    version = re.search(r'version "(?:1\.)?(\d+)', told)
+    version = re.search(r'version "(?:1\.)?(\d+)', told.stderr)
     return int(version[1]) if version else 0
 
 

@@ -1,0 +1,95 @@
+"""Small real releases, and ports for the servers that serve them."""
+
+import itertools
+import json
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Protocol
+
+from evernear.data.ingest import ingest
+from evernear.data.manifest import save_manifest
+from evernear.data.shards import Dataset
+from evernear.embedding.embed import Embeddings, embed
+from evernear.embedding.export import export
+from evernear.embedding.train import train
+from evernear.index.build import build
+from evernear.release.archive import archive
+from evernear.release.manifest import ReleaseManifest
+from evernear.settings import DataSettings, IndexSettings, ServingSettings, TrainSettings
+
+
+@dataclass(frozen=True)
+class System:
+    """A dataset, and a network and an index made of it: all that a release is packed from."""
+
+    dataset: Dataset
+    network_dir: Path
+    index_dir: Path
+
+
+@dataclass(frozen=True)
+class PackedRelease:
+    """An archived release and the verdict that goes with it."""
+
+    archive: Path
+    manifest: ReleaseManifest
+    verdict: Path
+
+    @property
+    def version(self) -> str:
+        return self.manifest.version
+
+
+class MakeRelease(Protocol):
+    def __call__(self, parent: str | None = None, promote: bool = True) -> PackedRelease: ...
+
+
+def build_system(directory: Path) -> System:
+    """Ingest the digits and train on them for a few seconds."""
+    data = DataSettings(source="digits", gallery_fraction=0.2, query_fraction=0.1)
+    save_manifest(ingest(data, (directory / "store").as_uri()), directory / "dataset")
+    dataset = Dataset.open(directory / "dataset")
+    tiny = TrainSettings(epochs=4, min_steps=0, width=4, embedding_dim=16, batch_size=128, patience_epochs=4)
+    train(dataset, tiny, directory / "trained")
+    export(directory / "trained", dataset, directory / "network", tiny.parity_tolerance)
+    embed(directory / "network", dataset, directory / "embeddings")
+    build(Embeddings.open(directory / "embeddings"), dataset.labels, IndexSettings(), directory / "index")
+    return System(dataset, directory / "network", directory / "index")
+
+
+def release_maker(system: System, new_directory: Callable[[], Path]) -> MakeRelease:
+    seconds = itertools.count()
+
+    def make(parent: str | None = None, promote: bool = True) -> PackedRelease:
+        directory = new_directory()
+        verdict = directory / "verdict.json"
+        verdict.write_text(json.dumps({"promote": promote, "reasons": ["a test says so"]}))
+        release = archive(
+            dataset=system.dataset,
+            network_dir=system.network_dir,
+            index_dir=system.index_dir,
+            verdict_file=verdict,
+            metrics={"accuracy": 0.9},
+            parent=parent,
+            settings=ServingSettings(),
+            out_dir=directory / "release",
+            created=datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=next(seconds)),
+        )
+        return PackedRelease(release.archive, release.manifest, verdict)
+
+    return make
+
+
+def settings_on_free_ports(**changes: object) -> ServingSettings:
+    """Settings of a server on ports that nobody uses at this moment."""
+    names = [name for name in ServingSettings.model_fields if name.endswith("_port")]
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in names]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        ports = {name: each.getsockname()[1] for name, each in zip(names, sockets, strict=True)}
+    return ServingSettings.model_validate(ports | changes)

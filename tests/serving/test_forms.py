@@ -1,0 +1,56 @@
+import base64
+import contextlib
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evernear.errors import DataError
+from evernear.serving.forms import FIELDS, image_of
+
+
+@given(st.binary(min_size=1).filter(lambda data: data[:1] not in b"{ \n\r\t"))
+def test_a_body_is_the_image(data: bytes) -> None:
+    assert image_of({"body": data}) == data
+
+
+@given(st.binary(min_size=1))
+def test_json_carries_any_image(data: bytes) -> None:
+    body = json.dumps({"data": base64.b64encode(data).decode()}).encode()
+    assert image_of({"body": body}) == data
+    assert image_of({"body": b"\n " + body}) == data
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_multipart_field_is_the_image(field: str) -> None:
+    assert image_of({"other": b"x", field: b"\x89PNG"}) == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({}, "holds no image"),
+        ({"picture": b"x"}, "holds no image"),
+        ({"body": b""}, "is empty"),
+        ({"body": b"{"}, "no JSON with base64"),
+        ({"body": b'{"data": "***"}'}, "no JSON with base64"),
+        ({"body": b'{"data": "\xc3\xa4"}'}, "no JSON with base64"),
+        ({"body": b'{"data": "\xff"}'}, "no JSON with base64"),
+        ({"body": b'{"image": "AA=="}'}, 'no text under "data"'),
+        ({"body": b'{"data": 3}'}, 'no text under "data"'),
+        ({"body": b'{"data": null}'}, 'no text under "data"'),
+        ({"body": b" [1]"}, 'no text under "data"'),
+        ({"body": b'{"a":' * 100_000}, "no JSON with base64"),
+    ],
+)
+def test_what_holds_no_image_gets_a_sentence(fields: dict[str, bytes], sentence: str) -> None:
+    with pytest.raises(DataError, match=sentence) as caught:
+        image_of(fields)
+    assert str(caught.value).endswith(".")
+
+
+@given(st.dictionaries(st.sampled_from([*FIELDS, "x"]), st.binary()))
+def test_nothing_but_a_data_error_is_raised(fields: dict[str, bytes]) -> None:
+    with contextlib.suppress(DataError):
+        assert isinstance(image_of(fields), bytes)

