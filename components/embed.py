@@ -6,9 +6,7 @@ from components import component
 
 
 @component
-def embed(
-    dataset: dsl.Input[dsl.Dataset], network: dsl.Input[dsl.Model], embeddings: dsl.Output[dsl.Artifact]
-):
+def embed(dataset: dsl.Input[dsl.Dataset], network: dsl.Input[dsl.Model], embeddings: dsl.Output[dsl.Artifact]):
     """Embed the gallery and the query split in batches, to shards."""
     from evernear import steps
 

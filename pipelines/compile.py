@@ -22,9 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.image is not None:
         if not re.fullmatch(r"\S+@sha256:[0-9a-f]{64}", options.image):
-            print(
-                f"--image {options.image} is not a digest; give REF@sha256:<64 hex digits>.", file=sys.stderr
-            )
+            print(f"--image {options.image} is not a digest; give REF@sha256:<64 hex digits>.", file=sys.stderr)
             return 2
         os.environ["TRAIN_IMAGE"] = options.image  # components read it when they are imported
     if options.check:
@@ -52,9 +50,7 @@ def _check() -> int:
     with tempfile.TemporaryDirectory() as directory:
         stale = [p.name for p in compile_all(Path(directory)) if p.read_bytes() != _golden(p.name)]
     if stale:
-        print(
-            f"Golden files are stale: {', '.join(stale)}; run `make golden` and commit them.", file=sys.stderr
-        )
+        print(f"Golden files are stale: {', '.join(stale)}; run `make golden` and commit them.", file=sys.stderr)
     return 1 if stale else 0
 
 

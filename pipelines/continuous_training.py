@@ -4,7 +4,7 @@ Each step is a component of the same name under ``components/``, and each compon
 the package that does the work. Settings travel by section, so that a new gate bound does not retrain a network.
 """
 
-from kfp import dsl
+from kfp import dsl, kubernetes
 
 from components.archive import archive
 from components.deploy import deploy
@@ -24,6 +24,9 @@ DEFAULTS = Settings()
 RUN = dsl.PIPELINE_JOB_ID_PLACEHOLDER
 
 
+S3_KEYS = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION")
+
+
 def fresh(task: dsl.PipelineTask) -> dsl.PipelineTask:
     """Never from KFP's cache: the task looks at the world (a source, the champion, a cluster), not just at inputs."""
     return task.set_caching_options(enable_caching=False)
@@ -36,15 +39,19 @@ def fresh(task: dsl.PipelineTask) -> dsl.PipelineTask:
 )
 def continuous_training(
     store: str = "s3://evernear",
-    data: dict = DEFAULTS.data.model_dump(),  # noqa: B006 - kfp reads defaults when it compiles, nothing mutates them
-    validation: dict = DEFAULTS.validation.model_dump(),  # noqa: B006
-    train_settings: dict = DEFAULTS.train.model_dump(),  # noqa: B006
-    index_settings: dict = DEFAULTS.index.model_dump(),  # noqa: B006
-    evaluation: dict = DEFAULTS.evaluation.model_dump(),  # noqa: B006
-    gate_settings: dict = DEFAULTS.gate.model_dump(),  # noqa: B006
-    serving: dict = DEFAULTS.serving.model_dump(),  # noqa: B006
+    data: dict = DEFAULTS.data.model_dump(),
+    validation: dict = DEFAULTS.validation.model_dump(),
+    train_settings: dict = DEFAULTS.train.model_dump(),
+    index_settings: dict = DEFAULTS.index.model_dump(),
+    evaluation: dict = DEFAULTS.evaluation.model_dump(),
+    gate_settings: dict = DEFAULTS.gate.model_dump(),
+    serving: dict = DEFAULTS.serving.model_dump(),
     target: str = "registry",
     workdir: str = "",
+    s3_secret: str = "evernear-s3",
+    scratch_claim: str = "evernear-scratch",
+    train_cpu: str = "4",
+    train_memory: str = "8G",
 ):
     """Ingest, validate, train, export, embed, index, evaluate, gate; if better: archive and deploy. Always notify.
 
@@ -59,8 +66,13 @@ def continuous_training(
         serving: The TorchServe that answers predictions.
         target: Where a promoted release goes: registry (publish only) or local (TorchServe on this machine).
         workdir: Working directory of a local TorchServe; only for target local.
+        s3_secret: Kubernetes Secret whose keys AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID ... open the store.
+        scratch_claim: PersistentVolumeClaim (ReadWriteMany) where steps keep copies of the shards they read.
+        train_cpu: CPU limit of the steps that train.
+        train_memory: Memory limit of the steps that train.
     """
-    with dsl.ExitHandler(fresh(notify(run=RUN, store=store))):
+    told = fresh(notify(run=RUN, store=store))
+    with dsl.ExitHandler(told):
         ingested = fresh(ingest(store=store, settings=data))
         dataset = ingested.outputs["dataset"]
         validated = fresh(validate(store=store, settings=validation, dataset=dataset))
@@ -97,7 +109,7 @@ def continuous_training(
                     verdict=gated.outputs["verdict"],
                 )
             )
-            fresh(
+            deployed = fresh(
                 deploy(
                     run=RUN,
                     store=store,
@@ -108,3 +120,11 @@ def continuous_training(
                     verdict=gated.outputs["verdict"],
                 )
             )
+
+    read_images = (ingested, trained, exported, embedded, probed, evaluated, archived)
+    for task in read_images:
+        kubernetes.mount_pvc(task, scratch_claim, "/scratch")
+    for task in (*read_images, validated, indexed, gated, deployed, told):
+        kubernetes.use_secret_as_env(task, s3_secret, {key: key for key in S3_KEYS}, optional=True)
+    for task in (trained, probed):
+        task.set_cpu_limit(train_cpu).set_memory_limit(train_memory)

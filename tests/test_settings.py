@@ -46,7 +46,7 @@ def test_a_typo_gets_one_sentence(override: str, sentence: str) -> None:
 
 
 def test_unknown_environment_variable_is_an_error() -> None:
-    with pytest.raises(SettingsError, match="did you mean 'serving.workers'"):
+    with pytest.raises(SettingsError, match=r"did you mean 'serving.workers'"):
         load(environment={"EVERNEAR_SERVING__WORKER": "2"})
 
 
@@ -64,14 +64,16 @@ def test_every_preset_loads() -> None:
     assert {"best", "quick"} <= set(settings.presets())
     for name in settings.presets():
         load(preset=name)
-    with pytest.raises(SettingsError, match="known: best, quick"):
+    with pytest.raises(SettingsError, match=r"known: best, quick"):
         load(preset="bset")
 
 
 def test_sections_survive_the_way_through_kfp() -> None:
     """KFP carries numbers as floats: whole ones have to come back as integers."""
     section = load().train
-    as_kfp = {k: float(v) if isinstance(v, int) and not isinstance(v, bool) else v for k, v in section.model_dump().items()}
+    as_kfp = {
+        k: float(v) if isinstance(v, int) and not isinstance(v, bool) else v for k, v in section.model_dump().items()
+    }
     assert settings.parse(settings.TrainSettings, as_kfp) == section
 
 

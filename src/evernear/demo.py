@@ -69,7 +69,9 @@ def unseen_images(dataset: Dataset, directory: Path) -> Iterator[tuple[str, Path
 def _tell_places(settings: Settings, result: RunResult, console: Console, *, keep: bool) -> None:
     own_s = sum(result.steps_s.values())
     log = Path(result.paths["log"])
-    console.print(f"\n[bold]4. What it took[/]: {result.wall_s:.1f} s for the pipeline, {own_s:.1f} s of it its steps' own work")
+    console.print(
+        f"\n[bold]4. What it took[/]: {result.wall_s:.1f} s for the pipeline, {own_s:.1f} s of it its steps' own work"
+    )
     console.print(f"   artifacts and log  {log.parent}", highlight=False)
     console.print(f"   releases           {settings.store_uri}/releases", highlight=False)
     command = "evernear" if settings.workdir == Settings().workdir else f"EVERNEAR_WORKDIR={settings.workdir} evernear"

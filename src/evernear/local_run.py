@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -81,9 +81,7 @@ def _sole_run(workdir: Path) -> Generator[None]:
         raise Busy(message) from None
 
 
-def _follow(
-    settings: Settings, directory: Path, show: Callable[[Event], None]
-) -> tuple[list[Event], dict[str, float]]:
+def _follow(settings: Settings, directory: Path, show: Callable[[Event], None]) -> tuple[list[Event], dict[str, float]]:
     """Run the pipeline's process to its end; returns the failed events and each step's own work in seconds."""
     events_path = directory / "events.jsonl"
     failures: list[Event] = []
@@ -134,10 +132,8 @@ def _pipeline_process(settings: Settings, directory: Path, events: Path) -> Gene
 
 def _end(process: "subprocess.Popen[str]") -> None:
     """Leave no step behind, whether the run ended or was interrupted."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

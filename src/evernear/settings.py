@@ -37,15 +37,11 @@ class DataSettings(Section):
         default="digits",
         description="digits | mnist | mnist:DIRECTORY | folder:DIRECTORY | s3://bucket/prefix",
     )
-    dataset: str = Field(
-        default="", description="Name of the dataset in the store; empty: taken from the source."
-    )
+    dataset: str = Field(default="", description="Name of the dataset in the store; empty: taken from the source.")
     size_px: int = Field(
         default=0, ge=0, le=1024, description="Height and width images are brought to; 0: those of the first."
     )
-    channels: Literal["auto", "grey", "colour"] = Field(
-        default="auto", description="auto: those of the first image."
-    )
+    channels: Literal["auto", "grey", "colour"] = Field(default="auto", description="auto: those of the first image.")
     test_fraction: Fraction = Field(default=0.10, description="Share of images for the frozen test split.")
     gallery_fraction: Fraction = Field(default=0.10, description="Share of images that stand in the index.")
     query_fraction: Fraction = Field(
@@ -96,36 +92,26 @@ class TrainSettings(Section):
     margin: float = Field(default=0.3, ge=0.0, lt=1.6, description="ArcFace m, radians.")
     scale: float = Field(default=32.0, gt=0.0, description="ArcFace s.")
     embedding_dim: int = Field(default=128, ge=2, le=2048)
-    width: int = Field(
-        default=16, ge=4, le=512, description="Channels of the first convolution; they double by stage."
-    )
+    width: int = Field(default=16, ge=4, le=512, description="Channels of the first convolution; they double by stage.")
     augment: Literal["none", "affine"] = "affine"
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    processes: int = Field(
-        default=1, ge=1, description="Training processes, one per GPU, started with torchrun."
-    )
+    processes: int = Field(default=1, ge=1, description="Training processes, one per GPU, started with torchrun.")
     checkpoint_every_epochs: int = Field(default=1, ge=1)
     patience_epochs: int = Field(
         default=5,
         ge=1,
         description="Stop early after so many epochs that made the gallery loss worse, beyond noise.",
     )
-    parity_tolerance: float = Field(
-        default=1e-4, gt=0.0, description="Largest |eager - TorchScript| of an embedding."
-    )
+    parity_tolerance: float = Field(default=1e-4, gt=0.0, description="Largest |eager - TorchScript| of an embedding.")
 
 
 class IndexSettings(Section):
     """The FAISS index over the gallery and the rule that turns neighbours into a label."""
 
-    factory: str = Field(
-        default="Flat", description="faiss.index_factory string: Flat, HNSW32, IVF256,Flat ..."
-    )
-    search: str = Field(
-        default="", description="FAISS search parameters of that index: efSearch=64, nprobe=16 ..."
-    )
+    factory: str = Field(default="Flat", description="faiss.index_factory string: Flat, HNSW32, IVF256,Flat ...")
+    search: str = Field(default="", description="FAISS search parameters of that index: efSearch=64, nprobe=16 ...")
     label_by: Literal["vote", "centroid"] = "vote"
     k: int = Field(default=5, ge=1, le=1000, description="Neighbours that vote.")
     false_accept_rate: float = Field(
@@ -154,9 +140,7 @@ class GateSettings(Section):
     )
     class_recall_floor: Fraction = Field(default=0.5, description="No class may recall less.")
     index_recall_floor: Fraction = Field(default=0.99, description="Approximate index against exact search.")
-    parity_tolerance: float = Field(
-        default=1e-4, gt=0.0, description="As train.parity_tolerance, asked again."
-    )
+    parity_tolerance: float = Field(default=1e-4, gt=0.0, description="As train.parity_tolerance, asked again.")
 
 
 class ServingSettings(Section):
@@ -316,7 +300,5 @@ def _sentence(model: type[BaseModel], error: ValidationError) -> str:
         return f"Setting {key} = {fault['input']!r} cannot be used: {message}."
     known = _known_keys(model)
     # A key given without its section (epochs) is nearest to the one that ends with it (train.epochs).
-    near = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(
-        key, known, n=1, cutoff=0.0
-    )
+    near = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
     return f"There is no setting {key!r}; did you mean {near[0]!r}?"

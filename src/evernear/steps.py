@@ -92,9 +92,7 @@ def embed(dataset: str, network: str, embeddings: str) -> None:
         from evernear.embedding.embed import embed
 
         result = embed(Path(network), Dataset.open(Path(dataset)), Path(embeddings))
-        running.summary = (
-            f"{sum(shard.count for shard in result.shards):,} embeddings of {result.dim} dimensions"
-        )
+        running.summary = f"{sum(shard.count for shard in result.shards):,} embeddings of {result.dim} dimensions"
 
 
 def index(settings: Tree, dataset: str, embeddings: str, index: str) -> None:
@@ -167,9 +165,7 @@ def gate(run: str, store: str, settings: Tree, evaluation: str, verdict: str, ca
     return decided.promote
 
 
-def archive(
-    settings: Tree, dataset: str, network: str, index: str, evaluation: str, verdict: str, release: str
-) -> str:
+def archive(settings: Tree, dataset: str, network: str, index: str, evaluation: str, verdict: str, release: str) -> str:
     """Pack the release; returns its version."""
     with step("archive") as running:
         from evernear.data.shards import Dataset
@@ -192,9 +188,7 @@ def archive(
     return packed.manifest.version
 
 
-def deploy(
-    run: str, store: str, target: str, workdir: str, settings: Tree, release: str, verdict: str
-) -> None:
+def deploy(run: str, store: str, target: str, workdir: str, settings: Tree, release: str, verdict: str) -> None:
     """Publish the release and bring it up, unless the verdict does not promote it."""
     with step("deploy") as running:
         from evernear.deployment import deploy
@@ -204,9 +198,7 @@ def deploy(
         chosen = {"store": store, "target": target, "workdir": workdir, "serving": settings}
         deployed = deploy(Path(release), Path(verdict), knobs.parse(knobs.Settings, chosen))
         remember(open_store(store), run, deployment=deployed.model_dump(mode="json"))
-        running.summary = f"release {deployed.version} serves" + (
-            f" at {deployed.url}" if deployed.url else ""
-        )
+        running.summary = f"release {deployed.version} serves" + (f" at {deployed.url}" if deployed.url else "")
 
 
 def notify(run: str, store: str, state: str, error_message: str, outcome: str) -> None:

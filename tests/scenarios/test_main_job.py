@@ -43,7 +43,9 @@ def test_predict_answers_from_the_release_that_was_deployed(served: tuple[Bench,
         assert answer["neighbors"][0]["dist"] == pytest.approx(answer["dist"])
 
 
-def test_one_bad_image_among_good_ones_is_told_and_the_others_are_answered(served: tuple[Bench, dict]) -> None:
+def test_one_bad_image_among_good_ones_is_told_and_the_others_are_answered(
+    served: tuple[Bench, dict],
+) -> None:
     bench, _ = served
     bad = bench.directory / "note.png"
     bad.write_text("this is no picture")

@@ -33,7 +33,7 @@ def _list(sentences: list[str]) -> str:
 def _rules(rules: list[Rule]) -> str:
     rows = (
         f'<tr><td>{html.escape(rule.name)}</td><td class="{"yes" if rule.passed else "no"}">'
-        f'{"kept" if rule.passed else "broken"}</td>'
+        f"{'kept' if rule.passed else 'broken'}</td>"
         f"<td class=n>{_number(rule.candidate)}</td><td class=n>{_number(rule.champion)}</td>"
         f"<td class=n>{_number(rule.bound)}</td></tr>"
         for rule in rules
@@ -52,7 +52,7 @@ def _figures(evaluation: Evaluation) -> str:
         "index recall": (candidate.index_recall, champion.index_recall if champion else None),
     }
     rows = "".join(
-        f"<tr><td>{name}</td><td>{html.escape(str(ours))}</td><td>{html.escape(str(theirs)) if theirs else '-'}</td></tr>"
+        f"<tr><td>{name}</td><td>{html.escape(str(ours))}</td><td>{html.escape(str(theirs or '-'))}</td></tr>"
         for name, (ours, theirs) in shares.items()
     )
     probe = evaluation.open_set

@@ -50,4 +50,3 @@ def page(title: str, *parts: str) -> str:
     name = html.escape(title)
     head = f'<meta charset="utf-8"><title>{name}</title><style>{style}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body><h1>{name}</h1>{"".join(parts)}</body></html>'
-
