@@ -127,4 +127,6 @@ def continuous_training(
     for task in (*read_images, validated, indexed, gated, deployed, told):
         kubernetes.use_secret_as_env(task, s3_secret, {key: key for key in S3_KEYS}, optional=True)
     for task in (trained, probed):
+        # kfp 2.17 forgets to hand parameters of a limit to the group that the task stands in.
+        task.register_pipeline_channels([train_cpu, train_memory])
         task.set_cpu_limit(train_cpu).set_memory_limit(train_memory)

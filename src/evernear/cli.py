@@ -127,6 +127,14 @@ def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: Work
     print("TorchServe stopped." if stop(_settings(None, config, overrides, workdir)) else "TorchServe was not running.")
 
 
+@app.command()
+def token(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+    """Print the bearer token of the inference API, for curl and other clients."""
+    from evernear.serving.connection import home_of, read_key
+
+    print(read_key(home_of(_settings(None, config, overrides, workdir).workdir), "inference"))
+
+
 def main() -> None:
     """Run the command line; an `EvernearError` becomes one sentence and its exit code."""
     try:

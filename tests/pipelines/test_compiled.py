@@ -74,6 +74,16 @@ def test_only_functions_of_their_inputs_are_cached() -> None:
     assert cached == {"train", "export", "embed", "index", "probe"}
 
 
+def test_every_parameter_that_a_task_takes_reaches_the_group_it_stands_in() -> None:
+    """kfp compiles a limit by parameter without handing the parameter down; the run then fails before the task."""
+    for name, part in {**SPEC["components"], "root": SPEC["root"]}.items():
+        given = set(part.get("inputDefinitions", {}).get("parameters", {}))
+        for task in part.get("dag", {}).get("tasks", {}).values():
+            inputs = task.get("inputs", {}).get("parameters", {}).values()
+            taken = {value["componentInputParameter"] for value in inputs if "componentInputParameter" in value}
+            assert taken <= given, name
+
+
 def test_the_exit_step_runs_whatever_happens() -> None:
     assert TASKS["notify"]["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
 
