@@ -14,9 +14,7 @@ def head(classes: int = 5, dim: int = 7, scale: float = 32.0, margin: float = 0.
     return ArcFace(classes, dim, scale, margin).double()
 
 
-def by_angles(
-    embeddings: np.ndarray, centres: np.ndarray, labels: np.ndarray, s: float, m: float
-) -> np.ndarray:
+def by_angles(embeddings: np.ndarray, centres: np.ndarray, labels: np.ndarray, s: float, m: float) -> np.ndarray:
     """Equation 3 of arXiv:1801.07698 taken literally: arccosine, add m, cosine."""
     logits = np.empty((len(embeddings), len(centres)))
     for i, x in enumerate(embeddings):
@@ -53,9 +51,7 @@ def test_gradient_agrees_with_finite_differences() -> None:
     arcface, labels = head(scale=4.0), torch.tensor([0, 1, 2, 3, 4, 0])
     embeddings = torch.randn(6, 7, dtype=torch.float64, requires_grad=True)
     embeddings.data[0] = -arcface.centres.data[0] + 0.05  # on the far branch
-    assert torch.autograd.gradcheck(
-        lambda x, w: _with_centres(arcface, x, w, labels), (embeddings, arcface.centres)
-    )
+    assert torch.autograd.gradcheck(lambda x, w: _with_centres(arcface, x, w, labels), (embeddings, arcface.centres))
 
 
 def _with_centres(arcface: ArcFace, x: torch.Tensor, w: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

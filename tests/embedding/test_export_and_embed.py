@@ -34,9 +34,7 @@ def network_dir(digits: Dataset, trained_dir: Path, tmp_path_factory: pytest.Tem
     return directory
 
 
-def test_the_exported_network_computes_what_was_trained(
-    digits: Dataset, trained_dir: Path, network_dir: Path
-) -> None:
+def test_the_exported_network_computes_what_was_trained(digits: Dataset, trained_dir: Path, network_dir: Path) -> None:
     images = to_tensor(next(digits.blocks("test")).images)
     _, eager = load_trained(trained_dir)
     for optimize in (True, False):
@@ -56,9 +54,7 @@ def test_a_network_that_differs_is_not_exported(digits: Dataset, trained_dir: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_outputs_that_are_not_numbers_are_not_exported(
-    digits: Dataset, trained_dir: Path, tmp_path: Path
-) -> None:
+def test_outputs_that_are_not_numbers_are_not_exported(digits: Dataset, trained_dir: Path, tmp_path: Path) -> None:
     trained, network = load_trained(trained_dir)
     spoiled = network.state_dict()
     spoiled["project.weight"].fill_(float("nan"))
@@ -68,7 +64,7 @@ def test_outputs_that_are_not_numbers_are_not_exported(
 
 
 def test_a_network_for_other_images_is_refused(digits: Dataset, tmp_path: Path) -> None:
-    architecture = Architecture(shape=(9, 9, 3), mean=(0.5,) * 3, std=(0.5,) * 3, width=4, embedding_dim=16)
+    architecture = Architecture(shape=(9, 9, 3), mean=(0.5,) * 3, std=(0.5,) * 3, patch_px=1, width=4, embedding_dim=16)
     state = build(architecture).state_dict()
     save_trained(tmp_path, state, architecture, TrainSettings(), digits.digest, frozenset())
     with pytest.raises(IntegrityError, match=r"takes images of \(9, 9, 3\)"):
@@ -91,13 +87,11 @@ def test_a_file_that_is_no_torchscript_is_a_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(28, 28, 1), (50, 41, 3), (224, 224, 3)], ids=str)
-def test_every_shape_scripts_and_optimises_to_the_same_numbers(
-    shape: tuple[int, int, int], tmp_path: Path
-) -> None:
+def test_every_shape_scripts_and_optimises_to_the_same_numbers(shape: tuple[int, int, int], tmp_path: Path) -> None:
     torch.manual_seed(0)
     channels = shape[2]
     architecture = Architecture(
-        shape=shape, mean=(0.4,) * channels, std=(0.2,) * channels, width=4, embedding_dim=16
+        shape=shape, mean=(0.4,) * channels, std=(0.2,) * channels, patch_px=3, width=4, embedding_dim=16
     )
     eager = build(architecture)
     pixels = torch.randint(0, 256, (8, channels, *shape[:2]), dtype=torch.uint8)

@@ -3,14 +3,19 @@
 import pytest
 import torch
 
-from evernear.embedding.network import Architecture, EmbeddingNetwork, build
+from evernear.embedding.network import Architecture, EmbeddingNetwork, build, choose_patch
 
 
 def network(shape: tuple[int, int, int], mean: float = 0.13, std: float = 0.3) -> EmbeddingNetwork:
     torch.manual_seed(0)
     channels = shape[2]
     architecture = Architecture(
-        shape=shape, mean=(mean,) * channels, std=(std,) * channels, width=4, embedding_dim=16
+        shape=shape,
+        mean=(mean,) * channels,
+        std=(std,) * channels,
+        patch_px=choose_patch(*shape[:2]),
+        width=4,
+        embedding_dim=16,
     )
     return build(architecture).eval()
 
@@ -71,3 +76,4 @@ def test_cost_does_not_follow_the_camera() -> None:
         return seen[0]
 
     assert max(cells(side) for side in (95, 96, 224, 500)) <= 96 * 96
+    assert cells(28) == 28 * 28

@@ -213,7 +213,7 @@ WAYS = [
     {"optimizer": "sgd", "learning_rate": 0.1},
     {"optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.0, "weight_decay": 0.0},
     {"schedule": "cosine", "augment": "none", "precision": "float32"},
-    {"label_smoothing": 0.1},
+    {"label_smoothing": 0.1, "patch_px": 2},
 ]
 
 
@@ -226,7 +226,7 @@ def test_every_way_to_train_learns(
 
 
 def state(tiny: TrainSettings) -> TrainingState:
-    architecture = Architecture(shape=(8, 8, 1), mean=(0.5,), std=(0.5,), width=4, embedding_dim=16)
+    architecture = Architecture(shape=(8, 8, 1), mean=(0.5,), std=(0.5,), patch_px=1, width=4, embedding_dim=16)
     learner = Learner(architecture, 10, tiny, torch.float32)
     return TrainingState(learner, choose_optimizer(learner, tiny), torch.GradScaler("cpu", enabled=False))
 
@@ -287,8 +287,6 @@ def test_two_processes_train_together(digits: Dataset, tiny: TrainSettings, tmp_
 
 
 def test_a_failing_process_says_why(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
-    settings = tiny.model_copy(
-        update={"processes": 2, "learning_rate": 1e38, "optimizer": "sgd", "device": "cpu"}
-    )
+    settings = tiny.model_copy(update={"processes": 2, "learning_rate": 1e38, "optimizer": "sgd", "device": "cpu"})
     with pytest.raises(TrainingError, match="not a finite number"):
         train(digits, settings, tmp_path)

@@ -62,9 +62,7 @@ class Checkpoints:
             return None
         try:
             return from_bytes(found[0])
-        except (
-            Exception
-        ) as error:  # torch.load raises many kinds: RuntimeError, UnpicklingError, EOFError ...
+        except Exception as error:  # torch.load raises many kinds: RuntimeError, UnpicklingError, EOFError ...
             place = f"{self._store.uri}/{self._object}"
             raise TrainingError(f"The checkpoint {place} cannot be read; delete it and run again.") from error
 

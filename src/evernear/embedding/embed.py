@@ -115,17 +115,13 @@ class Embeddings:
             IntegrityError: there are none, or a shard is missing or changed.
         """
         try:
-            description = EmbeddingsDescription.model_validate_json(
-                (directory / DESCRIPTION_FILE).read_bytes()
-            )
+            description = EmbeddingsDescription.model_validate_json((directory / DESCRIPTION_FILE).read_bytes())
         except (OSError, ValidationError) as error:
             raise IntegrityError(f"{directory} holds no embeddings; run the embed step again.") from error
         for shard in description.shards:
             path = directory / shard.file
             if not path.is_file() or sha256_file(path) != shard.sha256:
-                raise IntegrityError(
-                    f"{path} is missing or changed since it was written; run the embed step again."
-                )
+                raise IntegrityError(f"{path} is missing or changed since it was written; run the embed step again.")
         return Embeddings(directory, description)
 
     @property
@@ -154,9 +150,7 @@ class Embeddings:
                 )
 
 
-def _embedded(
-    network: nn.Module, dataset: Dataset, split: Split, batch_size: int, dim: int
-) -> Iterator[Rows]:
+def _embedded(network: nn.Module, dataset: Dataset, split: Split, batch_size: int, dim: int) -> Iterator[Rows]:
     dtype = np.dtype([("embedding", "<f4", (dim,)), ("label", "<i4"), ("digest", "u1", (32,))])
     for block in dataset.blocks(split, batch_size):
         rows = np.empty(len(block.labels), dtype)

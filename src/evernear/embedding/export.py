@@ -107,9 +107,7 @@ def load_network(path: Path, optimize: bool = True) -> torch.jit.ScriptModule:
     if path.is_dir():
         described, file = describe_network(path), path / NETWORK_FILE
         if not file.is_file() or sha256_file(file) != described.sha256:
-            raise IntegrityError(
-                f"{file} is not the network that {path / DESCRIPTION_FILE} names; export again."
-            )
+            raise IntegrityError(f"{file} is not the network that {path / DESCRIPTION_FILE} names; export again.")
         return torchscript.load(file, optimize)
     return torchscript.load(path, optimize)
 
@@ -136,6 +134,4 @@ def _real_images(dataset: Dataset) -> Tensor:
     for split in ("query", "gallery"):
         for block in dataset.blocks(split, PARITY_IMAGES):
             return to_tensor(np.asarray(block.images))
-    raise TrainingError(
-        f"Dataset {dataset.manifest.name} has no query or gallery image to prove the export on."
-    )
+    raise TrainingError(f"Dataset {dataset.manifest.name} has no query or gallery image to prove the export on.")

@@ -61,9 +61,7 @@ class TrainingImages:
         waiting: list[tuple[NDArray[np.uint8], NDArray[np.int64]]] = []
         shuffle_seed = int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
         for each_pass in range(2**31):
-            for block in self._dataset.shuffled_batches(
-                "train", batch_size, shuffle_seed, each_pass, rank, world_size
-            ):
+            for block in self._dataset.shuffled_batches("train", batch_size, shuffle_seed, each_pass, rank, world_size):
                 waiting.append(self._kept(block))
                 if sum(len(classes) for _, classes in waiting) < batch_size:
                     continue
@@ -86,6 +84,4 @@ class TrainingImages:
 
     def _count(self, split: Split) -> int:
         counts = self._dataset.manifest.label_counts(split)
-        return sum(
-            counts[label] for label, kept in zip(counts, self._class_of_label >= 0, strict=True) if kept
-        )
+        return sum(counts[label] for label, kept in zip(counts, self._class_of_label >= 0, strict=True) if kept)

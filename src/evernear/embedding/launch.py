@@ -64,9 +64,7 @@ def launch(
                 _report(line, on_epoch)
         if running.returncode != 0:
             said = job.error_file.read_text() if job.error_file.exists() else ""
-            raise TrainingError(
-                said or f"A training process of {settings.processes} died; its log tells why."
-            )
+            raise TrainingError(said or f"A training process of {settings.processes} died; its log tells why.")
     return TrainingResult.model_validate_json((out_dir / HISTORY_FILE).read_bytes())
 
 

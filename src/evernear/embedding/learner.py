@@ -55,9 +55,7 @@ def choose_precision(settings: TrainSettings, device: torch.device) -> torch.dty
     """The type of the network's activations; ``auto`` takes half precision where the device computes in
     it."""
     if settings.precision != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[
-            settings.precision
-        ]
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[settings.precision]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     cpu = torch.cpu.get_capabilities()
@@ -75,9 +73,7 @@ def choose_optimizer(learner: Learner, settings: TrainSettings) -> torch.optim.O
     if settings.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=settings.learning_rate, fused=True)
     nesterov = settings.momentum > 0
-    return torch.optim.SGD(
-        groups, lr=settings.learning_rate, momentum=settings.momentum, nesterov=nesterov, fused=True
-    )
+    return torch.optim.SGD(groups, lr=settings.learning_rate, momentum=settings.momentum, nesterov=nesterov, fused=True)
 
 
 def learning_rate(settings: TrainSettings, done: float) -> float:

@@ -26,6 +26,8 @@ class Architecture(BaseModel):
     mean: tuple[float, ...]
     """Mean of each channel over the training images, whose values are taken as 0..1."""
     std: tuple[float, ...]
+    patch_px: int
+    """Side of the squares of pixels that become channels before the first convolution."""
     width: int
     """Channels of the first convolution."""
     embedding_dim: int
@@ -37,9 +39,10 @@ class EmbeddingNetwork(nn.Module):
     Normalising by mean and standard deviation is the network's first layer, so it is fed pixels 0..255 and no
     caller can forget it. (Floats in 0..255, which augmentation makes, are taken too.)
 
-    A stage is two 3x3 convolutions with batch normalisation and a 2x2 max-pooling, as in VGG (Simonyan and
-    Zisserman 2014, arXiv:1409.1556); the first stage, which sees the most pixels, has one convolution. There
-    are at least two stages, and as many as it takes to come down to `LAST_GRID`.
+    A stage is two 3x3 convolutions and a 2x2 max-pooling, as in VGG (Simonyan and Zisserman 2014,
+    arXiv:1409.1556), with batch normalisation; the first stage, which sees the most pixels, has one
+    convolution. There are at least two stages, and as many as it takes to come down to `LAST_GRID`. Pooling
+    comes before normalisation and ReLU, which then touch a quarter of the numbers.
     """
 
     def __init__(self, architecture: Architecture) -> None:
@@ -49,17 +52,17 @@ class EmbeddingNetwork(nn.Module):
         self.register_buffer("std", _per_channel(architecture.std))
         self.mean: Tensor
         self.std: Tensor
-        patch = _patch_size(height, width)
+        patch = architecture.patch_px
         layers: list[nn.Module] = [_PadTo(patch), nn.PixelUnshuffle(patch)] if patch > 1 else []
         features, grid = channels * patch**2, (math.ceil(height / patch), math.ceil(width / patch))
         stage = 0
         while stage < 2 or max(grid) > LAST_GRID:
             wider = architecture.width * min(2**stage, WIDEST)
-            layers.append(_convolution(features, wider))
-            if stage > 0:
-                layers.append(_convolution(wider, wider))
             halving = (2 if grid[0] > LAST_GRID else 1, 2 if grid[1] > LAST_GRID else 1)
-            layers.append(nn.MaxPool2d(halving))
+            if stage > 0:
+                layers.append(_convolution(features, wider))
+                features = wider
+            layers.append(_convolution(features, wider, halving))
             features, grid = wider, (grid[0] // halving[0], grid[1] // halving[1])
             stage += 1
         self.features = nn.Sequential(*layers)
@@ -83,16 +86,19 @@ def _per_channel(values: tuple[float, ...]) -> Tensor:
     return torch.tensor(values, dtype=torch.float32).reshape(1, -1, 1, 1)
 
 
-def _patch_size(height: int, width: int) -> int:
+def choose_patch(height: int, width: int) -> int:
+    """Side of the patches for images of ``height`` x ``width`` pixels."""
     patch = 1
     while min(height, width) / patch >= LARGEST_FIRST_GRID:
         patch *= 2
     return patch
 
 
-def _convolution(inputs: int, outputs: int) -> nn.Sequential:
-    convolution = nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False)
-    return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
+def _convolution(inputs: int, outputs: int, halving: tuple[int, int] = (1, 1)) -> nn.Sequential:
+    layers: list[nn.Module] = [nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False)]
+    if halving != (1, 1):
+        layers.append(nn.MaxPool2d(halving))
+    return nn.Sequential(*layers, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
 
 
 class _PadTo(nn.Module):

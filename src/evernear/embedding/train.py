@@ -31,7 +31,7 @@ from evernear.embedding.learner import (
     learning_rate,
     validate,
 )
-from evernear.embedding.network import Architecture
+from evernear.embedding.network import Architecture, choose_patch
 from evernear.embedding.state import TrainingState
 from evernear.embedding.trained import save_trained
 from evernear.errors import TrainingError
@@ -97,9 +97,7 @@ def train(
             pixels, classes = pixels.to(device), classes.to(device)
             if settings.augment == "affine":
                 pixels = random_affine(pixels, randomness)
-            loss = F.cross_entropy(
-                forward(pixels, classes), classes, label_smoothing=settings.label_smoothing
-            )
+            loss = F.cross_entropy(forward(pixels, classes), classes, label_smoothing=settings.label_smoothing)
             optimizer.zero_grad()
             scaler.scale(loss).backward()
             scaler.step(optimizer)
@@ -147,6 +145,7 @@ def describe(dataset: Dataset, settings: TrainSettings) -> Architecture:
         shape=dataset.shape,
         mean=mean,
         std=tuple(max(deviation, 1 / 255) for deviation in std),
+        patch_px=settings.patch_px or choose_patch(*dataset.shape[:2]),
         width=settings.width,
         embedding_dim=settings.embedding_dim,
     )

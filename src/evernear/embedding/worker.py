@@ -21,9 +21,7 @@ def main(job_file: Path) -> None:
     dist.init_process_group("nccl" if gpus >= job.settings.processes else "gloo")
     store = open_store(job.store_uri) if job.store_uri is not None else None
     try:
-        train(
-            Dataset.open(job.dataset_dir), job.settings, job.out_dir, store, job.exclude_labels, _print_epoch
-        )
+        train(Dataset.open(job.dataset_dir), job.settings, job.out_dir, store, job.exclude_labels, _print_epoch)
     except EvernearError as error:
         job.error_file.write_text(str(error))
         sys.exit(error.exit_code)

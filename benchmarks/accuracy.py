@@ -1,0 +1,123 @@
+"""Accuracy of the system as it is served, over seeds: ``python benchmarks/accuracy.py --source mnist``.
+
+Each run goes through the functions of the pipeline's steps: ingest, train, export, embed, index, measure.
+Settings were chosen with ``--split query``, which no network and no index has seen; ``--split test``, the
+default, is for the figures of the README.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import machine
+from scipy.stats import t
+
+from evernear.data.ingest import ingest
+from evernear.data.manifest import save_manifest
+from evernear.data.shards import Dataset
+from evernear.embedding.embed import Embeddings, embed
+from evernear.embedding.export import export
+from evernear.embedding.train import train
+from evernear.evaluation.measure import Measurement, measure
+from evernear.evaluation.recogniser import Recogniser
+from evernear.index.build import build
+from evernear.settings import Settings, load
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", default="mnist", help="a source of `evernear run`, as mnist or mnist:DIRECTORY")
+    parser.add_argument("--presets", nargs="+", default=["default", "best"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--split", choices=["test", "query"], default="test")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    arguments = parser.parse_args()
+
+    here, runs = machine.describe(), []
+    with tempfile.TemporaryDirectory() as scratch:
+        dataset = ingested(arguments.source, Path(scratch))
+        for preset in arguments.presets:
+            for seed in arguments.seeds:
+                chosen = load(
+                    preset=None if preset == "default" else preset,
+                    environment={},
+                    overrides=[*arguments.set, f"train.seed={seed}"],
+                )
+                runs.append({"preset": preset, "seed": seed, **run(dataset, chosen, Path(scratch), arguments.split)})
+                print(runs[-1], flush=True)
+    summaries = [summarise(preset, [r for r in runs if r["preset"] == preset]) for preset in arguments.presets]
+    if arguments.split == "test" and not arguments.set:
+        machine.write("accuracy", here, {"summaries": summaries, "runs": runs}, table(summaries))
+    else:
+        print(*summaries, sep="\n")
+
+
+def ingested(source: str, scratch: Path) -> Dataset:
+    settings = load(environment={}, overrides=[f"data.source={source}"]).data
+    save_manifest(ingest(settings, (scratch / "store").as_uri()), scratch)
+    return Dataset.open(scratch)
+
+
+def run(dataset: Dataset, settings: Settings, scratch: Path, split: Any) -> dict[str, Any]:
+    trained, network, embeddings, index = (scratch / n for n in ("trained", "network", "embeddings", "index"))
+    started_s = time.perf_counter()
+    history = train(dataset, settings.train, trained)
+    train_s = time.perf_counter() - started_s
+    export(trained, dataset, network, settings.train.parity_tolerance)
+    embed(network, dataset, embeddings)
+    build(Embeddings.open(embeddings), dataset.labels, settings.index, index)
+    measured, _ = measure(Recogniser.open(network, index), dataset, settings.evaluation, split)
+    return {"train_s": round(train_s, 1), "epochs": len(history.epochs), **figures(measured)}
+
+
+def figures(measured: Measurement) -> dict[str, Any]:
+    return {
+        "accuracy": measured.accuracy.value,
+        "accuracy_low": measured.accuracy.low,
+        "accuracy_high": measured.accuracy.high,
+        "queries": measured.accuracy.total,
+        "recall_at_1": measured.recall_at_1.value,
+        "recall_at_5": measured.recall_at_5.value,
+        "parity_max_abs_difference": measured.parity_max_abs_difference,
+    }
+
+
+def summarise(preset: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean over seeds with the 95% interval of Student's t."""
+    values = [run["accuracy"] for run in runs]
+    mean, half = statistics.mean(values), 0.0
+    if len(values) > 1:
+        half = float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
+    return {
+        "preset": preset,
+        "seeds": len(values),
+        "queries": runs[0]["queries"],
+        "mean_accuracy": mean,
+        "low": mean - half,
+        "high": min(mean + half, 1.0),
+        "lowest": min(values),
+        "mean_recall_at_1": statistics.mean(run["recall_at_1"] for run in runs),
+        "mean_train_s": statistics.mean(run["train_s"] for run in runs),
+    }
+
+
+def table(summaries: list[dict[str, Any]]) -> list[list[str]]:
+    heading = ["settings", "accuracy, mean of seeds", "95% interval", "lowest seed", "1-NN", "training"]
+    return [heading] + [
+        [
+            str(s["preset"]),
+            f"{s['mean_accuracy']:.2%} of {s['queries']:,} ({s['seeds']} seeds)",
+            f"{s['low']:.2%} to {s['high']:.2%}",
+            f"{s['lowest']:.2%}",
+            f"{s['mean_recall_at_1']:.2%}",
+            f"{s['mean_train_s']:.0f} s",
+        ]
+        for s in summaries
+    ]
+
+
+if __name__ == "__main__":
+    main()
