@@ -93,6 +93,7 @@ class TrainSettings(Section):
     scale: float = Field(default=32.0, gt=0.0, description="ArcFace s.")
     embedding_dim: int = Field(default=128, ge=2, le=2048)
     width: int = Field(default=16, ge=4, le=512, description="Channels of the first convolution; they double by stage.")
+    patch_px: int = Field(default=0, ge=0, le=32, description="Squares of pixels made channels at first; 0: by size.")
     augment: Literal["none", "affine"] = "affine"
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
