@@ -3,6 +3,7 @@
 import itertools
 import json
 import socket
+import zipfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from evernear.embedding.export import export
 from evernear.embedding.train import train
 from evernear.index.build import build
 from evernear.release.archive import archive
-from evernear.release.manifest import ReleaseManifest
+from evernear.release.manifest import Part, ReleaseManifest
 from evernear.settings import DataSettings, IndexSettings, ServingSettings, TrainSettings
+from evernear.store import sha256_bytes
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,9 @@ class PackedRelease:
 
 
 class MakeRelease(Protocol):
-    def __call__(self, parent: str | None = None, promote: bool = True) -> PackedRelease: ...
+    def __call__(
+        self, parent: str | None = None, promote: bool = True, verdict: str | None = None
+    ) -> PackedRelease: ...
 
 
 def build_system(directory: Path) -> System:
@@ -64,22 +68,22 @@ def build_system(directory: Path) -> System:
 def release_maker(system: System, new_directory: Callable[[], Path]) -> MakeRelease:
     seconds = itertools.count()
 
-    def make(parent: str | None = None, promote: bool = True) -> PackedRelease:
+    def make(parent: str | None = None, promote: bool = True, verdict: str | None = None) -> PackedRelease:
         directory = new_directory()
-        verdict = directory / "verdict.json"
-        verdict.write_text(json.dumps({"promote": promote, "reasons": ["a test says so"]}))
+        verdict_file = directory / "verdict.json"
+        verdict_file.write_text(verdict or json.dumps({"promote": promote, "reasons": ["a test says so"]}))
         release = archive(
             dataset=system.dataset,
             network_dir=system.network_dir,
             index_dir=system.index_dir,
-            verdict_file=verdict,
+            verdict_file=verdict_file,
             metrics={"accuracy": 0.9},
             parent=parent,
             settings=ServingSettings(),
             out_dir=directory / "release",
             created=datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=next(seconds)),
         )
-        return PackedRelease(release.archive, release.manifest, verdict)
+        return PackedRelease(release.archive, release.manifest, verdict_file)
 
     return make
 
@@ -93,3 +97,15 @@ def settings_on_free_ports(**changes: object) -> ServingSettings:
             each.bind(("127.0.0.1", 0))
         ports = {name: each.getsockname()[1] for name, each in zip(names, sockets, strict=True)}
     return ServingSettings.model_validate(ports | changes)
+
+
+def forge(release: PackedRelease, archive: Path, **parts: bytes) -> PackedRelease:
+    """The same release with other parts (``smoke_json=...``), and a manifest that agrees with them."""
+    changed = {name.replace("_", "."): data for name, data in parts.items()}
+    described = {n: Part(sha256=sha256_bytes(d), size_bytes=len(d)) for n, d in changed.items()}
+    manifest = release.manifest.model_copy(update={"parts": release.manifest.parts | described})
+    with zipfile.ZipFile(release.archive) as old, zipfile.ZipFile(archive, "w") as new:
+        for name in old.namelist():
+            data = manifest.to_json() if name == "manifest.json" else changed.get(name, old.read(name))
+            new.writestr(name, data)
+    return PackedRelease(archive, manifest, release.verdict)

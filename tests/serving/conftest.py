@@ -22,7 +22,7 @@ def parts(make_release: MakeRelease, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def served(make_release: MakeRelease, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A release on a TorchServe, in a path that holds what paths may hold, and too long for a socket's name."""
+    """A release on a TorchServe, in a path of odd letters that is too long for a socket's name."""
     directory = tmp_path_factory.mktemp("wörk dir, 1") / ("d" * 100)
     settings = Settings(workdir=directory, serving=settings_on_free_ports())
     packed = make_release()

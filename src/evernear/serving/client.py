@@ -34,9 +34,7 @@ class Client:
         home = home_of(settings.workdir)
         url = f"{endpoints(home).inference_url}/predictions/{settings.serving.model_name}"
         limits = settings.serving
-        return Client(
-            url, read_key(home, "inference"), limits.response_timeout_s, limits.max_request_size_bytes
-        )
+        return Client(url, read_key(home, "inference"), limits.response_timeout_s, limits.max_request_size_bytes)
 
     def predict(self, image: bytes, version: str | None = None) -> Prediction:
         """Recognise the content of a PNG or JPEG file, with a named ``version`` or the default one.

@@ -112,9 +112,7 @@ class Management:
             except requests.ConnectionError:
                 raise Unreachable(f"TorchServe does not answer at {url}; {START_HINT}.") from None
             except requests.Timeout:
-                raise ServingError(
-                    f"TorchServe did not answer {method} {path} within {timeout_s} s."
-                ) from None
+                raise ServingError(f"TorchServe did not answer {method} {path} within {timeout_s} s.") from None
         if not response.ok:
             raise ServingError(f"TorchServe refused {method} {path}: {reason_of(response)}")
         return response.json()

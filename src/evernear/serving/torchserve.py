@@ -35,7 +35,8 @@ JAVA_MAJOR_VERSION = 17  # the oldest that runs TorchServe 0.12
 KEYS_EXPIRE_AFTER_MIN = 10 * 365 * 24 * 60  # they die with the server, not after the default hour
 UNIX_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), less its closing zero
 LOCK_TIMEOUT_S = 300
-TERMINATE_TIMEOUT_S = 15
+TERMINATE_TIMEOUT_S = 0.5  # it resets what is in flight at once, then idles for seconds before it ends
+KILL_TIMEOUT_S = 15
 POLL_S = 0.1
 
 # Read from the environment by TorchServe whatever its configuration says, or secrets that it has no need of.
@@ -186,18 +187,14 @@ def _locked(home: Path) -> Generator[None]:
         with FileLock(home / "server.lock", timeout=LOCK_TIMEOUT_S):
             yield
     except Timeout:
-        raise Busy(
-            f"Another process starts or stops the TorchServe in {home}; wait for it and try again."
-        ) from None
+        raise Busy(f"Another process starts or stops the TorchServe in {home}; wait for it and try again.") from None
 
 
 def _running_endpoints(home: Path, wanted: Endpoints) -> Endpoints:
     state = read_state(home)
     if state is None or state.endpoints != wanted:
         now = state.endpoints.inference_url if state else "other ports"
-        raise ServingError(
-            f"TorchServe already runs at {now}, not where the settings say; run `evernear stop` first."
-        )
+        raise ServingError(f"TorchServe already runs at {now}, not where the settings say; run `evernear stop` first.")
     return wanted
 
 
@@ -316,10 +313,7 @@ def _is_java_of(home: Path, pid: int) -> bool:
 def _is_of(command: list[str], home: Path) -> bool:
     """Whether a command line is that of this home's Java or of one of its Python workers."""
     temporary = _temporary_directory(home)
-    return any(
-        word == f"-Djava.io.tmpdir={temporary}" or word.startswith(f"{temporary}/.ts.sock.")
-        for word in command
-    )
+    return any(word == f"-Djava.io.tmpdir={temporary}" or word.startswith(f"{temporary}/.ts.sock.") for word in command)
 
 
 def processes(home: Path) -> list[psutil.Process]:
@@ -340,11 +334,9 @@ def _end_processes(home: Path) -> bool:
     psutil.wait_procs(found, timeout=TERMINATE_TIMEOUT_S)
     remaining = processes(home)
     _signal(remaining, psutil.Process.kill)
-    psutil.wait_procs(remaining, timeout=TERMINATE_TIMEOUT_S)
+    psutil.wait_procs(remaining, timeout=KILL_TIMEOUT_S)
     if immortal := processes(home):
-        raise ServingError(
-            f"Processes {', '.join(str(p.pid) for p in immortal)} of TorchServe cannot be ended."
-        )
+        raise ServingError(f"Processes {', '.join(str(p.pid) for p in immortal)} of TorchServe cannot be ended.")
     return bool(found)
 
 
@@ -404,7 +396,5 @@ def _as_properties(properties: Mapping[str, object]) -> str:
         text = str(value).replace("\\", "\\\\").replace("\n", "\\n")
         units = text.encode("utf-16-be")
         codes = (int.from_bytes(units[i : i + 2], "big") for i in range(0, len(units), 2))
-        lines.append(
-            f"{key}=" + "".join(chr(code) if 32 <= code < 127 else f"\\u{code:04x}" for code in codes)
-        )
+        lines.append(f"{key}=" + "".join(chr(code) if 32 <= code < 127 else f"\\u{code:04x}" for code in codes))
     return "\n".join(lines) + "\n"

@@ -1,0 +1,81 @@
+from pathlib import Path
+
+import pytest
+from releases import MakeRelease, PackedRelease
+
+from evernear.deployment.admission import publish
+from evernear.errors import Conflict, IntegrityError
+from evernear.release.registry import Registry
+from evernear.store import Store, open_store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store((tmp_path / "store").as_uri())
+
+
+@pytest.fixture(scope="module")
+def release(make_release: MakeRelease) -> PackedRelease:
+    return make_release()
+
+
+def nothing_happened(store: Store) -> bool:
+    return Registry(store).champion() is None and list(Registry(store).list()) == []
+
+
+def test_a_promoted_release_becomes_champion_and_may_be_published_again(store: Store, release: PackedRelease) -> None:
+    for _ in range(2):
+        deployed = publish(release.archive, release.verdict, store)
+        assert (deployed.version, deployed.previous, deployed.url) == (release.version, None, None)
+    champion = Registry(store).champion()
+    assert champion is not None
+    assert champion.version == release.version
+    assert list(Registry(store).list()) == [release.version]
+
+
+def test_a_verdict_that_holds_is_obeyed(store: Store, make_release: MakeRelease) -> None:
+    held = make_release(promote=False)
+    with pytest.raises(IntegrityError, match=rf"holds release {held.version}: a test says so\."):
+        publish(held.archive, held.verdict, store)
+    assert nothing_happened(store)
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"promote": true}', b'{"promote": true, "reasons": []}'])
+def test_another_verdict_or_none_is_not_enough(
+    store: Store, release: PackedRelease, tmp_path: Path, content: bytes | None
+) -> None:
+    verdict = tmp_path / "verdict.json"
+    if content is not None:
+        verdict.write_bytes(content)
+    with pytest.raises(IntegrityError, match=r"holds no verdict|not the verdict"):
+        publish(release.archive, verdict, store)
+    assert nothing_happened(store)
+
+
+@pytest.mark.parametrize("said", ['{"promote": "true"}', '{"promote": 1}', "{}", '{"promote": null}', "[]"])
+def test_only_a_plain_true_promotes(store: Store, make_release: MakeRelease, tmp_path: Path, said: str) -> None:
+    """A release archived with such a verdict, so that the hash is right."""
+    release = make_release(verdict=said)
+    with pytest.raises(IntegrityError):
+        publish(release.archive, release.verdict, store)
+    assert nothing_happened(store)
+
+
+def test_a_damaged_archive_is_not_published(store: Store, release: PackedRelease, tmp_path: Path) -> None:
+    content = bytearray(release.archive.read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "x.mar").write_bytes(content)
+    with pytest.raises(IntegrityError):
+        publish(tmp_path / "x.mar", release.verdict, store)
+    assert nothing_happened(store)
+
+
+def test_a_release_measured_against_another_champion_has_to_be_measured_again(
+    store: Store, make_release: MakeRelease
+) -> None:
+    first, second = make_release(), make_release()
+    publish(first.archive, first.verdict, store)
+    with pytest.raises(Conflict, match=f"was measured against no champion, but {first.version} is"):
+        publish(second.archive, second.verdict, store)
+    third = make_release(parent=first.version)
+    assert publish(third.archive, third.verdict, store).previous == first.version

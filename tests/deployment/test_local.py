@@ -1,0 +1,227 @@
+"""Rollouts on a real TorchServe, with clients that never stop asking."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from releases import MakeRelease, PackedRelease, forge, settings_on_free_ports
+
+from evernear.deployment import local
+from evernear.errors import Conflict, EvernearError, IntegrityError, ServingError, Unreachable
+from evernear.release.parts import ReleaseParts, open_release
+from evernear.release.registry import Registry
+from evernear.serving import torchserve
+from evernear.serving.client import Client
+from evernear.serving.connection import home_of, read_state
+from evernear.serving.management import Management
+from evernear.settings import Settings
+from evernear.store import open_store
+
+BROKEN = b"class H:\n    def initialize(self, c): raise RuntimeError('no')\n    def handle(self, d, c): ...\n"
+FAILING = b"class H:\n    def initialize(self, c): ...\n    def handle(self, d, c): raise RuntimeError('no')\n"
+
+
+class Site:
+    """A working directory with a champion that serves."""
+
+    def __init__(self, settings: Settings, make_release: MakeRelease, image: bytes) -> None:
+        self.settings = settings
+        self.image = image
+        self.home = home_of(settings.workdir)
+        self.registry = Registry(open_store(settings.store_uri))
+        self._make_release = make_release
+
+    @property
+    def champion(self) -> str:
+        champion = self.registry.champion()
+        assert champion is not None
+        return champion.version
+
+    @property
+    def registered(self) -> list[str]:
+        return [found.version for found in Management(self.home).versions("embedding")]
+
+    @property
+    def default(self) -> str:
+        return Client.of(self.settings).predict(self.image).version
+
+    def candidate(self) -> PackedRelease:
+        return self._make_release(parent=self.champion)
+
+    def deploy(self, release: PackedRelease, settings: Settings | None = None) -> local.Deployment:
+        return local.deploy(release.archive, release.verdict, settings or self.settings)
+
+    @contextmanager
+    def hammered(self) -> Iterator[set[str]]:
+        """Clients ask all the while, and every question is answered; yields the versions that answered."""
+        failures: list[str] = []
+        versions: set[str] = set()
+        done = threading.Event()
+
+        def hammer() -> None:
+            client = Client.of(self.settings)
+            while not done.wait(0.005):
+                try:
+                    versions.add(client.predict(self.image).version)
+                except EvernearError as error:
+                    failures.append(str(error))
+
+        threads = [threading.Thread(target=hammer) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield versions
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join()
+        assert failures == []
+        assert versions
+
+
+@pytest.fixture(scope="module")
+def site(make_release: MakeRelease, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    directory = tmp_path_factory.mktemp("site")
+    settings = Settings(workdir=directory / "work", serving=settings_on_free_ports())
+    first = make_release()
+    parts: ReleaseParts = open_release(first.archive, directory / "opened")
+    site = Site(settings, make_release, parts.read("smoke-00.png"))
+    try:
+        assert local.status(settings)["server"] == "down"
+        deployed = site.deploy(first)
+        assert (deployed.version, deployed.previous) == (first.version, None)
+        assert deployed.smoke_queries == settings.serving.smoke_queries
+        yield site
+    finally:
+        local.stop(settings)
+    assert torchserve.processes(site.home) == []
+    assert local.status(settings)["server"] == "down"
+
+
+def test_a_rollout_lets_no_request_fail(site: Site) -> None:
+    before, candidate = site.champion, site.candidate()
+    with site.hammered() as versions:
+        deployed = site.deploy(candidate)
+    assert (deployed.version, deployed.previous) == (candidate.version, before)
+    assert versions == {before, candidate.version}
+    assert site.default == site.champion == candidate.version
+    assert before in site.registered, "it stays for a rollback"
+    assert local.status(site.settings) == {
+        "server": "up",
+        "url": deployed.url,
+        "default": candidate.version,
+        "ready_workers": 1,
+        "registered": site.registered,
+        "champion": candidate.version,
+        "store": site.settings.store_uri,
+    }
+    # The same step again, as after a kill that came too late:
+    assert site.deploy(candidate).version == candidate.version
+    assert site.champion == candidate.version
+
+
+@pytest.mark.parametrize("fault", ["wrong answer", "does not load", "fails at a request"])
+def test_a_candidate_that_fails_is_removed_and_the_champion_goes_on(site: Site, tmp_path: Path, fault: str) -> None:
+    good = site.candidate()
+    queries = json.loads(open_release(good.archive, tmp_path / "opened").read("smoke.json"))
+    queries[-1]["dist"] += 0.01
+    faulty, sentence = {
+        "wrong answer": ({"smoke_json": json.dumps(queries).encode()}, "fails its smoke test"),
+        "does not load": ({"handler_py": BROKEN}, "refused POST /models"),
+        "fails at a request": ({"handler_py": FAILING}, "fails its smoke test with smoke-00.png"),
+    }[fault]
+    candidate = forge(good, tmp_path / "faulty.mar", **faulty)
+    champion, registered = site.champion, site.registered
+    with site.hammered() as versions, pytest.raises(ServingError, match=sentence):
+        site.deploy(candidate)
+    assert versions == {champion}
+    assert site.champion == champion
+    assert site.registered == registered
+    assert candidate.version not in list(site.registry.list())
+    assert not list(torchserve.model_store(site.home).glob(f"*{candidate.version}*"))
+    assert not list(site.home.glob(".release-*"))
+
+
+def test_a_promotion_that_loses_the_race_is_undone(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another release becomes champion while the candidate is being tested."""
+    candidate, rival = site.candidate(), site.candidate()
+
+    def smoke_and_lose(client: Client, parts: ReleaseParts) -> int:
+        site.registry.publish(rival.archive, rival.manifest)
+        site.registry.set_champion(rival.version, site.registry.champion())
+        return real_smoke(client, parts)
+
+    real_smoke = local.smoke
+    with monkeypatch.context() as patched, site.hammered():
+        patched.setattr(local, "smoke", smoke_and_lose)
+        with pytest.raises(Conflict, match="champion changed"):
+            site.deploy(candidate)
+    assert site.champion == rival.version
+    assert candidate.version not in site.registered
+
+    # The server follows the registry as soon as it is looked after, as after a kill before `set-default`:
+    assert local.serve(site.settings) == rival.version
+    assert site.default == rival.version
+
+
+def test_what_a_killed_deployment_left_is_removed_by_the_next(site: Site) -> None:
+    killed, candidate = site.candidate(), site.candidate()
+    shutil.copy(killed.archive, torchserve.model_store(site.home) / f"embedding-{killed.version}.mar")
+    Management(site.home).register(f"embedding-{killed.version}.mar", site.settings.serving)
+    assert killed.version in site.registered
+    serving = site.settings.serving.model_copy(update={"keep": 1})
+    with site.hammered():
+        site.deploy(candidate, site.settings.model_copy(update={"serving": serving}))
+    assert site.registered == [candidate.version], "keep=1 leaves the champion alone"
+    assert site.default == candidate.version
+
+
+def test_a_verdict_that_holds_reaches_no_server(site: Site, make_release: MakeRelease) -> None:
+    held = make_release(parent=site.champion, promote=False)
+    registered = site.registered
+    with pytest.raises(IntegrityError, match="a test says so"):
+        site.deploy(held)
+    assert site.registered == registered
+
+
+def test_a_server_that_died_is_told_and_brought_back_with_its_champion(site: Site) -> None:
+    state = read_state(site.home)
+    assert state is not None
+    workers = [process for process in torchserve.processes(site.home) if process.pid != state.pid]
+    os.kill(state.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert alive == [], "workers end with their Java"
+    assert local.status(site.settings)["server"] == "died"
+    with pytest.raises(Unreachable, match="start it with `evernear serve`"):
+        Client.of(site.settings).predict(site.image)
+
+    broken = site.candidate()
+    broken.archive.write_bytes(b"")
+    with pytest.raises(IntegrityError):
+        site.deploy(broken)
+    assert local.serve(site.settings) == site.champion == site.default
+
+
+def test_without_a_champion_there_is_nothing_to_serve(tmp_path: Path) -> None:
+    settings = Settings(workdir=tmp_path / "work", serving=settings_on_free_ports())
+    with pytest.raises(ServingError, match="run `evernear run` first"):
+        local.serve(settings)
+    assert local.status(settings)["server"] == "down"
+    assert not local.stop(settings)
+
+
+def test_a_first_release_that_fails_leaves_no_server(make_release: MakeRelease, tmp_path: Path) -> None:
+    settings = Settings(workdir=tmp_path / "work", serving=settings_on_free_ports())
+    broken = forge(make_release(), tmp_path / "broken.mar", handler_py=BROKEN)
+    with pytest.raises(ServingError):
+        local.deploy(broken.archive, broken.verdict, settings)
+    assert torchserve.processes(home_of(settings.workdir)) == []
+    assert local.status(settings)["server"] == "down"
+    assert local.status(settings)["champion"] is None
