@@ -50,7 +50,7 @@ def test_folder_with_one_class(bench: Bench) -> None:
 
 @pytest.mark.parametrize("content", [b"this is no picture", b""], ids=["text", "empty"])
 def test_file_that_is_no_image_is_named(bench: Bench, content: bytes) -> None:
-    write_digits(bench.directory / "images", labels="012", per_class=40)
+    write_digits(bench.directory / "images")
     (bench.directory / "images/1/note.png").write_bytes(content)
     code, told = run_refused(bench)
     assert code == 3
@@ -58,7 +58,7 @@ def test_file_that_is_no_image_is_named(bench: Bench, content: bytes) -> None:
 
 
 def test_corrupt_png_among_good_ones_stops_the_run_or_is_left_out_as_settings_say(bench: Bench) -> None:
-    write_digits(bench.directory / "images", labels="012", per_class=60)
+    write_digits(bench.directory / "images")
     victim = next((bench.directory / "images/2").iterdir())
     victim.write_bytes(victim.read_bytes()[:60])
     code, told = run_refused(bench)
@@ -70,7 +70,7 @@ def test_corrupt_png_among_good_ones_stops_the_run_or_is_left_out_as_settings_sa
 
 
 def test_class_that_disappears_in_new_data(bench: Bench) -> None:
-    write_digits(bench.directory / "images", labels="0123")
+    write_digits(bench.directory / "images")
     assert bench.run()["promoted"]
     for image in (bench.directory / "images/3").iterdir():
         image.unlink()
@@ -100,7 +100,7 @@ def test_a_bucket_is_a_source_and_a_store(bench: Bench, bucket: str, s3_endpoint
         "AWS_SECRET_ACCESS_KEY": "not-a-secret",
         "AWS_REGION": "us-east-1",
     }
-    write_digits(bench.directory / "images", labels="0123", per_class=40)
+    write_digits(bench.directory / "images")
     client = Minio(s3_endpoint.removeprefix("http://"), "tester", "not-a-secret", secure=False, region="us-east-1")
     for image in (bench.directory / "images").glob("*/*.png"):
         client.fput_object(bucket, f"arrivals/{image.parent.name}/{image.name}", str(image))

@@ -33,7 +33,7 @@ STEPS = (
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
-    write_digits(tmp_path / "images", labels="0123", per_class=50)
+    write_digits(tmp_path / "images")
     return Bench(tmp_path, EVERNEAR_TARGET="registry")
 
 

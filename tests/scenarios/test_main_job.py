@@ -13,7 +13,7 @@ from tests.scenarios.bench import Bench, write_digits
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Bench, dict]]:
     """A bench whose first run was promoted and serves."""
     bench = Bench(tmp_path_factory.mktemp("served"))
-    write_digits(bench.directory / "images")
+    write_digits(bench.directory / "images", labels="0123456789")
     yield bench, bench.run()
     bench.command("stop")
 
@@ -80,7 +80,7 @@ def test_a_better_or_equal_challenger_replaces_the_champion_and_the_old_one_stay
 def test_a_model_of_shuffled_labels_is_held_and_the_champion_stays(served: tuple[Bench, dict]) -> None:
     bench, _ = served
     champion = json.loads(bench.command("status", "--json").stdout)["champion"]
-    write_digits(bench.directory / "shuffled", rotate_labels=True)
+    write_digits(bench.directory / "shuffled", labels="0123456789", shuffle_labels=True)
     held = bench.run("--source", f"folder:{bench.directory / 'shuffled'}", "--set", "data.dataset=shuffled")
     assert held["state"] == "held"
     assert held["release"] is None
