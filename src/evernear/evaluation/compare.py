@@ -57,8 +57,7 @@ def compare(candidate: Outcomes, champion: Outcomes, labels: tuple[str, ...]) ->
         raise IntegrityError("Candidate and champion were not measured on the same queries; evaluate again.")
     regressed, improved = champion.right & ~candidate.right, candidate.right & ~champion.right
     totals, lost, won = (
-        np.bincount(numbers, minlength=len(labels)).tolist()
-        for numbers in (truth, truth[regressed], truth[improved])
+        np.bincount(numbers, minlength=len(labels)).tolist() for numbers in (truth, truth[regressed], truth[improved])
     )
     return Comparison(
         overall=Pairs(queries=len(truth), regressions=int(regressed.sum()), improvements=int(improved.sum())),

@@ -63,9 +63,7 @@ class Evaluation(BaseModel):
             found["regressions"] = self.comparison.overall.regressions
             found["improvements"] = self.comparison.overall.improvements
             found["p_worse"] = self.comparison.overall.p_worse
-        return {
-            name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)
-        }
+        return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
 
     def save(self, directory: Path) -> None:
         """Write `EVALUATION_FILE` and, beside it, who was right on which query."""
@@ -84,10 +82,11 @@ class Evaluation(BaseModel):
         """
         try:
             evaluation = Evaluation.model_validate_json((directory / EVALUATION_FILE).read_bytes())
-            with np.load(directory / OUTCOMES_FILE, allow_pickle=False) as columns:
+            archive = io.BytesIO((directory / OUTCOMES_FILE).read_bytes())
+            with np.load(archive, allow_pickle=False) as columns:
                 systems = (Outcomes(right, columns["labels"]) for right in columns["right"])
                 outcomes = dict(zip(SYSTEMS, systems, strict=False))
-        except (OSError, ValueError, KeyError, BadZipFile) as error:
+        except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
             raise IntegrityError(f"{directory} holds no evaluation; run the evaluate step again.") from error
         evaluation = evaluation.model_copy(update={"outcomes": outcomes})
         if not evaluation._agrees():

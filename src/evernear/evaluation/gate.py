@@ -152,9 +152,9 @@ def _accuracy_floor(candidate: Measurement, settings: GateSettings) -> Rule:
 
 def _class_recall_floor(candidate: Measurement, settings: GateSettings) -> Rule:
     recalls, floor = candidate.class_recall, settings.class_recall_floor
-    fallen = [
-        f"{label} ({recall.value:.1%})" for label, recall in recalls.items() if not recall.high >= floor
-    ]
+    if not recalls:
+        return Rule(name="class_recall_floor", passed=False, bound=floor, reason="Recall by class is missing.")
+    fallen = [f"{label} ({recall.value:.1%})" for label, recall in recalls.items() if not recall.high >= floor]
     worst = min(recalls, key=lambda label: recalls[label].value)
     unmeasured = [label for label in candidate.labels if label not in recalls]
     reason = (
@@ -228,9 +228,7 @@ def _same_queries(evaluation: Evaluation, champion: Measurement) -> Rule:
 def _no_worse(evaluation: Evaluation, champion: Measurement, settings: GateSettings) -> Rule:
     ours, theirs, level = evaluation.candidate.accuracy.value, champion.accuracy.value, settings.significance
     if evaluation.comparison is None:
-        return Rule(
-            name="no_worse", passed=False, bound=level, reason="The comparison with the champion is missing."
-        )
+        return Rule(name="no_worse", passed=False, bound=level, reason="The comparison with the champion is missing.")
     pairs = evaluation.comparison.overall
     p_worse = pairs.p_worse
     passed = p_worse > level
@@ -262,9 +260,7 @@ def _class_recall_drop(evaluation: Evaluation, settings: GateSettings) -> Rule:
         return Rule(name=name, passed=False, bound=bound, reason="The comparison within classes is missing.")
     classes = evaluation.comparison.classes
     level = settings.significance / len(classes)
-    drops = {
-        label: (pairs.regressions - pairs.improvements) / pairs.queries for label, pairs in classes.items()
-    }
+    drops = {label: (pairs.regressions - pairs.improvements) / pairs.queries for label, pairs in classes.items()}
     fallen = [
         f"{label} by {drops[label]:.1%}"
         for label, pairs in classes.items()

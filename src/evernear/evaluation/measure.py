@@ -56,8 +56,7 @@ class Measurement(BaseModel):
     @property
     def commonest_class_share(self) -> float:
         """The accuracy of always answering the commonest class of the split."""
-        totals = [recall.total for recall in self.class_recall.values()]
-        return max(totals) / sum(totals)
+        return max((recall.total for recall in self.class_recall.values()), default=0) / self.accuracy.total
 
     def confusion_matrix(self, max_labels: int = 50) -> tuple[list[str], list[list[int]]]:
         """Labels and rows (label) by columns (answer).
@@ -108,9 +107,7 @@ def measure(
         neighbors = gallery.search(embeddings, max(RECALL_AT, gallery.description.k))
         tally.add(block, neighbors, gallery.answer(embeddings, neighbors))
     if not tally.queries:
-        raise DataError(
-            f"The {split} split of {dataset.manifest.name} is empty; raise data.{split}_fraction."
-        )
+        raise DataError(f"The {split} split of {dataset.manifest.name} is empty; raise data.{split}_fraction.")
 
     def of_all(count: int) -> Share:
         return share(count, tally.queries, settings.confidence)
@@ -173,7 +170,9 @@ class _Tally:
         self._pairs.update(dict(zip(pairs.tolist(), counts.tolist(), strict=True)))
         self._right.append(right)
         self._labels.append(truth.astype(np.int32))
-        self.sha256.update(block.digests.tobytes() + truth.astype("<i8").tobytes())
+        # Image by image, so that the size of a block does not matter.
+        numbers = truth.astype("<i8")[:, None].view(np.uint8)
+        self.sha256.update(np.concatenate([block.digests, numbers], axis=1).tobytes())
 
     def outcomes(self) -> Outcomes:
         return Outcomes(np.concatenate(self._right), np.concatenate(self._labels))
@@ -181,6 +180,5 @@ class _Tally:
     def confusions(self) -> tuple[tuple[str, str, int], ...]:
         base = len(self._names)
         return tuple(
-            (self._names[pair // base], self._names[pair % base], count)
-            for pair, count in sorted(self._pairs.items())
+            (self._names[pair // base], self._names[pair % base], count) for pair, count in sorted(self._pairs.items())
         )

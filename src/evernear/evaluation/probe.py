@@ -56,9 +56,7 @@ def probe(
         return OpenSet(held_out=())
     recipe = train_settings.model_copy(update={"epochs": settings.probe_epochs})
     with TemporaryDirectory(prefix="evernear-probe-") as scratch:
-        trained, network, embeddings, index = (
-            Path(scratch) / step for step in ("train", "export", "embed", "index")
-        )
+        trained, network, embeddings, index = (Path(scratch) / step for step in ("train", "export", "embed", "index"))
         train(dataset, recipe, trained, exclude_labels=held_out)
         export(trained, dataset, network, recipe.parity_tolerance)
         embed(network, dataset, embeddings, batch_size=settings.batch_size)

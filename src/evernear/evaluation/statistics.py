@@ -1,12 +1,12 @@
 """Proportions and areas under the ROC curve, each with its interval."""
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from scipy.optimize import root_scalar
+from scipy.special import expit, logit
 from scipy.stats import binomtest, norm, rankdata
 
 ROC_POINTS = 200
@@ -74,21 +74,20 @@ def auroc(known: NDArray[np.float32], unknown: NDArray[np.float32], confidence: 
     """Area under the ROC curve of distances of known (N,) and unknown (M,) images, neither empty; ties count
     half.
 
-    The interval holds the areas from which the one seen is no further than ``z`` standard errors, the error
-    taken at that area from Hanley and McNeil (1982, Radiology 143:29). Solving for the area, as Wilson does
-    for shares and Newcombe (2006, Statist. Med. 25:559, method 5) for this statistic, keeps the interval
-    honest where all unknown images lie beyond all known ones and an error taken at the area seen would be
-    zero.
+    The interval is the hull of two, for each fails where the other holds (both measured in the tests).
+    DeLong, DeLong and Clarke-Pearson's (1988, Biometrics 44:837), on the scale of log odds, takes the
+    distances as they are, but shrinks to nothing where hardly any unknown image lies among the known.
+    Newcombe's (2006, Statist. Med. 25:559, method 5) assumes their shape, takes the error at the interval's
+    ends, and so does not shrink.
     """
-    ranks = rankdata(np.concatenate([known, unknown]))
     m, n = len(unknown), len(known)
-    value = (float(ranks[n:].sum()) - m * (m + 1) / 2) / (m * n)
+    ranks = rankdata(np.concatenate([unknown, known]))
+    beyond_known = (ranks[:m] - rankdata(unknown)) / n
+    below_unknown = 1 - (ranks[m:] - rankdata(known)) / m
+    value = float(beyond_known.mean())
     z = float(norm.ppf((1 + confidence) / 2))
-
-    def beyond(area: float) -> float:
-        return abs(value - area) - z * math.sqrt(_hanley_mcneil(area, m, n))
-
-    return Auroc(value=value, low=_end(beyond, value, 0.0), high=_end(beyond, value, 1.0), known=n, unknown=m)
+    ends = [*_newcombe(value, m, n, z), *_delong(value, beyond_known, below_unknown, z)]
+    return Auroc(value=value, low=min(ends), high=max(ends), known=n, unknown=m)
 
 
 def roc(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Roc:
@@ -108,22 +107,28 @@ def roc(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Roc:
     )
 
 
-def _hanley_mcneil(area: float, unknown: int, known: int) -> float:
-    """Variance of the area under the curve; 0 at areas 0 and 1."""
-    both_unknown, both_known = area / (2 - area), 2 * area**2 / (1 + area)
-    variance = area * (1 - area)
-    variance += (unknown - 1) * (both_unknown - area**2) + (known - 1) * (both_known - area**2)
-    return max(variance, 0.0) / (unknown * known)
+def _delong(
+    value: float, beyond_known: NDArray[np.float64], below_unknown: NDArray[np.float64], z: float
+) -> tuple[float, float]:
+    if not 0 < value < 1 or min(len(beyond_known), len(below_unknown)) < 2:
+        return value, value
+    variance = sum(float(part.var(ddof=1)) / len(part) for part in (beyond_known, below_unknown))
+    half = z * math.sqrt(variance) / (value * (1 - value))
+    return float(expit(logit(value) - half)), float(expit(logit(value) + half))
 
 
-def _end(beyond: Callable[[float], float], value: float, limit: float) -> float:
-    """Where between ``value`` and ``limit`` the function turns positive; ``limit``, if nowhere."""
-    if value == limit or beyond(limit) <= 0:
-        return limit
-    # At the area seen itself the function is negative, except at 0 and 1, where it is 0 on both sides.
-    start = value + (limit - value) * 1e-9
-    return (
-        float(root_scalar(beyond, bracket=(start, limit), method="brentq").root)
-        if beyond(start) < 0
-        else value
-    )
+def _newcombe(value: float, m: int, n: int, z: float) -> tuple[float, float]:
+    """The areas that lie ``z`` of their own standard errors below and above ``value``."""
+
+    def beyond(area: float) -> float:
+        spread = 1 + ((m + n) / 2 - 1) * ((1 - area) / (2 - area) + area / (1 + area))
+        return abs(value - area) - z * math.sqrt(area * (1 - area) * spread / (m * n))
+
+    def end(limit: float) -> float:
+        # The function is negative beside ``value`` and positive at the limit, where the error is zero.
+        start = value + (limit - value) * 1e-9
+        if start == limit or beyond(start) >= 0:
+            return limit
+        return float(root_scalar(beyond, bracket=(start, limit), method="brentq").root)
+
+    return end(0.0), end(1.0)

@@ -57,9 +57,7 @@ def calibrate(
     if not len(distances):
         raise DataError("No image of the query split is left to calibrate on; raise data.query_fraction.")
     if not np.isfinite(impostor_distances).all():
-        raise DataError(
-            "The gallery holds one class only, so no query has an impostor; raise data.gallery_fraction."
-        )
+        raise DataError("The gallery holds one class only, so no query has an impostor; raise data.gallery_fraction.")
     threshold = threshold_at(impostor_distances, false_accept_rate)
     return Calibration(
         queries=len(distances),

@@ -93,6 +93,4 @@ def check_parts(directory: Path, described: IndexDescription) -> None:
     for name, sha256 in described.parts.items():
         path = directory / name
         if not path.is_file() or sha256_file(path) != sha256:
-            raise IntegrityError(
-                f"{path} is missing or changed since it was written; run the index step again."
-            )
+            raise IntegrityError(f"{path} is missing or changed since it was written; run the index step again.")

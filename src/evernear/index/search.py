@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,19 +100,14 @@ class Gallery:
         check_parts(directory, described)
         try:
             index = faiss.read_index(str(directory / VECTORS_FILE))
-            numbers = np.load(directory / LABELS_FILE, allow_pickle=False)
-            centroids = np.load(directory / CENTROIDS_FILE, allow_pickle=False)
+            numbers, centroids = (_read_array(directory / name) for name in (LABELS_FILE, CENTROIDS_FILE))
             counts = np.bincount(numbers, minlength=len(described.labels)).tolist()
         except (RuntimeError, ValueError, TypeError) as error:
-            raise IntegrityError(
-                f"The index in {directory} cannot be read; run the index step again."
-            ) from error
+            raise IntegrityError(f"The index in {directory} cannot be read; run the index step again.") from error
         size, dim = described.size, described.dim
         shapes = (index.ntotal, index.d), numbers.shape, centroids.shape
         if shapes != ((size, dim), (size,), (len(counts), dim)) or counts != list(described.counts):
-            raise IntegrityError(
-                f"The parts of the index in {directory} do not fit; run the index step again."
-            )
+            raise IntegrityError(f"The parts of the index in {directory} do not fit; run the index step again.")
         return Gallery(described, index, numbers, centroids)
 
     @property
@@ -192,6 +187,12 @@ class Gallery:
             for start in range(0, len(embeddings), CENTROID_BLOCK)
         ]
         return self._known[np.concatenate([np.empty(0, np.intp), *nearest])]
+
+
+def _read_array(path: Path) -> NDArray[Any]:
+    """An ``.npy`` file and nothing else: `numpy.load` would also take an archive or a pickle."""
+    with path.open("rb") as file:
+        return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def vote(labels: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -1,0 +1,65 @@
+from fractions import Fraction
+from math import comb
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evernear.errors import IntegrityError
+from evernear.evaluation.compare import Pairs, compare, mcnemar_worse
+from evernear.evaluation.measure import Outcomes
+
+COUNTS = st.integers(0, 150)
+
+
+@given(regressions=COUNTS, improvements=COUNTS)
+def test_p_is_the_exact_binomial_tail(regressions, improvements):
+    differing = regressions + improvements
+    tail = Fraction(sum(comb(differing, count) for count in range(regressions, differing + 1)), 2**differing)
+    assert mcnemar_worse(regressions, improvements) == pytest.approx(float(tail), rel=1e-9)
+
+
+@given(regressions=COUNTS, improvements=COUNTS)
+def test_more_regressions_never_look_better(regressions, improvements):
+    p = mcnemar_worse(regressions, improvements)
+    assert mcnemar_worse(regressions + 1, improvements) <= p <= mcnemar_worse(regressions, improvements + 1)
+
+
+@pytest.mark.parametrize("differing", [1, 3, 10, 37, 80])
+@pytest.mark.parametrize("level", [0.05, 0.1])
+def test_equal_systems_fall_below_a_level_at_most_that_often(differing, level):
+    """Over all ways that ``differing`` coins can fall, not by sampling."""
+    below = sum(
+        comb(differing, regressions)
+        for regressions in range(differing + 1)
+        if mcnemar_worse(regressions, differing - regressions) <= level
+    )
+    assert below / 2**differing <= level
+
+
+OUTCOMES = st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 2)), min_size=1, max_size=60).map(
+    lambda rows: [np.array(column) for column in zip(*rows, strict=True)]
+)
+
+
+@given(OUTCOMES)
+def test_pairs_are_counted_overall_and_by_class(columns):
+    ours, theirs, truth = columns
+    labels = truth.astype(np.int32)
+    found = compare(Outcomes(ours, labels), Outcomes(theirs, labels), ("a", "b", "c", "no query"))
+
+    def pairs(mask) -> Pairs:
+        rows = [(bool(o), bool(t)) for o, t in zip(ours[mask], theirs[mask], strict=True)]
+        return Pairs(queries=len(rows), regressions=rows.count((False, True)), improvements=rows.count((True, False)))
+
+    assert found.overall == pairs(truth >= 0)
+    assert found.classes == {"abc"[label]: pairs(truth == label) for label in set(truth.tolist())}
+
+
+def test_outcomes_of_different_queries_are_not_compared():
+    right = np.ones(3, np.bool_)
+    with pytest.raises(IntegrityError, match="same queries"):
+        compare(
+            Outcomes(right, np.array([0, 1, 1], np.int32)), Outcomes(right, np.array([0, 1, 0], np.int32)), ("a", "b")
+        )

@@ -1,0 +1,168 @@
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evernear.embedding.embed import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription, embed
+from evernear.errors import IntegrityError
+from evernear.evaluation.evaluate import Evaluation, evaluate
+from evernear.evaluation.gate import decide
+from evernear.evaluation.measure import measure
+from evernear.evaluation.probe import OpenSet
+from evernear.evaluation.recogniser import Recogniser
+from evernear.evaluation.statistics import auroc, roc, share
+from evernear.index.build import build
+from evernear.settings import EvaluationSettings, GateSettings, IndexSettings
+from evernear.store import sha256_file
+from tests.conftest import System
+
+SETTINGS = EvaluationSettings()
+LENIENT = GateSettings(accuracy_floor=0.5)
+"""The small network of the tests is not as good as one that serves."""
+NEAR, FAR = (np.linspace(start, start + 1, 40, dtype=np.float32) for start in (0, 0.8))
+PROBED = OpenSet(
+    held_out=("3", "8"),
+    auroc=auroc(NEAR, FAR, 0.95),
+    roc=roc(NEAR, FAR),
+    threshold=0.9,
+    false_accepts=share(3, 40, 0.95),
+    false_rejects=share(2, 40, 0.95),
+)
+
+
+@pytest.fixture(scope="module")
+def full(system: System) -> Recogniser:
+    return Recogniser.open(system.network_dir, system.index_dir, "v1")
+
+
+@pytest.fixture(scope="module")
+def embeddings(system: System, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("embeddings")
+    embed(system.network_dir, system.dataset, directory)
+    return directory
+
+
+def indexed(system: System, embeddings: Path, directory: Path, exclude: frozenset[str] = frozenset()) -> Recogniser:
+    build(Embeddings.open(embeddings), system.dataset.labels, IndexSettings(), directory, exclude)
+    return Recogniser.open(system.network_dir, directory)
+
+
+@pytest.fixture(scope="module")
+def collapsed(system: System, embeddings: Path, tmp_path_factory: pytest.TempPathFactory) -> Recogniser:
+    return indexed(system, embeddings, tmp_path_factory.mktemp("index"), frozenset({"7"}))
+
+
+def test_an_evaluation_survives_the_disk(system: System, full: Recogniser, collapsed: Recogniser, tmp_path):
+    evaluation = evaluate(collapsed, full, system.dataset, PROBED, SETTINGS, system.dataset)
+    evaluation.save(tmp_path)
+    loaded = Evaluation.load(tmp_path)
+    assert loaded.model_dump() == evaluation.model_dump()
+    for name, outcomes in evaluation.outcomes.items():
+        assert (loaded.outcomes[name].right == outcomes.right).all()
+        assert (loaded.outcomes[name].labels == outcomes.labels).all()
+    assert decide(loaded, LENIENT) == decide(evaluation, LENIENT)
+
+
+@pytest.fixture
+def saved(system: System, full: Recogniser, collapsed: Recogniser, tmp_path) -> Path:
+    evaluate(collapsed, full, system.dataset, PROBED, SETTINGS).save(tmp_path)
+    return tmp_path
+
+
+def test_figures_that_were_prettied_do_not_load(saved: Path):
+    tree = json.loads((saved / "evaluation.json").read_text())
+    regressions = tree["comparison"]["overall"]["regressions"]
+    for path, value in (
+        (("comparison", "overall", "regressions"), regressions - 1),
+        (("comparison",), None),
+        (("candidate", "accuracy", "count"), tree["candidate"]["accuracy"]["count"] + 1),
+        (("champion",), None),
+    ):
+        changed = json.loads(json.dumps(tree))
+        place = changed
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+        (saved / "evaluation.json").write_text(json.dumps(changed))
+        with pytest.raises(IntegrityError, match="contradicts its own outcomes"):
+            Evaluation.load(saved)
+
+
+@pytest.mark.parametrize("name", ["evaluation.json", "outcomes.npz"])
+@pytest.mark.parametrize("content", [None, b"", b"{}", b"PK\x03\x04 no archive"])
+def test_what_is_no_evaluation_does_not_load(saved: Path, name, content):
+    (saved / name).unlink()
+    if content is not None:
+        (saved / name).write_bytes(content)
+    with pytest.raises(IntegrityError, match="run the evaluate step again"):
+        Evaluation.load(saved)
+
+
+def test_a_figure_that_is_no_number_does_not_load(saved: Path):
+    tree = json.loads((saved / "evaluation.json").read_text())
+    tree["candidate"]["accuracy"]["low"] = math.nan
+    (saved / "evaluation.json").write_text(json.dumps(tree))
+    with pytest.raises(IntegrityError, match="holds no evaluation"):
+        Evaluation.load(saved)
+
+
+def test_metrics_are_flat_finite_numbers(system: System, full: Recogniser, collapsed: Recogniser):
+    alone = evaluate(full, None, system.dataset, OpenSet(held_out=()), SETTINGS).metrics()
+    paired = evaluate(collapsed, full, system.dataset, PROBED, SETTINGS).metrics()
+    assert set(alone) < set(paired)
+    assert {"champion_accuracy", "regressions", "p_worse", "open_set_auroc"} <= set(paired) - set(alone)
+    for metrics in (alone, paired):
+        assert all(type(value) is float and math.isfinite(value) for value in metrics.values())
+
+
+def test_the_first_release_needs_no_champion(system: System, full: Recogniser):
+    verdict = decide(evaluate(full, None, system.dataset, PROBED, SETTINGS), LENIENT)
+    assert verdict.promote
+    assert verdict.champion is None
+    assert any("no champion yet" in reason for reason in verdict.reasons)
+
+
+def test_a_champion_against_itself_passes(system: System, full: Recogniser):
+    assert decide(evaluate(full, full, system.dataset, PROBED, SETTINGS), LENIENT).promote
+
+
+def test_a_class_that_collapsed_holds(system: System, full: Recogniser, collapsed: Recogniser):
+    verdict = decide(evaluate(collapsed, full, system.dataset, PROBED, SETTINGS), LENIENT)
+    failed = {rule.name: rule.reason for rule in verdict.rules if not rule.passed}
+    assert {"classes_kept", "class_recall_floor", "class_recall_drop", "no_worse"} == set(failed)
+    assert failed["classes_kept"].endswith("does not: 7.")
+    assert "7 (0.0%)" in failed["class_recall_floor"]
+    assert not verdict.promote
+    # The other way round it is a class won, and the 7s are no reason to hold.
+    assert decide(evaluate(full, collapsed, system.dataset, PROBED, SETTINGS), LENIENT).promote
+
+
+def test_shuffled_labels_hold_and_the_reason_says_so(system: System, embeddings: Path, tmp_path):
+    """A real index over real embeddings, their labels dealt out anew."""
+    rng = np.random.default_rng(0)
+    description = EmbeddingsDescription.model_validate_json((embeddings / DESCRIPTION_FILE).read_bytes())
+    shards = []
+    for shard in description.shards:
+        rows = np.load(embeddings / shard.file)
+        rows["label"] = rng.permutation(rows["label"])
+        np.save(tmp_path / shard.file, rows)
+        shards.append(shard.model_copy(update={"sha256": sha256_file(tmp_path / shard.file)}))
+    shuffled = description.model_copy(update={"shards": tuple(shards)})
+    (tmp_path / DESCRIPTION_FILE).write_text(shuffled.model_dump_json())
+
+    candidate = indexed(system, tmp_path, tmp_path / "index")
+    verdict = decide(evaluate(candidate, None, system.dataset, PROBED, SETTINGS), GateSettings())
+    assert not verdict.promote
+    (reason,) = (rule.reason for rule in verdict.rules if rule.name == "accuracy_floor")
+    assert "below the floor of 95.00%" in reason
+    assert "as if the labels had been shuffled" in reason
+
+
+def test_both_are_measured_on_the_same_queries(system: System, full: Recogniser, collapsed: Recogniser):
+    evaluation = evaluate(collapsed, full, system.dataset, PROBED, SETTINGS)
+    assert evaluation.champion == measure(full, system.dataset, SETTINGS)[0]
+    assert evaluation.champion.queries_sha256 == evaluation.candidate.queries_sha256
+    assert evaluation.candidate.name == ""
+    assert evaluation.champion.name == "v1"

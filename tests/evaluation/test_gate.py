@@ -1,0 +1,236 @@
+"""Rules one by one, verdicts that were tampered with, and the gate's error rates on planted cases.
+
+The planted cases are those of ``benchmarks/gate.py``, which measures the same rates over more seeds.
+"""
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from scipy.stats import binom
+
+from evernear.errors import IntegrityError
+from evernear.evaluation.compare import compare
+from evernear.evaluation.evaluate import Evaluation
+from evernear.evaluation.gate import Rule, Verdict, decide
+from evernear.evaluation.measure import Outcomes
+from evernear.evaluation.probe import OpenSet
+from evernear.evaluation.statistics import Share, share
+from evernear.settings import GateSettings
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SETTINGS = GateSettings()
+UNSEEN = {"train": 0, "gallery": 0, "query": 0}
+
+
+@pytest.fixture(scope="module")
+def planted() -> ModuleType:
+    """``benchmarks/gate.py`` as a module."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        spec = importlib.util.spec_from_file_location("benchmark_of_the_gate", BENCHMARKS / "gate.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return module
+
+
+SEEDS = 150
+
+
+@pytest.mark.parametrize("shared", [0.6, 0.0], ids=["as two seeds of a recipe", "no error shared"])
+class TestPlantedOnTenThousandQueries:
+    """Each rate is bounded by what a true rate at its limit would exceed once in a thousand times."""
+
+    def stopped(self, planted: ModuleType, points: float, shared: float, how: str = "drawn") -> int:
+        case = planted.Case(how, 10_000, 0.996, points, shared)
+        (count,) = planted.stopped(case, SEEDS, [SETTINGS.significance])
+        return count
+
+    def test_equal_models_are_held_no_more_than_stated(self, planted: ModuleType, shared: float):
+        assert self.stopped(planted, 0.0, shared) <= binom.ppf(0.999, SEEDS, SETTINGS.significance)
+
+    def test_a_model_three_tenths_of_a_point_worse_is_stopped(self, planted: ModuleType, shared: float):
+        assert self.stopped(planted, -0.3, shared) >= binom.ppf(0.001, SEEDS, 0.985 if shared else 0.93)
+
+    def test_it_is_always_stopped_where_the_test_split_shows_it(self, planted: ModuleType, shared: float):
+        assert self.stopped(planted, -0.3, shared, "frozen") == SEEDS
+
+    def test_a_model_three_tenths_of_a_point_better_is_let_through(self, planted: ModuleType, shared: float):
+        assert self.stopped(planted, +0.3, shared) == 0
+
+
+def test_a_small_test_split_holds_equal_models_rarely_and_stops_a_bad_one(planted: ModuleType):
+    case = planted.Case
+    (equal,) = planted.stopped(case("drawn", 180, 0.98, 0.0, 0.6), SEEDS, [SETTINGS.significance])
+    (worse,) = planted.stopped(case("drawn", 180, 0.98, -10.0, 0.6), SEEDS, [SETTINGS.significance])
+    assert equal <= binom.ppf(0.999, SEEDS, SETTINGS.significance)
+    assert worse == SEEDS
+
+
+def outcomes(wrong: dict[int, int], each: int = 100) -> Outcomes:
+    """Ten classes of ``each`` queries, so many of a class answered wrongly; the same ones whoever errs."""
+    labels = np.repeat(np.arange(10, dtype=np.int32), each)
+    right = np.ones(len(labels), np.bool_)
+    for label, count in wrong.items():
+        right[label * each : label * each + count] = False
+    return Outcomes(right, labels)
+
+
+@pytest.fixture
+def sound(planted: ModuleType) -> Evaluation:
+    """A challenger that is as good as its champion."""
+    return evaluation(planted, outcomes({1: 2, 8: 1}), outcomes({1: 2, 8: 1}))
+
+
+def evaluation(planted: ModuleType, candidate: Outcomes, champion: Outcomes) -> Evaluation:
+    return Evaluation(
+        candidate=planted.measured("candidate", candidate),
+        champion=planted.measured("champion", champion),
+        comparison=compare(candidate, champion, planted.LABELS),
+        open_set=OpenSet(held_out=()),
+        leaks=UNSEEN,
+        champion_leaks=UNSEEN,
+    )
+
+
+def failed(verdict: Verdict) -> dict[str, Rule]:
+    assert verdict.promote == all(rule.passed for rule in verdict.rules)
+    return {rule.name: rule for rule in verdict.rules if not rule.passed}
+
+
+def with_candidate(evaluation: Evaluation, **changes: object) -> Evaluation:
+    return evaluation.model_copy(update={"candidate": evaluation.candidate.model_copy(update=changes)})
+
+
+def test_a_sound_challenger_passes_and_every_rule_says_why(sound: Evaluation):
+    verdict = decide(sound, SETTINGS)
+    assert verdict.promote
+    assert verdict.reasons == [rule.reason for rule in verdict.rules]
+    assert all(reason.endswith((".", ").")) and "\n" not in reason for reason in verdict.reasons)
+    assert verdict.dataset_digest == sound.candidate.dataset_digest
+
+
+def test_each_rule_holds_alone(planted: ModuleType, sound: Evaluation):
+    low = share(90, 100, 0.95)
+    slow_rot = evaluation(planted, outcomes({1: 5, 3: 4, 5: 3, 8: 3}), outcomes({1: 2, 8: 1}))
+    one_class = evaluation(planted, outcomes({1: 2, 4: 12}), outcomes({1: 2, 2: 12}))
+    cases = {
+        "accuracy_floor": with_candidate(sound, accuracy=share(949, 1000, 0.95)),
+        "class_recall_floor": with_candidate(
+            sound, class_recall=sound.candidate.class_recall | {"4": share(30, 100, 0.95)}
+        ),
+        "index_recall": with_candidate(sound, index_recall=low),
+        "parity": with_candidate(sound, parity_max_abs_difference=2e-4),
+        "test_images_unseen": sound.model_copy(update={"leaks": UNSEEN | {"gallery": 1}}),
+        "same_queries": with_candidate(sound, queries_sha256="others"),
+        "no_worse": slow_rot,
+        "classes_kept": with_candidate(sound, known_labels=planted.LABELS[:-1]),
+        "class_recall_drop": one_class,
+    }
+    for name, case in cases.items():
+        assert set(failed(decide(case, SETTINGS))) == {name}
+    assert set(cases) == {rule.name for rule in decide(sound, SETTINGS).rules}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("accuracy", Share.model_construct(count=math.nan, total=1000, low=math.nan, high=math.nan), "accuracy_floor"),
+        ("index_recall", Share.model_construct(count=math.nan, total=9, low=math.nan, high=math.nan), "index_recall"),
+        ("parity_max_abs_difference", math.nan, "parity"),
+        ("parity_max_abs_difference", math.inf, "parity"),
+        ("known_labels", (), "classes_kept"),
+        ("class_recall", {}, "class_recall_floor"),
+        (
+            "class_recall",
+            {"4": Share.model_construct(count=math.nan, total=9, low=math.nan, high=math.nan)},
+            "class_recall_floor",
+        ),
+    ],
+)
+def test_a_figure_that_is_missing_or_no_number_holds(sound: Evaluation, field, value, rule):
+    verdict = decide(with_candidate(sound, **{field: value}), SETTINGS)
+    assert rule in failed(verdict)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rules"),
+    [
+        ({"comparison": None}, {"same_queries", "no_worse", "class_recall_drop"}),
+        ({"leaks": {}}, {"test_images_unseen"}),
+    ],
+)
+def test_a_part_that_is_missing_holds(sound: Evaluation, changes, rules):
+    assert set(failed(decide(sound.model_copy(update=changes), SETTINGS))) == rules
+
+
+def test_one_image_of_a_small_class_is_no_collapse(planted: ModuleType):
+    """With 18 queries a class, one more error is 5.6 points; eighteen more are a collapse."""
+    champion = outcomes({1: 1}, each=18)
+    assert decide(evaluation(planted, outcomes({1: 1, 4: 1}, each=18), champion), SETTINGS).promote
+    gone = evaluation(planted, outcomes({1: 1, 4: 18}, each=18), champion)
+    assert {"class_recall_floor", "class_recall_drop"} <= set(failed(decide(gone, SETTINGS)))
+
+
+def test_a_class_without_a_test_image_is_named(planted: ModuleType, sound: Evaluation):
+    recalls = {label: recall for label, recall in sound.candidate.class_recall.items() if label != "6"}
+    verdict = decide(with_candidate(sound, class_recall=recalls), SETTINGS)
+    assert verdict.promote
+    assert any("not measured: 6." in reason for reason in verdict.reasons)
+
+
+def test_what_the_champion_has_seen_is_told_but_does_not_hold(sound: Evaluation):
+    for leaks, words in ((UNSEEN | {"train": 7}, "has seen 7 test images"), (None, "was not at hand")):
+        verdict = decide(sound.model_copy(update={"champion_leaks": leaks}), SETTINGS)
+        assert verdict.promote
+        assert any(words in reason for reason in verdict.reasons)
+
+
+@pytest.fixture
+def stored(planted: ModuleType, tmp_path) -> Path:
+    held = decide(evaluation(planted, outcomes({4: 60}), outcomes({})), SETTINGS)
+    assert not held.promote
+    path = tmp_path / "verdict.json"
+    path.write_text(held.model_dump_json(indent=2))
+    return path
+
+
+def test_a_verdict_survives_the_disk(stored: Path):
+    verdict = Verdict.load(stored)
+    assert not verdict.promote
+    assert verdict.reasons
+    assert verdict.model_dump_json(indent=2) == stored.read_text()
+
+
+def test_a_verdict_that_was_turned_round_is_refused(stored: Path):
+    tree = json.loads(stored.read_text())
+    stored.write_text(json.dumps(tree | {"promote": True}))
+    with pytest.raises(IntegrityError, match="changed after the gate"):
+        Verdict.load(stored)
+    stored.write_text(json.dumps(tree | {"rules": [], "promote": True}))
+    with pytest.raises(IntegrityError, match="changed after the gate"):
+        Verdict.load(stored)
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", "null", '{"promote": true}'])
+def test_what_is_no_verdict_is_refused(stored: Path, content):
+    stored.unlink()
+    if content is not None:
+        stored.write_text(content)
+    with pytest.raises(IntegrityError, match="nothing is promoted without one"):
+        Verdict.load(stored)
+
+
+def test_the_same_evaluation_gives_the_same_verdict(sound: Evaluation):
+    assert decide(sound, SETTINGS).digest == decide(sound, SETTINGS).digest
+    assert decide(sound, SETTINGS).digest != decide(sound, GateSettings(significance=0.05)).digest

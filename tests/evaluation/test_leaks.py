@@ -1,0 +1,44 @@
+import numpy as np
+import pytest
+
+from evernear.data.shards import Dataset
+from evernear.evaluation import leaks
+from evernear.evaluation.leaks import count_leaks
+from evernear.store import open_store
+from tests.conftest import System
+
+
+def with_test_images_in(dataset: Dataset, split: str) -> Dataset:
+    """The same dataset, with its test shards standing in ``split`` as well."""
+    manifest = dataset.manifest
+    planted = tuple(shard.model_copy(update={"split": split}) for shard in manifest.shards if shard.split == "test")
+    return Dataset(manifest.model_copy(update={"shards": (*manifest.shards, *planted)}), open_store(manifest.store_uri))
+
+
+def test_a_dataset_of_ours_has_no_leak(system: System):
+    assert count_leaks(system.dataset, system.dataset) == {"train": 0, "gallery": 0, "query": 0}
+
+
+@pytest.mark.parametrize("split", ["train", "gallery", "query"])
+@pytest.mark.parametrize("at_once", [1_000_000, 50])
+def test_test_images_are_found_where_they_were_planted(system: System, monkeypatch, split, at_once):
+    monkeypatch.setattr(leaks, "TEST_IMAGES_AT_ONCE", at_once)
+    found = count_leaks(system.dataset, with_test_images_in(system.dataset, split))
+    assert found == {"train": 0, "gallery": 0, "query": 0} | {split: system.dataset.count("test")}
+
+
+def test_a_single_image_in_a_later_snapshot_is_found(system: System, monkeypatch):
+    """What an earlier release was trained on may be tested on only if the splits have moved."""
+    train = next(iter(system.dataset.blocks("train"))).digests
+    blocks = Dataset.blocks
+
+    def moved(self: Dataset, split, block_size=4096):
+        for block in blocks(self, split, block_size):
+            if split == "test" and self is later:
+                block.digests[-1] = train[17]
+            yield block
+
+    later = Dataset(system.dataset.manifest, open_store(system.dataset.manifest.store_uri))
+    monkeypatch.setattr(Dataset, "blocks", moved)
+    assert count_leaks(later, system.dataset) == {"train": 1, "gallery": 0, "query": 0}
+    assert np.any(train[17])

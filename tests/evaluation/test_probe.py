@@ -1,0 +1,68 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evernear.evaluation.probe import OpenSet, choose_held_out, probe
+from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
+from tests.conftest import System
+
+TINY = TrainSettings(epochs=30, min_steps=0, width=4, embedding_dim=16, batch_size=128, patience_epochs=4)
+
+
+@given(st.dictionaries(st.text(max_size=3), st.integers(0, 3), max_size=8), st.integers(1, 5), st.integers(0, 5))
+def test_held_out_classes_can_be_tested_and_leave_two_to_learn(counts, wanted, seed):
+    held_out = choose_held_out(counts, wanted, seed)
+    tested = {label for label, count in counts.items() if count}
+    assert held_out <= tested
+    assert len(held_out) == max(0, min(wanted, len(tested) - 2))
+    assert held_out == choose_held_out(counts, wanted, seed)
+
+
+@pytest.fixture(scope="module")
+def found(system: System) -> OpenSet:
+    settings = EvaluationSettings(probe_epochs=4)
+    return probe(system.dataset, TINY, settings, IndexSettings(false_accept_rate=0.05))
+
+
+def test_the_probe_asks_about_every_test_image(system: System, found: OpenSet):
+    counts = system.dataset.manifest.label_counts("test")
+    unknown = sum(counts[label] for label in found.held_out)
+    assert len(found.held_out) == 2
+    assert found.auroc is not None
+    assert (found.auroc.unknown, found.auroc.known) == (unknown, system.dataset.count("test") - unknown)
+    assert found.false_accepts is not None
+    assert found.false_rejects is not None
+    assert (found.false_accepts.total, found.false_rejects.total) == (unknown, found.auroc.known)
+
+
+def test_classes_never_trained_on_lie_further_away(found: OpenSet):
+    assert found.auroc is not None
+    assert found.auroc.low > 0.6
+
+
+def test_figures_at_the_threshold_lie_on_the_curve(found: OpenSet):
+    assert found.roc is not None
+    assert found.threshold is not None
+    assert found.false_accepts is not None
+    below = max(i for i, threshold in enumerate(found.roc.thresholds) if threshold <= found.threshold)
+    above = min(below + 1, len(found.roc.thresholds) - 1)
+    assert found.roc.false_accepts[below] <= found.false_accepts.value <= found.roc.false_accepts[above]
+
+
+def test_the_probe_is_the_same_twice_and_survives_json(system: System, found: OpenSet):
+    again = probe(system.dataset, TINY, EvaluationSettings(probe_epochs=4), IndexSettings(false_accept_rate=0.05))
+    assert OpenSet.model_validate_json(again.model_dump_json()) == found
+
+
+def test_too_few_classes_leave_nothing_to_probe(system: System, tmp_path):
+    from evernear.data.shards import Dataset
+    from evernear.store import open_store
+
+    manifest = system.dataset.manifest
+    shards = tuple(
+        shard.model_copy(update={"label_counts": {"0": 5, "1": 5}}) if shard.split == "test" else shard
+        for shard in manifest.shards
+    )
+    two_classes = Dataset(manifest.model_copy(update={"shards": shards}), open_store(manifest.store_uri))
+    nothing = probe(two_classes, TINY, EvaluationSettings(), IndexSettings())
+    assert nothing == OpenSet(held_out=())
