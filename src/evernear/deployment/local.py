@@ -12,21 +12,19 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from evernear.deployment.admission import Deployment, admit
 from evernear.deployment.smoke import smoke
-from evernear.errors import Busy, ServingError
+from evernear.errors import ServingError
 from evernear.release.parts import open_release
 from evernear.release.registry import Champion, Registry
 from evernear.serving import torchserve
 from evernear.serving.client import Client
 from evernear.serving.connection import Endpoints, home_of, read_state
+from evernear.serving.lock import exclusively
 from evernear.serving.management import Management
 from evernear.settings import Settings
 from evernear.store import disk_errors, open_store
 
-LOCK_TIMEOUT_S = 600
 DRAIN_TIMEOUT_S = 30
 LAST_BATCH_S = 0.5  # a batch that left the queue is answered in far less
 
@@ -78,9 +76,7 @@ def serve(settings: Settings) -> str:
     registry = Registry(open_store(settings.store_uri))
     champion = registry.champion()
     if champion is None:
-        raise ServingError(
-            f"No release has been promoted in {settings.store_uri} yet; run `evernear run` first."
-        )
+        raise ServingError(f"No release has been promoted in {settings.store_uri} yet; run `evernear run` first.")
     with _site(settings) as site, site.server():
         site.follow(champion, registry)
     return champion.version
@@ -210,13 +206,9 @@ class _Site:
 def _site(settings: Settings) -> Generator[_Site]:
     """The site, for one deployment at a time."""
     site = _Site(settings)
-    with disk_errors(site.home):
-        site.home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    try:
-        with FileLock(site.home / "deploy.lock", timeout=LOCK_TIMEOUT_S):
-            yield site
-    except Timeout:
-        raise Busy(f"Another deployment into {settings.workdir} does not end; try again later.") from None
+    busy = f"Another deployment into {settings.workdir} is under way; wait for it and try again."
+    with exclusively(site.home / "deploy.lock", busy):
+        yield site
 
 
 def _url(settings: Settings) -> str:

@@ -17,24 +17,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 
 import psutil
-from filelock import FileLock, Timeout
 
-from evernear.errors import Busy, PortTaken, ServingError
+from evernear.errors import PortTaken, ServingError
 from evernear.serving.connection import KEY_FILE, STATE_FILE, Endpoints, ServerState, read_state
+from evernear.serving.lock import exclusively
 from evernear.serving.management import Management
 from evernear.settings import ServingSettings
-from evernear.store import write_atomically
+from evernear.store import disk_errors, write_atomically
 
 MAIN_CLASS = "org.pytorch.serve.ModelServer"
 JAVA_MAJOR_VERSION = 17  # the oldest that runs TorchServe 0.12
 KEYS_EXPIRE_AFTER_MIN = 10 * 365 * 24 * 60  # they die with the server, not after the default hour
 UNIX_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), less its closing zero
-LOCK_TIMEOUT_S = 300
 TERMINATE_TIMEOUT_S = 0.5  # it resets what is in flight at once, then idles for seconds before it ends
 KILL_TIMEOUT_S = 15
 POLL_S = 0.1
@@ -175,19 +174,16 @@ def write_configuration(settings: ServingSettings, home: Path) -> None:
 
 
 def _make_home(home: Path) -> None:
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    home.chmod(0o700)
-    for name in ("logs", "model-store"):
-        (home / name).mkdir(exist_ok=True)
+    with disk_errors(home):
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        home.chmod(0o700)
+        for name in ("logs", "model-store"):
+            (home / name).mkdir(exist_ok=True)
 
 
-@contextlib.contextmanager
-def _locked(home: Path) -> Generator[None]:
-    try:
-        with FileLock(home / "server.lock", timeout=LOCK_TIMEOUT_S):
-            yield
-    except Timeout:
-        raise Busy(f"Another process starts or stops the TorchServe in {home}; wait for it and try again.") from None
+def _locked(home: Path) -> contextlib.AbstractContextManager[None]:
+    busy = f"Another process starts or stops the TorchServe in {home}; wait for it and try again."
+    return exclusively(home / "server.lock", busy)
 
 
 def _running_endpoints(home: Path, wanted: Endpoints) -> Endpoints:
@@ -290,7 +286,7 @@ def _await_answer(home: Path, pid: int, timeout_s: float) -> None:
 
 def _died(home: Path) -> ServingError:
     console = home / "logs" / "console.log"
-    text = console.read_text(errors="replace")
+    text = console.read_text(errors="replace") if console.exists() else ""
     if "Address already in use" in text:
         return PortTaken(
             f"A port was taken while TorchServe started ({console} tells which); run again, or choose others "
