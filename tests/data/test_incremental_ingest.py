@@ -116,9 +116,7 @@ def test_two_sources_make_one_dataset(tree, tmp_path: Path, take, draw, contents
 
 def test_another_shape_needs_another_dataset(tree, take) -> None:
     take(tree)
-    with pytest.raises(
-        DataError, match=r"5 x 6 x 1, the settings .* 8 x 8 x 1; give the new one another name"
-    ):
+    with pytest.raises(DataError, match=r"5 x 6 x 1, the settings .* 8 x 8 x 1; give the new one another name"):
         take(tree, size_px=8)
 
 

@@ -182,9 +182,7 @@ def test_an_image_given_twice_is_held_out(tmp_path: Path, take, draw, contents, 
     assert manifest.problems[0].names == ("test/b/7.png", "train/b/7.png")
 
 
-def test_conflicting_labels_leave_the_image_out_until_they_agree(
-    tree, take, contents, draw, digest_of
-) -> None:
+def test_conflicting_labels_leave_the_image_out_until_they_agree(tree, take, contents, draw, digest_of) -> None:
     clean = take(tree)
     image = (tree / "1" / "000.png").read_bytes()
     (tree / "2" / "again.png").write_bytes(image)
@@ -247,9 +245,7 @@ def test_nothing_decodable_is_a_sentence(tmp_path: Path, take) -> None:
     for label in "ab":
         (tmp_path / "tree" / label).mkdir(parents=True)
         (tmp_path / "tree" / label / "0.png").write_text("words")
-    with pytest.raises(
-        DataError, match=r"No image in folder:.*tree can be decoded; the first: a/0.png is not"
-    ):
+    with pytest.raises(DataError, match=r"No image in folder:.*tree can be decoded; the first: a/0.png is not"):
         take(tmp_path / "tree")
 
 

@@ -56,9 +56,7 @@ def test_a_disk_that_takes_no_more_leaves_the_last_snapshot(
 
 
 @pytest.mark.parametrize("after_shards", [1, 4, 12])
-def test_a_killed_ingest_ends_the_same_when_run_again(
-    tmp_path: Path, draw, after_shards: int, contents
-) -> None:
+def test_a_killed_ingest_ends_the_same_when_run_again(tmp_path: Path, draw, after_shards: int, contents) -> None:
     root = tmp_path / "tree"
     for number in range(300):
         path = root / str(number % 3) / f"{number}.png"

@@ -98,9 +98,7 @@ def png_header(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
 
 
-animated = saved(
-    Image.new("L", (4, 4), 1), save_all=True, append_images=[Image.new("L", (4, 4), 9)], duration=50
-)
+animated = saved(Image.new("L", (4, 4), 1), save_all=True, append_images=[Image.new("L", (4, 4), 9)], duration=50)
 whole = saved(noise("L", (64, 64)))
 photo = saved(noise("L", (64, 64)), "JPEG")
 

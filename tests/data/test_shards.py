@@ -48,11 +48,7 @@ def test_an_epoch_has_each_image_once(dataset: Dataset) -> None:
     batches = list(dataset.shuffled_batches("train", 32, seed=0, epoch=0))
     assert [len(batch) for batch in batches] == [32] * (total // 32)
     assert len(set(keys(batches))) == len(keys(batches)) == total // 32 * 32
-    by_key = {
-        k: (i, n)
-        for b in dataset.blocks("train")
-        for k, i, n in zip(keys([b]), b.images, b.labels, strict=True)
-    }
+    by_key = {k: (i, n) for b in dataset.blocks("train") for k, i, n in zip(keys([b]), b.images, b.labels, strict=True)}
     for batch in batches:
         for key, image, label in zip(keys([batch]), batch.images, batch.labels, strict=True):
             assert (by_key[key][0] == image).all()
@@ -159,9 +155,7 @@ def in_s3(dataset: Dataset, bucket: str) -> Manifest:
     return dataset.manifest.model_copy(update={"store_uri": store.uri})
 
 
-def test_remote_shards_are_read_through_a_cache(
-    dataset: Dataset, tmp_path: Path, bucket: str, monkeypatch
-) -> None:
+def test_remote_shards_are_read_through_a_cache(dataset: Dataset, tmp_path: Path, bucket: str, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     save_manifest(in_s3(dataset, bucket), tmp_path / "remote")
     remote = Dataset.open(tmp_path / "remote")

@@ -1,5 +1,11 @@
+import gzip
+import hashlib
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from http.server import HTTPServer, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +25,7 @@ def test_digits_are_all_there(take, contents) -> None:
     assert manifest.labels == tuple("0123456789")
     assert len(held) == 1797
     expected = Counter(
-        (str(label), image.astype(int).tobytes())
-        for label, image in zip(bunch.target, bunch.images, strict=True)
+        (str(label), image.astype(int).tobytes()) for label, image in zip(bunch.target, bunch.images, strict=True)
     )
     # 16 becomes 255, and every value of 0..16 can be told apart again.
     found = Counter(
@@ -122,3 +127,44 @@ def test_mnist_is_taken_whole(take) -> None:
     assert manifest.problem_counts == {}
     assert manifest.label_counts("test")["7"] == 1028
     assert took_s < 60  # measured: 2 s; a bound that only a per-image detour would break
+
+
+@pytest.fixture
+def mirror(idx: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HTTPServer]:
+    """torchvision's only mirror of MNIST, of our own small files and their checksums; the cache is empty."""
+    from torchvision.datasets import MNIST
+
+    resources: list[tuple[str, str]] = []
+    for path in sorted(idx.iterdir()):
+        data = gzip.compress(path.read_bytes())
+        path.with_name(f"{path.name}.gz").write_bytes(data)
+        resources.append((f"{path.name}.gz", hashlib.md5(data).hexdigest()))  # noqa: S324 - torchvision's choice
+    monkeypatch.setattr(MNIST, "resources", resources)
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    handler = partial(SimpleHTTPRequestHandler, directory=idx)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        monkeypatch.setattr(MNIST, "mirrors", [f"http://127.0.0.1:{server.server_port}/"])
+        threading.Thread(target=server.serve_forever).start()
+        yield server
+        server.shutdown()
+
+
+def test_mnist_is_downloaded_once(take, idx: Path, mirror: HTTPServer, monkeypatch) -> None:
+    manifest = take("mnist")
+    assert manifest.digest == take(f"mnist:{idx}", dataset="direct").digest
+    monkeypatch.setattr("torchvision.datasets.MNIST.mirrors", [])
+    assert take("mnist") == manifest
+
+
+@pytest.mark.parametrize("fault", ["no answer", "other content"])
+def test_a_download_that_fails_is_a_sentence_and_leaves_nothing(
+    take, idx: Path, mirror: HTTPServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str
+) -> None:
+    if fault == "no answer":
+        monkeypatch.setattr("torchvision.datasets.MNIST.mirrors", ["http://127.0.0.1:9/"])
+    else:
+        (idx / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(b"something else"))
+    with pytest.raises(DataError, match=r"MNIST cannot be downloaded .* name a directory that holds it"):
+        take("mnist")
+    assert list((tmp_path / "cache" / "evernear").iterdir()) == []

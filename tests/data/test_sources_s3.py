@@ -26,9 +26,7 @@ def test_a_bucket_gives_what_the_tree_gives(tree, take, bucket: str, contents) -
     assert there.problems[0].names == ("1/words.png",)
 
 
-def test_a_bucket_is_ingested_incrementally_into_a_store_in_s3(
-    tree, bucket: str, draw, contents, digest_of
-) -> None:
+def test_a_bucket_is_ingested_incrementally_into_a_store_in_s3(tree, bucket: str, draw, contents, digest_of) -> None:
     images = upload(bucket, tree, "images")
     knobs = DataSettings(source=f"s3://{bucket}/images", shard_size_bytes=2**16)
     first = ingest(knobs, f"s3://{bucket}/store")

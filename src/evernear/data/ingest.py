@@ -77,9 +77,7 @@ def ingest(settings: DataSettings, store_uri: str, say: Say = lambda _: None) ->
         StoreError: store or disk refuse. Conflict: another ingest of this dataset was faster.
     """
     if settings.test_fraction + settings.gallery_fraction + settings.query_fraction >= 1:
-        raise SettingsError(
-            "data.test_fraction, gallery_fraction and query_fraction leave nothing to train on."
-        )
+        raise SettingsError("data.test_fraction, gallery_fraction and query_fraction leave nothing to train on.")
     source = open_source(settings.source)
     snapshots = _Snapshots(open_store(store_uri), _dataset_name(settings, source))
     with (
@@ -120,9 +118,7 @@ def _ingest(
             labels = [*ledger.labels_listed(), *source.labels()]
         _add_labels(ledger, labels, settings.source)
         shape = _shape(settings, source, ledger, parent)
-        writer = ShardWriter(
-            snapshots.store, snapshots.name, shape, settings.shard_size_bytes, ledger, scratch
-        )
+        writer = ShardWriter(snapshots.store, snapshots.name, shape, settings.shard_size_bytes, ledger, scratch)
         adder = _Adder(settings, source, ledger, writer, say)
         if isinstance(source, FileSource):
             adder.add_files(source, shape)
@@ -141,17 +137,14 @@ def _list(source: FileSource, ledger: Ledger, place: str) -> None:
     ledger.note_empty_folders(source.empty_folders)
     if not ledger.count_listed():
         raise DataError(
-            f"{place} holds no image in a class folder;"
-            " put PNG or JPEG files under <class>/ or <split>/<class>/."
+            f"{place} holds no image in a class folder; put PNG or JPEG files under <class>/ or <split>/<class>/."
         )
 
 
 def _add_labels(ledger: Ledger, labels: Iterable[str], place: str) -> None:
     distinct = set(labels)
     if len(distinct) < 2:
-        raise DataError(
-            f"{place} holds images of one class only ({min(distinct)!r}); a recogniser needs at least two."
-        )
+        raise DataError(f"{place} holds images of one class only ({min(distinct)!r}); a recogniser needs at least two.")
     ledger.add_labels(sorted(distinct.difference(ledger.labels()), key=_natural))
 
 
@@ -161,9 +154,7 @@ def _natural(label: str) -> tuple[list[str | int], str]:
     return [int(word) if i % 2 else word for i, word in enumerate(words)], label
 
 
-def _shape(
-    settings: DataSettings, source: ArraySource | FileSource, ledger: Ledger, parent: Manifest | None
-) -> Shape:
+def _shape(settings: DataSettings, source: ArraySource | FileSource, ledger: Ledger, parent: Manifest | None) -> Shape:
     """(H, W, C) of the dataset: the settings', else the earlier snapshot's, else the first image's."""
     wanted_channels = {"auto": None, "grey": 1, "colour": 3}[settings.channels]
     if parent is not None:
@@ -172,9 +163,7 @@ def _shape(
         return settings.size_px, settings.size_px, wanted_channels
     else:
         height, width, channels = (
-            _first_file(source, ledger, settings)
-            if isinstance(source, FileSource)
-            else (*source.size_px(), 1)
+            _first_file(source, ledger, settings) if isinstance(source, FileSource) else (*source.size_px(), 1)
         )
     shape = (settings.size_px or height, settings.size_px or width, wanted_channels or channels)
     if parent is not None and shape != parent.shape:
@@ -400,9 +389,7 @@ class _Snapshots:
             self.store.put_if(self._head_key, pointer, self._head_etag)
         except Conflict:
             if self.store.get(self._head_key) != pointer:
-                raise Conflict(
-                    f"Another ingest of the dataset {self.name!r} finished meanwhile; run again."
-                ) from None
+                raise Conflict(f"Another ingest of the dataset {self.name!r} finished meanwhile; run again.") from None
 
     def _manifest_key(self, digest: str) -> str:
         return manifest_key(self.name, digest)
@@ -435,7 +422,5 @@ def _manifest(
 def _dataset_name(settings: DataSettings, source: ArraySource | FileSource) -> str:
     name = settings.dataset or source.name
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,62}", name):
-        raise SettingsError(
-            f"data.dataset={name!r} is no name: use lower-case letters, digits, '.', '_' and '-'."
-        )
+        raise SettingsError(f"data.dataset={name!r} is no name: use lower-case letters, digits, '.', '_' and '-'.")
     return name

@@ -244,13 +244,10 @@ class Ledger:
             " FROM files f JOIN images i ON i.digest = f.digest JOIN labels l ON l.name = f.label"
             " JOIN files every ON every.digest = f.digest WHERE l.id != i.label GROUP BY i.digest"
         )
-        self._all(
-            "UPDATE files SET pending = 1 WHERE digest IN (SELECT digest FROM changes WHERE label IS NULL)"
-        )
+        self._all("UPDATE files SET pending = 1 WHERE digest IN (SELECT digest FROM changes WHERE label IS NULL)")
         self._all("DELETE FROM images WHERE digest IN (SELECT digest FROM changes WHERE label IS NULL)")
         self._all(
-            "UPDATE images SET label = c.label FROM changes c"
-            " WHERE c.digest = images.digest AND c.label IS NOT NULL"
+            "UPDATE images SET label = c.label FROM changes c WHERE c.digest = images.digest AND c.label IS NOT NULL"
         )
         return [row[0] for row in self._all("SELECT DISTINCT slot FROM changes ORDER BY slot")]
 
@@ -275,9 +272,7 @@ class Ledger:
                 found.append(Problem(kind=kind, names=names, detail=detail))
         return found, counts
 
-    def _problem_queries(
-        self, expected_size: tuple[int, int] | None
-    ) -> Iterator[tuple[str, str, tuple[object, ...]]]:
+    def _problem_queries(self, expected_size: tuple[int, int] | None) -> Iterator[tuple[str, str, tuple[object, ...]]]:
         """Kind, query for (name, digest where several files share it, what is wrong), the query's values."""
         yield "undecodable", "SELECT name, NULL, fault FROM files WHERE fault IS NOT NULL", ()
         yield "tiny_class", "SELECT name, NULL, 'holds no image' FROM empty_folders", ()

@@ -64,9 +64,7 @@ def decode(data: bytes, max_pixels: int, name: str = "The image") -> Image.Image
     try:
         image = Image.open(BytesIO(data), formats=("PNG", "JPEG"))
         if image.width * image.height > max_pixels:
-            raise DataError(
-                f"{name} is too large: {image.width} x {image.height} pixels, {max_pixels} are allowed."
-            )
+            raise DataError(f"{name} is too large: {image.width} x {image.height} pixels, {max_pixels} are allowed.")
         # A phone's multi-picture JPEG shows its first picture; an animated PNG shows no single one.
         if image.format == "PNG" and getattr(image, "is_animated", False):
             raise DataError(f"{name} is animated; a single image is wanted.")

@@ -96,17 +96,17 @@ class Dataset:
         """
         total = self.count(split) // world_size
         if total == 0:
-            raise DataError(
-                f"The split {split!r} has {self.count(split)} images, too few for {world_size} processes."
-            )
+            raise DataError(f"The split {split!r} has {self.count(split)} images, too few for {world_size} processes.")
         batch_size = min(batch_size, total)
         mine = total // batch_size * batch_size
         rng = np.random.default_rng((seed, epoch))
         pieces = _window(self._shuffled_pieces(split, rng), mine * rank)
         mixer = np.random.default_rng((seed, epoch, rank))
         buffer_rows = max(8, _BUFFER_BYTES // self._dtype.itemsize // batch_size) * batch_size
+        space = np.empty(min(buffer_rows, mine), self._dtype)
         for start in range(0, mine, buffer_rows):
-            buffer = self._fill(pieces, min(buffer_rows, mine - start))
+            buffer = space[: mine - start]
+            self._fill(buffer, pieces)
             order = mixer.permutation(len(buffer))
             for first in range(0, len(buffer), batch_size):
                 yield _block(buffer[order[first : first + batch_size]])
@@ -144,14 +144,12 @@ class Dataset:
             ]
             yield from (pieces[number] for number in rng.permutation(len(pieces)))
 
-    def _fill(self, pieces: "_Window", rows: int) -> Rows:
-        buffer = np.empty(rows, self._dtype)
+    def _fill(self, buffer: Rows, pieces: "_Window") -> None:
         filled = 0
-        for piece in pieces.take(rows):
+        for piece in pieces.take(len(buffer)):
             with self._files.open(piece.shard, piece.start) as file:
                 buffer[filled : filled + piece.count] = self._read(file, piece.shard, piece.count)
             filled += piece.count
-        return buffer
 
     def _read(self, file: FileIO, shard: Shard, count: int) -> Rows:
         rows = np.fromfile(file, self._dtype, count)

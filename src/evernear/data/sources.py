@@ -5,12 +5,14 @@ import math
 import os
 import re
 import struct
+import tempfile
 import zlib
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol, runtime_checkable
+from urllib.error import URLError
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -22,9 +24,7 @@ from evernear.errors import DataError, SettingsError
 from evernear.store import disk_errors, open_store
 
 # Files of these kinds are taken for images by their name; whether they are PNG or JPEG their content tells.
-_IMAGE_SUFFIXES = frozenset(
-    {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".heic", ".avif"}
-)
+_IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".heic", ".avif"})
 _BLOCK = 1024
 
 
@@ -171,18 +171,14 @@ class Mnist:
                 for start in range(0, images.shape[0], _BLOCK):
                     pixels, names = images.read(_BLOCK), labels.read(_BLOCK)
                     numbers = range(start, start + len(pixels))
-                    yield Arrays(
-                        [f"{part}[{i}]" for i in numbers], [str(n) for n in names.tolist()], given, pixels
-                    )
+                    yield Arrays([f"{part}[{i}]" for i in numbers], [str(n) for n in names.tolist()], given, pixels)
 
     def _find(self, stem: str, kind: str) -> Path:
         for directory in (self._directory, self._directory / "MNIST" / "raw"):
             for name in (f"{stem}-{kind}", f"{stem}-{kind}.gz", f"{stem}.{kind}", f"{stem}.{kind}.gz"):
                 if (directory / name).is_file():
                     return directory / name
-        raise DataError(
-            f"{self._directory} holds no {stem}-{kind}, plain or .gz; name a directory with the IDX files."
-        )
+        raise DataError(f"{self._directory} holds no {stem}-{kind}, plain or .gz; name a directory with the IDX files.")
 
 
 @contextmanager
@@ -225,19 +221,28 @@ class _Idx:
 
 
 def download_mnist() -> Path:
-    """A directory with MNIST's files; torchvision, which holds their checksums, downloads them once."""
+    """A directory with MNIST's files; torchvision, which holds their checksums, downloads them once.
+
+    Raises:
+        DataError: the download failed.
+    """
     directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evernear" / "mnist"
-    raw = directory / "MNIST" / "raw"
-    if not raw.is_dir():
+    if not directory.is_dir():
         from torchvision.datasets import MNIST
 
-        try:
-            MNIST(str(directory), download=True)
-        except (OSError, RuntimeError) as error:
-            raise DataError(
-                f"MNIST cannot be downloaded ({error}); give a directory that holds it: mnist:DIRECTORY."
-            ) from error
-    return raw
+        with disk_errors(directory.parent):
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            # Moved into place when it is whole: a killed download must not look like a finished one.
+            with tempfile.TemporaryDirectory(prefix=".mnist-", dir=directory.parent) as partial:
+                try:
+                    MNIST(partial, download=True)
+                except (URLError, RuntimeError) as error:
+                    reason = " ".join(str(error).split())
+                    raise DataError(
+                        f"MNIST cannot be downloaded ({reason}); name a directory that holds it: mnist:DIRECTORY."
+                    ) from error
+                (Path(partial) / "MNIST" / "raw").rename(directory)
+    return directory
 
 
 class _ClassFolders:
@@ -257,9 +262,7 @@ class _ClassFolders:
         self._splits_given = bool(top) and given == top
         if self._splits_given:
             if "train" not in given:
-                raise DataError(
-                    f"{self.name} has given splits ({', '.join(sorted(given))}) but no train folder."
-                )
+                raise DataError(f"{self.name} has given splits ({', '.join(sorted(given))}) but no train folder.")
             self.hashed = ("train", *(split for split in SPLITS[1:] if split not in given))
 
     def _listed(self, path: str, etag: str, size_bytes: int) -> Listed | None:
@@ -287,29 +290,19 @@ class Folder(_ClassFolders):
         with disk_errors(self._directory):
             tops = _visible_folders(self._directory)
             self._set_layout({top.name for top in tops})
-            classes = (
-                [folder for top in tops for folder in _visible_folders(top)] if self._splits_given else tops
-            )
+            classes = [folder for top in tops for folder in _visible_folders(top)] if self._splits_given else tops
             for folder in classes:
                 yield from self._files_of(folder)
 
     def _files_of(self, folder: Path) -> Iterator[Listed]:
         count = 0
-        for parent, folders, names in os.walk(folder):
-            folders.sort()
-            for name in sorted(names):
-                path = Path(parent) / name
-                stat = path.stat()
-                try:
-                    text = path.relative_to(self._directory).as_posix()
-                    text.encode()
-                except UnicodeEncodeError:
-                    raise DataError(
-                        f"The name of {os.fsencode(path)!r} is not UTF-8; rename the file."
-                    ) from None
-                if listed := self._listed(text, f"{stat.st_size}-{stat.st_mtime_ns}", stat.st_size):
-                    count += 1
-                    yield listed
+        for entry in _walk(folder):
+            name = Path(entry.path).relative_to(self._directory).as_posix()
+            _check_utf8(name)
+            stat = entry.stat()
+            if listed := self._listed(name, f"{stat.st_size}-{stat.st_mtime_ns}", stat.st_size):
+                count += 1
+                yield listed
         if not count:
             self.empty_folders.append(folder.relative_to(self._directory).as_posix())
 
@@ -338,6 +331,23 @@ class Bucket(_ClassFolders):
     def read(self, name: str) -> bytes:
         """A file's content."""
         return self._store.get(name)
+
+
+def _walk(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """All files below a folder as the disk has them: a sorted listing would hold a whole folder in memory."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walk(Path(entry.path))
+            elif entry.is_file():
+                yield entry
+
+
+def _check_utf8(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"The name of {os.fsencode(name)!r} is not UTF-8; rename the file.") from None
 
 
 def _visible_folders(directory: Path) -> list[Path]:

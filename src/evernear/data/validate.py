@@ -172,9 +172,7 @@ def _vanished(totals: dict[str, int], champion_labels: Sequence[str]) -> Iterato
 def _splits(counts: Counts, totals: dict[str, int]) -> Iterator[Finding]:
     empty = [split for split in SPLITS if not any(counts[split].values())]
     if empty:
-        message = (
-            f"No image is in the split {_listed(empty)}; add images or raise its share (data.*_fraction)."
-        )
+        message = f"No image is in the split {_listed(empty)}; add images or raise its share (data.*_fraction)."
         yield _finding("empty_split", message, empty, len(empty))
     missing = [
         f"{label} in {split}"
@@ -188,12 +186,8 @@ def _splits(counts: Counts, totals: dict[str, int]) -> Iterator[Finding]:
         yield _finding("missing_in_split", message, missing, len(missing))
 
 
-def _finding(
-    rule: str, message: str, names: Sequence[str], count: int, details: tuple[str, ...] = ()
-) -> Finding:
-    return Finding(
-        rule=rule, severity="error", message=message, names=tuple(names), count=count, details=details
-    )
+def _finding(rule: str, message: str, names: Sequence[str], count: int, details: tuple[str, ...] = ()) -> Finding:
+    return Finding(rule=rule, severity="error", message=message, names=tuple(names), count=count, details=details)
 
 
 def _listed(names: Sequence[str]) -> str:

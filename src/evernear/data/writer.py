@@ -41,9 +41,7 @@ def check_header(file: BinaryIO, dtype: np.dtype[np.void], shard: Shard) -> int:
     except ValueError:
         held = None
     if held != ((shard.count,), False, dtype):
-        raise IntegrityError(
-            f"The shard {shard.sha256} does not hold {shard.count} images of {dtype['image'].shape}."
-        )
+        raise IntegrityError(f"The shard {shard.sha256} does not hold {shard.count} images of {dtype['image'].shape}.")
     return file.tell()
 
 
@@ -73,9 +71,7 @@ class ShardWriter:
         self._open: dict[Split, _OpenShard] = {}
         self._labels: Sequence[str] = ledger.labels()
 
-    def append(
-        self, split: Split, images: Pixels, labels: Sequence[int], digests: Sequence[bytes]
-    ) -> list[int]:
+    def append(self, split: Split, images: Pixels, labels: Sequence[int], digests: Sequence[bytes]) -> list[int]:
         """Append images (N, H, W, C) to a split and return the slot that each went to."""
         rows = np.empty(len(images), self._dtype)
         rows["image"], rows["label"] = images, labels
