@@ -15,11 +15,9 @@ import pytest
 from scipy.stats import binom
 
 from evernear.errors import IntegrityError
-from evernear.evaluation.compare import compare
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.gate import Rule, Verdict, decide
 from evernear.evaluation.measure import Outcomes
-from evernear.evaluation.probe import OpenSet
 from evernear.evaluation.statistics import Share, share
 from evernear.settings import GateSettings
 
@@ -44,7 +42,7 @@ def planted() -> ModuleType:
     return module
 
 
-SEEDS = 150
+SEEDS = 500
 
 
 @pytest.mark.parametrize("shared", [0.6, 0.0], ids=["as two seeds of a recipe", "no error shared"])
@@ -89,18 +87,7 @@ def outcomes(wrong: dict[int, int], each: int = 100) -> Outcomes:
 @pytest.fixture
 def sound(planted: ModuleType) -> Evaluation:
     """A challenger that is as good as its champion."""
-    return evaluation(planted, outcomes({1: 2, 8: 1}), outcomes({1: 2, 8: 1}))
-
-
-def evaluation(planted: ModuleType, candidate: Outcomes, champion: Outcomes) -> Evaluation:
-    return Evaluation(
-        candidate=planted.measured("candidate", candidate),
-        champion=planted.measured("champion", champion),
-        comparison=compare(candidate, champion, planted.LABELS),
-        open_set=OpenSet(held_out=()),
-        leaks=UNSEEN,
-        champion_leaks=UNSEEN,
-    )
+    return planted.evaluated(outcomes({1: 2, 8: 1}), outcomes({1: 2, 8: 1}))
 
 
 def failed(verdict: Verdict) -> dict[str, Rule]:
@@ -122,8 +109,8 @@ def test_a_sound_challenger_passes_and_every_rule_says_why(sound: Evaluation):
 
 def test_each_rule_holds_alone(planted: ModuleType, sound: Evaluation):
     low = share(90, 100, 0.95)
-    slow_rot = evaluation(planted, outcomes({1: 5, 3: 4, 5: 3, 8: 3}), outcomes({1: 2, 8: 1}))
-    one_class = evaluation(planted, outcomes({1: 2, 4: 12}), outcomes({1: 2, 2: 12}))
+    slow_rot = planted.evaluated(outcomes({1: 5, 3: 4, 5: 3, 8: 3}), outcomes({1: 2, 8: 1}))
+    one_class = planted.evaluated(outcomes({1: 2, 4: 12}), outcomes({1: 2, 2: 12}))
     cases = {
         "accuracy_floor": with_candidate(sound, accuracy=share(949, 1000, 0.95)),
         "class_recall_floor": with_candidate(
@@ -177,8 +164,8 @@ def test_a_part_that_is_missing_holds(sound: Evaluation, changes, rules):
 def test_one_image_of_a_small_class_is_no_collapse(planted: ModuleType):
     """With 18 queries a class, one more error is 5.6 points; eighteen more are a collapse."""
     champion = outcomes({1: 1}, each=18)
-    assert decide(evaluation(planted, outcomes({1: 1, 4: 1}, each=18), champion), SETTINGS).promote
-    gone = evaluation(planted, outcomes({1: 1, 4: 18}, each=18), champion)
+    assert decide(planted.evaluated(outcomes({1: 1, 4: 1}, each=18), champion), SETTINGS).promote
+    gone = planted.evaluated(outcomes({1: 1, 4: 18}, each=18), champion)
     assert {"class_recall_floor", "class_recall_drop"} <= set(failed(decide(gone, SETTINGS)))
 
 
@@ -198,7 +185,7 @@ def test_what_the_champion_has_seen_is_told_but_does_not_hold(sound: Evaluation)
 
 @pytest.fixture
 def stored(planted: ModuleType, tmp_path) -> Path:
-    held = decide(evaluation(planted, outcomes({4: 60}), outcomes({})), SETTINGS)
+    held = decide(planted.evaluated(outcomes({4: 60}), outcomes({})), SETTINGS)
     assert not held.promote
     path = tmp_path / "verdict.json"
     path.write_text(held.model_dump_json(indent=2))

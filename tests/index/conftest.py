@@ -19,14 +19,10 @@ Numbers = NDArray[np.int64]
 
 
 class MakeEmbeddings(Protocol):
-    def __call__(
-        self, splits: Mapping[Split, tuple[Vectors, Numbers]], rows_per_shard: int = 50
-    ) -> Embeddings: ...
+    def __call__(self, splits: Mapping[Split, tuple[Vectors, Numbers]], rows_per_shard: int = 50) -> Embeddings: ...
 
 
-def blobs(
-    seed: int, count: int, classes: int = 5, dim: int = 16, spread: float = 0.35
-) -> tuple[Vectors, Numbers]:
+def blobs(seed: int, count: int, classes: int = 5, dim: int = 16, spread: float = 0.35) -> tuple[Vectors, Numbers]:
     """Unit vectors around one centre a class, the same centres whatever the seed; every class occurs."""
     centres = np.random.default_rng(99).normal(size=(classes, dim))
     rng = np.random.default_rng(seed)
@@ -54,9 +50,7 @@ def make_embeddings(tmp_path_factory: pytest.TempPathFactory) -> MakeEmbeddings:
                 path = Path(directory) / f"{split}-{start:05d}.npy"
                 part = rows[start : start + rows_per_shard]
                 np.save(path, part)
-                shards.append(
-                    EmbeddingShard(file=path.name, sha256=sha256_file(path), split=split, count=len(part))
-                )
+                shards.append(EmbeddingShard(file=path.name, sha256=sha256_file(path), split=split, count=len(part)))
         description = EmbeddingsDescription(
             network_sha256=NETWORK, dataset_digest="d" * 64, dim=dim, shards=tuple(shards)
         )

@@ -28,9 +28,7 @@ def test_threshold_accepts_no_more_impostors_than_stated_and_as_many_as_it_can(d
 
 
 @pytest.mark.parametrize("factory", ["Flat", "HNSW8", "IVF4,Flat"])
-def test_threshold_is_that_of_exact_impostors_whatever_the_index(
-    make_embeddings: MakeEmbeddings, tmp_path, factory
-):
+def test_threshold_is_that_of_exact_impostors_whatever_the_index(make_embeddings: MakeEmbeddings, tmp_path, factory):
     gallery, queries = blobs(1, 300), blobs(2, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
     described = build(embeddings, LABELS, IndexSettings(factory=factory, false_accept_rate=0.1), tmp_path)
@@ -77,8 +75,7 @@ def test_excluded_classes_are_neither_indexed_nor_calibrated_on(make_embeddings:
     described = build(embeddings, LABELS, IndexSettings(), tmp_path / "some", frozenset({"b", "e"}))
 
     kept_gallery, kept_queries = (
-        (split[0][np.isin(split[1], [0, 2, 3])], split[1][np.isin(split[1], [0, 2, 3])])
-        for split in (gallery, queries)
+        (split[0][np.isin(split[1], [0, 2, 3])], split[1][np.isin(split[1], [0, 2, 3])]) for split in (gallery, queries)
     )
     alone = make_embeddings({"gallery": kept_gallery, "query": kept_queries})
     assert described.calibration == build(alone, LABELS, IndexSettings(), tmp_path / "alone").calibration

@@ -50,9 +50,7 @@ def test_recognise_agrees_with_plain_arithmetic(make_embeddings: MakeEmbeddings,
         assert answer.pred == LABELS[by_vote if label_by == "vote" else by_centroid]
         assert answer.dist == pytest.approx(distances.min(), abs=1e-5)
         assert answer.unknown == (answer.dist > gallery.threshold)
-        assert [neighbor.label for neighbor in answer.neighbors] == [
-            LABELS[number] for number in numbers[nearest]
-        ]
+        assert [neighbor.label for neighbor in answer.neighbors] == [LABELS[number] for number in numbers[nearest]]
         assert [neighbor.dist for neighbor in answer.neighbors] == pytest.approx(distances[nearest], abs=1e-5)
         assert all(nearer.dist <= farther.dist for nearer, farther in pairwise(answer.neighbors))
     assert {answer.unknown for answer in recognised} == {True, False}
@@ -61,9 +59,7 @@ def test_recognise_agrees_with_plain_arithmetic(make_embeddings: MakeEmbeddings,
 @pytest.fixture(scope="module")
 def index_dir(make_embeddings: MakeEmbeddings, tmp_path_factory: pytest.TempPathFactory):
     directory = tmp_path_factory.mktemp("index")
-    build(
-        make_embeddings({"gallery": blobs(1, 40), "query": blobs(2, 60)}), LABELS, IndexSettings(), directory
-    )
+    build(make_embeddings({"gallery": blobs(1, 40), "query": blobs(2, 60)}), LABELS, IndexSettings(), directory)
     return directory
 
 

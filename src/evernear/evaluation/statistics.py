@@ -1,13 +1,14 @@
 """Proportions and areas under the ROC curve, each with its interval."""
 
 import math
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from scipy.optimize import root_scalar
 from scipy.special import expit, logit
-from scipy.stats import binomtest, norm, rankdata
+from scipy.stats import rankdata
 
 ROC_POINTS = 200
 
@@ -60,13 +61,15 @@ class Roc(BaseModel):
 
 def share(count: int, total: int, confidence: float) -> Share:
     """``count`` of ``total`` (at least 1) with its two-sided interval."""
-    interval = binomtest(count, total).proportion_ci(confidence, method="wilson")
-    # Rounding can leave 1 - 1e-17 at the ends.
+    z, seen = _deviations(confidence), count / total
+    middle = (seen + z**2 / (2 * total)) / (1 + z**2 / total)
+    half = z * math.sqrt(seen * (1 - seen) / total + (z / total) ** 2 / 4) / (1 + z**2 / total)
+    # At 0 and 1 rounding may put an end on the wrong side by 1e-17.
     return Share(
         count=count,
         total=total,
-        low=min(float(interval.low), count / total),
-        high=max(float(interval.high), count / total),
+        low=max(0.0, min(middle - half, seen)),
+        high=min(1.0, max(middle + half, seen)),
     )
 
 
@@ -85,7 +88,7 @@ def auroc(known: NDArray[np.float32], unknown: NDArray[np.float32], confidence: 
     beyond_known = (ranks[:m] - rankdata(unknown)) / n
     below_unknown = 1 - (ranks[m:] - rankdata(known)) / m
     value = float(beyond_known.mean())
-    z = float(norm.ppf((1 + confidence) / 2))
+    z = _deviations(confidence)
     ends = [*_newcombe(value, m, n, z), *_delong(value, beyond_known, below_unknown, z)]
     return Auroc(value=value, low=min(ends), high=max(ends), known=n, unknown=m)
 
@@ -105,6 +108,11 @@ def roc(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Roc:
         false_accepts=tuple((inside[1] / len(unknown)).tolist()),
         thresholds=tuple(thresholds.tolist()),
     )
+
+
+def _deviations(confidence: float) -> float:
+    """Standard deviations either side of a normal mean that hold ``confidence``."""
+    return NormalDist().inv_cdf((1 + confidence) / 2)
 
 
 def _delong(
