@@ -8,7 +8,7 @@ What it asks
 
 The paired test (`no_worse`)
     Exact one-sided McNemar on the same queries (`evernear.evaluation.compare.mcnemar_worse`): hold when
-    p <= ``gate.significance``. An equally good challenger is held at most that often, whatever the size of
+    p <= ``gate.significance``. It holds an equally good challenger at most that often, whatever the size of
     the test split; exact rather than mid-p because mid-p keeps its level only nearly. The default level is
     0.10 and not the customary 0.05, for the two mistakes do not cost the same: a good challenger held waits
     for the next run, a bad one let through serves. Measured with planted models on 10,000 queries at 99.6%
