@@ -109,14 +109,23 @@ def status(
 
 
 @app.command()
-def serve(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+def serve(
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Stay until the server ends; SIGTERM ends it (for containers).")
+    ] = False,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+) -> None:
     """Start TorchServe with the champion, if it is not up already."""
-    from evernear.deployment.local import serve
+    from evernear.deployment.local import follow, serve
 
     settings = _settings(None, config, overrides, workdir)
     version = serve(settings)
     place = f"http://{settings.serving.host}:{settings.serving.inference_port}"
     print(f"Release {version} answers at {place}/predictions/{settings.serving.model_name}; `evernear stop` ends it.")
+    if foreground:
+        follow(settings)
 
 
 @app.command()

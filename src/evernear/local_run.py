@@ -18,6 +18,8 @@ from pydantic import BaseModel, ConfigDict
 from evernear.errors import Busy, EvernearError, SettingsError
 from evernear.progress import EVENTS_VARIABLE, Event, read_events
 from evernear.reporting.notify import Outcome
+from evernear.serving.connection import home_of
+from evernear.serving.torchserve import require_startable
 from evernear.settings import Settings
 
 POLL_S = 0.1
@@ -51,9 +53,12 @@ def run(settings: Settings, show: Callable[[Event], None]) -> RunResult:
 
     Raises:
         Busy: another run holds the working directory.
+        ServingError: the release could not be brought up in the end, since a port is taken or Java is missing.
         RunFailed: a step failed.
     """
     with _sole_run(settings.workdir):
+        if settings.target == "local":
+            require_startable(settings.serving, home_of(settings.workdir))
         started_s = time.monotonic()
         directory = settings.workdir.resolve() / "runs" / datetime.now(UTC).strftime("%Y%m%d-%H%M%S.%f")
         directory.mkdir(parents=True)

@@ -30,6 +30,8 @@ class Bench:
             "OMP_NUM_THREADS": "1",
             # The runs are short and the test splits small; what the gate holds has tests of its own.
             "EVERNEAR_GATE__ACCURACY_FLOOR": "0.8",
+            "EVERNEAR_TRAIN__EPOCHS": "6",
+            "EVERNEAR_TRAIN__BATCH_SIZE": "64",
             "EVERNEAR_WORKDIR": str(self.workdir),
             "EVERNEAR_DATA__SOURCE": f"folder:{directory / 'images'}",
             **{f"EVERNEAR_SERVING__{name.upper()}": str(port) for name, port in zip(PORTS, free_ports(), strict=True)},

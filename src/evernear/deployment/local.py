@@ -6,6 +6,7 @@ next `deploy` makes them agree again.
 
 import contextlib
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Generator
@@ -26,6 +27,7 @@ from evernear.settings import Settings
 from evernear.store import disk_errors, open_store
 
 DRAIN_TIMEOUT_S = 30
+FOLLOW_S = 0.5
 LAST_BATCH_S = 0.5  # a batch that left the queue is answered in far less
 
 
@@ -80,6 +82,24 @@ def serve(settings: Settings) -> str:
     with _site(settings) as site, site.server():
         site.follow(champion, registry)
     return champion.version
+
+
+def follow(settings: Settings) -> None:
+    """Stay as long as the server does; SIGTERM and Ctrl-C end both.
+
+    Raises:
+        ServingError: the server died.
+    """
+    home = home_of(settings.workdir)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        while torchserve.is_running(home):
+            time.sleep(FOLLOW_S)
+    except KeyboardInterrupt:
+        torchserve.stop(home)
+        return
+    if read_state(home) is not None:  # nobody stopped it
+        raise ServingError(f"TorchServe died; see {home}/logs.")
 
 
 def stop(settings: Settings) -> bool:

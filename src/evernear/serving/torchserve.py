@@ -75,6 +75,20 @@ def start(settings: ServingSettings, home: Path) -> Endpoints:
     return wanted
 
 
+def require_startable(settings: ServingSettings, home: Path) -> None:
+    """Refuse early what `start` would refuse: hours of training should not end at a port that is taken.
+
+    Raises:
+        PortTaken, ServingError: as `start`.
+    """
+    wanted = Endpoints.of(settings)
+    if is_running(home):
+        _running_endpoints(home, wanted)
+        return
+    find_java()
+    _require_free_ports(wanted)
+
+
 def stop(home: Path) -> bool:
     """End the server of ``home`` with all its workers; whether there was one to end.
 
