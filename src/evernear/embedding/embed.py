@@ -20,8 +20,8 @@ from evernear.store import sha256_bytes, sha256_file, write_atomically
 
 DESCRIPTION_FILE = "embeddings.json"
 Rows = NDArray[np.void]
-SHARD_SIZE = 16_384
-"""Embeddings in a shard: 9 MB at 128 dimensions."""
+SHARD_SIZE = 8_192
+"""Embeddings in a shard: 4.5 MB at 128 dimensions."""
 BATCH_SIZE = 256
 
 

@@ -1,0 +1,95 @@
+"""Images per second of embedding a gallery: ``python benchmarks/embed_gallery.py --source mnist``.
+
+Ours is the whole embed step: read the gallery split from its shards, embed it with the frozen and optimised
+network, write embeddings. Against it stands what the source project does: the plain scripted network, ten
+images at a time, here with the reading of the very same shards and no writing. Interleaved; of several
+repeats the best counts.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import machine
+from accuracy import ingested
+
+from evernear.data.shards import Dataset
+from evernear.embedding.embed import embed, embed_images
+from evernear.embedding.export import export, load_network
+from evernear.embedding.train import train
+from evernear.settings import Settings, load
+
+PLAIN_BATCH = 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", default="mnist", help="a source of `evernear run`, as mnist or mnist:DIRECTORY")
+    parser.add_argument("--presets", nargs="+", default=["default", "best"])
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+
+    here, results = machine.describe(), []
+    with tempfile.TemporaryDirectory() as scratch:
+        dataset = ingested(arguments.source, Path(scratch))
+        for preset in arguments.presets:
+            settings = load(preset=None if preset == "default" else preset, environment={})
+            results.append({"preset": preset, **compared(dataset, settings, Path(scratch), arguments.repeats)})
+            print(results[-1], flush=True)
+    machine.write("embed_gallery", here, {"results": results}, table(results))
+
+
+def compared(dataset: Dataset, settings: Settings, scratch: Path, repeats: int) -> dict[str, Any]:
+    # What the weights are does not change the speed, so they need not be good.
+    hasty = settings.train.model_copy(update={"epochs": 1, "min_steps": 0})
+    train(dataset, hasty, scratch / "trained")
+    export(scratch / "trained", dataset, scratch / "network", settings.train.parity_tolerance)
+    plain = load_network(scratch / "network", optimize=False)
+
+    def ours() -> None:
+        embed(scratch / "network", dataset, scratch / "embeddings", ("gallery",))
+
+    def theirs() -> None:
+        for block in dataset.blocks("gallery", PLAIN_BATCH):
+            embed_images(plain, block.images)
+
+    speeds: dict[str, list[float]] = {"evernear": [], "plain": []}
+    for _ in range(repeats):
+        for name, work in (("evernear", ours), ("plain", theirs)):
+            speeds[name].append(dataset.count("gallery") / seconds(work))
+    best = {name: max(values) for name, values in speeds.items()}
+    return {
+        "gallery_images": dataset.count("gallery"),
+        "images_per_s": best["evernear"],
+        "plain_images_per_s": best["plain"],
+        "times_faster": best["evernear"] / best["plain"],
+        "median_times_faster": statistics.median(speeds["evernear"]) / statistics.median(speeds["plain"]),
+        "all_images_per_s": speeds,
+    }
+
+
+def seconds(work: Callable[[], None]) -> float:
+    started_s = time.perf_counter()
+    work()
+    return time.perf_counter() - started_s
+
+
+def table(results: list[dict[str, Any]]) -> list[list[str]]:
+    heading = ["settings", "embed step, images/s", f"plain scripted at batch {PLAIN_BATCH}, images/s", "times faster"]
+    return [heading] + [
+        [
+            r["preset"],
+            f"{r['images_per_s']:,.0f}",
+            f"{r['plain_images_per_s']:,.0f}",
+            f"{r['times_faster']:.1f}",
+        ]
+        for r in results
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Peak memory of the embed step with ten times the images: ``python benchmarks/embed_memory.py --source
+mnist``.
+
+Two datasets of the same images, in which 8% and 80% stand in the gallery; each is embedded in a process of
+its own, whose peak (``VmHWM`` in Linux's /proc) is read when it ends.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import machine
+
+from evernear.data.ingest import ingest
+from evernear.data.manifest import save_manifest
+from evernear.data.shards import Dataset
+from evernear.embedding.export import export
+from evernear.embedding.train import train
+from evernear.settings import DataSettings, TrainSettings
+
+FRACTIONS = (0.08, 0.80)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", default="mnist", help="a source of `evernear run`, as mnist or mnist:DIRECTORY")
+    parser.add_argument("--measure", nargs=3, type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(peak_bytes(*arguments.measure))
+        return
+
+    here = machine.describe()
+    with tempfile.TemporaryDirectory() as scratch:
+        runs = [measured(arguments.source, fraction, Path(scratch) / str(fraction)) for fraction in FRACTIONS]
+    few, many = runs
+    result = {
+        "times_images": many["images"] / few["images"],
+        "times_memory": many["peak_bytes"] / few["peak_bytes"],
+        "runs": runs,
+    }
+    machine.write("embed_memory", here, result, table(result))
+
+
+def measured(source: str, gallery_fraction: float, scratch: Path) -> dict[str, Any]:
+    settings = DataSettings(source=source, gallery_fraction=gallery_fraction)
+    save_manifest(ingest(settings, (scratch / "store").as_uri()), scratch)
+    dataset = Dataset.open(scratch)
+    train(dataset, TrainSettings(epochs=1, min_steps=0), scratch / "trained")
+    export(scratch / "trained", dataset, scratch / "network", tolerance=1e-4)
+    own = [sys.executable, __file__, "--measure", str(scratch / "network"), str(scratch), str(scratch / "embeddings")]
+    peak = int(subprocess.run(own, check=True, capture_output=True, text=True).stdout)
+    return {"images": dataset.count("gallery"), "peak_bytes": peak}
+
+
+def peak_bytes(network: Path, dataset: Path, embeddings: Path) -> int:
+    from evernear.embedding.embed import embed
+
+    embed(network, Dataset.open(dataset), embeddings, ("gallery",))
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+
+
+def table(result: dict[str, Any]) -> list[list[str]]:
+    rows = [[f"{run['images']:,}", f"{run['peak_bytes'] / 2**20:,.0f} MiB"] for run in result["runs"]]
+    ratio = [f"times {result['times_images']:.1f}", f"times {result['times_memory']:.3f}"]
+    return [["gallery images", "peak memory of the embed step"], *rows, ratio]
+
+
+if __name__ == "__main__":
+    main()
