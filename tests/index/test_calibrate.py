@@ -91,3 +91,15 @@ def test_no_query_and_no_impostor_are_told_in_a_sentence(make_embeddings: MakeEm
     with pytest.raises(DataError, match="one class only"):
         build(make_embeddings({"gallery": one_class, "query": one_class}), LABELS, IndexSettings(), tmp_path)
     assert not (tmp_path / "index.json").exists()
+
+
+def test_a_threshold_that_a_probe_found_is_taken_and_its_effect_counted(make_embeddings: MakeEmbeddings, tmp_path):
+    gallery, queries = blobs(1, 300), blobs(2, 130)
+    embeddings = make_embeddings({"gallery": gallery, "query": queries})
+    found = build(embeddings, LABELS, IndexSettings(), tmp_path, threshold=0.9).calibration
+    distances = np.linalg.norm(queries[0][:, None] - gallery[0][None], axis=2)
+    to_others = np.where(queries[1][:, None] == gallery[1][None], np.inf, distances)
+    assert (found.threshold, found.found_by) == (0.9, "unseen classes")
+    assert found.false_rejects == (distances.min(axis=1) > 0.9).sum()
+    assert found.false_accepts == (to_others.min(axis=1) <= 0.9).sum()
+    assert build(embeddings, LABELS, IndexSettings(), tmp_path).calibration.found_by == "impostors"

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
+from evernear.data.manifest import Split
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import Embeddings, embed
 from evernear.embedding.export import export
@@ -15,6 +16,7 @@ from evernear.embedding.train import train
 from evernear.evaluation.recogniser import Recogniser
 from evernear.evaluation.statistics import Auroc, Roc, Share, auroc, roc, share
 from evernear.index.build import build
+from evernear.index.calibrate import threshold_at
 from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
 
 FEWEST_KNOWN = 2
@@ -30,7 +32,8 @@ class OpenSet(BaseModel):
     auroc: Auroc | None = None
     roc: Roc | None = None
     threshold: float | None = None
-    """Calibrated as a release's is, on the query split without the classes held out."""
+    """Beyond which all but `IndexSettings.false_accept_rate` of the images of classes held out lie, of those
+    in the query and gallery splits: a release's open-set threshold."""
     false_accepts: Share | None = None
     """Test images of the classes held out that lie within the threshold."""
     false_rejects: Share | None = None
@@ -43,27 +46,26 @@ def probe(
     settings: EvaluationSettings,
     index_settings: IndexSettings,
 ) -> OpenSet:
-    """Train by the same recipe for ``settings.probe_epochs`` without some classes, then show it all test
-    images.
+    """Train by the same recipe for ``settings.probe_epochs`` without some classes, and see how far those lie.
 
     The candidate itself cannot be asked, for it was trained on every class there is. The classes held out are
-    drawn by ``train_settings.seed``, and are in neither training, gallery nor calibration. The network found
-    here is thrown away: the figures are about the recipe.
+    drawn by ``train_settings.seed``, and are in neither training nor gallery. Their images in the query and
+    gallery splits give the threshold, the test split the figures. The network made here is thrown away: what
+    is found is about the recipe.
     """
-    test_counts = dataset.manifest.label_counts("test")
-    held_out = choose_held_out(test_counts, settings.held_out_classes, train_settings.seed)
+    manifest = dataset.manifest
+    queries, tested = manifest.label_counts("query"), manifest.label_counts("test")
+    eligible = [label for label in manifest.labels if queries[label] and tested[label]]
+    held_out = choose_held_out(eligible, settings.held_out_classes, train_settings.seed)
     if not held_out:
         return OpenSet(held_out=())
     recipe = train_settings.model_copy(update={"epochs": settings.probe_epochs})
-    with TemporaryDirectory(prefix="evernear-probe-") as scratch:
-        trained, network, embeddings, index = (Path(scratch) / step for step in ("train", "export", "embed", "index"))
-        train(dataset, recipe, trained, exclude_labels=held_out)
-        export(trained, dataset, network, recipe.parity_tolerance)
-        embed(network, dataset, embeddings, batch_size=settings.batch_size)
-        build(Embeddings.open(embeddings), dataset.labels, index_settings, index, held_out)
-        recogniser = Recogniser.open(network, index)
-        known, unknown = _distances(recogniser, dataset, held_out, settings.batch_size)
-    threshold = recogniser.gallery.threshold
+    recogniser = _recogniser_without(held_out, dataset, recipe, index_settings, settings.batch_size)
+    strangers = [
+        _distances(recogniser, dataset, split, held_out, settings.batch_size)[1] for split in ("query", "gallery")
+    ]
+    threshold = threshold_at(np.concatenate(strangers), index_settings.false_accept_rate)
+    known, unknown = _distances(recogniser, dataset, "test", held_out, settings.batch_size)
     return OpenSet(
         held_out=tuple(sorted(held_out)),
         auroc=auroc(known, unknown, settings.confidence),
@@ -74,9 +76,8 @@ def probe(
     )
 
 
-def choose_held_out(test_counts: dict[str, int], wanted: int, seed: int) -> frozenset[str]:
-    """``wanted`` of the labels with test images; fewer, if below `FEWEST_KNOWN` would be left to learn."""
-    labels = [label for label, count in test_counts.items() if count]
+def choose_held_out(labels: list[str], wanted: int, seed: int) -> frozenset[str]:
+    """``wanted`` of ``labels``; fewer, if less than `FEWEST_KNOWN` would be left to learn."""
     wanted = min(wanted, len(labels) - FEWEST_KNOWN)
     if wanted < 1:
         return frozenset()
@@ -84,13 +85,29 @@ def choose_held_out(test_counts: dict[str, int], wanted: int, seed: int) -> froz
     return frozenset(labels[number] for number in picked)
 
 
+def _recogniser_without(
+    held_out: frozenset[str],
+    dataset: Dataset,
+    recipe: TrainSettings,
+    index_settings: IndexSettings,
+    batch_size: int,
+) -> Recogniser:
+    with TemporaryDirectory(prefix="evernear-probe-") as scratch:
+        trained, network, embeddings, index = (Path(scratch) / step for step in ("train", "export", "embed", "index"))
+        train(dataset, recipe, trained, exclude_labels=held_out)
+        export(trained, dataset, network, recipe.parity_tolerance)
+        embed(network, dataset, embeddings, batch_size=batch_size)
+        build(Embeddings.open(embeddings), dataset.labels, index_settings, index, held_out)
+        return Recogniser.open(network, index)
+
+
 def _distances(
-    recogniser: Recogniser, dataset: Dataset, held_out: Iterable[str], batch_size: int
+    recogniser: Recogniser, dataset: Dataset, split: Split, held_out: Iterable[str], batch_size: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Distances to the nearest neighbour of test images of known classes and of those held out."""
+    """Distances to the nearest neighbour of a split's images of known classes and of those held out."""
     numbers = [dataset.labels.index(label) for label in held_out]
     known, unknown = [np.empty(0, np.float32)], [np.empty(0, np.float32)]
-    for block in dataset.blocks("test", batch_size):
+    for block in dataset.blocks(split, batch_size):
         embeddings = recogniser.embed(block.images)
         gallery = recogniser.gallery
         distances = gallery.answer(embeddings, gallery.search(embeddings, gallery.description.k)).distances

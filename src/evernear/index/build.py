@@ -31,10 +31,12 @@ def build(
     settings: IndexSettings,
     out_dir: Path,
     exclude_labels: frozenset[str] = frozenset(),
+    threshold: float | None = None,
 ) -> IndexDescription:
     """Index the gallery split, calibrate on the query split, and write both to ``out_dir``.
 
-    ``labels`` are the dataset's, by number. Images of ``exclude_labels`` take no part. The description is
+    ``labels`` are the dataset's, by number. Images of ``exclude_labels`` take no part. ``threshold`` is what
+    a probe found (`evernear.evaluation.probe.OpenSet`); without one it is found here. The description is
     written last: a directory without ``index.json`` is an index that never was finished.
 
     Raises:
@@ -45,7 +47,7 @@ def build(
     known = np.array([label not in exclude_labels for label in labels])
     index = _make(embeddings, known, settings)
     numbers, sums = _add(index, embeddings, known)
-    calibration = calibrate(embeddings, known, index, settings.false_accept_rate)
+    calibration = calibrate(embeddings, known, index, settings.false_accept_rate, threshold)
 
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / DESCRIPTION_FILE).unlink(missing_ok=True)

@@ -12,17 +12,20 @@ DESCRIPTION_FILE = "index.json"
 VECTORS_FILE = "index.faiss"
 LABELS_FILE = "labels.npy"
 CENTROIDS_FILE = "centroids.npy"
+FARTHEST = 2.0
+"""The largest distance between two unit vectors."""
 PARTS = (VECTORS_FILE, LABELS_FILE, CENTROIDS_FILE)
 
 
 class Calibration(BaseModel):
-    """How the open-set threshold was found, and what the index does at it, on the query split."""
+    """How the open-set threshold was found, and what the index does at it on the query split."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    queries: int = Field(ge=1)
+    found_by: Literal["unseen classes", "impostors"]
     stated_false_accept_rate: float
-    threshold: float = Field(ge=0.0, le=2.0, allow_inf_nan=False)
+    threshold: float = Field(ge=0.0, le=FARTHEST, allow_inf_nan=False)
+    queries: int = Field(ge=1)
     false_accepts: int
     """Queries whose nearest vector of another class is within the threshold."""
     false_rejects: int

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from evernear.errors import IntegrityError
 from evernear.index.description import (
     CENTROIDS_FILE,
+    FARTHEST,
     LABELS_FILE,
     VECTORS_FILE,
     IndexDescription,
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 NOBODY = -1
 """Label number of a neighbour that an approximate index did not find."""
-FARTHEST = np.float32(2.0)
-"""The largest distance between two unit vectors."""
 CENTROID_BLOCK = 4096
 Embedded = NDArray[np.float32]
 
@@ -178,7 +177,7 @@ class Gallery:
         else:
             labels = vote(votes)
             labels[nobody] = self._nearest_centroid(embeddings[nobody])
-        distances = np.where(nobody, FARTHEST, np.minimum(neighbors.distances[:, 0], FARTHEST))
+        distances = np.where(nobody, np.float32(FARTHEST), np.minimum(neighbors.distances[:, 0], FARTHEST))
         return Answers(labels, distances, (distances > self.threshold) | nobody)
 
     def _nearest_centroid(self, embeddings: Embedded) -> NDArray[np.int32]:
