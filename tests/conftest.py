@@ -29,9 +29,7 @@ def bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-a-secret")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     name = f"bucket-{next(_bucket_numbers)}"
-    client = Minio(
-        s3_endpoint.removeprefix("http://"), "tester", "not-a-secret", secure=False, region="us-east-1"
-    )
+    client = Minio(s3_endpoint.removeprefix("http://"), "tester", "not-a-secret", secure=False, region="us-east-1")
     client.make_bucket(name)
     return name
 

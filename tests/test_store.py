@@ -163,9 +163,7 @@ def test_a_write_that_does_not_fit_leaves_the_old_content(tmp_path: Path) -> Non
     refused = _in_small_files("open_store(sys.argv[1]).put('x', b'1' * 10**6)", uri)
     assert "StoreError" in refused.stderr
     assert "ulimit -f" in refused.stderr
-    assert (
-        "StoreError" in _in_small_files("write_atomically(Path(sys.argv[1]), b'1' * 10**6)", str(path)).stderr
-    )
+    assert "StoreError" in _in_small_files("write_atomically(Path(sys.argv[1]), b'1' * 10**6)", str(path)).stderr
     assert _in_small_files("open_store(sys.argv[1]).put('x', b'new')", uri).returncode == 0
     assert store.get("x") == b"new"
     assert path.read_bytes() == b"old"

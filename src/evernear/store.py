@@ -157,9 +157,7 @@ class FileStore:
         words = key.split("/")
         # A leading dot is kept for the store's own files, and shuts out "." and ".." with them.
         if not all(words) or any(word.startswith(".") or "\\" in word for word in words):
-            raise StoreError(
-                f"{key!r} is no key of a store: it has an empty word or one that starts with a dot."
-            )
+            raise StoreError(f"{key!r} is no key of a store: it has an empty word or one that starts with a dot.")
         return self.root.joinpath(*words)
 
     def put(self, key: str, data: bytes | Path) -> str:
@@ -289,9 +287,7 @@ class S3Store:
         condition = {"If-None-Match": "*"} if etag is None else {"If-Match": f'"{etag}"'}
         with self._errors():
             # The client's own put_object passes no conditional header on; its signed URL takes any.
-            url = self._client.presigned_put_object(
-                self.bucket, self._prefix + key, expires=timedelta(minutes=15)
-            )
+            url = self._client.presigned_put_object(self.bucket, self._prefix + key, expires=timedelta(minutes=15))
             # No retry: one after a write whose answer was lost would take our own object for another's.
             answer = self._http.request("PUT", url, body=data, headers=condition, retries=False)
         if answer.status in (404, 409, 412):
