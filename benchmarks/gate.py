@@ -27,7 +27,7 @@ from evernear.evaluation.compare import compare
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.gate import decide
 from evernear.evaluation.measure import Measurement, Outcomes
-from evernear.evaluation.probe import OpenSet
+from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.statistics import share
 from evernear.settings import EvaluationSettings, GateSettings
 

@@ -10,9 +10,10 @@ def index(
     settings: dict,
     dataset: dsl.Input[dsl.Dataset],
     embeddings: dsl.Input[dsl.Artifact],
+    open_set: dsl.Input[dsl.Artifact],
     index: dsl.Output[dsl.Model],
 ):
-    """Index the gallery and calibrate the open-set threshold on the query split."""
+    """Index the gallery, with the open-set threshold that the probe found."""
     from evernear import steps
 
-    steps.index(settings, dataset.path, embeddings.path, index.path)
+    steps.index(settings, dataset.path, embeddings.path, open_set.path, index.path)

@@ -81,9 +81,11 @@ def continuous_training(
         exported = export(settings=train_settings, dataset=dataset, trained=trained.outputs["trained"])
         network = exported.outputs["network"]
         embedded = embed(dataset=dataset, network=network)
-        indexed = index(settings=index_settings, dataset=dataset, embeddings=embedded.outputs["embeddings"])
         probed = probe(train=train_settings, index=index_settings, settings=evaluation, dataset=dataset)
-        probed.after(validated)
+        open_set = probed.after(validated).outputs["open_set"]
+        indexed = index(
+            settings=index_settings, dataset=dataset, embeddings=embedded.outputs["embeddings"], open_set=open_set
+        )
 
         evaluated = fresh(
             evaluate(
@@ -92,7 +94,7 @@ def continuous_training(
                 dataset=dataset,
                 network=network,
                 index=indexed.outputs["index"],
-                open_set=probed.outputs["open_set"],
+                open_set=open_set,
             )
         )
         measured = evaluated.outputs["evaluation"]

@@ -95,16 +95,18 @@ def embed(dataset: str, network: str, embeddings: str) -> None:
         running.summary = f"{sum(shard.count for shard in result.shards):,} embeddings of {result.dim} dimensions"
 
 
-def index(settings: Tree, dataset: str, embeddings: str, index: str) -> None:
-    """Index the gallery and calibrate the open-set threshold."""
+def index(settings: Tree, dataset: str, embeddings: str, open_set: str, index: str) -> None:
+    """Index the gallery, with the open-set threshold that the probe found."""
     with step("index") as running:
         from evernear.data.shards import Dataset
         from evernear.embedding.embed import Embeddings
+        from evernear.evaluation.open_set import OpenSet
         from evernear.index.build import build
 
         labels = Dataset.open(Path(dataset)).labels
         vectors = Embeddings.open(Path(embeddings))
-        result = build(vectors, labels, knobs.parse(knobs.IndexSettings, settings), Path(index))
+        threshold = OpenSet.model_validate_json(Path(open_set).read_bytes()).threshold
+        result = build(vectors, labels, knobs.parse(knobs.IndexSettings, settings), Path(index), threshold=threshold)
         running.summary = f"{result.size:,} vectors, {result.factory}; unknown beyond {result.threshold:.3f}"
 
 
@@ -132,7 +134,7 @@ def evaluate(
     with step("evaluate") as running:
         from evernear.data.shards import Dataset
         from evernear.evaluation.evaluate import evaluate
-        from evernear.evaluation.probe import OpenSet
+        from evernear.evaluation.open_set import OpenSet
         from evernear.evaluation.recogniser import Recogniser
         from evernear.release.champion import open_champion
         from evernear.store import open_store

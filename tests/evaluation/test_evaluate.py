@@ -10,7 +10,7 @@ from evernear.errors import IntegrityError
 from evernear.evaluation.evaluate import Evaluation, evaluate
 from evernear.evaluation.gate import decide
 from evernear.evaluation.measure import measure
-from evernear.evaluation.probe import OpenSet
+from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recogniser import Recogniser
 from evernear.evaluation.statistics import auroc, roc, share
 from evernear.index.build import build

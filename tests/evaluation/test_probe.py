@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evernear.evaluation.probe import OpenSet, choose_held_out, probe
+from evernear.evaluation.open_set import OpenSet
+from evernear.evaluation.probe import choose_held_out, probe
 from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
 from tests.conftest import System
 

@@ -3,6 +3,7 @@
 import io
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 from zipfile import BadZipFile
 
 import numpy as np
@@ -13,10 +14,13 @@ from evernear.errors import IntegrityError
 from evernear.evaluation.compare import Comparison, compare
 from evernear.evaluation.leaks import count_leaks
 from evernear.evaluation.measure import Measurement, Outcomes, measure
-from evernear.evaluation.probe import OpenSet
-from evernear.evaluation.recogniser import Recogniser
+from evernear.evaluation.open_set import OpenSet
 from evernear.settings import EvaluationSettings
 from evernear.store import write_atomically
+
+if TYPE_CHECKING:  # who only reads an evaluation loads neither torch nor FAISS
+    from evernear.evaluation.recogniser import Recogniser
+
 
 EVALUATION_FILE = "evaluation.json"
 OUTCOMES_FILE = "outcomes.npz"
@@ -106,8 +110,8 @@ class Evaluation(BaseModel):
 
 
 def evaluate(
-    candidate: Recogniser,
-    champion: Recogniser | None,
+    candidate: "Recogniser",
+    champion: "Recogniser | None",
     dataset: Dataset,
     open_set: OpenSet,
     settings: EvaluationSettings,

@@ -3,6 +3,7 @@
 import hashlib
 from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +12,13 @@ from pydantic import BaseModel, ConfigDict
 from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
 from evernear.errors import DataError
-from evernear.evaluation.recogniser import Recogniser
 from evernear.evaluation.statistics import Share, share
-from evernear.index.search import Answers, Neighbors
 from evernear.settings import EvaluationSettings
+
+if TYPE_CHECKING:  # who only reads an evaluation loads neither torch nor FAISS
+    from evernear.evaluation.recogniser import Recogniser
+    from evernear.index.search import Answers, Neighbors
+
 
 RECALL_AT = 5
 ELSEWHERE = "(a label that the dataset does not have)"
@@ -87,7 +91,7 @@ class Outcomes:
 
 
 def measure(
-    recogniser: Recogniser, dataset: Dataset, settings: EvaluationSettings, split: Split = "test"
+    recogniser: "Recogniser", dataset: Dataset, settings: EvaluationSettings, split: Split = "test"
 ) -> tuple[Measurement, Outcomes]:
     """Let ``recogniser`` answer every image of ``split``.
 
@@ -155,7 +159,7 @@ class _Tally:
         self.queries = self.nearest_right = self.among_nearest = self.unknown = 0
         self.sha256 = hashlib.sha256()
 
-    def add(self, block: Block, neighbors: Neighbors, answers: Answers) -> None:
+    def add(self, block: Block, neighbors: "Neighbors", answers: "Answers") -> None:
         truth, classes = block.labels, len(self.class_total)
         answered = self._as_label[answers.labels]
         matches = self._as_label[neighbors.labels[:, :RECALL_AT]] == truth[:, None]

@@ -6,38 +6,21 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
 
 from evernear.data.manifest import Split
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import Embeddings, embed
 from evernear.embedding.export import export
 from evernear.embedding.train import train
+from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recogniser import Recogniser
-from evernear.evaluation.statistics import Auroc, Roc, Share, auroc, roc, share
+from evernear.evaluation.statistics import auroc, roc, share
 from evernear.index.build import build
 from evernear.index.calibrate import threshold_at
 from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
 
 FEWEST_KNOWN = 2
 """Classes that must be left to train on."""
-
-
-class OpenSet(BaseModel):
-    """What a probe found; all but ``held_out`` is None where too few classes leave nothing to hold out."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    held_out: tuple[str, ...]
-    auroc: Auroc | None = None
-    roc: Roc | None = None
-    threshold: float | None = None
-    """Beyond which all but `IndexSettings.false_accept_rate` of the images of classes held out lie, of those
-    in the query and gallery splits: a release's open-set threshold."""
-    false_accepts: Share | None = None
-    """Test images of the classes held out that lie within the threshold."""
-    false_rejects: Share | None = None
-    """Test images of the other classes that lie beyond it."""
 
 
 def probe(

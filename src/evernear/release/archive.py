@@ -149,7 +149,7 @@ def _describe(
         network_sha256=network.sha256,
         dataset_name=dataset.manifest.name,
         dataset_digest=dataset.digest,
-        labels=gallery.labels,
+        labels=gallery.description.known_labels,
         preprocessing=network.preprocessing,
         max_pixels=settings.max_pixels,
         embedding_dim=network.embedding_dim,

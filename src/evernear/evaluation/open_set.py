@@ -1,0 +1,22 @@
+"""What a probe found out about unknown images; see `evernear.evaluation.probe`."""
+
+from pydantic import BaseModel, ConfigDict
+
+from evernear.evaluation.statistics import Auroc, Roc, Share
+
+
+class OpenSet(BaseModel):
+    """What a probe found; all but ``held_out`` is None where too few classes leave nothing to hold out."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    held_out: tuple[str, ...]
+    auroc: Auroc | None = None
+    roc: Roc | None = None
+    threshold: float | None = None
+    """Beyond which all but `IndexSettings.false_accept_rate` of the images of classes held out lie, of those
+    in the query and gallery splits: a release's open-set threshold."""
+    false_accepts: Share | None = None
+    """Test images of the classes held out that lie within the threshold."""
+    false_rejects: Share | None = None
+    """Test images of the other classes that lie beyond it."""
