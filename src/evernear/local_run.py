@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict
 
-from evernear.errors import Busy, EvernearError, SettingsError
+from evernear.errors import Busy, EvernearError, SettingsError, StoreError
 from evernear.progress import EVENTS_VARIABLE, Event, read_events
 from evernear.reporting.notify import Outcome
 from evernear.serving.connection import home_of
@@ -23,6 +24,7 @@ from evernear.serving.torchserve import require_startable
 from evernear.settings import Settings
 
 POLL_S = 0.1
+ROOM_FOR_EVENTS_BYTES = 64 * 1024
 
 
 class RunResult(BaseModel):
@@ -106,9 +108,18 @@ def _follow(settings: Settings, directory: Path, show: Callable[[Event], None]) 
                 break
             time.sleep(POLL_S)
     if process.returncode != 0 and not failures:
-        reason = f"A step of the run ended without a word (killed, or out of memory); see {directory / 'log.txt'}."
-        failures.append(Event(at=datetime.now(UTC), step="run", kind="failed", message=reason, exit_code=1))
+        failures.append(_silent_failure(directory))
     return failures, steps_s
+
+
+def _silent_failure(directory: Path) -> Event:
+    """What to say of a run that failed and left no word of it."""
+    if shutil.disk_usage(directory).free < ROOM_FOR_EVENTS_BYTES:
+        message, code = f"The disk that holds {directory} is full; free some space and run again.", StoreError.exit_code
+    else:
+        message = f"A step of the run ended without a word (killed, or out of memory); see {directory / 'log.txt'}."
+        code = EvernearError.exit_code
+    return Event(at=datetime.now(UTC), step="run", kind="failed", message=message, exit_code=code)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -60,7 +60,7 @@ class Step:
         )
         print(f"[{self.name}] {kind}: {message}", flush=True)
         if path := os.environ.get(EVENTS_VARIABLE):
-            with Path(path).open("a") as file:
+            with suppress(OSError), Path(path).open("a") as file:  # a full disk: the step's own sentence matters more
                 file.write(event.model_dump_json() + "\n")
 
 

@@ -94,11 +94,11 @@ def test_stop_ends_the_server_and_serve_brings_the_champion_back(served: tuple[B
     image = str(next((bench.directory / "images/5").iterdir()))
     assert bench.command("stop").returncode == 0
     assert bench.refused("predict", image)[0] == 8
-    server = bench.start("serve", "--foreground")
-    assert server.stdout is not None
-    assert champion in server.stdout.readline()
-    done = bench.command("predict", "--json", image)
-    assert json.loads(done.stdout)["version"] == champion
-    server.terminate()
-    assert server.wait(30) == 0
+    with bench.start("serve", "--foreground") as server:
+        assert server.stdout is not None
+        assert champion in server.stdout.readline()
+        done = bench.command("predict", "--json", image)
+        assert json.loads(done.stdout)["version"] == champion
+        server.terminate()
+        assert server.wait(30) == 0
     assert json.loads(bench.command("status", "--json").stdout)["server"] == "down"
