@@ -19,9 +19,7 @@ from evernear.settings import ServingSettings
 from evernear.store import open_store, sha256_file
 
 
-def test_an_archive_opens_to_what_went_into_it(
-    system: System, make_release: MakeRelease, tmp_path: Path
-) -> None:
+def test_an_archive_opens_to_what_went_into_it(system: System, make_release: MakeRelease, tmp_path: Path) -> None:
     packed = make_release()
     parts = open_release(packed.archive, tmp_path / "opened")
 
@@ -32,9 +30,7 @@ def test_an_archive_opens_to_what_went_into_it(
     assert parts.read("verdict.json") == packed.verdict.read_bytes()
     assert packed.manifest.dataset_digest == system.dataset.digest
     assert packed.manifest.labels == system.dataset.labels
-    assert json.loads(parts.read("preprocessing.json")) == packed.manifest.preprocessing.model_dump(
-        mode="json"
-    )
+    assert json.loads(parts.read("preprocessing.json")) == packed.manifest.preprocessing.model_dump(mode="json")
 
 
 def test_torchserve_is_told_the_same_version(make_release: MakeRelease) -> None:

@@ -30,9 +30,7 @@ def test_a_version_is_in_utc_wherever_it_was_made() -> None:
     assert new_version(tokyo, "1a2b3c4d" + "0" * 56) == "20261120.140501.1a2b3c4d"
 
 
-@pytest.mark.parametrize(
-    "text", ["", "1.0", "../20261120.140501.1a2b3c4d", "20261120.140501.1a2b3c4d\n", "latest"]
-)
+@pytest.mark.parametrize("text", ["", "1.0", "../20261120.140501.1a2b3c4d", "20261120.140501.1a2b3c4d\n", "latest"])
 def test_other_texts_are_no_versions(text: str) -> None:
     assert not is_version(text)
 

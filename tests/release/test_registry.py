@@ -52,9 +52,7 @@ def test_an_unknown_version_is_named(store: Store) -> None:
             Registry(store).show(version)
 
 
-def test_a_damaged_archive_is_not_handed_out(
-    store: Store, releases: list[PackedRelease], tmp_path: Path
-) -> None:
+def test_a_damaged_archive_is_not_handed_out(store: Store, releases: list[PackedRelease], tmp_path: Path) -> None:
     registry = Registry(store)
     record = registry.publish(releases[0].archive, releases[0].manifest)
     store.put(record.archive_key, b"damaged")
@@ -94,9 +92,7 @@ def test_what_is_not_published_cannot_become_champion(store: Store) -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_of_promotions_at_once_exactly_one_wins(
-    tmp_path: Path, releases: list[PackedRelease], first: bool
-) -> None:
+def test_of_promotions_at_once_exactly_one_wins(tmp_path: Path, releases: list[PackedRelease], first: bool) -> None:
     """On files: moto's server checks a condition and writes in two steps, as S3 does not."""
     registry = Registry(open_store((tmp_path / "store").as_uri()))
     for release in releases:

@@ -79,9 +79,7 @@ def archive(
     network = describe_network(network_dir)
     gallery = Gallery.open(index_dir, network.sha256)
     if gallery.description.dataset_digest != dataset.digest:
-        raise IntegrityError(
-            f"The index in {index_dir} was made of another dataset; run the index step again."
-        )
+        raise IntegrityError(f"The index in {index_dir} was made of another dataset; run the index step again.")
     with disk_errors(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out_dir, prefix=".archive-") as temporary:
@@ -136,8 +134,7 @@ def _describe(
     created: datetime,
 ) -> ReleaseManifest:
     described = {
-        file.name: Part(sha256=sha256_file(file), size_bytes=file.stat().st_size)
-        for file in sorted(parts.iterdir())
+        file.name: Part(sha256=sha256_file(file), size_bytes=file.stat().st_size) for file in sorted(parts.iterdir())
     }
     if described[NETWORK_FILE].sha256 != network.sha256:
         raise IntegrityError("The network changed since it was exported; run the export step again.")
@@ -162,9 +159,7 @@ def _describe(
     )
 
 
-def _write_smoke_queries(
-    parts: Path, dataset: Dataset, network_dir: Path, gallery: Gallery, count: int
-) -> None:
+def _write_smoke_queries(parts: Path, dataset: Dataset, network_dir: Path, gallery: Gallery, count: int) -> None:
     network = load_network(network_dir)
     block = next(iter(dataset.blocks("query", SMOKE_BLOCK)), None)
     if block is None:
@@ -190,9 +185,7 @@ def _write_smoke_queries(
 def _clearest(labels: NDArray[np.int64], answers: list[Recognition], names: tuple[str, ...]) -> Iterator[int]:
     """Rows, one of each class in turn: right answers first, and those that no rounding can flip."""
     of_class: dict[int, list[int]] = {}
-    for row in sorted(
-        range(len(labels)), key=lambda row: (answers[row].pred != names[labels[row]], answers[row].dist)
-    ):
+    for row in sorted(range(len(labels)), key=lambda row: (answers[row].pred != names[labels[row]], answers[row].dist)):
         of_class.setdefault(int(labels[row]), []).append(row)
     for turn in range(len(labels)):
         for label in sorted(of_class):

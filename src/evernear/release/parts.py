@@ -145,9 +145,7 @@ def _read_small(members: zipfile.ZipFile, name: str, archive: Path) -> bytes:
     return data
 
 
-def _check_members(
-    members: zipfile.ZipFile, manifest: ReleaseManifest, archive: Path, max_size_bytes: int
-) -> None:
+def _check_members(members: zipfile.ZipFile, manifest: ReleaseManifest, archive: Path, max_size_bytes: int) -> None:
     infos = members.infolist()
     expected = {*manifest.parts, MANIFEST_FILE, TORCHSERVE_MANIFEST_FILE}
     found = [info.filename for info in infos]
@@ -178,9 +176,7 @@ def _check_torchserve_manifest(data: bytes, manifest: ReleaseManifest, archive: 
         raise IntegrityError(f"{TORCHSERVE_MANIFEST_FILE} in {archive} does not describe {manifest.version}.")
 
 
-def _extract(
-    members: zipfile.ZipFile, name: str, manifest: ReleaseManifest, archive: Path, out_dir: Path
-) -> None:
+def _extract(members: zipfile.ZipFile, name: str, manifest: ReleaseManifest, archive: Path, out_dir: Path) -> None:
     part = manifest.parts[name]
     digest = hashlib.sha256()
     left = part.size_bytes

@@ -78,9 +78,7 @@ class Registry:
             self._store.put_if(key, record.model_dump_json(indent=2).encode(), None)
         except Conflict:
             if self.show(manifest.version) != record:
-                raise Conflict(
-                    f"Another release of version {manifest.version} is published already."
-                ) from None
+                raise Conflict(f"Another release of version {manifest.version} is published already.") from None
         return record
 
     def list(self) -> Iterator[str]:
@@ -143,11 +141,7 @@ class Registry:
         previous = expected.version if expected else None
         pointer = _Pointer(version=version, previous=previous, since=datetime.now(UTC))
         try:
-            etag = self._store.put_if(
-                CHAMPION, pointer.model_dump_json().encode(), expected.etag if expected else None
-            )
+            etag = self._store.put_if(CHAMPION, pointer.model_dump_json().encode(), expected.etag if expected else None)
         except Conflict:
-            raise Conflict(
-                f"The champion changed while {version} was about to become it; run again."
-            ) from None
+            raise Conflict(f"The champion changed while {version} was about to become it; run again.") from None
         return Champion(pointer.version, pointer.previous, pointer.since, etag)
