@@ -19,7 +19,7 @@ demo: .venv/.installed
 	$(BIN)/evernear demo --source $(SOURCE) $(if $(KEEP),--keep)
 
 test: .venv/.installed
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 test-slow: .venv/.installed
 	$(BIN)/pytest -m slow

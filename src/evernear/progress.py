@@ -99,6 +99,13 @@ def _emit_fault(running: Step, error: Exception) -> None:
     running.emit("failed", f"evernear itself failed: {type(error).__name__}: {error} ({place}); see the log.", 1)
 
 
+def failures() -> list[str]:
+    """What the failed steps of this run said, where the run keeps an event file (a local one does)."""
+    path = os.environ.get(EVENTS_VARIABLE)
+    events = read_events(Path(path))[0] if path else []
+    return [f"{event.step}: {event.message}" for event in events if event.kind == "failed"]
+
+
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
     """Whole event lines of ``path`` from byte ``offset`` on, and the offset to read from next time."""
     if not path.exists():

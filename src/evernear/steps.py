@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evernear import settings as knobs
-from evernear.progress import step
+from evernear.progress import failures, step
 
 if TYPE_CHECKING:
     from evernear.evaluation.evaluate import Evaluation
@@ -209,6 +209,6 @@ def notify(run: str, store: str, state: str, error_message: str, outcome: str) -
         from evernear.reporting.notify import tell
         from evernear.store import open_store, write_atomically
 
-        told = tell(open_store(store), run, state, error_message)
+        told = tell(open_store(store), run, state, " ".join(failures()) or error_message)
         write_atomically(Path(outcome), told.model_dump_json(indent=2))
         running.summary = told.summary()

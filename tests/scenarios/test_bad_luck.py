@@ -58,7 +58,7 @@ def kill_at(bench: Bench, step: str, victim: str) -> None:
 @pytest.mark.parametrize(
     ("steps", "victim"),
     [
-        (("ingest", "train", "deploy"), "command"),
+        (("train", "deploy"), "command"),
         pytest.param(STEPS, "command", marks=pytest.mark.slow),
         pytest.param(STEPS[:-1], "step", marks=pytest.mark.slow),
     ],
