@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -14,6 +15,8 @@ from evernear.local_run import RunResult, run
 from evernear.progress import Event
 from evernear.serving.client import Client
 from evernear.settings import Settings
+
+SHOWN_NEIGHBORS = 3
 
 
 def demo(settings: Settings, console: Console, show: Callable[[Event], None], *, keep: bool) -> None:
@@ -39,11 +42,11 @@ def _tell_verdict(result: RunResult, console: Console) -> None:
 def _recognise(settings: Settings, result: RunResult, console: Console) -> None:
     console.print("\n[bold]3. Images that were never trained on[/], answered by TorchServe")
     dataset = Dataset.open(Path(result.paths["ingest.dataset"]))
-    table = Table("image", "is", "answer", "distance", "neighbours")
+    table = Table("image", "is", "answer", "distance", "neighbours", box=box.SIMPLE)
     client = Client.of(settings)
     for label, path in unseen_images(dataset, settings.workdir / "demo-images"):
         answer = client.predict_file(path)
-        near = " ".join(f"{n['label']}:{n['dist']:.2f}" for n in answer["neighbors"])
+        near = " ".join(f"{n['label']}:{n['dist']:.2f}" for n in answer["neighbors"][:SHOWN_NEIGHBORS])
         shown = f"{answer['pred']} (unknown)" if answer["unknown"] else answer["pred"]
         colour = "green" if answer["pred"] == label else "red"
         table.add_row(path.name, label, f"[{colour}]{shown}[/]", f"{answer['dist']:.3f}", near)
@@ -79,5 +82,7 @@ def _tell_places(settings: Settings, result: RunResult, console: Console, *, kee
     if not keep:
         console.print(f"   {command} serve                     the release again, on TorchServe", highlight=False)
     console.print(f"   {command} predict {settings.workdir}/demo-images/*.png", highlight=False)
-    console.print(f"   {command} run --source folder:IMAGES    your own, one folder per class", highlight=False)
+    console.print(
+        f"   {command} run --source folder:IMAGES --workdir mine   your own, one folder per class", highlight=False
+    )
     console.print(f"   {command} stop                      end the server", highlight=False)
