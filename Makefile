@@ -52,6 +52,6 @@ $(UV):
 .venv/.installed: $(UV) pyproject.toml requirements.lock requirements-torch.lock
 	@echo "Installing the environment into .venv (torch is the large part) ..."
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
-	$(UV) pip install --quiet --python $(BIN)/python $(TORCH) --requirements requirements.lock
+	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(TORCH) --requirements requirements.lock
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
 	@touch $@
