@@ -7,6 +7,9 @@ KEEP ?=
 TORCH_BACKEND ?=
 PYTHON ?= python3
 
+# A champion of 8x8 digits cannot be compared with one of 28x28: each source has a working directory of its own.
+WORKDIR ?= evernear-work$(if $(filter-out digits,$(SOURCE)),-$(firstword $(subst :, ,$(SOURCE))))
+
 BIN := .venv/bin
 UV := .venv/tools/bin/uv
 # The lock's torch carries hashes; a backend of the user's choice brings wheels of its own.
@@ -16,7 +19,7 @@ COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-vers
 .PHONY: demo test test-slow check format lock golden clean
 
 demo: .venv/.installed
-	$(BIN)/evernear demo --source $(SOURCE) $(if $(KEEP),--keep)
+	$(BIN)/evernear demo --source $(SOURCE) --workdir $(WORKDIR) $(if $(KEEP),--keep)
 
 test: .venv/.installed
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
@@ -43,7 +46,7 @@ lock: $(UV)
 	$(COMPILE) --upgrade --constraints requirements.lock requirements-torch.in -o requirements-torch.lock
 
 clean:
-	rm -rf .venv evernear-work
+	rm -rf .venv evernear-work*
 
 $(UV):
 	$(PYTHON) -m venv .venv/tools
