@@ -1,0 +1,82 @@
+"""``evernear run`` and ``evernear demo``."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from evernear.cli.options import (
+    ConfigOption,
+    JsonOption,
+    PresetOption,
+    SetOption,
+    SourceOption,
+    WorkdirOption,
+    settings_of,
+)
+
+
+def run(
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the continuous-training pipeline on this machine, each step a process of its own."""
+    settings = settings_of(preset, config, overrides, workdir, source)
+    from evernear.local_run import run
+
+    result = run(settings, _Progress(Console(stderr=True)))
+    if as_json:
+        print(result.model_dump_json())
+    else:
+        _show_result(result)
+
+
+def demo(
+    source: SourceOption = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave TorchServe up.")] = False,
+    preset: PresetOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+) -> None:
+    """The whole journey on one laptop: run, deploy, recognise images that were never trained on."""
+    settings = settings_of(preset, config, overrides, workdir, source)
+    from evernear.demo import demo
+
+    console = Console()
+    demo(settings, console, _Progress(console), keep=keep)
+
+
+class _Progress:
+    """Shows a run's events: the step at work, and a line for each step that ended."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status = console.status("starting the pipeline")
+        self._status.start()
+
+    def __call__(self, event: Any) -> None:
+        match event.kind:
+            case "started" | "progress":
+                self._status.update(f"[bold]{event.step}[/] {event.message}")
+                if not self._console.is_terminal and event.kind == "progress":
+                    self._console.print(f"  .. {event.step:<10} {event.message}", highlight=False, markup=False)
+            case _:
+                mark, colour = ("ok", "green") if event.kind == "finished" else ("!!", "red")
+                line = f"  [{colour}]{mark}[/] {event.step:<10} {event.own_work_s:6.1f} s  "
+                self._console.print(line, end="", highlight=False)
+                self._console.print(event.message, highlight=False, markup=False, soft_wrap=True)
+        if event.step == "notify" and event.kind == "finished":
+            self._status.stop()
+
+
+def _show_result(result: Any) -> None:
+    print(f"{result.state}: " + (f"release {result.release} serves" if result.promoted else "nothing was deployed"))
+    for reason in result.reasons:
+        print(f"  - {reason}")
+    print(f"artifacts and log: {Path(result.paths['log']).parent}")

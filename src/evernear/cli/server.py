@@ -1,0 +1,58 @@
+"""``evernear status``, ``serve``, ``stop`` and ``token``: the TorchServe of a working directory."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, settings_of
+
+
+def status(
+    config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None, as_json: JsonOption = False
+) -> None:
+    """Tell what serves: the server's state, its releases, the champion."""
+    from evernear.deployment.local import status
+
+    found = status(settings_of(None, config, overrides, workdir))
+    if as_json:
+        print(json.dumps(found))
+    else:
+        for key, value in found.items():
+            shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+            print(f"{key.replace('_', ' '):<12} {'-' if shown in (None, '') else shown}")
+
+
+def serve(
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Stay until the server ends; SIGTERM ends it (for containers).")
+    ] = False,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+) -> None:
+    """Start TorchServe with the champion, if it is not up already."""
+    from evernear.deployment.local import follow, serve
+
+    settings = settings_of(None, config, overrides, workdir)
+    version = serve(settings)
+    place = f"http://{settings.serving.host}:{settings.serving.inference_port}"
+    print(f"Release {version} answers at {place}/predictions/{settings.serving.model_name}; `evernear stop` ends it.")
+    if foreground:
+        follow(settings)
+
+
+def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+    """Stop the TorchServe of this working directory."""
+    from evernear.deployment.local import stop
+
+    print(
+        "TorchServe stopped." if stop(settings_of(None, config, overrides, workdir)) else "TorchServe was not running."
+    )
+
+
+def token(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+    """Print the bearer token of the inference API, for curl and other clients."""
+    from evernear.serving.connection import home_of, read_key
+
+    print(read_key(home_of(settings_of(None, config, overrides, workdir).workdir), "inference"))
