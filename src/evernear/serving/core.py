@@ -37,7 +37,7 @@ class Core:
         core = Core(load_network(parts.directory / NETWORK_FILE), gallery, parts.manifest)
         shape = parts.manifest.preprocessing
         for size in WARM_UP_BATCHES:
-            core._recognise(np.zeros((size, shape.height_px, shape.width_px, shape.channels), np.uint8))
+            core.recognise(np.zeros((size, shape.height_px, shape.width_px, shape.channels), np.uint8))
         return core
 
     def predict(self, images: Sequence[bytes | Refusal]) -> list[Prediction | Refusal]:
@@ -54,19 +54,11 @@ class Core:
             else:
                 answers.append(None)
                 arrays.append(read)
-        predictions = iter(self._recognise(np.stack(arrays)) if arrays else ())
+        predictions = iter(self.recognise(np.stack(arrays)) if arrays else ())
         return [next(predictions) if answer is None else answer for answer in answers]
 
-    def _read(self, image: bytes) -> NDArray[np.uint8] | Refusal:
-        shape = self._manifest.preprocessing
-        try:
-            decoded = decode(image, self._manifest.max_pixels)
-        except DataError as error:
-            return Refusal(message=str(error))
-        return to_array(decoded, shape.height_px, shape.width_px, shape.channels)
-
-    def _recognise(self, images: NDArray[np.uint8]) -> list[Prediction]:
-        """Images (N, H, W, C) of uint8."""
+    def recognise(self, images: NDArray[np.uint8]) -> list[Prediction]:
+        """Answer images (N, H, W, C) of uint8 that were brought to the release's shape before."""
         return [
             Prediction(
                 pred=found.pred,
@@ -77,3 +69,11 @@ class Core:
             )
             for found in self._gallery.recognise(embed_images(self._network, images))
         ]
+
+    def _read(self, image: bytes) -> NDArray[np.uint8] | Refusal:
+        shape = self._manifest.preprocessing
+        try:
+            decoded = decode(image, self._manifest.max_pixels)
+        except DataError as error:
+            return Refusal(message=str(error))
+        return to_array(decoded, shape.height_px, shape.width_px, shape.channels)
