@@ -33,91 +33,27 @@ First release
     With no champion there is nothing to compare with: the floors and the soundness rules alone decide.
 """
 
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from evernear.errors import IntegrityError
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.measure import Measurement
+from evernear.evaluation.verdict import Rule, System, Verdict
 from evernear.settings import GateSettings
-from evernear.store import sha256_bytes
+
+__all__ = ["Rule", "System", "Verdict", "decide"]
 
 NAMED = 5
 """Classes that a reason names at most."""
 
 
-class Rule(BaseModel):
-    """One question and its answer; ``reason`` is a sentence, whether it passed or not."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
-    passed: bool
-    candidate: float | None = None
-    champion: float | None = None
-    bound: float | None = None
-    reason: str
-
-
-class System(BaseModel):
-    """Which network and which index were measured; a release is the measured one if its parts have these
-    hashes.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
-    network_sha256: str
-    index_digest: str
-
-
-class Verdict(BaseModel):
-    """May the candidate serve?"""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    promote: bool
-    reasons: list[str]
-    """Of the rules that failed; of all rules, if none did."""
-    rules: list[Rule]
-    candidate: System
-    champion: System | None
-    dataset_digest: str
-    digest: str
-    """sha256 of all the rest."""
-
-    @staticmethod
-    def load(path: Path) -> "Verdict":
-        """A stored verdict that holds together.
-
-        Raises:
-            IntegrityError: there is none, it was changed, or it promotes against its own rules.
-        """
-        try:
-            verdict = Verdict.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
-            raise IntegrityError(f"{path} is no verdict; nothing is promoted without one.") from error
-        if verdict.digest != _digest(verdict) or verdict.promote != _all_passed(verdict.rules):
-            raise IntegrityError(f"The verdict {path} was changed after the gate; run the gate step again.")
-        return verdict
-
-
 def decide(evaluation: Evaluation, settings: GateSettings) -> Verdict:
     """Apply every rule to ``evaluation``. See the module's docstring for what they ask, and why."""
-    rules = list(_rules(evaluation, settings))
-    promote = _all_passed(rules)
-    verdict = Verdict(
-        promote=promote,
-        reasons=[rule.reason for rule in rules if promote or not rule.passed],
-        rules=rules,
+    return Verdict.of(
+        _rules(evaluation, settings),
         candidate=_system(evaluation.candidate),
         champion=_system(evaluation.champion) if evaluation.champion else None,
         dataset_digest=evaluation.candidate.dataset_digest,
-        digest="",
     )
-    return verdict.model_copy(update={"digest": _digest(verdict)})
 
 
 def _rules(evaluation: Evaluation, settings: GateSettings) -> Iterator[Rule]:
@@ -284,15 +220,6 @@ def _system(measurement: Measurement) -> System:
         network_sha256=measurement.network_sha256,
         index_digest=measurement.index_digest,
     )
-
-
-def _all_passed(rules: Iterable[Rule]) -> bool:
-    passed = [rule.passed for rule in rules]
-    return bool(passed) and all(passed)
-
-
-def _digest(verdict: Verdict) -> str:
-    return sha256_bytes(verdict.model_dump_json(exclude={"digest"}).encode())
 
 
 def _some(names: list[str]) -> str:
