@@ -1,7 +1,6 @@
 """Small real releases, and ports for the servers that serve them."""
 
 import itertools
-import json
 import socket
 import zipfile
 from collections.abc import Callable
@@ -15,9 +14,12 @@ from evernear.data.ingest import ingest
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import Embeddings, embed
-from evernear.embedding.export import export
+from evernear.embedding.export import describe_network, export
 from evernear.embedding.train import train
+from evernear.evaluation.verdict import Rule, Verdict
+from evernear.evaluation.verdict import System as Measured
 from evernear.index.build import build
+from evernear.index.description import describe_index
 from evernear.release.archive import archive
 from evernear.release.manifest import Part, ReleaseManifest
 from evernear.settings import DataSettings, IndexSettings, ServingSettings, TrainSettings
@@ -71,7 +73,7 @@ def release_maker(system: System, new_directory: Callable[[], Path]) -> MakeRele
     def make(parent: str | None = None, promote: bool = True, verdict: str | None = None) -> PackedRelease:
         directory = new_directory()
         verdict_file = directory / "verdict.json"
-        verdict_file.write_text(verdict or json.dumps({"promote": promote, "reasons": ["a test says so"]}))
+        verdict_file.write_text(verdict or decided(system, parent, promote).model_dump_json(indent=2))
         release = archive(
             dataset=system.dataset,
             network_dir=system.network_dir,
@@ -86,6 +88,18 @@ def release_maker(system: System, new_directory: Callable[[], Path]) -> MakeRele
         return PackedRelease(release.archive, release.manifest, verdict_file)
 
     return make
+
+
+def decided(system: System, parent: str | None, promote: bool) -> Verdict:
+    """A verdict of one rule on ``system``, measured against ``parent``."""
+    network_sha256 = describe_network(system.network_dir).sha256
+    index_digest = describe_index(system.index_dir).digest
+    return Verdict.of(
+        [Rule(name="test", passed=promote, reason="a test says so")],
+        candidate=Measured(name="", network_sha256=network_sha256, index_digest=index_digest),
+        champion=Measured(name=parent, network_sha256=network_sha256, index_digest=index_digest) if parent else None,
+        dataset_digest=system.dataset.digest,
+    )
 
 
 def settings_on_free_ports(**changes: object) -> ServingSettings:
@@ -103,7 +117,9 @@ def forge(release: PackedRelease, archive: Path, **parts: bytes) -> PackedReleas
     """The same release with other parts (``smoke_json=...``), and a manifest that agrees with them."""
     changed = {name.replace("_", "."): data for name, data in parts.items()}
     described = {n: Part(sha256=sha256_bytes(d), size_bytes=len(d)) for n, d in changed.items()}
-    manifest = release.manifest.model_copy(update={"parts": release.manifest.parts | described})
+    parts = release.manifest.parts | described
+    stamps = {"network_sha256": parts["network.pt"].sha256, "verdict_sha256": parts["verdict.json"].sha256}
+    manifest = release.manifest.model_copy(update={"parts": parts, **stamps})
     with zipfile.ZipFile(release.archive) as old, zipfile.ZipFile(archive, "w") as new:
         for name in old.namelist():
             data = manifest.to_json() if name == "manifest.json" else changed.get(name, old.read(name))

@@ -1,8 +1,11 @@
 """Archives that somebody made to do harm, or that a disk damaged."""
 
 import json
+import pickle
 import random
+import re
 import stat
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +13,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from releases import MakeRelease, PackedRelease
+from releases import MakeRelease, PackedRelease, forge
 
+from evernear.embedding import export
 from evernear.errors import IntegrityError
+from evernear.release.manifest import NETWORK_DESCRIPTION_FILE, NETWORK_FILE
 from evernear.release.parts import open_parts, open_release
+from evernear.store import sha256_bytes
 
 TORCHSERVE = "MAR-INF/MANIFEST.json"
 
@@ -109,18 +115,131 @@ def test_a_symbolic_link_is_refused(packed: PackedRelease, tmp_path: Path) -> No
         open_release(archive, tmp_path / "opened")
 
 
-def test_a_part_larger_than_said_is_not_unpacked(packed: PackedRelease, tmp_path: Path) -> None:
-    """A decompression bomb: the member holds a gigabyte of zeros."""
-    archive = tmp_path / "bomb.mar"
-    with zipfile.ZipFile(packed.archive) as old, zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as new:
+def test_a_decompression_bomb_is_not_unpacked(packed: PackedRelease, tmp_path: Path) -> None:
+    """Self-consistent: the manifest names the bomb, its true size and its true hash."""
+    zeros = bytes(64 * 2**20)
+    bomb = forge(packed, tmp_path / "plain.mar", network_pt=zeros).archive
+    with (
+        zipfile.ZipFile(bomb) as old,
+        zipfile.ZipFile(tmp_path / "bomb.mar", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
         for name in old.namelist():
-            if name != "network.pt":
-                new.writestr(name, old.read(name))
-        with new.open("network.pt", "w") as bomb:
-            for _ in range(64):
-                bomb.write(bytes(2**20))
-    with pytest.raises(IntegrityError, match=r"network\.pt in .* is missing or not the file"):
+            kind = zipfile.ZIP_DEFLATED if name == "network.pt" else zipfile.ZIP_STORED
+            new.writestr(name, old.read(name), compress_type=kind)
+    assert (tmp_path / "bomb.mar").stat().st_size < len(zeros) / 50
+    with pytest.raises(IntegrityError, match=r"network\.pt in .* is compressed or encrypted"):
+        open_release(tmp_path / "bomb.mar", tmp_path / "opened")
+    assert not (tmp_path / "opened").exists()
+
+
+def patch_directory(archive: Path, name: str, change: Callable[[bytearray, int], None]) -> Path:
+    """Edit the central directory's entry of a member; ``change`` gets the file's bytes and where the entry begins."""
+    content = bytearray(archive.read_bytes())
+    entry = content.rindex(name.encode()) - 46
+    assert content[entry : entry + 4] == b"PK\x01\x02"
+    change(content, entry)
+    archive.write_bytes(content)
+    return archive
+
+
+@pytest.mark.parametrize("size", [0, 5, 2**31])
+def test_a_size_that_lies_is_refused(packed: PackedRelease, tmp_path: Path, size: int) -> None:
+    archive = rewrite(packed, tmp_path / "lying.mar", lambda _: None)
+
+    def lie(content: bytearray, entry: int) -> None:
+        content[entry + 20 : entry + 28] = size.to_bytes(4, "little") * 2  # compressed and plain
+
+    patch_directory(archive, "smoke.json", lie)
+    with pytest.raises(IntegrityError, match=r"smoke\.json in .* is missing or not the file"):
         open_release(archive, tmp_path / "opened")
+
+
+def test_members_that_overlap_are_refused(packed: PackedRelease, tmp_path: Path) -> None:
+    """Two names, one content, no compression: more comes out than went in (Fifield 2019, "A better zip bomb")."""
+    with zipfile.ZipFile(packed.archive) as members:
+        network = members.read("network.pt")
+    bomb = forge(packed, tmp_path / "overlap.mar", index_faiss=network, labels_npy=network, centroids_npy=network)
+    with zipfile.ZipFile(bomb.archive) as members:
+        others = {name: members.read(name) for name in members.namelist() if not name.endswith((".faiss", ".npy"))}
+    with zipfile.ZipFile(tmp_path / "overlap.mar", "w") as new:
+        for name, data in others.items():
+            new.writestr(name, data)
+        twin = new.getinfo("network.pt")
+        for name in ("index.faiss", "labels.npy", "centroids.npy"):
+            info = zipfile.ZipInfo(name)
+            info.header_offset, info.CRC = twin.header_offset, twin.CRC
+            info.file_size = info.compress_size = twin.file_size
+            new.filelist.append(info)
+            new.NameToInfo[name] = info
+    with pytest.raises(IntegrityError, match="its members overlap"):
+        open_release(tmp_path / "overlap.mar", tmp_path / "opened")
+
+
+def test_a_zip_of_countless_members_is_refused_before_they_are_listed(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "many.mar", "w") as members:
+        for number in range(30_000):
+            members.writestr(f"{number}", b"")
+    with pytest.raises(IntegrityError, match="list of members"):
+        open_release(tmp_path / "many.mar", tmp_path / "opened")
+
+
+def test_a_release_beyond_four_gigabytes_would_open(packed: PackedRelease, tmp_path: Path) -> None:
+    """Its zip has the records of zip64, which a smaller one may have as well."""
+    original = packed.archive.read_bytes()
+    with zipfile.ZipFile(packed.archive) as members:
+        count, start = len(members.namelist()), members.start_dir
+    end = len(original) - 22
+    zip64 = struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, end - start, start)
+    locator = struct.pack("<4sLQL", b"PK\x06\x07", 0, end, 1)
+    (tmp_path / "large.mar").write_bytes(original[:end] + zip64 + locator + original[end:])
+    assert open_release(tmp_path / "large.mar", tmp_path / "opened").manifest == packed.manifest
+
+
+@pytest.mark.parametrize("name", ["network.pt", "verdict.json"])
+def test_a_manifest_whose_stamp_is_not_its_parts_is_refused(packed: PackedRelease, tmp_path: Path, name: str) -> None:
+    """A network of the right hash beside an index made by another one."""
+
+    def swap(content: dict[str, bytes]) -> None:
+        content[name] += b" "
+        manifest = json.loads(content["manifest.json"])
+        manifest["parts"][name] = {"sha256": sha256_bytes(content[name]), "size_bytes": len(content[name])}
+        content["manifest.json"] = json.dumps(manifest).encode()
+
+    archive = rewrite(packed, tmp_path / "swapped.mar", swap)
+    with pytest.raises(IntegrityError, match=rf"{re.escape(name)} has the sha256 .*, but is said to be"):
+        open_release(archive, tmp_path / "opened")
+
+
+def test_a_part_that_no_release_has_is_refused_although_its_manifest_names_it(
+    packed: PackedRelease, tmp_path: Path
+) -> None:
+    def add(content: dict[str, bytes]) -> None:
+        content["weights.pkl"] = pickle.dumps(print)
+        manifest = json.loads(content["manifest.json"])
+        part = {"sha256": sha256_bytes(content["weights.pkl"]), "size_bytes": len(content["weights.pkl"])}
+        manifest["parts"]["weights.pkl"] = part
+        content["manifest.json"] = json.dumps(manifest).encode()
+
+    with pytest.raises(IntegrityError, match=r"parts are missing or unknown, weights\.pkl"):
+        open_release(rewrite(packed, tmp_path / "extra.mar", add), tmp_path / "opened")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", TORCHSERVE])
+def test_json_of_any_depth_is_refused_with_a_sentence(packed: PackedRelease, tmp_path: Path, name: str) -> None:
+    archive = rewrite(packed, tmp_path / "deep.mar", set_member(name, b"[" * 10**6))
+    with pytest.raises(IntegrityError, match=r"is no release manifest|does not describe"):
+        open_release(archive, tmp_path / "opened")
+
+
+def test_a_hostile_name_cannot_steer_the_terminal(packed: PackedRelease, tmp_path: Path) -> None:
+    for change in (set_member("\x1b[2Jx", b""), edit_manifest(lambda m: m.update({"\x1b[2Jx": 1}))):
+        with pytest.raises(IntegrityError) as caught:
+            open_release(rewrite(packed, tmp_path / "odd.mar", change), tmp_path / "opened")
+        assert str(caught.value).isprintable()
+
+
+def test_names_of_parts_are_those_of_the_rooms_that_write_them() -> None:
+    assert (NETWORK_FILE, NETWORK_DESCRIPTION_FILE) == (export.NETWORK_FILE, export.DESCRIPTION_FILE)
 
 
 def test_the_whole_is_bounded(packed: PackedRelease, tmp_path: Path) -> None:

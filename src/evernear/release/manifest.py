@@ -2,16 +2,39 @@
 
 import re
 from datetime import UTC, datetime
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from evernear.data.preprocess import Preprocessing
 from evernear.errors import IntegrityError
+from evernear.index.description import DESCRIPTION_FILE as INDEX_FILE
+from evernear.index.description import PARTS as INDEX_PARTS
 
 VERSION_PATTERN = r"^\d{8}\.\d{6}\.[0-9a-f]{8}$"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Version = Annotated[str, Field(pattern=VERSION_PATTERN)]
+NETWORK_FILE = "network.pt"  # as the export step calls it, whose module would load torch
+NETWORK_DESCRIPTION_FILE = "network.json"
+HANDLER_FILE = "handler.py"
+PREPROCESSING_FILE = "preprocessing.json"
+SMOKE_FILE = "smoke.json"
+SMOKE_IMAGE = re.compile(r"smoke-\d\d\.png")
+VERDICT_FILE = "verdict.json"
+PARTS = frozenset(
+    {
+        NETWORK_FILE,
+        NETWORK_DESCRIPTION_FILE,
+        INDEX_FILE,
+        *INDEX_PARTS,
+        HANDLER_FILE,
+        PREPROCESSING_FILE,
+        SMOKE_FILE,
+        VERDICT_FILE,
+    }
+)
+"""What a release of format 1 consists of, besides the images that `SMOKE_FILE` names."""
+
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
 
@@ -52,6 +75,18 @@ class ReleaseManifest(_Frozen):
     evernear_version: str
     git_commit: str
 
+    @model_validator(mode="after")
+    def _agree_with_itself(self) -> Self:
+        odd = PARTS.symmetric_difference(name for name in self.parts if not SMOKE_IMAGE.fullmatch(name))
+        if odd:
+            raise ValueError(f"parts are missing or unknown, {', '.join(sorted(odd)[:3])}")
+        for name, sha256 in ((NETWORK_FILE, self.network_sha256), (VERDICT_FILE, self.verdict_sha256)):
+            if self.parts[name].sha256 != sha256:
+                raise ValueError(
+                    f"{name} has the sha256 {self.parts[name].sha256[:12]}, but is said to be {sha256[:12]}"
+                )
+        return self
+
     def to_json(self) -> bytes:
         """The manifest as it is stored."""
         return self.model_dump_json(indent=2).encode() + b"\n"
@@ -67,8 +102,9 @@ def parse_manifest(data: bytes, place: str) -> ReleaseManifest:
         return ReleaseManifest.model_validate_json(data)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in fault["loc"]) or "the whole"
-        raise IntegrityError(f"{place} is no release manifest: {where}: {fault['msg']}.") from None
+        where = printable(".".join(str(part) for part in fault["loc"])) or "the whole"
+        what = fault["msg"].removeprefix("Value error, ")
+        raise IntegrityError(f"{place} is no release manifest: {where}: {what}.") from None
 
 
 def new_version(created: datetime, content_sha256: str) -> str:
@@ -82,3 +118,9 @@ def new_version(created: datetime, content_sha256: str) -> str:
 def is_version(text: str) -> bool:
     """Whether ``text`` has the form of a version."""
     return re.fullmatch(VERSION_PATTERN.strip("^$"), text) is not None
+
+
+def printable(text: str, limit: int = 100) -> str:
+    """``text`` of a stranger as it may be shown on a terminal: no control characters, no end of it far away."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:limit])
+    return shown + "..." * (len(text) > limit)

@@ -8,6 +8,8 @@ import json
 import shutil
 import stat
 import zipfile
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,19 +17,47 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from evernear.errors import IntegrityError
-from evernear.release.manifest import PartName, ReleaseManifest, parse_manifest
+from evernear.index.description import CENTROIDS_FILE, LABELS_FILE, VECTORS_FILE
+from evernear.release.manifest import (
+    HANDLER_FILE,
+    NETWORK_FILE,
+    PREPROCESSING_FILE,
+    SMOKE_FILE,
+    VERDICT_FILE,
+    PartName,
+    ReleaseManifest,
+    parse_manifest,
+    printable,
+)
 from evernear.store import disk_errors, sha256_file
+
+__all__ = [
+    "ARCHIVE_FILE",
+    "HANDLER_FILE",
+    "MANIFEST_FILE",
+    "PREPROCESSING_FILE",
+    "SMOKE_FILE",
+    "TORCHSERVE_MANIFEST_FILE",
+    "VERDICT_FILE",
+    "ReleaseParts",
+    "SmokeQuery",
+    "open_parts",
+    "open_release",
+    "read_release",
+    "read_release_manifest",
+    "smoke_file",
+]
 
 ARCHIVE_FILE = "release.mar"
 MANIFEST_FILE = "manifest.json"
 TORCHSERVE_MANIFEST_FILE = "MAR-INF/MANIFEST.json"
-HANDLER_FILE = "handler.py"
-PREPROCESSING_FILE = "preprocessing.json"
-SMOKE_FILE = "smoke.json"
-VERDICT_FILE = "verdict.json"
+LARGE_PARTS = frozenset({NETWORK_FILE, VECTORS_FILE, LABELS_FILE, CENTROIDS_FILE})
 MAX_MANIFEST_BYTES = 4 * 2**20
+MAX_SMALL_PART_BYTES = 16 * 2**20
 MAX_RELEASE_BYTES = 16 * 2**30
+MAX_DIRECTORY_BYTES = 2**20  # of the zip: thousands of members; a release has some twenty
 _CHUNK_BYTES = 2**20
+_ENCRYPTED = 0x1
 
 
 class SmokeQuery(BaseModel):
@@ -95,26 +125,42 @@ def open_release(archive: Path, out_dir: Path, max_size_bytes: int = MAX_RELEASE
 
     Raises:
         IntegrityError: it is no release archive; it holds a member that its manifest does not name, or one
-            twice; a size or a hash does not match; it is larger than ``max_size_bytes``; or TorchServe would
-            be told another version or handler than the manifest's.
+            twice, or a compressed one; a size or a hash does not match; it is larger than ``max_size_bytes``;
+            or TorchServe would be told another version or handler than the manifest's.
         StoreError: ``out_dir`` cannot be written.
     """
     with disk_errors(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
     try:
-        with zipfile.ZipFile(archive) as members, disk_errors(out_dir):
-            manifest = _read_manifest(members, archive)
-            _check_members(members, manifest, archive, max_size_bytes)
+        with _checked(archive, max_size_bytes) as (members, manifest), disk_errors(out_dir):
             for name in manifest.parts:
-                _extract(members, name, manifest, archive, out_dir)
+                with (out_dir / name).open("xb") as file:
+                    file.writelines(_content(members, name, manifest, archive))
             (out_dir / MANIFEST_FILE).write_bytes(manifest.to_json())
-    except (zipfile.BadZipFile, OSError, RuntimeError, NotImplementedError, EOFError, ValueError) as error:
-        shutil.rmtree(out_dir, ignore_errors=True)
-        raise IntegrityError(f"{archive} cannot be read as a release: {error}.") from None
     except BaseException:
         shutil.rmtree(out_dir, ignore_errors=True)
         raise
     return ReleaseParts(manifest, out_dir)
+
+
+def read_release(archive: Path) -> tuple[ReleaseManifest, dict[str, bytes]]:
+    """The manifest of a ``.mar`` and its JSON parts by name; the others are hashed as well, and not kept.
+
+    Nothing is written to the disk.
+
+    Raises:
+        IntegrityError: as `open_release`.
+    """
+    with _checked(archive, MAX_RELEASE_BYTES) as (members, manifest):
+        texts: dict[str, bytes] = {}
+        for name in manifest.parts:
+            content = _content(members, name, manifest, archive)
+            if name.endswith(".json"):
+                texts[name] = b"".join(content)
+            else:
+                for _ in content:
+                    pass
+    return manifest, texts
 
 
 def read_release_manifest(archive: Path) -> ReleaseManifest:
@@ -123,11 +169,49 @@ def read_release_manifest(archive: Path) -> ReleaseManifest:
     Raises:
         IntegrityError: the archive cannot be read or holds no manifest.
     """
+    with _zip(archive) as members:
+        return _read_manifest(members, archive)
+
+
+@contextmanager
+def _checked(archive: Path, max_size_bytes: int) -> Generator[tuple[zipfile.ZipFile, ReleaseManifest]]:
+    """An archive whose members are those of its manifest, which it also yields; contents are not looked at."""
+    with _zip(archive) as members:
+        manifest = _read_manifest(members, archive)
+        _check_members(members, manifest, archive, max_size_bytes)
+        yield members, manifest
+
+
+@contextmanager
+def _zip(archive: Path) -> Generator[zipfile.ZipFile]:
     try:
+        _check_directory(archive)
         with zipfile.ZipFile(archive) as members:
-            return _read_manifest(members, archive)
-    except (zipfile.BadZipFile, OSError, RuntimeError, NotImplementedError, EOFError) as error:
-        raise IntegrityError(f"{archive} cannot be read as a release: {error}.") from None
+            yield members
+    except (zipfile.BadZipFile, OSError, RuntimeError, NotImplementedError, EOFError, ValueError) as error:
+        raise IntegrityError(f"{archive} cannot be read as a release: {printable(str(error))}.") from None
+
+
+def _check_directory(archive: Path) -> None:
+    """Bound the zip's central directory before `zipfile` reads it into memory, some 20 times its size.
+
+    It is told where `zipfile` looks first: at the very end of the file, without a comment, after the records
+    of zip64 where there are any (APPNOTE 4.3.14 to 4.3.16).
+    """
+    with archive.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(-min(98, size), 2)
+        tail = file.read().rjust(98)
+    zip64, locator, end = tail[:56], tail[56:76], tail[76:]
+    if end[:4] != b"PK\x05\x06" or end[-2:] != b"\0\0":
+        raise zipfile.BadZipFile("it is no zip file, or not a whole one")
+    directory_bytes = int.from_bytes(end[12:16], "little")
+    if locator[:4] == b"PK\x06\x07":
+        if zip64[:4] != b"PK\x06\x06" or int.from_bytes(locator[8:16], "little") != size - 98:
+            raise zipfile.BadZipFile("its zip64 records are not where they belong")
+        directory_bytes = int.from_bytes(zip64[40:48], "little")
+    if directory_bytes > MAX_DIRECTORY_BYTES:
+        raise zipfile.BadZipFile(f"its list of members has {directory_bytes} bytes, of {MAX_DIRECTORY_BYTES} allowed")
 
 
 def _read_manifest(members: zipfile.ZipFile, archive: Path) -> ReleaseManifest:
@@ -151,16 +235,25 @@ def _check_members(members: zipfile.ZipFile, manifest: ReleaseManifest, archive:
     found = [info.filename for info in infos]
     if sorted(found) != sorted(expected):
         odd = sorted(expected.symmetric_difference(found)) or ["a name twice"]
-        raise IntegrityError(f"{archive} does not hold what its manifest names: {', '.join(odd[:3])}.")
+        names = ", ".join(printable(name) for name in odd[:3])
+        raise IntegrityError(f"{archive} does not hold what its manifest names: {names}.")
     for info in infos:
         kind = stat.S_IFMT(info.external_attr >> 16)
         if kind not in (0, stat.S_IFREG):
             raise IntegrityError(f"{info.filename} in {archive} is not a plain file.")
+        # Nothing is compressed, so that no member can be larger than the file that holds it: no bomb.
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _ENCRYPTED:
+            raise IntegrityError(f"{info.filename} in {archive} is compressed or encrypted, as in no release.")
         part = manifest.parts.get(info.filename)
         if part is not None and part.size_bytes != info.file_size:
             raise _changed(info.filename, archive)
-    if sum(part.size_bytes for part in manifest.parts.values()) > max_size_bytes:
+        if part is not None and info.filename not in LARGE_PARTS and part.size_bytes > MAX_SMALL_PART_BYTES:
+            raise IntegrityError(f"{info.filename} in {archive} is larger than {MAX_SMALL_PART_BYTES} bytes.")
+    unpacked_bytes = sum(info.file_size for info in infos)
+    if unpacked_bytes > max_size_bytes:
         raise IntegrityError(f"{archive} unpacks to more than {max_size_bytes} bytes.")
+    if unpacked_bytes > archive.stat().st_size:
+        raise IntegrityError(f"{archive} unpacks to more than itself: its members overlap.")
     _check_torchserve_manifest(_read_small(members, TORCHSERVE_MANIFEST_FILE, archive), manifest, archive)
 
 
@@ -170,23 +263,24 @@ def _check_torchserve_manifest(data: bytes, manifest: ReleaseManifest, archive: 
         told: Any = json.loads(data)
         model: dict[str, Any] = told["model"]
         actual = (told["runtime"], model.pop("modelVersion"), model.pop("handler"), set(model))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         actual = ()
     if actual != ("python", manifest.version, HANDLER_FILE, {"modelName"}):
         raise IntegrityError(f"{TORCHSERVE_MANIFEST_FILE} in {archive} does not describe {manifest.version}.")
 
 
-def _extract(members: zipfile.ZipFile, name: str, manifest: ReleaseManifest, archive: Path, out_dir: Path) -> None:
+def _content(members: zipfile.ZipFile, name: str, manifest: ReleaseManifest, archive: Path) -> Iterator[bytes]:
+    """The chunks of a part; at the end of them it is known whether they are those of the manifest."""
     part = manifest.parts[name]
     digest = hashlib.sha256()
     left = part.size_bytes
-    with members.open(name) as member, (out_dir / name).open("xb") as file:
+    with members.open(name) as member:
         while chunk := member.read(_CHUNK_BYTES):
             left -= len(chunk)
             if left < 0:
                 raise _changed(name, archive)
             digest.update(chunk)
-            file.write(chunk)
+            yield chunk
     if digest.hexdigest() != part.sha256:
         raise _changed(name, archive)
 
