@@ -1,0 +1,256 @@
+"""The product's server beside others, on this machine: ``python -m benchmarks.serving --source mnist``.
+
+All serve one network (trained hastily: what its weights are changes no speed) and one gallery, every image of the
+source that is not of the test split: 60,000 vectors of 128 dimensions for MNIST. A closed loop of 1, 8 and 32
+keep-alive clients asks them for images of the test split, one server up at a time, in rounds; the medians of the
+rounds count, and every answer is compared with that of the core called in process.
+
+- ``naive``: TorchServe with its defaults around a handler in the style of the source document;
+- ``evernear``, ``evernear gRPC``: the product with its defaults, as ``evernear serve`` starts it;
+- ``fastapi``: FastAPI and uvicorn around the same core, an image a call;
+- ``litserve``: LitServe around the same core, batching as evernear does (bodies in JSON, which it wants);
+- ``in-process``: the core alone, called with batches of 1, 8 and 32: the floor. Its latencies are those of a batch.
+
+``--busy`` puts one process beside them that never sleeps, as on a shared machine.
+"""
+
+import argparse
+import base64
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.serving import servers
+from benchmarks.serving.load import Target, measure
+from benchmarks.serving.release import Served, prepare
+from evernear.settings import Settings, load
+
+CONCURRENCIES = (1, 8, 32)
+STARTED = (servers.naive, servers.evernear, servers.fastapi, servers.litserve)
+ROWS = ("naive", "evernear", "evernear gRPC", "fastapi", "litserve", "in-process")
+DISTANCE_TOLERANCE = 1e-3  # rounding differs with the batch; the square root is steep near zero
+TARGET_TIMES_RPS, TARGET_P99_SHARE = 15, 0.1
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One server at one concurrency in one round."""
+
+    rps: float
+    p50_ms: float
+    p99_ms: float
+    requests: int
+    non_2xx: int = 0
+    wrong: int = 0
+    cores: Mapping[str, float] | None = None
+    """Processor seconds per second of the load generator and of the server's processes."""
+
+
+Cells = dict[tuple[str, int], list[Cell]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", default="mnist", help="a source of `evernear run`, as mnist or mnist:DIRECTORY")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
+    parser.add_argument("--warm-up", type=float, default=1.5, help="seconds before each measurement")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--busy", action="store_true", help="with a process beside them that never sleeps")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    arguments = parser.parse_args()
+
+    here = machine.describe()
+    with tempfile.TemporaryDirectory() as scratch:
+        served = prepare(settings_of(arguments.source, arguments.set, Path(scratch)), Path(scratch))
+        print(f"{served.gallery_size:,} vectors, {len(served.images)} images to ask", flush=True)
+        with servers.trivial(served, Path(scratch) / "trivial") as running:
+            ceiling = asked(running.targets["trivial"], running, arguments, CONCURRENCIES[-1]).rps
+        cells: Cells = {}
+        with busy() if arguments.busy else nullcontext():
+            for number in range(arguments.rounds):
+                play(served, Path(scratch), arguments, cells)
+                print(f"round {number + 1} of {arguments.rounds} done", flush=True)
+    result = summarise(cells) | {"gallery": served.gallery_size, "load_ceiling_rps": round(ceiling)}
+    name = "serving_busy" if arguments.busy else "serving"
+    if arguments.set:
+        print(*table(result), sep="\n")
+        return
+    machine.write(name, here, result, table(result))
+    with (machine.RESULTS / f"{name}.md").open("a") as file:
+        file.write("\n" + "\n".join(notes(result)) + "\n")
+    print(*notes(result), sep="\n")
+
+
+def settings_of(source: str, overrides: list[str], scratch: Path) -> Settings:
+    """Defaults, but a small train split: the network need not be good, and train and query end in the gallery."""
+    given = {
+        "workdir": str(scratch / "work"),
+        "data.source": source,
+        "data.gallery_fraction": "0.05",
+        "data.query_fraction": "0.80",
+    }
+    settings = load(environment={}, overrides=[*(f"{key}={value}" for key, value in given.items()), *overrides])
+    ports = servers.ports_of(settings.serving)
+    return settings.model_copy(update={"serving": settings.serving.model_copy(update=ports)})
+
+
+def play(served: Served, scratch: Path, arguments: argparse.Namespace, cells: Cells) -> None:
+    """One round: every server started, asked at every concurrency, stopped."""
+    floor = in_process(served, arguments.seconds)
+    for concurrency in CONCURRENCIES:
+        cells.setdefault(("in-process", concurrency), []).append(
+            floor_cell(floor["cells"][str(concurrency)], concurrency)
+        )
+    for start in STARTED:
+        with start(served, scratch / start.__name__) as running:
+            for name, target in running.targets.items():
+                for concurrency in CONCURRENCIES:
+                    cell = asked(target, running, arguments, concurrency, floor["answers"])
+                    cells.setdefault((name, concurrency), []).append(cell)
+                    print(f"{name} at {concurrency}: {cell}", flush=True)
+
+
+def in_process(served: Served, seconds: float) -> dict[str, Any]:
+    command = [sys.executable, servers.APPS / "in_process.py", served.parts, str(seconds), *map(str, CONCURRENCIES)]
+    images = json.dumps([base64.b64encode(image).decode() for image in served.images])
+    environment = os.environ | servers.CORE_ENVIRONMENT
+    done = subprocess.run(command, input=images, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def floor_cell(found: dict[str, Any], batch: int) -> Cell:
+    latencies_ms = sorted(1e3 * latency_s for latency_s in found["latencies_s"])
+    images = len(latencies_ms) * batch
+    p99_ms = latencies_ms[math.ceil(0.99 * len(latencies_ms)) - 1]
+    return Cell(images / found["duration_s"], statistics.median(latencies_ms), p99_ms, images)
+
+
+def asked(
+    target: Target,
+    running: servers.Running,
+    arguments: argparse.Namespace,
+    concurrency: int,
+    expected: list[dict[str, Any]] | None = None,
+) -> Cell:
+    found = measure(target, concurrency, arguments.seconds, arguments.warm_up, running.processes)
+    wrong = sum(
+        count
+        for (image, body), count in found.answers.items()
+        if expected is not None and not agrees(target.prediction_of(body), expected[image])
+    )
+    return Cell(
+        rps=found.rps,
+        p50_ms=found.percentile_ms(0.50),
+        p99_ms=found.percentile_ms(0.99),
+        requests=len(found.latencies_s),
+        non_2xx=found.faults.total(),
+        wrong=wrong,
+        cores=found.cores,
+    )
+
+
+def agrees(answer: bytes, expected: dict[str, Any]) -> bool:
+    told = json.loads(answer)
+    return told["pred"] == expected["pred"] and abs(told["dist"] - expected["dist"]) <= DISTANCE_TOLERANCE
+
+
+def summarise(cells: Cells) -> dict[str, Any]:
+    """Medians over the rounds; faults are counted over all of them."""
+    rows = {name: {str(c): median_of(cells[name, c]) for c in CONCURRENCIES} for name in ROWS}
+    naive = rows["naive"]
+    ratios = {
+        name: {
+            c: {
+                "rps": round(cell["rps"] / naive[c]["rps"], 2),
+                "p50": round(cell["p50_ms"] / naive[c]["p50_ms"], 3),
+                "p99": round(cell["p99_ms"] / naive[c]["p99_ms"], 3),
+            }
+            for c, cell in row.items()
+        }
+        for name, row in rows.items()
+    }
+    return {"servers": rows, "ratios_to_naive": ratios}
+
+
+def median_of(rounds: list[Cell]) -> dict[str, Any]:
+    def median(values: list[float]) -> float:
+        return round(statistics.median(values), 2)
+
+    names = {name for cell in rounds for name in cell.cores or {}}
+    return {
+        "rps": median([cell.rps for cell in rounds]),
+        "p50_ms": median([cell.p50_ms for cell in rounds]),
+        "p99_ms": median([cell.p99_ms for cell in rounds]),
+        "requests": sum(cell.requests for cell in rounds),
+        "non_2xx": sum(cell.non_2xx for cell in rounds),
+        "wrong": sum(cell.wrong for cell in rounds),
+        "cores": {name: median([(cell.cores or {}).get(name, 0.0) for cell in rounds]) for name in sorted(names)},
+        "rps_of_rounds": [round(cell.rps, 1) for cell in rounds],
+    }
+
+
+def table(result: dict[str, Any]) -> list[list[str]]:
+    heading = ["server", *(f"{c} client{'s' * (c > 1)}: req/s, p50 / p99 ms, times naive" for c in CONCURRENCIES)]
+    lines = [[*heading, "non-2xx, wrong"]]
+    for name, row in result["servers"].items():
+        ratios = result["ratios_to_naive"][name]
+        told = [
+            f"**{cell['rps']:,.0f}**, {cell['p50_ms']:.1f} / {cell['p99_ms']:.1f}, {ratios[c]['rps']:.1f}x"
+            for c, cell in row.items()
+        ]
+        faults = [sum(cell[kind] for cell in row.values()) for kind in ("non_2xx", "wrong")]
+        lines.append([name, *told, ", ".join(map(str, faults))])
+    return lines
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """Whether the targets are met, what a lone client waits for, and what is busiest when the server is."""
+    rows, most = result["servers"], str(CONCURRENCIES[-1])
+    ours, ratios = rows["evernear"], result["ratios_to_naive"]["evernear"]
+    met = ratios[most]["rps"] >= TARGET_TIMES_RPS and ratios[most]["p99"] <= TARGET_P99_SHARE
+    met = met and ratios["1"]["rps"] >= 1 and not any(cell["non_2xx"] for cell in ours.values())
+    cores = ours[most]["cores"]
+    return [
+        f"Target (at {most} clients {TARGET_TIMES_RPS} times naive and p99 at most {TARGET_P99_SHARE} of its, "
+        f"alone not slower, no non-2xx): {'met' if met else 'missed'}, with {ratios[most]['rps']:.1f} times, "
+        f"{ratios[most]['p99']:.3f} and {ratios['1']['rps']:.1f} times.",
+        f"A lone client's p50 is {ours['1']['p50_ms']:.1f} ms over REST, {rows['evernear gRPC']['1']['p50_ms']:.1f} "
+        f"over gRPC and {rows['in-process']['1']['p50_ms']:.1f} in process.",
+        f"At {most} clients the Python worker takes {cores['python']:.2f} cores, TorchServe's "
+        f"Java frontend {cores['frontend']:.2f} and the load generator {cores['load']:.2f} of {os.cpu_count()}; the "
+        f"core alone does {rows['in-process'][most]['rps']:,.0f} images/s in batches of {most}, so "
+        f"{bottleneck(cores)} is the bottleneck that is left. The load generator by itself reaches "
+        f"{result['load_ceiling_rps']:,} req/s.",
+    ]
+
+
+def bottleneck(cores: Mapping[str, float]) -> str:
+    if cores["python"] > 0.85:
+        return "that worker, which is one thread,"
+    if sum(cores.values()) > 0.9 * (os.cpu_count() or 1):
+        return "the processor, which frontend, worker and load generator share,"
+    return "waiting (batching and hand-over between the processes)"
+
+
+@contextmanager
+def busy() -> Generator[None]:
+    neighbour = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        neighbour.kill()
+        neighbour.wait()
+
+
+if __name__ == "__main__":
+    main()

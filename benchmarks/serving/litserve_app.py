@@ -1,0 +1,39 @@
+"""The core behind LitServe and its batching: ``litserve_app.py PARTS PORT``."""
+
+import base64
+import sys
+from pathlib import Path
+
+import litserve
+
+from evernear.release.parts import open_parts
+from evernear.serving.core import Core
+from evernear.serving.messages import Prediction, Refusal
+from evernear.settings import ServingSettings
+
+
+class Api(litserve.LitAPI):
+    def setup(self, device: str) -> None:
+        self.core = Core.open(open_parts(Path(sys.argv[1])))
+
+    def decode_request(self, request: dict[str, str]) -> bytes:
+        return base64.b64decode(request["data"])
+
+    def batch(self, inputs: list[bytes]) -> list[bytes]:
+        return inputs
+
+    def predict(self, images: list[bytes]) -> list[Prediction | Refusal]:
+        return self.core.predict(images)
+
+    def unbatch(self, output: list[Prediction | Refusal]) -> list[Prediction | Refusal]:
+        return output
+
+    def encode_response(self, output: Prediction | Refusal) -> dict[str, object]:
+        return output.model_dump()
+
+
+if __name__ == "__main__":
+    defaults = ServingSettings()
+    api = Api(max_batch_size=defaults.batch_size, batch_timeout=defaults.max_batch_delay_ms / 1000)
+    server = litserve.LitServer(api, accelerator="cpu")
+    server.run(host="127.0.0.1", port=int(sys.argv[2]), log_level="warning", generate_client_file=False)

@@ -1,0 +1,48 @@
+"""The handler of the source document, as its readers write it: one image a call, everything at its default."""
+
+import io
+import json
+from collections import Counter
+from pathlib import Path
+
+import faiss
+import numpy as np
+import torch
+from PIL import Image
+from torchvision import transforms
+from ts.torch_handler.base_handler import BaseHandler
+
+K = 5
+
+
+class NaiveHandler(BaseHandler):
+    def initialize(self, context):
+        super().initialize(context)
+        directory = Path(context.system_properties["model_dir"])
+        self.index = faiss.read_index(str(directory / "index.faiss"))
+        self.numbers = np.load(directory / "labels.npy")
+        self.names = json.loads((directory / "label_names.json").read_text())
+        self.transform = transforms.Compose(
+            [
+                transforms.Grayscale(),
+                transforms.Resize((28, 28)),
+                transforms.ToTensor(),
+                transforms.Normalize(0, 1 / 255),
+            ]
+        )  # the network has mean and standard deviation inside and takes pixels of 0..255
+
+    def preprocess(self, data):
+        images = [Image.open(io.BytesIO(row.get("data") or row.get("body"))) for row in data]
+        return torch.stack([self.transform(image) for image in images]).to(self.device)
+
+    def inference(self, data, *args, **kwargs):
+        with torch.no_grad():
+            return self.model(data)
+
+    def postprocess(self, data):
+        squared, rows = self.index.search(data.cpu().numpy(), K)
+        answers = []
+        for distances, neighbors in zip(squared, rows, strict=True):
+            labels = [self.names[self.numbers[row]] for row in neighbors]
+            answers.append({"pred": Counter(labels).most_common(1)[0][0], "dist": float(distances[0]) ** 0.5})
+        return answers

@@ -1,0 +1,108 @@
+"""What all servers serve: one network, one gallery of 60,000 vectors, packed for the product and for the naive
+handler, and the images that they are asked.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+from PIL import Image
+
+from evernear.data.ingest import ingest
+from evernear.data.manifest import save_manifest
+from evernear.data.shards import Dataset
+from evernear.deployment.admission import publish
+from evernear.embedding.embed import DESCRIPTION_FILE, Embeddings, embed
+from evernear.embedding.export import NETWORK_FILE, export
+from evernear.embedding.train import train
+from evernear.index.build import build
+from evernear.index.description import LABELS_FILE, VECTORS_FILE
+from evernear.release.archive import archive
+from evernear.release.parts import open_release
+from evernear.settings import Settings
+from evernear.store import open_store
+
+QUERIES = 512
+GALLERY = ("train", "gallery", "query")
+
+
+@dataclass(frozen=True)
+class Served:
+    """The champion of ``settings``' store, unpacked in ``parts``; its naive twin; PNG files to ask."""
+
+    settings: Settings
+    parts: Path
+    naive_store: Path
+    images: tuple[bytes, ...]
+    gallery_size: int
+
+
+def prepare(settings: Settings, scratch: Path) -> Served:
+    """Train hastily, index every image that is not of the test split, release it, pack the naive twin."""
+    data = ingest(settings.data, settings.store_uri)
+    save_manifest(data, scratch)
+    dataset = Dataset.open(scratch)
+    network_dir, index_dir = scratch / "network", scratch / "index"
+    hasty = settings.train.model_copy(update={"epochs": 1, "min_steps": 0})  # what the weights are changes no speed
+    train(dataset, hasty, scratch / "trained")
+    export(scratch / "trained", dataset, network_dir, settings.train.parity_tolerance)
+    gallery = _all_as_gallery(network_dir, dataset, scratch / "embeddings")
+    build(gallery, dataset.labels, settings.index, index_dir)
+    verdict = scratch / "verdict.json"
+    verdict.write_text(json.dumps({"promote": True, "reasons": ["the benchmark says so"]}))
+    packed = archive(
+        dataset=dataset,
+        network_dir=network_dir,
+        index_dir=index_dir,
+        verdict_file=verdict,
+        metrics={},
+        parent=None,
+        settings=settings.serving,
+        out_dir=scratch / "release",
+    )
+    publish(packed.archive, verdict, open_store(settings.store_uri))
+    open_release(packed.archive, scratch / "parts")
+    naive_store = _pack_naive(network_dir, index_dir, dataset.labels, scratch / "naive")
+    images = tuple(_png(image) for image in next(dataset.blocks("test", QUERIES)).images)
+    return Served(settings, scratch / "parts", naive_store, images, gallery.count("gallery"))
+
+
+def _all_as_gallery(network_dir: Path, dataset: Dataset, out_dir: Path) -> Embeddings:
+    """Every image but the test split's as the gallery (MNIST: 60,000), those as the calibration's queries."""
+    described = embed(network_dir, dataset, out_dir, (*GALLERY, "test"))
+    shards = tuple(
+        shard.model_copy(update={"split": "gallery" if shard.split in GALLERY else "query"})
+        for shard in described.shards
+    )
+    moved = described.model_copy(update={"shards": shards})
+    (out_dir / DESCRIPTION_FILE).write_text(moved.model_dump_json())
+    return Embeddings.open(out_dir)
+
+
+def _pack_naive(network_dir: Path, index_dir: Path, labels: tuple[str, ...], directory: Path) -> Path:
+    store = directory / "model-store"
+    store.mkdir(parents=True)
+    (directory / "label_names.json").write_text(json.dumps(labels))
+    extra = (index_dir / VECTORS_FILE, index_dir / LABELS_FILE, directory / "label_names.json")
+    options = {
+        "--model-name": "naive",
+        "--version": "1.0",
+        "--serialized-file": network_dir / NETWORK_FILE,
+        "--handler": Path(__file__).with_name("naive_handler.py"),
+        "--extra-files": ",".join(str(file) for file in extra),
+        "--export-path": store,
+    }
+    archiver = Path(sys.executable).with_name("torch-model-archiver")
+    command = [archiver, *(str(word) for option in options.items() for word in option)]
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"TMPDIR": str(directory)})
+    return store
+
+
+def _png(image) -> bytes:
+    buffer = BytesIO()
+    Image.fromarray(image.squeeze()).save(buffer, format="PNG")
+    return buffer.getvalue()

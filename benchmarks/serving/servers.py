@@ -1,0 +1,189 @@
+"""The servers that are compared, each started as its own users start it, and how each is asked."""
+
+import base64
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.serving.load import Target
+from benchmarks.serving.release import Served
+from evernear.deployment import local
+from evernear.serving import torchserve
+from evernear.serving.client.grpc import PREDICTIONS
+from evernear.serving.connection import home_of, read_key
+from evernear.serving.torchserve_proto.inference_pb2 import PredictionResponse, PredictionsRequest
+from evernear.settings import ServingSettings
+
+HOST = "127.0.0.1"
+STARTUP_TIMEOUT_S = 120
+STOP_TIMEOUT_S = 10
+APPS = Path(__file__).parent
+CORE_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # what evernear sets in its own worker: no other has to learn it
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that is up: its rows of the table, and its processes."""
+
+    targets: Mapping[str, Target]
+    processes: Callable[[], list[psutil.Process]]
+
+
+@contextmanager
+def naive(served: Served, directory: Path) -> Generator[Running]:
+    """TorchServe with its defaults; its ports alone are chosen and its tokens off, as tutorials have it."""
+    directory.mkdir(exist_ok=True)
+    ports = free_ports(5)
+    names = ("inference_address", "management_address", "metrics_address")
+    lines = [f"{name}=http://{HOST}:{port}" for name, port in zip(names, ports[:3], strict=True)]
+    lines += [f"grpc_inference_port={ports[3]}", f"grpc_management_port={ports[4]}", "disable_token_authorization=true"]
+    (directory / "config.properties").write_text("\n".join(lines) + "\n")
+    command = [str(Path(sys.executable).with_name("torchserve")), "--start", "--foreground", "--no-config-snapshots"]
+    command += ["--ts-config", "config.properties", "--model-store", str(served.naive_store), "--models", "naive.mar"]
+    java_home = {"JAVA_HOME": str(torchserve.find_java().parents[1])}
+    with _process(command, directory, java_home) as processes:
+        target = _posting(served, ports[0], "/predictions/naive")
+        _await_answer(target)
+        yield Running({"naive": target}, processes)
+
+
+@contextmanager
+def evernear(served: Served, directory: Path) -> Generator[Running]:
+    """The product, as `evernear serve` brings it up: over REST and over gRPC."""
+    settings = served.settings
+    local.serve(settings)
+    home = home_of(settings.workdir)
+    try:
+        key, model = read_key(home, "inference"), settings.serving.model_name
+        rest = _posting(
+            served, settings.serving.inference_port, f"/predictions/{model}", f"Authorization: Bearer {key}"
+        )
+        messages = tuple(
+            PredictionsRequest(model_name=model, input={"data": image}).SerializeToString() for image in served.images
+        )
+        rpc = Target(
+            HOST,
+            settings.serving.grpc_inference_port,
+            messages,
+            prediction_of=lambda body: PredictionResponse.FromString(body).prediction,
+            grpc_method=PREDICTIONS,
+            grpc_metadata=(("protocol", "gRPC"), ("authorization", f"Bearer {key}")),
+        )
+        yield Running({"evernear": rest, "evernear gRPC": rpc}, lambda: torchserve.processes(home))
+    finally:
+        local.stop(settings)
+
+
+@contextmanager
+def fastapi(served: Served, directory: Path) -> Generator[Running]:
+    """FastAPI and uvicorn around the same core: what a user would write instead."""
+    with _app("fastapi_app.py", served, directory) as (port, processes):
+        target = _posting(served, port, "/predict")
+        _await_answer(target)
+        yield Running({"fastapi": target}, processes)
+
+
+@contextmanager
+def litserve(served: Served, directory: Path) -> Generator[Running]:
+    """LitServe around the same core, with its own batching; it takes JSON."""
+    with _app("litserve_app.py", served, directory) as (port, processes):
+        bodies = [json.dumps({"data": base64.b64encode(image).decode()}).encode() for image in served.images]
+        target = Target(HOST, port, tuple(_http("/predict", body, "Content-Type: application/json") for body in bodies))
+        _await_answer(target)
+        yield Running({"litserve": target}, processes)
+
+
+@contextmanager
+def trivial(served: Served, directory: Path) -> Generator[Running]:
+    """A server that only says yes: the ceiling of the load generator beside it."""
+    with _app("trivial_app.py", served, directory) as (port, processes):
+        target = _posting(served, port, "/")
+        _await_answer(target)
+        yield Running({"trivial": target}, processes)
+
+
+def ports_of(settings: ServingSettings) -> dict[str, int]:
+    """A free port for each that a server of ``settings`` binds."""
+    names = [name for name in type(settings).model_fields if name.endswith("_port")]
+    return dict(zip(names, free_ports(len(names)), strict=True))
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((HOST, 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _posting(served: Served, port: int, path: str, *headers: str) -> Target:
+    headers = ("Content-Type: image/png", *headers)
+    return Target(HOST, port, tuple(_http(path, image, *headers) for image in served.images))
+
+
+def _http(path: str, body: bytes, *headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", f"Host: {HOST}", f"Content-Length: {len(body)}", *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+@contextmanager
+def _app(script: str, served: Served, directory: Path) -> Generator[tuple[int, Callable[[], list[psutil.Process]]]]:
+    directory.mkdir(exist_ok=True)
+    (port,) = free_ports(1)
+    command = [sys.executable, str(APPS / script), str(served.parts), str(port)]
+    with _process(command, directory, CORE_ENVIRONMENT) as processes:
+        yield port, processes
+
+
+@contextmanager
+def _process(
+    command: list[str], directory: Path, extra: Mapping[str, str]
+) -> Generator[Callable[[], list[psutil.Process]]]:
+    """Run ``command`` with its own temporary directory, in a session of its own that ends with it."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_", "TS_"))}
+    environment = inherited | {"TMPDIR": str(directory), "TEMP": str(directory)} | extra
+    with (directory / "console.log").open("ab") as console:
+        started = subprocess.Popen(
+            command, cwd=directory, env=environment, stdout=console, stderr=console, start_new_session=True
+        )
+    root = psutil.Process(started.pid)
+
+    def processes() -> list[psutil.Process]:
+        if started.poll() is not None:
+            raise SystemExit(f"{command[1]} ended; see {directory / 'console.log'}.")
+        return [root, *root.children(recursive=True)]
+
+    try:
+        yield processes
+    finally:
+        family = [root, *root.children(recursive=True)] if started.poll() is None else []
+        started.send_signal(signal.SIGTERM)
+        _, alive = psutil.wait_procs(family, timeout=STOP_TIMEOUT_S)
+        for process in alive:
+            process.kill()
+        started.wait()
+
+
+def _await_answer(target: Target) -> None:
+    """Wait for the first good answer: what a port that is open promises is not enough."""
+    deadline_s = time.monotonic() + STARTUP_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        try:
+            with socket.create_connection((target.host, target.port), timeout=STARTUP_TIMEOUT_S) as connection:
+                connection.sendall(target.requests[0])
+                if connection.recv(65536).split(maxsplit=2)[1:2] == [b"200"]:
+                    return
+        except OSError:
+            pass
+        time.sleep(0.2)
+    raise SystemExit(f"Nothing answers at {target.host}:{target.port} after {STARTUP_TIMEOUT_S} s.")

@@ -1,0 +1,25 @@
+"""The cheapest server: reads a request, says yes. ``trivial_app.py PARTS PORT``."""
+
+import asyncio
+import sys
+
+import uvloop
+
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+
+
+class Yes(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:  # a request is smaller than a segment of loopback
+        self.transport.write(ANSWER)
+
+
+async def main() -> None:
+    server = await asyncio.get_running_loop().create_server(Yes, "127.0.0.1", int(sys.argv[2]))
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    uvloop.run(main())
