@@ -13,7 +13,8 @@
     ├── ServingError          7    TorchServe does not start, died, or refused
     │   ├── PortTaken
     │   ├── Unreachable       8
-    │   └── PredictionRefused 9    the server answered 4xx for this image
+    │   ├── PredictionRefused 9    the server answered 4xx for this image
+    │   └── Timeout          11    the server took longer than the client waits
     └── Busy                 10    another run holds the working directory
 """
 
@@ -82,6 +83,12 @@ class PredictionRefused(ServingError):
     """The server answered 4xx: the image or the request is at fault."""
 
     exit_code = 9
+
+
+class Timeout(ServingError):
+    """The server did not answer in the time that the client gives it."""
+
+    exit_code = 11
 
 
 class Busy(EvernearError):

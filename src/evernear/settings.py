@@ -2,7 +2,8 @@
 
 Read in this order, later ones winning: the defaults below, ``--preset``, ``--config FILE`` (TOML), the
 environment (``EVERNEAR_TRAIN__EPOCHS=3``), ``--set train.epochs=3``. An unknown key is an error that names the
-nearest known one. Secrets are no settings: S3 keys come from ``AWS_ACCESS_KEY_ID`` / ``AWS_SECRET_ACCESS_KEY``.
+nearest known one. Secrets are no settings: S3 keys come from ``AWS_ACCESS_KEY_ID`` / ``AWS_SECRET_ACCESS_KEY``,
+a remote server's token from ``EVERNEAR_TOKEN`` or the file that ``EVERNEAR_TOKEN_FILE`` names.
 """
 
 import difflib
@@ -19,6 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from evernear.errors import SettingsError
 
 ENV_PREFIX = "EVERNEAR_"
+TOKEN_VARIABLE = "EVERNEAR_TOKEN"  # noqa: S105 - a name, no token
+TOKEN_FILE_VARIABLE = "EVERNEAR_TOKEN_FILE"  # noqa: S105
 Model = TypeVar("Model", bound=BaseModel)
 Severity = Literal["error", "warn", "off"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -175,6 +178,23 @@ class ServingSettings(Section):
     )
 
 
+class PrepSettings(Section):
+    """The preprocessing server in front of the predictor."""
+
+    host: str = Field(default="127.0.0.1", description="Address to bind.")
+    port: int = Field(default=8090, ge=1, le=65535)
+    predictor_host: str = Field(
+        default="", description="Where TorchServe answers gRPC; empty: the server of the working directory."
+    )
+    predictor_tls: bool = Field(default=False, description="Speak TLS to ``predictor_host``.")
+    timeout_s: float = Field(default=10.0, gt=0.0, description="For one request, all attempts and waiting included.")
+    attempts: int = Field(default=4, ge=1, le=5, description="Calls of a predictor that does not answer; gRPC caps 5.")
+    in_flight: int = Field(default=64, ge=1, description="Requests at the predictor together; others wait.")
+    failures: int = Field(default=5, ge=1, description="Failures in a row that open the circuit breaker.")
+    recovery_s: float = Field(default=5.0, gt=0.0, description="Rest of an open breaker before it lets a call pass.")
+    max_request_size_bytes: int = Field(default=10 * 2**20, ge=1024, description="Of the JSON; base64 is 4/3.")
+
+
 class Settings(Section):
     """All settings of one run."""
 
@@ -193,6 +213,7 @@ class Settings(Section):
     evaluation: EvaluationSettings = EvaluationSettings()
     gate: GateSettings = GateSettings()
     serving: ServingSettings = ServingSettings()
+    prep: PrepSettings = PrepSettings()
 
     @property
     def store_uri(self) -> str:
@@ -261,7 +282,7 @@ def _from_environment(environment: Mapping[str, str]) -> list[tuple[str, str]]:
     return [
         (name.removeprefix(ENV_PREFIX).lower().replace("__", "."), value)
         for name, value in sorted(environment.items())
-        if name.startswith(ENV_PREFIX)
+        if name.startswith(ENV_PREFIX) and name not in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE)
     ]
 
 

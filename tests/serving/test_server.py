@@ -18,7 +18,7 @@ from served import Served
 
 from evernear.errors import DataError, PredictionRefused, ServingError, Unreachable
 from evernear.serving import torchserve
-from evernear.serving.client import Client
+from evernear.serving.client import Client, Target
 from evernear.serving.connection import Endpoints, read_key
 from evernear.settings import ServingSettings, Settings
 
@@ -193,8 +193,7 @@ def test_where_nothing_runs_the_client_says_how_to_start(tmp_path: Path) -> None
 
 
 def test_where_another_program_answers_the_client_says_so(served: Served) -> None:
-    metrics = f"http://127.0.0.1:{served.settings.serving.metrics_port}/metrics"
-    client = Client(metrics, "x", 10, 100)
+    client = Client(Target("127.0.0.1", served.settings.serving.metrics_port, "embedding"))
     with pytest.raises((ServingError, PredictionRefused)):
         client.predict(b"x")
 

@@ -2,42 +2,173 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, settings_of
-from evernear.errors import EvernearError
+from evernear.errors import DataError, EvernearError, PredictionRefused, SettingsError
+from evernear.settings import Settings
+
+if TYPE_CHECKING:
+    from evernear.serving.client import Target
+    from evernear.serving.messages import Metadata
+
+SUFFIXES = (".png", ".jpg", ".jpeg")
+STDIN = Path("-")
+SHOWN_NEIGHBORS = 3
+UNBOUNDED = 10_000
 
 
 def predict(
-    images: Annotated[list[Path], typer.Argument(help="PNG or JPEG files.", metavar="IMAGE...")],
+    images: Annotated[list[Path] | None, typer.Argument(help="PNG or JPEG files.", metavar="IMAGE...")] = None,
+    image_files: Annotated[
+        list[Path] | None,
+        typer.Option("--image-file", metavar="PATH", help="A file, a folder, or - for stdin; may be repeated."),
+    ] = None,
+    format: Annotated[
+        Literal["rest", "grpc", "prep"],
+        typer.Option("--format", help="TorchServe's REST or gRPC, or the preprocessing server."),
+    ] = "rest",
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target",
+            metavar="HOST",
+            help="A server elsewhere; its token is EVERNEAR_TOKEN, or in the file EVERNEAR_TOKEN_FILE.",
+        ),
+    ] = None,
+    port: Annotated[int | None, typer.Option("--port", min=1, max=65535)] = None,
+    tls: Annotated[bool, typer.Option("--tls", help="Speak TLS to --target (SSL_CERT_FILE: whom to trust).")] = False,
+    timeout_s: Annotated[float | None, typer.Option("--timeout-s", min=0.001, help="For each prediction.")] = None,
+    model_name: Annotated[str | None, typer.Option("--model-name")] = None,
+    version: Annotated[str | None, typer.Option("--version", help="A loaded release, not the default one.")] = None,
+    metadata: Annotated[bool, typer.Option("--metadata", help="What the model takes and gives.")] = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Ask the serving release what the images show."""
-    from evernear.serving.client import Client
+    from evernear.serving.client import Client, Target
 
-    client = Client.of(settings_of(None, config, overrides, workdir))
-    refused: EvernearError | None = None
-    for image in images:
+    settings = settings_of(None, config, overrides, workdir)
+    if metadata and target is None and format != "prep":
+        _show_metadata(_local_metadata(settings, version), as_json)
+        return
+    if tls and target is None:
+        raise SettingsError("--tls is for a server elsewhere; name it with --target.")
+    asked = Target.remote(settings, target, format, tls=tls) if target else Target.local(settings, format)
+    with Client(_changed(asked, port, timeout_s, model_name)) as client:
+        if metadata:
+            _show_metadata(client.metadata(), as_json)
+            return
+        files = list(_files([*(images or []), *(image_files or [])]))
+        if not files:
+            raise SettingsError("There is no image to ask about; name files, or --image-file with a file, folder or -.")
+        answers = _ask(client, files, version)
+        exit_code = _print_json(answers) if as_json else _print_table(answers, alone=len(files) == 1)
+    if exit_code:
+        sys.exit(exit_code)
+
+
+def _changed(target: "Target", port: int | None, timeout_s: float | None, model: str | None) -> "Target":
+    return replace(
+        target,
+        port=port or target.port,
+        timeout_s=timeout_s or target.timeout_s,
+        model=model or target.model,
+    )
+
+
+def _files(paths: list[Path]) -> Iterator[Path]:
+    """The files that ``paths`` name; a folder stands for its images, at any depth."""
+    for path in paths:
+        if path.is_dir():
+            found = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+            if not found:
+                raise DataError(f"The folder {path} holds no PNG or JPEG file.")
+            yield from found
+        else:
+            yield path
+
+
+Answer = tuple[Path, dict[str, Any] | EvernearError]
+
+
+def _ask(client: Any, files: list[Path], version: str | None) -> Iterator[Answer]:
+    """The answer for each file, or the fault of that file; a fault of the server ends it."""
+    for file in files:
         try:
-            answer: dict[str, Any] = client.predict_file(image)
-        except EvernearError as error:
-            if len(images) == 1:
-                raise
-            refused, answer = error, {"error": str(error)}
-        print(json.dumps({"image": str(image), **answer}) if as_json else _spoken(image, answer))
-    if refused is not None:
-        sys.exit(refused.exit_code)
+            if file == STDIN:
+                yield file, client.predict(sys.stdin.buffer.read(), version).model_dump(mode="json")
+            else:
+                yield file, client.predict_file(file, version)
+        except (PredictionRefused, DataError) as error:
+            yield file, error
 
 
-def _spoken(image: Path, answer: dict[str, Any]) -> str:
-    if "error" in answer:
-        return f"{image}: {answer['error']}"
-    near = ", ".join(f"{n['label']} at {n['dist']:.3f}" for n in answer["neighbors"])
-    label = f"unknown (nearest {answer['pred']})" if answer["unknown"] else answer["pred"]
-    return f"{image}: {label}, distance {answer['dist']:.3f}, neighbours {near}, release {answer['version']}"
+def _print_json(answers: Iterator[Answer]) -> int:
+    """A line of JSON for each answer as it comes; the exit code."""
+    exit_code = 0
+    for file, answer in answers:
+        if isinstance(answer, EvernearError):
+            exit_code, answer = answer.exit_code, {"error": str(answer)}
+        print(json.dumps({"image": str(file), **answer}), flush=True)
+    return exit_code
+
+
+def _print_table(answers: Iterator[Answer], *, alone: bool) -> int:
+    """One table of all answers, those before the server's fault too; the exit code."""
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    exit_code = 0
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("image", "answer", "distance", "neighbours", "release"):
+        table.add_column(name, overflow="fold")
+    try:
+        for file, answer in answers:
+            if isinstance(answer, EvernearError):
+                if alone:
+                    raise answer
+                exit_code = answer.exit_code
+                table.add_row(escape(str(file)), f"[red]{escape(str(answer))}[/]")
+                continue
+            near = " ".join(f"{n['label']}:{n['dist']:.2f}" for n in answer["neighbors"][:SHOWN_NEIGHBORS])
+            label = f"unknown (nearest {answer['pred']})" if answer["unknown"] else answer["pred"]
+            table.add_row(
+                *(escape(text) for text in (str(file), label, f"{answer['dist']:.3f}", near, answer["version"]))
+            )
+    finally:
+        if table.row_count:
+            # A file or a pipe has no width: there a row stays one line.
+            (Console() if sys.stdout.isatty() else Console(width=UNBOUNDED)).print(table)
+    return exit_code
+
+
+def _local_metadata(settings: Settings, version: str | None) -> "Metadata":
+    """Of a release that the TorchServe of the working directory has loaded, by the registry's record of it."""
+    from evernear.release.registry import Registry
+    from evernear.serving.connection import home_of
+    from evernear.serving.management import Management
+    from evernear.serving.metadata import metadata_of
+    from evernear.store import open_store
+
+    model = settings.serving.model_name
+    served = Management(home_of(settings.workdir)).describe(model, version)
+    return metadata_of(Registry(open_store(settings.store_uri)).show(served.version).manifest, model)
+
+
+def _show_metadata(metadata: "Metadata", as_json: bool) -> None:
+    if as_json:
+        print(metadata.model_dump_json())
+        return
+    for name, value in metadata.model_dump().items():
+        shown = ", ".join(map(str, value)) if isinstance(value, tuple) else value
+        print(f"{name:<14} {shown}")

@@ -1,5 +1,7 @@
 """What is said over the wire. A client needs no more than this: neither torch nor FAISS."""
 
+from datetime import datetime
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -36,3 +38,26 @@ class Refusal(BaseModel):
     code: int = 400
     type: str = "BadImage"
     message: str
+
+
+class Metadata(BaseModel):
+    """What the release that serves takes and gives.
+
+    Images are PNG or JPEG of at most ``max_pixels``, and are brought to ``height_px`` x ``width_px`` with
+    ``channels`` (1: grey, 3: RGB) before the network sees them. Beyond ``threshold`` (L2 of unit vectors, 0..2)
+    an image is unknown. ``metrics`` are those that the release was let through with.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    version: str
+    created: datetime
+    height_px: int
+    width_px: int
+    channels: int
+    max_pixels: int
+    labels: tuple[str, ...]
+    embedding_dim: int
+    threshold: float
+    metrics: dict[str, float]

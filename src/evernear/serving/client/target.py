@@ -1,0 +1,132 @@
+"""Which server a client asks, and in which way."""
+
+import os
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+import certifi
+
+from evernear.errors import SettingsError
+from evernear.serving.connection import START_HINT, endpoints, home_of, read_key
+from evernear.settings import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Settings
+
+Format = Literal["rest", "grpc", "prep"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model on a server.
+
+    ``format`` is TorchServe's REST API, its gRPC API, or the preprocessing server's. ``token`` is asked before
+    each call, since TorchServe makes a new one when it starts. ``timeout_s`` is for one prediction. Only gRPC
+    makes more than one of ``attempts``, and only where the server cannot be reached. ``hint`` says what to do
+    then.
+    """
+
+    host: str
+    port: int
+    model: str
+    format: Format = "rest"
+    token: Callable[[], str | None] = lambda: None
+    tls: bool = False
+    timeout_s: float = 30.0
+    max_size_bytes: int = 6_553_500
+    attempts: int = 1
+    hint: str = "check its host and port"
+
+    @staticmethod
+    def local(settings: Settings, format: Format = "rest") -> "Target":
+        """The TorchServe of a working directory, or the preprocessing server of its settings.
+
+        Raises:
+            Unreachable: no TorchServe was started there.
+        """
+        serving, prep = settings.serving, settings.prep
+        if format == "prep":
+            return Target(
+                host=prep.host,
+                port=prep.port,
+                model=serving.model_name,
+                format="prep",
+                timeout_s=prep.timeout_s,
+                max_size_bytes=prep.max_request_size_bytes * 3 // 4,
+                hint="start it with `evernear prep`",
+            )
+        home = home_of(settings.workdir)
+        server = endpoints(home)
+        return Target(
+            host=urlsplit(server.inference_url).hostname or server.host,
+            port=server.grpc_inference_port if format == "grpc" else server.inference_port,
+            model=serving.model_name,
+            format=format,
+            token=partial(read_key, home, "inference"),
+            timeout_s=serving.response_timeout_s,
+            max_size_bytes=serving.max_request_size_bytes,
+            hint=START_HINT,
+        )
+
+    @staticmethod
+    def remote(settings: Settings, host: str, format: Format = "rest", *, tls: bool = False) -> "Target":
+        """A server on ``host``, on the ports of ``settings``; its token comes from the environment."""
+        serving, prep = settings.serving, settings.prep
+        port = {"rest": serving.inference_port, "grpc": serving.grpc_inference_port, "prep": prep.port}[format]
+        limit = prep.max_request_size_bytes * 3 // 4 if format == "prep" else serving.max_request_size_bytes
+        return Target(
+            host=host,
+            port=port,
+            model=serving.model_name,
+            format=format,
+            token=token_of_environment,
+            tls=tls,
+            timeout_s=serving.response_timeout_s,
+            max_size_bytes=limit,
+        )
+
+    @property
+    def address(self) -> str:
+        """``host:port``."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """The server's base URL."""
+        return f"{'https' if self.tls else 'http'}://{self.address}"
+
+
+def token_of_environment() -> str | None:
+    """A remote server's token: ``EVERNEAR_TOKEN``, or the content of the file in ``EVERNEAR_TOKEN_FILE``.
+
+    Raises:
+        SettingsError: the file cannot be read.
+    """
+    if token := os.environ.get(TOKEN_VARIABLE):
+        return token
+    file = os.environ.get(TOKEN_FILE_VARIABLE)
+    if not file:
+        return None
+    try:
+        return Path(file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{TOKEN_FILE_VARIABLE}={file} cannot be read: {error}.") from None
+
+
+def authorities_file() -> str:
+    """Whom TLS trusts: ``SSL_CERT_FILE`` (a company's own authority), or the public ones."""
+    return os.environ.get("SSL_CERT_FILE") or certifi.where()
+
+
+def tls_context() -> ssl.SSLContext:
+    """TLS with `authorities_file`.
+
+    Raises:
+        SettingsError: that file cannot be read.
+    """
+    try:
+        return ssl.create_default_context(cafile=authorities_file())
+    except OSError as error:
+        raise SettingsError(f"SSL_CERT_FILE={authorities_file()} cannot be used: {error}.") from None

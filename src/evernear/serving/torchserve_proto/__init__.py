@@ -1,0 +1,1 @@
+"""TorchServe's gRPC messages, generated from ``inference.proto``."""

@@ -1,0 +1,308 @@
+"""The client, over REST and gRPC, against a real TorchServe and against servers that misbehave."""
+
+import asyncio
+import http.server
+import json
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+from served import Served
+
+from evernear.errors import DataError, PredictionRefused, ServingError, SettingsError, Timeout, Unreachable
+from evernear.serving.client import GRPC_FRAME_BYTES, AsyncClient, Client, Format, Target
+from evernear.serving.client.grpc import PREDICTIONS
+from evernear.serving.connection import read_key
+from evernear.serving.torchserve_proto.inference_pb2 import PredictionResponse
+from evernear.settings import Settings
+
+NOTHING_LISTENS = 9  # the discard port
+FORMATS: list[Format] = ["rest", "grpc"]
+ANSWER = {"pred": "7", "dist": 0.5, "unknown": False, "neighbors": [{"label": "7", "dist": 0.5}], "version": "v"}
+
+
+def plain(port: int, format: Format, **changes: object) -> Target:
+    return replace(Target("127.0.0.1", port, "embedding", format), **changes)  # type: ignore[arg-type]
+
+
+class Http(http.server.BaseHTTPRequestHandler):
+    status, body = 200, json.dumps(ANSWER).encode()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(self.body)))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def http_server(tls: ssl.SSLContext | None = None, **answer: object) -> Iterator[int]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Http,), answer)) as server:
+        if tls:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def grpc_server(answer: object, port: int = 0, credentials: grpc.ServerCredentials | None = None) -> Iterator[int]:
+    """``answer(context)`` returns the bytes of a prediction, or aborts."""
+    server = grpc.server(ThreadPoolExecutor(4))
+    handler = grpc.unary_unary_rpc_method_handler(
+        lambda request, context: PredictionResponse(prediction=answer(context)),
+        response_serializer=PredictionResponse.SerializeToString,
+    )
+    service, method = PREDICTIONS[1:].split("/")
+    server.add_registered_method_handlers(service, {method: handler})
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+    address = f"127.0.0.1:{port}"
+    port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+    server.start()
+    try:
+        yield port
+    finally:
+        server.stop(None).wait()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_both_ways_give_the_known_answers(served: Served, format: Format) -> None:
+    with Client.of(served.settings, format) as client:
+        for image, query in served.parts.smoke_queries():
+            answer = client.predict(image)
+            assert (answer.pred, answer.unknown, answer.version) == (query.pred, query.unknown, served.manifest.version)
+            assert answer.dist == pytest.approx(query.dist, abs=1e-3)
+            assert client.predict(image, served.manifest.version).pred == query.pred
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_from_asyncio_many_questions_are_asked_together(served: Served, format: Format) -> None:
+    queries = served.parts.smoke_queries() * 8
+
+    async def ask() -> list[str]:
+        async with AsyncClient.of(served.settings, format) as client:
+            return [answer.pred for answer in await asyncio.gather(*(client.predict(image) for image, _ in queries))]
+
+    assert asyncio.run(ask()) == [query.pred for _, query in queries]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("body", "sentence"), [(b"", "is empty"), (b"text", "not a PNG or JPEG")])
+def test_a_bad_image_is_refused_with_the_servers_sentence(
+    served: Served, format: Format, body: bytes, sentence: str
+) -> None:
+    with Client.of(served.settings, format) as client, pytest.raises(PredictionRefused, match=sentence):
+        client.predict(body)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_unknown_model_or_version_is_refused_by_name(served: Served, format: Format) -> None:
+    with (
+        Client.of(served.settings, format) as client,
+        pytest.raises(PredictionRefused, match=r"20260101\.000000\.00000000 does not exist"),
+    ):
+        client.predict(b"x", "20260101.000000.00000000")
+    target = replace(Target.local(served.settings, format), model="nobody")
+    with Client(target) as client, pytest.raises(PredictionRefused, match="Model not found: nobody"):
+        client.predict(b"x")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("token", [None, "x"])
+def test_without_the_right_token_the_client_is_refused(served: Served, format: Format, token: str | None) -> None:
+    target = replace(Target.local(served.settings, format), token=lambda: token)
+    with Client(target) as client, pytest.raises(PredictionRefused, match="Token Authorization failed"):
+        client.predict(b"x")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_servers_limit_holds_before_anything_is_sent_and_is_the_limit(served: Served, format: Format) -> None:
+    image, query = served.parts.smoke_queries()[0]
+    limit = served.settings.serving.max_request_size_bytes
+    with Client.of(served.settings, format) as client:
+        with pytest.raises(PredictionRefused, match=r"has \d+ bytes"):
+            client.predict(image + bytes(limit))
+        # What follows a PNG's end is ignored.
+        largest = limit - (GRPC_FRAME_BYTES if format == "grpc" else 0)
+        assert client.predict(image + bytes(largest - len(image))).pred == query.pred
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_where_nothing_listens_the_client_says_where_it_looked(format: Format) -> None:
+    with Client(plain(NOTHING_LISTENS, format)) as client:
+        with pytest.raises(Unreachable, match=r"127\.0\.0\.1:9; check its host and port") as caught:
+            client.predict(b"x")
+        assert caught.value.exit_code == 8
+        with pytest.raises(Unreachable):
+            asyncio.run(ask_once(plain(NOTHING_LISTENS, format)))
+
+
+async def ask_once(target: Target) -> str:
+    async with AsyncClient(target) as client:
+        return (await client.predict(b"x")).pred
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_server_that_takes_the_call_and_says_nothing_is_a_timeout(format: Format) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        target = plain(silent.getsockname()[1], format, timeout_s=0.3)
+        with Client(target) as client, pytest.raises(Timeout, match=r"within 0\.3 s") as caught:
+            client.predict(b"x")
+        with pytest.raises(Timeout):
+            asyncio.run(ask_once(target))
+    assert caught.value.exit_code == 11
+
+
+def test_statuses_of_http_tell_whose_fault_it_is() -> None:
+    sentence = json.dumps({"code": 0, "type": "x", "message": "So it is."}).encode()
+    for status, error in [(400, PredictionRefused), (413, PredictionRefused), (503, ServingError), (504, Timeout)]:
+        with http_server(status=status, body=sentence) as port, Client(plain(port, "rest")) as client:
+            with pytest.raises(ServingError, match="So it is") as caught:
+                client.predict(b"x")
+            assert type(caught.value) is error
+    with (
+        http_server(status=404, body=b"<html>") as port,
+        Client(plain(port, "rest")) as client,
+        pytest.raises(PredictionRefused, match="404 Not Found"),
+    ):
+        client.predict(b"x")
+
+
+def test_statuses_of_grpc_tell_whose_fault_it_is() -> None:
+    cases = [
+        (grpc.StatusCode.INVALID_ARGUMENT, "So it is.", PredictionRefused),
+        (grpc.StatusCode.INTERNAL, "So it is\norg.pytorch.serve.http.InternalServerException", ServingError),
+        (grpc.StatusCode.INTERNAL, "So it is\nBadRequestException.()", PredictionRefused),
+        (grpc.StatusCode.CANCELLED, "So it is", ServingError),
+        (grpc.StatusCode.UNAVAILABLE, "", Unreachable),
+    ]
+    for code, details, error in cases:
+        with grpc_server(lambda context, c=code, d=details: context.abort(c, d)) as port:
+            with Client(plain(port, "grpc")) as client, pytest.raises(ServingError) as caught:
+                client.predict(b"x")
+            assert type(caught.value) is error
+            assert error is Unreachable or str(caught.value).endswith("So it is.")
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"<html>", b'{"pred": "7"}'])
+def test_a_stranger_that_answers_is_told(body: bytes) -> None:
+    servers = {"rest": http_server(body=body), "grpc": grpc_server(lambda _: body)}
+    for format in FORMATS:
+        with (
+            servers[format] as port,
+            Client(plain(port, format)) as client,
+            pytest.raises(ServingError, match="is no evernear release"),
+        ):
+            client.predict(b"x")
+
+
+def test_with_attempts_grpc_asks_again_until_the_server_is_there() -> None:
+    calls: list[float] = []
+
+    def answer(context: grpc.ServicerContext) -> bytes:
+        calls.append(time.monotonic())
+        if len(calls) < 4:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "not yet")
+        return json.dumps(ANSWER).encode()
+
+    with grpc_server(answer) as port:
+        with Client(plain(port, "grpc")) as client, pytest.raises(Unreachable):
+            client.predict(b"x")
+        assert len(calls) == 1
+        assert asyncio.run(ask_once(plain(port, "grpc", attempts=4))) == "7"
+        assert len(calls) == 4
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A key, and a certificate for 127.0.0.1 that nobody but this test trusts."""
+    directory = tmp_path_factory.mktemp("tls")
+    key, certificate = directory / "key.pem", directory / "certificate.pem"
+    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(["openssl", *words.split(), *names], check=True, capture_output=True)
+    return key, certificate
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_tls_is_spoken_with_servers_of_a_trusted_authority_only(
+    certificate: tuple[Path, Path], format: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, public = certificate
+    if format == "grpc":
+        pair = [(key.read_bytes(), public.read_bytes())]
+        server = grpc_server(lambda _: json.dumps(ANSWER).encode(), credentials=grpc.ssl_server_credentials(pair))
+    else:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(public, key)
+        server = http_server(context)
+    with server as port:
+        target = plain(port, format, tls=True, timeout_s=10.0)
+        monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+        with Client(target) as client, pytest.raises(Unreachable):
+            client.predict(b"x")
+        monkeypatch.setenv("SSL_CERT_FILE", str(public))
+        with Client(target) as client:
+            assert client.predict(b"x").pred == "7"
+        assert asyncio.run(ask_once(target)) == "7"
+
+
+def test_a_remote_servers_token_comes_from_the_environment(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image, query = served.parts.smoke_queries()[0]
+    key = read_key(served.home, "inference")
+    target = Target.remote(served.settings, "127.0.0.1", "grpc")
+    with Client(target) as client:
+        with pytest.raises(PredictionRefused, match="Token"):
+            client.predict(image)
+        monkeypatch.setenv("EVERNEAR_TOKEN", key)
+        assert client.predict(image).pred == query.pred
+        monkeypatch.delenv("EVERNEAR_TOKEN")
+        (tmp_path / "token").write_text(f"{key}\n")
+        monkeypatch.setenv("EVERNEAR_TOKEN_FILE", str(tmp_path / "token"))
+        assert client.predict(image).pred == query.pred
+        monkeypatch.setenv("EVERNEAR_TOKEN_FILE", str(tmp_path / "absent"))
+        with pytest.raises(SettingsError, match=r"EVERNEAR_TOKEN_FILE=.*absent cannot be read"):
+            client.predict(image)
+
+
+def test_only_the_preprocessing_server_tells_its_metadata(served: Served) -> None:
+    with Client.of(served.settings) as client, pytest.raises(SettingsError, match="Only the preprocessing server"):
+        client.metadata()
+
+
+def test_a_file_that_is_absent_is_named(served: Served, tmp_path: Path) -> None:
+    with Client.of(served.settings) as client, pytest.raises(DataError, match=r"absent\.png cannot be read"):
+        client.predict_file(tmp_path / "absent.png")
+
+
+def test_without_a_server_it_says_how_to_start_one(tmp_path: Path) -> None:
+    with pytest.raises(Unreachable, match="start it with `evernear serve`"):
+        Client.of(Settings(workdir=tmp_path))
+
+
+@pytest.mark.parametrize("module", ["client.http", "client.grpc", "client"])
+def test_the_client_loads_nothing_heavy(module: str) -> None:
+    heavy = ("torch", "faiss", "numpy", "PIL", "minio", "kfp", "scipy", "sklearn", "fastapi")
+    script = f"import sys, evernear.serving.{module}; print(sorted(set({heavy}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
