@@ -14,6 +14,8 @@ BIN := .venv/bin
 UV := .venv/tools/bin/uv
 # The lock's torch carries hashes; a backend of the user's choice brings wheels of its own.
 TORCH := $(if $(TORCH_BACKEND),--torch-backend=$(TORCH_BACKEND) --requirements requirements-torch.in,--requirements requirements-torch.lock)
+# All but kserve, whose psutil and pandas are old ones.
+EXTRAS := $(addprefix --extra ,train serve prep pipeline)
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-header
 
 .PHONY: demo test test-slow check format lock golden clean
@@ -21,16 +23,17 @@ COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-vers
 demo: .venv/.installed
 	$(BIN)/evernear demo --source $(SOURCE) --workdir $(WORKDIR) $(if $(KEEP),--keep)
 
-test: .venv/.installed
+test: .venv/.installed .venv/kserve/.installed
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 test-slow: .venv/.installed
 	$(BIN)/pytest -m slow
 
-check: .venv/.installed
+check: .venv/.installed .venv/kserve/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/pyright --project src/evernear/serving/kserve
 	$(BIN)/lint-imports
 	$(BIN)/python -m pipelines.compile --check
 
@@ -42,8 +45,10 @@ golden: .venv/.installed
 	$(BIN)/python -m pipelines.compile
 
 lock: $(UV)
-	$(COMPILE) --upgrade --excludes requirements-torch.in pyproject.toml --all-extras --group dev -o requirements.lock
+	$(COMPILE) --upgrade --excludes requirements-torch.in pyproject.toml $(EXTRAS) --group dev -o requirements.lock
 	$(COMPILE) --upgrade --constraints requirements.lock requirements-torch.in -o requirements-torch.lock
+	cp requirements.lock requirements-kserve.lock  # what stands there is preferred: both locks differ where they must
+	$(COMPILE) --excludes requirements-torch.in pyproject.toml --extra model --extra kserve -o requirements-kserve.lock
 
 clean:
 	rm -rf .venv evernear-work*
@@ -57,4 +62,12 @@ $(UV):
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
 	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(TORCH) --requirements requirements.lock
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
+	@touch $@
+
+# KServe's SDK, beside the same torch: uv links both to one copy in its cache.
+.venv/kserve/.installed: $(UV) pyproject.toml requirements-kserve.lock requirements-torch.lock
+	@echo "Installing KServe's SDK into .venv/kserve ..."
+	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv/kserve
+	$(UV) pip install --quiet --python .venv/kserve/bin/python $(TORCH) --requirements requirements-kserve.lock
+	$(UV) pip install --quiet --python .venv/kserve/bin/python --no-deps --editable .
 	@touch $@
