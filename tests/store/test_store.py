@@ -183,9 +183,10 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
 def test_what_a_killed_writer_left_is_swept_after_a_day(tmp_path: Path) -> None:
     script = (
-        "import sys, time, pathlib, evernear.store as s\n"
-        "store = s.open_store(sys.argv[1])\n"
-        "s._sync = lambda file: (file.flush(), print('staged', flush=True), time.sleep(60))\n"
+        "import sys, time\n"
+        "from evernear.store import files, open_store\n"
+        "store = open_store(sys.argv[1])\n"
+        "files.sync = lambda file: (file.flush(), print('staged', flush=True), time.sleep(60))\n"
         "store.put('x', b'half')\n"
     )
     uri = (tmp_path / "store").as_uri()

@@ -1,0 +1,227 @@
+"""How S3 is reached: endpoint, keys, proxy, certificates, retries; and what its refusals mean."""
+
+import os
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from functools import partial
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
+from xml.etree.ElementTree import ParseError
+
+import certifi
+import urllib3
+from minio import Minio
+from minio.credentials.providers import EnvAWSProvider
+from minio.error import InvalidResponseError, MinioException, S3Error
+from minio.helpers import BaseURL, DictType
+from minio.signer import sign_v4_s3
+
+from evernear.errors import SettingsError, StoreError
+from evernear.store.base import sha256_bytes
+
+CONNECT_TIMEOUT_S = 10.0
+# Between two packets, not for a whole transfer.
+READ_TIMEOUT_S = 60.0
+TRIES = 4
+BACKOFF_S = 0.5
+
+# What says that there is no object; a missing bucket is another matter.
+ABSENT = frozenset({"NoSuchKey", "NoSuchObject"})
+
+_OVERLOADED = (429, 500, 502, 503, 504)
+_BAD_KEYS = frozenset(
+    {
+        "AuthFailure",
+        "ExpiredToken",
+        "InvalidAccessKeyId",
+        "InvalidToken",
+        "SignatureDoesNotMatch",
+        "TokenRefreshRequired",
+    }
+)
+_DAMAGED = frozenset({"BadDigest", "IncompleteBody", "InvalidDigest", "XAmzContentSHA256Mismatch"})
+_OTHER_REGION = frozenset({"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"})
+
+
+@dataclass(frozen=True)
+class Connection:
+    """An S3 endpoint, as the environment names it."""
+
+    endpoint: str
+    region: str
+    http: urllib3.PoolManager
+    client: Minio
+    credentials: EnvAWSProvider | None
+
+    @classmethod
+    def from_environment(cls) -> "Connection":
+        """``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID`` ...; see `evernear.store.open_store`.
+
+        Raises:
+            SettingsError: the endpoint is no URL, a key lacks its secret, a certificate file cannot be read.
+        """
+        endpoint = os.environ.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com"
+        parts = urlsplit(endpoint)
+        if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/"):
+            raise SettingsError(f"AWS_ENDPOINT_URL={endpoint!r} is not of the form https://host:port.")
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+        credentials = EnvAWSProvider() if os.environ.get("AWS_ACCESS_KEY_ID") else None
+        http = _pool(endpoint)
+        try:
+            if credentials:
+                credentials.retrieve()
+            client = Minio(
+                parts.netloc,
+                secure=parts.scheme == "https",
+                region=region,
+                credentials=credentials,
+                http_client=http,
+            )
+        except ValueError as error:
+            raise SettingsError(f"S3 at {endpoint} cannot be used: {str(error).lower()}.") from None
+        return cls(endpoint.rstrip("/"), region, http, client, credentials)
+
+    def put(self, bucket: str, name: str, data: bytes, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
+        """One signed PUT with ``headers`` that the client's own ``put_object`` does not pass on.
+
+        Only what surely was not executed is sent again: a write whose answer was lost must not be taken for
+        another writer's.
+        """
+        url = BaseURL(self.endpoint, self.region).build(
+            method="PUT", region=self.region, bucket_name=bucket, object_name=name
+        )
+        now, sha256 = datetime.now(UTC), sha256_bytes(data)
+        signed: DictType = {
+            **headers,
+            "Host": url.netloc,
+            "x-amz-content-sha256": sha256,
+            "x-amz-date": now.strftime("%Y%m%dT%H%M%SZ"),
+        }
+        if self.credentials:
+            keys = self.credentials.retrieve()
+            if keys.session_token:
+                signed["x-amz-security-token"] = keys.session_token
+            signed = sign_v4_s3(
+                method="PUT",
+                url=url,
+                region=self.region,
+                headers=signed,
+                credentials=keys,
+                content_sha256=sha256,
+                date=now,
+            )
+        return self.http.request(
+            "PUT",
+            url.geturl(),
+            body=data,
+            headers={name: str(value) for name, value in signed.items()},
+            retries=_retries(surely_unexecuted=True),
+        )
+
+    @contextmanager
+    def errors(self, permission: str, bucket: str, name: str = "") -> Generator[None]:
+        """Turn what the client raises into a `StoreError`; ``permission`` is what the body's requests need.
+
+        Raises:
+            StoreError: in one sentence, whatever went wrong.
+        """
+        place = f"s3://{bucket}/{name}".rstrip("/")
+        try:
+            yield
+        except S3Error as error:
+            raise StoreError(self._explain(error, permission, bucket, place)) from error
+        except InvalidResponseError as error:
+            raise StoreError(
+                f"{self.endpoint} does not answer as S3 does; is AWS_ENDPOINT_URL right ({str(error)[:200]})?"
+            ) from error
+        except (MinioException, ParseError, UnicodeDecodeError) as error:
+            raise StoreError(f"{self.endpoint} gave a broken answer about {place} ({error}); run again.") from error
+        except urllib3.exceptions.MaxRetryError as error:
+            raise StoreError(f"{self.endpoint} cannot be reached: {_plain(error.reason)}.") from error
+        except urllib3.exceptions.HTTPError as error:
+            raise StoreError(f"The transfer of {place} broke off ({_plain(error)}); run again.") from error
+
+    def _explain(self, error: S3Error, permission: str, bucket: str, place: str) -> str:
+        code, status = error.code or "", error.response.status
+        if code == "NoSuchBucket":
+            return f"There is no bucket {bucket!r} at {self.endpoint}."
+        if code in _BAD_KEYS:
+            return (
+                f"{self.endpoint} does not accept the keys ({code});"
+                " check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN."
+            )
+        if code == "RequestTimeTooSkewed":
+            return f"{_clocks(error, self.endpoint)}; set this machine's clock (NTP)."
+        if code in _OTHER_REGION:
+            return f"The bucket {bucket!r} is not in the region {self.region} ({error.message}); set AWS_REGION."
+        if code in _DAMAGED:
+            return f"What was written to {place} was damaged on its way ({code}); nothing was kept, run again."
+        if status in _OVERLOADED:
+            return f"{self.endpoint} is overloaded or broken ({status} {code}) after {TRIES} tries; run again later."
+        if code == "AccessDenied" or status == 403:
+            return f"{permission} on {place} is not permitted {self._to_whom(permission)}; see docs/object-store.md."
+        return f"{self.endpoint} refused {permission} on {place}: {error.message or code}."
+
+    def _to_whom(self, permission: str) -> str:
+        if not self.credentials:
+            return "without keys; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        # AWS says 403 of an absent object to those who may not list.
+        absent = " (or it is absent and s3:ListBucket not permitted)" if permission == "s3:GetObject" else ""
+        return f"to these keys{absent}"
+
+
+def _clocks(error: S3Error, endpoint: str) -> str:
+    here, there = datetime.now(UTC), error.response.headers.get("date")
+    difference = f" by {abs(here - parsedate_to_datetime(there)).total_seconds():.0f} s" if there else ""
+    return f"This machine's clock and that of {endpoint} differ{difference}, too much for a signature"
+
+
+def _plain(error: Exception | None) -> str:
+    """urllib3's reason without the object it happened to."""
+    return str(error).rpartition(": ")[2].rstrip(".") or type(error).__name__
+
+
+def _retries(surely_unexecuted: bool = False) -> urllib3.Retry:
+    """Retry what may be done twice; ``surely_unexecuted``: only what was never done at all."""
+    return urllib3.Retry(
+        TRIES - 1,
+        read=False if surely_unexecuted else None,
+        other=0 if surely_unexecuted else None,
+        status_forcelist=(429, 503) if surely_unexecuted else _OVERLOADED,
+        allowed_methods=None,
+        backoff_factor=BACKOFF_S,
+        raise_on_status=False,
+        # A server may ask for hours in Retry-After; a pipeline step had better fail, and be run again.
+        respect_retry_after_header=False,
+    )
+
+
+def _pool(endpoint: str) -> urllib3.PoolManager:
+    """Connections to ``endpoint``, through the proxy that ``HTTP(S)_PROXY`` and ``NO_PROXY`` name."""
+    certificates = os.environ.get("AWS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or certifi.where()
+    if not Path(certificates).exists():
+        raise SettingsError(f"There are no certificates at {certificates} (AWS_CA_BUNDLE, SSL_CERT_FILE).")
+    parts = urlsplit(endpoint)
+    proxy = getproxies().get(parts.scheme)
+    manager: Callable[..., urllib3.PoolManager] = urllib3.PoolManager
+    if proxy and not proxy_bypass(parts.netloc):
+        manager = _proxied(proxy)
+    return manager(
+        maxsize=64,
+        timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S),
+        retries=_retries(),
+        ca_certs=certificates,
+    )
+
+
+def _proxied(proxy: str) -> Callable[..., urllib3.PoolManager]:
+    parts = urlsplit(proxy)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise SettingsError("HTTP_PROXY or HTTPS_PROXY is not of the form http://host:port.")
+    login = f"{unquote(parts.username)}:{unquote(parts.password or '')}" if parts.username else None
+    headers = urllib3.make_headers(proxy_basic_auth=login) if login else None
+    return partial(urllib3.ProxyManager, proxy, proxy_headers=headers)

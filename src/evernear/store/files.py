@@ -1,0 +1,150 @@
+"""A store in a directory."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from filelock import FileLock
+
+from evernear.errors import Conflict, StoreError
+from evernear.store.base import (
+    CHUNK_BYTES,
+    ObjectInfo,
+    check_key,
+    disk_errors,
+    lost,
+    missing,
+    present,
+    receive,
+    sha256_bytes,
+    sha256_file,
+    staged_file,
+    sync,
+)
+
+_STALE_AFTER_S = 24 * 3600
+
+
+class FileStore:
+    """A store in a directory. An etag is the sha256 of the content."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.uri = root.as_uri()
+        self._staging = root / ".staging"
+
+    def path(self, key: str) -> Path:
+        """Where the object lies; the store's own files may be read in place."""
+        check_key(key)
+        return self.root.joinpath(*key.split("/"))
+
+    def put(self, key: str, data: bytes | Path) -> str:
+        """Write ``data`` whole, and return its etag."""
+        return self._write(key, data, lambda _: None)
+
+    def put_if(self, key: str, data: bytes, etag: str | None) -> str:
+        """Write only if the object still has ``etag`` (None: only if there is none)."""
+
+        def check(path: Path) -> None:
+            held = sha256_file(path) if path.exists() else None
+            if held != etag:
+                raise Conflict(lost(self.uri, key))
+
+        return self._write(key, data, check)
+
+    def get(self, key: str) -> bytes:
+        """The object; an absent one is a `StoreError`."""
+        return present(self.uri, key, self.find(key))
+
+    def find(self, key: str) -> tuple[bytes, str] | None:
+        """The object and its etag, or None where there is none."""
+        path = self.path(key)
+        with disk_errors(path):
+            try:
+                data = path.read_bytes()
+            except FileNotFoundError:
+                return None
+        return data, sha256_bytes(data)
+
+    def fetch(self, key: str, path: Path, sha256: str | None = None) -> Path:
+        """Copy the object to ``path``, whole or not at all."""
+        with disk_errors(self.path(key)):
+            try:
+                source = self.path(key).open("rb")
+            except FileNotFoundError:
+                raise StoreError(missing(self.uri, key)) from None
+        with source:
+            receive(iter(lambda: source.read(CHUNK_BYTES), b""), path, sha256, f"{self.uri}/{key}")
+        return path
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Objects whose key starts with ``prefix``, by key; each is read once for its etag."""
+        with disk_errors(self.root):
+            yield from self._walk(self.root, "", prefix)
+
+    def folders(self) -> Iterator[str]:
+        """The first words of all keys that have more than one."""
+        with disk_errors(self.root):
+            if self.root.is_dir():
+                yield from (p.name for p in self.root.iterdir() if p.is_dir() and p.name[0] != ".")
+
+    def delete(self, key: str) -> None:
+        """Remove the object; an absent one is no error."""
+        path = self.path(key)
+        with disk_errors(path), self._lock():
+            path.unlink(missing_ok=True)
+
+    def _walk(self, directory: Path, base: str, prefix: str) -> Iterator[ObjectInfo]:
+        if not directory.is_dir():
+            return
+        # "a/" sorts after "a.b" but before "ab", as whole keys do in S3.
+        names = sorted(p.name + "/" * p.is_dir() for p in directory.iterdir() if not p.name.startswith("."))
+        for name in names:
+            key = base + name
+            if name.endswith("/"):
+                if key.startswith(prefix) or prefix.startswith(key):
+                    yield from self._walk(directory / name, key, prefix)
+            elif key.startswith(prefix):
+                path = directory / name
+                yield ObjectInfo(key, path.stat().st_size, sha256_file(path))
+
+    def _write(self, key: str, data: bytes | Path, check: Callable[[Path], None]) -> str:
+        path = self.path(key)
+        with disk_errors(path):
+            self._staging.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+            with staged_file(self._staging, path.name) as (file, staged):
+                etag = _copy(data, file)
+                sync(file)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with self._lock():
+                    check(path)
+                    staged.replace(path)
+        return etag
+
+    def _lock(self) -> FileLock:
+        self._staging.mkdir(parents=True, exist_ok=True)
+        return FileLock(self._staging / "lock")
+
+    def _sweep(self) -> None:
+        """Remove what writers left that were killed a day ago or earlier."""
+        for path in self._staging.glob(".*"):
+            with suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _STALE_AFTER_S:
+                    path.unlink()
+
+
+def _copy(data: bytes | Path, file: BinaryIO) -> str:
+    """Write ``data`` to ``file`` and return its sha256."""
+    if isinstance(data, bytes):
+        file.write(data)
+        return sha256_bytes(data)
+    sha256 = hashlib.sha256()
+    with data.open("rb") as source:
+        while chunk := source.read(CHUNK_BYTES):
+            sha256.update(chunk)
+            file.write(chunk)
+    return sha256.hexdigest()
