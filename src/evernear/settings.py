@@ -97,7 +97,9 @@ class TrainSettings(Section):
     embedding_dim: int = Field(default=128, ge=2, le=2048)
     width: int = Field(default=16, ge=4, le=512, description="Channels of the first convolution; they double by stage.")
     patch_px: int = Field(default=0, ge=0, le=32, description="Squares of pixels made channels at first; 0: by size.")
-    augment: Literal["none", "affine"] = "affine"
+    augment: Literal["none", "affine", "elastic"] = Field(
+        default="affine", description="elastic: affine and a smooth warp, for handwriting."
+    )
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -158,13 +160,20 @@ class ServingSettings(Section):
     grpc_inference_port: int = Field(default=7070, ge=1, le=65535)
     grpc_management_port: int = Field(default=7071, ge=1, le=65535)
     workers: int = Field(default=1, ge=1, le=256)
-    batch_size: int = Field(default=32, ge=1, le=1024)
+    batch_size: int = Field(default=32, ge=1, le=1024, description="At most; goes into the release, as do the next 4.")
     max_batch_delay_ms: int = Field(
         default=1, ge=1, le=10_000, description="TorchServe turns 0 into 100 ms, so at least 1."
     )
-    response_timeout_s: int = Field(default=30, ge=1)
+    queue_size: int = Field(default=512, ge=1, description="Requests that may wait; TorchServe answers more with 503.")
+    response_timeout_s: int = Field(default=30, ge=1, description="A worker that takes longer for a batch is replaced.")
     startup_timeout_s: int = Field(default=120, ge=1)
-    max_request_size_bytes: int = Field(default=6_553_500, ge=1024)
+    drain_timeout_s: int = Field(default=30, ge=0, description="What came in before a stop is answered for so long.")
+    model_api: bool = Field(
+        default=True,
+        description="Releases can be registered on the running server, as a deployment does; "
+        "false: it serves what lies in its model store when it starts.",
+    )
+    max_request_size_bytes: int = Field(default=6_553_500, ge=1024, description="Larger requests get 413.")
     max_pixels: int = Field(
         default=50_000_000,
         ge=64,
