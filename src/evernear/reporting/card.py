@@ -69,7 +69,8 @@ def _confusion(evaluation: Evaluation) -> Figure:
     axes = figure.subplots()
     # Mistakes are what one looks for: right answers are left white, so that one mistake in thousands shows.
     mistakes = [[0 if i == j else count for j, count in enumerate(row)] for i, row in enumerate(rows)]
-    axes.imshow(mistakes, cmap="Reds", vmin=0, vmax=max(1, *(max(row) for row in mistakes)))
+    most = max(1, *(max(row) for row in mistakes))
+    axes.imshow(mistakes, cmap="Reds", vmin=0, vmax=most)
     places = range(len(labels))
     axes.set(xticks=places, yticks=places, xlabel="answer", ylabel="label", title="Confusion matrix")
     axes.set_xticklabels(labels, rotation=90 if max(map(len, labels)) > 2 else 0)
@@ -78,7 +79,8 @@ def _confusion(evaluation: Evaluation) -> Figure:
         for i, row in enumerate(rows):
             for j, count in enumerate(row):
                 if count:
-                    axes.text(j, i, str(count), ha="center", va="center", fontsize=8)
+                    colour = "white" if mistakes[i][j] > 0.6 * most else "black"
+                    axes.text(j, i, str(count), ha="center", va="center", fontsize=8, color=colour)
     return figure
 
 
