@@ -95,7 +95,7 @@ def decided(system: System, parent: str | None, promote: bool) -> Verdict:
     network_sha256 = describe_network(system.network_dir).sha256
     index_digest = describe_index(system.index_dir).digest
     return Verdict.of(
-        [Rule(name="test", passed=promote, reason="a test says so")],
+        [Rule(name="test", passed=promote, reason="A test says so.")],
         candidate=Measured(name="", network_sha256=network_sha256, index_digest=index_digest),
         champion=Measured(name=parent, network_sha256=network_sha256, index_digest=index_digest) if parent else None,
         dataset_digest=system.dataset.digest,

@@ -35,7 +35,7 @@ def test_a_promoted_release_becomes_champion_and_may_be_published_again(store: S
 
 def test_a_verdict_that_holds_is_obeyed(store: Store, make_release: MakeRelease) -> None:
     held = make_release(promote=False)
-    with pytest.raises(IntegrityError, match=rf"holds release {held.version}: a test says so\."):
+    with pytest.raises(IntegrityError, match=rf"holds release {held.version}: A test says so\."):
         publish(held.archive, held.verdict, store)
     assert nothing_happened(store)
 

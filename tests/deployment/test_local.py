@@ -154,7 +154,7 @@ def test_a_promotion_that_loses_the_race_is_undone(site: Site, monkeypatch: pyte
     candidate, rival = site.candidate(), site.candidate()
 
     def smoke_and_lose(client: Client, parts: ReleaseParts) -> int:
-        site.registry.publish(rival.archive, rival.manifest)
+        site.registry.publish(rival.archive)
         site.registry.set_champion(rival.version, site.registry.champion())
         return real_smoke(client, parts)
 
@@ -186,7 +186,7 @@ def test_what_a_killed_deployment_left_is_removed_by_the_next(site: Site) -> Non
 def test_a_verdict_that_holds_reaches_no_server(site: Site, make_release: MakeRelease) -> None:
     held = make_release(parent=site.champion, promote=False)
     registered = site.registered
-    with pytest.raises(IntegrityError, match="a test says so"):
+    with pytest.raises(IntegrityError, match="A test says so"):
         site.deploy(held)
     assert site.registered == registered
 
@@ -208,7 +208,7 @@ def test_a_server_that_dies_in_the_middle_is_told_and_comes_back_with_its_champi
     real_smoke = local.smoke
     with monkeypatch.context() as patched:
         patched.setattr(local, "smoke", die_and_smoke)
-        with pytest.raises(ServingError, match="TorchServe does not answer"):
+        with pytest.raises(ServingError, match="start it with `evernear serve`"):
             site.deploy(candidate)
     assert site.champion == champion
     assert local.status(site.settings)["server"] == "died"

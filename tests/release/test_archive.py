@@ -117,7 +117,7 @@ def test_the_champion_opens_to_be_measured(make_release: MakeRelease, tmp_path: 
 
     packed = make_release()
     registry = Registry(store)
-    registry.publish(packed.archive, packed.manifest)
+    registry.publish(packed.archive)
     registry.set_champion(packed.version, None)
     with open_champion(store) as (recogniser, made_from):
         assert made_from is None, "this store holds no datasets"

@@ -3,7 +3,7 @@ from pathlib import Path
 from threading import Barrier
 
 import pytest
-from releases import MakeRelease, PackedRelease
+from releases import MakeRelease, PackedRelease, forge
 
 from evernear.errors import Conflict, IntegrityError, StoreError
 from evernear.release.registry import Registry
@@ -23,7 +23,7 @@ def releases(make_release: MakeRelease) -> list[PackedRelease]:
 
 
 def publish(registry: Registry, release: PackedRelease) -> None:
-    registry.publish(release.archive, release.manifest)
+    registry.publish(release.archive)
 
 
 def test_a_published_release_comes_back(store: Store, releases: list[PackedRelease], tmp_path: Path) -> None:
@@ -40,8 +40,9 @@ def test_a_version_is_never_overwritten(store: Store, releases: list[PackedRelea
     registry = Registry(store)
     publish(registry, releases[0])
     publish(registry, releases[0])  # again, as after a lost answer
+    other = forge(releases[0], tmp_path / "other.mar", smoke_json=b"[]")
     with pytest.raises(Conflict, match="is published already"):
-        registry.publish(releases[1].archive, releases[0].manifest)
+        publish(registry, other)
     registry.fetch(releases[0].version, tmp_path / "fetched.mar")
     assert (tmp_path / "fetched.mar").read_bytes() == releases[0].archive.read_bytes()
 
@@ -54,7 +55,7 @@ def test_an_unknown_version_is_named(store: Store) -> None:
 
 def test_a_damaged_archive_is_not_handed_out(store: Store, releases: list[PackedRelease], tmp_path: Path) -> None:
     registry = Registry(store)
-    record = registry.publish(releases[0].archive, releases[0].manifest)
+    record = registry.publish(releases[0].archive)
     store.put(record.archive_key, b"damaged")
     with pytest.raises(IntegrityError):
         registry.fetch(releases[0].version, tmp_path / "fetched.mar")

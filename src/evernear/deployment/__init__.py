@@ -1,10 +1,14 @@
 """Bring a release up, prove that it answers, or leave the old one in place."""
 
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-from evernear.deployment.admission import Deployment, publish
-from evernear.deployment.local import deploy as deploy_locally
-from evernear.release.parts import ARCHIVE_FILE
+from evernear.deployment import local
+from evernear.deployment.admission import Deployment, publish, readmit
+from evernear.errors import SettingsError, StoreError
+from evernear.release.parts import ARCHIVE_FILE, ReleaseParts, open_release
+from evernear.release.registry import Champion, Registry
 from evernear.settings import Settings
 from evernear.store import open_store
 
@@ -19,5 +23,64 @@ def deploy(release_dir: Path, verdict_file: Path, settings: Settings) -> Deploym
     """
     archive = release_dir / ARCHIVE_FILE
     if settings.target == "local":
-        return deploy_locally(archive, verdict_file, settings)
+        return local.deploy(archive, verdict_file, settings)
     return publish(archive, verdict_file, open_store(settings.store_uri))
+
+
+def promote(version: str, settings: Settings, *, force: bool = False, why: str = "") -> Deployment:
+    """Make a release of the registry the champion, because a person says so.
+
+    The TorchServe of ``settings.workdir`` follows if ``settings.target`` is local and it is up, proved as in
+    `deploy`; else the archive is checked and the pointer moves alone. ``force`` overrules a verdict that
+    holds and wants a ``why``; both go into the history.
+
+    Raises:
+        IntegrityError: the archive is damaged, or its verdict holds it and nothing forces it.
+        ServingError: the release does not come up or fails its smoke test; what served before still does.
+        Conflict: the champion changed meanwhile.
+        StoreError: there is no such release, or the registry cannot be reached.
+        SettingsError: ``force`` without a ``why``.
+    """
+    if force and not why.strip():
+        raise SettingsError("Promoting against a verdict has to say why; add --why 'the reason'.")
+    registry = Registry(open_store(settings.store_uri))
+    champion = registry.champion()  # before any lock: of two promotions at once, one loses
+    if champion is not None and champion.version == version:
+        raise StoreError(f"Release {version} is the champion already.")
+    vet: Callable[[ReleaseParts], None] = lambda parts: readmit(parts, force)  # noqa: E731
+    how = "force" if force else "promote"
+    return _move(version, settings, registry, vet, lambda: registry.set_champion(version, champion, how, why=why))
+
+
+def rollback(settings: Settings, *, why: str = "") -> Deployment:
+    """Let serve what served before the champion; at once, where it is still registered.
+
+    Raises:
+        StoreError: nothing served before it, what did was pruned, or the registry cannot be reached.
+        ServingError, IntegrityError, Conflict: as `promote`.
+    """
+    registry = Registry(open_store(settings.store_uri))
+    champion = registry.champion()
+    if champion is None:
+        raise StoreError(f"There is nothing to roll back to: no release was promoted in {settings.store_uri} yet.")
+    target = champion.rollback_target()
+    vet: Callable[[ReleaseParts], None] = lambda _: None  # noqa: E731 - it served before
+    return _move(target, settings, registry, vet, lambda: registry.roll_back(champion, why=why))
+
+
+def _move(
+    version: str,
+    settings: Settings,
+    registry: Registry,
+    vet: Callable[[ReleaseParts], None],
+    commit: Callable[[], Champion],
+) -> Deployment:
+    registry.show(version)
+    if settings.target == "local" and local.is_up(settings):
+        return local.move(version, settings, registry, vet, commit)
+    with tempfile.TemporaryDirectory(prefix="evernear-release-") as temporary:
+        archive = Path(temporary) / ARCHIVE_FILE
+        registry.fetch(version, archive)
+        vet(open_release(archive, Path(temporary) / "release"))
+    champion = commit()
+    return Deployment(version=champion.version, previous=champion.previous)

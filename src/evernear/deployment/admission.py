@@ -3,16 +3,21 @@
 import tempfile
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, StrictBool, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from evernear.errors import Conflict, IntegrityError
-from evernear.release.parts import ReleaseParts, open_release
+from evernear.evaluation.verdict import Verdict
+from evernear.index.description import describe_index
+from evernear.release.parts import VERDICT_FILE, ReleaseParts, open_release
 from evernear.release.registry import Champion, Registry
 from evernear.store import Store, sha256_bytes
 
 
 class Deployment(BaseModel):
-    """A release that became the champion; ``url`` takes images, where a server was brought up for it."""
+    """A release that became the champion; ``url`` takes images, where a server was brought up for it.
+
+    ``champion_fault`` tells why the release it replaced could not be brought up beside it, if it could not.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -20,28 +25,22 @@ class Deployment(BaseModel):
     previous: str | None
     url: str | None = None
     smoke_queries: int = 0
-
-
-class _Verdict(BaseModel):
-    """As much of a verdict as decides."""
-
-    promote: StrictBool
-    reasons: tuple[str, ...] = ()
+    champion_fault: str | None = None
 
 
 def admit(archive: Path, verdict_file: Path, champion: Champion | None, out_dir: Path) -> ReleaseParts:
     """Unpack ``archive`` into ``out_dir`` and check that it may replace ``champion``.
 
     Raises:
-        IntegrityError: the archive is damaged; its verdict is missing, another one, or does not promote it.
+        IntegrityError: the archive is damaged; its verdict is missing, is that of another network or index,
+            or does not promote it.
         Conflict: the release was measured against another champion.
     """
     parts = open_release(archive, out_dir)
     manifest = parts.manifest
-    verdict = _read_verdict(verdict_file, manifest.verdict_sha256)
+    verdict = _read_verdict(verdict_file, parts)
     if not verdict.promote:
-        reasons = "; ".join(verdict.reasons) or "it gives no reason"
-        raise IntegrityError(f"The verdict holds release {manifest.version}: {reasons}.")
+        raise _held(parts, verdict)
     now = champion.version if champion else None
     if now not in (manifest.parent, manifest.version):
         raise Conflict(
@@ -49,6 +48,19 @@ def admit(archive: Path, verdict_file: Path, champion: Champion | None, out_dir:
             f"but {now or 'none'} is the champion now; run again."
         )
     return parts
+
+
+def readmit(parts: ReleaseParts, force: bool) -> None:
+    """Check that a release of the registry may be promoted by a person, whatever champion it was measured against.
+
+    ``force`` overrules a verdict that holds.
+
+    Raises:
+        IntegrityError: its verdict holds it, or is none.
+    """
+    verdict = Verdict.parse(parts.read(VERDICT_FILE), f"of release {parts.manifest.version}")
+    if not verdict.promote and not force:
+        raise IntegrityError(f"{_held(parts, verdict)} To promote it anyway, add --force and --why.")
 
 
 def publish(archive: Path, verdict_file: Path, store: Store) -> Deployment:
@@ -60,17 +72,35 @@ def publish(archive: Path, verdict_file: Path, store: Store) -> Deployment:
     champion = registry.champion()
     with tempfile.TemporaryDirectory() as temporary:
         manifest = admit(archive, verdict_file, champion, Path(temporary) / "release").manifest
-    registry.publish(archive, manifest)
+    registry.publish(archive)
     if champion is None or champion.version != manifest.version:
         champion = registry.set_champion(manifest.version, champion)
     return Deployment(version=champion.version, previous=champion.previous)
 
 
-def _read_verdict(path: Path, sha256: str) -> _Verdict:
+def _read_verdict(path: Path, parts: ReleaseParts) -> Verdict:
+    """The verdict in ``path``, which has to be the one of the archive, on the very parts of the archive."""
+    manifest = parts.manifest
     try:
         data = path.read_bytes()
-        if sha256_bytes(data) != sha256:
-            raise IntegrityError(f"{path} is not the verdict that the release was archived with.")
-        return _Verdict.model_validate_json(data)
-    except (OSError, ValidationError):
+    except OSError:
         raise IntegrityError(f"{path} holds no verdict, so nothing is deployed.") from None
+    if sha256_bytes(data) != manifest.verdict_sha256:
+        raise IntegrityError(f"{path} is not the verdict that the release was archived with.")
+    verdict = Verdict.parse(data, str(path))
+    measured = (verdict.candidate.network_sha256, verdict.candidate.index_digest)
+    if measured != (manifest.network_sha256, describe_index(parts.directory).digest):
+        raise IntegrityError(
+            f"The verdict {path} is on another network or index than those of release {manifest.version}; run again."
+        )
+    if (verdict.champion.name if verdict.champion else None) != manifest.parent:
+        raise IntegrityError(
+            f"The verdict {path} was reached against another champion than {manifest.parent or 'none'}, which "
+            f"release {manifest.version} names; run again."
+        )
+    return verdict
+
+
+def _held(parts: ReleaseParts, verdict: Verdict) -> IntegrityError:
+    reasons = " ".join(verdict.reasons)
+    return IntegrityError(f"The verdict holds release {parts.manifest.version}: {reasons}")

@@ -9,14 +9,14 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 from evernear.deployment.admission import Deployment, admit
 from evernear.deployment.smoke import smoke
-from evernear.errors import ServingError
-from evernear.release.parts import open_release
+from evernear.errors import IntegrityError, ServingError, StoreError
+from evernear.release.parts import ReleaseParts, open_release
 from evernear.release.registry import Champion, Registry
 from evernear.serving import torchserve
 from evernear.serving.client import Client
@@ -24,7 +24,7 @@ from evernear.serving.connection import Endpoints, home_of, read_state
 from evernear.serving.lock import exclusively
 from evernear.serving.management import Management
 from evernear.settings import Settings
-from evernear.store import disk_errors, open_store
+from evernear.store import disk_errors, open_store, sha256_file
 
 DRAIN_TIMEOUT_S = 30
 FOLLOW_S = 0.5
@@ -35,7 +35,8 @@ def deploy(archive: Path, verdict_file: Path, settings: Settings) -> Deployment:
     """Roll a release out on the TorchServe of ``settings.workdir``, which is started if it is not up.
 
     The champion answers all the while. The release is registered beside it, has to answer its stored queries
-    on its own URL, and only then becomes champion and default. A release that fails is removed again.
+    on its own URL, and only then becomes champion and default. A release that fails is removed again. A
+    champion that cannot be brought up, since its archive is damaged, does not stand in the way.
 
     Raises:
         IntegrityError, Conflict: it may not serve, see `evernear.deployment.admission.admit`.
@@ -48,22 +49,47 @@ def deploy(archive: Path, verdict_file: Path, settings: Settings) -> Deployment:
         champion = registry.champion()
         parts = admit(archive, verdict_file, champion, temporary / "release")
         version = parts.manifest.version
+
+        def commit() -> Champion:
+            registry.publish(archive)
+            return registry.set_champion(version, champion)
+
         with site.server():
-            site.follow(champion, registry)
-            if champion is None or champion.version != version:
-                try:
-                    site.load(archive, version)
-                    smoke(Client.of(settings), parts)
-                    registry.publish(archive, parts.manifest)
-                    champion = registry.set_champion(version, champion)
-                except BaseException:
-                    site.unload(version)
-                    raise
-                site.management.set_default(site.model, version)
-            queries = smoke(Client.of(settings), parts)
-            with contextlib.suppress(ServingError):  # the release serves; the next deploy tries again
-                site.prune(version)
-    return Deployment(version=version, previous=champion.previous, url=_url(settings), smoke_queries=queries)
+            if champion is not None and champion.version == version:  # the same step again
+                site.follow(champion, registry)
+                return site.deployed(champion, smoke(Client.of(settings), parts))
+            fault = site.try_to_follow(champion, registry)
+            return site.roll_out(archive, parts, commit).model_copy(update={"champion_fault": fault})
+
+
+def move(
+    version: str,
+    settings: Settings,
+    registry: Registry,
+    vet: Callable[[ReleaseParts], None],
+    commit: Callable[[], Champion],
+) -> Deployment:
+    """Let a release of the registry serve on the TorchServe that is up, proved as in `deploy`.
+
+    ``vet`` may refuse it, ``commit`` moves the champion's pointer to it. A release that is still registered
+    and is the published one is neither fetched nor loaded again.
+
+    Raises:
+        ServingError: the release does not come up or fails the smoke test; what served before still does.
+        IntegrityError: its archive is damaged, or ``vet`` refuses it.
+        StoreError: the registry cannot be reached, or the champion changed meanwhile.
+        Busy: another deployment into this working directory does not end.
+    """
+    with _site(settings) as site, site.temporary_directory() as temporary:
+        archive = site.archive_of(version, registry, temporary)
+        parts = open_release(archive, temporary / "release")
+        vet(parts)
+        return site.roll_out(archive, parts, commit)
+
+
+def is_up(settings: Settings) -> bool:
+    """Whether the TorchServe of ``settings.workdir`` runs."""
+    return torchserve.is_running(home_of(settings.workdir))
 
 
 def serve(settings: Settings) -> str:
@@ -172,44 +198,102 @@ class _Site:
             raise
 
     def follow(self, champion: Champion | None, registry: Registry) -> None:
-        """Make the champion the default, and remove what a killed deployment or a rollback left above it."""
+        """Make the champion the default, and remove what a killed deployment left: it was never published."""
         registered = {found.version for found in self.management.versions(self.model)}
         if champion is not None:
             if champion.version not in registered:
                 with self.temporary_directory() as temporary:
-                    archive = temporary / "champion.mar"
-                    registry.fetch(champion.version, archive)
+                    archive = self.archive_of(champion.version, registry, temporary)
                     open_release(archive, temporary / "release")
                     self.load(archive, champion.version)
             torchserve.await_ready(self.settings.serving, self.home, champion.version)
             self.management.set_default(self.model, champion.version)
-        for version in registered:
-            if champion is None or version > champion.version:
+        for version in registered.difference(registry.list()):
+            if champion is None or version != champion.version:
                 self.unload(version)
 
+    def try_to_follow(self, champion: Champion | None, registry: Registry) -> str | None:
+        """`follow`, or the reason why the champion cannot be brought up."""
+        try:
+            self.follow(champion, registry)
+        except (IntegrityError, ServingError, StoreError) as error:
+            return str(error)
+        return None
+
+    def roll_out(self, archive: Path, parts: ReleaseParts, commit: Callable[[], Champion]) -> Deployment:
+        """Bring a release up beside the one that serves, prove it, ``commit`` to it and let it serve."""
+        version = parts.manifest.version
+        loaded = self._bring_up(archive, version)
+        try:
+            queries = smoke(Client.of(self.settings), parts)
+            champion = commit()
+        except BaseException:
+            if loaded:
+                self.unload(version)
+            raise
+        self.management.set_default(self.model, version)
+        with contextlib.suppress(ServingError):  # the release serves; the next deploy tries again
+            self.prune(champion)
+        return self.deployed(champion, queries)
+
+    def deployed(self, champion: Champion, smoke_queries: int) -> Deployment:
+        """What is told of a release that serves."""
+        return Deployment(
+            version=champion.version,
+            previous=champion.previous,
+            url=_url(self.settings),
+            smoke_queries=smoke_queries,
+        )
+
+    def archive_of(self, version: str, registry: Registry, temporary: Path) -> Path:
+        """The published archive of a release: the server's own copy if it still is that, else fetched."""
+        stored = self._stored(version)
+        if stored.is_file() and sha256_file(stored) == registry.show(version).archive_sha256:
+            return stored
+        registry.fetch(version, temporary / "release.mar")
+        return temporary / "release.mar"
+
+    def _bring_up(self, archive: Path, version: str) -> bool:
+        """Have a release registered and ready; whether it was loaded for that."""
+        registered = {found.version: found for found in self.management.versions(self.model)}
+        if version in registered:
+            if archive == self._stored(version) and registered[version].ready_workers:
+                return False
+            self._unregister(version)
+        self.load(archive, version)
+        return True
+
     def load(self, archive: Path, version: str) -> None:
-        """Register a release, without making it the default unless it is the only one."""
+        """Register a release, without making it the default unless it is the only one; a broken one goes again."""
         stored = self._stored(version)
         with disk_errors(stored):
             staged = stored.with_suffix(".part")
             shutil.copyfile(archive, staged)
             staged.replace(stored)
-        self.management.register(stored.name, self.settings.serving)
-        torchserve.await_ready(self.settings.serving, self.home, version)
+        try:
+            self.management.register(stored.name, self.settings.serving)
+            torchserve.await_ready(self.settings.serving, self.home, version)
+        except BaseException:  # TorchServe answers 500 to a broken release and keeps it, without workers
+            self.unload(version)
+            raise
 
     def unload(self, version: str) -> None:
-        """Remove a release if it is there; a broken one stays registered, without workers, until then."""
-        with contextlib.suppress(ServingError):
-            if version in {found.version for found in self.management.versions(self.model)}:
-                self.management.unregister(self.model, version)
+        """Remove a release if it is there."""
+        self._unregister(version)
         self._stored(version).unlink(missing_ok=True)
 
-    def prune(self, champion: str) -> None:
-        """Unregister all but the newest ``serving.keep`` releases; the champion always stays."""
-        others = [found for found in self.management.versions(self.model) if found.version != champion]
-        for found in others[: max(0, len(others) - self.settings.serving.keep + 1)]:
-            self._drain(found.version)
-            self.unload(found.version)
+    def _unregister(self, version: str) -> None:
+        with contextlib.suppress(ServingError):  # TorchServe keeps the default, as long as there are others
+            if version in {found.version for found in self.management.versions(self.model)}:
+                self.management.unregister(self.model, version)
+
+    def prune(self, champion: Champion) -> None:
+        """Keep ``serving.keep`` releases registered: the champion, what a rollback leads to, the newest."""
+        found = [found.version for found in self.management.versions(self.model)]
+        by_worth = sorted(found, key=lambda v: (v == champion.version, v == champion.previous, v), reverse=True)
+        for version in by_worth[self.settings.serving.keep :]:
+            self._drain(version)
+            self.unload(version)
 
     def _drain(self, version: str) -> None:
         """Let a release that was the default a moment ago finish what it was asked."""

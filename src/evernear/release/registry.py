@@ -5,32 +5,57 @@
     releases/manifests/<version>.json    what the release is, and the sha256 of its archive; never overwritten
     releases/archives/<sha256>.mar       the archive
     releases/champion.json               the version that serves; moved by compare-and-swap
+    releases/history/<number>.json       where the pointer stood before it moved on; never overwritten
+    releases/pruned/<version>.json       the manifest record of a release whose archive is gone
 """
 
+import getpass
+import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
+from typing import Literal, TypeVar
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from evernear.errors import Conflict, IntegrityError, StoreError
-from evernear.release.manifest import ReleaseManifest, Sha256, Version, is_version
+from evernear.evaluation.verdict import Verdict
+from evernear.release.manifest import VERDICT_FILE, ReleaseManifest, Sha256, Version, is_version
+from evernear.release.parts import read_release
 from evernear.store import Store, sha256_file
 
 MANIFESTS = "releases/manifests/"
 ARCHIVES = "releases/archives/"
 CHAMPION = "releases/champion.json"
+HISTORY = "releases/history/"
+PRUNED = "releases/pruned/"
+How = Literal["deploy", "promote", "force", "rollback"]
 
 
-class Record(BaseModel):
-    """One published release."""
-
+class _Stored(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+Model = TypeVar("Model", bound=_Stored)
+
+
+class Decision(_Stored):
+    """What the release's verdict said, in short; the whole of it is in the archive."""
+
+    promote: bool
+    reasons: tuple[str, ...]
+
+
+class Record(_Stored):
+    """One published release."""
 
     manifest: ReleaseManifest
     archive_sha256: Sha256
     archive_size_bytes: int
+    verdict: Decision | None = None
+    """None in records of evernear 0.1.0, which published nothing that its verdict held."""
 
     @property
     def archive_key(self) -> str:
@@ -38,22 +63,74 @@ class Record(BaseModel):
         return f"{ARCHIVES}{self.archive_sha256}.mar"
 
 
-class _Pointer(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Move(_Stored):
+    """Where the pointer stands, and who brought it there. ``previous`` is what a rollback leads to."""
 
     version: Version
     previous: Version | None
     since: AwareDatetime
+    number: int = Field(default=1, ge=1)
+    """Of all moves, from 1."""
+    undo_to: int | None = None
+    """The number of the move that a rollback restores; None: there is none."""
+    how: How = "deploy"
+    by: str = ""
+    why: str = ""
+
+
+class _Pointer(Move):
+    """The object at `CHAMPION`: the last move, and what is being pruned.
+
+    A prune is written here before it removes anything. So whoever read the pointer earlier loses the
+    compare-and-swap and can no longer promote what is about to go, and what a killed prune left is finished by
+    the next. ``prunes`` counts them, so that the object never returns to a content (an etag) that it had.
+    """
+
+    pruning: dict[Version, Sha256] = {}
+    """Releases whose record and archive are being removed, and the sha256 of the archive."""
+    prunes: int = 0
 
 
 @dataclass(frozen=True)
 class Champion:
     """The release that serves. ``etag`` is the state of the pointer that a next move builds on."""
 
-    version: str
-    previous: str | None
-    since: datetime
+    pointer: _Pointer
     etag: str
+
+    @property
+    def version(self) -> str:
+        """The release that serves."""
+        return self.pointer.version
+
+    @property
+    def previous(self) -> str | None:
+        """The release that a rollback leads to."""
+        return self.pointer.previous
+
+    def rollback_target(self) -> str:
+        """`previous`.
+
+        Raises:
+            StoreError: nothing served before it.
+        """
+        if self.previous is None:
+            raise StoreError(f"There is nothing to roll back to: no champion came before {self.version}.")
+        return self.previous
+
+    @property
+    def move(self) -> Move:
+        """How it became the champion."""
+        return Move.model_validate(self.pointer.model_dump(include=set(Move.model_fields)))
+
+
+def whoami() -> str:
+    """``user@host`` of this process, for the history."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # a container's user without an entry in passwd
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"
 
 
 class Registry:
@@ -62,22 +139,30 @@ class Registry:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def publish(self, archive: Path, manifest: ReleaseManifest) -> Record:
-        """Keep a release for good; publishing the same one again changes nothing.
+    def publish(self, archive: Path) -> Record:
+        """Keep a release until it is pruned; publishing the same one again changes nothing.
 
         Raises:
-            Conflict: another archive has this version already.
+            Conflict: another archive has, or had, this version already.
+            IntegrityError: the archive is no sound release.
         """
+        manifest, texts = read_release(archive)
+        verdict = Verdict.parse(texts[VERDICT_FILE], f"in {archive}")
         record = Record(
-            manifest=manifest, archive_sha256=sha256_file(archive), archive_size_bytes=archive.stat().st_size
+            manifest=manifest,
+            archive_sha256=sha256_file(archive),
+            archive_size_bytes=archive.stat().st_size,
+            verdict=Decision(promote=verdict.promote, reasons=tuple(verdict.reasons)),
         )
-        key = f"{MANIFESTS}{manifest.version}.json"
+        key = _key(MANIFESTS, manifest.version)
+        if self._store.find(_key(PRUNED, manifest.version)):
+            raise Conflict(f"Release {manifest.version} was pruned, and a version is never used again.")
         # The record comes last, and the archive is named by its content: no kill leaves half a release.
         self._store.put(record.archive_key, archive)
         try:
             self._store.put_if(key, record.model_dump_json(indent=2).encode(), None)
         except Conflict:
-            if self.show(manifest.version) != record:
+            if self.show(manifest.version).archive_sha256 != record.archive_sha256:
                 raise Conflict(f"Another release of version {manifest.version} is published already.") from None
         return record
 
@@ -92,17 +177,18 @@ class Registry:
         """What is known of a release.
 
         Raises:
-            StoreError: there is no such release.
+            StoreError: there is no such release, or no longer.
             IntegrityError: its record is damaged.
         """
-        key = f"{MANIFESTS}{version}.json"
-        found = self._store.find(key) if is_version(version) else None
-        if found is None:
-            raise StoreError(f"There is no release {version} in {self._store.uri}.")
-        try:
-            return Record.model_validate_json(found[0])
-        except ValidationError:
-            raise IntegrityError(f"The record {key} in {self._store.uri} is damaged.") from None
+        record = self._record(MANIFESTS, version)
+        if record is None:
+            gone = "any longer: it was pruned" if self._record(PRUNED, version) else f"in {self._store.uri}"
+            raise StoreError(f"There is no release {version} {gone}.")
+        return record
+
+    def trace(self, version: str) -> Record:
+        """`show`, for pruned releases too: their archive is gone and what they were is still known."""
+        return self._record(PRUNED, version) or self.show(version)
 
     def fetch(self, version: str, path: Path) -> Record:
         """Bring a release's archive to ``path``, hash checked.
@@ -124,24 +210,141 @@ class Registry:
         found = self._store.find(CHAMPION)
         if found is None:
             return None
-        try:
-            pointer = _Pointer.model_validate_json(found[0])
-        except ValidationError:
-            raise IntegrityError(f"{CHAMPION} in {self._store.uri} is damaged.") from None
-        return Champion(pointer.version, pointer.previous, pointer.since, found[1])
+        return Champion(_parse(_Pointer, found[0], f"{CHAMPION} in {self._store.uri}"), found[1])
 
-    def set_champion(self, version: str, expected: Champion | None) -> Champion:
+    def set_champion(
+        self, version: str, expected: Champion | None, how: How = "deploy", by: str | None = None, why: str = ""
+    ) -> Champion:
         """Make a published release the champion, if ``expected`` still is it.
+
+        ``by`` (default: `whoami`) and ``why`` are for the history.
 
         Raises:
             Conflict: the pointer has moved meanwhile; nothing was changed.
-            StoreError: there is no such release.
+            StoreError: there is no such release, or it is being pruned.
         """
-        self.show(version)
-        previous = expected.version if expected else None
-        pointer = _Pointer(version=version, previous=previous, since=datetime.now(UTC))
+        move = Move(
+            version=version,
+            previous=expected.version if expected else None,
+            since=datetime.now(UTC),
+            number=expected.pointer.number + 1 if expected else 1,
+            undo_to=expected.pointer.number if expected else None,
+            how=how,
+            by=whoami() if by is None else by,
+            why=why,
+        )
+        return self._move(move, expected)
+
+    def roll_back(self, expected: Champion, by: str | None = None, why: str = "") -> Champion:
+        """Restore what served before ``expected``, if that still is the champion.
+
+        A rollback takes the last move back, and another one the move before that: it never returns to the
+        release it just left.
+
+        Raises:
+            Conflict: the pointer has moved meanwhile; nothing was changed.
+            StoreError: nothing served before it, or what did is pruned.
+        """
+        undo_to = expected.pointer.undo_to
+        restored = self._past(undo_to) if undo_to is not None else None
+        move = Move(
+            version=expected.rollback_target(),
+            previous=restored.previous if restored else None,
+            since=datetime.now(UTC),
+            number=expected.pointer.number + 1,
+            undo_to=restored.undo_to if restored else None,
+            how="rollback",
+            by=whoami() if by is None else by,
+            why=why,
+        )
+        return self._move(move, expected)
+
+    def history(self) -> Iterator[Move]:
+        """All moves of the champion's pointer, oldest first; the last one is where it stands."""
+        for found in self._store.list(HISTORY):
+            yield _parse(Move, self._store.get(found.key), f"{found.key} in {self._store.uri}")
+        champion = self.champion()
+        if champion is not None:
+            yield champion.move
+
+    def prune(self, keep: int) -> tuple[str, ...]:
+        """Remove all but the newest ``keep`` releases; returns the versions that went.
+
+        The champion, its parent and the release that a rollback leads to always stay; without a champion
+        everything does. What the removed releases were stays known to `trace`.
+
+        Raises:
+            Conflict: the champion changed meanwhile; nothing was removed.
+        """
+        champion = self.champion()
+        if champion is None:
+            return ()
+        versions = list(self.list())
+        kept = {champion.version, champion.previous, self.show(champion.version).manifest.parent}
+        kept.update(versions[max(0, len(versions) - keep) :])
+        pruning = {version: self.show(version).archive_sha256 for version in versions if version not in kept}
+        pruning |= champion.pointer.pruning  # what a killed prune left
+        if not pruning:
+            return ()
+        champion = self._write(champion.pointer.model_copy(update={"pruning": pruning}), champion)
+        shared = {self.show(version).archive_sha256 for version in self.list() if version not in pruning}
+        for version, archive_sha256 in pruning.items():
+            self._remove(version, archive_sha256 if archive_sha256 not in shared else None)
+        done: dict[str, object] = {"pruning": {}, "prunes": champion.pointer.prunes + 1}
+        with suppress(Conflict):  # a move since then took the list along; the next prune finds nothing left of it
+            self._write(champion.pointer.model_copy(update=done), champion)
+        return tuple(sorted(pruning))
+
+    def _remove(self, version: str, archive_sha256: str | None) -> None:
+        """Remove a release, its archive where that is named; a kill in between is mended by a repetition."""
+        found = self._store.find(_key(MANIFESTS, version))
+        if found is not None:
+            self._store.put(_key(PRUNED, version), found[0])
+        self._store.delete(_key(MANIFESTS, version))
+        if archive_sha256 is not None:
+            self._store.delete(f"{ARCHIVES}{archive_sha256}.mar")
+
+    def _move(self, move: Move, expected: Champion | None) -> Champion:
+        self.show(move.version)
+        if expected is None:
+            return self._write(_Pointer.model_validate(move.model_dump()), None)
+        if move.version in expected.pointer.pruning:
+            raise StoreError(f"Release {move.version} is being pruned from {self._store.uri}.")
+        # Where the pointer stands goes into the history before it moves, so that no kill leaves a gap there.
+        with suppress(Conflict):  # another one who wants to move it was quicker
+            self._store.put_if(_past_key(expected.pointer.number), _json(expected.move), None)
+        kept = {"pruning": expected.pointer.pruning, "prunes": expected.pointer.prunes}
+        return self._write(_Pointer.model_validate(move.model_dump() | kept), expected)
+
+    def _write(self, pointer: _Pointer, expected: Champion | None) -> Champion:
         try:
-            etag = self._store.put_if(CHAMPION, pointer.model_dump_json().encode(), expected.etag if expected else None)
+            etag = self._store.put_if(CHAMPION, _json(pointer), expected.etag if expected else None)
         except Conflict:
-            raise Conflict(f"The champion changed while {version} was about to become it; run again.") from None
-        return Champion(pointer.version, pointer.previous, pointer.since, etag)
+            raise Conflict("The champion changed meanwhile, so nothing was done; look at it and run again.") from None
+        return Champion(pointer, etag)
+
+    def _past(self, number: int) -> Move:
+        return _parse(Move, self._store.get(_past_key(number)), f"{_past_key(number)} in {self._store.uri}")
+
+    def _record(self, folder: str, version: str) -> Record | None:
+        found = self._store.find(_key(folder, version)) if is_version(version) else None
+        return _parse(Record, found[0], f"The record {_key(folder, version)} in {self._store.uri}") if found else None
+
+
+def _key(folder: str, version: str) -> str:
+    return f"{folder}{version}.json"
+
+
+def _past_key(number: int) -> str:
+    return f"{HISTORY}{number:08d}.json"
+
+
+def _json(model: BaseModel) -> bytes:
+    return model.model_dump_json(indent=2).encode()
+
+
+def _parse(model: type[Model], data: bytes, place: str) -> Model:
+    try:
+        return model.model_validate_json(data)
+    except ValidationError:
+        raise IntegrityError(f"{place} is damaged.") from None
