@@ -1,15 +1,10 @@
 """Random affine maps of a batch: small, seeded, true to the image's shape."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from evernear.embedding import augment
-from evernear.embedding.augment import random_affine, random_elastic
-
-
-Augmentation = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
+from evernear.embedding.augment import random_affine
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -40,20 +35,18 @@ def moments(
     )
 
 
-@pytest.mark.parametrize("augmented", [random_affine, random_elastic])
-def test_the_same_seed_gives_the_same_images(augmented: Augmentation) -> None:
+def test_the_same_seed_gives_the_same_images() -> None:
     images = torch.randint(0, 256, (8, 3, 12, 10), dtype=torch.uint8)
-    first, again, other = (augmented(images, generator(seed)) for seed in (0, 0, 1))
+    first, again, other = (random_affine(images, generator(seed)) for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert not torch.equal(first[0] - images[0], first[1] - images[1])
 
 
-@pytest.mark.parametrize("augmented", [random_affine, random_elastic])
-def test_shape_and_range_are_kept_and_flat_images_stay_flat(augmented: Augmentation) -> None:
+def test_shape_and_range_are_kept_and_flat_images_stay_flat() -> None:
     images = torch.randint(0, 256, (16, 3, 9, 14), dtype=torch.uint8)
     images[0] = 255
-    out = augmented(images, generator())
+    out = random_affine(images, generator())
     assert out.shape == images.shape
     assert out.min() >= 0
     assert out.max() <= 255.001
@@ -77,13 +70,3 @@ def test_a_turn_keeps_a_round_spot_round_in_an_oblong_image(monkeypatch: pytest.
     _, _, row_variance, column_variance, covariance = moments(random_affine(blob(50, 31, 93), generator()))
     torch.testing.assert_close(row_variance, column_variance, rtol=0.05, atol=0)
     assert covariance.abs().max() < 0.05 * row_variance.mean()
-
-
-def test_a_warp_bends_by_its_measure_and_smoothly(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("DEGREES", "SCALE", "SHEAR", "SHIFT"):
-        monkeypatch.setattr(augment, name, 0.0)
-    ramp = torch.arange(60.0).expand(400, 1, 40, 60)  # a pixel's value tells the column that it comes from
-    moved = (random_elastic(ramp, generator()) - ramp)[:, 0, :, 12:-12]  # near the border there is no more ramp
-    assert moved.std() == pytest.approx(augment.WARP * 60, rel=0.35)  # between its knots a field is flatter
-    assert moved.mean().abs() < 0.1 * augment.WARP * 60
-    assert moved.diff(dim=2).abs().max() < 1.5  # neighbours stay neighbours

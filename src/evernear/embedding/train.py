@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from evernear.data.shards import Dataset
-from evernear.embedding.augment import AUGMENTATIONS
+from evernear.embedding.augment import random_affine
 from evernear.embedding.checkpoint import Checkpoints, checkpoint_key
 from evernear.embedding.history import HISTORY_FILE, Epoch, TrainingResult
 from evernear.embedding.images import TrainingImages
@@ -64,7 +64,6 @@ def train(
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device = choose_device(settings, rank)
     precision = choose_precision(settings, device)
-    augment = AUGMENTATIONS[settings.augment]
     images = TrainingImages(dataset, exclude_labels)
     batch_size = max(2, min(settings.batch_size, images.count) // world_size)
     steps = max(images.count // (batch_size * world_size), math.ceil(settings.min_steps / settings.epochs))
@@ -96,7 +95,8 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = rate
             pixels, classes = pixels.to(device), classes.to(device)
-            pixels = augment(pixels, randomness)
+            if settings.augment == "affine":
+                pixels = random_affine(pixels, randomness)
             loss = F.cross_entropy(forward(pixels, classes), classes, label_smoothing=settings.label_smoothing)
             optimizer.zero_grad()
             scaler.scale(loss).backward()
