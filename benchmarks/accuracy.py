@@ -38,14 +38,10 @@ def main() -> None:
 
     here, runs = machine.describe(), []
     with tempfile.TemporaryDirectory() as scratch:
-        dataset = ingested(arguments.source, Path(scratch))
         for preset in arguments.presets:
+            dataset = ingested(arguments.source, Path(scratch) / preset, preset, *arguments.set)
             for seed in arguments.seeds:
-                chosen = load(
-                    preset=None if preset == "default" else preset,
-                    environment={},
-                    overrides=[*arguments.set, f"train.seed={seed}"],
-                )
+                chosen = settings_of(preset, *arguments.set, f"train.seed={seed}")
                 runs.append({"preset": preset, "seed": seed, **run(dataset, chosen, Path(scratch), arguments.split)})
                 print(runs[-1], flush=True)
     summaries = [summarise(preset, [r for r in runs if r["preset"] == preset]) for preset in arguments.presets]
@@ -55,8 +51,12 @@ def main() -> None:
         print(*summaries, sep="\n")
 
 
-def ingested(source: str, scratch: Path) -> Dataset:
-    settings = load(environment={}, overrides=[f"data.source={source}"]).data
+def settings_of(preset: str, *overrides: str) -> Settings:
+    return load(preset=None if preset == "default" else preset, environment={}, overrides=overrides)
+
+
+def ingested(source: str, scratch: Path, preset: str = "default", *overrides: str) -> Dataset:
+    settings = settings_of(preset, *overrides, f"data.source={source}").data
     save_manifest(ingest(settings, (scratch / "store").as_uri()), scratch)
     return Dataset.open(scratch)
 
