@@ -1,0 +1,255 @@
+"""The KServe model server, with the doors shut that its SDK leaves open.
+
+KServe 0.21 listens on every address, takes bodies of any size, lets anybody unload the model by
+``/v2/repository``, and answers malformed requests with 500 and a traceback in the log.
+"""
+
+import argparse
+import asyncio
+import socket
+import sys
+from collections.abc import Callable, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from struct import error as StructError
+from typing import Any, cast
+
+import grpc
+from fastapi.exceptions import RequestValidationError
+from grpc_interceptor.exceptions import GrpcException, InvalidArgument, PermissionDenied
+from kserve import ModelServer, model_server
+from kserve.errors import InferenceError
+from kserve.predictor_config import PredictorConfig
+from kserve.protocol.dataplane import DataPlane
+from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
+from kserve.protocol.grpc.interceptors import ExceptionToStatusInterceptor
+from kserve.protocol.grpc.server import GRPCServer
+from kserve.protocol.grpc.servicer import InferenceServicer
+from kserve.protocol.model_repository_extension import ModelRepositoryExtension
+from kserve.protocol.rest.server import RESTServer
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from evernear.errors import EvernearError, PortTaken, SettingsError
+from evernear.serving.kserve.model import ReleaseModel
+from evernear.settings import ServingSettings
+
+MAX_IMAGES = 1024
+"""Images of one request: a tiny file may become a large array."""
+_HTTP_STATUS = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 413,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+}
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """KServe's own arguments, and those of a release and its limits."""
+    parser = argparse.ArgumentParser(
+        parents=[model_server.parser],
+        description=description,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    defaults = ServingSettings()
+    parser.set_defaults(
+        model_name=defaults.model_name,
+        predictor_request_timeout_seconds=defaults.response_timeout_s,
+        grpc_max_receive_message_length=defaults.max_request_size_bytes,
+    )
+    parser.add_argument("--host", default=defaults.host, help="Address to bind; 0.0.0.0 in a pod.")
+    parser.add_argument("--model_dir", "--model-dir", default="/mnt/models", help="A .mar, or a directory with one.")
+    parser.add_argument("--store", help="Take the release from this registry instead: s3://bucket/prefix, file:///path")
+    parser.add_argument("--release", help="Version in --store; without it, the champion.")
+    parser.add_argument(
+        "--max_request_size_bytes", type=int, default=defaults.max_request_size_bytes, help="Of a body."
+    )
+    parser.add_argument("--max_images", type=int, default=MAX_IMAGES, help="Images in one request.")
+    return parser
+
+
+def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
+    """Run a program; an `EvernearError` becomes one sentence and its exit code."""
+    try:
+        main(parser.parse_args())
+    except EvernearError as error:
+        print(f"evernear: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def predictor_of(args: argparse.Namespace) -> PredictorConfig:
+    """The predictor that a transformer asks."""
+    return PredictorConfig(
+        predictor_host=args.predictor_host,
+        predictor_protocol=args.predictor_protocol,
+        predictor_use_ssl=args.predictor_use_ssl,
+        predictor_request_timeout_seconds=args.predictor_request_timeout_seconds,
+        predictor_request_retries=args.predictor_request_retries,
+    )
+
+
+def serve(model: ReleaseModel, args: argparse.Namespace) -> None:
+    """Serve a loaded model until SIGTERM or SIGINT, then finish what is in flight.
+
+    Raises:
+        PortTaken: a port is in use.
+        SettingsError: several workers are asked for.
+    """
+    if args.workers != 1:
+        raise SettingsError("--workers must be 1: a release is loaded once, and KServe scales by replicas.")
+    _Server(args).start([model])
+
+
+class _Server(ModelServer):
+    """`ModelServer` on one address, with limits."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(
+            http_port=args.http_port,
+            grpc_port=args.grpc_port,
+            enable_grpc=args.enable_grpc,
+            ssl_certfile=args.ssl_certfile,
+            ssl_keyfile=args.ssl_keyfile,
+            predictor_config=predictor_of(args),
+        )
+        self._args = args
+        self.dataplane = _DataPlane(self.registered_models)
+        self.model_repository_extension = _SealedRepository(self.registered_models)
+
+    def start(self, models: list[Any]) -> None:
+        """As `ModelServer.start`, which has no argument for the address."""
+        self._register_and_check_atleast_one_model_is_ready(models)
+        app = model_server.app
+        app.add_exception_handler(GrpcException, _answer_error)
+        app.add_exception_handler(RequestValidationError, _answer_invalid)
+        app.add_exception_handler(413, _answer_http)
+        app.add_middleware(_BoundedBody, max_size_bytes=self._args.max_request_size_bytes)
+        _require_free(self._args.host, self.http_port)
+        rest = RESTServer(
+            "kserve.model_server:app",
+            self.dataplane,
+            self.model_repository_extension,
+            self.http_port,
+            access_log_format=self.access_log_format,
+            grace_period=self.grace_period,
+            timeout_keep_alive=self.timeout_keep_alive,
+            ssl_certfile=self.ssl_certfile,
+            ssl_keyfile=self.ssl_keyfile,
+        )
+        rest.config.host = self._args.host
+        self.servers = [rest.start()]
+        if self.enable_grpc:
+            _require_free(self._args.host, self.grpc_port)
+            self._grpc_server = _GrpcServer(
+                self.grpc_port, self.dataplane, self.model_repository_extension, vars(self._args), self.grace_period
+            )
+            self.servers.append(self._grpc_server.start(self.max_threads))
+        self.register_signal_handler()
+        asyncio.run(self._serve())
+
+
+class _GrpcServer(GRPCServer):
+    """`GRPCServer` on one address."""
+
+    async def start(self, max_workers: int) -> None:
+        self._server = grpc.aio.server(
+            ThreadPoolExecutor(max_workers),
+            interceptors=[ExceptionToStatusInterceptor()],
+            options=[
+                (f"grpc.{name}", self._kwargs[f"grpc_{name}"])
+                for name in ("max_send_message_length", "max_receive_message_length")
+            ],
+        )
+        add_GRPCInferenceServiceServicer_to_server(
+            InferenceServicer(self._data_plane, self._model_repository_extension), self._server
+        )
+        self._server.add_insecure_port(f"{self._kwargs['host']}:{self._port}")
+        await self._server.start()
+        await self._server.wait_for_termination()
+
+
+class _DataPlane(DataPlane):
+    """`DataPlane` that refuses what it cannot decode, and is ready when its model could answer."""
+
+    def decode(self, body: Any, headers: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        try:
+            return super().decode(body, headers, *args, **kwargs)
+        except (InferenceError, LookupError, ValueError, TypeError, AttributeError, StructError) as error:
+            raise InvalidArgument(f"The request cannot be read ({error}).") from None
+
+    async def model_metadata(self, model_name: str) -> dict[str, Any]:
+        model = cast(ReleaseModel, self.get_model_from_registry(model_name))
+        return {**await super().model_metadata(model_name), "versions": [model.manifest.version]}
+
+    async def ready(self) -> bool:
+        models = cast(dict[str, ReleaseModel], self.model_registry.get_models())
+        return bool(models) and all([await model.can_answer() for model in models.values()])
+
+    async def model_ready(self, model_name: str, disable_predictor_health_check: bool = False) -> bool:
+        model = cast(ReleaseModel, self.get_model_from_registry(model_name))
+        # KServe asks the same before each request, where the answer itself will tell.
+        return model.ready if disable_predictor_health_check else await model.can_answer()
+
+
+class _SealedRepository(ModelRepositoryExtension):
+    """A release is changed by deploying another one, never by a request."""
+
+    async def load(self, model_name: str) -> None:
+        raise PermissionDenied("Models are not loaded by request; deploy another release.")
+
+    async def unload(self, model_name: str) -> None:
+        raise PermissionDenied("Models are not unloaded by request; stop the server.")
+
+
+class _BoundedBody:
+    """ASGI middleware: a body beyond the limit gets 413, announced or not."""
+
+    def __init__(self, app: ASGIApp, max_size_bytes: int) -> None:
+        self._app = app
+        self._max_size_bytes = max_size_bytes
+        self._sentence = f"The request is larger than {max_size_bytes} bytes."
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        if not announced.isdigit() or int(announced) > self._max_size_bytes:
+            return await JSONResponse({"error": self._sentence}, 413)(scope, receive, send)
+        received = 0
+
+        async def bounded() -> Message:
+            nonlocal received
+            message: MutableMapping[str, Any] = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_size_bytes:
+                raise HTTPException(413, self._sentence)
+            return message
+
+        return await self._app(scope, bounded, send)
+
+
+async def _answer_error(_: Request, error: Exception) -> JSONResponse:
+    told = cast(GrpcException, error)
+    return JSONResponse({"error": told.details}, _HTTP_STATUS.get(told.status_code, 500))
+
+
+async def _answer_http(_: Request, error: Exception) -> JSONResponse:
+    told = cast(HTTPException, error)
+    return JSONResponse({"error": told.detail}, told.status_code)
+
+
+async def _answer_invalid(_: Request, error: Exception) -> JSONResponse:
+    fault = cast(RequestValidationError, error).errors()[0]
+    where = ".".join(str(part) for part in fault["loc"])
+    return JSONResponse({"error": f"The request is none of the Open Inference Protocol: {where}: {fault['msg']}."}, 400)
+
+
+def _require_free(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise PortTaken(f"Port {port} of {host} cannot be used: {error.strerror}; choose another one.") from None
