@@ -23,7 +23,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 from evernear.errors import Conflict, IntegrityError, StoreError
 from evernear.evaluation.verdict import Verdict
 from evernear.release.manifest import VERDICT_FILE, ReleaseManifest, Sha256, Version, is_version
-from evernear.release.parts import read_release
+from evernear.release.parts import read_release, read_release_manifest
 from evernear.store import Store, sha256_file
 
 MANIFESTS = "releases/manifests/"
@@ -138,6 +138,7 @@ class Registry:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self.uri = store.uri
 
     def publish(self, archive: Path) -> Record:
         """Keep a release until it is pruned; publishing the same one again changes nothing.
@@ -189,6 +190,15 @@ class Registry:
     def trace(self, version: str) -> Record:
         """`show`, for pruned releases too: their archive is gone and what they were is still known."""
         return self._record(PRUNED, version) or self.show(version)
+
+    def vouches_for(self, archive: Path) -> bool:
+        """Whether ``archive`` is, byte by byte, a release that was published here and not pruned.
+
+        Raises:
+            IntegrityError: it is no release at all.
+        """
+        record = self._record(MANIFESTS, read_release_manifest(archive).version)
+        return record is not None and record.archive_sha256 == sha256_file(archive)
 
     def fetch(self, version: str, path: Path) -> Record:
         """Bring a release's archive to ``path``, hash checked.

@@ -1,0 +1,226 @@
+"""``evernear registry``: the releases of a store, and the pointer to the one that serves."""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, settings_of
+from evernear.errors import StoreError
+from evernear.settings import Settings
+
+if TYPE_CHECKING:
+    from evernear.deployment import Deployment
+    from evernear.release.registry import Champion, Record, Registry
+
+app = typer.Typer(no_args_is_help=True, help="Releases: list, look at, promote, roll back, prune.")
+VersionArgument = Annotated[str, typer.Argument(metavar="VERSION")]
+StoreOption = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        metavar="URI",
+        help="This store alone, file:///path or s3://bucket/prefix; no TorchServe follows. [the settings' store]",
+    ),
+]
+WhyOption = Annotated[str, typer.Option("--why", metavar="TEXT", help="For the history.")]
+
+
+@app.command(name="list")
+def list_(
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """All releases, oldest first; the champion is marked."""
+    registry = registry_of(store, config, overrides, workdir)
+    champion = registry.champion()
+    told = [_told(registry.show(version), champion) for version in registry.list()]
+    if as_json:
+        print(json.dumps(told))
+        return
+    rows = [
+        (
+            release["version"],
+            release["created"][:16].replace("T", " "),
+            _percent(release["metrics"].get("accuracy")),
+            "champion" if release["champion"] else "",
+            release["parent"] or "-",
+            f"{release['archive_size_bytes'] / 1e6:.1f} MB",
+        )
+        for release in told
+    ]
+    _print_table(("version", "created (UTC)", "accuracy", "", "parent", "size"), rows)
+
+
+@app.command()
+def show(
+    version: VersionArgument,
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """All that is known of a release, of a pruned one too: data, network, code, verdict, metrics, parts."""
+    registry = registry_of(store, config, overrides, workdir)
+    told: dict[str, Any] = _told(registry.trace(version), registry.champion())
+    told["pruned"] = version not in registry.list()
+    if as_json:
+        print(json.dumps(told))
+        return
+    verdict = told.pop("verdict")
+    metrics, labels, parts = told.pop("metrics"), told.pop("labels"), told.pop("parts")
+    for key, value in told.items():
+        print(f"{key.replace('_', ' '):<20} {_word(value)}")
+    print(f"{'labels':<20} {len(labels)}: {' '.join(labels[:20])}{' ...' * (len(labels) > 20)}")
+    if verdict:
+        print(f"{'verdict':<20} {'promote' if verdict['promote'] else 'hold'}")
+        for reason in verdict["reasons"]:
+            print(f"  - {reason}")
+    print("metrics")
+    for name, value in sorted(metrics.items()):
+        print(f"  {name:<28} {value:g}")
+    print("parts")
+    for name, part in sorted(parts.items()):
+        print(f"  {name:<20} {part['sha256']} {part['size_bytes']:>12,} bytes")
+
+
+@app.command()
+def champion(
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The release that serves, and how it came to."""
+    registry = registry_of(store, config, overrides, workdir)
+    found = registry.champion()
+    if found is None:
+        raise StoreError(f"No release has been promoted in {registry.uri} yet; run `evernear run` first.")
+    print(found.move.model_dump_json() if as_json else found.version)
+
+
+@app.command()
+def history(
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Every move of the champion's pointer, oldest first: when, what, how, by whom and why."""
+    moves = list(registry_of(store, config, overrides, workdir).history())
+    if as_json:
+        print(json.dumps([move.model_dump(mode="json") for move in moves]))
+        return
+    rows = [(f"{m.since:%Y-%m-%d %H:%M:%S}", m.version, m.previous or "-", m.how, m.by, m.why) for m in moves]
+    _print_table(("since (UTC)", "version", "before it", "how", "by", "why"), rows)
+
+
+@app.command()
+def promote(
+    version: VersionArgument,
+    why: WhyOption = "",
+    force: Annotated[bool, typer.Option("--force", help="Although the verdict holds it; wants --why.")] = False,
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a release the champion; a TorchServe that is up in the working directory follows, proved first."""
+    from evernear.deployment import promote
+
+    _tell(promote(version, _settings(store, config, overrides, workdir), force=force, why=why), as_json)
+
+
+@app.command()
+def rollback(
+    why: WhyOption = "",
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take the champion's last move back; again, the one before that."""
+    from evernear.deployment import rollback
+
+    _tell(rollback(_settings(store, config, overrides, workdir), why=why), as_json)
+
+
+@app.command()
+def prune(
+    keep: Annotated[int, typer.Option("--keep", min=1, metavar="N", help="How many of the newest stay.")],
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove old releases; never the champion, its parent, or what a rollback leads to."""
+    removed = registry_of(store, config, overrides, workdir).prune(keep)
+    if as_json:
+        print(json.dumps({"removed": removed}))
+    else:
+        print(f"Removed {', '.join(removed)}." if removed else "Nothing to remove.")
+
+
+def registry_of(store: StoreOption, config: ConfigOption, overrides: SetOption, workdir: WorkdirOption) -> "Registry":
+    """The registry that the options of a command name."""
+    from evernear.release.registry import Registry
+    from evernear.store import open_store
+
+    return Registry(open_store(_settings(store, config, overrides, workdir).store_uri))
+
+
+def _settings(store: StoreOption, config: ConfigOption, overrides: SetOption, workdir: WorkdirOption) -> Settings:
+    """With ``--store``, that store alone: what serves in the working directory may belong to another one."""
+    flags = [f"store={json.dumps(store)}", "target=registry"] if store else []
+    return settings_of(None, config, [*(overrides or []), *flags], workdir)
+
+
+def _told(record: "Record", champion: "Champion | None") -> dict[str, Any]:
+    """A record as one level of names, for people and programs."""
+    tree = record.model_dump(mode="json")
+    manifest: dict[str, Any] = tree.pop("manifest")
+    return manifest | tree | {"champion": champion is not None and champion.version == record.manifest.version}
+
+
+def _tell(deployed: "Deployment", as_json: bool) -> None:
+    if as_json:
+        print(deployed.model_dump_json())
+        return
+    place = f"serves at {deployed.url}" if deployed.url else "is the champion; servers take it up when they start"
+    before = f" A rollback would lead to {deployed.previous}." if deployed.previous else ""
+    print(f"Release {deployed.version} {place}.{before}")
+
+
+def _print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    table = [head, *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
+    for row in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2%}"
+
+
+def _word(value: Any) -> str:
+    match value:
+        case None | "":
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case dict():
+            return ", ".join(f"{key} {_word(inner)}" for key, inner in value.items())
+        case list():
+            return " ".join(_word(inner) for inner in value)
+        case _:
+            return str(value)

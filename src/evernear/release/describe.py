@@ -1,0 +1,177 @@
+"""What a release takes, gives and comes from, told by its archive alone: nothing of it is loaded or run."""
+
+import importlib.util
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from evernear.data.preprocess import Preprocessing
+from evernear.errors import IntegrityError
+from evernear.evaluation.verdict import Verdict
+from evernear.index.description import DESCRIPTION_FILE, IndexDescription
+from evernear.release.manifest import HANDLER_FILE, PREPROCESSING_FILE, VERDICT_FILE, ReleaseManifest
+from evernear.release.parts import read_release
+from evernear.release.registry import Decision
+from evernear.store import sha256_file
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Value(_Frozen):
+    """One input or output. ``shape`` is empty for a single value; ``N`` is the size of the batch."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    meaning: str
+
+
+class Signature(_Frozen):
+    """What goes in and what comes out."""
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+
+class Index(_Frozen):
+    """The FAISS index and how it answers; ``threshold`` is the L2 distance beyond which an image is unknown."""
+
+    factory: str
+    search: str
+    metric: str
+    size: int
+    dim: int
+    label_by: str
+    k: int
+    threshold: float
+
+
+class Lineage(_Frozen):
+    """What the release was made of, when, and by which source code."""
+
+    created: datetime
+    parent: str | None
+    dataset_name: str
+    dataset_digest: str
+    network_sha256: str
+    git_commit: str
+    evernear_version: str
+    own_handler: bool
+    """Whether `HANDLER_FILE`, which TorchServe runs, is that of this installation of evernear."""
+
+
+class Description(_Frozen):
+    """All of ``evernear inspect show``."""
+
+    version: str
+    archive_sha256: str
+    archive_size_bytes: int
+    request: Signature
+    network: Signature
+    preprocessing: Preprocessing
+    index: Index
+    labels: tuple[str, ...]
+    """Those that it can answer with."""
+    verdict: Decision
+    metrics: dict[str, float]
+    lineage: Lineage
+    parts: dict[str, int]
+    """Size of each file in bytes."""
+
+
+def describe(archive: Path) -> Description:
+    """Describe a ``.mar`` that nobody vouches for.
+
+    All members are hashed before any is parsed, and only JSON is: neither the network nor the index.
+
+    Raises:
+        IntegrityError: it is no sound release, or its parts contradict each other.
+    """
+    manifest, texts = read_release(archive)
+    index = _parsed(IndexDescription, texts[DESCRIPTION_FILE], archive)
+    preprocessing = _parsed(Preprocessing, texts[PREPROCESSING_FILE], archive)
+    verdict = Verdict.parse(texts[VERDICT_FILE], f"in {archive}")
+    _require_agreement(manifest, index, preprocessing, verdict, archive)
+    return Description(
+        version=manifest.version,
+        archive_sha256=sha256_file(archive),
+        archive_size_bytes=archive.stat().st_size,
+        request=_request(manifest, index),
+        network=_network(manifest),
+        preprocessing=preprocessing,
+        index=Index(threshold=index.threshold, **index.model_dump(include=set(Index.model_fields))),
+        labels=manifest.labels,
+        verdict=Decision(promote=verdict.promote, reasons=tuple(verdict.reasons)),
+        metrics=manifest.metrics,
+        lineage=Lineage(
+            own_handler=_is_own_handler(manifest), **manifest.model_dump(include=set(Lineage.model_fields))
+        ),
+        parts={name: part.size_bytes for name, part in sorted(manifest.parts.items())},
+    )
+
+
+def _parsed(model: type[Any], data: bytes, archive: Path) -> Any:
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        raise IntegrityError(f"{archive} holds a {model.__name__} that cannot be read.") from error
+
+
+def _require_agreement(
+    manifest: ReleaseManifest, index: IndexDescription, preprocessing: Preprocessing, verdict: Verdict, archive: Path
+) -> None:
+    network = manifest.network_sha256
+    if index.network_sha256 != network:
+        raise IntegrityError(
+            f"The index in {archive} holds vectors of network {index.network_sha256[:12]}, not of {network[:12]}: "
+            "distances between them mean nothing."
+        )
+    if verdict.candidate.network_sha256 != network:
+        raise IntegrityError(f"The verdict in {archive} is on another network than the one it holds.")
+    stamps = {name: manifest.parts[name].sha256 for name in index.parts if name in manifest.parts}
+    told = (index.parts, index.dim, index.threshold, index.known_labels, index.dataset_digest, preprocessing)
+    kept = (
+        stamps,
+        manifest.embedding_dim,
+        manifest.threshold,
+        manifest.labels,
+        manifest.dataset_digest,
+        manifest.preprocessing,
+    )
+    if told != kept or len(index.counts) != len(index.labels):
+        raise IntegrityError(f"The manifest of {archive} contradicts its index or its preprocessing.")
+
+
+def _request(manifest: ReleaseManifest, index: IndexDescription) -> Signature:
+    near = min(index.k, index.size)
+    image = f"a PNG or JPEG file of any size up to {manifest.max_pixels:,} pixels"
+    return Signature(
+        inputs=(Value(name="image", dtype="bytes", shape=(), meaning=image),),
+        outputs=(
+            Value(name="pred", dtype="string", shape=(), meaning="one of the labels"),
+            Value(name="dist", dtype="float", shape=(), meaning="L2 to the nearest gallery image, 0 to 2"),
+            Value(name="unknown", dtype="bool", shape=(), meaning=f"dist beyond {index.threshold:.3f}"),
+            Value(name="neighbors.label", dtype="string", shape=(near,), meaning="nearest first"),
+            Value(name="neighbors.dist", dtype="float", shape=(near,), meaning="L2, ascending"),
+            Value(name="version", dtype="string", shape=(), meaning=manifest.version),
+        ),
+    )
+
+
+def _network(manifest: ReleaseManifest) -> Signature:
+    shape = manifest.preprocessing
+    images = ("N", shape.channels, shape.height_px, shape.width_px)
+    return Signature(
+        inputs=(Value(name="images", dtype="uint8", shape=images, meaning="0 to 255, NCHW"),),
+        outputs=(Value(name="embeddings", dtype="float32", shape=("N", manifest.embedding_dim), meaning="L2 norm 1"),),
+    )
+
+
+def _is_own_handler(manifest: ReleaseManifest) -> bool:
+    handler = importlib.util.find_spec("evernear.serving.handler")
+    own = Path(handler.origin) if handler and handler.origin else None
+    return own is not None and manifest.parts[HANDLER_FILE].sha256 == sha256_file(own)
