@@ -1,10 +1,16 @@
 """A release that a real TorchServe serves."""
 
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from releases import PackedRelease, settings_on_free_ports
+
 from evernear.release.manifest import ReleaseManifest
-from evernear.release.parts import ReleaseParts
+from evernear.release.parts import ReleaseParts, open_release
+from evernear.serving import torchserve
 from evernear.serving.client import Client
 from evernear.serving.connection import home_of
 from evernear.serving.management import Management
@@ -32,3 +38,19 @@ class Served:
 
     def client(self) -> Client:
         return Client.of(self.settings)
+
+
+@contextmanager
+def serving(release: PackedRelease, workdir: Path, **changes: object) -> Generator[Served]:
+    """A TorchServe of its own for ``release``; nothing of it is left afterwards."""
+    settings = Settings(workdir=workdir, serving=settings_on_free_ports(**changes))
+    home = home_of(workdir)
+    torchserve.start(settings.serving, home)
+    try:
+        shutil.copy(release.archive, torchserve.model_store(home) / "release.mar")
+        Management(home).register("release.mar", settings.serving)
+        torchserve.await_ready(settings.serving, home, release.version)
+        yield Served(settings, open_release(release.archive, workdir / "opened"))
+    finally:
+        torchserve.stop(home)
+    assert not torchserve.processes(home)

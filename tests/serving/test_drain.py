@@ -1,0 +1,168 @@
+"""How a server ends: nobody who was let in is cut off, and nothing stays behind."""
+
+import http.client
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from releases import MakeRelease, PackedRelease
+from served import Served, serving
+
+from evernear.serving import torchserve
+from evernear.serving.connection import read_key
+
+CLIENTS = 12
+
+
+@pytest.fixture(scope="module")
+def release(make_release: MakeRelease) -> PackedRelease:
+    return make_release()
+
+
+@pytest.fixture
+def server(release: PackedRelease, tmp_path: Path) -> Iterator[Served]:
+    with serving(release, tmp_path) as served:
+        yield served
+
+
+class Caller:
+    """A client that counts: answers, and anything else that befalls a request on an open connection."""
+
+    def __init__(self, server: Served, keep_alive: bool) -> None:
+        self._port = server.settings.serving.inference_port
+        self._keep_alive = keep_alive
+        self._headers = {"Authorization": f"Bearer {read_key(server.home, 'inference')}"}
+        self._image = server.parts.smoke_queries()[0][0]
+        self.answers = 0
+        self.failures: list[str] = []
+
+    def call_until_refused(self) -> None:
+        while not self.failures:
+            connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
+            try:
+                connection.connect()
+            except ConnectionRefusedError:
+                return
+            try:
+                while self._call(connection) and self._keep_alive:
+                    pass
+            except (OSError, http.client.HTTPException) as fault:
+                self.failures.append(repr(fault))
+            finally:
+                connection.close()
+
+    def _call(self, connection: http.client.HTTPConnection) -> bool:
+        connection.request("POST", "/predictions/embedding", self._image, self._headers)
+        answer = connection.getresponse()
+        body = answer.read()
+        if answer.status == 200:
+            self.answers += 1
+        else:
+            self.failures.append(f"{answer.status} {body!r}")
+        return not answer.will_close
+
+
+def test_a_stop_under_load_fails_no_request(server: Served) -> None:
+    callers = [Caller(server, keep_alive=number % 3 > 0) for number in range(CLIENTS)]
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        calls = [pool.submit(caller.call_until_refused) for caller in callers]
+        _await(lambda: all(caller.answers >= 5 for caller in callers))
+        assert torchserve.stop(server.home)
+        for call in calls:
+            call.result(timeout=60)
+    assert [caller.failures for caller in callers if caller.failures] == []
+    assert torchserve.processes(server.home) == []
+
+
+def test_a_request_that_is_still_being_sent_is_answered(server: Served) -> None:
+    image, query = server.parts.smoke_queries()[0]
+    connection = http.client.HTTPConnection("127.0.0.1", server.settings.serving.inference_port, timeout=30)
+    connection.putrequest("POST", "/predictions/embedding")
+    connection.putheader("Authorization", f"Bearer {read_key(server.home, 'inference')}")
+    connection.putheader("Content-Length", str(len(image)))
+    connection.endheaders(image[:50])
+    stop = threading.Thread(target=torchserve.stop, args=[server.home])
+    stop.start()
+    _await(lambda: not torchserve.is_ready(server.home, "embedding"))
+    time.sleep(2)  # longer than idle connections are kept
+    connection.send(image[50:])
+    answer = connection.getresponse()
+    assert (answer.status, answer.getheader("connection")) == (200, "close")
+    assert f'"pred":"{query.pred}"'.encode() in answer.read()
+    stop.join(30)
+    assert torchserve.processes(server.home) == []
+
+
+def test_a_request_that_never_ends_is_given_up(release: PackedRelease, tmp_path: Path) -> None:
+    with serving(release, tmp_path, drain_timeout_s=1) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.settings.serving.inference_port, timeout=30)
+        connection.putrequest("POST", "/predictions/embedding")
+        connection.putheader("Content-Length", "10")
+        connection.endheaders(b"begin")
+        assert torchserve.stop(server.home)
+        with pytest.raises((OSError, http.client.HTTPException)):
+            connection.getresponse()
+        assert torchserve.processes(server.home) == []
+
+
+def test_a_server_ends_with_the_process_that_owns_it_even_a_killed_one(server: Served) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from evernear.serving import torchserve; "
+        "torchserve.adopt(Path(sys.argv[1])); print('adopted', flush=True); time.sleep(600)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", script, str(server.home)], stdout=subprocess.PIPE, text=True)
+    caller = Caller(server, keep_alive=True)
+    try:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "adopted\n"
+        calls = threading.Thread(target=caller.call_until_refused)
+        calls.start()
+        _await(lambda: caller.answers >= 5)
+        time.sleep(1)  # for the server to learn of its owner
+    finally:
+        owner.kill()
+        owner.communicate()
+    calls.join(60)
+    assert caller.failures == []
+    _, left = psutil.wait_procs(torchserve.processes(server.home), timeout=30)
+    assert left == []
+
+
+def test_sigterm_alone_drains_as_well(server: Served) -> None:
+    """What a container's runtime sends, to a Java that is its first process."""
+    caller = Caller(server, keep_alive=True)
+    calls = threading.Thread(target=caller.call_until_refused)
+    calls.start()
+    _await(lambda: caller.answers >= 5)
+    (java,) = [process for process in torchserve.processes(server.home) if "java" in process.name()]
+    os.kill(java.pid, signal.SIGTERM)
+    calls.join(60)
+    assert caller.failures == []
+    _, left = psutil.wait_procs(torchserve.processes(server.home), timeout=30)
+    assert left == []
+
+
+def test_only_a_server_that_would_answer_is_ready(server: Served, tmp_path: Path) -> None:
+    assert torchserve.is_ready(server.home, "embedding")
+    assert not torchserve.is_ready(server.home, "another-model")
+    assert not torchserve.is_ready(tmp_path / "elsewhere", "embedding")
+    for worker in torchserve.processes(server.home):
+        if "java" not in worker.name():
+            worker.kill()
+    _await(lambda: not torchserve.is_ready(server.home, "embedding"))
+    _await(lambda: torchserve.is_ready(server.home, "embedding"))
+
+
+def _await(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
