@@ -1,86 +1,31 @@
 """The client, over REST and gRPC, against a real TorchServe and against servers that misbehave."""
 
 import asyncio
-import http.server
 import json
 import socket
 import ssl
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 from served import Served
+from stand_ins import ANSWER, grpc_server, http_server
 
 from evernear.errors import DataError, PredictionRefused, ServingError, SettingsError, Timeout, Unreachable
 from evernear.serving.client import GRPC_FRAME_BYTES, AsyncClient, Client, Format, Target
-from evernear.serving.client.grpc import PREDICTIONS
 from evernear.serving.connection import read_key
-from evernear.serving.torchserve_proto.inference_pb2 import PredictionResponse
 from evernear.settings import Settings
 
 NOTHING_LISTENS = 9  # the discard port
 FORMATS: list[Format] = ["rest", "grpc"]
-ANSWER = {"pred": "7", "dist": 0.5, "unknown": False, "neighbors": [{"label": "7", "dist": 0.5}], "version": "v"}
 
 
 def plain(port: int, format: Format, **changes: object) -> Target:
     return replace(Target("127.0.0.1", port, "embedding", format), **changes)  # type: ignore[arg-type]
-
-
-class Http(http.server.BaseHTTPRequestHandler):
-    status, body = 200, json.dumps(ANSWER).encode()
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(self.status)
-        self.send_header("Content-Length", str(len(self.body)))
-        self.end_headers()
-        self.wfile.write(self.body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextmanager
-def http_server(tls: ssl.SSLContext | None = None, **answer: object) -> Iterator[int]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Http,), answer)) as server:
-        if tls:
-            server.socket = tls.wrap_socket(server.socket, server_side=True)
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server.server_address[1]
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-@contextmanager
-def grpc_server(answer: object, port: int = 0, credentials: grpc.ServerCredentials | None = None) -> Iterator[int]:
-    """``answer(context)`` returns the bytes of a prediction, or aborts."""
-    server = grpc.server(ThreadPoolExecutor(4))
-    handler = grpc.unary_unary_rpc_method_handler(
-        lambda request, context: PredictionResponse(prediction=answer(context)),
-        response_serializer=PredictionResponse.SerializeToString,
-    )
-    service, method = PREDICTIONS[1:].split("/")
-    server.add_registered_method_handlers(service, {method: handler})
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
-    address = f"127.0.0.1:{port}"
-    port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
-    server.start()
-    try:
-        yield port
-    finally:
-        server.stop(None).wait()
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -195,7 +140,7 @@ def test_statuses_of_grpc_tell_whose_fault_it_is() -> None:
         (grpc.StatusCode.UNAVAILABLE, "", Unreachable),
     ]
     for code, details, error in cases:
-        with grpc_server(lambda context, c=code, d=details: context.abort(c, d)) as port:
+        with grpc_server(lambda _, context, c=code, d=details: context.abort(c, d)) as port:
             with Client(plain(port, "grpc")) as client, pytest.raises(ServingError) as caught:
                 client.predict(b"x")
             assert type(caught.value) is error
@@ -204,7 +149,7 @@ def test_statuses_of_grpc_tell_whose_fault_it_is() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"<html>", b'{"pred": "7"}'])
 def test_a_stranger_that_answers_is_told(body: bytes) -> None:
-    servers = {"rest": http_server(body=body), "grpc": grpc_server(lambda _: body)}
+    servers = {"rest": http_server(body=body), "grpc": grpc_server(lambda *_: body)}
     for format in FORMATS:
         with (
             servers[format] as port,
@@ -217,7 +162,7 @@ def test_a_stranger_that_answers_is_told(body: bytes) -> None:
 def test_with_attempts_grpc_asks_again_until_the_server_is_there() -> None:
     calls: list[float] = []
 
-    def answer(context: grpc.ServicerContext) -> bytes:
+    def answer(_: object, context: grpc.ServicerContext) -> bytes:
         calls.append(time.monotonic())
         if len(calls) < 4:
             context.abort(grpc.StatusCode.UNAVAILABLE, "not yet")
@@ -249,7 +194,7 @@ def test_tls_is_spoken_with_servers_of_a_trusted_authority_only(
     key, public = certificate
     if format == "grpc":
         pair = [(key.read_bytes(), public.read_bytes())]
-        server = grpc_server(lambda _: json.dumps(ANSWER).encode(), credentials=grpc.ssl_server_credentials(pair))
+        server = grpc_server(lambda *_: json.dumps(ANSWER).encode(), credentials=grpc.ssl_server_credentials(pair))
     else:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(public, key)

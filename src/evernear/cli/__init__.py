@@ -4,8 +4,9 @@ import sys
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
-from evernear.cli import journey, predict, server
+from evernear.cli import inspect, journey, predict, prep, releases, server
 from evernear.errors import EvernearError
 
 app = typer.Typer(
@@ -18,12 +19,15 @@ for command in (
     journey.run,
     journey.demo,
     predict.predict,
+    prep.prep,
     server.status,
     server.serve,
     server.stop,
     server.token,
 ):
     app.command()(command)
+app.add_typer(releases.app, name="registry")
+app.add_typer(inspect.app, name="inspect")
 
 
 def main() -> None:
@@ -31,5 +35,5 @@ def main() -> None:
     try:
         app()
     except EvernearError as error:
-        Console(stderr=True).print(f"[bold red]evernear:[/] {error}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(f"[bold red]evernear:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)

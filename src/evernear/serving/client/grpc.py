@@ -85,7 +85,13 @@ def _credentials() -> grpc.ChannelCredentials:
 
 def _options(target: Target) -> Sequence[tuple[str, Any]]:
     """Channel options; a prediction changes nothing, so one that did not arrive may be asked for again."""
-    options: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]
+    options: list[tuple[str, Any]] = [
+        ("grpc.enable_http_proxy", 0),
+        # A server that was away is found again within this time, where gRPC's own is two minutes.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+    ]
     if target.attempts > 1:
         policy = {
             "maxAttempts": target.attempts,

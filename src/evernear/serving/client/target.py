@@ -1,5 +1,6 @@
 """Which server a client asks, and in which way."""
 
+import json
 import os
 import ssl
 from collections.abc import Callable
@@ -99,7 +100,9 @@ class Target:
 
 
 def token_of_environment() -> str | None:
-    """A remote server's token: ``EVERNEAR_TOKEN``, or the content of the file in ``EVERNEAR_TOKEN_FILE``.
+    """A remote server's token: ``EVERNEAR_TOKEN``, or what the file in ``EVERNEAR_TOKEN_FILE`` holds.
+
+    That file has the token alone, or is TorchServe's own ``key_file.json``, mounted.
 
     Raises:
         SettingsError: the file cannot be read.
@@ -110,8 +113,9 @@ def token_of_environment() -> str | None:
     if not file:
         return None
     try:
-        return Path(file).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
+        text = Path(file).read_text().strip()
+        return str(json.loads(text)["inference"]["key"]) if text.startswith("{") else text
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise SettingsError(f"{TOKEN_FILE_VARIABLE}={file} cannot be read: {error}.") from None
 
 

@@ -1,0 +1,16 @@
+"""``evernear prep``: the preprocessing server in front of TorchServe."""
+
+from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, settings_of
+from evernear.errors import ServingError
+
+
+def prep(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+    """Prepare images here and have TorchServe recognise them; stays until SIGTERM or Ctrl-C."""
+    settings = settings_of(None, config, overrides, workdir)
+    try:
+        from evernear.serving.prep.server import serve
+    except ModuleNotFoundError as error:
+        raise ServingError(f"{error.name} is not installed; run `pip install evernear[prep]`.") from None
+
+    print(f"Images are taken at http://{settings.prep.host}:{settings.prep.port}/predict; see /docs there.", flush=True)
+    serve(settings)

@@ -1,0 +1,49 @@
+"""The preprocessing server as a process."""
+
+import errno
+import socket
+
+import uvicorn
+
+from evernear.errors import PortTaken, ServingError
+from evernear.serving.prep.app import create_app
+from evernear.serving.prep.service import target_of
+from evernear.settings import Settings
+
+SHUTDOWN_TIMEOUT_S = 30
+
+
+def serve(settings: Settings) -> None:
+    """Answer until SIGTERM or Ctrl-C; what is in flight then is finished.
+
+    Raises:
+        PortTaken, ServingError: ``prep.host`` and ``prep.port`` cannot be bound.
+        Unreachable: the predictor is to be that of the working directory, and none was started there.
+    """
+    target_of(settings)
+    config = uvicorn.Config(
+        create_app(settings),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
+    )
+    with bound(settings.prep.host, settings.prep.port) as listening:
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 is any free one.
+
+    Raises:
+        PortTaken, ServingError: it cannot be bound.
+    """
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortTaken(
+                f"Port {port} on {host} is in use by another program; stop that, or choose a free port with "
+                "--set prep.port=NUMBER."
+            ) from None
+        raise ServingError(f"prep.host: {host}:{port} cannot be bound: {error.strerror}.") from None

@@ -1,0 +1,78 @@
+"""A preprocessing server on a real port, and releases that prescribe what a test wants."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import httpx
+import uvicorn
+
+from evernear.data.preprocess import Preprocessing
+from evernear.release.manifest import ReleaseManifest
+from evernear.release.registry import CHAMPION, MANIFESTS, Move, Record
+from evernear.serving.prep.app import create_app
+from evernear.serving.prep.server import bound
+from evernear.settings import PrepSettings, ServingSettings, Settings
+from evernear.store import open_store
+
+
+@contextmanager
+def front(settings: Settings) -> Iterator[httpx.Client]:
+    """A client of a preprocessing server with ``settings``, on a free port."""
+    config = uvicorn.Config(create_app(settings), log_level="warning", access_log=False)
+    server = uvicorn.Server(config)
+    with bound("127.0.0.1", 0) as listening:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            while not server.started:
+                assert thread.is_alive()
+                time.sleep(0.01)
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            with httpx.Client(base_url=url, timeout=30, trust_env=False) as client:
+                yield client
+        finally:
+            server.should_exit = True
+            thread.join(30)
+    assert not thread.is_alive()
+
+
+def make_champion(store_uri: str, version: str) -> None:
+    """Let the pointer stand at ``version``, as after its deployment."""
+    move = Move(version=version, previous=None, since=datetime.now(UTC))
+    open_store(store_uri).put(CHAMPION, move.model_dump_json().encode())
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """A registry of releases that differ in their preprocessing alone."""
+
+    directory: Path
+    manifest: ReleaseManifest
+
+    def release(self, number: int, size_px: int = 8, *, published: bool = True, champion: bool = False) -> str:
+        """The version of release ``number``, whose images are of ``size_px``."""
+        version = f"20260101.00000{number}.0000000{number}"
+        shape = Preprocessing(height_px=size_px, width_px=size_px, channels=1, mean=(0.5,), std=(0.5,))
+        manifest = self.manifest.model_copy(update={"version": version, "preprocessing": shape})
+        if published:
+            record = Record(manifest=manifest, archive_sha256="0" * 64, archive_size_bytes=0)
+            open_store(self.uri).put(f"{MANIFESTS}{version}.json", record.model_dump_json().encode())
+        if champion:
+            make_champion(self.uri, version)
+        return version
+
+    @property
+    def uri(self) -> str:
+        return self.directory.as_uri()
+
+    def settings(self, predictor_port: int, **prep: object) -> Settings:
+        return Settings(
+            store=self.uri,
+            serving=ServingSettings(grpc_inference_port=predictor_port),
+            prep=PrepSettings.model_validate({"predictor_host": "127.0.0.1"} | prep),
+        )

@@ -1,0 +1,245 @@
+"""The preprocessing server in front of predictors that move on, are slow, or are gone."""
+
+import base64
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from front import Shelf, front, make_champion
+from PIL import Image
+from releases import settings_on_free_ports
+from stand_ins import ANSWER, grpc_server
+
+from evernear.release.parts import ReleaseParts
+from evernear.serving.torchserve_proto.inference_pb2 import PredictionsRequest
+
+
+def png(size_px: int = 100) -> dict[str, str]:
+    buffer = BytesIO()
+    Image.effect_noise((size_px, size_px), 50).save(buffer, format="PNG")
+    return {"data": base64.b64encode(buffer.getvalue()).decode()}
+
+
+class Predictor:
+    """Answers with ``version`` and tells, as the label, how wide the image was that it got."""
+
+    def __init__(self, version: str) -> None:
+        self.version = version
+        self.calls = 0
+        self.answer = self.recognise
+        self.lock = threading.Lock()
+
+    def __call__(self, request: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
+        with self.lock:
+            self.calls += 1
+        return self.answer(request, context)
+
+    def recognise(self, request: PredictionsRequest, _: grpc.ServicerContext) -> bytes:
+        width = Image.open(BytesIO(request.input["body"])).width
+        return json.dumps(ANSWER | {"pred": str(width), "version": self.version}).encode()
+
+    def fail(self, _: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
+        context.abort(grpc.StatusCode.INTERNAL, "it is broken")
+
+    def wait(self, request: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
+        while context.is_active():
+            time.sleep(0.01)
+        return b""
+
+
+@pytest.fixture
+def shelf(parts: ReleaseParts, tmp_path: Path) -> Shelf:
+    return Shelf(tmp_path / "store", parts.manifest)
+
+
+@pytest.fixture
+def predictor(shelf: Shelf) -> Predictor:
+    """It serves release 1, the champion, whose images are 8 pixels wide."""
+    return Predictor(shelf.release(1, champion=True))
+
+
+@pytest.fixture
+def port(predictor: Predictor) -> Iterator[int]:
+    with grpc_server(predictor) as port:
+        yield port
+
+
+def refusal(answer: httpx.Response, status: int) -> str:
+    assert answer.status_code == status, answer.text
+    assert answer.json()["code"] == status
+    return answer.json()["message"]
+
+
+def test_after_a_rollout_images_are_prepared_as_the_new_release_prescribes(
+    shelf: Shelf, predictor: Predictor, port: int
+) -> None:
+    with front(shelf.settings(port)) as client:
+        assert client.post("/predict/label", json=png()).json() == told("8", predictor.version)
+        predictor.version = shelf.release(2, size_px=16)
+        assert client.post("/predict/label", json=png()).json() == told("16", predictor.version)
+        assert client.get("/metadata").json()["height_px"] == 16
+        predictor.version = shelf.release(1)
+        assert client.post("/predict/label", json=png()).json() == told("8", predictor.version)
+
+
+def told(label: str, version: str) -> dict[str, object]:
+    return {"label": label, "unknown": False, "version": version}
+
+
+def test_a_rollout_that_keeps_the_preprocessing_costs_no_second_call(
+    shelf: Shelf, predictor: Predictor, port: int
+) -> None:
+    with front(shelf.settings(port)) as client:
+        client.post("/predict", json=png())
+        calls = predictor.calls
+        predictor.version = shelf.release(2)
+        assert client.post("/predict", json=png()).json()["version"] == predictor.version
+        assert predictor.calls == calls + 1
+
+
+def test_through_rollouts_under_load_every_answer_is_of_an_image_prepared_for_it(
+    shelf: Shelf, predictor: Predictor, port: int
+) -> None:
+    """Release 1 wants 8 pixels, release 2 wants 16: an answer that names one and saw the other is a wrong one."""
+    versions = {shelf.release(1): "8", shelf.release(2, size_px=16): "16"}
+    with front(shelf.settings(port)) as client, ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(client.post, "/predict", json=png()) for _ in range(300)]
+        while not all(answer.done() for answer in answers):
+            predictor.version = next(v for v in versions if v != predictor.version)
+            time.sleep(0.05)
+    seen = set()
+    for answer in answers:
+        response = answer.result()
+        if response.status_code == 200:
+            assert response.json()["pred"] == versions[response.json()["version"]]
+            seen.add(response.json()["version"])
+        else:
+            assert "changes its release faster" in refusal(response, 503)
+    assert seen == set(versions)
+
+
+def test_a_release_that_the_registry_does_not_hold_is_told_and_its_answer_is_not(
+    shelf: Shelf, predictor: Predictor, port: int
+) -> None:
+    predictor.version = version = shelf.release(2, published=False)
+    with front(shelf.settings(port)) as client:
+        for path in ("/health", "/metadata", "/label", "/predict/test", "/predict/test/label"):
+            assert f"answers with release {version}, whose preprocessing cannot be had" in refusal(
+                client.get(path), 503
+            )
+        for path in ("/predict", "/predict/label"):
+            assert "so its answer may be wrong" in refusal(client.post(path, json=png()), 503)
+        shelf.release(2)  # published at last
+        assert client.get("/health").json()["version"] == version
+
+
+def test_before_the_first_release_it_says_what_is_missing(shelf: Shelf, tmp_path: Path) -> None:
+    predictor = Predictor("x")
+    with grpc_server(predictor) as port, front(shelf.settings(port)) as client:
+        assert "No release has been promoted yet" in refusal(client.get("/health"), 503)
+        assert "No release has been promoted yet" in refusal(client.post("/predict", json=png()), 503)
+        assert predictor.calls == 0
+
+
+def test_a_damaged_registry_is_told(shelf: Shelf, predictor: Predictor, port: int) -> None:
+    (shelf.directory / "releases" / "champion.json").write_text("{")
+    with front(shelf.settings(port)) as client:
+        assert "is damaged" in refusal(client.get("/health"), 503)
+        make_champion(shelf.uri, predictor.version)
+        assert client.get("/health").status_code == 200
+
+
+def test_a_predictor_that_is_down_is_told_and_found_again(shelf: Shelf, predictor: Predictor) -> None:
+    port = settings_on_free_ports().inference_port
+    with front(shelf.settings(port, failures=1000)) as client:
+        assert f"No server answers gRPC at 127.0.0.1:{port}" in refusal(client.post("/predict", json=png()), 503)
+        assert refusal(client.get("/health"), 503)
+        with grpc_server(predictor, port):
+            deadline_s = time.monotonic() + 60
+            while client.get("/health").status_code != 200:
+                assert time.monotonic() < deadline_s
+            assert client.post("/predict", json=png()).status_code == 200
+        told = client.get("/metrics").text
+        assert 'evernear_prep_predictor_failures_total{reason="Unreachable"}' in told
+
+
+def test_a_predictor_that_hiccups_is_asked_again(shelf: Shelf, predictor: Predictor, port: int) -> None:
+    def hiccup(request: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
+        if predictor.calls % 3:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
+        return predictor.recognise(request, context)
+
+    predictor.answer = hiccup
+    with front(shelf.settings(port)) as client:
+        assert [client.post("/predict", json=png()).status_code for _ in range(4)] == [200] * 4
+        assert predictor.calls == 12
+
+
+def test_a_predictor_that_is_slow_is_a_timeout(shelf: Shelf, predictor: Predictor, port: int) -> None:
+    predictor.answer = predictor.wait
+    with front(shelf.settings(port, timeout_s=0.3)) as client:
+        assert "within 0.3 s" in refusal(client.post("/predict", json=png()), 504)
+        assert "within 0.3 s" in refusal(client.get("/health"), 504)
+
+
+def test_a_predictor_that_fails_again_and_again_is_left_alone_for_a_while(
+    shelf: Shelf, predictor: Predictor, port: int
+) -> None:
+    with front(shelf.settings(port, failures=3, recovery_s=1)) as client:
+        predictor.answer = predictor.fail
+        for _ in range(3):
+            assert "it is broken" in refusal(client.post("/predict", json=png()), 503)
+        answer = client.post("/predict", json=png())
+        assert "is left alone for 1 s" in refusal(answer, 503)
+        assert answer.headers["retry-after"] == "1"
+        assert "evernear_prep_breaker_open 1.0" in client.get("/metrics").text
+        assert predictor.calls == 3
+        predictor.answer = predictor.recognise
+        time.sleep(1.1)
+        assert client.post("/predict", json=png()).status_code == 200
+        assert "evernear_prep_breaker_open 0.0" in client.get("/metrics").text
+
+
+def test_bad_images_do_not_open_the_circuit_breaker(shelf: Shelf, predictor: Predictor, port: int) -> None:
+    with front(shelf.settings(port, failures=1)) as client:
+        for _ in range(5):
+            assert refusal(client.post("/predict", json={"data": "AAAA"}), 400)
+        assert client.post("/predict", json=png()).status_code == 200
+
+
+def test_no_more_requests_than_allowed_are_at_the_predictor_together(
+    shelf: Shelf, predictor: Predictor, port: int
+) -> None:
+    together, most = 0, 0
+
+    def count(request: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
+        nonlocal together, most
+        with predictor.lock:
+            together += 1
+            most = max(most, together)
+        time.sleep(0.05)
+        with predictor.lock:
+            together -= 1
+        return predictor.recognise(request, context)
+
+    predictor.answer = count
+    with front(shelf.settings(port, in_flight=2)) as client, ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: client.post("/predict", json=png()).status_code, range(16)))
+    assert answers == [200] * 16
+    assert most == 2
+
+
+def test_a_predictor_of_another_kind_is_told(shelf: Shelf, predictor: Predictor, port: int) -> None:
+    predictor.answer = lambda *_: b"<html>"
+    with front(shelf.settings(port)) as client:
+        assert "is no evernear release" in refusal(client.get("/health"), 503)
+    predictor.answer = lambda *_: json.dumps({"code": 400, "type": "x", "message": "Not for you."}).encode()
+    with front(shelf.settings(port)) as client:
+        assert "The predictor takes nothing from this server: Not for you." in refusal(client.get("/health"), 503)

@@ -1,0 +1,256 @@
+"""The preprocessing server in front of a real TorchServe."""
+
+import asyncio
+import base64
+import http.client
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from io import BytesIO
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from front import front, make_champion
+from PIL import Image
+from releases import settings_on_free_ports
+from served import Served
+
+from evernear.release.registry import Registry
+from evernear.serving import torchserve
+from evernear.serving.client import AsyncClient, Client, Target
+from evernear.serving.messages import Metadata
+from evernear.settings import Settings
+from evernear.store import open_store
+
+EVERNEAR = str(Path(sys.executable).parent / "evernear")
+PATHS = {"/health", "/metadata", "/label", "/predict/test", "/predict/test/label", "/predict", "/predict/label"}
+
+
+@pytest.fixture(scope="module")
+def published(served: Served) -> Settings:
+    """Settings of a server whose release is the registry's champion."""
+    registry = Registry(open_store(served.settings.store_uri))
+    registry.publish(torchserve.model_store(served.home) / "release.mar")
+    make_champion(served.settings.store_uri, served.manifest.version)
+    return served.settings
+
+
+@pytest.fixture(scope="module")
+def prep(published: Settings) -> Iterator[httpx.Client]:
+    with front(published) as client:
+        yield client
+
+
+def encoded(image: bytes) -> dict[str, str]:
+    return {"data": base64.b64encode(image).decode()}
+
+
+def jpeg() -> bytes:
+    """A colour photograph of sorts, of another size than the network's."""
+    buffer = BytesIO()
+    Image.effect_mandelbrot((301, 203), (-2, -1, 1, 1), 50).convert("RGB").rotate(3).save(buffer, format="JPEG")
+    return buffer.getvalue()
+
+
+def test_the_answer_is_the_one_that_torchserve_gives_itself(served: Served, prep: httpx.Client) -> None:
+    with Client.of(served.settings) as direct:
+        for image in [jpeg(), *(image for image, _ in served.parts.smoke_queries())]:
+            answer = prep.post("/predict", json=encoded(image))
+            assert answer.status_code == 200, answer.text
+            expected = direct.predict(image).model_dump(mode="json")
+            told = answer.json()
+            assert {**told, "dist": 0, "neighbors": 0} == {**expected, "dist": 0, "neighbors": 0}
+            assert told["dist"] == pytest.approx(expected["dist"], abs=1e-5)
+            label = prep.post("/predict/label", json=encoded(image)).json()
+            assert label == {"label": told["pred"], "unknown": told["unknown"], "version": served.manifest.version}
+
+
+def test_it_tells_its_health_and_its_release(served: Served, prep: httpx.Client) -> None:
+    version, labels = served.manifest.version, list(served.manifest.labels)
+    assert prep.get("/health").json() == {"status": "ok", "version": version}
+    assert prep.get("/label").json() == {"labels": labels, "version": version}
+    metadata = Metadata.model_validate(prep.get("/metadata").json())
+    assert (metadata.height_px, metadata.channels, metadata.version) == (8, 1, version)
+
+
+def test_it_answers_an_image_of_the_releases_own(served: Served, prep: httpx.Client) -> None:
+    _, query = served.parts.smoke_queries()[0]
+    told = prep.get("/predict/test").json()
+    assert (told["pred"], told["unknown"]) == (query.pred, query.unknown)
+    assert told["dist"] == pytest.approx(query.dist, abs=1e-3)
+    assert prep.get("/predict/test/label").json()["label"] == query.pred
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "sentence"),
+    [
+        (encoded(b"text"), 400, "The image is not a PNG or JPEG image."),
+        (encoded(jpeg()[:900]), 400, "The image is a broken image"),
+        ({"data": "***"}, 400, 'The text under "data" is not base64.'),
+        ({"data": "\u00e4"}, 400, 'The text under "data" is not base64.'),
+        ({"data": ""}, 422, "body.data: String should have at least 1 character."),
+        ({"data": 3}, 422, "body.data: Input should be a valid string."),
+        ({}, 422, "body.data: Field required."),
+        ({"data": "AA==", "image": 1}, 422, "body.image: Extra inputs are not permitted."),
+        ([], 422, "body: Input should be"),
+    ],
+)
+def test_a_bad_request_gets_one_sentence(prep: httpx.Client, body: object, status: int, sentence: str) -> None:
+    for path in ("/predict", "/predict/label"):
+        answer = prep.post(path, json=body)
+        assert answer.status_code == status
+        assert sentence in answer.json()["message"]
+        assert answer.json()["code"] == status
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[" * 100_000, b'{"data": "\xff"}', b'{"data": "\\ud800"}', b"null"])
+def test_what_is_no_json_gets_one_sentence(prep: httpx.Client, body: bytes) -> None:
+    answer = prep.post("/predict", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code in (400, 422)
+    assert answer.json()["message"]
+
+
+def test_a_body_that_is_too_large_is_not_read(prep: httpx.Client, published: Settings) -> None:
+    limit = published.prep.max_request_size_bytes
+    with closing(http.client.HTTPConnection("127.0.0.1", prep.base_url.port, timeout=30)) as connection:
+        connection.putrequest("POST", "/predict")
+        connection.putheader("Content-Type", "application/json")
+        connection.putheader("Content-Length", str(limit + 1))
+        connection.endheaders()  # and not a byte more
+        answer = connection.getresponse()
+        assert answer.status == 413
+        assert f"larger than the {limit} bytes" in answer.read().decode()
+
+
+def test_a_body_of_undeclared_size_is_read_up_to_the_limit(prep: httpx.Client, published: Settings) -> None:
+    sent = 0
+
+    def chunks() -> Iterator[bytes]:
+        nonlocal sent
+        while sent < 100 * published.prep.max_request_size_bytes:
+            sent += 2**16
+            yield bytes(2**16)
+
+    with suppress(httpx.TransportError):  # it may hang up while we are still sending
+        assert prep.post("/predict", content=chunks()).status_code == 413
+    assert sent < 3 * published.prep.max_request_size_bytes
+
+
+def test_unknown_paths_and_methods_are_told_in_the_same_form(prep: httpx.Client) -> None:
+    assert prep.get("/nothing").json() == {"code": 404, "type": "NotFound", "message": "Not Found"}
+    assert prep.get("/predict").status_code == 405
+    assert prep.get("/predict").headers["allow"] == "POST"
+
+
+def test_many_requests_are_answered_together(served: Served, prep: httpx.Client) -> None:
+    queries = served.parts.smoke_queries() * 8
+    with ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(lambda query: prep.post("/predict", json=encoded(query[0])), queries))
+    assert [answer.json()["pred"] for answer in answers] == [query.pred for _, query in queries]
+
+
+def test_the_client_speaks_with_it(served: Served, prep: httpx.Client) -> None:
+    image, query = served.parts.smoke_queries()[0]
+    target = Target("127.0.0.1", prep.base_url.port or 0, "embedding", "prep")
+
+    async def ask() -> tuple[str, str]:
+        async with AsyncClient(target) as client:
+            return (await client.predict(image)).pred, (await client.metadata()).version
+
+    assert asyncio.run(ask()) == (query.pred, served.manifest.version)
+    with Client(target) as client:
+        assert (client.predict(image).pred, client.metadata().version) == (query.pred, served.manifest.version)
+
+
+def test_prometheus_is_told_what_happened(prep: httpx.Client, served: Served) -> None:
+    prep.post("/predict", json=encoded(b"text"))
+    prep.get("/health")
+    told = prep.get("/metrics").text
+    assert 'evernear_prep_requests_total{path="/predict",status="400"}' in told
+    assert 'evernear_prep_requests_total{path="/health",status="200"}' in told
+    assert f'evernear_prep_release_info{{version="{served.manifest.version}"}} 1.0' in told
+    assert "evernear_prep_breaker_open 0.0" in told
+    prep.get("/some/odd/path")
+    assert "odd" not in prep.get("/metrics").text
+
+
+def test_the_api_page_has_every_path_with_its_errors_and_examples(prep: httpx.Client) -> None:
+    schema = prep.get("/openapi.json").json()
+    assert set(schema["paths"]) == PATHS
+    assert prep.get("/docs").status_code == 200
+    post = schema["paths"]["/predict"]["post"]["responses"]
+    assert set(post) == {"200", "400", "413", "422", "503", "504"}
+    assert post["200"]["content"]["application/json"]["example"]["pred"] == "7"
+    example = schema["components"]["schemas"]["ImageRequest"]["properties"]["data"]["examples"][0]
+    assert prep.post("/predict", json={"data": example}).status_code == 200
+
+
+def test_schemathesis_finds_nothing(prep: httpx.Client, tmp_path: Path) -> None:
+    # What is an image no schema can say: any text is of the right type, and most of it is answered with 400.
+    accepted = '"2xx", "400", "401", "403", "404", "409"'
+    (tmp_path / "schemathesis.toml").write_text(
+        f"[checks.positive_data_acceptance]\nexpected-statuses = [{accepted}]\n"
+    )
+    done = subprocess.run(
+        [
+            str(Path(sys.executable).parent / "schemathesis"),
+            *("--config-file", "schemathesis.toml", "run", f"{prep.base_url}/openapi.json"),
+            *("--max-examples", "15", "--max-time", "20", "--generation-deterministic", "--no-shrink"),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "Operations:" in done.stdout
+
+
+@pytest.fixture
+def process(published: Settings) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """``evernear prep``, as a user starts it."""
+    port = settings_on_free_ports().inference_port
+    environment = os.environ | {"EVERNEAR_WORKDIR": str(published.workdir), "EVERNEAR_PREP__PORT": str(port)}
+    with subprocess.Popen([EVERNEAR, "prep"], env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert f":{port}/predict" in process.stdout.readline()
+            with httpx.Client(transport=httpx.HTTPTransport(retries=8), trust_env=False) as client:
+                assert client.get(f"http://127.0.0.1:{port}/health", timeout=30).status_code == 200
+            yield process, port
+        finally:
+            process.kill()
+
+
+def test_its_process_has_no_torch_listens_on_loopback_and_ends_in_peace(
+    process: tuple[subprocess.Popen[str], int],
+) -> None:
+    running, port = process
+    seen = psutil.Process(running.pid)
+    libraries = {Path(each.path).name for each in seen.memory_maps()}
+    assert not [name for name in libraries if "torch" in name or "faiss" in name]
+    assert {c.laddr for c in seen.net_connections("inet") if c.status == psutil.CONN_LISTEN} == {("127.0.0.1", port)}
+    second = subprocess.run(
+        [EVERNEAR, "prep"],
+        env=os.environ
+        | {"EVERNEAR_WORKDIR": "nowhere", "EVERNEAR_PREP__PORT": str(port)}
+        | {"EVERNEAR_PREP__PREDICTOR_HOST": "127.0.0.1"},
+        capture_output=True,
+        text=True,
+    )
+    assert second.returncode == 7
+    assert f"Port {port} on 127.0.0.1 is in use" in second.stderr
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(30) in (0, -signal.SIGTERM)
+
+
+def test_without_a_predictor_it_does_not_start(tmp_path: Path) -> None:
+    done = subprocess.run([EVERNEAR, "prep", "--workdir", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 8
+    assert "No TorchServe runs in" in done.stderr

@@ -1,0 +1,65 @@
+"""Servers that answer as a test wants it: on real sockets, where the real one cannot be made to misbehave."""
+
+import http.server
+import json
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import grpc
+
+from evernear.serving.client.grpc import PREDICTIONS
+from evernear.serving.torchserve_proto.inference_pb2 import PredictionResponse, PredictionsRequest
+
+ANSWER = {"pred": "7", "dist": 0.5, "unknown": False, "neighbors": [{"label": "7", "dist": 0.5}], "version": "v"}
+Answer = Callable[[PredictionsRequest, grpc.ServicerContext], bytes]
+
+
+class Http(http.server.BaseHTTPRequestHandler):
+    status, body = 200, json.dumps(ANSWER).encode()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(self.body)))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def http_server(tls: ssl.SSLContext | None = None, **answer: object) -> Iterator[int]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Http,), answer)) as server:
+        if tls:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def grpc_server(answer: Answer, port: int = 0, credentials: grpc.ServerCredentials | None = None) -> Iterator[int]:
+    """``answer(request, context)`` returns the bytes of a prediction, or aborts."""
+    server = grpc.server(ThreadPoolExecutor(4))
+    handler = grpc.unary_unary_rpc_method_handler(
+        lambda request, context: PredictionResponse(prediction=answer(request, context)),
+        PredictionsRequest.FromString,
+        PredictionResponse.SerializeToString,
+    )
+    service, method = PREDICTIONS[1:].split("/")
+    server.add_registered_method_handlers(service, {method: handler})
+    address = f"127.0.0.1:{port}"
+    port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+    server.start()
+    try:
+        yield port
+    finally:
+        server.stop(None).wait()
