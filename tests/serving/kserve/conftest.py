@@ -1,0 +1,89 @@
+"""One predictor, and a transformer in front of it for each protocol in which it may be asked."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from inference_service import ENVIRONMENT, Server, open_inference_protocol
+from releases import MakeRelease, PackedRelease
+
+from evernear.release.parts import ReleaseParts, open_release
+from evernear.release.registry import Registry
+from evernear.store import open_store
+
+PROTOCOLS = ("v1", "v2", "grpc-v2")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sdk() -> None:
+    if open_inference_protocol() is None:
+        reason = f"KServe's SDK is not installed in {ENVIRONMENT}; `make test` does it, for Python below 3.14"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return (tmp_path_factory.mktemp("kserve") / "store").as_uri()
+
+
+@pytest.fixture(scope="session")
+def release(sdk: None, make_release: MakeRelease, store: str) -> PackedRelease:
+    """The champion of `store`."""
+    release = make_release()
+    registry = Registry(open_store(store))
+    registry.publish(release.archive)
+    registry.set_champion(release.version, registry.champion())
+    return release
+
+
+@pytest.fixture(scope="session")
+def parts(release: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> ReleaseParts:
+    return open_release(release.archive, tmp_path_factory.mktemp("parts"))
+
+
+@pytest.fixture(scope="session")
+def service(
+    release: PackedRelease, store: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Server]]:
+    """The processes; the predictor mounts a directory, the transformers ask the registry."""
+    logs: Path = tmp_path_factory.mktemp("logs")
+    predictor = Server("predictor", logs / "predictor.log", "--model_dir", str(release.archive.parent))
+    servers = {"predictor": predictor}
+    for protocol in PROTOCOLS:
+        port = predictor.grpc_port if protocol == "grpc-v2" else predictor.http_port
+        servers[protocol] = Server(
+            *("transformer", logs / f"{protocol}.log", "--store", store, "--release", release.version),
+            *("--predictor_host", f"127.0.0.1:{port}", "--predictor_protocol", protocol),
+            *("--predictor_request_timeout_seconds", "10"),
+        )
+    try:
+        for server in servers.values():
+            server.start()
+        for server in servers.values():
+            server.await_answer("/")
+        yield servers
+    finally:
+        started = [server for server in servers.values() if server.process is not None]
+        with ThreadPoolExecutor() as pool:
+            ended = [*pool.map(Server.stop, started)]
+    assert ended == [0] * len(servers), "SIGTERM is a clean end"
+
+
+@pytest.fixture(params=("predictor", *PROTOCOLS))
+def server(request: pytest.FixtureRequest, service: dict[str, Server]) -> Server:
+    """Each of them: a client cannot tell which one it asks."""
+    return service[request.param]
+
+
+@pytest.fixture
+def predictor(service: dict[str, Server]) -> Server:
+    return service["predictor"]
+
+
+@pytest.fixture(params=PROTOCOLS)
+def transformer(request: pytest.FixtureRequest, service: dict[str, Server]) -> Server:
+    return service[request.param]

@@ -1,0 +1,178 @@
+"""A predictor and a transformer as processes of the environment that holds KServe's SDK, and ways to ask them."""
+
+import base64
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
+ENVIRONMENT = Path(__file__).parents[3] / ".venv" / "kserve"
+PYTHON = ENVIRONMENT / "bin" / "python"
+READY_TIMEOUT_S = 240
+END_TIMEOUT_S = 60
+
+
+@cache
+def open_inference_protocol() -> ModuleType | None:
+    """The protocol's messages, which the SDK brings; None where it is not installed."""
+    found = [*ENVIRONMENT.glob("lib/python*/site-packages/kserve/protocol/grpc/grpc_predict_v2_pb2.py")]
+    if not found:
+        return None
+    spec = importlib.util.spec_from_file_location("grpc_predict_v2_pb2", found[0])
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+class Server:
+    """One process of an InferenceService, on ports that it keeps over restarts."""
+
+    def __init__(self, module: str, log: Path, *options: str) -> None:
+        self.http_port, self.grpc_port = free_ports(2)
+        self.url = f"http://127.0.0.1:{self.http_port}"
+        self.log = log
+        self._module = module
+        self._options = options
+        self.process: subprocess.Popen[bytes] | None = None
+        self._client = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
+
+    def start(self, *options: str) -> None:
+        """Start it; ``options`` come after those of the constructor, and win."""
+        ports = ("--http_port", str(self.http_port), "--grpc_port", str(self.grpc_port))
+        command = [PYTHON, "-m", f"evernear.serving.kserve.{self._module}", *ports, *self._options, *options]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+    def await_answer(self, path: str) -> None:
+        """Wait until GET ``path`` answers at all."""
+        deadline_s = time.monotonic() + READY_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            assert self.process is not None
+            assert self.process.poll() is None, self.log.read_text()
+            with contextlib.suppress(httpx.TransportError):
+                self.get(path)
+                return
+            time.sleep(0.2)
+        raise AssertionError(self.log.read_text())
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit status."""
+        assert self.process is not None
+        self.process.terminate()
+        try:
+            return self.process.wait(END_TIMEOUT_S)
+        finally:
+            self.process.kill()
+
+    @contextlib.contextmanager
+    def frozen(self):
+        """While it is stopped it accepts connections and answers nothing."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+    def get(self, path: str) -> httpx.Response:
+        return self._client.get(path)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self._client.post(path, **body)
+
+    def predict(self, images: Sequence[bytes]) -> httpx.Response:
+        """By v1."""
+        instances = [{"data": base64.b64encode(image).decode()} for image in images]
+        return self.post("/v1/models/embedding:predict", json={"instances": instances})
+
+    def infer(self, *inputs: dict[str, Any]) -> httpx.Response:
+        """By v2 over REST."""
+        return self.post("/v2/models/embedding/infer", json={"inputs": list(inputs)})
+
+    def grpc(self, method: str, request: Any, answer: str) -> Any:
+        """By v2 over gRPC; ``answer`` is the name of the message that comes back."""
+        protocol = open_inference_protocol()
+        with grpc.insecure_channel(f"127.0.0.1:{self.grpc_port}") as channel:
+            call = channel.unary_unary(
+                f"/inference.GRPCInferenceService/{method}",
+                request_serializer=type(request).SerializeToString,
+                response_deserializer=getattr(protocol, answer).FromString,
+            )
+            return call(request, timeout=60)
+
+    def infer_grpc(self, name: str, datatype: str, shape: Sequence[int], **data: Any) -> Any:
+        """``data`` is ``raw=bytes``, or one field of the message InferTensorContents."""
+        protocol = open_inference_protocol()
+        raw = [data.pop("raw")] if "raw" in data else []
+        tensor = {"name": name, "datatype": datatype, "shape": shape} | ({"contents": data} if data else {})
+        request = protocol.ModelInferRequest(model_name="embedding", inputs=[tensor], raw_input_contents=raw)
+        return self.grpc("ModelInfer", request, "ModelInferResponse")
+
+
+def files(images: Sequence[bytes]) -> dict[str, Any]:
+    """The v2 input that carries image files in JSON."""
+    data = [base64.b64encode(image).decode() for image in images]
+    return {"name": "images", "datatype": "BYTES", "shape": [len(images)], "data": data}
+
+
+def pixels(array: NDArray[np.uint8]) -> dict[str, Any]:
+    """The v2 input that carries prepared images in JSON."""
+    return {"name": "pixels", "datatype": "UINT8", "shape": list(array.shape), "data": array.ravel().tolist()}
+
+
+def predictions_of(response: Any) -> list[dict[str, Any]]:
+    """The v1 objects in a v2 answer, of REST (a dict) or gRPC (a message with listed contents)."""
+    if isinstance(response, dict):
+        columns = {output["name"]: output["data"] for output in response["outputs"]}
+    else:
+        columns = {output.name: _contents(output) for output in response.outputs}
+    k = len(columns["neighbor_dists"]) // max(1, len(columns["pred"]))
+    near = [
+        {"label": label, "dist": dist}
+        for label, dist in zip(columns["neighbor_labels"], columns["neighbor_dists"], strict=True)
+    ]
+    return [
+        {
+            **{name: columns[name][row] for name in ("pred", "dist", "unknown", "version")},
+            "neighbors": near[row * k : (row + 1) * k],
+        }
+        for row in range(len(columns["pred"]))
+    ]
+
+
+def _contents(output: Any) -> list[Any]:
+    field = {"BYTES": "bytes_contents", "FP32": "fp32_contents", "BOOL": "bool_contents"}[output.datatype]
+    return [v.decode() if isinstance(v, bytes) else v for v in getattr(output.contents, field)]
+
+
+def run_in_environment(code: str, *args: str) -> Any:
+    """What ``code`` prints as JSON, run beside the SDK."""
+    done = subprocess.run([PYTHON, "-c", code, *args], capture_output=True, text=True, timeout=READY_TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    print(done.stderr, file=sys.stderr)
+    return json.loads(done.stdout)

@@ -1,0 +1,415 @@
+"""Transformer and predictor as processes, asked over real sockets in every protocol they speak."""
+
+import base64
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from typing import Any
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from inference_service import (
+    Server,
+    files,
+    open_inference_protocol,
+    pixels,
+    predictions_of,
+    run_in_environment,
+)
+from PIL import Image
+from releases import MakeRelease, PackedRelease
+
+from evernear.release.parts import ReleaseParts
+from evernear.serving.core import Core
+from evernear.serving.messages import Prediction
+
+BAD = b"no image"
+IMAGE_SENTENCE = "The image is not a PNG or JPEG image."
+
+
+@pytest.fixture(scope="module")
+def images(parts: ReleaseParts) -> list[bytes]:
+    return [image for image, _ in parts.smoke_queries()]
+
+
+@pytest.fixture(scope="module")
+def known(parts: ReleaseParts, images: list[bytes]) -> list[dict[str, Any]]:
+    """What the core answers in this process, and TorchServe with it."""
+    answers = Core.open(parts).predict(images)
+    assert all(isinstance(answer, Prediction) for answer in answers)
+    return [answer.model_dump(mode="json") for answer in answers]
+
+
+def prepared(images: list[bytes]) -> np.ndarray:
+    return np.stack([np.asarray(Image.open(BytesIO(image)), np.uint8)[:, :, None] for image in images])
+
+
+def photograph() -> bytes:
+    """A colour JPEG of another size than the release's."""
+    noise = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
+    buffer = BytesIO()
+    Image.fromarray(noise).resize((300, 200)).save(buffer, format="JPEG")
+    return buffer.getvalue()
+
+
+def assert_same(answers: list[dict[str, Any]], known: list[dict[str, Any]]) -> None:
+    assert len(answers) == len(known)
+    for answer, expected in zip(answers, known, strict=True):
+        assert answer.keys() == expected.keys()
+        assert (answer["pred"], answer["unknown"], answer["version"]) == (
+            expected["pred"],
+            expected["unknown"],
+            expected["version"],
+        )
+        assert answer["dist"] == pytest.approx(expected["dist"], abs=1e-4)
+        assert [n["label"] for n in answer["neighbors"]] == [n["label"] for n in expected["neighbors"]]
+        assert [n["dist"] for n in answer["neighbors"]] == pytest.approx(
+            [n["dist"] for n in expected["neighbors"]], abs=1e-4
+        )
+
+
+class TestAnswers:
+    def test_v1(self, server: Server, images: list[bytes], known: list[dict[str, Any]]) -> None:
+        response = server.predict(images)
+        assert response.status_code == 200
+        assert_same(response.json()["predictions"], known)
+
+    def test_v2_over_rest(self, server: Server, images: list[bytes], known: list[dict[str, Any]]) -> None:
+        response = server.infer(files(images))
+        assert response.status_code == 200
+        assert_same(predictions_of(response.json()), known)
+
+    def test_v2_over_grpc(self, server: Server, images: list[bytes], known: list[dict[str, Any]]) -> None:
+        response = server.infer_grpc("images", "BYTES", [len(images)], bytes_contents=images)
+        assert_same(predictions_of(response), known)
+
+    def test_v2_over_grpc_in_binary(self, server: Server, images: list[bytes], known: list[dict[str, Any]]) -> None:
+        raw = b"".join(len(image).to_bytes(4, "little") + image for image in images)
+        response = server.infer_grpc("images", "BYTES", [len(images)], raw=raw)
+        names = [output.name for output in response.outputs]
+        dists = np.frombuffer(response.raw_output_contents[names.index("dist")], np.float32)
+        assert dists.tolist() == pytest.approx([answer["dist"] for answer in known], abs=1e-4)
+
+    def test_v2_gives_the_outputs_that_are_asked_for(self, server: Server, images: list[bytes]) -> None:
+        body = {"id": "7", "inputs": [files(images[:1])], "outputs": [{"name": "pred"}]}
+        told = server.post("/v2/models/embedding/infer", json=body).json()
+        assert told["id"] == "7"
+        assert [output["name"] for output in told["outputs"]] == ["pred"]
+
+    def test_an_image_of_another_size_is_prepared_alike(self, transformer: Server, predictor: Server) -> None:
+        photo = photograph()
+        assert_same(
+            transformer.predict([photo]).json()["predictions"], predictor.predict([photo]).json()["predictions"]
+        )
+
+    def test_prepared_pixels_go_to_the_predictor(
+        self, predictor: Server, images: list[bytes], known: list[dict[str, Any]]
+    ) -> None:
+        array = prepared(images)
+        assert_same(predictions_of(predictor.infer(pixels(array)).json()), known)
+        listed = predictor.infer_grpc("pixels", "UINT8", array.shape, uint_contents=array.ravel().tolist())
+        assert_same(predictions_of(listed), known)
+        raw = predictor.infer_grpc("pixels", "UINT8", array.shape, raw=array.tobytes())
+        labels = raw.raw_output_contents[[output.name for output in raw.outputs].index("pred")]
+        assert labels == b"".join(len(a["pred"]).to_bytes(4, "little") + a["pred"].encode() for a in known)
+
+    def test_pixels_are_not_for_the_transformer(self, transformer: Server, images: list[bytes]) -> None:
+        response = transformer.infer(pixels(prepared(images)))
+        assert (response.status_code, response.json()) == (
+            400,
+            {"error": "Send image files; pixels are for the predictor."},
+        )
+
+    def test_no_image_is_no_error(self, server: Server) -> None:
+        assert server.predict([]).json() == {"predictions": []}
+        assert predictions_of(server.infer(files([])).json()) == []
+
+    def test_many_clients_at_once(self, server: Server, images: list[bytes], known: list[dict[str, Any]]) -> None:
+        def ask(n: int) -> None:
+            at = n % len(images)
+            assert_same(server.predict(images[at : at + 1]).json()["predictions"], known[at : at + 1])
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(ask, range(64)))
+
+
+class TestBadImages:
+    def test_in_v1_a_bad_image_fails_alone(
+        self, server: Server, images: list[bytes], known: list[dict[str, Any]]
+    ) -> None:
+        response = server.predict([BAD, images[0], b"", images[1][:60], images[1]])
+        assert response.status_code == 200
+        told = response.json()["predictions"]
+        assert_same([told[1], told[4]], known[:2])
+        assert told[0] == {"code": 400, "type": "BadImage", "message": IMAGE_SENTENCE}
+        assert all(told[n]["code"] == 400 and told[n]["message"].endswith(".") for n in (2, 3))
+
+    @pytest.mark.parametrize("instance", [{}, {"data": 3}, {"data": "***"}, {"data": "ä"}, "AAAA", None, [1]])
+    def test_in_v1_an_instance_without_an_image_fails_alone(
+        self, predictor: Server, images: list[bytes], known: list[dict[str, Any]], instance: object
+    ) -> None:
+        good = {"data": base64.b64encode(images[0]).decode()}
+        told = predictor.post("/v1/models/embedding:predict", json={"instances": [instance, good]}).json()
+        assert told["predictions"][0]["code"] == 400
+        assert_same(told["predictions"][1:], known[:1])
+
+    def test_in_v1_nothing_but_bad_images_is_400(self, server: Server) -> None:
+        response = server.predict([BAD, b""])
+        assert (response.status_code, response.json()) == (400, {"error": IMAGE_SENTENCE})
+
+    def test_in_v2_a_bad_image_refuses_the_request(self, server: Server, images: list[bytes]) -> None:
+        sentence = f"Image 2 of 3 cannot be answered: {IMAGE_SENTENCE}"
+        batch = [images[0], BAD, images[1]]
+        response = server.infer(files(batch))
+        assert (response.status_code, response.json()) == (400, {"error": sentence})
+        with pytest.raises(grpc.RpcError) as caught:
+            server.infer_grpc("images", "BYTES", [3], bytes_contents=batch)
+        assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.INVALID_ARGUMENT, sentence)
+
+
+class TestBadRequests:
+    @pytest.mark.parametrize(
+        "body",
+        [b"", b"{", b"[1]", b'"x"', b"null", b'{"instances": 1}', b'{"a":' * 50_000, b'{"instances"\xff'],
+    )
+    @pytest.mark.parametrize("content_type", ["application/json", "application/json; charset=utf-8", "image/png"])
+    def test_what_is_no_v1_request_is_400(self, server: Server, body: bytes, content_type: str) -> None:
+        response = server.post("/v1/models/embedding:predict", content=body, headers={"Content-Type": content_type})
+        assert response.status_code == 400
+        assert response.json()["error"].endswith(".")
+
+    @pytest.mark.parametrize(
+        "tensor",
+        [
+            {"name": "images", "datatype": "BYTES", "shape": [2], "data": ["AAAA"]},
+            {"name": "images", "datatype": "BYTES", "shape": [-1], "data": ["AAAA"]},
+            {"name": "images", "datatype": "BYTES", "shape": [1, 1], "data": ["AAAA"]},
+            {"name": "images", "datatype": "BYTES", "shape": [], "data": ["AAAA"]},
+            {"name": "images", "datatype": "BYTES", "shape": [1], "data": [10**12]},
+            {"name": "images", "datatype": "BYTES", "shape": [1], "data": [None]},
+            {"name": "images", "datatype": "FP32", "shape": [1], "data": [1.0]},
+            {"name": "other", "datatype": "BYTES", "shape": [1], "data": ["AAAA"]},
+            {"name": "pixels", "datatype": "UINT8", "shape": [1, 9, 8, 1], "data": [0] * 72},
+            {"name": "pixels", "datatype": "UINT8", "shape": [1, 1, 8, 8], "data": [0] * 64},
+            {"name": "pixels", "datatype": "UINT8", "shape": [-1, 8, 8, 1], "data": [0] * 64},
+            {"name": "pixels", "datatype": "UINT8", "shape": [1, 8, 8, 1], "data": [0] * 63},
+            {"name": "pixels", "datatype": "UINT8", "shape": [1, 8, 8, 1], "data": [256] * 64},
+            {"name": "pixels", "datatype": "UINT8", "shape": [1, 8, 8, 1], "data": [-1] * 64},
+            {"name": "pixels", "datatype": "UINT8", "shape": [1, 8, 8, 1], "data": [0.5] * 64},
+            {"name": "pixels", "datatype": "UINT8", "shape": [1, 8, 8, 1], "data": ["a"] * 64},
+            {"name": "pixels", "datatype": "UINT8", "shape": [1, 8, 8, 1], "data": [[0], [0, 1]]},
+        ],
+    )
+    def test_a_tensor_that_is_not_the_releases_is_400(self, predictor: Server, tensor: dict[str, Any]) -> None:
+        response = predictor.infer(tensor)
+        assert response.status_code == 400
+        assert response.json()["error"].endswith(".")
+
+    @pytest.mark.parametrize(
+        ("shape", "raw"), [([2], b"\x00\x00\x00\x00"), ([1], b"\xff\xff\xff\xffabc"), ([1], b"abc"), ([-1], b"")]
+    )
+    def test_broken_binary_data_is_an_invalid_argument(self, server: Server, shape: list[int], raw: bytes) -> None:
+        with pytest.raises(grpc.RpcError) as caught:
+            server.infer_grpc("images", "BYTES", shape, raw=raw)
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+    @pytest.mark.parametrize("length", ["5", "-1", "x", "99999"])
+    def test_binary_data_over_rest_are_refused_not_misread(self, server: Server, length: str) -> None:
+        response = server.post(
+            "/v2/models/embedding/infer",
+            content=json.dumps({"inputs": [files([b"x"])]}).encode(),
+            headers={"Inference-Header-Content-Length": length, "Content-Type": "application/octet-stream"},
+        )
+        assert response.status_code == 400
+
+    @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(
+        body=st.recursive(
+            st.none()
+            | st.booleans()
+            | st.integers()
+            | st.floats(allow_nan=False, allow_infinity=False)
+            | st.text(max_size=20),
+            lambda inner: (
+                st.lists(inner, max_size=4)
+                | st.dictionaries(
+                    st.sampled_from(["instances", "inputs", "data", "name", "shape", "datatype", "parameters"]), inner
+                )
+            ),
+            max_leaves=20,
+        ),
+        path=st.sampled_from(["/v1/models/embedding:predict", "/v2/models/embedding/infer"]),
+    )
+    def test_no_json_is_answered_with_5xx(self, predictor: Server, body: object, path: str) -> None:
+        response = predictor.post(path, json=body)
+        assert response.status_code in (200, 400, 413)
+        assert response.status_code == 200 or response.json()["error"].endswith(".")
+
+
+class TestLimits:
+    def test_a_body_that_is_too_large_is_413(self, server: Server) -> None:
+        sentence = {"error": "The request is larger than 6553500 bytes."}
+
+        def chunks() -> Iterator[bytes]:
+            yield from [b" " * 1_000_000] * 8
+
+        for path in ("/v1/models/embedding:predict", "/v2/models/embedding/infer"):
+            for body in (b" " * 7_000_000, chunks()):
+                response = server.post(path, content=body, headers={"Content-Type": "application/json"})
+                assert (response.status_code, response.json()) == (413, sentence)
+        with pytest.raises(grpc.RpcError) as caught:
+            server.infer_grpc("images", "BYTES", [1], bytes_contents=[b" " * 7_000_000])
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def test_too_many_images_are_413(self, server: Server) -> None:
+        for response in (server.predict([b""] * 1025), server.infer(files([b""] * 1025))):
+            assert response.status_code == 413
+            assert response.json() == {"error": "The request holds 1025 images, of 1024 that are taken at once."}
+
+    def test_nobody_unloads_the_model(self, server: Server, images: list[bytes]) -> None:
+        for verb in ("load", "unload"):
+            response = server.post(f"/v2/repository/models/embedding/{verb}")
+            assert response.status_code == 403
+        protocol = open_inference_protocol()
+        request = protocol.RepositoryModelUnloadRequest(model_name="embedding")
+        with pytest.raises(grpc.RpcError) as caught:
+            server.grpc("RepositoryModelUnload", request, "RepositoryModelUnloadResponse")
+        assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
+        assert server.predict(images).status_code == 200
+
+    def test_it_listens_on_loopback_alone(self, server: Server) -> None:
+        listening = psutil.Process(server.process.pid).net_connections("inet")
+        addresses = [c.laddr for c in listening if c.status == psutil.CONN_LISTEN]
+        found = {(address.ip.removeprefix("::ffff:"), address.port) for address in addresses}
+        assert found == {("127.0.0.1", server.http_port), ("127.0.0.1", server.grpc_port)}
+
+    def test_there_is_no_page_that_loads_scripts(self, server: Server) -> None:
+        assert server.get("/docs").status_code == 404
+
+
+class TestOperation:
+    def test_metadata_name_the_release(self, server: Server, release: PackedRelease) -> None:
+        told = server.get("/v2/models/embedding").json()
+        assert told["versions"] == [release.version]
+        assert {"name": "images", "datatype": "BYTES", "shape": [-1]} in told["inputs"]
+        assert [output["name"] for output in told["outputs"]][:3] == ["pred", "dist", "unknown"]
+
+    def test_metrics_count_images_and_name_the_release(self, server: Server, release: PackedRelease) -> None:
+        def refused() -> float:
+            lines = server.get("/metrics").text.splitlines()
+            named = [
+                line for line in lines if 'evernear_images_total{model_name="embedding",outcome="refused"}' in line
+            ]
+            return float(named[0].split()[-1]) if named else 0
+
+        before = refused()
+        server.predict([BAD])
+        assert refused() == before + 1
+        text = server.get("/metrics").text
+        assert f'evernear_release_info{{model_name="embedding",version="{release.version}"}} 1.0' in text
+        assert 'request_predict_seconds_count{model_name="embedding"}' in text
+
+    def test_an_unknown_model_is_404(self, server: Server) -> None:
+        assert server.post("/v1/models/other:predict", json={"instances": []}).status_code == 404
+
+    def test_a_predictor_that_hangs_is_504(self, service: dict[str, Server], images: list[bytes]) -> None:
+        transformers = [server for name, server in service.items() if name != "predictor"]
+        with service["predictor"].frozen(), ThreadPoolExecutor() as pool:
+            answers = list(pool.map(lambda server: server.predict(images), transformers))
+        for answer in answers:
+            assert answer.status_code == 504
+            assert "takes too long" in answer.json()["error"]
+        assert all(server.predict(images).status_code == 200 for server in transformers)
+
+    def test_another_release_behind_the_transformer_is_503_until_it_is_gone(
+        self,
+        service: dict[str, Server],
+        release: PackedRelease,
+        make_release: MakeRelease,
+        images: list[bytes],
+        known: list[dict[str, Any]],
+    ) -> None:
+        predictor = service["predictor"]
+        transformers = [server for name, server in service.items() if name != "predictor"]
+        other = make_release()
+        assert predictor.stop() == 0
+        try:
+            for server in transformers:
+                assert_unavailable(server, images, "127.0.0.1")
+            predictor.start("--model_dir", str(other.archive))
+            predictor.await_answer("/")
+            assert predictor.predict(images[:1]).json()["predictions"][0]["version"] == other.version
+            for server in transformers:
+                assert_unavailable(server, images, f"release {other.version}, but images are prepared for")
+        finally:
+            predictor.process.kill()
+            predictor.process.wait()
+            predictor.start()
+            predictor.await_answer("/")
+        for server in transformers:
+            assert server.get("/v2/models/embedding/ready").status_code == 200
+            assert_same(server.predict(images).json()["predictions"], known)
+
+
+def assert_unavailable(server: Server, images: list[bytes], reason: str) -> None:
+    for path in ("/v2/health/ready", "/v2/models/embedding/ready", "/v1/models/embedding"):
+        assert server.get(path).status_code == 503, path
+    for response in (server.predict(images), server.infer(files(images))):
+        assert response.status_code == 503
+        assert reason in response.json()["error"]
+    with pytest.raises(grpc.RpcError) as caught:
+        server.infer_grpc("images", "BYTES", [1], bytes_contents=images[:1])
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert reason in caught.value.details()
+
+
+STARTS = """
+import contextlib, io, json, sys
+from evernear.serving.kserve import transformer
+from evernear.serving.kserve.server import arguments, run
+torch_free = not {"torch", "faiss"} & set(sys.modules)
+from evernear.serving.kserve import predictor
+told = []
+for module, *argv in json.loads(sys.argv[1]):
+    sys.argv[1:] = argv
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        try:
+            run({"transformer": transformer, "predictor": predictor}[module].main, arguments(""))
+        except SystemExit as end:
+            told.append([end.code, stderr.getvalue()])
+print(json.dumps([torch_free, told]))
+"""
+
+
+def test_a_wrong_start_ends_with_a_sentence_and_the_transformer_needs_no_torch(
+    release: PackedRelease, store: str, service: dict[str, Server], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = str(release.archive.parent)
+    empty = tmp_path_factory.mktemp("empty")
+    broken = tmp_path_factory.mktemp("broken") / "release.mar"
+    broken.write_bytes(release.archive.read_bytes()[:-100])
+    taken, version = service["predictor"], "20260101.000000.00000000"
+    port = str(taken.http_port)
+    starts = [
+        (5, "holds 0 release archives", ["predictor", "--model_dir", str(empty)]),
+        (5, "cannot be read as a release", ["predictor", "--model_dir", str(broken)]),
+        (4, "has no champion yet", ["predictor", "--store", empty.as_uri()]),
+        (4, f"no release {version}", ["predictor", "--store", store, "--release", version]),
+        (2, "needs --predictor_host", ["transformer", "--model_dir", directory]),
+        (2, "--workers must be 1", ["predictor", "--model_dir", directory, "--workers", "2"]),
+        (7, f"Port {port} of 127.0.0.1 cannot", ["predictor", "--store", store, "--http_port", port]),
+        (2, "unrecognized arguments: --modeldir", ["predictor", "--modeldir", directory]),
+    ]
+    torch_free, told = run_in_environment(STARTS, json.dumps([start for _, _, start in starts]))
+    assert torch_free
+    assert len(told) == len(starts)
+    for (code, sentence, _), (status, stderr) in zip(starts, told, strict=True):
+        assert status == code, stderr
+        assert sentence in stderr
+        assert "Traceback" not in stderr
+    assert taken.get("/").status_code == 200
