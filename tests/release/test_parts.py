@@ -75,7 +75,7 @@ def edit_manifest(change: Callable[[dict], None]) -> Callable[[dict[str, bytes]]
         (edit_torchserve("handler", "evil.py"), "does not describe"),
         (edit_torchserve("modelVersion", "9"), "does not describe"),
         (edit_torchserve("requirementsFile", "requirements.txt"), "does not describe"),
-        (edit_torchserve("configFile", "model-config.yaml"), "does not describe"),
+        (edit_torchserve("configFile", "evil.yaml"), "does not describe"),
         (set_member(TORCHSERVE, b"[]"), "does not describe"),
         (set_member("manifest.json", b" " * (5 * 2**20)), "larger than"),
         (
@@ -229,6 +229,20 @@ def test_json_of_any_depth_is_refused_with_a_sentence(packed: PackedRelease, tmp
     archive = rewrite(packed, tmp_path / "deep.mar", set_member(name, b"[" * 10**6))
     with pytest.raises(IntegrityError, match=r"is no release manifest|does not describe"):
         open_release(archive, tmp_path / "opened")
+
+
+def test_a_release_without_a_model_configuration_opens_as_those_of_an_older_evernear(
+    packed: PackedRelease, tmp_path: Path
+) -> None:
+    def age(content: dict[str, bytes]) -> None:
+        content.pop("model-config.yaml", None)
+        manifest, told = json.loads(content["manifest.json"]), json.loads(content[TORCHSERVE])
+        manifest["parts"].pop("model-config.yaml", None)
+        told["model"].pop("configFile", None)
+        content["manifest.json"], content[TORCHSERVE] = json.dumps(manifest).encode(), json.dumps(told).encode()
+
+    archive = rewrite(packed, tmp_path / "old.mar", age)
+    assert open_release(archive, tmp_path / "opened").manifest.version == packed.version
 
 
 def test_a_hostile_name_cannot_steer_the_terminal(packed: PackedRelease, tmp_path: Path) -> None:

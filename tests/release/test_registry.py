@@ -1,4 +1,8 @@
+import json
+import multiprocessing
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.synchronize import Barrier as ProcessBarrier
 from pathlib import Path
 from threading import Barrier
 
@@ -6,7 +10,7 @@ import pytest
 from releases import MakeRelease, PackedRelease, forge
 
 from evernear.errors import Conflict, IntegrityError, StoreError
-from evernear.release.registry import Registry
+from evernear.release.registry import Champion, Registry
 from evernear.store import Store, open_store
 
 
@@ -92,10 +96,13 @@ def test_what_is_not_published_cannot_become_champion(store: Store) -> None:
         Registry(store).set_champion("20260101.000000.00000000", None)
 
 
+@pytest.mark.parametrize("kind", ["file", "s3"])
 @pytest.mark.parametrize("first", [True, False])
-def test_of_promotions_at_once_exactly_one_wins(tmp_path: Path, releases: list[PackedRelease], first: bool) -> None:
-    """On files: moto's server checks a condition and writes in two steps, as S3 does not."""
-    registry = Registry(open_store((tmp_path / "store").as_uri()))
+def test_of_promotions_at_once_exactly_one_wins(
+    request: pytest.FixtureRequest, tmp_path: Path, releases: list[PackedRelease], first: bool, kind: str
+) -> None:
+    uri = f"s3://{request.getfixturevalue('bucket')}/team" if kind == "s3" else (tmp_path / "store").as_uri()
+    registry = Registry(open_store(uri))
     for release in releases:
         publish(registry, release)
     held = None if first else registry.set_champion(releases[0].version, None)
@@ -104,7 +111,7 @@ def test_of_promotions_at_once_exactly_one_wins(tmp_path: Path, releases: list[P
     def promote(number: int) -> str | None:
         barrier.wait()
         try:
-            return registry.set_champion(releases[1 + number % 2].version, held).version
+            return Registry(open_store(uri)).set_champion(releases[1 + number % 2].version, held).version
         except Conflict:
             return None
 
@@ -114,6 +121,41 @@ def test_of_promotions_at_once_exactly_one_wins(tmp_path: Path, releases: list[P
     champion = registry.champion()
     assert champion is not None
     assert champion.version == won[0]
+    assert [move.version for move in registry.history()] == ([] if first else [releases[0].version]) + won
+
+
+def promote_in_rounds(uri: str, versions: list[str], number: int, start: ProcessBarrier, end: ProcessBarrier) -> int:
+    """Try to make one's own version champion as often as there are versions; how often that was won."""
+    registry, won = Registry(open_store(uri)), 0
+    for turn in range(len(versions)):
+        seen = registry.champion()
+        start.wait(60)
+        try:
+            registry.set_champion(versions[(turn + number) % len(versions)], seen, "promote", by=f"process {number}")
+        except Conflict:
+            pass
+        else:
+            won += 1
+        end.wait(60)
+    return won
+
+
+def test_of_processes_that_promote_at_once_one_wins_each_round(tmp_path: Path, releases: list[PackedRelease]) -> None:
+    uri = (tmp_path / "store").as_uri()
+    registry = Registry(open_store(uri))
+    for release in releases:
+        publish(registry, release)
+    versions = [release.version for release in releases]
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager, context.Pool(4) as pool:
+        start, end = manager.Barrier(4), manager.Barrier(4)
+        won = pool.starmap(promote_in_rounds, [(uri, versions, number, start, end) for number in range(4)])
+        pool.close()
+        pool.join()
+    moves = list(registry.history())
+    assert sum(won) == len(versions) == len(moves)
+    assert [move.number for move in moves] == [1, 2, 3]
+    assert [move.previous for move in moves] == [None, moves[0].version, moves[1].version]
 
 
 def test_a_stale_view_of_the_champion_loses(store: Store, releases: list[PackedRelease]) -> None:
@@ -145,3 +187,233 @@ def test_a_kill_between_archive_and_record_leaves_no_release(
     assert list(registry.list()) == []
     publish(registry, releases[0])
     assert list(registry.list()) == [releases[0].version]
+
+
+def champions(registry: Registry, releases: list[PackedRelease]) -> Champion:
+    """Publish all of ``releases`` and let one after the other become champion; the last one."""
+    champion = None
+    for release in releases:
+        publish(registry, release)
+        champion = registry.set_champion(release.version, champion)
+    assert champion is not None
+    return champion
+
+
+def test_a_rollback_takes_moves_back_one_by_one(store: Store, releases: list[PackedRelease]) -> None:
+    registry = Registry(store)
+    one, two, three = (release.version for release in releases)
+    champion = champions(registry, releases)
+    champion = registry.roll_back(champion, by="eve", why="three errs")
+    assert (champion.version, champion.previous) == (two, one)
+    champion = registry.roll_back(champion)
+    assert (champion.version, champion.previous) == (one, None)
+    with pytest.raises(StoreError, match="nothing to roll back to"):
+        registry.roll_back(champion)
+    champion = registry.set_champion(three, champion, "promote")
+    assert registry.roll_back(champion).version == one
+
+    told = [(move.version, move.how) for move in registry.history()]
+    assert told[2:] == [(three, "deploy"), (two, "rollback"), (one, "rollback"), (three, "promote"), (one, "rollback")]
+    assert [(move.by, move.why) for move in registry.history() if move.why] == [("eve", "three errs")]
+
+
+def test_a_rollback_of_a_rollback_never_returns_to_what_was_left(store: Store, releases: list[PackedRelease]) -> None:
+    """A B A B by promotions: back again is A B A, not B and A in turns."""
+    registry = Registry(store)
+    one, two, _ = releases
+    champion = champions(registry, [one, two])
+    for release in (one, two):
+        champion = registry.set_champion(release.version, champion, "promote")
+    back = []
+    while champion.previous:
+        champion = registry.roll_back(champion)
+        back.append(champion.version)
+    assert back == [one.version, two.version, one.version]
+
+
+def test_a_kill_before_the_pointer_moves_leaves_no_gap_and_no_move_in_the_history(
+    store: Store, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = Registry(store)
+    champion = champions(registry, releases[:2])
+    publish(registry, releases[2])
+    real = store.put_if
+
+    def die_at_the_pointer(key: str, data: bytes, etag: str | None) -> str:
+        if key == "releases/champion.json":
+            raise KeyboardInterrupt
+        return real(key, data, etag)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "put_if", die_at_the_pointer)
+        with pytest.raises(KeyboardInterrupt):
+            registry.set_champion(releases[2].version, champion)
+    moved = registry.set_champion(releases[2].version, registry.champion())
+    assert [move.version for move in registry.history()] == [release.version for release in releases]
+    assert moved.previous == releases[1].version
+
+
+def test_what_an_older_evernear_stored_is_understood(store: Store, releases: list[PackedRelease]) -> None:
+    registry = Registry(store)
+    for release in releases[:2]:
+        publish(registry, release)
+        key = f"releases/manifests/{release.version}.json"
+        record = json.loads(store.get(key))
+        del record["verdict"]
+        store.put(key, json.dumps(record).encode())
+    one, two = releases[0].version, releases[1].version
+    pointer = {"version": two, "previous": one, "since": "2026-11-01T10:00:00Z"}
+    store.put("releases/champion.json", json.dumps(pointer).encode())
+    assert registry.show(one).verdict is None
+    champion = registry.champion()
+    assert champion is not None
+    back = registry.roll_back(champion)
+    assert (back.version, back.previous) == (one, None)
+    assert [move.version for move in registry.history()] == [two, one]
+
+
+@pytest.fixture(scope="module")
+def dynasty(make_release: MakeRelease) -> list[PackedRelease]:
+    """Six releases; the parent of the fifth is the second."""
+    made = [make_release() for _ in range(4)]
+    return [*made, make_release(parent=made[1].version), make_release()]
+
+
+def crowned(store: Store, dynasty: list[PackedRelease]) -> Registry:
+    """The fifth is champion and came after the third."""
+    registry = Registry(store)
+    for release in dynasty:
+        publish(registry, release)
+    third = registry.set_champion(dynasty[2].version, None)
+    registry.set_champion(dynasty[4].version, third)
+    return registry
+
+
+def archives(store: Store) -> set[str]:
+    return {found.key for found in store.list("releases/archives/")}
+
+
+def test_a_prune_keeps_the_champion_its_parent_the_way_back_and_the_newest(
+    store: Store, dynasty: list[PackedRelease], tmp_path: Path
+) -> None:
+    registry = crowned(store, dynasty)
+    gone = [dynasty[0].version, dynasty[3].version]
+    assert list(registry.prune(1)) == gone
+    kept = [dynasty[n].version for n in (1, 2, 4, 5)]
+    assert list(registry.list()) == kept
+    assert archives(store) == {registry.show(version).archive_key for version in kept}
+    for version in kept:
+        registry.fetch(version, tmp_path / "fetched.mar")
+    champion = registry.champion()
+    assert champion is not None
+    assert champion.version == dynasty[4].version
+    assert registry.prune(1) == ()
+
+    for version in gone:
+        assert registry.trace(version).manifest.version == version, "what it was stays known"
+        with pytest.raises(StoreError, match=f"no release {version} any longer: it was pruned"):
+            registry.set_champion(version, champion)
+    with pytest.raises(Conflict, match="was pruned, and a version is never used again"):
+        publish(registry, dynasty[0])
+    registry.roll_back(champion)
+
+
+def test_without_a_champion_nothing_is_pruned(store: Store, dynasty: list[PackedRelease]) -> None:
+    registry = Registry(store)
+    publish(registry, dynasty[0])
+    publish(registry, dynasty[1])
+    assert registry.prune(1) == ()
+    assert len(list(registry.list())) == 2
+
+
+def test_an_archive_that_a_kept_release_shares_stays(
+    store: Store, dynasty: list[PackedRelease], tmp_path: Path
+) -> None:
+    registry = crowned(store, dynasty)
+    oldest, newest = dynasty[0].version, dynasty[5].version
+    shared = registry.show(newest)
+    key = f"releases/manifests/{oldest}.json"
+    record = json.loads(store.get(key))
+    store.put(key, json.dumps(record | {"archive_sha256": shared.archive_sha256}).encode())
+    assert oldest in registry.prune(1)
+    assert oldest not in registry.list()
+    registry.fetch(newest, tmp_path / "fetched.mar")
+
+
+@pytest.mark.parametrize("step", range(1, 9))
+def test_a_prune_that_is_killed_at_any_step_harms_nothing_and_is_finished_by_the_next(
+    store: Store, dynasty: list[PackedRelease], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Eight writes: the pointer; for each of two releases its trace, its record, its archive; the pointer."""
+    registry = crowned(store, dynasty)
+    left = iter(range(1, step))
+
+    def mortal(write: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*arguments: object) -> object:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return write(*arguments)
+
+        return wrapped
+
+    with monkeypatch.context() as patched:
+        for name in ("put", "put_if", "delete"):
+            patched.setattr(store, name, mortal(getattr(store, name)))
+        with pytest.raises(KeyboardInterrupt):
+            registry.prune(1)
+
+    gone = {dynasty[0].version, dynasty[3].version}
+    champion = registry.champion()
+    assert champion is not None
+    for version in registry.list():
+        if version in gone and step > 1:  # half gone: it cannot be promoted any more
+            with pytest.raises(StoreError, match="is being pruned"):
+                registry.set_champion(version, champion)
+        else:
+            registry.fetch(version, tmp_path / "fetched.mar")
+    registry.prune(1)
+    kept = [release.version for release in dynasty if release.version not in gone]
+    assert list(registry.list()) == kept
+    assert archives(store) == {registry.show(version).archive_key for version in kept}
+    assert all(registry.trace(version) for version in gone)
+
+
+def test_who_looked_before_a_prune_cannot_promote_after_it(store: Store, dynasty: list[PackedRelease]) -> None:
+    """Also when the pointer stands as before: the record was read, then pruned, then promoted."""
+    registry = crowned(store, dynasty)
+    seen = registry.champion()
+    real_show = registry.show
+
+    def show_then_prune(version: str) -> object:
+        record = real_show(version)
+        Registry(store).prune(1)
+        return record
+
+    registry.show = show_then_prune  # type: ignore[method-assign,assignment]
+    with pytest.raises(Conflict):
+        registry.set_champion(dynasty[0].version, seen)
+    champion = registry.champion()
+    assert champion is not None
+    assert champion.version == dynasty[4].version
+
+
+def test_a_promotion_during_a_prune_wins_and_nothing_is_removed(
+    store: Store, dynasty: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = crowned(store, dynasty)
+    before = list(registry.list())
+    real, other = store.put_if, Registry(store)
+
+    def promote_first(key: str, data: bytes, etag: str | None) -> str:
+        patched.undo()
+        other.set_champion(dynasty[0].version, other.champion())
+        return real(key, data, etag)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "put_if", promote_first)
+        with pytest.raises(Conflict, match="champion changed meanwhile"):
+            registry.prune(1)
+    assert list(registry.list()) == before
+    champion = registry.champion()
+    assert champion is not None
+    assert champion.version == dynasty[0].version

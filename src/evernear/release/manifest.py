@@ -17,6 +17,7 @@ Version = Annotated[str, Field(pattern=VERSION_PATTERN)]
 NETWORK_FILE = "network.pt"  # as the export step calls it, whose module would load torch
 NETWORK_DESCRIPTION_FILE = "network.json"
 HANDLER_FILE = "handler.py"
+MODEL_CONFIG_FILE = "model-config.yaml"
 PREPROCESSING_FILE = "preprocessing.json"
 SMOKE_FILE = "smoke.json"
 SMOKE_IMAGE = re.compile(r"smoke-\d\d\.png")
@@ -33,7 +34,9 @@ PARTS = frozenset(
         VERDICT_FILE,
     }
 )
-"""What a release of format 1 consists of, besides the images that `SMOKE_FILE` names."""
+"""What a release of format 1 consists of, besides the images that `SMOKE_FILE` names and `MODEL_CONFIG_FILE`, which
+those of evernear 0.1.0 lack.
+"""
 
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
@@ -77,7 +80,8 @@ class ReleaseManifest(_Frozen):
 
     @model_validator(mode="after")
     def _agree_with_itself(self) -> Self:
-        odd = PARTS.symmetric_difference(name for name in self.parts if not SMOKE_IMAGE.fullmatch(name))
+        named = {name for name in self.parts if not SMOKE_IMAGE.fullmatch(name)}
+        odd = PARTS.symmetric_difference(named - {MODEL_CONFIG_FILE})
         if odd:
             raise ValueError(f"parts are missing or unknown, {', '.join(sorted(odd)[:3])}")
         for name, sha256 in ((NETWORK_FILE, self.network_sha256), (VERDICT_FILE, self.verdict_sha256)):

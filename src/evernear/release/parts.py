@@ -20,6 +20,7 @@ from evernear.errors import IntegrityError
 from evernear.index.description import CENTROIDS_FILE, LABELS_FILE, VECTORS_FILE
 from evernear.release.manifest import (
     HANDLER_FILE,
+    MODEL_CONFIG_FILE,
     NETWORK_FILE,
     PREPROCESSING_FILE,
     SMOKE_FILE,
@@ -35,6 +36,7 @@ __all__ = [
     "ARCHIVE_FILE",
     "HANDLER_FILE",
     "MANIFEST_FILE",
+    "MODEL_CONFIG_FILE",
     "PREPROCESSING_FILE",
     "SMOKE_FILE",
     "TORCHSERVE_MANIFEST_FILE",
@@ -262,10 +264,17 @@ def _check_torchserve_manifest(data: bytes, manifest: ReleaseManifest, archive: 
     try:
         told: Any = json.loads(data)
         model: dict[str, Any] = told["model"]
-        actual = (told["runtime"], model.pop("modelVersion"), model.pop("handler"), set(model))
+        actual = (
+            told["runtime"],
+            model.pop("modelVersion"),
+            model.pop("handler"),
+            model.pop("configFile", None),
+            set(model),
+        )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         actual = ()
-    if actual != ("python", manifest.version, HANDLER_FILE, {"modelName"}):
+    config_file = MODEL_CONFIG_FILE if MODEL_CONFIG_FILE in manifest.parts else None
+    if actual != ("python", manifest.version, HANDLER_FILE, config_file, {"modelName"}):
         raise IntegrityError(f"{TORCHSERVE_MANIFEST_FILE} in {archive} does not describe {manifest.version}.")
 
 
