@@ -62,8 +62,8 @@ Cells = dict[tuple[str, int], list[Cell]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", default="mnist", help="a source of `evernear run`, as mnist or mnist:DIRECTORY")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
-    parser.add_argument("--warm-up", type=float, default=1.5, help="seconds before each measurement")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    parser.add_argument("--warm-up", type=float, default=1.0, help="seconds before each measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--busy", action="store_true", help="with a process beside them that never sleeps")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
@@ -114,6 +114,7 @@ def play(served: Served, scratch: Path, arguments: argparse.Namespace, cells: Ce
     for start in STARTED:
         with start(served, scratch / start.__name__) as running:
             for name, target in running.targets.items():
+                asked(target, running, arguments, CONCURRENCIES[-1])  # Java compiles what is called often
                 for concurrency in CONCURRENCIES:
                     cell = asked(target, running, arguments, concurrency, floor["answers"])
                     cells.setdefault((name, concurrency), []).append(cell)
@@ -161,7 +162,7 @@ def asked(
 
 def agrees(answer: bytes, expected: dict[str, Any]) -> bool:
     told = json.loads(answer)
-    return told["pred"] == expected["pred"] and abs(told["dist"] - expected["dist"]) <= DISTANCE_TOLERANCE
+    return told.get("pred") == expected["pred"] and abs(told["dist"] - expected["dist"]) <= DISTANCE_TOLERANCE
 
 
 def summarise(cells: Cells) -> dict[str, Any]:

@@ -21,15 +21,16 @@ class NaiveHandler(BaseHandler):
         directory = Path(context.system_properties["model_dir"])
         self.index = faiss.read_index(str(directory / "index.faiss"))
         self.numbers = np.load(directory / "labels.npy")
-        self.names = json.loads((directory / "label_names.json").read_text())
+        known = json.loads((directory / "naive.json").read_text())
+        self.names = known["labels"]
         self.transform = transforms.Compose(
             [
                 transforms.Grayscale(),
-                transforms.Resize((28, 28)),
+                transforms.Resize(known["size"]),
                 transforms.ToTensor(),
-                transforms.Normalize(0, 1 / 255),
+                transforms.Normalize(0, 1 / 255),  # the network normalises, and takes pixels of 0..255
             ]
-        )  # the network has mean and standard deviation inside and takes pixels of 0..255
+        )
 
     def preprocess(self, data):
         images = [Image.open(io.BytesIO(row.get("data") or row.get("body"))) for row in data]

@@ -15,14 +15,15 @@ from PIL import Image
 from evernear.data.ingest import ingest
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
-from evernear.deployment.admission import publish
 from evernear.embedding.embed import DESCRIPTION_FILE, Embeddings, embed
 from evernear.embedding.export import NETWORK_FILE, export
 from evernear.embedding.train import train
+from evernear.evaluation.verdict import Rule, System, Verdict
 from evernear.index.build import build
 from evernear.index.description import LABELS_FILE, VECTORS_FILE
 from evernear.release.archive import archive
 from evernear.release.parts import open_release
+from evernear.release.registry import Registry
 from evernear.settings import Settings
 from evernear.store import open_store
 
@@ -51,9 +52,15 @@ def prepare(settings: Settings, scratch: Path) -> Served:
     train(dataset, hasty, scratch / "trained")
     export(scratch / "trained", dataset, network_dir, settings.train.parity_tolerance)
     gallery = _all_as_gallery(network_dir, dataset, scratch / "embeddings")
-    build(gallery, dataset.labels, settings.index, index_dir)
+    index = build(gallery, dataset.labels, settings.index, index_dir)
     verdict = scratch / "verdict.json"
-    verdict.write_text(json.dumps({"promote": True, "reasons": ["the benchmark says so"]}))
+    rule = Rule(name="benchmark", passed=True, reason="speed is asked for, not quality")
+    measured = System(
+        name="candidate",
+        network_sha256=gallery.network_sha256,
+        index_digest=index.digest,
+    )
+    verdict.write_text(Verdict.of([rule], measured, None, dataset.digest).model_dump_json())
     packed = archive(
         dataset=dataset,
         network_dir=network_dir,
@@ -64,9 +71,11 @@ def prepare(settings: Settings, scratch: Path) -> Served:
         settings=settings.serving,
         out_dir=scratch / "release",
     )
-    publish(packed.archive, verdict, open_store(settings.store_uri))
+    registry = Registry(open_store(settings.store_uri))
+    registry.publish(packed.archive)
+    registry.set_champion(packed.manifest.version, None)
     open_release(packed.archive, scratch / "parts")
-    naive_store = _pack_naive(network_dir, index_dir, dataset.labels, scratch / "naive")
+    naive_store = _pack_naive(network_dir, index_dir, dataset, scratch / "naive")
     images = tuple(_png(image) for image in next(dataset.blocks("test", QUERIES)).images)
     return Served(settings, scratch / "parts", naive_store, images, gallery.count("gallery"))
 
@@ -83,11 +92,11 @@ def _all_as_gallery(network_dir: Path, dataset: Dataset, out_dir: Path) -> Embed
     return Embeddings.open(out_dir)
 
 
-def _pack_naive(network_dir: Path, index_dir: Path, labels: tuple[str, ...], directory: Path) -> Path:
+def _pack_naive(network_dir: Path, index_dir: Path, dataset: Dataset, directory: Path) -> Path:
     store = directory / "model-store"
     store.mkdir(parents=True)
-    (directory / "label_names.json").write_text(json.dumps(labels))
-    extra = (index_dir / VECTORS_FILE, index_dir / LABELS_FILE, directory / "label_names.json")
+    (directory / "naive.json").write_text(json.dumps({"labels": dataset.labels, "size": dataset.shape[:2]}))
+    extra = (index_dir / VECTORS_FILE, index_dir / LABELS_FILE, directory / "naive.json")
     options = {
         "--model-name": "naive",
         "--version": "1.0",
