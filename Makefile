@@ -23,10 +23,10 @@ COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-vers
 demo: .venv/.installed
 	$(BIN)/evernear demo --source $(SOURCE) --workdir $(WORKDIR) $(if $(KEEP),--keep)
 
-test: .venv/.installed .venv/kserve/.installed
+test: .venv/.installed .venv/kserve/.installed .venv/swift/.installed
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
-test-slow: .venv/.installed
+test-slow: .venv/.installed .venv/swift/.installed
 	$(BIN)/pytest -m slow
 
 check: .venv/.installed .venv/kserve/.installed
@@ -49,6 +49,7 @@ lock: $(UV)
 	$(COMPILE) --upgrade --constraints requirements.lock requirements-torch.in -o requirements-torch.lock
 	cp requirements.lock requirements-kserve.lock  # what stands there is preferred: both locks differ where they must
 	$(COMPILE) --excludes requirements-torch.in pyproject.toml --extra model --extra kserve -o requirements-kserve.lock
+	$(COMPILE) --upgrade tests/store/requirements-swift.in -o tests/store/requirements-swift.lock
 
 clean:
 	rm -rf .venv evernear-work*
@@ -70,4 +71,10 @@ $(UV):
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv/kserve
 	$(UV) pip install --quiet --python .venv/kserve/bin/python $(TORCH) --requirements requirements-kserve.lock
 	$(UV) pip install --quiet --python .venv/kserve/bin/python --no-deps --editable .
+	@touch $@
+
+# OpenStack Swift, a real S3 server for the tests of the store.
+.venv/swift/.installed: $(UV) tests/store/requirements-swift.lock
+	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv/swift
+	$(UV) pip install --quiet --python .venv/swift/bin/python --require-hashes --requirements tests/store/requirements-swift.lock
 	@touch $@

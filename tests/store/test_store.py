@@ -12,11 +12,12 @@ from evernear.errors import Conflict, IntegrityError, SettingsError, StoreError
 from evernear.store import Store, disk_errors, open_store, sha256_bytes, sha256_file, write_atomically
 
 
-@pytest.fixture(params=["file", "s3"])
+@pytest.fixture(params=["file", "moto", "swift"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "file":
         return open_store((tmp_path / "store").as_uri())
-    return open_store(f"s3://{request.getfixturevalue('bucket')}/some/prefix")
+    bucket = request.getfixturevalue("bucket" if request.param == "moto" else "swift_bucket")
+    return open_store(f"s3://{bucket}/some/prefix")
 
 
 def test_an_object_is_what_was_put(store: Store, tmp_path: Path) -> None:
@@ -100,10 +101,12 @@ def test_no_count_is_lost_between_writers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "/a", "a//b", "../a", "a/../b", ".hidden", "a/.b"])
-def test_a_key_cannot_leave_the_store(tmp_path: Path, key: str) -> None:
-    store = open_store((tmp_path / "store").as_uri())
-    with pytest.raises(StoreError, match="no key"):
-        store.put(key, b"x")
+def test_a_key_cannot_leave_the_store(tmp_path: Path, bucket: str, key: str) -> None:
+    for store in (open_store((tmp_path / "store").as_uri()), open_store(f"s3://{bucket}")):
+        with pytest.raises(StoreError, match="no key"):
+            store.put(key, b"x")
+        with pytest.raises(StoreError, match="no key"):
+            store.put_if(key, b"x", None)
 
 
 @pytest.mark.parametrize("uri", ["", "relative/path", "file://host/path", "gs://bucket", "s3://"])
@@ -130,6 +133,13 @@ def test_an_s3_without_the_bucket_is_a_sentence(bucket: str) -> None:
             act()
 
 
+@pytest.mark.parametrize("name", ["UPPER CASE", "a", "a..b", "10.0.0.1"])
+def test_a_bucket_that_cannot_be_is_named(name: str) -> None:
+    with pytest.raises(SettingsError, match="cannot be the name of a bucket"):
+        open_store(f"s3://{name}/prefix")
+
+
+@pytest.mark.usefixtures("quick")
 def test_an_s3_that_does_not_answer_is_a_sentence(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     store = open_store("s3://bucket/prefix")

@@ -135,12 +135,15 @@ class Connection:
         except S3Error as error:
             raise StoreError(self._explain(error, permission, bucket, place)) from error
         except InvalidResponseError as error:
-            raise StoreError(
-                f"{self.endpoint} does not answer as S3 does; is AWS_ENDPOINT_URL right ({str(error)[:200]})?"
-            ) from error
-        except (MinioException, ParseError, UnicodeDecodeError) as error:
+            said = " ".join(str(error).split())[:160]
+            raise StoreError(f"{self.endpoint} does not answer as S3 does ({said}); check AWS_ENDPOINT_URL.") from error
+        except (MinioException, ParseError, ValueError) as error:
             raise StoreError(f"{self.endpoint} gave a broken answer about {place} ({error}); run again.") from error
         except urllib3.exceptions.MaxRetryError as error:
+            if isinstance(error.reason, urllib3.exceptions.SSLError):
+                raise StoreError(
+                    f"{self.endpoint} cannot be trusted: {_plain(error.reason)}; AWS_CA_BUNDLE may name its authority."
+                ) from error
             raise StoreError(f"{self.endpoint} cannot be reached: {_plain(error.reason)}.") from error
         except urllib3.exceptions.HTTPError as error:
             raise StoreError(f"The transfer of {place} broke off ({_plain(error)}); run again.") from error

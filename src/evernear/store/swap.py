@@ -54,26 +54,34 @@ class Swapper:
             StoreError: the server cannot be reached or refuses, or its answer was lost, and with it whether the
                 object was written.
         """
-        write = self._conditional if self.atomic else self._leased
+        write = self._conditional if self.winners == (1, 1) else self._leased
         written = write(self._prefix + key, data, etag, headers)
         if written is None:
             raise Conflict(lost(self._uri, key))
         return written
 
     @cached_property
-    def atomic(self) -> bool:
-        """Whether the server lets exactly one of eight writers at once create an object, and exactly one replace it."""
+    def winners(self) -> tuple[int, int]:
+        """How many of eight writers at once the server tells that they created an object, and that they replaced it.
+
+        1 and 1 is compare-and-swap; 0 is a server that refuses the condition, more one that ignores it or looks
+        and writes in two steps.
+        """
         name = f"{self._prefix}{OWN}probe-{uuid4().hex}"
+        created = self._race(name, None)
+        if not created:
+            return 0, 0
         try:
-            created = self._race(name, None)
-            return len(created) == 1 and len(self._race(name, created[0])) == 1
+            return len(created), len(self._race(name, created[0]))
         finally:
             self._remove(name)
 
     def _race(self, name: str, etag: str | None) -> list[str]:
         """The etags of those who were told that they won."""
+        # No content twice: who writes what is there already leaves the etag as it was, for the next one to win too.
+        entries = [uuid4().bytes for _ in range(_RACERS)]
         with ThreadPoolExecutor(_RACERS) as racers:
-            told = racers.map(lambda number: self._conditional(name, b"%d" % number, etag, {}), range(_RACERS))
+            told = racers.map(lambda data: self._conditional(name, data, etag, {}), entries)
             return [etag for etag in told if etag is not None]
 
     def _conditional(self, name: str, data: bytes, etag: str | None, headers: dict[str, str]) -> str | None:
@@ -112,8 +120,13 @@ class Swapper:
                     if error.code not in ABSENT:
                         raise
                     held = None
-            if held != etag or time.monotonic() - since > _HOLD_S:
+            if held != etag:
                 return None
+            if time.monotonic() - since > _HOLD_S:
+                raise StoreError(f"{self._connection.endpoint} is too slow to hold a lease there; nothing was written.")
+            if all(self.winners):
+                # Where the condition is at least looked at, it stops a writer that takes the server for atomic.
+                return self._conditional(name, data, etag, headers)
             with self._connection.errors("s3:PutObject", self._bucket, name):
                 written = client.put_object(self._bucket, name, BytesIO(data), len(data), metadata=dict(headers))
                 return str(written.etag)

@@ -1,0 +1,93 @@
+"""Servers that speak S3: moto behind a front that does harm, and a real OpenStack Swift."""
+
+import itertools
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from faulty import Front, front_of
+from minio import Minio
+
+from evernear.store import connection, s3
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# Swift wants its own Python environment; `make test` makes it.
+SWIFT_PYTHON = REPOSITORY / ".venv/swift/bin/python"
+
+_bucket_numbers = itertools.count()
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def wait_for_port(port: int, process: subprocess.Popen[bytes], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            assert process.poll() is None, "the server died"
+            assert time.monotonic() < deadline, "the server does not listen"
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def front(s3_endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Front]:
+    """A harmful front of moto, which the environment leads clients to; ``bucket`` is there."""
+    with front_of(s3_endpoint) as front:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", front.url)
+        yield front
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that do not wait between two tries."""
+    for module in (connection, s3):
+        monkeypatch.setattr(module, "BACKOFF_S", 0.01)
+
+
+@pytest.fixture(scope="session")
+def swift_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a small OpenStack Swift with the S3 API."""
+    if not SWIFT_PYTHON.exists():
+        pytest.skip("Swift's environment is missing; `make .venv/swift/.installed` makes it")
+    directory = tmp_path_factory.mktemp("swift")
+    try:
+        os.setxattr(directory, "user.evernear", b"1")
+    except OSError as error:
+        pytest.skip(f"Swift needs extended attributes, which {directory} has not ({error.strerror})")
+    ports = free_ports(4)
+    command = [SWIFT_PYTHON, Path(__file__).with_name("swift_node.py"), directory / "node", *map(str, ports)]
+    with (
+        (directory / "log").open("wb") as log,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log) as node,
+    ):
+        for port in ports:
+            wait_for_port(port, node)
+        yield f"http://127.0.0.1:{ports[0]}"
+        assert node.stdin is not None
+        node.stdin.close()
+
+
+@pytest.fixture
+def swift_bucket(swift_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a new, empty bucket in Swift; the environment leads clients to it."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", swift_endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test:tester")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    name = f"bucket-{next(_bucket_numbers)}"
+    host = swift_endpoint.removeprefix("http://")
+    Minio(host, "test:tester", "testing", secure=False, region="us-east-1").make_bucket(name)
+    return name

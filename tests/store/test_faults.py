@@ -1,0 +1,295 @@
+"""What a network and an overloaded server do: nothing is half-written, what can be repeated is, else one sentence."""
+
+import os
+import ssl
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from io import BytesIO
+from ipaddress import ip_address
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from faulty import (
+    Fault,
+    Front,
+    flip,
+    flip_upload,
+    front_of,
+    hang,
+    lose_answer,
+    page,
+    refuse,
+    reset_download,
+    reset_upload,
+    truncate,
+)
+
+from evernear.errors import EvernearError, IntegrityError, SettingsError, StoreError
+from evernear.store import S3Store, connection, open_store, sha256_bytes
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+DATA = os.urandom(300_000)
+DOWNLOAD_FAULTS = [truncate, reset_download, flip, refuse(503, "SlowDown"), refuse(500, "InternalError"), page(502)]
+UPLOAD_FAULTS = [reset_upload, lose_answer, refuse(503, "SlowDown"), page(504)]
+
+
+@pytest.fixture
+def store(front: Front, bucket: str) -> S3Store:
+    store = S3Store(bucket, "prefix")
+    store.put("x", DATA)
+    front.forget()
+    return store
+
+
+def _sentence(error: EvernearError) -> str:
+    text = str(error)
+    assert "\n" not in text
+    assert text.endswith(".")
+    return text
+
+
+@pytest.mark.parametrize("fault", DOWNLOAD_FAULTS)
+def test_a_read_that_breaks_begins_again(front: Front, store: S3Store, tmp_path: Path, fault: Fault) -> None:
+    front.harm("GET", fault)
+    assert store.get("x") == DATA
+    front.harm("GET", fault)
+    assert store.fetch("x", tmp_path / "x", sha256_bytes(DATA)).read_bytes() == DATA
+    assert [info.key for info in store.list("")] == ["x"]
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        (truncate, r"The transfer of s3://bucket-\d+/prefix/x broke off \(.*\); run again\."),
+        (reset_download, r"The transfer of s3://bucket-\d+/prefix/x broke off \(.*\); run again\."),
+        (
+            refuse(503, "SlowDown"),
+            r"http://.* is overloaded or broken \(503 SlowDown\) after 4 tries; run again later\.",
+        ),
+        (page(502), r"http://.* does not answer as S3 does \(.*502.*\); check AWS_ENDPOINT_URL\."),
+        (flip, r"s3://bucket-\d+/prefix/x is damaged: its content does not have the sha256 [0-9a-f]{64}\."),
+    ],
+)
+def test_a_read_that_keeps_breaking_leaves_what_was_there(
+    front: Front, store: S3Store, tmp_path: Path, fault: Fault, sentence: str
+) -> None:
+    (tmp_path / "x").write_bytes(b"old")
+    front.harm("GET", *[fault] * 8)
+    with pytest.raises((StoreError, IntegrityError), match=sentence) as raised:
+        store.fetch("x", tmp_path / "x")
+    assert raised.value.exit_code == (5 if fault is flip else 4)
+    assert front.count("GET") <= connection.TRIES
+    assert (tmp_path / "x").read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("fault", UPLOAD_FAULTS)
+def test_a_write_that_breaks_is_repeated(front: Front, store: S3Store, fault: Fault) -> None:
+    front.harm("PUT", fault)
+    store.put("x", DATA[::-1])
+    assert front.count("PUT") == 2
+    assert store.get("x") == DATA[::-1]
+
+
+@pytest.mark.parametrize("fault", [reset_upload, refuse(503, "SlowDown"), page(504)])
+def test_a_write_that_keeps_breaking_leaves_the_old_object(front: Front, store: S3Store, fault: Fault) -> None:
+    front.harm("PUT", *[fault] * 8)
+    with pytest.raises(StoreError) as raised:
+        store.put("x", b"new")
+    _sentence(raised.value)
+    assert front.count("PUT") == connection.TRIES
+    front.forget()
+    assert store.get("x") == DATA
+
+
+def test_a_large_file_is_whole_or_absent(front: Front, store: S3Store, tmp_path: Path) -> None:
+    large = tmp_path / "large"
+    large.write_bytes(os.urandom(11 * 2**20))
+    front.harm("PUT", reset_upload, refuse(503, "SlowDown"))
+    store.put("large", large)
+    assert store.get("large") == large.read_bytes()
+
+    front.harm("PUT", *[reset_upload] * 40)
+    with pytest.raises(StoreError):
+        store.put("other", large)
+    assert store.find("other") is None
+    # The parts that arrived were taken back.
+    assert front.count("DELETE") == 1
+
+
+def test_what_is_damaged_at_rest_is_not_given_out(front: Front, store: S3Store, tmp_path: Path) -> None:
+    # Somebody replaced the content but kept the hash.
+    kept = {"sha256": sha256_bytes(DATA)}
+    store._client.put_object(store.bucket, "prefix/y", BytesIO(b"other"), 5, metadata=kept)
+    for read in (lambda: store.get("y"), lambda: store.find("y"), lambda: store.fetch("y", tmp_path / "y")):
+        with pytest.raises(IntegrityError, match="prefix/y is damaged"):
+            read()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_silence_ends(front: Front, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "READ_TIMEOUT_S", 0.2)
+    store = S3Store(bucket, "prefix")
+    front.harm("GET", *[hang] * 4)
+    with pytest.raises(StoreError, match=r"cannot be reached: .*[Rr]ead timed out"):
+        store.get("x")
+    assert front.count("GET") == connection.TRIES
+
+
+def test_a_clock_that_is_wrong_is_named(front: Front, store: S3Store) -> None:
+    late = (datetime.now(UTC) + timedelta(hours=2)).strftime("%a, %d %b %Y %H:%M:%S GMT")
+    front.harm("GET", refuse(403, "RequestTimeTooSkewed", Date=late))
+    with pytest.raises(
+        StoreError, match=r"clock and that of http://.* differ by (7199|7200) s.*set this machine's clock"
+    ):
+        store.get("x")
+
+
+def test_swift_refuses_a_wrong_clock(swift_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = S3Store(swift_bucket, "")
+    monkeypatch.setattr("minio.time.utcnow", lambda: datetime.now(UTC) - timedelta(hours=1))
+    with pytest.raises(StoreError, match=r"clock and that of http://.* differ .*set this machine's clock"):
+        store.get("x")
+
+
+def test_swift_refuses_wrong_keys(swift_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("AWS_SECRET_ACCESS_KEY", "guessed"), ("AWS_ACCESS_KEY_ID", "test:nobody")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            with pytest.raises(StoreError, match=r"does not accept the keys \(.*\); check AWS_ACCESS_KEY_ID"):
+                S3Store(swift_bucket, "").put("x", b"1")
+    assert S3Store(swift_bucket, "").find("x") is None
+
+
+def test_swift_refuses_what_was_damaged_on_its_way(
+    swift_endpoint: str, swift_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with front_of(swift_endpoint) as front:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", front.url)
+        store = S3Store(swift_bucket, "")
+        front.harm("PUT", flip_upload)
+        with pytest.raises(StoreError, match=r"written to s3://.*/x was damaged on its way .*nothing was kept"):
+            store.put("x", DATA)
+        assert store.find("x") is None
+
+
+def test_a_broken_listing_is_a_sentence(front: Front, store: S3Store) -> None:
+    front.harm("GET", *[flip] * 4)
+    with pytest.raises(StoreError, match="gave a broken answer about s3://"):
+        list(store.list(""))
+
+
+@pytest.fixture
+def proxy(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Front]:
+    for name in ("http_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with front_of(s3_endpoint) as front:
+        yield front
+
+
+def test_the_proxy_of_the_environment_is_used(proxy: Front, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", proxy.url.replace("//", "//me:p%40ss@"))
+    store = open_store(f"s3://{bucket}/prefix")
+    store.put_if("x", b"1", None)
+    assert store.get("x") == b"1"
+    assert {request.path.split("?")[0].split("/")[1] for request in proxy.seen} == {bucket}
+    # base64 of me:p@ss
+    assert all(request.headers["proxy-authorization"] == "Basic bWU6cEBzcw==" for request in proxy.seen)
+
+    proxy.forget()
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    assert open_store(f"s3://{bucket}/prefix").get("x") == b"1"
+    assert proxy.seen == []
+
+
+def test_addresses_are_path_style_and_signed_for_the_region(
+    front: Front, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variables, region in (({"AWS_REGION": "eu-west-3"}, "eu-west-3"), ({"AWS_REGION": ""}, "us-east-1")):
+        front.forget()
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        store = open_store(f"s3://{bucket}/prefix")
+        store.find("x")
+        store.put_if(f"y-{region}", b"1", None)
+        assert all(request.path.startswith(f"/{bucket}") for request in front.seen)
+        assert all(f"/{region}/s3/aws4_request" in request.headers["Authorization"] for request in front.seen)
+
+
+def test_another_region_is_named(front: Front, store: S3Store) -> None:
+    front.harm("GET", refuse(400, "AuthorizationHeaderMalformed"))
+    with pytest.raises(StoreError, match=r"bucket 'bucket-\d+' is not in the region us-east-1 .*set AWS_REGION"):
+        store.get("x")
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Path:
+    """Certificate and key of a server on 127.0.0.1 that nobody but itself vouches for, in one file."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "evernear test")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()) + certificate.public_bytes(Encoding.PEM)
+    (tmp_path / "server.pem").write_bytes(pem)
+    return tmp_path / "server.pem"
+
+
+def test_https_asks_for_a_certificate(
+    s3_endpoint: str, bucket: str, authority: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(authority)
+    with front_of(s3_endpoint, tls) as front:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", front.url)
+        with pytest.raises(StoreError, match=r"https://.* cannot be trusted: .*certificate.*; AWS_CA_BUNDLE may name"):
+            S3Store(bucket, "prefix").put("x", DATA)
+        assert front.seen == []
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(authority))
+        store = S3Store(bucket, "prefix")
+        store.put("x", DATA)
+        store.put_if("y", DATA, None)
+        assert store.get("x") == store.get("y") == DATA
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(authority.with_name("absent.pem")))
+    with pytest.raises(SettingsError, match=r"There are no certificates at .*absent\.pem"):
+        S3Store(bucket, "prefix")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "sentence"),
+    [
+        ("AWS_SECRET_ACCESS_KEY", "", "secret key must not be empty"),
+        ("AWS_REGION", "nowhere land", "invalid region"),
+        ("HTTP_PROXY", "socks5://127.0.0.1:1", "HTTP_PROXY or HTTPS_PROXY is not of the form"),
+    ],
+)
+def test_an_environment_that_cannot_be_is_named(
+    bucket: str, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, sentence: str
+) -> None:
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SettingsError, match=sentence):
+        S3Store(bucket, "prefix")
+
+
+def test_requests_without_keys_are_told_so(front: Front, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    store = S3Store(bucket, "prefix")
+    front.harm("GET", refuse(403, "AccessDenied"))
+    with pytest.raises(
+        StoreError, match=r"not permitted without keys; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    ):
+        store.get("x")
+    assert "Authorization" not in front.seen[0].headers

@@ -1,0 +1,166 @@
+"""The policies that docs/object-store.md publishes, at a moto that enforces them: each does its job and no more."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import boto3
+import pytest
+import requests
+from conftest import REPOSITORY, free_ports, wait_for_port
+
+from evernear.errors import Conflict, StoreError
+from evernear.store import S3Store, Store, open_store, sha256_bytes
+
+USERS = ("reader", "writer", "server")
+IMAGES, STORE = "s3://evernear-images", "s3://evernear-store/prod"
+OBJECTS = {
+    "evernear-images": ["1/a.png"],
+    "evernear-store": ["prod/releases/champion.json", "prod/datasets/digits/head", "elsewhere/secret"],
+}
+
+Enter = Callable[[str], None]
+
+
+@dataclass
+class Guarded:
+    """An S3 that asks who comes."""
+
+    endpoint: str
+    keys: dict[str, tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    (port,) = free_ports(1)
+    # A process of its own: authorization is a state of the whole of moto.
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    environment = os.environ | {"INITIAL_NO_AUTH_ACTION_COUNT": "inf"}
+    with (
+        (tmp_path_factory.mktemp("moto") / "log").open("wb") as log,
+        subprocess.Popen(command, stdout=log, stderr=log, env=environment) as server,
+    ):
+        try:
+            wait_for_port(port, server)
+            endpoint = f"http://127.0.0.1:{port}"
+            keys = _set_up(endpoint)
+            requests.post(f"{endpoint}/moto-api/reset-auth", data="0", timeout=10).raise_for_status()
+            yield Guarded(endpoint, keys)
+        finally:
+            server.terminate()
+
+
+def _set_up(endpoint: str) -> dict[str, tuple[str, str]]:
+    """Buckets, objects, and users with the published policies; gives their keys."""
+    anyone = {"aws_access_key_id": "any", "aws_secret_access_key": "any", "region_name": "us-east-1"}
+    s3 = boto3.client("s3", endpoint_url=endpoint, **anyone)
+    for bucket, names in OBJECTS.items():
+        s3.create_bucket(Bucket=bucket)
+        for name in names:
+            s3.put_object(Bucket=bucket, Key=name, Body=b"content")
+    text = (REPOSITORY / "docs/object-store.md").read_text()
+    policies = re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL)
+    iam = boto3.client("iam", endpoint_url=endpoint, **anyone)
+    keys = {}
+    for user, policy in zip(USERS, policies, strict=True):
+        iam.create_user(UserName=user)
+        iam.put_user_policy(UserName=user, PolicyName=user, PolicyDocument=json.dumps(json.loads(policy)))
+        key = iam.create_access_key(UserName=user)["AccessKey"]
+        keys[user] = (key["AccessKeyId"], key["SecretAccessKey"])
+    return keys
+
+
+@pytest.fixture
+def enter(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> Enter:
+    """``enter(user)`` makes the environment that user's."""
+
+    def enter(user: str) -> None:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", guarded.endpoint)
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        for name, value in zip(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), guarded.keys[user], strict=True):
+            monkeypatch.setenv(name, value)
+
+    return enter
+
+
+def _refused(act: Callable[[], object], permission: str, place: str) -> None:
+    with pytest.raises(StoreError) as raised:
+        act()
+    sentence = str(raised.value)
+    assert sentence.startswith(f"{permission} on {place}")
+    assert " is not permitted to these keys" in sentence
+    assert sentence.endswith("; see docs/object-store.md.")
+    assert raised.value.exit_code == 4
+
+
+def _cannot_write(store: Store, uri: str) -> None:
+    _refused(lambda: store.put("x", b"1"), "s3:PutObject", f"{uri}/x")
+    _refused(lambda: store.put_if("x", b"1", None), "s3:PutObject", f"{uri}/.swap/probe-")
+    _refused(lambda: store.delete("releases/champion.json"), "s3:DeleteObject", f"{uri}/releases/champion.json")
+
+
+def test_the_reader_reads_images_and_nothing_else(enter: Enter, tmp_path: Path) -> None:
+    enter("reader")
+    images = open_store(IMAGES)
+    assert list(images.folders()) == ["1"]
+    assert [info.key for info in images.list("")] == ["1/a.png"]
+    assert images.get("1/a.png") == b"content"
+    assert images.find("1/absent.png") is None
+    _refused(lambda: images.put("1/b.png", b"1"), "s3:PutObject", f"{IMAGES}/1/b.png")
+    _refused(lambda: images.delete("1/a.png"), "s3:DeleteObject", f"{IMAGES}/1/a.png")
+    store = open_store(STORE)
+    _refused(lambda: list(store.list("")), "s3:ListBucket", STORE)
+    _refused(lambda: store.fetch("releases/champion.json", tmp_path / "x"), "s3:GetObject", f"{STORE}/releases")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_writer_writes_the_store_and_nothing_else(
+    enter: Enter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter("writer")
+    store = S3Store("evernear-store", "prod")
+    (tmp_path / "large").write_bytes(os.urandom(6 * 2**20))
+    store.put("datasets/large", tmp_path / "large")
+    assert sha256_bytes(store.get("datasets/large")) == sha256_bytes((tmp_path / "large").read_bytes())
+    assert "releases/champion.json" in [info.key for info in store.list("")]
+    for winners in ((1, 1), (8, 8), (0, 0)):
+        # Whatever way the pointer moves.
+        monkeypatch.setattr(store._swapper, "winners", winners)
+        etag = store.put_if(f"pointers/{winners}", b"1", None)
+        store.put_if(f"pointers/{winners}", b"2", etag)
+        with pytest.raises(Conflict):
+            store.put_if(f"pointers/{winners}", b"3", etag)
+    del store._swapper.winners
+    store.put_if("pointers/probed", b"1", None)
+    _refused(lambda: store.delete("datasets/large"), "s3:DeleteObject", f"{STORE}/datasets/large")
+    other = open_store("s3://evernear-store/elsewhere")
+    _refused(lambda: other.get("secret"), "s3:GetObject", "s3://evernear-store/elsewhere/secret")
+    _refused(lambda: other.put("secret", b"1"), "s3:PutObject", "s3://evernear-store/elsewhere/secret")
+    _refused(lambda: open_store(IMAGES).get("1/a.png"), "s3:GetObject", f"{IMAGES}/1/a.png")
+
+
+def test_the_server_reads_releases_and_nothing_else(enter: Enter, tmp_path: Path) -> None:
+    enter("server")
+    store = open_store(STORE)
+    assert store.get("releases/champion.json") == b"content"
+    assert store.find("releases/absent.json") is None
+    assert [info.key for info in store.list("releases/")] == ["releases/champion.json"]
+    assert store.fetch("releases/champion.json", tmp_path / "x").read_bytes() == b"content"
+    _cannot_write(store, STORE)
+    _refused(lambda: store.get("datasets/digits/head"), "s3:GetObject", f"{STORE}/datasets/digits/head")
+    _refused(lambda: list(open_store(IMAGES).list("")), "s3:ListBucket", IMAGES)
+
+
+def test_wrong_and_missing_keys_are_told_apart(enter: Enter, guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    enter("server")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "guessed")
+    with pytest.raises(StoreError, match=r"does not accept the keys \(SignatureDoesNotMatch\)"):
+        open_store(STORE).get("releases/champion.json")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIANOBODY")
+    with pytest.raises(StoreError, match=r"does not accept the keys \(InvalidAccessKeyId\)"):
+        open_store(STORE).get("releases/champion.json")

@@ -1,0 +1,212 @@
+"""Compare-and-swap on servers that know it, ignore it, refuse it or do it in two steps."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from io import BytesIO
+
+import pytest
+from faulty import Front, empty_listing, front_of, lose_answer, refuse, reset_upload
+
+from evernear.errors import Conflict, StoreError
+from evernear.store import S3Store, swap
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+SERVERS = ["atomic", "ignoring", "swift"]
+
+
+@pytest.fixture
+def atomic(front: Front) -> Front:
+    """A server that checks and writes in one step, as AWS does."""
+    return front
+
+
+@pytest.fixture
+def ignoring(front: Front) -> Front:
+    """A server that overwrites whatever the condition, as SeaweedFS did before 3.97."""
+    front.ignored_headers = frozenset({"If-Match", "If-None-Match"})
+    return front
+
+
+@pytest.fixture(params=SERVERS)
+def connect(request: pytest.FixtureRequest) -> Callable[[], S3Store]:
+    """``connect()`` opens one writer's store, the same one each time."""
+    if request.param == "swift":
+        bucket = request.getfixturevalue("swift_bucket")
+    else:
+        request.getfixturevalue(request.param)
+        bucket = request.getfixturevalue("bucket")
+    return lambda: S3Store(bucket, "prefix")
+
+
+def test_the_probe_tells_servers_apart(connect, request: pytest.FixtureRequest) -> None:
+    created, replaced = connect()._swapper.winners
+    server = request.node.callspec.params["connect"]
+    if server == "atomic":
+        assert (created, replaced) == (1, 1)
+    elif server == "ignoring":
+        assert (created, replaced) == (8, 8)
+    else:
+        # Swift knows If-None-Match, not always in one step, and answers 501 to If-Match.
+        assert created >= 1
+        assert replaced == 0
+
+
+def test_a_swap_takes_only_what_it_saw(connect) -> None:
+    store = connect()
+    first = store.put_if("head", b"1", None)
+    for etag in (None, "0" * 32):
+        with pytest.raises(Conflict, match=r"Somebody else changed s3://.*/prefix/head"):
+            store.put_if("head", b"2", etag)
+    assert store.find("head") == (b"1", first)
+    second = store.put_if("head", b"2", first)
+    with pytest.raises(Conflict):
+        store.put_if("head", b"3", first)
+    with pytest.raises(Conflict):
+        store.put_if("never-written", b"1", first)
+    assert store.find("head") == (b"2", second)
+    assert store.find("never-written") is None
+
+
+def test_of_writers_at_once_exactly_one_wins(connect) -> None:
+    writers = [connect() for _ in range(3)]
+    for writer in writers:
+        assert writer._swapper.winners  # each has run its own race before
+    etag: str | None = None
+    for turn in range(2):
+        start = threading.Barrier(len(writers), timeout=60)
+
+        def write(store: S3Store, data: bytes, seen: str | None, start: threading.Barrier) -> str | None:
+            start.wait()
+            try:
+                return store.put_if("champion", data, seen)
+            except Conflict:
+                return None
+
+        offers = [b"%d-%d" % (turn, number) for number in range(len(writers))]
+        with ThreadPoolExecutor(len(writers)) as pool:
+            told = list(pool.map(write, writers, offers, [etag] * 3, [start] * 3))
+        ((won, etag),) = [(data, new) for data, new in zip(offers, told, strict=True) if new]
+        assert connect().find("champion") == (won, etag)
+
+
+def test_nothing_of_ours_is_left_or_listed(connect) -> None:
+    store = connect()
+    store.put_if("a/head", b"1", None)
+    assert [info.key for info in store.list("")] == ["a/head"]
+    assert list(store.folders()) == ["a"]
+    held = store._client.list_objects(store.bucket, recursive=True)
+    assert [each.object_name for each in held] == ["prefix/a/head"]
+
+
+def _leave_a_lease(store: S3Store) -> str:
+    name = "prefix/.swap/leases/a--head/0123"
+    store._client.put_object(store.bucket, name, BytesIO(b""), 0)
+    return name
+
+
+def test_a_lease_that_is_held_is_waited_for_and_named(
+    ignoring: Front, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = S3Store(bucket, "prefix")
+    name = _leave_a_lease(store)
+    monkeypatch.setattr(swap, "_PATIENCE_S", 0.5)
+    with pytest.raises(Conflict, match=f"Another writer holds s3://{bucket}/{name}; .* after 20 minutes"):
+        store.put_if("a/head", b"1", None)
+    assert store.find("a/head") is None
+    # Other pointers are not held up.
+    store.put_if("b/head", b"1", None)
+
+    release = threading.Timer(0.5, store._client.remove_object, (bucket, name))
+    monkeypatch.setattr(swap, "_PATIENCE_S", 30)
+    release.start()
+    store.put_if("a/head", b"1", None)
+    release.join()
+    assert store.get("a/head") == b"1"
+
+
+def test_a_killed_writers_lease_ends(ignoring: Front, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = S3Store(bucket, "prefix")
+    _leave_a_lease(store)
+    monkeypatch.setattr(swap, "_STALE_AFTER", timedelta(seconds=1))
+    store.put_if("a/head", b"1", None)
+    assert list(store._client.list_objects(bucket, "prefix/.swap/", recursive=True)) == []
+
+
+def test_a_holder_that_was_frozen_does_not_write(ignoring: Front, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap, "_HOLD_S", 0.0)
+    store = S3Store(bucket, "prefix")
+    with pytest.raises(StoreError, match="too slow to hold a lease there; nothing was written"):
+        store.put_if("head", b"1", None)
+    assert store.find("head") is None
+
+
+def test_a_listing_that_lags_is_refused(ignoring: Front, bucket: str) -> None:
+    store = S3Store(bucket, "prefix")
+    assert store._swapper.winners == (8, 8)
+    ignoring.harm("GET", empty_listing)
+    with pytest.raises(StoreError, match="does not list what was just written; no pointer can move"):
+        store.put_if("head", b"1", None)
+    assert store.find("head") is None
+
+
+def test_a_write_whose_answer_is_lost_is_not_repeated(atomic: Front, bucket: str) -> None:
+    store = S3Store(bucket, "prefix")
+    first = store.put_if("head", b"1", None)
+    atomic.forget()
+    atomic.harm("PUT", lose_answer)
+    with pytest.raises(StoreError, match=r"broke off while .*/head was written, so it is not known whether it was"):
+        store.put_if("head", b"2", first)
+    assert atomic.count("PUT") == 1
+    assert store.get("head") == b"2"
+
+
+def test_a_write_that_breaks_off_changes_nothing(atomic: Front, bucket: str) -> None:
+    store = S3Store(bucket, "prefix")
+    first = store.put_if("head", b"1", None)
+    atomic.harm("PUT", reset_upload)
+    with pytest.raises(StoreError, match="not known"):
+        store.put_if("head", b"2" * 10**6, first)
+    assert store.find("head") == (b"1", first)
+
+
+def test_a_write_that_was_put_off_is_repeated(atomic: Front, bucket: str) -> None:
+    store = S3Store(bucket, "prefix")
+    first = store.put_if("head", b"1", None)
+    atomic.forget()
+    atomic.harm("PUT", refuse(503, "SlowDown"), refuse(503, "SlowDown"))
+    store.put_if("head", b"2", first)
+    assert atomic.count("PUT") == 3
+    assert store.get("head") == b"2"
+
+    atomic.harm("PUT", *[refuse(503, "SlowDown")] * 4)
+    with pytest.raises(StoreError, match=r"overloaded or broken \(503 SlowDown\) after 4 tries; run again later"):
+        store.put_if("head", b"3", None)
+    assert store.get("head") == b"2"
+
+
+def test_the_sum_of_many_writers_is_right_where_conditions_are_ignored(ignoring: Front, bucket: str) -> None:
+    def count(_: int) -> None:
+        store = S3Store(bucket, "prefix")
+        for _ in range(3):
+            while True:
+                data, etag = store.find("counter") or (b"0", None)
+                try:
+                    store.put_if("counter", b"%d" % (int(data) + 1), etag)
+                    break
+                except Conflict:
+                    continue
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(count, range(4)))
+    assert S3Store(bucket, "prefix").get("counter") == b"12"
+
+
+def test_a_server_of_another_kind_is_not_taken_for_a_lost_race(s3_endpoint: str, bucket: str, monkeypatch) -> None:
+    with front_of(s3_endpoint) as front:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", front.url)
+        front.harm("PUT", *[refuse(403, "AccessDenied")] * 8)
+        with pytest.raises(StoreError, match=r"s3:PutObject on s3://bucket-\d+/prefix/.swap/probe-"):
+            S3Store(bucket, "prefix").put_if("head", b"1", None)
