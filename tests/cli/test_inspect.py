@@ -1,0 +1,202 @@
+"""A release looked into from the command line, by a person and by a program, whoever made it."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from releases import MakeRelease, PackedRelease, System, forge
+
+from evernear.index.description import describe_index
+from evernear.release.registry import Registry
+from evernear.store import open_store
+
+
+@pytest.fixture(scope="module")
+def packed(make_release: MakeRelease) -> PackedRelease:
+    return make_release()
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    return Registry(open_store((tmp_path / "store").as_uri()))
+
+
+@pytest.fixture(scope="module")
+def image(packed: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("image") / "query.png"
+    with zipfile.ZipFile(packed.archive) as members:
+        path.write_bytes(members.read("smoke-00.png"))
+    return path
+
+
+def evernear(*words: object, store: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from evernear.cli import main; main()", *map(str, words)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "EVERNEAR_STORE": store or "file:///nowhere/at/all"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd)
+
+
+def sentence(done: subprocess.CompletedProcess[str], exit_code: int) -> str:
+    """What a refusal says: one line on stderr, no traceback, nothing on stdout."""
+    assert done.returncode == exit_code, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("evernear: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_show_tells_the_signature_and_where_the_release_is_from(packed: PackedRelease, system: System) -> None:
+    told = json.loads(evernear("inspect", "show", packed.archive, "--json").stdout)
+    manifest, index = packed.manifest, describe_index(system.index_dir)
+    assert told["version"] == packed.version
+    assert told["network"]["inputs"] == [
+        {"name": "images", "dtype": "uint8", "shape": ["N", 1, 8, 8], "meaning": "0 to 255, NCHW"}
+    ]
+    assert told["network"]["outputs"][0]["shape"] == ["N", manifest.embedding_dim]
+    outputs = {value["name"]: (value["dtype"], value["shape"]) for value in told["request"]["outputs"]}
+    assert outputs["neighbors.dist"] == ("float", [index.k])
+    assert set(outputs) == {"pred", "dist", "unknown", "neighbors.label", "neighbors.dist", "version"}
+    assert (told["index"]["factory"], told["index"]["size"], told["index"]["metric"]) == ("Flat", index.size, "l2")
+    assert told["labels"] == list(manifest.labels)
+    assert told["preprocessing"] == manifest.preprocessing.model_dump(mode="json")
+    assert told["metrics"] == manifest.metrics
+    assert told["verdict"] == {"promote": True, "reasons": ["A test says so."]}
+    assert told["lineage"]["dataset_digest"] == system.dataset.digest
+    assert told["lineage"]["git_commit"] == manifest.git_commit
+    assert told["lineage"]["own_handler"] is True
+
+    text = evernear("inspect", "show", packed.archive).stdout
+    for word in (packed.version, system.dataset.digest, manifest.network_sha256, "uint8", "Flat", "A test says so."):
+        assert word in text
+
+
+def test_show_loads_neither_torch_nor_faiss_and_leaves_nothing(packed: PackedRelease, tmp_path: Path) -> None:
+    script = (
+        "import sys; from evernear.release.describe import describe; from pathlib import Path;"
+        f"describe(Path({str(packed.archive)!r})); print({{'torch', 'faiss', 'scipy'}} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "set()\n", done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_run_answers_as_the_release_did_when_it_was_archived(
+    packed: PackedRelease, registry: Registry, image: Path, tmp_path: Path
+) -> None:
+    registry.publish(packed.archive)
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no image")
+    with zipfile.ZipFile(packed.archive) as members:
+        known = json.loads(members.read("smoke.json"))[0]
+    for release in (packed.archive, packed.version):  # the file, and the same fetched from the registry
+        words = ("inspect", "run", release, "--image", image, broken, "--json")
+        done = evernear(*words, store=registry.uri, cwd=tmp_path)
+        assert done.returncode == 9, done.stderr
+        good, bad = (json.loads(line) for line in done.stdout.splitlines())
+        assert (good["pred"], good["unknown"], good["version"]) == (known["pred"], known["unknown"], packed.version)
+        assert good["dist"] == pytest.approx(known["dist"], abs=1e-3)
+        assert bad == {"image": str(broken), "error": "The image is not a PNG or JPEG image."}
+
+
+def hostile(packed: PackedRelease, path: Path, proof: Path) -> PackedRelease:
+    """Self-consistent, every hash right; its network is a pickle and its handler a program that leave ``proof``."""
+
+    class Payload:
+        def __reduce__(self) -> tuple[object, ...]:
+            return Path.touch, (proof,)
+
+    handler = f"from pathlib import Path\nPath({str(proof)!r}).touch()\n".encode()
+    return forge(packed, path, network_pt=pickle.dumps(Payload()), handler_py=handler)
+
+
+def agreeing(release: PackedRelease, path: Path) -> PackedRelease:
+    """The same, its index and its verdict stamped with the new network: as much as whoever forges it can do."""
+    network = release.manifest.network_sha256
+    with zipfile.ZipFile(release.archive) as members:
+        index, verdict = (json.loads(members.read(name)) for name in ("index.json", "verdict.json"))
+    from evernear.evaluation.verdict import Rule, System, Verdict
+
+    index["network_sha256"] = network
+    said = Verdict.of(
+        [Rule(name="test", passed=True, reason="Trust me.")],
+        candidate=System(name="", network_sha256=network, index_digest=""),
+        champion=None,
+        dataset_digest=verdict["dataset_digest"],
+    )
+    return forge(release, path, index_json=json.dumps(index).encode(), verdict_json=said.model_dump_json().encode())
+
+
+def test_an_archive_that_agrees_with_itself_runs_nothing_unless_it_is_trusted(
+    packed: PackedRelease, registry: Registry, image: Path, tmp_path: Path
+) -> None:
+    proof = tmp_path / "proof"
+    evil = agreeing(hostile(packed, tmp_path / "first.mar", proof), tmp_path / "evil.mar")
+    registry.publish(packed.archive)  # of the same version: the name alone vouches for nothing
+
+    shown = evernear("inspect", "show", evil.archive, "--json", store=registry.uri)
+    assert shown.returncode == 0, shown.stderr
+    assert json.loads(shown.stdout)["lineage"]["own_handler"] is False
+    refused = evernear("inspect", "run", evil.archive, "--image", image, store=registry.uri, cwd=tmp_path)
+    assert "can run code of whoever made it" in sentence(refused, 5)
+    assert not proof.exists()
+
+    # Even then neither the handler is run, nor is a plain pickle taken for a network:
+    trusted = evernear("inspect", "run", evil.archive, "--image", image, "--trust", store=registry.uri, cwd=tmp_path)
+    assert "is no TorchScript network" in sentence(trusted, 5)
+    assert not proof.exists()
+
+
+def test_an_index_made_by_another_network_is_refused(packed: PackedRelease, tmp_path: Path) -> None:
+    with zipfile.ZipFile(packed.archive) as members:
+        index = json.loads(members.read("index.json"))
+    other = json.dumps(index | {"network_sha256": "0" * 64}).encode()
+    foreign = forge(packed, tmp_path / "foreign.mar", index_json=other)
+    assert "holds vectors of network 000000000000" in sentence(evernear("inspect", "show", foreign.archive), 5)
+
+
+@pytest.mark.parametrize("change", ["threshold", "preprocessing", "verdict"])
+def test_a_manifest_that_contradicts_its_parts_is_refused(packed: PackedRelease, tmp_path: Path, change: str) -> None:
+    if change == "threshold":
+        lying = replace(packed, manifest=packed.manifest.model_copy(update={"threshold": 2.0}))
+        parts = {}
+    elif change == "preprocessing":
+        lying = packed
+        shape = packed.manifest.preprocessing.model_copy(update={"height_px": 9})
+        parts = {"preprocessing_json": shape.model_dump_json().encode()}
+    else:
+        lying, parts = packed, {"verdict_json": b'{"promote": true}'}
+    archive = forge(lying, tmp_path / "lying.mar", **parts).archive
+    told = sentence(evernear("inspect", "show", archive), 5)
+    assert "is no verdict" in told if change == "verdict" else "contradicts" in told
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no zip", "half"])
+def test_what_is_no_release_is_refused_with_a_sentence(
+    packed: PackedRelease, tmp_path: Path, content: bytes | str | None
+) -> None:
+    archive = tmp_path / "x.mar"
+    if content == "half":
+        content = packed.archive.read_bytes()[: packed.archive.stat().st_size // 2]
+    if isinstance(content, bytes):
+        archive.write_bytes(content)
+    assert "cannot be read as a release" in sentence(evernear("inspect", "show", archive), 5)
+
+
+def test_what_an_archive_says_cannot_steer_the_terminal(packed: PackedRelease, tmp_path: Path) -> None:
+    with zipfile.ZipFile(packed.archive) as members:
+        index = json.loads(members.read("index.json"))
+    escape = "\x1b]0;owned\x07"
+    labels = tuple(f"{escape}{label}" for label in packed.manifest.labels)
+    named = replace(packed, manifest=packed.manifest.model_copy(update={"labels": labels}))
+    archive = forge(
+        named, tmp_path / "odd.mar", index_json=json.dumps(index | {"labels": list(labels)}).encode()
+    ).archive
+    shown = evernear("inspect", "show", archive)
+    assert shown.returncode == 0, shown.stderr
+    assert "\\x1b]0;owned" in shown.stdout
+    assert all(line.isprintable() for line in shown.stdout.splitlines())
