@@ -80,6 +80,10 @@ def main() -> None:
             for number in range(arguments.rounds):
                 play(served, Path(scratch), arguments, cells)
                 print(f"round {number + 1} of {arguments.rounds} done", flush=True)
+    if silent := [
+        f"{name} at {clients}" for (name, clients), rounds in cells.items() if not all(c.rps for c in rounds)
+    ]:
+        raise SystemExit(f"No answer in time from {', '.join(silent)}; raise --seconds.")
     result = summarise(cells) | {"gallery": served.gallery_size, "load_ceiling_rps": round(ceiling)}
     name = "serving_busy" if arguments.busy else "serving"
     if arguments.set:

@@ -18,7 +18,7 @@ import psutil
 from benchmarks.serving.load import Target
 from benchmarks.serving.release import Served
 from evernear.deployment import local
-from evernear.serving import torchserve
+from evernear.serving import java, processes
 from evernear.serving.client.grpc import PREDICTIONS
 from evernear.serving.connection import home_of, read_key
 from evernear.serving.torchserve_proto.inference_pb2 import PredictionResponse, PredictionsRequest
@@ -50,7 +50,7 @@ def naive(served: Served, directory: Path) -> Generator[Running]:
     (directory / "config.properties").write_text("\n".join(lines) + "\n")
     command = [str(Path(sys.executable).with_name("torchserve")), "--start", "--foreground", "--no-config-snapshots"]
     command += ["--ts-config", "config.properties", "--model-store", str(served.naive_store), "--models", "naive.mar"]
-    java_home = {"JAVA_HOME": str(torchserve.find_java().parents[1])}
+    java_home = {"JAVA_HOME": str(java.find_java().parents[1])}
     with _process(command, directory, java_home) as processes:
         target = _posting(served, ports[0], "/predictions/naive")
         _await_answer(target)
@@ -79,7 +79,7 @@ def evernear(served: Served, directory: Path) -> Generator[Running]:
             grpc_method=PREDICTIONS,
             grpc_metadata=(("protocol", "gRPC"), ("authorization", f"Bearer {key}")),
         )
-        yield Running({"evernear": rest, "evernear gRPC": rpc}, lambda: torchserve.processes(home))
+        yield Running({"evernear": rest, "evernear gRPC": rpc}, lambda: processes.processes(home))
     finally:
         local.stop(settings)
 
