@@ -19,6 +19,7 @@ import base64
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("--busy", action="store_true", help="with a process beside them that never sleeps")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server that is up ends with us
 
     here = machine.describe()
     with tempfile.TemporaryDirectory() as scratch:
