@@ -50,9 +50,9 @@ class Swapper:
         """Write ``data`` with ``headers`` only if the object has ``etag`` (None: there is none); its new etag.
 
         Raises:
-            Conflict: somebody else wrote first, or keeps writing; nothing was changed.
-            StoreError: the server cannot be reached or refuses, or its answer was lost, and with it whether the
-                object was written.
+            Conflict: somebody else wrote first; nothing was changed.
+            StoreError: the server cannot be reached or refuses, another writer's lease does not end, or the answer
+                was lost, and with it whether the object was written.
         """
         write = self._conditional if self.winners == (1, 1) else self._leased
         written = write(self._prefix + key, data, etag, headers)
@@ -136,7 +136,7 @@ class Swapper:
         """Wait until no other writer is about to write ``name``; gives `time.monotonic` from before that was seen.
 
         Raises:
-            Conflict: the others do not come to an end.
+            StoreError: the others do not come to an end.
         """
         folder = f"{self._prefix}{OWN}leases/{name.removeprefix(self._prefix).replace('/', '--')}/"
         deadline = time.monotonic() + _PATIENCE_S
@@ -148,7 +148,7 @@ class Swapper:
                     return
             # All who see each other step back; chance decides who is alone the next time.
             if time.monotonic() > deadline:
-                raise Conflict(
+                raise StoreError(
                     f"Another writer holds s3://{self._bucket}/{min(others)}; run again. If none is running, one was"
                     f" killed: its lease ends by itself after {_STALE_AFTER.seconds // 60} minutes."
                 )
