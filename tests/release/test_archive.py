@@ -39,6 +39,7 @@ def test_torchserve_is_told_the_same_version(make_release: MakeRelease) -> None:
         model = json.loads(members.read("MAR-INF/MANIFEST.json"))["model"]
     assert model["modelVersion"] == packed.version
     assert model["handler"] == "handler.py"
+    assert model["configFile"] == "model-config.yaml"
 
 
 def test_smoke_queries_are_real_query_images_with_the_answers_of_this_very_system(

@@ -152,6 +152,9 @@ def test_sigterm_alone_drains_as_well(server: Served) -> None:
 
 def test_only_a_server_that_would_answer_is_ready(server: Served, tmp_path: Path) -> None:
     assert torchserve.is_ready(server.home, "embedding")
+    command = [Path(sys.executable).with_name("evernear"), "ready", "--workdir"]
+    assert subprocess.run([*command, server.settings.workdir]).returncode == 0
+    assert subprocess.run([*command, tmp_path / "elsewhere"]).returncode == 1
     assert not torchserve.is_ready(server.home, "another-model")
     assert not torchserve.is_ready(tmp_path / "elsewhere", "embedding")
     for worker in torchserve.processes(server.home):
@@ -166,3 +169,8 @@ def _await(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
+
+
+def test_asking_whether_it_is_ready_loads_neither_torch_nor_faiss() -> None:
+    script = "import sys, evernear.serving.torchserve; print({'torch', 'faiss', 'minio'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "set()\n"

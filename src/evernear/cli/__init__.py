@@ -22,6 +22,7 @@ for command in (
     prep.prep,
     server.status,
     server.serve,
+    server.ready,
     server.stop,
     server.token,
 ):

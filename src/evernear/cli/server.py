@@ -1,4 +1,4 @@
-"""``evernear status``, ``serve``, ``stop`` and ``token``: the TorchServe of a working directory."""
+"""``evernear status``, ``serve``, ``ready``, ``stop`` and ``token``: the TorchServe of a working directory."""
 
 import json
 from typing import Annotated
@@ -25,7 +25,7 @@ def status(
 
 def serve(
     foreground: Annotated[
-        bool, typer.Option("--foreground", help="Stay until the server ends; SIGTERM ends it (for containers).")
+        bool, typer.Option("--foreground", help="Stay until the server ends, and end it with this process.")
     ] = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
@@ -33,17 +33,33 @@ def serve(
 ) -> None:
     """Start TorchServe with the champion, if it is not up already."""
     from evernear.deployment.local import follow, serve
+    from evernear.serving.connection import home_of
+    from evernear.serving.torchserve import adopt, is_running
 
     settings = settings_of(None, config, overrides, workdir)
+    home = home_of(settings.workdir)
+    if foreground and not is_running(home):  # one that runs outlives a command that fails
+        adopt(home)
     version = serve(settings)
     place = f"http://{settings.serving.host}:{settings.serving.inference_port}"
     print(f"Release {version} answers at {place}/predictions/{settings.serving.model_name}; `evernear stop` ends it.")
     if foreground:
+        adopt(home)
         follow(settings)
 
 
+def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+    """Exit with 0 if a prediction would be answered now, else with 1: a probe for orchestrators."""
+    from evernear.serving.connection import home_of
+    from evernear.serving.torchserve import is_ready
+
+    settings = settings_of(None, config, overrides, workdir)
+    if not is_ready(home_of(settings.workdir), settings.serving.model_name):
+        raise typer.Exit(1)
+
+
 def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
-    """Stop the TorchServe of this working directory."""
+    """Stop the TorchServe of this working directory: what came in is answered first."""
     from evernear.deployment.local import stop
 
     print(

@@ -30,6 +30,7 @@ from evernear.release.parts import (
     ARCHIVE_FILE,
     HANDLER_FILE,
     MANIFEST_FILE,
+    MODEL_CONFIG_FILE,
     PREPROCESSING_FILE,
     SMOKE_FILE,
     VERDICT_FILE,
@@ -87,6 +88,7 @@ def archive(
             parts.mkdir()
             _link_parts(parts, network_dir, index_dir, verdict_file)
             write_atomically(parts / PREPROCESSING_FILE, network.preprocessing.model_dump_json(indent=2))
+            write_atomically(parts / MODEL_CONFIG_FILE, _model_config(settings))
             _write_smoke_queries(parts, dataset, network_dir, gallery, settings.smoke_queries)
             manifest = _describe(parts, dataset, network, gallery, metrics, parent, settings, created)
             write_atomically(parts / MANIFEST_FILE, manifest.to_json())
@@ -121,6 +123,21 @@ def _link_parts(parts: Path, network_dir: Path, index_dir: Path, verdict_file: P
     if handler is None or handler.origin is None:
         raise EvernearError("This installation of evernear lacks its TorchServe handler; install it again.")
     (parts / HANDLER_FILE).symlink_to(Path(handler.origin).resolve())
+
+
+def _model_config(settings: ServingSettings) -> str:
+    """How TorchServe is to run the model, wherever the archive is loaded: by a deployment or as a pod starts.
+
+    How many workers do so is the machine's matter, and stands in the server's own configuration.
+    """
+    options = {
+        "batchSize": settings.batch_size,
+        "maxBatchDelay": settings.max_batch_delay_ms,
+        "jobQueueSize": settings.queue_size,
+        "responseTimeout": settings.response_timeout_s,
+        "startupTimeout": settings.startup_timeout_s,
+    }
+    return "".join(f"{name}: {value}\n" for name, value in options.items())
 
 
 def _describe(
@@ -212,6 +229,7 @@ def _pack(directory: Path, model_name: str, version: str) -> None:
         "--version": version,
         "--handler": f"parts/{HANDLER_FILE}",
         "--extra-files": "parts",
+        "--config-file": f"parts/{MODEL_CONFIG_FILE}",
         "--runtime": "python",
         "--archive-format": "zip-store",
         "--export-path": ".",

@@ -1,6 +1,9 @@
 """The prediction core: image files in, answers out, whatever server stands around it."""
 
+import logging
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,6 +19,17 @@ from evernear.release.parts import ReleaseParts
 from evernear.serving.messages import Neighbor, Prediction, Refusal
 
 WARM_UP_BATCHES = (1, 1, 32, 32)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The answers to a batch, in its order, and the seconds that went into each stage of the work."""
+
+    answers: list[Prediction | Refusal]
+    decode_s: float
+    network_s: float
+    search_s: float
 
 
 class Core:
@@ -45,6 +59,11 @@ class Core:
 
         A request that was refused before it came here may stand in for its image, and is passed through.
         """
+        return self.answer(images).answers
+
+    def answer(self, images: Sequence[bytes | Refusal]) -> Answered:
+        """`predict`, with the time it took."""
+        begin_s = time.perf_counter()
         answers: list[Prediction | Refusal | None] = []
         arrays: list[NDArray[np.uint8]] = []
         for image in images:
@@ -54,11 +73,26 @@ class Core:
             else:
                 answers.append(None)
                 arrays.append(read)
-        predictions = iter(self.recognise(np.stack(arrays)) if arrays else ())
-        return [next(predictions) if answer is None else answer for answer in answers]
+        decoded_s = embedded_s = found_s = time.perf_counter()
+        predictions: list[Prediction] = []
+        if arrays:
+            embeddings = embed_images(self._network, np.stack(arrays))
+            embedded_s = time.perf_counter()
+            predictions = self._look_up(embeddings)
+            found_s = time.perf_counter()
+        following = iter(predictions)
+        return Answered(
+            answers=[next(following) if answer is None else answer for answer in answers],
+            decode_s=decoded_s - begin_s,
+            network_s=embedded_s - decoded_s,
+            search_s=found_s - embedded_s,
+        )
 
     def recognise(self, images: NDArray[np.uint8]) -> list[Prediction]:
         """Answer images (N, H, W, C) of uint8 that were brought to the release's shape before."""
+        return self._look_up(embed_images(self._network, images))
+
+    def _look_up(self, embeddings: NDArray[np.float32]) -> list[Prediction]:
         return [
             Prediction(
                 pred=found.pred,
@@ -67,13 +101,16 @@ class Core:
                 neighbors=tuple(Neighbor(label=near.label, dist=near.dist) for near in found.neighbors),
                 version=self._manifest.version,
             )
-            for found in self._gallery.recognise(embed_images(self._network, images))
+            for found in self._gallery.recognise(embeddings)
         ]
 
     def _read(self, image: bytes) -> NDArray[np.uint8] | Refusal:
         shape = self._manifest.preprocessing
         try:
             decoded = decode(image, self._manifest.max_pixels)
+            return to_array(decoded, shape.height_px, shape.width_px, shape.channels)
         except DataError as error:
             return Refusal(message=str(error))
-        return to_array(decoded, shape.height_px, shape.width_px, shape.channels)
+        except Exception:  # whatever a decoder makes of a hostile file, its neighbours get their answers
+            _log.exception("An image of %d bytes raised what its decoder never should.", len(image))
+            return Refusal(message="The image cannot be decoded.")

@@ -75,16 +75,15 @@ class Management:
         return self.describe(model).version if model in self.list_models() else None
 
     def register(self, archive: str, settings: ServingSettings) -> None:
-        """Load ``archive``, a file name of the model store, and wait for its workers."""
+        """Load ``archive``, a file name of the model store, and wait for its workers.
+
+        How it is batched and how long it may take is told by the archive itself.
+        """
         parameters = {
             "url": archive,
             "model_name": settings.model_name,
             "initial_workers": settings.workers,
             "synchronous": "true",
-            "batch_size": settings.batch_size,
-            "max_batch_delay": settings.max_batch_delay_ms,
-            "response_timeout": settings.response_timeout_s,
-            "startup_timeout": settings.startup_timeout_s,
         }
         self._call("POST", "/models", parameters, timeout_s=settings.startup_timeout_s + TIMEOUT_S)
 
