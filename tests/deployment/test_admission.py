@@ -1,11 +1,17 @@
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from releases import MakeRelease, PackedRelease
+from releases import MakeRelease, PackedRelease, System, decided
 
+from evernear.deployment import promote, rollback
 from evernear.deployment.admission import publish
-from evernear.errors import Conflict, IntegrityError
+from evernear.errors import Conflict, IntegrityError, StoreError
+from evernear.evaluation.verdict import Verdict
 from evernear.release.registry import Registry
+from evernear.settings import Settings
 from evernear.store import Store, open_store
 
 
@@ -52,6 +58,30 @@ def test_another_verdict_or_none_is_not_enough(
     assert nothing_happened(store)
 
 
+@pytest.mark.parametrize("fault", ["network", "index", "champion"])
+def test_a_verdict_on_something_else_is_not_enough(
+    store: Store, system: System, make_release: MakeRelease, fault: str
+) -> None:
+    """Sound in itself and archived with the release, and yet about another one."""
+    measured = decided(system, "20250101.000000.00000000" if fault == "champion" else None, True)
+    changes = {"network": {"network_sha256": "0" * 64}, "index": {"index_digest": "0" * 64}, "champion": {}}[fault]
+    verdict = Verdict.of(
+        measured.rules, measured.candidate.model_copy(update=changes), measured.champion, measured.dataset_digest
+    )
+    release = make_release(verdict=verdict.model_dump_json())
+    with pytest.raises(IntegrityError, match=r"is on another network or index|against another champion"):
+        publish(release.archive, release.verdict, store)
+    assert nothing_happened(store)
+
+
+def test_a_verdict_that_was_turned_round_is_not_enough(store: Store, system: System, make_release: MakeRelease) -> None:
+    held = decided(system, None, False).model_dump(mode="json")
+    release = make_release(verdict=json.dumps(held | {"promote": True}))
+    with pytest.raises(IntegrityError, match="was changed after the gate"):
+        publish(release.archive, release.verdict, store)
+    assert nothing_happened(store)
+
+
 @pytest.mark.parametrize("said", ['{"promote": "true"}', '{"promote": 1}', "{}", '{"promote": null}', "[]"])
 def test_only_a_plain_true_promotes(store: Store, make_release: MakeRelease, tmp_path: Path, said: str) -> None:
     """A release archived with such a verdict, so that the hash is right."""
@@ -79,3 +109,36 @@ def test_a_release_measured_against_another_champion_has_to_be_measured_again(
         publish(second.archive, second.verdict, store)
     third = make_release(parent=first.version)
     assert publish(third.archive, third.verdict, store).previous == first.version
+
+
+def test_without_a_server_the_pointer_moves_alone_and_only_to_a_whole_archive(
+    tmp_path: Path, make_release: MakeRelease
+) -> None:
+    settings = Settings(workdir=tmp_path / "work", target="registry")
+    store = open_store(settings.store_uri)
+    registry = Registry(store)
+    with pytest.raises(StoreError, match="nothing to roll back to"):
+        rollback(settings)
+    first = make_release()
+    publish(first.archive, first.verdict, store)
+    second = make_release(parent=first.version)
+    publish(second.archive, second.verdict, store)
+    with pytest.raises(StoreError, match=r"no release 20260101\.000000\.00000000"):
+        promote("20260101.000000.00000000", settings)
+
+    back = rollback(settings)
+    assert (back.version, back.previous, back.url) == (first.version, None, None)
+    key = registry.show(second.version).archive_key
+    whole = store.get(key)
+    store.put(key, whole[:-1])
+    with pytest.raises(IntegrityError, match="is damaged"):
+        promote(second.version, settings)
+    store.put(key, whole)
+    assert promote(second.version, settings).version == second.version
+    assert [move.version for move in registry.history()][-2:] == [first.version, second.version]
+
+
+def test_admission_needs_no_more_than_a_serving_image_has() -> None:
+    script = "import sys, evernear.deployment; print({'scipy', 'sklearn', 'torch', 'faiss'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr

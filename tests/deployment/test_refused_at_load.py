@@ -1,0 +1,60 @@
+"""What TorchServe unpacked is checked again by the handler, before torch or FAISS look at it."""
+
+import json
+import pickle
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from releases import MakeRelease, PackedRelease, forge
+
+from evernear.errors import IntegrityError
+from evernear.serving.handler import EmbeddingHandler
+
+
+@pytest.fixture(scope="module")
+def packed(make_release: MakeRelease) -> PackedRelease:
+    return make_release()
+
+
+def load(archive: Path, directory: Path) -> None:
+    """As a worker of TorchServe does, from the directory that Java unpacked the archive into."""
+    with zipfile.ZipFile(archive) as members:
+        members.extractall(directory)
+    EmbeddingHandler().initialize(SimpleNamespace(system_properties={"model_dir": str(directory)}))
+
+
+@pytest.mark.parametrize("name", ["network.pt", "index.faiss", "labels.npy", "index.json", "handler.py"])
+def test_a_part_that_is_not_the_manifests_is_refused(packed: PackedRelease, tmp_path: Path, name: str) -> None:
+    proof = tmp_path / "proof"
+
+    class Payload:
+        def __reduce__(self) -> tuple[object, ...]:
+            return Path.touch, (proof,)
+
+    other = tmp_path / "other.mar"
+    with zipfile.ZipFile(packed.archive) as old, zipfile.ZipFile(other, "w") as new:
+        for member in old.namelist():
+            new.writestr(member, pickle.dumps(Payload()) if member == name else old.read(member))
+    with pytest.raises(IntegrityError, match=rf"{name} in .* is missing or not the file that its manifest describes\."):
+        load(other, tmp_path / "unpacked")
+    assert not proof.exists()
+
+
+def test_an_index_made_by_another_network_is_refused(packed: PackedRelease, tmp_path: Path) -> None:
+    with zipfile.ZipFile(packed.archive) as members:
+        index = json.loads(members.read("index.json"))
+    stamped = json.dumps(index | {"network_sha256": "0" * 64}).encode()
+    foreign = forge(packed, tmp_path / "foreign.mar", index_json=stamped)
+    with pytest.raises(IntegrityError, match="holds vectors of network 000000000000"):
+        load(foreign.archive, tmp_path / "unpacked")
+
+
+def test_a_network_beside_an_index_that_it_did_not_make_is_refused(packed: PackedRelease, tmp_path: Path) -> None:
+    """The network was exchanged, its hash in the manifest's list of parts too."""
+    with zipfile.ZipFile(packed.archive) as members:
+        network = members.read("network.pt")
+    exchanged = forge(packed, tmp_path / "exchanged.mar", network_pt=network + b" ")
+    with pytest.raises(IntegrityError, match="holds vectors of network"):
+        load(exchanged.archive, tmp_path / "unpacked")
