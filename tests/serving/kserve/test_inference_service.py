@@ -2,6 +2,7 @@
 
 import base64
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
@@ -340,11 +341,12 @@ class TestOperation:
         assert predictor.stop() == 0
         try:
             for server in transformers:
-                assert_unavailable(server, images, "127.0.0.1")
+                assert_unavailable(server, images, "cannot be reached")
             predictor.start("--model_dir", str(other.archive))
             predictor.await_answer("/")
             assert predictor.predict(images[:1]).json()["predictions"][0]["version"] == other.version
             for server in transformers:
+                await_connection(server, images)
                 assert_unavailable(server, images, f"release {other.version}, but images are prepared for")
         finally:
             predictor.process.kill()
@@ -352,8 +354,17 @@ class TestOperation:
             predictor.start()
             predictor.await_answer("/")
         for server in transformers:
+            await_connection(server, images)
             assert server.get("/v2/models/embedding/ready").status_code == 200
             assert_same(server.predict(images).json()["predictions"], known)
+
+
+def await_connection(server: Server, images: list[bytes]) -> None:
+    """Within seconds of the predictor's return, not after gRPC's two minutes."""
+    deadline_s = time.monotonic() + 30
+    while "cannot be reached" in server.predict(images).text:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.2)
 
 
 def assert_unavailable(server: Server, images: list[bytes], reason: str) -> None:

@@ -24,7 +24,7 @@ from grpc_interceptor.exceptions import (
     ResourceExhausted,
     Unavailable,
 )
-from kserve import InferResponse, Model
+from kserve import InferenceGRPCClient, InferResponse, Model
 from kserve.predictor_config import PredictorConfig
 from PIL import Image
 from pydantic import TypeAdapter
@@ -38,6 +38,7 @@ from evernear.serving.kserve.server import arguments, predictor_of, run, serve
 from evernear.serving.kserve.sources import manifest_of_release
 from evernear.serving.messages import Prediction, Refusal
 
+MAX_RECONNECT_BACKOFF_MS = 1000
 _PREDICTIONS = TypeAdapter(list[Prediction])
 _log = logging.getLogger("kserve")
 
@@ -48,6 +49,7 @@ class Transformer(ReleaseModel):
     def __init__(self, name: str, manifest: ReleaseManifest, max_images: int, predictor: PredictorConfig) -> None:
         super().__init__(name, manifest, max_images)
         self._predictor = predictor
+        self._client: InferenceGRPCClient | None = None
 
     async def can_answer(self) -> bool:
         """Whether the predictor answers a blank image, and is of this release."""
@@ -76,6 +78,25 @@ class Transformer(ReleaseModel):
     def get_input_types(self) -> Tensors:
         """Image files alone."""
         return super().get_input_types()[:1]
+
+    @property
+    def _grpc_client(self) -> InferenceGRPCClient:
+        """KServe's client, on a channel that tries again soon: by default a predictor that was away for a while
+        stays away for up to two minutes more.
+        """
+        if self._client is None:
+            self._client = InferenceGRPCClient(
+                self._predictor.predictor_host,
+                use_ssl=self._predictor.predictor_use_ssl,
+                timeout=self._predictor.predictor_request_timeout_seconds,
+                retries=self._predictor.predictor_request_retries,
+                channel_args=[
+                    ("grpc.max_send_message_length", -1),
+                    ("grpc.max_receive_message_length", -1),
+                    ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
+                ],
+            )
+        return self._client
 
     def _prepare(self, images: list[bytes | Refusal]) -> list[Pixels | Refusal]:
         return [image if isinstance(image, Refusal) else self._read(image) for image in images]
@@ -122,10 +143,12 @@ class Transformer(ReleaseModel):
         except httpx.TimeoutException:
             raise _too_slow(host) from None
         except httpx.HTTPError as error:
-            raise Unavailable(f"The predictor at {host} cannot be reached ({error}).") from None
+            raise _unreachable(host, str(error)) from None
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise _too_slow(host) from None
+            if error.code() == grpc.StatusCode.UNAVAILABLE:
+                raise _unreachable(host, error.details() or "") from None
             raise _refused(error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED, error.details() or "") from None
 
     def _require_same_release(self, predictions: list[Prediction], count: int) -> None:
@@ -151,6 +174,10 @@ def _refused(too_large: bool, reason: str) -> GrpcException:
     if too_large:
         return ResourceExhausted("The prepared images are too large for the predictor; send fewer at once.")
     return Unavailable(f"The predictor refuses prepared images ({reason}).")
+
+
+def _unreachable(host: str, reason: str) -> GrpcException:
+    return Unavailable(f"The predictor at {host} cannot be reached ({reason}).")
 
 
 def _too_slow(host: str) -> GrpcException:
