@@ -89,7 +89,6 @@ def _options(target: Target) -> Sequence[tuple[str, Any]]:
         ("grpc.enable_http_proxy", 0),
         # A server that was away is found again within this time, where gRPC's own is two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2000),
     ]
     if target.attempts > 1:

@@ -1,0 +1,152 @@
+"""``evernear predict``, as a user types it."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from served import Served
+
+from evernear.release.registry import Registry
+from evernear.serving import torchserve
+from evernear.serving.connection import read_key
+from evernear.store import open_store
+
+EVERNEAR = str(Path(sys.executable).parent / "evernear")
+PORTS = ("inference_port", "grpc_inference_port", "management_port")
+
+
+def predict(served: Served, *words: str, stdin: bytes = b"", **variables: str) -> subprocess.CompletedProcess[bytes]:
+    serving = served.settings.serving
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("EVERNEAR_")}
+    environment |= {f"EVERNEAR_SERVING__{port.upper()}": str(getattr(serving, port)) for port in PORTS}
+    environment |= {"EVERNEAR_WORKDIR": str(served.settings.workdir)} | variables
+    return subprocess.run([EVERNEAR, "predict", *words], env=environment, input=stdin, capture_output=True, check=False)
+
+
+def lines(done: subprocess.CompletedProcess[bytes]) -> list[dict[str, object]]:
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def images(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of images, named by what they are, one of them a folder below."""
+    directory = tmp_path_factory.mktemp("images")
+    for number, (image, query) in enumerate(served.parts.smoke_queries()):
+        file = directory / ("below" if number == 0 else ".") / f"{query.pred}-{number}.png"
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(image)
+    (directory / "notes.txt").write_text("no image")
+    return directory
+
+
+@pytest.mark.parametrize("format", ["rest", "grpc"])
+def test_a_folder_and_a_file_are_answered_line_by_line(served: Served, images: Path, format: str) -> None:
+    one = next(images.glob("*.png"))
+    done = predict(served, str(one), "--image-file", str(images), "--json", "--format", format)
+    assert (done.returncode, done.stderr) == (0, b"")
+    answers = lines(done)
+    assert [answer["image"] for answer in answers] == [str(one), *map(str, sorted(images.rglob("*.png")))]
+    for answer in answers:
+        assert answer["pred"] == Path(str(answer["image"])).name[0]
+        assert answer["version"] == served.manifest.version
+
+
+def test_an_image_comes_from_stdin_too(served: Served, images: Path) -> None:
+    image = next(images.glob("*.png"))
+    done = predict(served, "--image-file", "-", "--json", stdin=image.read_bytes())
+    assert [(answer["image"], answer["pred"]) for answer in lines(done)] == [("-", image.name[0])]
+
+
+def test_people_get_a_table_with_a_line_for_each_image(served: Served, images: Path) -> None:
+    (images / "odd [1].png").write_bytes(b"no image")
+    done = predict(served, "--image-file", str(images))
+    (images / "odd [1].png").unlink()
+    told = done.stdout.decode()
+    assert done.returncode == 9
+    for image in images.rglob("*.png"):
+        (line,) = [line for line in told.splitlines() if str(image) in line]
+        assert served.manifest.version in line
+    (line,) = [line for line in told.splitlines() if "odd [1].png" in line]
+    assert "not a PNG or JPEG" in line
+
+
+def test_programs_get_a_refusal_as_a_line_too(served: Served, images: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    good = str(next(images.glob("*.png")))
+    done = predict(served, str(tmp_path / "bad.png"), str(tmp_path / "absent.png"), good, "--json", "--format", "grpc")
+    assert done.returncode == 3
+    bad, absent, answered = lines(done)
+    assert "not a PNG or JPEG" in str(bad["error"])
+    assert "cannot be read" in str(absent["error"])
+    assert "pred" in answered
+
+
+@pytest.mark.parametrize("format", ["rest", "grpc"])
+def test_what_goes_wrong_has_an_exit_code_of_its_own(served: Served, images: Path, tmp_path: Path, format: str) -> None:
+    image = str(next(images.glob("*.png")))
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        here = ("--target", "127.0.0.1", "--port", str(silent.getsockname()[1]), "--format", format)
+        cases = {
+            11: (image, *here, "--timeout-s", "0.3"),
+            8: (image, "--target", "127.0.0.1", "--port", "9", "--format", format),
+            9: (str(tmp_path / "bad.png"), "--format", format),
+        }
+        for code, words in cases.items():
+            done = predict(served, *words)
+            assert done.returncode == code, done.stderr
+            assert done.stderr.startswith(b"evernear: ")
+            assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("format", ["rest", "grpc"])
+def test_a_server_elsewhere_is_asked_with_the_token_of_the_environment(
+    served: Served, images: Path, tmp_path: Path, format: str
+) -> None:
+    image = next(images.glob("*.png"))
+    words = (str(image), "--json", "--target", "127.0.0.1", "--format", format, "--model-name", "embedding")
+    done = predict(served, *words)
+    assert done.returncode == 9
+    assert b"Token Authorization failed" in done.stdout
+    (tmp_path / "token").write_text(read_key(served.home, "inference"))
+    for variables in (
+        {"EVERNEAR_TOKEN": read_key(served.home, "inference")},
+        {"EVERNEAR_TOKEN_FILE": str(tmp_path / "token")},
+        {"EVERNEAR_TOKEN_FILE": str(served.home / "key_file.json")},
+    ):
+        done = predict(served, *words, "--version", served.manifest.version, **variables)
+        assert lines(done)[0]["pred"] == image.name[0]
+
+
+def test_metadata_of_the_server_of_the_working_directory(served: Served) -> None:
+    registry = Registry(open_store(served.settings.store_uri))
+    registry.publish(torchserve.model_store(served.home) / "release.mar")
+    told = lines(predict(served, "--metadata", "--json"))[0]
+    assert told["version"] == served.manifest.version
+    assert told["labels"] == list(served.manifest.labels)
+    assert (told["height_px"], told["channels"]) == (8, 1)
+    assert b"threshold" in predict(served, "--metadata").stdout
+
+
+def test_without_an_image_or_in_an_empty_folder_it_says_what_is_missing(served: Served, tmp_path: Path) -> None:
+    assert b"There is no image to ask about" in predict(served).stderr
+    assert b"holds no PNG or JPEG file" in predict(served, "--image-file", str(tmp_path)).stderr
+    assert b"--tls is for a server elsewhere" in predict(served, "x.png", "--tls").stderr
+
+
+def test_the_command_loads_nothing_heavy(served: Served, images: Path) -> None:
+    """What is imported until an answer is printed; the time that takes is not asserted."""
+    script = (
+        "import sys; from evernear.cli import app\n"
+        "try: app(sys.argv[1:])\n"
+        "finally: print(sorted({'torch', 'faiss', 'numpy', 'PIL', 'minio', 'kfp', 'fastapi'} & set(sys.modules)))"
+    )
+    for format in ("rest", "grpc"):
+        words = ["predict", str(next(images.glob("*.png"))), "--json", "--format", format]
+        environment = os.environ | {"EVERNEAR_WORKDIR": str(served.settings.workdir)}
+        done = subprocess.run([sys.executable, "-c", script, *words], env=environment, capture_output=True, text=True)
+        assert done.stdout.splitlines()[1:] == ["[]"], done.stderr
