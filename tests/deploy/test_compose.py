@@ -1,0 +1,107 @@
+"""``deploy/compose.yaml``, as far as it can be judged without a Docker daemon."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from evernear import settings
+from evernear.cli import app
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "deploy" / "compose.yaml"
+COMPOSE: dict[str, Any] = yaml.safe_load(FILE.read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+LASTING = {name: service for name, service in SERVICES.items() if "restart" in service}
+
+
+def test_it_is_what_the_compose_specification_allows() -> None:
+    pytest.importorskip("check_jsonschema", reason="holds the schema of the Compose specification")
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(FILE)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_predictor_is_healthy_before_the_preprocessing_server_starts() -> None:
+    def waits_for(name: str) -> dict[str, str]:
+        return {other: how["condition"] for other, how in SERVICES[name].get("depends_on", {}).items()}
+
+    assert set(LASTING) == {"minio", "torchserve", "prep"}
+    assert waits_for("prep") == {"torchserve": "service_healthy"}
+    assert waits_for("torchserve") == {"bucket": "service_completed_successfully"}
+    assert waits_for("bucket") == {"minio": "service_healthy"}
+    for name in SERVICES:
+        for other, condition in waits_for(name).items():
+            assert ("healthcheck" in SERVICES[other]) == (condition == "service_healthy"), (name, other)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_container_can_do_no_more_than_it_must(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    if name == "minio-data":  # it gives a directory to another user, and is gone
+        assert (service["cap_add"], service["network_mode"]) == (["CHOWN"], "none")
+    else:
+        assert service["user"] == "65532:65532"
+        assert "cap_add" not in service
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_nothing_is_published_beyond_loopback(name: str) -> None:
+    ports = SERVICES[name].get("ports", [])
+    assert all(re.fullmatch(r"127\.0\.0\.1:(\d+):\1", port) for port in ports)
+    assert SERVICES[name].get("network_mode", "none") == "none"
+
+
+def test_no_secret_stands_in_the_tree() -> None:
+    secret = re.compile(r"KEY|PASSWORD|SECRET|ROOT_USER|TOKEN$")
+    for service in SERVICES.values():
+        for variable, value in service.get("environment", {}).items():
+            if secret.search(variable) and variable != "EVERNEAR_TOKEN_FILE":
+                assert re.fullmatch(r"\$\{[A-Z_]+:\?write it into deploy/\.env\}", value), variable
+    example = (ROOT / "deploy" / "env.example").read_text()
+    told = dict(line.split("=", 1) for line in example.splitlines() if line and not line.startswith("#"))
+    assert set(told) == set(re.findall(r"\$\{([A-Z_]+):\?", FILE.read_text()))
+    assert set(told.values()) == {""}
+    ignored = subprocess.run(["git", "check-ignore", "-q", "deploy/.env"], cwd=ROOT)
+    assert ignored.returncode == 0, "git would take deploy/.env"
+
+
+@pytest.mark.parametrize("name", ["torchserve", "prep"])
+def test_its_settings_and_commands_are_ones_that_evernear_has(name: str) -> None:
+    service = SERVICES[name]
+    loaded = settings.load(environment={key: str(value) for key, value in service["environment"].items()})
+    assert (loaded.store, str(loaded.workdir)) == ("s3://evernear", "/work")
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    for words in (service["command"], service["healthcheck"]["test"][1:]):
+        assert words[0] == "evernear"
+        assert words[1] in commands
+    published = {int(port.split(":")[2]) for port in service["ports"]}
+    serving, prep = loaded.serving, loaded.prep
+    assert published == ({prep.port} if name == "prep" else {serving.inference_port, serving.metrics_port})
+
+
+def test_images_are_named_by_version() -> None:
+    for service in SERVICES.values():
+        if "build" not in service:
+            assert re.fullmatch(r"[^:]+:RELEASE\.[\dTZ-]+", service["image"])
+        else:
+            build = service["build"]
+            dockerfile = (FILE.parent / build["context"] / build["dockerfile"]).read_text()
+            assert all(f"ARG {argument}=" in dockerfile for argument in build.get("args", {}))
+
+
+def test_servers_may_read_releases_and_nothing_else() -> None:
+    policy = json.loads(COMPOSE["configs"]["read-releases"]["content"])
+    allowed = {(action, where) for s in policy["Statement"] for action in s["Action"] for where in s["Resource"]}
+    assert allowed == {
+        ("s3:GetObject", "arn:aws:s3:::evernear/releases/*"),
+        ("s3:ListBucket", "arn:aws:s3:::evernear"),
+    }
