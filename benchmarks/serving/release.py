@@ -21,6 +21,7 @@ from evernear.embedding.train import train
 from evernear.evaluation.verdict import Rule, System, Verdict
 from evernear.index.build import build
 from evernear.index.description import LABELS_FILE, VECTORS_FILE
+from evernear.index.library import faiss
 from evernear.release.archive import archive
 from evernear.release.parts import open_release
 from evernear.release.registry import Registry
@@ -96,7 +97,11 @@ def _pack_naive(network_dir: Path, index_dir: Path, dataset: Dataset, directory:
     store = directory / "model-store"
     store.mkdir(parents=True)
     (directory / "naive.json").write_text(json.dumps({"labels": dataset.labels, "size": dataset.shape[:2]}))
-    extra = (index_dir / VECTORS_FILE, index_dir / LABELS_FILE, directory / "naive.json")
+    ours = faiss.read_index(str(index_dir / VECTORS_FILE))
+    flat = faiss.IndexFlatL2(ours.d)
+    flat.add(ours.reconstruct_n(0, ours.ntotal))
+    faiss.write_index(flat, str(directory / VECTORS_FILE))
+    extra = (directory / VECTORS_FILE, index_dir / LABELS_FILE, directory / "naive.json")
     options = {
         "--model-name": "naive",
         "--version": "1.0",

@@ -69,7 +69,8 @@ def decode(data: bytes, max_pixels: int, name: str = "The image") -> Image.Image
         if image.format == "PNG" and getattr(image, "is_animated", False):
             raise DataError(f"{name} is animated; a single image is wanted.")
         image.load()
-        return _eight_bit(ImageOps.exif_transpose(image))
+        ImageOps.exif_transpose(image, in_place=True)
+        return _eight_bit(image)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise DataError(f"{name} is too large: {max_pixels} pixels are allowed.") from None
     except Image.UnidentifiedImageError:
@@ -81,7 +82,7 @@ def decode(data: bytes, max_pixels: int, name: str = "The image") -> Image.Image
 
 def to_array(image: Image.Image, height_px: int, width_px: int, channels: int) -> Pixels:
     """An image of `decode` as uint8 (H, W, C): stretched to the size (bilinear, antialiased), grey or RGB."""
-    image = image.convert("L" if channels == 1 else "RGB")
+    image = _as_mode(image, "L" if channels == 1 else "RGB")
     if image.size != (width_px, height_px):
         image = image.resize((width_px, height_px), Image.Resampling.BILINEAR)
     return np.asarray(image, np.uint8).reshape(height_px, width_px, channels)
@@ -105,6 +106,9 @@ def _eight_bit(image: Image.Image) -> Image.Image:
         image = image.convert("RGBA")
         background = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(background, image).convert("L" if grey else "RGB")
-    if image.mode in ("L", "1"):
-        return image.convert("L")
-    return image.convert("RGB")
+    return _as_mode(image, "L" if image.mode in ("L", "1") else "RGB")
+
+
+def _as_mode(image: Image.Image, mode: str) -> Image.Image:
+    """`Image.convert`, which copies an image that has the mode already, where it is needed."""
+    return image if image.mode == mode else image.convert(mode)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from evernear.embedding.embed import EmbeddingBlock, Embeddings
 from evernear.errors import DataError
 from evernear.index.description import FARTHEST, Calibration
+from evernear.index.library import nearest_rows
 
 if TYPE_CHECKING:
     from faiss import Index
@@ -51,11 +52,11 @@ def calibrate(
     impostors, genuine, found = [np.empty(0, np.float32)], [np.empty(0, np.float32)], 0
     for queries in _slices(of_known(embeddings.blocks("query"), known)):
         exact = _nearest(queries, of_known(embeddings.blocks("gallery"), known))
-        squared, rows = index.search(queries.embeddings, 1)
+        distances, rows = nearest_rows(index, queries.embeddings, 1)
         # The same distance is as good as the same vector: a gallery may hold an image twice.
-        found += int(((rows[:, 0] == exact.rows) | (np.abs(squared[:, 0] - exact.squared) <= ROUNDING)).sum())
+        found += int(((rows[:, 0] == exact.rows) | (np.abs(distances[:, 0] ** 2 - exact.squared) <= ROUNDING)).sum())
         impostors.append(_root(exact.squared_to_others))
-        genuine.append(_root(squared[:, 0]))
+        genuine.append(distances[:, 0])
     impostor_distances, distances = np.concatenate(impostors), np.concatenate(genuine)
     if not len(distances):
         raise DataError("No image of the query split is left to calibrate on; raise data.query_fraction.")

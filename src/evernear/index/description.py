@@ -44,7 +44,8 @@ class IndexDescription(BaseModel):
     dataset_digest: str
     factory: str
     search: str
-    metric: Literal["l2"] = "l2"
+    metric: Literal["inner product"] = "inner product"
+    """What FAISS ranks by; of unit vectors, L2 ranks alike."""
     dim: int = Field(ge=1)
     size: int = Field(ge=1)
     labels: tuple[str, ...]

@@ -17,7 +17,7 @@ from evernear.index.description import (
     check_parts,
     describe_index,
 )
-from evernear.index.library import faiss
+from evernear.index.library import faiss, nearest_rows
 
 if TYPE_CHECKING:
     from faiss import Index
@@ -153,14 +153,8 @@ class Gallery:
                 f"The index compares vectors of {self.description.dim} coordinates; "
                 f"an array of shape {embeddings.shape} cannot be looked up."
             )
-        squared, rows = self._index.search(
-            np.ascontiguousarray(embeddings, dtype=np.float32), min(k, self.description.size)
-        )
-        found = rows >= 0
-        return Neighbors(
-            labels=np.where(found, self._numbers[rows], np.int32(NOBODY)),
-            distances=np.where(found, np.sqrt(np.maximum(squared, 0)), np.float32(np.inf)),
-        )
+        distances, rows = nearest_rows(self._index, embeddings, min(k, self.description.size))
+        return Neighbors(labels=np.where(rows >= 0, self._numbers[rows], np.int32(NOBODY)), distances=distances)
 
     def answer(self, embeddings: Embedded, neighbors: Neighbors) -> Answers:
         """Label unit vectors (N, D) by what `search` found for them.
