@@ -61,7 +61,7 @@ def test_show_tells_the_signature_and_where_the_release_is_from(packed: PackedRe
     outputs = {value["name"]: (value["dtype"], value["shape"]) for value in told["request"]["outputs"]}
     assert outputs["neighbors.dist"] == ("float", [index.k])
     assert set(outputs) == {"pred", "dist", "unknown", "neighbors.label", "neighbors.dist", "version"}
-    assert (told["index"]["factory"], told["index"]["size"], told["index"]["metric"]) == ("Flat", index.size, "l2")
+    assert (told["index"]["factory"], told["index"]["size"], told["index"]["metric"]) == ("Flat", index.size, index.metric)
     assert told["labels"] == list(manifest.labels)
     assert told["preprocessing"] == manifest.preprocessing.model_dump(mode="json")
     assert told["metrics"] == manifest.metrics

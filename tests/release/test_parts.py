@@ -154,6 +154,22 @@ def test_a_size_that_lies_is_refused(packed: PackedRelease, tmp_path: Path, size
         open_release(archive, tmp_path / "opened")
 
 
+@pytest.mark.parametrize("kind", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA, 99])
+@pytest.mark.parametrize("name", ["manifest.json", TORCHSERVE, "verdict.json"])
+def test_a_member_that_says_it_is_compressed_is_refused(
+    packed: PackedRelease, tmp_path: Path, name: str, kind: int
+) -> None:
+    """What follows is not even of that compression: no decoder gets to see it."""
+    archive = rewrite(packed, tmp_path / "odd.mar", lambda _: None)
+
+    def lie(content: bytearray, entry: int) -> None:
+        content[entry + 10 : entry + 12] = kind.to_bytes(2, "little")
+
+    patch_directory(archive, name, lie)
+    with pytest.raises(IntegrityError, match="is compressed or encrypted"):
+        open_release(archive, tmp_path / "opened")
+
+
 def test_members_that_overlap_are_refused(packed: PackedRelease, tmp_path: Path) -> None:
     """Two names, one content, no compression: more comes out than went in (Fifield 2019, "A better zip bomb")."""
     with zipfile.ZipFile(packed.archive) as members:

@@ -4,7 +4,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -38,7 +38,7 @@ def show(
     """Tell a release's signature, preprocessing, index, labels, metrics and lineage; runs none of its code."""
     from evernear.release.describe import describe
 
-    with _archive(release, registry_of(store, config, overrides, workdir)) as archive:
+    with _archive(release, lambda: registry_of(store, config, overrides, workdir)) as archive:
         described = describe(archive)
     if as_json:
         print(described.model_dump_json())
@@ -62,7 +62,10 @@ def run(
 ) -> None:
     """Recognise images with a release, without a server."""
     registry = registry_of(store, config, overrides, workdir)
-    with _archive(release, registry) as archive, tempfile.TemporaryDirectory(prefix="evernear-inspect-") as temporary:
+    with (
+        _archive(release, lambda: registry) as archive,
+        tempfile.TemporaryDirectory(prefix="evernear-inspect-") as temporary,
+    ):
         # A copy, so that what was vouched for is what is loaded.
         copy = Path(shutil.copyfile(archive, Path(temporary) / "release.mar"))
         if not trust and not registry.vouches_for(copy):
@@ -85,7 +88,7 @@ def run(
 
 
 @contextmanager
-def _archive(release: str, registry: "Registry") -> Generator[Path]:
+def _archive(release: str, registry: "Callable[[], Registry]") -> Generator[Path]:
     """The file that ``release`` names, or the archive of that version, fetched for the time being."""
     from evernear.release.manifest import is_version
 
@@ -93,7 +96,7 @@ def _archive(release: str, registry: "Registry") -> Generator[Path]:
         yield Path(release)
         return
     with tempfile.TemporaryDirectory(prefix="evernear-inspect-") as temporary:
-        registry.fetch(release, Path(temporary) / "release.mar")
+        registry().fetch(release, Path(temporary) / "release.mar")
         yield Path(temporary) / "release.mar"
 
 

@@ -58,7 +58,7 @@ def readmit(parts: ReleaseParts, force: bool) -> None:
     Raises:
         IntegrityError: its verdict holds it, or is none.
     """
-    verdict = Verdict.parse(parts.read(VERDICT_FILE), f"of release {parts.manifest.version}")
+    verdict = Verdict.parse(parts.read(VERDICT_FILE), f"{VERDICT_FILE} of release {parts.manifest.version}")
     if not verdict.promote and not force:
         raise IntegrityError(f"{_held(parts, verdict)} To promote it anyway, add --force and --why.")
 

@@ -94,7 +94,7 @@ def describe(archive: Path) -> Description:
     manifest, texts = read_release(archive)
     index = _parsed(IndexDescription, texts[DESCRIPTION_FILE], archive)
     preprocessing = _parsed(Preprocessing, texts[PREPROCESSING_FILE], archive)
-    verdict = Verdict.parse(texts[VERDICT_FILE], f"in {archive}")
+    verdict = Verdict.parse(texts[VERDICT_FILE], f"{VERDICT_FILE} in {archive}")
     _require_agreement(manifest, index, preprocessing, verdict, archive)
     return Description(
         version=manifest.version,

@@ -222,10 +222,12 @@ def _read_manifest(members: zipfile.ZipFile, archive: Path) -> ReleaseManifest:
 
 def _read_small(members: zipfile.ZipFile, name: str, archive: Path) -> bytes:
     try:
-        with members.open(name) as member:
-            data = member.read(MAX_MANIFEST_BYTES + 1)
+        info = members.getinfo(name)
     except KeyError:
         raise IntegrityError(f"{archive} is no release: it holds no {name}.") from None
+    _require_plain(info, archive)
+    with members.open(info) as member:
+        data = member.read(MAX_MANIFEST_BYTES + 1)
     if len(data) > MAX_MANIFEST_BYTES:
         raise IntegrityError(f"{name} in {archive} is larger than {MAX_MANIFEST_BYTES} bytes.")
     return data
@@ -240,12 +242,7 @@ def _check_members(members: zipfile.ZipFile, manifest: ReleaseManifest, archive:
         names = ", ".join(printable(name) for name in odd[:3])
         raise IntegrityError(f"{archive} does not hold what its manifest names: {names}.")
     for info in infos:
-        kind = stat.S_IFMT(info.external_attr >> 16)
-        if kind not in (0, stat.S_IFREG):
-            raise IntegrityError(f"{info.filename} in {archive} is not a plain file.")
-        # Nothing is compressed, so that no member can be larger than the file that holds it: no bomb.
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _ENCRYPTED:
-            raise IntegrityError(f"{info.filename} in {archive} is compressed or encrypted, as in no release.")
+        _require_plain(info, archive)
         part = manifest.parts.get(info.filename)
         if part is not None and part.size_bytes != info.file_size:
             raise _changed(info.filename, archive)
@@ -257,6 +254,15 @@ def _check_members(members: zipfile.ZipFile, manifest: ReleaseManifest, archive:
     if unpacked_bytes > archive.stat().st_size:
         raise IntegrityError(f"{archive} unpacks to more than itself: its members overlap.")
     _check_torchserve_manifest(_read_small(members, TORCHSERVE_MANIFEST_FILE, archive), manifest, archive)
+
+
+def _require_plain(info: zipfile.ZipInfo, archive: Path) -> None:
+    name = printable(info.filename)
+    if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG):
+        raise IntegrityError(f"{name} in {archive} is not a plain file.")
+    # Nothing is compressed, so that no member can be larger than the file that holds it: no bomb.
+    if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _ENCRYPTED:
+        raise IntegrityError(f"{name} in {archive} is compressed or encrypted, as in no release.")
 
 
 def _check_torchserve_manifest(data: bytes, manifest: ReleaseManifest, archive: Path) -> None:

@@ -148,7 +148,7 @@ class Registry:
             IntegrityError: the archive is no sound release.
         """
         manifest, texts = read_release(archive)
-        verdict = Verdict.parse(texts[VERDICT_FILE], f"in {archive}")
+        verdict = Verdict.parse(texts[VERDICT_FILE], f"{VERDICT_FILE} in {archive}")
         record = Record(
             manifest=manifest,
             archive_sha256=sha256_file(archive),
