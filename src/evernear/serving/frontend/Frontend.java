@@ -305,7 +305,7 @@ final class Form extends ChannelInboundHandlerAdapter {
     @Override
     public void channelRead(ChannelHandlerContext context, Object message) {
         FullHttpRequest request = (FullHttpRequest) message;
-        if (!isForm(request) || isReadable(request)) {
+        if (isReadable(request)) {
             context.fireChannelRead(message);
             return;
         }
@@ -323,9 +323,12 @@ final class Form extends ChannelInboundHandlerAdapter {
                         HttpUtil.getMimeType(request));
     }
 
-    /** Whether TorchServe will read it: the same steps, on the same bytes. */
+    /** Whether TorchServe will read it, if it is a form: the same steps, on the same bytes. */
     private boolean isReadable(FullHttpRequest request) {
         try {
+            if (!isForm(request)) {
+                return true;
+            }
             HttpPostRequestDecoder form =
                     new HttpPostRequestDecoder(new DefaultHttpDataFactory(maxSize), request.duplicate());
             try {

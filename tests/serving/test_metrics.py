@@ -1,0 +1,99 @@
+"""What the server tells Prometheus, scraped from a real one, and how it is added up."""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import requests
+from hypothesis import given
+from hypothesis import strategies as st
+from served import Served
+
+from evernear.errors import PredictionRefused
+from evernear.serving.metrics import DISTANCE_BOUNDS, METRICS, Labels, Meter
+
+SAMPLE = re.compile(r"^(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
+Series = dict[tuple[str, frozenset[str]], float]
+
+
+def scrape(served: Served) -> Series:
+    """Every sample by its name and labels (``key="value"``), without the host's."""
+    text = requests.get(f"http://127.0.0.1:{served.settings.serving.metrics_port}/metrics", timeout=10).text
+    return {
+        (name, frozenset(label for label in labels.split(",") if label and not label.startswith("Host"))): float(value)
+        for name, labels, value in SAMPLE.findall(text)
+    }
+
+
+def test_a_real_server_counts_what_it_was_asked(served: Served) -> None:
+    image, query = served.parts.smoke_queries()[0]
+    version = f'version="{served.manifest.version}"'
+
+    def value(series: Series, name: str, *labels: str) -> float:
+        return series.get((name, frozenset({version, *labels})), 0)
+
+    before = scrape(served)
+    for _ in range(3):
+        served.client().predict(image)
+    with pytest.raises(PredictionRefused):
+        served.client().predict(b"no image")
+    _await(lambda: value(scrape(served), "evernear_batch_size_sum") == value(before, "evernear_batch_size_sum") + 4)
+    after = scrape(served)
+
+    def more(name: str, *labels: str) -> float:
+        return value(after, name, *labels) - value(before, name, *labels)
+
+    assert more("evernear_requests_total", 'outcome="ok"') == 3
+    assert more("evernear_requests_total", 'outcome="BadImage"') == 1
+    assert more("evernear_predictions_total", f'unknown="{str(query.unknown).lower()}"') == 3
+    assert more("evernear_distance_count") == 3
+    assert more("evernear_distance_sum") == pytest.approx(3 * query.dist, abs=1e-3)
+    assert more("evernear_distance_bucket", 'le="+Inf"') == 3
+    bounds = [bound for bound in DISTANCE_BOUNDS if query.dist <= bound - 1e-3]
+    assert more("evernear_distance_bucket", f'le="{bounds[0]}"') == 3
+    for stage in ("decode", "network", "search"):
+        assert 0 < more("evernear_stage_seconds_total", f'stage="{stage}"') < 60
+    assert value(after, "evernear_unknown_threshold") == pytest.approx(served.manifest.threshold, abs=1e-6)
+    assert value(after, "evernear_release_info", f'network="{served.manifest.network_sha256[:12]}"') == 1
+    age_s = time.time() - served.manifest.created.timestamp()
+    assert value(after, "evernear_index_age_seconds") == pytest.approx(age_s, abs=120)
+
+
+class Sink:
+    """Adds up what is emitted, as Prometheus would."""
+
+    def __init__(self) -> None:
+        self.values: Counter[tuple[str, Labels]] = Counter()
+
+    def emit(self, name: str, value: float, labels: Labels) -> None:
+        assert len(labels) == len(METRICS[name].labels)
+        if METRICS[name].kind == "gauge":
+            self.values[name, labels] = value  # type: ignore[assignment]
+        else:
+            self.values[name, labels] += value  # type: ignore[assignment]
+
+
+@given(st.lists(st.lists(st.floats(0, 2), max_size=6), max_size=5))
+def test_the_histogram_says_how_many_were_at_most_so_far(batches: list[list[float]]) -> None:
+    sink = Sink()
+    meter = Meter(sink.emit, "v", "0" * 64, 0.0, 0.5)
+    for distances in batches:
+        meter.batch(["ok"] * len(distances), distances, sum(d > 0.5 for d in distances), {"decode": 0.25})
+        meter.flush()
+    everything = [distance for batch in batches for distance in batch]
+    for bound in DISTANCE_BOUNDS:
+        assert sink.values["evernear_distance_bucket", ("v", str(bound))] == sum(d <= bound for d in everything)
+    assert sink.values["evernear_distance_count", ("v",)] == len(everything)
+    assert sink.values["evernear_distance_sum", ("v",)] == pytest.approx(sum(everything), abs=1e-4)
+    assert sink.values["evernear_predictions_total", ("v", "true")] == sum(d > 0.5 for d in everything)
+    assert sink.values["evernear_stage_seconds_total", ("v", "decode")] == 0.25 * len(batches)
+    assert sink.values["evernear_batch_size_count", ("v",)] == len(batches)
+
+
+def _await(condition: Callable[[], bool], timeout_s: float = 30) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
