@@ -105,7 +105,9 @@ def ask_v1(images: Sequence[bytes]) -> dict[str, Any]:
 
 
 def ask_v2(pixels: Pixels, model_name: str, binary: bool) -> InferRequest:
-    """A v2 request for pixels (N, H, W, C). ``binary`` is for gRPC: KServe's REST endpoint takes JSON alone."""
+    """A v2 request for pixels (N, H, W, C). ``binary`` is for gRPC: over REST KServe's client contradicts itself
+    about the content type of binary data.
+    """
     tensor = InferInput(PIXELS, list(pixels.shape), "UINT8")
     tensor.set_data_from_numpy(pixels, binary_data=binary)
     return InferRequest(model_name=model_name, infer_inputs=[tensor])
