@@ -61,7 +61,11 @@ def test_show_tells_the_signature_and_where_the_release_is_from(packed: PackedRe
     outputs = {value["name"]: (value["dtype"], value["shape"]) for value in told["request"]["outputs"]}
     assert outputs["neighbors.dist"] == ("float", [index.k])
     assert set(outputs) == {"pred", "dist", "unknown", "neighbors.label", "neighbors.dist", "version"}
-    assert (told["index"]["factory"], told["index"]["size"], told["index"]["metric"]) == ("Flat", index.size, index.metric)
+    assert (told["index"]["factory"], told["index"]["size"], told["index"]["metric"]) == (
+        "Flat",
+        index.size,
+        index.metric,
+    )
     assert told["labels"] == list(manifest.labels)
     assert told["preprocessing"] == manifest.preprocessing.model_dump(mode="json")
     assert told["metrics"] == manifest.metrics
@@ -200,3 +204,13 @@ def test_what_an_archive_says_cannot_steer_the_terminal(packed: PackedRelease, t
     assert shown.returncode == 0, shown.stderr
     assert "\\x1b]0;owned" in shown.stdout
     assert all(line.isprintable() for line in shown.stdout.splitlines())
+
+
+def test_an_index_of_an_unknown_kind_is_refused_with_a_sentence(packed: PackedRelease, tmp_path: Path) -> None:
+    with zipfile.ZipFile(packed.archive) as members:
+        index = json.loads(members.read("index.json"))
+    strange = json.dumps(index | {"metric": "hamming"}).encode()
+    archive = forge(packed, tmp_path / "strange.mar", index_json=strange).archive
+    told = sentence(evernear("inspect", "show", archive), 5)
+    assert "index.json in" in told
+    assert "is none that this evernear understands" in told

@@ -3,7 +3,7 @@
 import importlib.util
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -15,6 +15,8 @@ from evernear.release.manifest import HANDLER_FILE, PREPROCESSING_FILE, VERDICT_
 from evernear.release.parts import read_release
 from evernear.release.registry import Decision
 from evernear.store import sha256_file
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class _Frozen(BaseModel):
@@ -92,8 +94,8 @@ def describe(archive: Path) -> Description:
         IntegrityError: it is no sound release, or its parts contradict each other.
     """
     manifest, texts = read_release(archive)
-    index = _parsed(IndexDescription, texts[DESCRIPTION_FILE], archive)
-    preprocessing = _parsed(Preprocessing, texts[PREPROCESSING_FILE], archive)
+    index = _parsed(IndexDescription, texts, DESCRIPTION_FILE, archive)
+    preprocessing = _parsed(Preprocessing, texts, PREPROCESSING_FILE, archive)
     verdict = Verdict.parse(texts[VERDICT_FILE], f"{VERDICT_FILE} in {archive}")
     _require_agreement(manifest, index, preprocessing, verdict, archive)
     return Description(
@@ -114,11 +116,11 @@ def describe(archive: Path) -> Description:
     )
 
 
-def _parsed(model: type[Any], data: bytes, archive: Path) -> Any:
+def _parsed(model: type[Model], texts: dict[str, bytes], name: str, archive: Path) -> Model:
     try:
-        return model.model_validate_json(data)
+        return model.model_validate_json(texts[name])
     except ValidationError as error:
-        raise IntegrityError(f"{archive} holds a {model.__name__} that cannot be read.") from error
+        raise IntegrityError(f"{name} in {archive} is none that this evernear understands.") from error
 
 
 def _require_agreement(
