@@ -29,6 +29,8 @@ from evernear.release.parts import ReleaseParts
 from evernear.serving.core import Core
 from evernear.serving.messages import Prediction
 
+# The first test waits for four processes to import the SDK, which on a busy machine takes minutes.
+pytestmark = pytest.mark.timeout(600)
 BAD = b"no image"
 IMAGE_SENTENCE = "The image is not a PNG or JPEG image."
 
