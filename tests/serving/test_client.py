@@ -251,3 +251,13 @@ def test_the_client_loads_nothing_heavy(module: str) -> None:
     script = f"import sys, evernear.serving.{module}; print(sorted(set({heavy}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_the_generated_messages_are_those_of_the_proto_file(tmp_path: Path) -> None:
+    source = Path(__file__).parents[2] / "src"
+    proto = "evernear/serving/torchserve_proto/inference.proto"
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{source}", f"--python_out={tmp_path}", proto]
+    subprocess.run([*command, f"--pyi_out={tmp_path}"], check=True)
+    for suffix in ("_pb2.py", "_pb2.pyi"):
+        name = proto.replace(".proto", suffix)
+        assert (tmp_path / name).read_text() == (source / name).read_text()
