@@ -13,10 +13,18 @@ import psutil
 import pytest
 from releases import MakeRelease, PackedRelease, forge, settings_on_free_ports
 
-from evernear.deployment import local
-from evernear.errors import Conflict, EvernearError, IntegrityError, ServingError, Unreachable
+from evernear.deployment import local, promote, rollback
+from evernear.errors import (
+    Conflict,
+    EvernearError,
+    IntegrityError,
+    ServingError,
+    SettingsError,
+    StoreError,
+    Unreachable,
+)
 from evernear.release.parts import ReleaseParts, open_release
-from evernear.release.registry import Registry
+from evernear.release.registry import Registry, whoami
 from evernear.serving import torchserve
 from evernear.serving.client import Client
 from evernear.serving.connection import home_of, read_state
@@ -181,6 +189,159 @@ def test_what_a_killed_deployment_left_is_removed_by_the_next(site: Site) -> Non
         site.deploy(candidate, site.settings.model_copy(update={"serving": serving}))
     assert site.registered == [candidate.version], "keep=1 leaves the champion alone"
     assert site.default == candidate.version
+
+
+@contextmanager
+def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a release that is still registered was registered again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Management, "register", refuse)
+        yield
+
+
+def test_a_rollback_is_at_once_and_the_release_it_left_can_come_back(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = site.champion, site.candidate()
+    site.deploy(bad)
+    with nothing_is_loaded(monkeypatch):
+        with site.hammered() as versions:
+            back = rollback(site.settings, why="it confuses 3 and 8")
+        assert versions == {good, bad.version}
+        assert (back.version, back.smoke_queries) == (good, site.settings.serving.smoke_queries)
+        assert site.default == site.champion == good
+        with site.hammered() as versions:
+            assert promote(bad.version, site.settings).previous == good
+        assert versions == {good, bad.version}
+        assert site.default == site.champion == bad.version
+    told = [(move.version, move.how, move.why) for move in site.registry.history()][-3:]
+    assert told == [
+        (bad.version, "deploy", ""),
+        (good, "rollback", "it confuses 3 and 8"),
+        (bad.version, "promote", ""),
+    ]
+
+
+def test_a_release_that_is_no_longer_registered_is_fetched_proved_and_promoted(site: Site) -> None:
+    oldest, before = next(site.registry.list()), site.champion
+    if oldest in site.registered:
+        Management(site.home).unregister("embedding", oldest)
+    (torchserve.model_store(site.home) / f"embedding-{oldest}.mar").unlink(missing_ok=True)
+    with site.hammered() as versions:
+        moved = promote(oldest, site.settings)
+    assert versions == {before, oldest}
+    assert (moved.version, moved.previous) == (oldest, before)
+    assert site.default == site.champion == oldest
+    assert before in site.registered
+    with pytest.raises(StoreError, match="is the champion already"):
+        promote(oldest, site.settings)
+    assert rollback(site.settings).version == before
+
+
+def test_a_promotion_that_fails_leaves_everything_as_it_was(site: Site, tmp_path: Path) -> None:
+    good = site.candidate()
+    queries = json.loads(open_release(good.archive, tmp_path / "opened").read("smoke.json"))
+    queries[0]["dist"] += 0.01
+    wrong = forge(good, tmp_path / "wrong.mar", smoke_json=json.dumps(queries).encode())
+    site.registry.publish(wrong.archive)
+    champion, registered = site.registry.champion(), site.registered
+    with site.hammered() as versions, pytest.raises(ServingError, match="fails its smoke test"):
+        promote(wrong.version, site.settings)
+    assert versions == {site.champion}
+    assert site.registry.champion() == champion
+    assert site.registered == registered
+
+
+def test_a_verdict_that_holds_is_overruled_only_by_force_and_with_a_reason(
+    site: Site, make_release: MakeRelease
+) -> None:
+    held, before = make_release(parent=site.champion, promote=False), site.champion
+    site.registry.publish(held.archive)
+    with pytest.raises(IntegrityError, match=r"holds release .*: A test says so\. To promote it anyway, add --force"):
+        promote(held.version, site.settings)
+    with pytest.raises(SettingsError, match="say why"):
+        promote(held.version, site.settings, force=True, why=" ")
+    assert site.default == site.champion == before
+    with site.hammered():
+        promote(held.version, site.settings, force=True, why="the floor was wrong")
+    assert site.default == held.version
+    last = list(site.registry.history())[-1]
+    assert (last.how, last.why, last.by) == ("force", "the floor was wrong", whoami())
+    rollback(site.settings)
+
+
+def test_of_two_promotions_at_once_one_loses_and_the_server_follows_the_other(site: Site) -> None:
+    rivals = [site.candidate(), site.candidate()]
+    for rival in rivals:
+        site.registry.publish(rival.archive)
+    ready = threading.Barrier(2)
+    told: list[str] = []
+
+    def compete(version: str) -> None:
+        ready.wait()
+        try:
+            told.append(promote(version, site.settings).version)
+        except Conflict:
+            told.append("lost")
+
+    with site.hammered() as versions:
+        threads = [threading.Thread(target=compete, args=(rival.version,)) for rival in rivals]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert told.count("lost") == 1
+    assert site.default == site.champion == max(told, key=lambda word: word != "lost")
+    assert versions <= {
+        site.champion,
+        *(rival.version for rival in rivals),
+        site.registry.show(site.champion).manifest.parent,
+    }
+
+
+def test_a_prune_of_the_registry_is_not_felt_by_clients(site: Site) -> None:
+    serving = site.settings.serving.model_copy(update={"keep": 2})
+    candidate = site.candidate()
+    with site.hammered() as versions:
+        removed = site.registry.prune(1)
+        site.deploy(candidate, site.settings.model_copy(update={"serving": serving}))
+    assert removed
+    previous = site.registry.champion()
+    assert previous is not None
+    assert versions == {candidate.version, previous.previous}
+    assert site.registered == sorted([candidate.version, str(previous.previous)]), "the two that are kept"
+    assert rollback(site.settings).version == previous.previous
+    promote(candidate.version, site.settings)
+
+
+def test_a_champion_whose_archive_is_damaged_stops_no_good_candidate(site: Site) -> None:
+    champion, candidate, broken = site.champion, site.candidate(), site.candidate()
+    store = open_store(site.settings.store_uri)
+    key = site.registry.show(champion).archive_key
+    whole = store.get(key)
+    local.stop(site.settings)
+    for stored in torchserve.model_store(site.home).glob("*.mar"):
+        stored.unlink()
+    store.put(key, b"damaged")
+    with pytest.raises(IntegrityError, match="is damaged"):
+        local.serve(site.settings)
+    assert not torchserve.is_running(site.home)
+
+    faulty = forge(broken, candidate.archive.with_name("faulty.mar"), handler_py=BROKEN)
+    with pytest.raises(ServingError, match="refused POST /models"):
+        site.deploy(faulty)
+    assert site.champion == champion
+
+    deployed = site.deploy(candidate)
+    assert (deployed.version, deployed.previous) == (candidate.version, champion)
+    assert "is damaged" in str(deployed.champion_fault)
+    assert site.default == site.champion == candidate.version
+    with pytest.raises(IntegrityError, match="is damaged"):
+        rollback(site.settings)
+    assert site.default == site.champion == candidate.version
+    store.put(key, whole)
 
 
 def test_a_verdict_that_holds_reaches_no_server(site: Site, make_release: MakeRelease) -> None:
