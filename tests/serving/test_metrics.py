@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from served import Served
 
 from evernear.errors import PredictionRefused
-from evernear.serving.metrics import DISTANCE_BOUNDS, METRICS, Labels, Meter
+from evernear.serving.metrics import DISTANCE_BOUNDS, FLUSH_EVERY_S, METRICS, Labels, Meter
 
 SAMPLE = re.compile(r"^(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 Series = dict[tuple[str, frozenset[str]], float]
@@ -34,6 +34,7 @@ def test_a_real_server_counts_what_it_was_asked(served: Served) -> None:
     def value(series: Series, name: str, *labels: str) -> float:
         return series.get((name, frozenset({version, *labels})), 0)
 
+    time.sleep(2 * FLUSH_EVERY_S)  # what tests before this one asked is told by then
     before = scrape(served)
     for _ in range(3):
         served.client().predict(image)
