@@ -59,12 +59,13 @@ class Server:
         self._module = module
         self._options = options
         self.process: subprocess.Popen[bytes] | None = None
-        self._client = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
+        self._client: httpx.Client | None = None
 
     def start(self, *options: str) -> None:
         """Start it; ``options`` come after those of the constructor, and win."""
         ports = ("--http_port", str(self.http_port), "--grpc_port", str(self.grpc_port))
         command = [PYTHON, "-m", f"evernear.serving.kserve.{self._module}", *ports, *self._options, *options]
+        self._client = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
@@ -83,6 +84,8 @@ class Server:
     def stop(self) -> int:
         """SIGTERM, and the exit status."""
         assert self.process is not None
+        assert self._client is not None
+        self._client.close()
         self.process.terminate()
         try:
             return self.process.wait(END_TIMEOUT_S)
@@ -100,9 +103,11 @@ class Server:
             self.process.send_signal(signal.SIGCONT)
 
     def get(self, path: str) -> httpx.Response:
+        assert self._client is not None
         return self._client.get(path)
 
     def post(self, path: str, **body: Any) -> httpx.Response:
+        assert self._client is not None
         return self._client.post(path, **body)
 
     def predict(self, images: Sequence[bytes]) -> httpx.Response:

@@ -351,8 +351,7 @@ class TestOperation:
                 await_connection(server, images)
                 assert_unavailable(server, images, f"release {other.version}, but images are prepared for")
         finally:
-            predictor.process.kill()
-            predictor.process.wait()
+            predictor.stop()
             predictor.start()
             predictor.await_answer("/")
         for server in transformers:
