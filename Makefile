@@ -18,7 +18,7 @@ TORCH := $(if $(TORCH_BACKEND),--torch-backend=$(TORCH_BACKEND) --requirements r
 EXTRAS := $(addprefix --extra ,train serve prep pipeline)
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-header
 
-.PHONY: demo test test-slow check format lock golden clean
+.PHONY: demo test test-slow check format lock golden frontend clean
 
 demo: .venv/.installed
 	$(BIN)/evernear demo --source $(SOURCE) --workdir $(WORKDIR) $(if $(KEEP),--keep)
@@ -43,6 +43,10 @@ format: .venv/.installed
 
 golden: .venv/.installed
 	$(BIN)/python -m pipelines.compile
+
+# After a change of Frontend.java; needs a JDK.
+frontend: .venv/.installed
+	$(BIN)/python -m evernear.serving.frontend.build
 
 lock: $(UV)
 	$(COMPILE) --upgrade --excludes requirements-torch.in pyproject.toml $(EXTRAS) --group dev -o requirements.lock

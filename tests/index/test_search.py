@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 from evernear.errors import IntegrityError
 from evernear.index.build import build
 from evernear.index.description import DESCRIPTION_FILE, describe_index
+from evernear.index.library import faiss
 from evernear.index.search import FARTHEST, NOBODY, Gallery, vote
 from evernear.settings import IndexSettings
 from evernear.store import sha256_file
@@ -186,3 +187,15 @@ def test_a_directory_without_a_sound_description_is_no_index(copied, content):
         (copied / DESCRIPTION_FILE).write_text(content)
     with pytest.raises(IntegrityError, match="holds no index"):
         Gallery.open(copied, NETWORK)
+
+
+def test_an_index_of_an_earlier_release_answers_alike(index_dir, copied):
+    now = faiss.read_index(str(index_dir / "index.faiss"))
+    earlier = faiss.IndexFlatL2(now.d)
+    earlier.add(now.reconstruct_n(0, now.ntotal))
+    faiss.write_index(earlier, str(copied / "index.faiss"))
+    with_hash_of(copied, "index.faiss")
+    queries = blobs(3, 30)[0]
+    answers = [Gallery.open(directory, NETWORK).search(queries, 7) for directory in (index_dir, copied)]
+    np.testing.assert_array_equal(answers[0].labels, answers[1].labels)
+    np.testing.assert_allclose(answers[0].distances, answers[1].distances, atol=1e-3)

@@ -44,7 +44,7 @@ class IndexDescription(BaseModel):
     dataset_digest: str
     factory: str
     search: str
-    metric: Literal["inner product"] = "inner product"
+    metric: Literal["inner product", "l2"] = "inner product"
     """What FAISS ranks by; of unit vectors, L2 ranks alike."""
     dim: int = Field(ge=1)
     size: int = Field(ge=1)

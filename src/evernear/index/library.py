@@ -22,8 +22,9 @@ def nearest_rows(
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """L2 distances and rows, both (N, k), of what ``index`` finds for unit vectors (N, D), nearest first.
 
-    Where it finds fewer, the row is -1 and the distance infinite. Of unit vectors, |a - b|^2 = 2 - 2 ab.
+    Where it finds fewer, the row is -1 and the distance infinite. Of unit vectors, |a - b|^2 = 2 - 2 ab; releases
+    of evernear 0.1.0 hold indexes of L2.
     """
-    cosines, rows = index.search(np.ascontiguousarray(embeddings, dtype=np.float32), k)
-    cosines = np.where(rows >= 0, cosines, np.float32(-np.inf))
-    return np.sqrt(np.maximum(2 - 2 * cosines, 0)), rows
+    scores, rows = index.search(np.ascontiguousarray(embeddings, dtype=np.float32), k)
+    squared = scores if index.metric_type == faiss.METRIC_L2 else 2 - 2 * np.clip(scores, -1, 1)
+    return np.where(rows >= 0, np.sqrt(np.maximum(squared, 0)), np.float32(np.inf)), rows
