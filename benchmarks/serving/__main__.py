@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--source", default="mnist", help="a source of `evernear run`, as mnist or mnist:DIRECTORY")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--warm-up", type=float, default=1.0, help="seconds before each measurement")
+    parser.add_argument("--first", type=float, default=15.0, help="seconds before a server's first measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--busy", action="store_true", help="with a process beside them that never sleeps")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
@@ -120,7 +121,8 @@ def play(served: Served, scratch: Path, arguments: argparse.Namespace, cells: Ce
     for start in STARTED:
         with start(served, scratch / start.__name__) as running:
             for name, target in running.targets.items():
-                asked(target, running, arguments, CONCURRENCIES[-1])  # Java compiles what is called often
+                # Java compiles what is called often: a server that has been up for a while is what is compared.
+                measure(target, CONCURRENCIES[-1], arguments.first, arguments.warm_up, running.processes)
                 for concurrency in CONCURRENCIES:
                     cell = asked(target, running, arguments, concurrency, floor["answers"])
                     cells.setdefault((name, concurrency), []).append(cell)
