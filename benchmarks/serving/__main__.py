@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--source", default="mnist", help="a source of `evernear run`, as mnist or mnist:DIRECTORY")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--warm-up", type=float, default=1.0, help="seconds before each measurement")
-    parser.add_argument("--first", type=float, default=15.0, help="seconds before a server's first measurement")
+    parser.add_argument("--first", type=float, default=8.0, help="seconds before a server's first measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--busy", action="store_true", help="with a process beside them that never sleeps")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
