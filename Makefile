@@ -24,7 +24,7 @@ demo: .venv/.installed
 	$(BIN)/evernear demo --source $(SOURCE) --workdir $(WORKDIR) $(if $(KEEP),--keep)
 
 test: .venv/.installed .venv/kserve/.installed .venv/swift/.installed
-	$(BIN)/pytest --numprocesses 2 --dist loadfile
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: .venv/.installed .venv/swift/.installed
 	$(BIN)/pytest -m slow

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,20 +73,26 @@ class Site:
         failures: list[str] = []
         versions: set[str] = set()
         done = threading.Event()
+        asked = [0] * 4
 
-        def hammer() -> None:
+        def hammer(number: int) -> None:
             client = Client.of(self.settings)
             while not done.wait(0.005):
+                asked[number] += 1
                 try:
                     versions.add(client.predict(self.image).version)
                 except EvernearError as error:
                     failures.append(str(error))
 
-        threads = [threading.Thread(target=hammer) for _ in range(4)]
+        threads = [threading.Thread(target=hammer, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
         try:
             yield versions
+            before, deadline_s = list(asked), time.monotonic() + 60
+            while any(now < then + 2 for now, then in zip(asked, before, strict=True)):  # each asks once more, at least
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
         finally:
             done.set()
             for thread in threads:
@@ -303,6 +310,8 @@ def test_of_two_promotions_at_once_one_loses_and_the_server_follows_the_other(si
 
 def test_a_prune_of_the_registry_is_not_felt_by_clients(site: Site) -> None:
     serving = site.settings.serving.model_copy(update={"keep": 2})
+    for _ in range(2):  # beyond the champion and its parent, which stay
+        site.deploy(site.candidate())
     candidate = site.candidate()
     with site.hammered() as versions:
         removed = site.registry.prune(1)

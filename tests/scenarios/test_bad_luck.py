@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from evernear.serving.java import MAIN_CLASS
 from tests.scenarios.bench import EVERNEAR, Bench, write_digits
 
 STEPS = (
@@ -58,7 +59,7 @@ def kill_at(bench: Bench, step: str, victim: str) -> None:
 @pytest.mark.parametrize(
     ("steps", "victim"),
     [
-        (("train", "deploy"), "command"),
+        (("train",), "command"),
         pytest.param(STEPS, "command", marks=pytest.mark.slow),
         pytest.param(STEPS[:-1], "step", marks=pytest.mark.slow),
     ],
@@ -151,7 +152,7 @@ def test_a_server_that_dies_is_told_and_comes_back(bench: Bench) -> None:
     try:
         first = bench.run()
         for process in psutil.process_iter(["cmdline"]):
-            if "org.pytorch.serve.ModelServer" in (process.info["cmdline"] or ()) and any(
+            if MAIN_CLASS in (process.info["cmdline"] or ()) and any(
                 str(bench.workdir) in word for word in process.info["cmdline"]
             ):
                 process.kill()

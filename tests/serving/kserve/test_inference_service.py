@@ -329,6 +329,7 @@ class TestOperation:
             assert "takes too long" in answer.json()["error"]
         assert all(server.predict(images).status_code == 200 for server in transformers)
 
+    @pytest.mark.slow
     def test_another_release_behind_the_transformer_is_503_until_it_is_gone(
         self,
         service: dict[str, Server],
@@ -398,6 +399,7 @@ print(json.dumps([torch_free, told]))
 """
 
 
+@pytest.mark.slow
 def test_a_wrong_start_ends_with_a_sentence_and_the_transformer_needs_no_torch(
     release: PackedRelease, store: str, service: dict[str, Server], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
