@@ -1,6 +1,6 @@
 """The product's server beside others, on this machine: ``python -m benchmarks.serving --source mnist``.
 
-All serve one network (trained hastily: what its weights are changes no speed) and one gallery, every image of the
+All serve one network (of the preset ``fast``, trained hastily: weights change no speed) and one gallery, every image of the
 source that is not of the test split: 60,000 vectors of 128 dimensions for MNIST. A closed loop of 1, 8 and 32
 keep-alive clients asks them for images of the test split, one server up at a time, in rounds; the medians of the
 rounds count, and every answer is compared with that of the core called in process.
@@ -99,14 +99,15 @@ def main() -> None:
 
 
 def settings_of(source: str, overrides: list[str], scratch: Path) -> Settings:
-    """Defaults, but a small train split: the network need not be good, and train and query end in the gallery."""
+    """The preset fast and the default index; a small train split: train and query end in the gallery."""
     given = {
         "workdir": str(scratch / "work"),
         "data.source": source,
         "data.gallery_fraction": "0.05",
         "data.query_fraction": "0.80",
     }
-    settings = load(environment={}, overrides=[*(f"{key}={value}" for key, value in given.items()), *overrides])
+    flags = [*(f"{key}={value}" for key, value in given.items()), *overrides]
+    settings = load(preset="fast", environment={}, overrides=flags)
     ports = servers.ports_of(settings.serving)
     return settings.model_copy(update={"serving": settings.serving.model_copy(update=ports)})
 

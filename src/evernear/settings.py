@@ -81,7 +81,7 @@ class ValidationSettings(Section):
 class TrainSettings(Section):
     """The embedding network, its ArcFace head and the training loop."""
 
-    epochs: int = Field(default=20, ge=1)
+    epochs: int = Field(default=12, ge=1)
     min_steps: int = Field(
         default=300, ge=0, description="An epoch of few images repeats them until a run has so many steps."
     )
@@ -95,7 +95,7 @@ class TrainSettings(Section):
     margin: float = Field(default=0.3, ge=0.0, lt=1.6, description="ArcFace m, radians.")
     scale: float = Field(default=32.0, gt=0.0, description="ArcFace s.")
     embedding_dim: int = Field(default=128, ge=2, le=2048)
-    width: int = Field(default=24, ge=4, le=512, description="Channels of the first convolution; they double by stage.")
+    width: int = Field(default=16, ge=4, le=512, description="Channels of the first convolution; they double by stage.")
     patch_px: int = Field(default=0, ge=0, le=32, description="Squares of pixels made channels at first; 0: by size.")
     augment: Literal["none", "affine"] = "affine"
     seed: int = 0

@@ -10,7 +10,9 @@ from evernear import settings as knobs
 from evernear.settings import Settings
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="Settings file (TOML).")]
-PresetOption = Annotated[str | None, typer.Option("--preset", help="Settings that come with evernear: best, quick.")]
+PresetOption = Annotated[
+    str | None, typer.Option("--preset", help="Settings that come with evernear: best, fast, quick.")
+]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="e.g. train.epochs=3")]
 WorkdirOption = Annotated[Path | None, typer.Option("--workdir", help="Runs, releases and logs [evernear-work].")]
 SourceOption = Annotated[

@@ -9,11 +9,9 @@ from torch.nn import functional as F
 
 LAST_GRID = 3
 """Stages follow until the grid is at most so many cells a side: enough to keep where a feature was."""
-SMALLEST_PATCHED = 24
-"""From so many pixels a side on, images are cut into patches of at least two by two: a third of the cost, for about
-a tenth of a point of accuracy on MNIST."""
 LARGEST_FIRST_GRID = 96
-"""Patches grow until the grid is less than this, so that cost does not follow the camera."""
+"""Larger images are cut into patches until less than this is left, so that cost does not follow the
+camera."""
 WIDEST = 8
 """Channels double from stage to stage, up to so many times the first stage's."""
 
@@ -90,7 +88,7 @@ def _per_channel(values: tuple[float, ...]) -> Tensor:
 
 def choose_patch(height: int, width: int) -> int:
     """Side of the patches for images of ``height`` x ``width`` pixels."""
-    patch = 1 if min(height, width) < SMALLEST_PATCHED else 2
+    patch = 1
     while min(height, width) / patch >= LARGEST_FIRST_GRID:
         patch *= 2
     return patch
