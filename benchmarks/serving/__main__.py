@@ -1,7 +1,7 @@
 """The product's server beside others, on this machine: ``python -m benchmarks.serving --source mnist``.
 
-All serve one network (of the preset ``fast``, trained hastily: weights change no speed) and one gallery, every image of the
-source that is not of the test split: 60,000 vectors of 128 dimensions for MNIST. A closed loop of 1, 8 and 32
+All serve one network (of the preset ``fast``, trained hastily: weights change no speed) and one gallery, every image
+of the source that is not of the test split: 60,000 vectors of 128 dimensions for MNIST. A closed loop of 1, 8 and 32
 keep-alive clients asks them for images of the test split, one server up at a time, in rounds; the medians of the
 rounds count, and every answer is compared with that of the core called in process.
 
