@@ -1,6 +1,7 @@
 """``evernear status``, ``serve``, ``ready``, ``stop`` and ``token``: the TorchServe of a working directory."""
 
 import json
+import sys
 from typing import Annotated
 
 import typer
@@ -55,7 +56,9 @@ def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: Wor
 
     settings = settings_of(None, config, overrides, workdir)
     if not is_ready(home_of(settings.workdir), settings.serving.model_name):
+        print("Not ready; `evernear status` tells more.", file=sys.stderr)
         raise typer.Exit(1)
+    print("Ready.")
 
 
 def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
