@@ -77,7 +77,7 @@ def test_no_secret_stands_in_the_tree() -> None:
 def test_its_settings_and_commands_are_ones_that_evernear_has(name: str) -> None:
     service = SERVICES[name]
     loaded = settings.load(environment={key: str(value) for key, value in service["environment"].items()})
-    assert (loaded.store, str(loaded.workdir)) == ("s3://evernear", "/work")
+    assert (loaded.store, str(loaded.workdir)) == ("s3://evernear", "/evernear")
     commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     for words in (service["command"], service["healthcheck"]["test"][1:]):
         assert words[0] == "evernear"
