@@ -1,6 +1,7 @@
 """The life of a TorchServe: what is in its way, and how it ends."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,13 +14,15 @@ from pathlib import Path
 import psutil
 import pytest
 from filelock import FileLock
-from releases import settings_on_free_ports
+from releases import MakeRelease, settings_on_free_ports
 
 from evernear.errors import Busy, PortTaken, ServingError, Unreachable
+from evernear.release.parts import open_release
 from evernear.serving import java, lock, torchserve
-from evernear.serving.connection import STATE_FILE, read_state
+from evernear.serving.client import Client
+from evernear.serving.connection import STATE_FILE, home_of, read_state
 from evernear.serving.management import Management
-from evernear.settings import ServingSettings
+from evernear.settings import ServingSettings, Settings
 
 
 def without_java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -189,3 +192,27 @@ def test_while_another_process_starts_the_server_this_one_waits_its_turn(
 def test_stopping_where_nothing_ever_ran(tmp_path: Path) -> None:
     assert not torchserve.stop(tmp_path / "home")
     assert not (tmp_path / "home").exists()
+
+
+def test_without_the_model_api_a_server_loads_what_lies_there_and_takes_nothing_more(
+    make_release: MakeRelease, tmp_path: Path
+) -> None:
+    release = make_release()
+    settings = Settings(workdir=tmp_path, serving=settings_on_free_ports(model_api=False))
+    home = home_of(tmp_path)
+    torchserve.model_store(home).mkdir(parents=True)
+    shutil.copy(release.archive, torchserve.model_store(home) / "embedding.mar")
+    torchserve.start(settings.serving, home)
+    try:
+        torchserve.await_ready(settings.serving, home, release.version)
+        for image, query in open_release(release.archive, tmp_path / "opened").smoke_queries():
+            assert Client.of(settings).predict(image).pred == query.pred
+        for refused in (
+            lambda: Management(home).register("embedding.mar", settings.serving),
+            lambda: Management(home).unregister("embedding", release.version),
+        ):
+            with pytest.raises(ServingError, match="refused"):
+                refused()
+        assert Client.of(settings).predict(image).version == release.version
+    finally:
+        torchserve.stop(home)
