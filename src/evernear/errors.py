@@ -15,7 +15,10 @@
     │   ├── Unreachable       8
     │   ├── PredictionRefused 9    the server answered 4xx for this image
     │   └── Timeout          11    the server took longer than the client waits
-    └── Busy                 10    another run holds the working directory
+    ├── Busy                 10    another run holds the working directory, or another deployment the Lease
+    ├── ClusterError         12    Kubernetes cannot be reached, refused, or the rollout did not come up
+    ├── PipelineServerError  13    Kubeflow Pipelines cannot be reached or refused
+    └── SlackError           14    Slack cannot be reached or refused
 """
 
 
@@ -92,6 +95,24 @@ class Timeout(ServingError):
 
 
 class Busy(EvernearError):
-    """Another run holds the working directory."""
+    """Another run holds the working directory, or another deployment the Lease of the cluster."""
 
     exit_code = 10
+
+
+class ClusterError(EvernearError):
+    """Kubernetes cannot be reached, refused, or a rollout did not come up."""
+
+    exit_code = 12
+
+
+class PipelineServerError(EvernearError):
+    """Kubeflow Pipelines cannot be reached or refused."""
+
+    exit_code = 13
+
+
+class SlackError(EvernearError):
+    """Slack cannot be reached or refused."""
+
+    exit_code = 14

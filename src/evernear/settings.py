@@ -13,9 +13,9 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from evernear.errors import SettingsError
 
@@ -158,6 +158,7 @@ class ServingSettings(Section):
     grpc_inference_port: int = Field(default=7070, ge=1, le=65535)
     grpc_management_port: int = Field(default=7071, ge=1, le=65535)
     workers: int = Field(default=1, ge=1, le=256)
+    threads: int = Field(default=1, ge=1, le=256, description="Of each worker; workers times threads fit the cores.")
     batch_size: int = Field(default=32, ge=1, le=1024, description="At most; goes into the release, as do the next 4.")
     max_batch_delay_ms: int = Field(
         default=1, ge=1, le=10_000, description="TorchServe turns 0 into 100 ms, so at least 1."
@@ -166,6 +167,9 @@ class ServingSettings(Section):
     response_timeout_s: int = Field(default=30, ge=1, description="A worker that takes longer for a batch is replaced.")
     startup_timeout_s: int = Field(default=120, ge=1)
     drain_timeout_s: int = Field(default=30, ge=0, description="What came in before a stop is answered for so long.")
+    endpoint_removal_s: int = Field(
+        default=10, ge=0, description="A pod answers for so long after its end was decided: until nobody is sent to it."
+    )
     model_api: bool = Field(
         default=True,
         description="Releases can be registered on the running server, as a deployment does; "
@@ -182,6 +186,14 @@ class ServingSettings(Section):
     keep: int = Field(default=3, ge=1, description="Releases that stay registered for a rollback.")
     smoke_queries: int = Field(
         default=8, ge=1, le=64, description="Stored queries a release must answer before it serves."
+    )
+    query_log: Literal["off", "figures", "images"] = Field(
+        default="figures", description="What is kept of a sample of the live queries, for the watcher to see drift in."
+    )
+    query_log_sample: int = Field(default=100, ge=1, le=10_000, description="Queries of a worker kept in one period.")
+    query_log_period_s: float = Field(default=300.0, gt=0.0, description="After it a worker closes its file.")
+    query_log_size_bytes: int = Field(
+        default=64 * 2**20, ge=2**20, description="Files that wait on this machine; the oldest go first."
     )
 
 
@@ -202,6 +214,166 @@ class PrepSettings(Section):
     max_request_size_bytes: int = Field(default=10 * 2**20, ge=1024, description="Of the JSON; base64 is 4/3.")
 
 
+class KubernetesSettings(Section):
+    """The serving Deployment that the deploy step rolls out, for target ``kubernetes``."""
+
+    namespace: str = Field(default="evernear", pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
+    context: str = Field(default="", description="Of the kubeconfig; empty: the pod's own account, else the current.")
+    name: str = Field(
+        default="evernear-serving",
+        pattern=r"^[a-z]([a-z0-9-]{0,45}[a-z0-9])?$",
+        description="Of the Deployment, the Service and all that belongs to them.",
+    )
+    image: str = Field(
+        default="",
+        pattern=r"^$|^[a-z0-9][A-Za-z0-9._:/-]*@sha256:[0-9a-f]{64}$",
+        description="Serving image by digest, REF@sha256:...",
+    )
+    image_pull_secrets: tuple[str, ...] = ()
+    replicas_min: int = Field(default=2, ge=1, description="The HorizontalPodAutoscaler keeps so many, and ...")
+    replicas_max: int = Field(default=4, ge=1, description="... at most so many.")
+    cpu_target_percent: int = Field(default=70, ge=1, le=100, description="Load at which there have to be more pods.")
+    cpu: str = Field(default="2", pattern=r"^[0-9]+(\.[0-9]+|m)?$", description="Of a pod, requested and at most.")
+    memory: str = Field(default="2Gi", pattern=r"^[0-9]+[MG]i$", description="Of a pod, requested and at most.")
+    gpus: int = Field(default=0, ge=0, description="Of a pod, as nvidia.com/gpu.")
+    node_selector: dict[str, str] = {}
+    tolerations: tuple[dict[str, str | int], ...] = ()
+    s3_secret: str = Field(
+        default="evernear-s3", description="Secret with the AWS_ variables of the init container that fetches."
+    )
+    query_secret: str = Field(
+        default="",
+        description="Secret with AWS_ variables that may write queries/ of the store; empty: logged queries stay in "
+        "their pod, and no drift is seen. Needs Kubernetes 1.29.",
+    )
+    store_claim: str = Field(
+        default="", description="PersistentVolumeClaim with a store file:///path, mounted there; for no object store."
+    )
+    token_secret: str = Field(
+        default="", description="Secret whose key ``token`` inference asks for; empty: the NetworkPolicy alone guards."
+    )
+    client_namespaces: tuple[str, ...] = Field(
+        default=("kubeflow",), description="Whose pods may ask for predictions, besides those of the same namespace."
+    )
+    metrics_namespaces: tuple[str, ...] = Field(default=("monitoring",), description="Whose pods may read metrics.")
+    egress_ports: tuple[int, ...] = Field(
+        default=(443, 9000), description="TCP ports that a pod may connect to, for the object store."
+    )
+    service_url: str = Field(
+        default="",
+        pattern=r"^$|^https?://[^/\s]+$",
+        description="Where the Service answers the deploy step; empty: its DNS name, or through the API server.",
+    )
+    rollout_timeout_s: int = Field(default=600, ge=1, description="A rollout that takes longer is taken back.")
+    patience_s: int = Field(
+        default=60, ge=1, description="What seldom mends itself (an image, a crash loop) ends a rollout after so long."
+    )
+    settle_s: int = Field(
+        default=60, ge=1, description="After a rollout the Service may take so long to answer with it alone."
+    )
+    lease_s: int = Field(default=30, ge=1, description="A deployment that died bars the next for so long.")
+    take_over: bool = Field(
+        default=False, description="Take fields that somebody else set in the cluster, where they differ."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.replicas_max < self.replicas_min:
+            raise ValueError(f"replicas_max is less than the {self.replicas_min} of replicas_min")
+        return self
+
+
+class PipelineSettings(Section):
+    """The Kubeflow Pipelines server that runs are started on.
+
+    Who asks comes from the environment: KFP_TOKEN (a bearer token) or KFP_COOKIES (``name=value; ...``, a session of
+    Dex or IAP); with neither, in a pod, its service account's token for KFP.
+    """
+
+    endpoint: str = Field(
+        default="",
+        pattern=r"^(https?://[^\s]+)?$",
+        description="URL of the KFP API; empty: ml-pipeline.kubeflow of the cluster that we are in.",
+    )
+    namespace: str = Field(default="", description="Of the user, on a multi-user KFP.")
+    ui_url: str = Field(default="", description="URL of the KFP UI, for links; empty: the endpoint.")
+    ca_file: Path | None = Field(default=None, description="CA certificates (PEM) that the endpoint's is checked by.")
+    experiment: str = Field(default="evernear", min_length=1, description="Experiment that runs are kept in.")
+    timeout_s: float = Field(default=30.0, gt=0.0, description="For one answer of the API.")
+    attempts: int = Field(default=4, ge=1, le=10, description="Of a call that did not reach the API or got 5xx.")
+
+
+class SlackSettings(Section):
+    """The Slack bot. Tokens come from the environment: SLACK_BOT_TOKEN, SLACK_APP_TOKEN, SLACK_SIGNING_SECRET.
+
+    Who may do what: ids of users (U..., W...), user groups (S...) and channels (C..., G...: whoever is in them), as
+    Slack shows them under "Copy member ID" and "Copy link". Without any nobody may, so that installing the bot
+    hands nothing to a whole workspace; looking is free.
+    """
+
+    channel: str = Field(default="", description="Channel (its id) for what nobody asked for: proposals and outcomes.")
+    may_start: tuple[str, ...] = Field(default=(), description="Who may start runs, and answer proposals.")
+    may_stop: tuple[str, ...] = Field(default=(), description="Who may stop runs.")
+    may_promote: tuple[str, ...] = Field(default=(), description="Who may promote what the gate held.")
+    may_roll_back: tuple[str, ...] = Field(default=(), description="Who may take a promotion back.")
+    may_schedule: tuple[str, ...] = Field(default=(), description="Who may switch the watcher on and off.")
+    parameters: tuple[str, ...] = Field(
+        default=("data", "train_settings", "index_settings"),
+        description="Parameters of a pipeline that /retrain may set; with the gate's among them, who starts promotes.",
+    )
+    answer_within_s: int = Field(default=4 * 3600, ge=60, description="A question that waits longer expires.")
+    retry_for_s: int = Field(
+        default=3600, ge=1, description="A run that KFP does not take for so long after the click is given up."
+    )
+    poll_s: float = Field(default=5.0, gt=0.0, description="Between two looks at runs and proposals.")
+    update_every_s: float = Field(default=15.0, ge=1.0, description="A message is edited at most so often.")
+    mode: Literal["socket", "http"] = Field(
+        default="socket", description="socket: the bot calls Slack, no public URL; http: Slack calls the bot."
+    )
+    host: str = Field(default="127.0.0.1", description="Address to bind in mode http.")
+    port: int = Field(default=3000, ge=0, le=65535)
+    max_request_size_bytes: int = Field(default=2**20, ge=1024, description="Larger requests get 413.")
+    api_url: str = Field(default="https://slack.com/api/", description="Slack's Web API; GovSlack has another.")
+
+
+class WatchSettings(Section):
+    """When the watcher proposes to train or to index again."""
+
+    interval_s: int = Field(default=3600, ge=1, description="Between two looks at the source and the live queries.")
+    policy: Literal["ask", "start"] = Field(default="ask", description="Ask in Slack, or start the run at once.")
+    cooldown_s: int = Field(
+        default=6 * 3600, ge=0, description="After an answer or a start, until the same is proposed again."
+    )
+    bucket_events: bool = Field(
+        default=True, description="Look as soon as a bucket at MinIO tells of a change; elsewhere the interval decides."
+    )
+    settle_s: float = Field(default=60.0, gt=0.0, description="Quiet after a change that a look waits for.")
+    new_train_images: int = Field(
+        default=100, ge=1, description="New images for training that ask for a training, if also new_train_share."
+    )
+    new_train_share: float = Field(
+        default=0.05, ge=0.0, description="The same as a share of the images that the network was trained on."
+    )
+    new_gallery_images: int = Field(default=20, ge=1, description="New images for the gallery that ask for an index.")
+    drift_window_s: int = Field(default=24 * 3600, ge=1, description="Live queries that a look judges.")
+    min_queries: int = Field(default=200, ge=20, description="With fewer sampled in the window nothing is said.")
+    false_alarm_rate: float = Field(
+        default=0.001, gt=0.0, lt=0.5, description="Looks that find drift where there is none, at most."
+    )
+    unknown_rise: Fraction = Field(
+        default=0.05, description="Rise of the unknown rate that matters, as a share of all queries."
+    )
+    distance_shift: Fraction = Field(
+        default=0.15, description="Kolmogorov-Smirnov distance of the distances to the gallery that matters."
+    )
+    embedding_shift: Fraction = Field(default=0.02, description="Energy coefficient of the embeddings that matters.")
+    query_retention_s: int = Field(
+        default=14 * 24 * 3600, ge=3600, description="Older logged queries are removed from the store."
+    )
+    health_host: str = Field(default="127.0.0.1", description="Address of the health probe.")
+    health_port: int = Field(default=8091, ge=0, le=65535, description="Port of the health probe; 0: none.")
+
+
 class Settings(Section):
     """All settings of one run."""
 
@@ -209,9 +381,10 @@ class Settings(Section):
         default=Path("evernear-work"), description="Runs, logs and, unless ``store`` is set, the store."
     )
     store: str = Field(default="", description="file:///path or s3://bucket/prefix; empty: WORKDIR/store.")
-    target: Literal["local", "registry"] = Field(
+    target: Literal["local", "registry", "kubernetes"] = Field(
         default="local",
-        description="Where a promoted release goes: a TorchServe of this machine, or the registry alone.",
+        description="Where a promoted release goes: a TorchServe of this machine, the registry alone, "
+        "or a Deployment in a cluster.",
     )
     data: DataSettings = DataSettings()
     validation: ValidationSettings = ValidationSettings()
@@ -221,6 +394,10 @@ class Settings(Section):
     gate: GateSettings = GateSettings()
     serving: ServingSettings = ServingSettings()
     prep: PrepSettings = PrepSettings()
+    kubernetes: KubernetesSettings = KubernetesSettings()
+    pipeline: PipelineSettings = PipelineSettings()
+    slack: SlackSettings = SlackSettings()
+    watch: WatchSettings = WatchSettings()
 
     @property
     def store_uri(self) -> str:

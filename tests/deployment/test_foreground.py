@@ -19,7 +19,7 @@ from evernear.settings import Settings
 from evernear.store import open_store
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("end", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_server_in_the_foreground_ends_with_its_command(
     make_release: MakeRelease, tmp_path: Path, end: signal.Signals
 ) -> None:

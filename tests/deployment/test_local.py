@@ -164,6 +164,7 @@ def test_a_candidate_that_fails_is_removed_and_the_champion_goes_on(site: Site, 
     assert not list(site.home.glob(".release-*"))
 
 
+@pytest.mark.slow
 def test_a_promotion_that_loses_the_race_is_undone(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another release becomes champion while the candidate is being tested."""
     candidate, rival = site.candidate(), site.candidate()
@@ -279,6 +280,7 @@ def test_a_verdict_that_holds_is_overruled_only_by_force_and_with_a_reason(
     rollback(site.settings)
 
 
+@pytest.mark.slow
 def test_of_two_promotions_at_once_one_loses_and_the_server_follows_the_other(site: Site) -> None:
     rivals = [site.candidate(), site.candidate()]
     for rival in rivals:
@@ -308,6 +310,7 @@ def test_of_two_promotions_at_once_one_loses_and_the_server_follows_the_other(si
     }
 
 
+@pytest.mark.slow
 def test_a_prune_of_the_registry_is_not_felt_by_clients(site: Site) -> None:
     serving = site.settings.serving.model_copy(update={"keep": 2})
     for _ in range(2):  # beyond the champion and its parent, which stay
@@ -325,6 +328,7 @@ def test_a_prune_of_the_registry_is_not_felt_by_clients(site: Site) -> None:
     promote(candidate.version, site.settings)
 
 
+@pytest.mark.slow
 def test_a_champion_whose_archive_is_damaged_stops_no_good_candidate(site: Site) -> None:
     champion, candidate, broken = site.champion, site.candidate(), site.candidate()
     store = open_store(site.settings.store_uri)

@@ -261,3 +261,29 @@ def test_the_generated_messages_are_those_of_the_proto_file(tmp_path: Path) -> N
     for suffix in ("_pb2.py", "_pb2.pyi"):
         name = proto.replace(".proto", suffix)
         assert (tmp_path / name).read_text() == (source / name).read_text()
+
+
+class Several(Target):
+    """Servers that go by one name, as the pods of a headless Service do."""
+
+    @property
+    def address(self) -> str:
+        return f"ipv4:{self.host}"
+
+
+def test_servers_of_one_name_are_asked_in_turn() -> None:
+    asked = [0, 0]
+
+    def answer(number: int) -> bytes:
+        asked[number] += 1
+        return json.dumps(ANSWER).encode()
+
+    with grpc_server(lambda *_: answer(0)) as one, grpc_server(lambda *_: answer(1)) as other:
+        target = Several(f"127.0.0.1:{one},127.0.0.1:{other}", one, "embedding", "grpc")
+        with Client(target) as client:
+            client.predict(b"image")
+            time.sleep(0.2)  # until both are connected
+            before = list(asked)
+            for _ in range(10):
+                client.predict(b"image")
+    assert [now - then for now, then in zip(asked, before, strict=True)] == [5, 5]

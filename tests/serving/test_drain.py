@@ -101,6 +101,7 @@ def test_a_request_that_is_still_being_sent_is_answered(server: Served) -> None:
     assert torchserve.processes(server.home) == []
 
 
+@pytest.mark.slow
 def test_a_request_that_never_ends_is_given_up(release: PackedRelease, tmp_path: Path) -> None:
     with serving(release, tmp_path, drain_timeout_s=1) as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.settings.serving.inference_port, timeout=30)

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 BATCH = 32
 SHOWN_LABELS = 50
-app = typer.Typer(no_args_is_help=True, help="Look into a release: its signature, lineage and answers.")
+app = typer.Typer(
+    rich_markup_mode="markdown", no_args_is_help=True, help="Look into a release: its signature, lineage and answers."
+)
 ReleaseArgument = Annotated[str, typer.Argument(metavar="RELEASE", help="A .mar file, or a version of the registry.")]
 
 

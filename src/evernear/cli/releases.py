@@ -1,12 +1,12 @@
 """``evernear registry``: the releases of a store, and the pointer to the one that serves."""
 
 import json
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, settings_of
+from evernear.cli.tables import print_table
 from evernear.errors import StoreError
 from evernear.settings import Settings
 
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from evernear.deployment import Deployment
     from evernear.release.registry import Champion, Record, Registry
 
-app = typer.Typer(no_args_is_help=True, help="Releases: list, look at, promote, roll back, prune.")
+app = typer.Typer(
+    rich_markup_mode="markdown", no_args_is_help=True, help="Releases: list, look at, promote, roll back, prune."
+)
 VersionArgument = Annotated[str, typer.Argument(metavar="VERSION")]
 StoreOption = Annotated[
     str | None,
@@ -53,7 +55,7 @@ def list_(
         )
         for release in told
     ]
-    _print_table(("version", "created (UTC)", "accuracy", "", "parent", "size"), rows)
+    print_table(("version", "created (UTC)", "accuracy", "", "parent", "size"), rows)
 
 
 @app.command()
@@ -119,7 +121,7 @@ def history(
         print(json.dumps([move.model_dump(mode="json") for move in moves]))
         return
     rows = [(f"{m.since:%Y-%m-%d %H:%M:%S}", m.version, m.previous or "-", m.how, m.by, m.why) for m in moves]
-    _print_table(("since (UTC)", "version", "before it", "how", "by", "why"), rows)
+    print_table(("since (UTC)", "version", "before it", "how", "by", "why"), rows)
 
 
 @app.command()
@@ -199,13 +201,6 @@ def _tell(deployed: "Deployment", as_json: bool) -> None:
     place = f"serves at {deployed.url}" if deployed.url else "is the champion; servers take it up when they start"
     before = f" A rollback would lead to {deployed.previous}." if deployed.previous else ""
     print(f"Release {deployed.version} {place}.{before}")
-
-
-def _print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    table = [head, *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
-    for row in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _percent(value: float | None) -> str:

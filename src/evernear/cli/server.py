@@ -12,10 +12,11 @@ from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOpt
 def status(
     config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None, as_json: JsonOption = False
 ) -> None:
-    """Tell what serves: the server's state, its releases, the champion."""
-    from evernear.deployment.local import status
+    """Tell what serves, here or (target kubernetes) in the cluster: the server's state, its releases, the champion."""
+    from evernear.deployment import cluster, local
 
-    found = status(settings_of(None, config, overrides, workdir))
+    settings = settings_of(None, config, overrides, workdir)
+    found = (cluster() if settings.target == "kubernetes" else local).status(settings)
     if as_json:
         print(json.dumps(found))
     else:

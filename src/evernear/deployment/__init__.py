@@ -1,12 +1,14 @@
-"""Bring a release up, prove that it answers, or leave the old one in place."""
+"""Bring a release up, prove that it answers, or leave the old one in place: on this machine or in a cluster."""
 
+import importlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from evernear.deployment import local
 from evernear.deployment.admission import Deployment, publish, readmit
-from evernear.errors import SettingsError, StoreError
+from evernear.errors import Conflict, SettingsError, StoreError
 from evernear.release.parts import ARCHIVE_FILE, ReleaseParts, open_release
 from evernear.release.registry import Champion, Registry
 from evernear.settings import Settings
@@ -19,24 +21,30 @@ def deploy(release_dir: Path, verdict_file: Path, settings: Settings) -> Deploym
     Raises:
         IntegrityError, Conflict: it may not serve, see `evernear.deployment.admission.admit`.
         ServingError: the server or the release does not come up; what served before still does.
+        ClusterError, Busy, SettingsError: as `evernear.deployment.kubernetes.deploy`.
         StoreError: the registry cannot be reached.
     """
     archive = release_dir / ARCHIVE_FILE
     if settings.target == "local":
         return local.deploy(archive, verdict_file, settings)
+    if settings.target == "kubernetes":
+        return cluster().deploy(archive, verdict_file, settings)
     return publish(archive, verdict_file, open_store(settings.store_uri))
 
 
-def promote(version: str, settings: Settings, *, force: bool = False, why: str = "") -> Deployment:
+def promote(
+    version: str, settings: Settings, *, force: bool = False, why: str = "", by: str | None = None
+) -> Deployment:
     """Make a release of the registry the champion, because a person says so.
 
     The TorchServe of ``settings.workdir`` follows if ``settings.target`` is local and it is up, proved as in
     `deploy`; else the archive is checked and the pointer moves alone. ``force`` overrules a verdict that
-    holds and wants a ``why``; both go into the history.
+    holds and wants a ``why``; both go into the history, and so does ``by`` (default: user and host of this process).
 
     Raises:
         IntegrityError: the archive is damaged, or its verdict holds it and nothing forces it.
         ServingError: the release does not come up or fails its smoke test; what served before still does.
+        ClusterError, Busy: as `evernear.deployment.kubernetes.deploy`.
         Conflict: the champion changed meanwhile.
         StoreError: there is no such release, or the registry cannot be reached.
         SettingsError: ``force`` without a ``why``.
@@ -49,23 +57,44 @@ def promote(version: str, settings: Settings, *, force: bool = False, why: str =
         raise StoreError(f"Release {version} is the champion already.")
     vet: Callable[[ReleaseParts], None] = lambda parts: readmit(parts, force)  # noqa: E731
     how = "force" if force else "promote"
-    return _move(version, settings, registry, vet, lambda: registry.set_champion(version, champion, how, why=why))
+    return _move(version, settings, registry, vet, lambda: registry.set_champion(version, champion, how, by, why))
 
 
-def rollback(settings: Settings, *, why: str = "") -> Deployment:
+def rollback(settings: Settings, *, why: str = "", by: str | None = None, expected: str | None = None) -> Deployment:
     """Let serve what served before the champion; at once, where it is still registered.
 
+    ``expected`` is the champion that a person wants to be rid of, where one has been named. ``by`` as in `promote`.
+
     Raises:
+        Conflict: another release than ``expected`` is the champion.
         StoreError: nothing served before it, what did was pruned, or the registry cannot be reached.
-        ServingError, IntegrityError, Conflict: as `promote`.
+        ServingError, ClusterError, Busy, IntegrityError, Conflict: as `promote`.
     """
     registry = Registry(open_store(settings.store_uri))
     champion = registry.champion()
     if champion is None:
         raise StoreError(f"There is nothing to roll back to: no release was promoted in {settings.store_uri} yet.")
+    if expected not in (None, champion.version):
+        raise Conflict(f"{champion.version} is the champion now, not {expected}; look at it and decide again.")
     target = champion.rollback_target()
     vet: Callable[[ReleaseParts], None] = lambda _: None  # noqa: E731 - it served before
-    return _move(target, settings, registry, vet, lambda: registry.roll_back(champion, why=why))
+    return _move(target, settings, registry, vet, lambda: registry.roll_back(champion, by, why))
+
+
+def cluster() -> Any:
+    """The module `evernear.deployment.kubernetes`, for which not every installation has the client.
+
+    Raises:
+        SettingsError: this one has not.
+    """
+    try:
+        return importlib.import_module("evernear.deployment.kubernetes")
+    except ModuleNotFoundError as error:
+        if error.name != "kubernetes":
+            raise
+        raise SettingsError(
+            "Target kubernetes needs the Kubernetes client; install evernear with its extra: evernear[pipeline]."
+        ) from None
 
 
 def _move(
@@ -78,6 +107,8 @@ def _move(
     registry.show(version)
     if settings.target == "local" and local.is_up(settings):
         return local.move(version, settings, registry, vet, commit)
+    if settings.target == "kubernetes":
+        return cluster().move(version, settings, registry, vet, commit)
     with tempfile.TemporaryDirectory(prefix="evernear-release-") as temporary:
         archive = Path(temporary) / ARCHIVE_FILE
         registry.fetch(version, archive)

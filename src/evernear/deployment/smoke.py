@@ -1,13 +1,23 @@
 """Prove that a release answers as it did when it was archived, before anybody depends on it."""
 
+from typing import Protocol
+
 from evernear.errors import EvernearError, ServingError
 from evernear.release.parts import ReleaseParts
-from evernear.serving.client import Client
+from evernear.serving.messages import Prediction
 
 DISTANCE_TOLERANCE = 1e-3  # rounding of float32 between machines; the square root is steep near zero
 
 
-def smoke(client: Client, parts: ReleaseParts) -> int:
+class Predicts(Protocol):
+    """What is asked: a `evernear.serving.client.Client`, or what reaches a server in another way."""
+
+    def predict(self, image: bytes, version: str | None = None) -> Prediction:
+        """As `evernear.serving.client.Client.predict`."""
+        ...
+
+
+def smoke(client: Predicts, parts: ReleaseParts) -> int:
     """Ask the release's own URL its stored queries; the number that were answered.
 
     Raises:

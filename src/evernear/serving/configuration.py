@@ -9,23 +9,48 @@ from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict
+
 from evernear.serving.metrics import metrics_file
 from evernear.settings import ServingSettings
 from evernear.store import write_atomically
 
 LOOPBACK = "127.0.0.1"
+GRPC_CONNECTION_AGE_MS = 60_000  # then clients connect anew, and so find servers that came after
 KEYS_EXPIRE_AFTER_MIN = 10 * 365 * 24 * 60  # they die with the server, not after the default hour
 UNIX_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), less its closing zero
 
+QUERY_LOG_VARIABLE = "_EVERNEAR_QUERY_LOG"
+QUERY_LOG_FILE = "query-log.json"
 
-def write_configuration(settings: ServingSettings, home: Path) -> None:
+
+class QueryLogConfiguration(BaseModel):
+    """What workers are to log of the queries, see `evernear.serving.query_log`: they do not see our settings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    directory: Path
+    images: bool
+    sample: int
+    period_s: float
+    size_bytes: int
+
+
+def write_configuration(settings: ServingSettings, home: Path, *, tokens: bool = True) -> None:
     """Write ``config.properties``, ``metrics.yaml`` and ``log4j2.xml`` of a server in ``home``.
 
-    How a release is batched stands in its own archive, see `evernear.release.archive`.
+    How a release is batched stands in its own archive, see `evernear.release.archive`. Without ``tokens`` whoever
+    reaches an API may use it.
     """
-    write_atomically(home / "config.properties", _as_properties(_properties(settings, home)))
+    write_atomically(home / "config.properties", _as_properties(_properties(settings, home, tokens)))
     write_atomically(home / "metrics.yaml", json.dumps(metrics_file(), indent=2))  # JSON is YAML
+    _configure_query_log(settings, home)
     write_atomically(home / "log4j2.xml", (resources.files("evernear.serving") / "log4j2.xml").read_bytes())
+
+
+def logged_queries(home: Path) -> Path:
+    """Where the closed files of the query log wait to be shipped."""
+    return home / "queries"
 
 
 def model_store(home: Path) -> Path:
@@ -42,7 +67,21 @@ def temporary_directory(home: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"evernear-{os.getuid()}-{name}"
 
 
-def _properties(settings: ServingSettings, home: Path) -> dict[str, object]:
+def _configure_query_log(settings: ServingSettings, home: Path) -> None:
+    """Leave what the workers find by `QUERY_LOG_VARIABLE`, or nothing where nothing is to be logged."""
+    (home / QUERY_LOG_FILE).unlink(missing_ok=True)
+    if settings.query_log != "off":
+        told = QueryLogConfiguration(
+            directory=logged_queries(home),
+            images=settings.query_log == "images",
+            sample=settings.query_log_sample,
+            period_s=settings.query_log_period_s,
+            size_bytes=settings.query_log_size_bytes,
+        )
+        write_atomically(home / QUERY_LOG_FILE, told.model_dump_json(indent=2))
+
+
+def _properties(settings: ServingSettings, home: Path, tokens: bool) -> dict[str, object]:
     return {
         "inference_address": f"http://{settings.host}:{settings.inference_port}",
         # Management loads code: it never leaves the machine.
@@ -50,6 +89,7 @@ def _properties(settings: ServingSettings, home: Path) -> dict[str, object]:
         "metrics_address": f"http://{settings.host}:{settings.metrics_port}",
         "grpc_inference_address": settings.host,
         "grpc_inference_port": settings.grpc_inference_port,
+        "grpc_inference_max_connection_age_ms": GRPC_CONNECTION_AGE_MS,
         "grpc_management_address": LOOPBACK,
         "grpc_management_port": settings.grpc_management_port,
         "model_store": model_store(home),
@@ -58,7 +98,7 @@ def _properties(settings: ServingSettings, home: Path) -> dict[str, object]:
         "allowed_urls": "file://" + re.escape(str(model_store(home))).replace(",", ".") + "/.*",
         "enable_model_api": str(settings.model_api).lower(),
         "enable_envvars_config": "false",
-        "disable_token_authorization": "false",
+        "disable_token_authorization": str(not tokens).lower(),
         "token_expiration_min": KEYS_EXPIRE_AFTER_MIN,
         "install_py_dep_per_model": "false",
         "decode_input_request": "false",  # the handler does, so that each fault has its sentence

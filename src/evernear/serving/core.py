@@ -24,9 +24,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Answered:
-    """The answers to a batch, in its order, and the seconds that went into each stage of the work."""
+    """The answers to a batch, in its order, and the seconds that went into each stage of the work.
+
+    ``images`` (N, H, W, C) and ``embeddings`` (N, D) are those of the N images that were predicted.
+    """
 
     answers: list[Prediction | Refusal]
+    images: NDArray[np.uint8] | None
+    embeddings: NDArray[np.float32] | None
     decode_s: float
     network_s: float
     search_s: float
@@ -75,14 +80,18 @@ class Core:
                 arrays.append(read)
         decoded_s = embedded_s = found_s = time.perf_counter()
         predictions: list[Prediction] = []
-        if arrays:
-            embeddings = embed_images(self._network, np.stack(arrays))
+        stacked = np.stack(arrays) if arrays else None
+        embeddings = None
+        if stacked is not None:
+            embeddings = embed_images(self._network, stacked)
             embedded_s = time.perf_counter()
             predictions = self._look_up(embeddings)
             found_s = time.perf_counter()
         following = iter(predictions)
         return Answered(
             answers=[next(following) if answer is None else answer for answer in answers],
+            images=stacked,
+            embeddings=embeddings,
             decode_s=decoded_s - begin_s,
             network_s=embedded_s - decoded_s,
             search_s=found_s - embedded_s,

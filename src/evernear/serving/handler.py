@@ -18,6 +18,7 @@ from evernear.serving.core import Answered, Core
 from evernear.serving.forms import image_of
 from evernear.serving.messages import Prediction, Refusal
 from evernear.serving.metrics import METRICS, Emit, Labels, Meter
+from evernear.serving.query_log import QueryLog
 
 _METRICS_LOGGER = "ts.metrics.caching_metric"
 
@@ -34,6 +35,9 @@ class EmbeddingHandler:
         logging.getLogger(_METRICS_LOGGER).setLevel(logging.INFO)
         self._meter = _meter(parts.manifest)
         self._meter.start()
+        self._log = QueryLog.of_environment(parts)
+        if self._log:
+            self._log.start()
 
     def handle(self, data: list[dict[str, bytes]], context: Any) -> list[bytes]:
         """Answer a batch of requests, each with its own status."""
@@ -47,6 +51,8 @@ class EmbeddingHandler:
 
     def _count(self, answered: Answered) -> None:
         predictions = [answer for answer in answered.answers if isinstance(answer, Prediction)]
+        if self._log:
+            self._log.note(predictions, answered.embeddings, answered.images)
         self._meter.batch(
             outcomes=[answer.type if isinstance(answer, Refusal) else "ok" for answer in answered.answers],
             distances=[prediction.dist for prediction in predictions],

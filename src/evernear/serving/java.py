@@ -6,10 +6,11 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from evernear.errors import ServingError
-from evernear.serving.configuration import temporary_directory
+from evernear.serving.configuration import QUERY_LOG_FILE, QUERY_LOG_VARIABLE, temporary_directory
 from evernear.settings import ServingSettings
 
 MAIN_CLASS = "evernear.Frontend"
@@ -42,8 +43,8 @@ def find_java() -> Path:
     )
 
 
-def java_command(settings: ServingSettings, home: Path) -> list[str]:
-    """The command line of the server in ``home``, to be run there.
+def java_command(settings: ServingSettings, home: Path, frontend: Mapping[str, object]) -> list[str]:
+    """The command line of the server in ``home``, to be run there; ``frontend`` is what our part of it is told.
 
     Raises:
         ServingError: Java or TorchServe is not installed.
@@ -64,6 +65,7 @@ def java_command(settings: ServingSettings, home: Path) -> list[str]:
         f"-Dmodel_server_home={packages}",
         f"-Dlog4j.configurationFile={(home / 'log4j2.xml').as_uri()}",
         f"-Devernear.drain_timeout_s={settings.drain_timeout_s}",
+        *(f"-Devernear.{name}={value}" for name, value in frontend.items()),
         "-cp",
         os.pathsep.join([str(FRONTEND_ARCHIVE), str(packages / "ts" / "frontend" / "*")]),
         MAIN_CLASS,
@@ -77,14 +79,15 @@ def java_command(settings: ServingSettings, home: Path) -> list[str]:
     ]
 
 
-def java_environment(home: Path) -> dict[str, str]:
+def java_environment(settings: ServingSettings, home: Path) -> dict[str, str]:
     """The environment of the server in ``home`` and of its workers: ours, without secrets and side doors."""
     temporary = str(temporary_directory(home))
     return _bare_environment() | {
         "TEMP": temporary,
         "TMPDIR": temporary,
+        QUERY_LOG_VARIABLE: str(home / QUERY_LOG_FILE),
         "LC_ALL": "C.UTF-8",  # else Java cannot open paths with letters beyond ASCII
-        "OMP_NUM_THREADS": "1",  # oversubscribed cores are the largest brake under load
+        "OMP_NUM_THREADS": str(settings.threads),  # oversubscribed cores are the largest brake under load
     }
 
 

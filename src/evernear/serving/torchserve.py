@@ -12,7 +12,9 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from evernear.errors import PortTaken, ServingError
 from evernear.serving.configuration import LOOPBACK, model_store, temporary_directory, write_configuration
@@ -27,6 +29,7 @@ from evernear.store import disk_errors, write_atomically
 __all__ = [
     "adopt",
     "await_ready",
+    "become",
     "find_java",
     "is_ready",
     "is_running",
@@ -59,9 +62,9 @@ def start(settings: ServingSettings, home: Path) -> Endpoints:
             return _running_endpoints(home, wanted)
         _clear_remains(home)
         _require_free_ports(wanted)
-        command = java_command(settings, home)
+        command = java_command(settings, home, {})
         write_configuration(settings, home)
-        pid = _spawn_detached(command, home)
+        pid = _spawn_detached(command, settings, home)
         state = ServerState(pid=pid, endpoints=wanted, drain_timeout_s=settings.drain_timeout_s)
         write_atomically(home / STATE_FILE, state.model_dump_json())
         try:
@@ -71,6 +74,29 @@ def start(settings: ServingSettings, home: Path) -> Endpoints:
             _clear_remains(home)
             raise
     return wanted
+
+
+def become(settings: ServingSettings, home: Path, frontend: Mapping[str, object], *, tokens: bool) -> NoReturn:
+    """Replace this process by the TorchServe of ``home``: signals reach it, and its console is this one's.
+
+    It loads what lies in its model store. ``frontend`` is what `java_command` is told, ``tokens`` is as for
+    `write_configuration`.
+
+    Raises:
+        PortTaken: a port is in use by another program.
+        ServingError: Java or TorchServe is not installed.
+        StoreError: ``home`` cannot be written.
+    """
+    _make_home(home)
+    _require_free_ports(Endpoints.of(settings))
+    _clear_remains(home)
+    command = java_command(settings, home, frontend)
+    write_configuration(settings, home, tokens=tokens)
+    with disk_errors(home):
+        temporary_directory(home).mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.umask(0o077)
+    os.chdir(home)
+    os.execve(command[0], command, java_environment(settings, home))  # noqa: S606 - a list of our own words
 
 
 def require_startable(settings: ServingSettings, home: Path) -> None:
@@ -210,14 +236,14 @@ def _bind_error(error: OSError, host: str, port: int, setting: str) -> ServingEr
     return ServingError(f"serving.{setting}: {host}:{port} cannot be bound: {error.strerror}.")
 
 
-def _spawn_detached(command: list[str], home: Path) -> int:
+def _spawn_detached(command: list[str], settings: ServingSettings, home: Path) -> int:
     temporary_directory(home).mkdir(mode=0o700, parents=True, exist_ok=True)
     # The shell ends at once, so Java belongs to no process that could wait for it or take it along.
     script = 'umask 077; "$@" </dev/null >logs/console.log 2>&1 & echo $!'
     shell = subprocess.run(
         ["/bin/sh", "-c", script, "sh", *command],
         cwd=home,
-        env=java_environment(home),
+        env=java_environment(settings, home),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         start_new_session=True,

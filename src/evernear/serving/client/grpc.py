@@ -91,6 +91,8 @@ def _options(target: Target) -> Sequence[tuple[str, Any]]:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2000),
     ]
+    # Where the name stands for several pods (a headless Service) they are asked in turn; gRPC's own stays with one.
+    config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
     if target.attempts > 1:
         policy = {
             "maxAttempts": target.attempts,
@@ -99,9 +101,8 @@ def _options(target: Target) -> Sequence[tuple[str, Any]]:
             "backoffMultiplier": 2,
             "retryableStatusCodes": ["UNAVAILABLE"],
         }
-        config = {"methodConfig": [{"name": [{}], "retryPolicy": policy}]}
-        options.append(("grpc.service_config", json.dumps(config)))
-    return options
+        config["methodConfig"] = [{"name": [{}], "retryPolicy": policy}]
+    return [*options, ("grpc.service_config", json.dumps(config))]
 
 
 def _request(target: Target, image: bytes, version: str | None) -> dict[str, Any]:

@@ -2,7 +2,14 @@ package evernear;
 
 import static java.nio.charset.StandardCharsets.UTF_8;
 
+import io.grpc.ForwardingServerCall.SimpleForwardingServerCall;
+import io.grpc.InternalGlobalInterceptors;
+import io.grpc.Metadata;
 import io.grpc.Server;
+import io.grpc.ServerCall;
+import io.grpc.ServerCallHandler;
+import io.grpc.ServerInterceptor;
+import io.grpc.Status;
 import io.netty.bootstrap.ServerBootstrap;
 import io.netty.buffer.Unpooled;
 import io.netty.channel.Channel;
@@ -15,12 +22,14 @@ import io.netty.channel.ChannelOption;
 import io.netty.channel.ChannelPipeline;
 import io.netty.channel.ChannelPromise;
 import io.netty.channel.EventLoopGroup;
+import io.netty.handler.codec.http.DefaultFullHttpRequest;
 import io.netty.handler.codec.http.DefaultFullHttpResponse;
 import io.netty.handler.codec.http.FullHttpRequest;
 import io.netty.handler.codec.http.FullHttpResponse;
 import io.netty.handler.codec.http.HttpHeaderNames;
 import io.netty.handler.codec.http.HttpHeaderValues;
 import io.netty.handler.codec.http.HttpMessage;
+import io.netty.handler.codec.http.HttpMethod;
 import io.netty.handler.codec.http.HttpObjectAggregator;
 import io.netty.handler.codec.http.HttpRequest;
 import io.netty.handler.codec.http.HttpResponse;
@@ -39,6 +48,8 @@ import java.lang.reflect.Field;
 import java.nio.file.Files;
 import java.nio.file.Path;
 import java.security.GeneralSecurityException;
+import java.util.List;
+import java.util.Map;
 import java.util.Set;
 import java.util.concurrent.ConcurrentHashMap;
 import java.util.concurrent.TimeUnit;
@@ -63,6 +74,8 @@ import org.pytorch.serve.util.TokenAuthorization;
  *   <li>SIGTERM drains: no new connection, an answer to every request that came in, then the end.
  *   <li>A request that is too large, or a form that cannot be read, gets 4xx and a sentence, not a reset or a 500.
  *   <li>Where a process owns the server (serve --foreground), the server ends with it, even if it is killed.
+ *   <li>In a pod, inference wants the token that all replicas share, and GET /ready tells whether predictions are
+ *       answered.
  * </ul>
  */
 public final class Frontend extends ModelServer {
@@ -70,10 +83,13 @@ public final class Frontend extends ModelServer {
     private static final int OWNER_POLL_MS = 500;
 
     private final Traffic traffic = new Traffic();
+    private final byte[] query;
     private Channel listener;
 
-    private Frontend(ConfigManager config) {
+    private Frontend(ConfigManager config) throws IOException {
         super(config);
+        String file = System.getProperty("evernear.query_file");
+        query = file == null ? null : Files.readAllBytes(Path.of(file));
     }
 
     public static void main(String[] words) {
@@ -82,11 +98,14 @@ public final class Frontend extends ModelServer {
                     new ConfigManager.Arguments(
                             new DefaultParser().parse(ConfigManager.Arguments.getOptions(), words, null, false)));
             TokenAuthorization.init();
+            Token.share();
             PluginsManager.getInstance().initialize();
             MetricCache.init();
             InternalLoggerFactory.setDefaultFactory(Slf4JLoggerFactory.INSTANCE);
             Frontend frontend = new Frontend(ConfigManager.getInstance());
             Runtime.getRuntime().addShutdownHook(new Thread(frontend::drain, "drain"));
+            InternalGlobalInterceptors.setInterceptorsTracers(
+                    List.of(), List.of(new GrpcTraffic(frontend.traffic)), List.of());
             frontend.startRESTserver();
             frontend.startGRPCServers();
             System.out.println("Model server started.");
@@ -113,7 +132,7 @@ public final class Frontend extends ModelServer {
                         .option(ChannelOption.SO_BACKLOG, 1024)
                         .childOption(ChannelOption.SO_KEEPALIVE, true)
                         .childOption(ChannelOption.TCP_NODELAY, true)
-                        .childHandler(new Pipeline(type, traffic))
+                        .childHandler(new Pipeline(type, traffic, query))
                         .bind(connector.getSocketAddress());
         listener = bound.sync().channel();
         return listener.closeFuture();
@@ -160,14 +179,50 @@ public final class Frontend extends ModelServer {
     }
 }
 
+/** The inference token: of TorchServe's making, or the one that the replicas of a Service share. */
+final class Token {
+    private Token() {}
+
+    /** Take the token from the file that is named, if one is; TorchServe checks it for REST and gRPC. */
+    static void share() throws IOException, ReflectiveOperationException {
+        String file = System.getProperty("evernear.token_file");
+        if (file != null) {
+            field().set(null, Files.readString(Path.of(file)).trim());
+        }
+    }
+
+    /** What a request has to carry; null where tokens are off. */
+    static String get() throws ReflectiveOperationException {
+        return (String) field().get(null);
+    }
+
+    private static Field field() throws ReflectiveOperationException {
+        Field field = TokenAuthorization.class.getDeclaredField("inferenceKey");
+        field.setAccessible(true);
+        return field;
+    }
+}
+
 /** The connections of the inference listener. */
 final class Traffic {
+    private static final long FRESH_NS = TimeUnit.SECONDS.toNanos(2); // so old an answer proves that others come
     private static final int SETTLE_MS = 200; // by then, what was accepted last has become a connection
     private static final int QUIET_MS = 1000; // who sends nothing for so long is idle, and may be cut off
     private static final int POLL_MS = 10;
 
     private final Set<Connection> connections = ConcurrentHashMap.newKeySet();
     private volatile boolean draining;
+    private volatile long answered = System.nanoTime() - FRESH_NS;
+
+    /** A prediction was answered. */
+    void answered() {
+        answered = System.nanoTime();
+    }
+
+    /** Whether one was, a moment ago. */
+    boolean isAnswered() {
+        return System.nanoTime() - answered < FRESH_NS;
+    }
 
     void add(Connection connection) {
         connections.add(connection);
@@ -196,10 +251,39 @@ final class Traffic {
     }
 }
 
+/** Tells of the predictions that are answered over gRPC. */
+final class GrpcTraffic implements ServerInterceptor {
+    private final Traffic traffic;
+
+    GrpcTraffic(Traffic traffic) {
+        this.traffic = traffic;
+    }
+
+    @Override
+    public <A, B> ServerCall.Listener<A> interceptCall(
+            ServerCall<A, B> call, Metadata headers, ServerCallHandler<A, B> next) {
+        if (!"Predictions".equals(call.getMethodDescriptor().getBareMethodName())) {
+            return next.startCall(call, headers);
+        }
+        return next.startCall(
+                new SimpleForwardingServerCall<A, B>(call) {
+                    @Override
+                    public void close(Status status, Metadata trailers) {
+                        if (status.isOk()) {
+                            traffic.answered();
+                        }
+                        super.close(status, trailers);
+                    }
+                },
+                headers);
+    }
+}
+
 /** One connection: knows whether a request has no answer yet and, while the server drains, ends with its next. */
 final class Connection extends ChannelDuplexHandler {
     private final Traffic traffic;
     private volatile int unanswered; // changed on the connection's own thread alone
+    private boolean predicts;
 
     Connection(Traffic traffic) {
         this.traffic = traffic;
@@ -225,6 +309,7 @@ final class Connection extends ChannelDuplexHandler {
     public void channelRead(ChannelHandlerContext context, Object message) {
         if (message instanceof HttpRequest) {
             unanswered++;
+            predicts = ((HttpRequest) message).uri().startsWith("/predictions/");
         }
         context.fireChannelRead(message);
     }
@@ -236,6 +321,9 @@ final class Connection extends ChannelDuplexHandler {
                         && ((HttpResponse) message).status().equals(HttpResponseStatus.CONTINUE);
         if (message instanceof HttpResponse && !interim && traffic.isDraining()) {
             ((HttpResponse) message).headers().set(HttpHeaderNames.CONNECTION, HttpHeaderValues.CLOSE);
+        }
+        if (predicts && message instanceof HttpResponse && ((HttpResponse) message).status().equals(HttpResponseStatus.OK)) {
+            traffic.answered();
         }
         if (message instanceof LastHttpContent && !interim) {
             promise = promise.unvoid();
@@ -251,10 +339,12 @@ final class Connection extends ChannelDuplexHandler {
 /** TorchServe's handlers, with ours between them. */
 final class Pipeline extends ServerInitializer {
     private final Traffic traffic;
+    private final byte[] query;
 
-    Pipeline(ConnectorType type, Traffic traffic) {
+    Pipeline(ConnectorType type, Traffic traffic, byte[] query) {
         super(null, type);
         this.traffic = traffic;
+        this.query = query;
     }
 
     @Override
@@ -263,6 +353,9 @@ final class Pipeline extends ServerInitializer {
         int maxSize = ConfigManager.getInstance().getMaxRequestSize();
         channel.pipeline().addAfter("http", "connection", new Connection(traffic));
         channel.pipeline().replace("aggregator", "aggregator", new Body(maxSize));
+        if (query != null) {
+            channel.pipeline().addBefore("handler", "probe", new Probe(traffic, query));
+        }
         channel.pipeline().addBefore("handler", "form", new Form(maxSize));
     }
 }
@@ -348,12 +441,88 @@ final class Form extends ChannelInboundHandlerAdapter {
     }
 }
 
+/**
+ * GET /ready, which wants no token: 200 if predictions are answered, by traffic of a moment ago or else by a stored query
+ * that takes the way of all others.
+ *
+ * <p>Under load no query is added, and a queue that is full makes nobody unready whose worker works.
+ */
+final class Probe extends ChannelDuplexHandler {
+    private static final String MODEL = System.getProperty("evernear.model");
+
+    private final Traffic traffic;
+    private final byte[] query;
+    private boolean asked;
+
+    Probe(Traffic traffic, byte[] query) {
+        this.traffic = traffic;
+        this.query = query;
+    }
+
+    @Override
+    public void channelRead(ChannelHandlerContext context, Object message) throws ReflectiveOperationException {
+        FullHttpRequest request = (FullHttpRequest) message;
+        if (!request.uri().equals("/ready") || !request.method().equals(HttpMethod.GET)) {
+            context.fireChannelRead(message);
+            return;
+        }
+        ReferenceCountUtil.release(message);
+        if (traffic.isAnswered()) {
+            context.writeAndFlush(answer(HttpResponseStatus.OK));
+            return;
+        }
+        FullHttpRequest asking =
+                new DefaultFullHttpRequest(
+                        HttpVersion.HTTP_1_1, HttpMethod.POST, "/predictions/" + MODEL, Unpooled.wrappedBuffer(query));
+        HttpUtil.setContentLength(asking, query.length);
+        HttpUtil.setKeepAlive(asking, HttpUtil.isKeepAlive(request));
+        if (Token.get() != null) {
+            asking.headers().set(HttpHeaderNames.AUTHORIZATION, "Bearer " + Token.get());
+        }
+        asked = true;
+        context.fireChannelRead(asking);
+    }
+
+    @Override
+    public void write(ChannelHandlerContext context, Object message, ChannelPromise promise) {
+        if (asked && message instanceof FullHttpResponse) {
+            asked = false;
+            HttpResponseStatus status = ((FullHttpResponse) message).status();
+            ReferenceCountUtil.release(message);
+            if (status.equals(HttpResponseStatus.OK)) {
+                traffic.answered();
+            }
+            context.write(answer(status), promise);
+            return;
+        }
+        context.write(message, promise);
+    }
+
+    private static FullHttpResponse answer(HttpResponseStatus status) {
+        return status.equals(HttpResponseStatus.OK)
+                ? Json.of(status, Map.of("status", "Ready"))
+                : Refusal.of(
+                        HttpResponseStatus.SERVICE_UNAVAILABLE,
+                        "NotReady",
+                        "A stored query got " + status + " instead of a prediction.");
+    }
+}
+
 /** An error in the shape of TorchServe's own. */
 final class Refusal {
     private Refusal() {}
 
     static FullHttpResponse of(HttpResponseStatus status, String type, String message) {
-        String body = JsonUtils.GSON_PRETTY.toJson(new ErrorResponse(status.code(), type, message));
+        return Json.of(status, new ErrorResponse(status.code(), type, message));
+    }
+}
+
+/** An answer whose body is an object. */
+final class Json {
+    private Json() {}
+
+    static FullHttpResponse of(HttpResponseStatus status, Object content) {
+        String body = JsonUtils.GSON_PRETTY.toJson(content);
         FullHttpResponse answer =
                 new DefaultFullHttpResponse(HttpVersion.HTTP_1_1, status, Unpooled.copiedBuffer(body, UTF_8));
         answer.headers().set(HttpHeaderNames.CONTENT_TYPE, HttpHeaderValues.APPLICATION_JSON);

@@ -1,0 +1,36 @@
+"""``evernear deployment``: what a deployment to Kubernetes applies."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, settings_of
+
+app = typer.Typer(
+    rich_markup_mode="markdown", no_args_is_help=True, help="The objects that serve a release in a cluster."
+)
+
+
+@app.callback()
+def _group() -> None:
+    """Keeps the command's own name, as long as it is the only one."""
+
+
+@app.command()
+def render(
+    release: Annotated[
+        str | None, typer.Option("--release", metavar="VERSION", help="Of the registry. [the champion]")
+    ] = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+) -> None:
+    """Print as YAML just what a deployment would apply, for review, for policy checks or for GitOps."""
+    import yaml
+
+    from evernear.deployment import cluster
+
+    objects = cluster().render(release, settings_of(None, config, overrides, workdir))
+    unshared = json.loads(json.dumps(objects))  # else YAML writes what occurs twice as an alias
+    print(yaml.safe_dump_all(unshared, sort_keys=False, width=120), end="")

@@ -1,0 +1,37 @@
+"""``evernear doctor``: whether what evernear depends on is there and lets it do its work."""
+
+import json
+from typing import Annotated, cast
+
+import typer
+
+from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, settings_of
+
+
+def doctor(
+    parts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PART]...", help="store, cluster, pipelines, slack [those that are configured]"),
+    ] = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Try object store, cluster, Kubeflow Pipelines and Slack, and say what is missing and how to mend it."""
+    from evernear.doctor import PARTS, Part, configured, examine
+    from evernear.errors import SettingsError
+
+    settings = settings_of(None, config, overrides, workdir)
+    for part in parts or ():
+        if part not in PARTS:
+            raise SettingsError(f"There is no part {part!r} to look at; known: {', '.join(PARTS)}.")
+    ill = False
+    for found in examine(settings, cast("list[Part]", parts) or configured(settings)):
+        ill = ill or not found.well
+        if as_json:
+            print(json.dumps(found.model_dump()), flush=True)
+        else:
+            print(f"{'ok ' if found.well else 'ILL'} {found.part:<10} {found.message}", flush=True)
+    if ill:
+        raise typer.Exit(1)

@@ -1,0 +1,330 @@
+"""One namespace of a Kubernetes API server: credentials, retries, and what its refusals mean.
+
+Objects are plain dicts, as in a manifest. The `kubernetes` client carries the requests; its generated models are not
+used, since they drop the fields that they do not know.
+"""
+
+import builtins
+import json
+import os
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import urllib3
+from kubernetes import config
+from kubernetes.client import ApiClient, Configuration
+from kubernetes.client.exceptions import ApiException, OpenApiException
+from kubernetes.config.config_exception import ConfigException
+from kubernetes.watch import Watch
+
+from evernear.errors import ClusterError
+from evernear.settings import KubernetesSettings
+
+Tree = dict[str, Any]
+
+FIELD_MANAGER = "evernear"
+TIMEOUT_S = (10, 30)  # to connect, and between two packets
+TRIES = 5
+BACKOFF_S = 0.5
+OVERLOADED = (429, 500, 502, 503, 504)
+RESOURCES = {
+    "ConfigMap": ("v1", "configmaps"),
+    "Deployment": ("apps/v1", "deployments"),
+    "Event": ("v1", "events"),
+    "HorizontalPodAutoscaler": ("autoscaling/v2", "horizontalpodautoscalers"),
+    "Lease": ("coordination.k8s.io/v1", "leases"),
+    "NetworkPolicy": ("networking.k8s.io/v1", "networkpolicies"),
+    "Pod": ("v1", "pods"),
+    "PodDisruptionBudget": ("policy/v1", "poddisruptionbudgets"),
+    "Service": ("v1", "services"),
+    "ServiceAccount": ("v1", "serviceaccounts"),
+}
+"""All that is asked for: the API version and the plural of each kind."""
+
+
+class ObjectConflict(ClusterError):
+    """The object, or a field of it, was changed or is held by somebody else."""
+
+
+class Away(ClusterError):
+    """The API server does not answer, or answers that it cannot; it may a little later."""
+
+
+class Cluster:
+    """A namespace of an API server. Every method may raise `ClusterError`."""
+
+    def __init__(self, client: ApiClient, namespace: str, *, inside: bool) -> None:
+        self._client = client
+        self._watch: Any = Watch()
+        self.namespace = namespace
+        self.inside = inside
+        """Whether this process is a pod of the cluster."""
+
+    @classmethod
+    def of(cls, settings: KubernetesSettings) -> "Cluster":
+        """With the credentials of the pod that this is, or of the kubeconfig.
+
+        A kubeconfig that is asked for, by ``KUBECONFIG`` or ``kubernetes.context``, comes before the pod's account.
+
+        Raises:
+            ClusterError: there are none.
+        """
+        configuration: Any = Configuration()
+        asked_for = bool(settings.context or os.environ.get("KUBECONFIG"))
+        inside = "KUBERNETES_SERVICE_HOST" in os.environ and not asked_for
+        try:
+            if inside:
+                config.load_incluster_config(client_configuration=configuration)
+            else:
+                config.load_kube_config(_kubeconfig(), settings.context or None, configuration)
+        except (ConfigException, OSError) as error:
+            raise ClusterError(_no_credentials(error, settings.context)) from None
+        configuration.retries = urllib3.Retry(
+            TRIES - 1,
+            status_forcelist=OVERLOADED,
+            allowed_methods=None,  # an apply may be repeated; what else is sent carries a resourceVersion
+            backoff_factor=BACKOFF_S,
+            raise_on_status=False,
+            respect_retry_after_header=False,  # an hour is too long for a pipeline step
+        )
+        return cls(ApiClient(configuration), settings.namespace, inside=inside)
+
+    @property
+    def host(self) -> str:
+        """URL of the API server."""
+        return str(self._client.configuration.host)
+
+    def get(self, kind: str, name: str) -> Tree | None:
+        """The object, or None."""
+        try:
+            return self._call("GET", self._path(kind, name))
+        except _Absent:
+            return None
+
+    def list(self, kind: str, **query: str) -> builtins.list[Tree]:
+        """The objects of a kind; ``query`` holds labelSelector or fieldSelector."""
+        return self._call("GET", self._path(kind), query=query)["items"]
+
+    def apply(self, manifest: Tree, *, force: bool = False, dry_run: bool = False) -> Tree:
+        """Server-side apply, as the field manager ``evernear``: the API server merges and knows whose each field is.
+
+        Raises:
+            ObjectConflict: somebody else set a field to something else; with ``force`` it is taken instead.
+        """
+        query = {"fieldManager": FIELD_MANAGER, "force": str(force).lower()}
+        if dry_run:
+            query["dryRun"] = "All"
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
+        try:
+            return self._call("PATCH", self._path(kind, name), manifest, query, "application/apply-patch+yaml")
+        except ObjectConflict as error:  # which does not say whose fields
+            raise ObjectConflict(f"{kind} {name}: {error}") from None
+
+    def create(self, manifest: Tree) -> Tree:
+        """Make a new object.
+
+        Raises:
+            ObjectConflict: it is there already.
+        """
+        return self._call("POST", self._path(manifest["kind"]), manifest)
+
+    def replace(self, manifest: Tree) -> Tree:
+        """Overwrite an object as it was read.
+
+        Raises:
+            ObjectConflict: it was changed since.
+        """
+        return self._call("PUT", self._path(manifest["kind"], manifest["metadata"]["name"]), manifest)
+
+    def delete(self, kind: str, name: str) -> None:
+        """Remove an object with all that it made; an absent one is no error."""
+        try:
+            self._call("DELETE", self._path(kind, name), query={"propagationPolicy": "Background"})
+        except _Absent:
+            return
+
+    def changes(self, manifest: Tree, timeout_s: int) -> Iterator[Tree]:
+        """The object whenever it changes after it was read as ``manifest``, for at most ``timeout_s``.
+
+        It ends early where the watch breaks off, where the API server no longer knows that resourceVersion, or where
+        the object is deleted: read the object again, and go on.
+        """
+        metadata = manifest["metadata"]
+        events = self._watch.stream(
+            self._watched,
+            manifest["kind"],
+            resource_version=metadata["resourceVersion"],
+            field_selector=f"metadata.name={metadata['name']}",
+            timeout_seconds=timeout_s,
+        )
+        try:
+            for event in events:
+                if event["type"] == "DELETED":
+                    return
+                if event["type"] != "BOOKMARK":
+                    yield event["raw_object"]
+        except (ApiException, urllib3.exceptions.HTTPError, ValueError, KeyError):
+            return
+
+    def log(self, pod: str, container: str, *, previous: bool, lines: int) -> builtins.list[str]:
+        """The last lines that a container said; none where the log cannot be had."""
+        query = {"container": container, "previous": str(previous).lower(), "tailLines": str(lines)}
+        try:
+            with self._errors():
+                found = self._send("GET", f"{self._path('Pod', pod)}/log", query=query, stream=True)
+                text = found.data.decode(errors="replace")
+        except ClusterError:
+            return []
+        return [line.strip() for line in text.splitlines() if line.strip()]
+
+    def post_to_service(self, service: str, port: str, path: str, body: bytes, timeout_s: float) -> tuple[int, Any]:
+        """What a Service answers to ``body``, asked through the API server: status and content.
+
+        Raises:
+            ClusterError: the API server cannot bring it there.
+        """
+        resource = f"{self._path('Service')}/{service}:{port}/proxy{path}"
+        with self._errors():
+            try:
+                return 200, self._send(
+                    "POST", resource, body, content_type="application/octet-stream", timeout_s=timeout_s
+                )
+            except ApiException as error:
+                if _status(error) is not None:
+                    raise
+                return int(error.status or 0), error.body
+
+    def _path(self, kind: str, name: str = "") -> str:
+        version, plural = RESOURCES[kind]
+        group = f"/apis/{version}" if "/" in version else f"/api/{version}"
+        return f"{group}/namespaces/{self.namespace}/{plural}" + (f"/{name}" if name else "")
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: Tree | None = None,
+        query: dict[str, str] | None = None,
+        content_type: str = "application/json",
+    ) -> Tree:
+        with self._errors():
+            found = self._send(method, path, body, query, content_type)
+        if not isinstance(found, dict):
+            raise ClusterError(f"What answers at {self.host} is no Kubernetes API server.")
+        return cast("Tree", found)
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: Tree | bytes | None = None,
+        query: dict[str, str] | None = None,
+        content_type: str = "application/json",
+        timeout_s: float = TIMEOUT_S[1],
+        stream: bool = False,
+    ) -> Any:
+        """One request, with retries; the content as it parses, or with ``stream`` the response, still to be read."""
+        return self._client.call_api(
+            path,
+            method,
+            query_params=list((query or {}).items()),
+            header_params={"Accept": "application/json, */*", "Content-Type": content_type},
+            body=body,
+            response_type="object",
+            auth_settings=["BearerToken"],
+            _return_http_data_only=True,
+            _preload_content=not stream,
+            _request_timeout=(TIMEOUT_S[0], timeout_s),
+        )
+
+    def _watched(self, kind: str, **query: Any) -> Any:
+        """What `Watch` reads its events from; the words of its parameters are the generated client's."""
+        timeout_s = query["timeout_seconds"]
+        told = {
+            "watch": "true",
+            "resourceVersion": str(query["resource_version"]),
+            "fieldSelector": query["field_selector"],
+            "timeoutSeconds": str(timeout_s),
+        }
+        return self._send("GET", self._path(kind), query=told, timeout_s=timeout_s + TIMEOUT_S[1], stream=True)
+
+    @contextmanager
+    def _errors(self) -> Generator[None]:
+        """Turn what the client raises into a `ClusterError` of one sentence."""
+        try:
+            yield
+        except ApiException as error:
+            raise self._explain(error) from None
+        except (urllib3.exceptions.HTTPError, OpenApiException) as error:
+            reason = getattr(error, "reason", None) or error
+            raise Away(f"The API server at {self.host} cannot be reached: {_plain(reason)}.") from None
+
+    def _explain(self, error: ApiException) -> ClusterError:
+        status = _status(error)
+        if status is None:
+            said = f"answered {error.status} {error.reason}" if error.status else f"cannot be reached: {error.reason}"
+            return Away(f"The API server at {self.host} {' '.join(said.split())}.")
+        said = str(status.get("message", error.reason)).strip().rstrip(".")
+        match error.status:
+            case 401:
+                return ClusterError(f"The API server at {self.host} does not accept the credentials ({said}).")
+            case 403:
+                return ClusterError(f"The API server refuses: {said}; docs/kubernetes.md has the Role that is needed.")
+            case 404:
+                return _Absent(f"The API server does not find what was asked for: {said}.")
+            case 409:
+                return ObjectConflict(_conflict(status, said))
+            case 429 | 500 | 502 | 503 | 504 as code:
+                return Away(f"The API server at {self.host} fails, at the {TRIES}th try as well: {code} {said}.")
+            case _:
+                return ClusterError(f"The API server refuses: {said}.")
+
+
+class _Absent(ClusterError):
+    """The server answered 404."""
+
+
+def _status(error: ApiException) -> Tree | None:
+    """The API server's own account of an error; None where it is somebody else's."""
+    try:
+        found: Any = json.loads(error.body or b"")
+    except ValueError:
+        return None
+    return cast("Tree", found) if isinstance(found, dict) and cast("Tree", found).get("kind") == "Status" else None
+
+
+def _conflict(status: Tree, said: str) -> str:
+    """The sentence of a 409: for an apply, who holds which fields."""
+    details: Tree = status.get("details") or {}
+    held: dict[str, list[str]] = {}
+    for cause in details.get("causes") or []:
+        if cause.get("reason") == "FieldManagerConflict":
+            held.setdefault(cause["message"].removeprefix("conflict with "), []).append(cause["field"])
+    if not held:
+        return f"The API server refuses: {said}."
+    fields = "; ".join(f"{manager} set {', '.join(names)}" for manager, names in held.items())
+    return f"{fields}; let go of that there, or take it with --set kubernetes.take_over=true."
+
+
+def _kubeconfig() -> str:
+    """As kubectl finds it; the client's own default is that of the moment in which it was imported."""
+    return os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
+
+
+def _no_credentials(error: Exception, context: str) -> str:
+    place = _kubeconfig()
+    if context and Path(place).exists():
+        return f"The kubeconfig {place} has no usable context {context!r}: {str(error).rstrip('.')}."
+    if Path(place).exists():
+        return f"The kubeconfig {place} cannot be used: {str(error).rstrip('.')}."
+    return (
+        f"No cluster is known here: this is no pod with a service account, and there is no kubeconfig at {place}; "
+        "set KUBECONFIG."
+    )
+
+
+def _plain(reason: object) -> str:
+    """urllib3's reason without the object that it happened to."""
+    return " ".join(str(reason).rpartition(": ")[2].split()).rstrip(".") or type(reason).__name__

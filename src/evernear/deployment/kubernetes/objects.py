@@ -1,0 +1,366 @@
+"""What serves a release in a cluster, as the objects that are applied: plain dicts, as in a manifest.
+
+`serving_objects` puts them together; ``evernear deployment render`` prints them. What the containers run is in
+`evernear.serving.pod`.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from kubernetes.utils import parse_quantity
+
+from evernear.errors import SettingsError
+from evernear.release.registry import Record
+from evernear.serving.pod import grace_period_s
+from evernear.settings import KubernetesSettings, ServingSettings, Settings
+from evernear.store import sha256_bytes
+
+Tree = dict[str, Any]
+
+PREFIX = "evernear.dev"
+RELEASE = f"{PREFIX}/release"
+MANIFEST_SHA256 = f"{PREFIX}/manifest-sha256"
+ARCHIVE_SHA256 = f"{PREFIX}/archive-sha256"
+SETTINGS_SHA256 = f"{PREFIX}/settings-sha256"
+REVISION = f"{PREFIX}/revision"
+"""A label of pods: what their template was made of, so that those of one rollout are told from those before."""
+VERSION = "app.kubernetes.io/version"
+CONTAINER = "torchserve"
+USER = 65532  # of Dockerfile.serve
+WORKDIR = "/evernear"
+CONFIG_DIR = "/etc/evernear"
+CONFIG_FILE = f"{CONFIG_DIR}/evernear.toml"
+TOKEN_DIR = "/var/run/evernear"  # noqa: S105 - a directory, no token
+PROBE_S = 5
+PROBE_TIMEOUT_S = 5
+START_PROBE_TIMEOUT_S = 30  # Python starts, and asks all stored queries
+
+
+@dataclass(frozen=True)
+class ServedRelease:
+    """What the objects tell of the release; all of it can be looked up in the registry."""
+
+    version: str
+    archive_sha256: str
+    manifest_sha256: str
+
+    @staticmethod
+    def of(record: Record) -> "ServedRelease":
+        """A published release."""
+        return ServedRelease(record.manifest.version, record.archive_sha256, sha256_bytes(record.manifest.to_json()))
+
+
+def serving_objects(settings: Settings, release: ServedRelease) -> list[Tree]:
+    """All objects that serve ``release``, in the order in which they are applied.
+
+    Raises:
+        SettingsError: no image is set, or pods could not reach the store.
+    """
+    _require_usable(settings)
+    kubernetes = settings.kubernetes
+    labels = selector(kubernetes) | {
+        "app.kubernetes.io/part-of": "evernear",
+        "app.kubernetes.io/managed-by": "evernear",
+        VERSION: release.version,
+    }
+    annotations = {
+        RELEASE: release.version,
+        MANIFEST_SHA256: release.manifest_sha256,
+        ARCHIVE_SHA256: release.archive_sha256,
+    }
+    config = _config(settings)
+    template = _pod_template(settings, release, labels, annotations, config)
+    bodies = [
+        ("v1", "ServiceAccount", {"automountServiceAccountToken": False}),
+        ("v1", "ConfigMap", {"data": {"evernear.toml": config}}),
+        ("networking.k8s.io/v1", "NetworkPolicy", {"spec": _network_policy(kubernetes, settings.serving)}),
+        ("policy/v1", "PodDisruptionBudget", {"spec": _disruption_budget(kubernetes)}),
+        ("v1", "Service", {"spec": _service(kubernetes, settings.serving)}),
+        ("apps/v1", "Deployment", {"spec": _deployment(kubernetes, template)}),
+        ("autoscaling/v2", "HorizontalPodAutoscaler", {"spec": _autoscaler(kubernetes)}),
+    ]
+    metadata = {
+        "name": kubernetes.name,
+        "namespace": kubernetes.namespace,
+        "labels": labels,
+        "annotations": annotations,
+    }
+    return [{"apiVersion": version, "kind": kind, "metadata": metadata, **body} for version, kind, body in bodies]
+
+
+def selector(kubernetes: KubernetesSettings) -> dict[str, str]:
+    """The labels by which the pods are found; they never change."""
+    return {
+        "app.kubernetes.io/name": "evernear",
+        "app.kubernetes.io/instance": kubernetes.name,
+        "app.kubernetes.io/component": "serving",
+    }
+
+
+def _require_usable(settings: Settings) -> None:
+    if not settings.kubernetes.image:
+        raise SettingsError(
+            "A deployment to Kubernetes needs the serving image by its digest; "
+            "add --set kubernetes.image=REGISTRY/evernear-serve@sha256:..."
+        )
+    local, claim = urlsplit(settings.store_uri).scheme == "file", settings.kubernetes.store_claim
+    if local and not claim:
+        raise SettingsError(
+            f"Pods cannot read the store {settings.store_uri}; use s3://bucket/prefix, "
+            "or name the PersistentVolumeClaim that holds it with --set kubernetes.store_claim=NAME."
+        )
+    if claim and not local:
+        raise SettingsError(
+            f"kubernetes.store_claim={claim} is for a store file:///path, and the store is {settings.store_uri}."
+        )
+
+
+def _config(settings: Settings) -> str:
+    """The pod's settings file. Only what is no default: an image may be older or younger than this evernear."""
+    serving = settings.serving.model_dump(mode="json", exclude_defaults=True) | {"threads": _threads(settings)}
+    lines = (f"{name} = {json.dumps(value)}" for name, value in sorted(serving.items()))  # of scalars, JSON is TOML
+    return "\n".join(["[serving]", *lines, ""])
+
+
+def _threads(settings: Settings) -> int:
+    """Threads of each worker, which become its OMP_NUM_THREADS: those of the cpu limit, one of them left to Java.
+
+    More threads than cores wait for each other, see benchmarks/results/serving.md.
+    """
+    if settings.serving.threads != ServingSettings().threads:
+        return settings.serving.threads
+    return max(1, (int(parse_quantity(settings.kubernetes.cpu)) - 1) // settings.serving.workers)
+
+
+def _pod_template(
+    settings: Settings, release: ServedRelease, labels: dict[str, str], annotations: dict[str, str], config: str
+) -> Tree:
+    annotations = annotations | {SETTINGS_SHA256: sha256_bytes(config.encode())}
+    spec = _pod(settings, release)
+    revision = sha256_bytes(json.dumps([labels, annotations, spec], sort_keys=True).encode())[:12]
+    return {"metadata": {"labels": labels | {REVISION: revision}, "annotations": annotations}, "spec": spec}
+
+
+def _pod(settings: Settings, release: ServedRelease) -> Tree:
+    kubernetes = settings.kubernetes
+    spec: Tree = {
+        "serviceAccountName": kubernetes.name,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "terminationGracePeriodSeconds": grace_period_s(settings.serving),
+        "topologySpreadConstraints": [
+            _spread(kubernetes, "kubernetes.io/hostname"),
+            _spread(kubernetes, "topology.kubernetes.io/zone"),
+        ],
+        "initContainers": [_init_container(settings, release), *_shippers(settings)],
+        "containers": [_container(settings)],
+        "volumes": _volumes(kubernetes),
+    }
+    if kubernetes.image_pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in kubernetes.image_pull_secrets]
+    if kubernetes.node_selector:
+        spec["nodeSelector"] = dict(kubernetes.node_selector)
+    if kubernetes.tolerations:
+        spec["tolerations"] = [dict(toleration) for toleration in kubernetes.tolerations]
+    return spec
+
+
+def _init_container(settings: Settings, release: ServedRelease) -> Tree:
+    """Fetches the archive; it alone has the keys of the object store."""
+    kubernetes = settings.kubernetes
+    command = ["fetch", "--release", release.version, "--sha256", release.archive_sha256]
+    container = _any_container(settings, "fetch", command)
+    container["env"].append({"name": "EVERNEAR_STORE", "value": settings.store_uri})
+    if kubernetes.store_claim:
+        container["volumeMounts"].append(
+            {"name": "store", "mountPath": unquote(urlsplit(settings.store_uri).path), "readOnly": True}
+        )
+    elif kubernetes.s3_secret:
+        container["envFrom"] = [{"secretRef": {"name": kubernetes.s3_secret}}]
+    return container
+
+
+def _shippers(settings: Settings) -> list[Tree]:
+    """Brings logged queries to the store, with keys of its own. As a sidecar it ends after TorchServe."""
+    secret = settings.kubernetes.query_secret
+    if not secret or settings.serving.query_log == "off":
+        return []
+    container = _any_container(settings, "ship", [])
+    container["env"].append({"name": "EVERNEAR_STORE", "value": settings.store_uri})
+    return [
+        container
+        | {
+            "restartPolicy": "Always",
+            "command": ["evernear", "watch", "ship", "--config", CONFIG_FILE],
+            "envFrom": [{"secretRef": {"name": secret}}],
+            "resources": {
+                "requests": {"cpu": "20m", "memory": "128Mi"},
+                "limits": {"cpu": "200m", "memory": "256Mi"},
+            },
+        }
+    ]
+
+
+def _container(settings: Settings) -> Tree:
+    """TorchServe. Its management API listens on loopback, so that nobody outside the pod reaches it."""
+    serving, kubernetes = settings.serving, settings.kubernetes
+    container = _any_container(
+        settings, CONTAINER, ["serve"] if kubernetes.token_secret else ["serve", "--without-token"]
+    )
+    if kubernetes.token_secret:
+        container["env"].append({"name": "EVERNEAR_TOKEN_FILE", "value": f"{TOKEN_DIR}/token"})
+        container["volumeMounts"].append({"name": "token", "mountPath": TOKEN_DIR, "readOnly": True})
+    if kubernetes.gpus:
+        container["resources"]["limits"]["nvidia.com/gpu"] = str(kubernetes.gpus)
+    starts = math.ceil(serving.startup_timeout_s / PROBE_S)
+    alive = {"httpGet": {"path": "/ready", "port": "http"}, "periodSeconds": PROBE_S}
+    return container | {
+        "ports": [
+            {"name": "http", "containerPort": serving.inference_port, "protocol": "TCP"},
+            {"name": "grpc", "containerPort": serving.grpc_inference_port, "protocol": "TCP"},
+            {"name": "metrics", "containerPort": serving.metrics_port, "protocol": "TCP"},
+        ],
+        "startupProbe": {
+            "exec": {"command": _command("ready")},
+            "periodSeconds": PROBE_S,
+            "timeoutSeconds": START_PROBE_TIMEOUT_S,
+            "failureThreshold": starts,
+        },
+        "readinessProbe": alive | {"timeoutSeconds": PROBE_TIMEOUT_S, "failureThreshold": 2},
+        # A worker that died is started again by TorchServe; only where that fails the container has to go.
+        "livenessProbe": alive | {"timeoutSeconds": serving.response_timeout_s, "failureThreshold": starts},
+        "lifecycle": {"preStop": {"exec": {"command": _command("drain")}}},
+    }
+
+
+def _any_container(settings: Settings, name: str, command: list[str]) -> Tree:
+    kubernetes = settings.kubernetes
+    amount = {"cpu": kubernetes.cpu, "memory": kubernetes.memory}
+    return {
+        "name": name,
+        "image": kubernetes.image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": _command(*command),
+        "env": [{"name": "EVERNEAR_WORKDIR", "value": WORKDIR}],
+        "resources": {"requests": dict(amount), "limits": dict(amount)},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [
+            {"name": "work", "mountPath": WORKDIR},
+            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - of the container, an emptyDir
+            {"name": "config", "mountPath": CONFIG_DIR, "readOnly": True},
+        ],
+    }
+
+
+def _command(*words: str) -> list[str]:
+    return ["evernear", "pod", *words, "--config", CONFIG_FILE]
+
+
+def _volumes(kubernetes: KubernetesSettings) -> list[Tree]:
+    volumes: list[Tree] = [
+        {"name": "work", "emptyDir": {}},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "config", "configMap": {"name": kubernetes.name}},
+    ]
+    if kubernetes.store_claim:
+        volumes.append(
+            {"name": "store", "persistentVolumeClaim": {"claimName": kubernetes.store_claim, "readOnly": True}}
+        )
+    if kubernetes.token_secret:
+        volumes.append({"name": "token", "secret": {"secretName": kubernetes.token_secret, "defaultMode": 0o440}})
+    return volumes
+
+
+def _spread(kubernetes: KubernetesSettings, key: str) -> Tree:
+    return {
+        "maxSkew": 1,
+        "topologyKey": key,
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": selector(kubernetes)},
+        "matchLabelKeys": [REVISION],  # pods that are on their way out do not count
+    }
+
+
+def _deployment(kubernetes: KubernetesSettings, template: Tree) -> Tree:
+    """Without ``replicas``: that field is the autoscaler's alone, which also keeps the least number."""
+    return {
+        "selector": {"matchLabels": selector(kubernetes)},
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
+        "progressDeadlineSeconds": kubernetes.rollout_timeout_s,
+        "revisionHistoryLimit": 3,
+        "template": template,
+    }
+
+
+def _autoscaler(kubernetes: KubernetesSettings) -> Tree:
+    target = {"type": "Utilization", "averageUtilization": kubernetes.cpu_target_percent}
+    return {
+        "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": kubernetes.name},
+        "minReplicas": kubernetes.replicas_min,
+        "maxReplicas": kubernetes.replicas_max,
+        "metrics": [{"type": "Resource", "resource": {"name": "cpu", "target": target}}],
+    }
+
+
+def _service(kubernetes: KubernetesSettings, serving: ServingSettings) -> Tree:
+    def port(name: str, number: int, protocol: str) -> Tree:
+        return {"name": name, "port": number, "targetPort": name, "protocol": "TCP", "appProtocol": protocol}
+
+    return {
+        "type": "ClusterIP",
+        "selector": selector(kubernetes),
+        "ports": [
+            port("http", serving.inference_port, "http"),
+            port("grpc", serving.grpc_inference_port, "kubernetes.io/h2c"),
+            port("metrics", serving.metrics_port, "http"),
+        ],
+    }
+
+
+def _disruption_budget(kubernetes: KubernetesSettings) -> Tree:
+    """One pod at a time; a single one may go too, else its node could never be emptied."""
+    return {
+        "maxUnavailable": 1,
+        "selector": {"matchLabels": selector(kubernetes)},
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+    }
+
+
+def _network_policy(kubernetes: KubernetesSettings, serving: ServingSettings) -> Tree:
+    """Predictions for the namespace and who is named, metrics for monitoring, management for nobody."""
+
+    def namespace(name: str) -> Tree:
+        return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
+
+    def ports(*numbers: int, protocol: str = "TCP") -> list[Tree]:
+        return [{"port": number, "protocol": protocol} for number in numbers]
+
+    clients = [{"podSelector": {}}, *map(namespace, kubernetes.client_namespaces)]
+    ingress = [{"from": clients, "ports": ports(serving.inference_port, serving.grpc_inference_port)}]
+    if kubernetes.metrics_namespaces:
+        monitoring = list(map(namespace, kubernetes.metrics_namespaces))
+        ingress.append({"from": monitoring, "ports": ports(serving.metrics_port)})
+    # Names, and the object store, which only the init containers ask; a claim needs neither.
+    store = [] if kubernetes.store_claim else [*ports(53, protocol="UDP"), *ports(53, *kubernetes.egress_ports)]
+    return {
+        "podSelector": {"matchLabels": selector(kubernetes)},
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": ingress,
+        "egress": [{"ports": store}] if store else [],
+    }

@@ -1,0 +1,73 @@
+"""The site of the scenarios: on loopback always, on a real cluster where ``KUBECONFIG`` leads to one."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from loopback.kubernetes import ImageMissing, LoopbackCluster
+from minio import Minio
+
+from cluster.pods import Pods
+from cluster.site import (
+    MISSING_IMAGE,
+    Pace,
+    Site,
+    administrator,
+    install_deployer,
+    install_store,
+    install_store_secret,
+    kubeconfig_of_deployer,
+    namespace_of_our_own,
+)
+
+AWS = ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+KUBECONFIG, IMAGE = "KUBECONFIG", "EVERNEAR_TEST_IMAGE"
+LOOPBACK_IMAGE = "registry.example/evernear-serve@sha256:" + "a" * 64
+
+
+@pytest.fixture(params=["loopback", pytest.param("real", marks=pytest.mark.cluster)])
+def site(request: pytest.FixtureRequest) -> Site:
+    """A namespace to deploy into; the environment leads there, as the deployer of `deploy/base`."""
+    return request.getfixturevalue(f"{request.param}_site")
+
+
+@pytest.fixture
+def loopback_site(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    environment = {name: os.environ[name] for name in AWS}  # as `bucket` has set it
+    store = f"s3://{bucket}/store"
+    pods = Pods(lambda: store, tmp_path)
+    with LoopbackCluster(tmp_path, second_s=1.0) as running, administrator(running.kubeconfig()) as admin:
+        running.pods_do(pods.behaviour)
+        running.pods_do(ImageMissing("no such host"), lambda pod: MISSING_IMAGE in str(pod["spec"]["containers"]))
+        with namespace_of_our_own(admin) as namespace:
+            install_deployer(admin, namespace)
+            install_store_secret(admin, namespace, environment)
+            monkeypatch.setenv(KUBECONFIG, str(kubeconfig_of_deployer(admin, namespace, tmp_path)))
+            pace = Pace(rollout_timeout_s=60, patience_s=1, settle_s=5)
+            yield Site(namespace, LOOPBACK_IMAGE, store, (443,), admin, pace)
+    pods.stop()
+
+
+@pytest.fixture
+def real_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """Never run where this was written, which has no cluster; the nightly workflow runs it on kind."""
+    if os.environ.get(IMAGE) and not os.environ.get(KUBECONFIG):
+        pytest.fail(f"{IMAGE} is set, {KUBECONFIG} is not; a default kubeconfig is not taken for granted")
+    if not os.environ.get(KUBECONFIG) or not os.environ.get(IMAGE):
+        pytest.skip(f"needs {KUBECONFIG} and {IMAGE}")
+    with administrator(Path(os.environ[KUBECONFIG])) as admin, namespace_of_our_own(admin) as namespace:
+        install_deployer(admin, namespace)
+        environment = install_store(admin, namespace)
+        install_store_secret(admin, namespace, environment)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        endpoint = urlsplit(environment["AWS_ENDPOINT_URL"])
+        keys = (environment["AWS_ACCESS_KEY_ID"], environment["AWS_SECRET_ACCESS_KEY"])
+        Minio(endpoint.netloc, *keys, secure=False, region=environment["AWS_REGION"]).make_bucket("evernear")
+        monkeypatch.setenv(KUBECONFIG, str(kubeconfig_of_deployer(admin, namespace, tmp_path)))
+        pace = Pace(rollout_timeout_s=300, patience_s=30, settle_s=60)
+        # 9000 is where MinIO listens, the other one where the node sends it on.
+        ports = (9000, endpoint.port or 443)
+        yield Site(namespace, os.environ[IMAGE], "s3://evernear/store", ports, admin, pace)

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Uploads the pipelines to a real Kubeflow Pipelines, runs one from images to a Deployment, rolls out a second release,
+# rolls back. Wants EVERNEAR_PIPELINE__ENDPOINT, TRAIN_IMAGE and SERVE_IMAGE, and what install.sh put there.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+PATH="$PWD/.venv/bin:$PATH"
+
+serves() {
+  kubectl --namespace evernear get deployment evernear-serving \
+    --output "jsonpath={.metadata.annotations['evernear\.dev/release']}"
+}
+defaults=(
+  store=s3://evernear data.source=digits target=kubernetes
+  "kubernetes_settings.image=$SERVE_IMAGE"
+  kubernetes_settings.s3_secret=evernear-s3-reader kubernetes_settings.token_secret=evernear-token
+  kubernetes_settings.replicas_min=1 kubernetes_settings.replicas_max=1
+  kubernetes_settings.cpu=500m kubernetes_settings.memory=1Gi
+  cpu=1 memory=2G train_cpu=2 train_memory=4G
+)
+evernear pipeline upload --image "$TRAIN_IMAGE" "${defaults[@]/#/--set=}"
+evernear pipeline upload --image "$TRAIN_IMAGE" "${defaults[@]/#/--set=}"  # again: no error
+
+evernear pipeline run continuous-training --wait
+first=$(serves)
+evernear pipeline run continuous-training --wait --set train_settings.seed=1
+second=$(serves)
+test "$first" != "$second"
+evernear pipeline run rollback --wait --set "why=end to end"
+test "$(serves)" = "$first"

@@ -1,0 +1,199 @@
+"""A namespace of our own in some cluster, with all that a deployment finds there in production."""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from kubernetes import config, utils
+from kubernetes.client import (
+    ApiClient,
+    ApiException,
+    AuthenticationV1TokenRequest,
+    CoreV1Api,
+    V1TokenRequestSpec,
+)
+
+from evernear.settings import Settings, parse
+
+Object = dict[str, Any]
+DEPLOY = Path(__file__).parents[2] / "deploy"
+DEPLOYER = "evernear-deployer"
+MISSING_IMAGE = "registry.invalid/evernear-serve@sha256:" + "0" * 64  # .invalid never resolves, RFC 6761
+_TOKEN_LASTS_S = 3600
+_LEVELS = ("enforce", "audit", "warn")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long things may take: a real cluster pulls images and loads networks, loopback does neither."""
+
+    rollout_timeout_s: int
+    patience_s: int
+    settle_s: int
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a scenario works with, on loopback and on a real cluster alike."""
+
+    namespace: str
+    image: str
+    store: str  # s3://...; the environment has the way there, and KUBECONFIG of the deployer
+    egress_ports: tuple[int, ...]
+    admin: ApiClient
+    pace: Pace
+
+    def settings(self, **kubernetes: Any) -> Settings:
+        """Settings of a small deployment into the namespace."""
+        chosen = {
+            "namespace": self.namespace,
+            "image": self.image,
+            "replicas_min": 1,
+            "replicas_max": 1,
+            "cpu": "500m",
+            "memory": "1Gi",
+            "egress_ports": self.egress_ports,
+            "lease_s": 5,
+            **vars(self.pace),
+        }
+        return parse(Settings, {"store": self.store, "target": "kubernetes", "kubernetes": chosen | kubernetes})
+
+
+@contextmanager
+def namespace_of_our_own(admin: ApiClient) -> Iterator[str]:
+    """A new namespace that admits what Pod Security *restricted* admits; it is removed in the end."""
+    name = f"evernear-test-{secrets.token_hex(4)}"
+    labels = {f"pod-security.kubernetes.io/{level}": "restricted" for level in _LEVELS}
+    core = CoreV1Api(admin)
+    core.create_namespace({"metadata": {"name": name, "labels": labels | {"app.kubernetes.io/part-of": "evernear"}}})
+    try:
+        until(lambda: _is_there(core.read_namespaced_service_account, "default", name), timeout_s=60)
+        yield name
+    finally:
+        core.delete_namespace(name, propagation_policy="Foreground")
+        until(lambda: not _is_there(core.read_namespace, name), timeout_s=300)
+
+
+def install_deployer(admin: ApiClient, namespace: str) -> None:
+    """The deploying identity of `deploy/base`, and the one right more that it needs from outside of the cluster."""
+    create(admin, namespace, *_manifests(DEPLOY / "base" / "deployer.yaml"))
+    rule = {
+        "apiGroups": [""],
+        "resources": ["services/proxy"],
+        "resourceNames": ["evernear-serving:http"],
+        "verbs": ["create"],
+    }
+    group = "rbac.authorization.k8s.io"
+    named = {"apiVersion": f"{group}/v1", "metadata": {"name": "from-outside"}}
+    role = {"apiGroup": group, "kind": "Role", "name": "from-outside"}
+    binding = {"roleRef": role, "subjects": [{"kind": "ServiceAccount", "name": DEPLOYER}]}
+    create(admin, namespace, {**named, "kind": "Role", "rules": [rule]}, {**named, "kind": "RoleBinding", **binding})
+
+
+def install_store_secret(admin: ApiClient, namespace: str, environment: dict[str, str]) -> None:
+    """The Secret from which init containers take the way to the object store."""
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "evernear-s3"}, "stringData": environment}
+    create(admin, namespace, secret)
+
+
+def install_store(admin: ApiClient, namespace: str) -> dict[str, str]:
+    """The trial's MinIO with a disk of its pod, on a port of the node: the same URL for pods and for this process.
+
+    Returns the ``AWS_`` variables of its administrator.
+    """
+    key, secret = secrets.token_hex(10), secrets.token_hex(20)
+    root = {"MINIO_ROOT_USER": key, "MINIO_ROOT_PASSWORD": secret}
+    named = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "evernear-minio-root"}}
+    wanted = ("ServiceAccount", "Service", "Deployment")
+    manifests = [one for one in _manifests(DEPLOY / "overlays/local/minio.yaml") if one["kind"] in wanted]
+    for manifest in manifests:
+        if manifest["kind"] == "Service":
+            manifest["spec"]["type"] = "NodePort"
+        elif manifest["kind"] == "Deployment":
+            volumes = manifest["spec"]["template"]["spec"]["volumes"]
+            next(volume for volume in volumes if volume["name"] == "data").pop("persistentVolumeClaim")
+            next(volume for volume in volumes if volume["name"] == "data")["emptyDir"] = {"sizeLimit": "1Gi"}
+    create(admin, namespace, {**named, "stringData": root}, *manifests)
+    core = CoreV1Api(admin)
+    until(lambda: _is_ready(core, namespace, "app.kubernetes.io/name=minio"), timeout_s=300)
+    port = core.read_namespaced_service("evernear-minio", namespace).spec.ports[0].node_port
+    addresses = core.list_node().items[0].status.addresses
+    host = next(address.address for address in addresses if address.type == "InternalIP")
+    return {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": key,
+        "AWS_SECRET_ACCESS_KEY": secret,
+    }
+
+
+def kubeconfig_of_deployer(admin: ApiClient, namespace: str, directory: Path) -> Path:
+    """A kubeconfig with which one is the deployer, for an hour."""
+    asked = AuthenticationV1TokenRequest(spec=V1TokenRequestSpec(audiences=[], expiration_seconds=_TOKEN_LASTS_S))
+    issued = CoreV1Api(admin).create_namespaced_service_account_token(DEPLOYER, namespace, asked)
+    cluster = {"server": admin.configuration.host, "insecure-skip-tls-verify": not admin.configuration.verify_ssl}
+    if admin.configuration.ssl_ca_cert:
+        cluster["certificate-authority"] = str(Path(admin.configuration.ssl_ca_cert).resolve())
+    path = directory / "deployer.kubeconfig"
+    path.touch(mode=0o600)
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "clusters": [{"name": "it", "cluster": cluster}],
+                "users": [{"name": DEPLOYER, "user": {"token": issued.status.token}}],
+                "contexts": [{"name": "it", "context": {"cluster": "it", "user": DEPLOYER, "namespace": namespace}}],
+                "current-context": "it",
+            }
+        )
+    )
+    return path
+
+
+def administrator(kubeconfig: Path) -> ApiClient:
+    """A client with the rights of a kubeconfig."""
+    return config.new_client_from_config(str(kubeconfig))
+
+
+def create(admin: ApiClient, namespace: str, *manifests: Object) -> None:
+    """Make objects in the namespace, as kustomize's ``namespace:`` would put them there."""
+    for manifest in manifests:
+        manifest["metadata"]["namespace"] = namespace
+        for subject in manifest.get("subjects", ()):
+            subject["namespace"] = namespace
+        utils.create_from_dict(admin, manifest)
+
+
+def until(condition: Callable[[], Any], timeout_s: float) -> Any:
+    """What ``condition`` returns once it is something."""
+    end_s = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < end_s, f"it does not come about within {timeout_s} s"
+        time.sleep(0.1)
+    return found
+
+
+def _manifests(file: Path) -> list[Object]:
+    return list(yaml.safe_load_all(file.read_text()))
+
+
+def _is_there(read: Callable[..., Any], *names: str) -> bool:
+    try:
+        read(*names)
+    except ApiException as error:
+        if error.status != 404:
+            raise
+        return False
+    return True
+
+
+def _is_ready(core: CoreV1Api, namespace: str, selector: str) -> bool:
+    pods = core.list_namespaced_pod(namespace, label_selector=selector).items
+    conditions = [one for pod in pods for one in pod.status.conditions or () if one.type == "Ready"]
+    return bool(conditions) and all(one.status == "True" for one in conditions)

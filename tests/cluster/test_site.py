@@ -1,0 +1,43 @@
+"""The site itself, as far as loopback can tell: it is restricted, complete, and gone in the end."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kubernetes.client import ApiClient, AppsV1Api, CoreV1Api
+from loopback.kubernetes import LoopbackCluster
+
+from cluster.site import administrator, install_store, namespace_of_our_own
+
+
+@pytest.fixture
+def admin(tmp_path: Path) -> Iterator[ApiClient]:
+    with LoopbackCluster(tmp_path) as running, administrator(running.kubeconfig()) as client:
+        yield client
+
+
+def names(admin: ApiClient) -> list[str]:
+    return [one.metadata.name for one in CoreV1Api(admin).list_namespace().items]
+
+
+def test_a_namespace_is_restricted_and_removed_whatever_happens(admin: ApiClient) -> None:
+    before = names(admin)
+
+    def fail() -> None:
+        with namespace_of_our_own(admin) as name:
+            labels = CoreV1Api(admin).read_namespace(name).metadata.labels
+            assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
+            assert name in names(admin)
+            raise RuntimeError("a scenario fails")
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert names(admin) == before
+
+
+def test_the_object_store_is_admitted_and_reachable_at_the_node(admin: ApiClient) -> None:
+    with namespace_of_our_own(admin) as name:
+        environment = install_store(admin, name)
+        assert environment["AWS_ENDPOINT_URL"].startswith("http://192.0.2.10:3")
+        store = AppsV1Api(admin).read_namespaced_deployment("evernear-minio", name)
+        assert "@sha256:" in store.spec.template.spec.containers[0].image

@@ -1,0 +1,77 @@
+"""A cluster on loopback as `deploy/` leaves it, and a deployer who has no more rights than `deploy/` gives."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes import config, utils
+from loopback.kubernetes import LoopbackCluster
+
+from evernear.deployment.kubernetes import rollout
+from evernear.settings import Settings, parse
+
+BASE = Path(__file__).parents[3] / "deploy" / "base"
+IMAGE = "registry.example/evernear-serve@sha256:" + "a" * 64
+FROM_OUTSIDE = """
+apiVersion: rbac.authorization.k8s.io/v1
+kind: Role
+metadata: {name: from-outside, namespace: evernear}
+rules:
+  - {apiGroups: [""], resources: [services/proxy], resourceNames: ["evernear-serving:http"], verbs: [create]}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata: {name: from-outside, namespace: evernear}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: Role, name: from-outside}
+subjects: [{kind: ServiceAccount, name: evernear-deployer}]
+---
+apiVersion: v1
+kind: PersistentVolumeClaim
+metadata: {name: store, namespace: evernear}
+spec: {accessModes: [ReadWriteMany], resources: {requests: {storage: 1Gi}}}
+"""
+MakeSettings = Callable[..., Settings]
+
+
+@pytest.fixture
+def second_s() -> float:
+    """How long a second of ``progressDeadlineSeconds`` takes; a test may say otherwise."""
+    return 1.0
+
+
+@pytest.fixture
+def loopback(tmp_path: Path, second_s: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackCluster]:
+    """The cluster; ``KUBECONFIG`` leads to it, as the deployer of `deploy/base`."""
+    with LoopbackCluster(tmp_path, second_s=second_s) as cluster:
+        admin = config.new_client_from_config(str(cluster.kubeconfig()))
+        files = [(BASE / name).read_text() for name in ("namespace.yaml", "deployer.yaml")]
+        for manifest in yaml.safe_load_all("\n---\n".join([*files, FROM_OUTSIDE])):
+            if manifest["metadata"]["name"] != "default":  # a namespace's own account is there already
+                utils.create_from_dict(admin, _in_namespace(manifest))
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig("evernear/evernear-deployer", namespace="evernear")))
+        monkeypatch.setattr(rollout, "LOOK_S", 1)
+        yield cluster
+
+
+@pytest.fixture
+def make_settings(tmp_path: Path) -> MakeSettings:
+    """Settings of a deployment whose store is a directory on the claim ``store``."""
+
+    def make(**kubernetes: Any) -> Settings:
+        quick = {"replicas_min": 1, "patience_s": 1, "settle_s": 1, "lease_s": 2}
+        chosen = {"image": IMAGE, "store_claim": "store"} | quick | kubernetes
+        tree = {"store": (tmp_path / "store").as_uri(), "target": "kubernetes", "kubernetes": chosen}
+        return parse(Settings, tree)
+
+    return make
+
+
+def _in_namespace(manifest: dict[str, Any]) -> dict[str, Any]:
+    """As kustomize does it."""
+    if manifest["kind"] != "Namespace":
+        manifest["metadata"].setdefault("namespace", "evernear")
+    for subject in manifest.get("subjects", ()):
+        subject.setdefault("namespace", "evernear")
+    return manifest

@@ -1,0 +1,229 @@
+"""What is applied: whole to the schemas of the oldest and newest Kubernetes, as a platform team would have it."""
+
+import tomllib
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import typer
+
+from evernear.cli import app
+from evernear.deployment.kubernetes.objects import REVISION, ServedRelease, serving_objects
+from evernear.errors import SettingsError
+from evernear.settings import Settings, load
+
+Tree = dict[str, Any]
+OLDEST, NEWEST = "1.30", "1.37"
+RELEASE = ServedRelease("20260101.000000.52dd9167", "b" * 64, "c" * 64)
+IMAGE = "registry.example/evernear-serve@sha256:" + "a" * 64
+ALL = [
+    "kubernetes.gpus=1",
+    'kubernetes.node_selector={"pool": "gpu"}',
+    'kubernetes.tolerations=[{"key": "nvidia.com/gpu", "operator": "Exists", "tolerationSeconds": 60}]',
+    'kubernetes.image_pull_secrets=["registry"]',
+    "kubernetes.token_secret=evernear-token",
+    "serving.workers=2",
+    "kubernetes.cpu=5",
+]
+
+
+def settings(*overrides: str, store: str = "s3://bucket/prefix") -> Settings:
+    return load(environment={}, overrides=[f"store={store}", f"kubernetes.image={IMAGE}", *overrides])
+
+
+def objects(*overrides: str, store: str = "s3://bucket/prefix", release: ServedRelease = RELEASE) -> dict[str, Tree]:
+    found = serving_objects(settings(*overrides, store=store), release)
+    return {manifest["kind"]: manifest for manifest in found}
+
+
+def pod(found: dict[str, Tree]) -> Tree:
+    return found["Deployment"]["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+@pytest.mark.parametrize("overrides", [[], ALL, ["store=file:///mnt/store", "kubernetes.store_claim=store"]])
+def test_every_object_is_whole_to_the_schema(version: str, overrides: list[str]) -> None:
+    found = serving_objects(settings(*overrides), RELEASE)
+    assert len(found) == 7
+    for manifest in found:
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_a_misspelt_key_would_be_found() -> None:
+    """The check above can fail."""
+    manifest = objects()["Deployment"]
+    manifest["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError, match="readynessProbe"):
+        kubernetes_validate.validate(manifest, NEWEST, strict=True)
+
+
+def test_a_look_at_the_cluster_tells_what_serves() -> None:
+    found = objects()
+    for manifest in found.values():
+        assert manifest["metadata"]["labels"]["app.kubernetes.io/version"] == RELEASE.version
+        assert manifest["metadata"]["annotations"] == {
+            "evernear.dev/release": RELEASE.version,
+            "evernear.dev/manifest-sha256": RELEASE.manifest_sha256,
+            "evernear.dev/archive-sha256": RELEASE.archive_sha256,
+        }
+    template = found["Deployment"]["spec"]["template"]
+    assert template["metadata"]["labels"]["app.kubernetes.io/version"] == RELEASE.version
+
+
+def test_selectors_find_the_pods_of_every_release() -> None:
+    found = objects()
+    deployment = found["Deployment"]["spec"]
+    wanted = deployment["selector"]["matchLabels"]
+    assert found["Service"]["spec"]["selector"] == wanted
+    assert found["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == wanted
+    assert found["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == wanted
+    for version in (RELEASE.version, "20270101.000000.00000000"):
+        labels = objects(release=ServedRelease(version, "b" * 64, "c" * 64))["Deployment"]["spec"]["template"]
+        assert wanted.items() <= labels["metadata"]["labels"].items()
+
+
+def test_what_changes_a_pod_changes_its_revision() -> None:
+    def revision(*overrides: str, release: ServedRelease = RELEASE) -> str:
+        return objects(*overrides, release=release)["Deployment"]["spec"]["template"]["metadata"]["labels"][REVISION]
+
+    assert revision() == revision()
+    others = [revision("kubernetes.memory=3Gi"), revision("serving.batch_size=8")]
+    others.append(revision(release=ServedRelease(RELEASE.version, "d" * 64, "c" * 64)))
+    assert len({revision(), *others}) == 4
+
+
+def test_the_number_of_replicas_is_the_autoscalers_alone() -> None:
+    found = objects("kubernetes.replicas_min=3", "kubernetes.replicas_max=3")
+    assert "replicas" not in found["Deployment"]["spec"]
+    autoscaler = found["HorizontalPodAutoscaler"]["spec"]
+    assert (autoscaler["minReplicas"], autoscaler["maxReplicas"]) == (3, 3)
+    assert autoscaler["scaleTargetRef"]["name"] == found["Deployment"]["metadata"]["name"]
+
+
+def test_pods_keep_to_the_restricted_standard() -> None:
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted, and a read-only root."""
+    spec = pod(objects(*ALL))
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in (*spec["initContainers"], *spec["containers"]):
+        context = container["securityContext"]
+        assert context["capabilities"] == {"drop": ["ALL"]}
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["readOnlyRootFilesystem"] is True
+        assert container["image"] == IMAGE
+    assert {kind for volume in spec["volumes"] for kind in volume} <= {"name", "emptyDir", "configMap", "secret"}
+    assert spec["automountServiceAccountToken"] is False
+
+
+def test_the_keys_of_the_store_are_the_init_containers_alone() -> None:
+    spec = pod(objects("kubernetes.token_secret=evernear-token"))
+    fetch, serve = spec["initContainers"][0], spec["containers"][0]
+    assert fetch["envFrom"] == [{"secretRef": {"name": "evernear-s3"}}]
+    assert {"name": "EVERNEAR_STORE", "value": "s3://bucket/prefix"} in fetch["env"]
+    assert "envFrom" not in serve
+    assert not any(variable["name"] == "EVERNEAR_STORE" for variable in serve["env"])
+    assert "token" in {mount["name"] for mount in serve["volumeMounts"]}
+    assert "token" not in {mount["name"] for mount in fetch["volumeMounts"]}
+
+
+def test_without_a_token_the_server_is_told_so() -> None:
+    assert "--without-token" in pod(objects())["containers"][0]["command"]
+    assert "--without-token" not in pod(objects("kubernetes.token_secret=token"))["containers"][0]["command"]
+
+
+def test_nobody_reaches_the_management_api() -> None:
+    found = objects()
+    serving = settings().serving
+    management = {serving.management_port, serving.grpc_management_port}
+    ports = {port["containerPort"] for port in pod(found)["containers"][0]["ports"]}
+    ports |= {port["port"] for port in found["Service"]["spec"]["ports"]}
+    ports |= {port["port"] for rule in found["NetworkPolicy"]["spec"]["ingress"] for port in rule["ports"]}
+    assert ports == {serving.inference_port, serving.grpc_inference_port, serving.metrics_port}
+    assert not ports & management
+    predictions, metrics = found["NetworkPolicy"]["spec"]["ingress"]
+    assert {"podSelector": {}} in predictions["from"]
+    assert {"podSelector": {}} not in metrics["from"]
+
+
+@pytest.mark.parametrize(("cpu", "workers", "threads"), [("500m", 1, 1), ("2", 1, 1), ("4", 1, 3), ("5", 2, 2)])
+def test_threads_fit_the_cpu_limit(cpu: str, workers: int, threads: int) -> None:
+    found = objects(f"kubernetes.cpu={cpu}", f"serving.workers={workers}")
+    serving = tomllib.loads(found["ConfigMap"]["data"]["evernear.toml"])["serving"]
+    assert serving["threads"] == threads
+    assert pod(found)["containers"][0]["resources"]["limits"]["cpu"] == cpu
+
+
+def test_the_pods_settings_are_those_of_the_deployment() -> None:
+    wanted = settings("serving.model_name=faces", "serving.threads=3", "serving.drain_timeout_s=7")
+    found = {manifest["kind"]: manifest for manifest in serving_objects(wanted, RELEASE)}
+    told = Settings.model_validate(tomllib.loads(found["ConfigMap"]["data"]["evernear.toml"]))
+    assert told.serving == wanted.serving
+    spec = pod(found)
+    assert spec["terminationGracePeriodSeconds"] > 7 + wanted.serving.endpoint_removal_s
+    probe = spec["containers"][0]["startupProbe"]
+    assert probe["failureThreshold"] * probe["periodSeconds"] >= wanted.serving.startup_timeout_s
+
+
+def test_a_store_on_a_claim_is_mounted_where_it_is_looked_for() -> None:
+    found = objects("kubernetes.store_claim=evernear-store", store="file:///mnt/the%20store")
+    fetch = pod(found)["initContainers"][0]
+    assert {"name": "store", "mountPath": "/mnt/the store", "readOnly": True} in fetch["volumeMounts"]
+    assert "envFrom" not in fetch
+    assert found["NetworkPolicy"]["spec"]["egress"] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["kubernetes.image="], "needs the serving image by its digest"),
+        (["store=file:///mnt/store"], "Pods cannot read the store file:///mnt/store"),
+        (["kubernetes.store_claim=store"], r"is for a store file:///path, and the store is s3://bucket/prefix"),
+        (["kubernetes.image=registry.example/evernear-serve:latest"], "kubernetes.image"),
+        (["kubernetes.image=registry.example/evernear-serve@sha256:abc"], "kubernetes.image"),
+        (["kubernetes.replicas_max=1"], "replicas_max is less than the 2 of replicas_min"),
+        (["kubernetes.cpu=two"], "kubernetes.cpu"),
+        (["kubernetes.memory=2GB"], "kubernetes.memory"),
+        (["kubernetes.name=Evernear"], "kubernetes.name"),
+        (["kubernetes.service_url=evernear.example"], "kubernetes.service_url"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_sentence(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(SettingsError, match=sentence):
+        serving_objects(settings(*overrides), RELEASE)
+
+
+def test_logged_queries_are_shipped_by_a_sidecar_whose_keys_are_its_own() -> None:
+    found = objects("kubernetes.query_secret=evernear-s3-queries", "kubernetes.s3_secret=evernear-s3-reader")
+    for version in (OLDEST, NEWEST):
+        kubernetes_validate.validate(found["Deployment"], version, strict=True)
+    fetch, ship = pod(found)["initContainers"]
+    (serve,) = pod(found)["containers"]
+    assert ship["restartPolicy"] == "Always"
+    assert ship["command"][:3] == ["evernear", "watch", "ship"]
+    assert [fetch["envFrom"], ship["envFrom"]] == [
+        [{"secretRef": {"name": "evernear-s3-reader"}}],
+        [{"secretRef": {"name": "evernear-s3-queries"}}],
+    ]
+    assert "envFrom" not in serve
+    assert {mount["name"] for mount in ship["volumeMounts"]} == {mount["name"] for mount in serve["volumeMounts"]}
+    assert len(pod(objects())["initContainers"]) == 1
+    off = objects("kubernetes.query_secret=evernear-s3-queries", 'serving.query_log="off"')
+    assert len(pod(off)["initContainers"]) == 1
+
+
+def test_the_commands_of_the_pod_are_those_of_the_command_line() -> None:
+    for overrides in ([], ["kubernetes.token_secret=token"], ["kubernetes.query_secret=queries"]):
+        spec = pod(objects(*overrides))
+        (serve,) = spec["containers"]
+        hooks = [serve["startupProbe"]["exec"], serve["lifecycle"]["preStop"]["exec"]]
+        for place in (*spec["initContainers"], serve, *hooks):
+            program, *words = place["command"]
+            assert program == "evernear"
+            parse(typer.main.get_command(app), words)
+
+
+def parse(command: Any, words: list[str]) -> None:
+    """As the program would; an unknown command or option is an error."""
+    while hasattr(command, "commands"):
+        command = command.commands[words.pop(0)]
+    command.make_context(command.name, words)

@@ -1,0 +1,57 @@
+"""A deployment whose Service leads to a real TorchServe, started as the pod's containers start it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import MakeSettings
+from loopback.kubernetes import LoopbackCluster, Ready, carries
+from releases import MakeRelease, PackedRelease
+from serving.pod.kubelet import Pod
+
+from evernear import deployment
+from evernear.deployment.kubernetes.objects import RELEASE
+from evernear.release.registry import Registry
+from evernear.settings import Settings
+from evernear.store import open_store
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def settings(make_settings: MakeSettings, bucket: str) -> Settings:
+    made = make_settings(settle_s=10, store_claim="", s3_secret="")
+    return made.model_copy(update={"store": f"s3://{bucket}/store"})
+
+
+@pytest.fixture
+def pods(tmp_path: Path) -> Iterator[list[Pod]]:
+    running = [Pod(tmp_path / f"pod-{number}") for number in range(2)]
+    try:
+        yield running
+    finally:
+        for pod in running:
+            pod.kill()
+
+
+def run(pod: Pod, release: PackedRelease, settings: Settings) -> None:
+    """As the kubelet would after the release is published: init container, container, startup probe."""
+    record = Registry(open_store(settings.store_uri)).publish(release.archive)
+    fetched = pod.fetch(settings.store_uri, release.version, record.archive_sha256)
+    assert fetched.returncode == 0, fetched.stderr
+    pod.start("--without-token")
+    pod.await_started()
+
+
+def test_two_releases_and_the_way_back(
+    loopback: LoopbackCluster, settings: Settings, make_release: MakeRelease, pods: list[Pod]
+) -> None:
+    first = make_release()
+    second = make_release(parent=first.version)
+    for release, pod in zip((first, second), pods, strict=True):
+        run(pod, release, settings)
+        behaviour = Ready(serves={8080: ("127.0.0.1", pod.port)})
+        loopback.pods_do(behaviour, carries(RELEASE, release.version))
+        deployed = deployment.deploy(release.archive.parent, release.verdict, settings)
+        assert (deployed.version, deployed.smoke_queries) == (release.version, 8)
+    assert deployment.rollback(settings).version == first.version

@@ -1,0 +1,195 @@
+"""A rollout is followed to its end, or it is said in one sentence why it stalls."""
+
+import threading
+import time
+
+import pytest
+from conftest import MakeSettings
+from kubernetes import client, config
+from loopback.kubernetes import (
+    Behaviour,
+    CrashLoop,
+    ImageMissing,
+    LoopbackCluster,
+    NotReady,
+    Ready,
+    Stuck,
+    Unschedulable,
+    carries,
+    internal_error,
+    too_many_requests,
+)
+
+from evernear.deployment.kubernetes.apply import apply
+from evernear.deployment.kubernetes.cluster import Cluster
+from evernear.deployment.kubernetes.objects import VERSION, ServedRelease, serving_objects
+from evernear.deployment.kubernetes.rollout import await_rollout
+from evernear.errors import ClusterError
+from evernear.settings import Settings
+
+OLD, NEW = "20260101.000000.00000000", "20260102.000000.00000000"
+
+
+def roll_out(settings: Settings, version: str) -> None:
+    cluster = Cluster.of(settings.kubernetes)
+    apply(cluster, serving_objects(settings, ServedRelease(version, "b" * 64, "c" * 64)))
+    await_rollout(cluster, settings.kubernetes)
+
+
+def served(loopback: LoopbackCluster) -> set[str]:
+    """The releases of the pods that are ready."""
+    core = client.CoreV1Api(config.new_client_from_config(str(loopback.kubeconfig())))
+    pods = core.list_namespaced_pod("evernear").items
+    ready = [pod for pod in pods if any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions or [])]
+    return {pod.metadata.labels[VERSION] for pod in ready if not pod.metadata.deletion_timestamp}
+
+
+def test_a_rollout_ends_when_all_pods_are_new_and_ready(loopback: LoopbackCluster, make_settings: MakeSettings) -> None:
+    settings = make_settings(replicas_min=2)
+    roll_out(settings, OLD)
+    assert served(loopback) == {OLD}
+    loopback.pods_do(Ready(after_s=0.3))
+    roll_out(settings, NEW)
+    assert served(loopback) == {NEW}
+    roll_out(settings, NEW)  # again: nothing to do
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "sentence"),
+    [
+        (
+            ImageMissing("manifest unknown"),
+            r"the image registry\.example/evernear-serve@sha256:a+ cannot be pulled: .*"
+            r"manifest unknown",
+        ),
+        (
+            CrashLoop("line 1\nline 2\nTraceback\nOSError: no Java\n"),
+            r"container torchserve of pod \S+ crashes again and "
+            r"again \(exit code 1\); its last words were 'line 2 / Traceback / OSError: no Java'",
+        ),
+        (
+            CrashLoop("killed\n", exit_code=137, reason="OOMKilled"),
+            r".*\(it needs more memory than kubernetes",
+        ),
+        (
+            CrashLoop("evernear: There is no release\n", container="fetch"),
+            r"init container fetch of pod \S+ crashes again "
+            r"and again \(exit code 1\); its last words were 'evernear: There is no release'",
+        ),
+    ],
+)
+def test_what_seldom_mends_itself_ends_a_rollout_soon(
+    loopback: LoopbackCluster, make_settings: MakeSettings, behaviour: Behaviour, sentence: str
+) -> None:
+    settings = make_settings()
+    roll_out(settings, OLD)
+    loopback.pods_do(behaviour, carries(VERSION, NEW))
+    started_s = time.monotonic()
+    with pytest.raises(ClusterError, match=f"^it does not come up: {sentence}"):
+        roll_out(settings, NEW)
+    assert time.monotonic() - started_s < 10, "rollout_timeout_s is 600"
+    assert served(loopback) == {OLD}
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "sentence"),
+    [
+        (Unschedulable(), r"no node takes pod \S+: 0/1 nodes are available: 1 Insufficient cpu"),
+        (
+            NotReady("Readiness probe failed: HTTP probe failed with statuscode: 503"),
+            r"the (readiness|startup) probe of "
+            r"pod \S+ fails: Readiness probe failed: HTTP probe failed with statuscode: 503",
+        ),
+        pytest.param(Stuck(), "nothing tells why", marks=pytest.mark.slow),
+    ],
+)
+def test_what_may_mend_itself_is_waited_for(
+    loopback: LoopbackCluster, make_settings: MakeSettings, behaviour: Behaviour, sentence: str
+) -> None:
+    settings = make_settings(rollout_timeout_s=2)
+    roll_out(settings, OLD)
+    loopback.pods_do(behaviour, carries(VERSION, NEW))
+    with pytest.raises(ClusterError, match=rf"^it (is not up after|made no progress for) 2 s: {sentence}"):
+        roll_out(settings, NEW)
+    loopback.pods_do(Ready())
+    roll_out(settings, NEW)
+    assert served(loopback) == {NEW}
+
+
+@pytest.mark.parametrize("second_s", [0.001])
+def test_a_rollout_that_kubernetes_gives_up_ends_at_once(
+    loopback: LoopbackCluster, make_settings: MakeSettings
+) -> None:
+    settings = make_settings(rollout_timeout_s=600)
+    loopback.pods_do(Unschedulable())
+    with pytest.raises(ClusterError, match=r"^it made no progress for 600 s: no node takes pod"):
+        roll_out(settings, NEW)
+
+
+def test_a_missing_volume_is_named(loopback: LoopbackCluster, make_settings: MakeSettings) -> None:
+    settings = make_settings(rollout_timeout_s=2, token_secret="forgotten")
+    with pytest.raises(ClusterError, match=r'pod \S+ does not start: .*secret "forgotten" not found'):
+        roll_out(settings, NEW)
+
+
+def test_pods_that_the_namespace_refuses_are_told_of(loopback: LoopbackCluster, make_settings: MakeSettings) -> None:
+    """Pod Security here; a quota that is used up is told in the same condition."""
+    settings = make_settings(rollout_timeout_s=2)
+    objects = serving_objects(settings, ServedRelease(NEW, "b" * 64, "c" * 64))
+    for manifest in objects:
+        if manifest["kind"] == "Deployment":
+            manifest["spec"]["template"]["spec"]["hostNetwork"] = True
+    cluster = Cluster.of(settings.kubernetes)
+    apply(cluster, objects)
+    with pytest.raises(ClusterError, match=r"no pod can be made: .*violates PodSecurity"):
+        await_rollout(cluster, settings.kubernetes)
+
+
+def test_a_deployment_that_somebody_deletes_meanwhile(loopback: LoopbackCluster, make_settings: MakeSettings) -> None:
+    loopback.pods_do(Stuck())
+    admin = client.AppsV1Api(config.new_client_from_config(str(loopback.kubeconfig())))
+    timer = threading.Timer(0.5, admin.delete_namespaced_deployment, ["evernear-serving", "evernear"])
+    timer.start()
+    with pytest.raises(ClusterError, match="somebody deleted the Deployment evernear-serving"):
+        roll_out(make_settings(), NEW)
+    timer.join()
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        "dropped watches",
+        "expired versions",
+        "away",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("429", "500", "dropped answers")),
+    ],
+)
+def test_a_shaky_api_server_is_lived_with(
+    loopback: LoopbackCluster, make_settings: MakeSettings, trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evernear.deployment.kubernetes.cluster.BACKOFF_S", 0.05)
+    settings = make_settings()
+    loopback.pods_do(Ready(after_s=1.0))
+    match trouble:
+        case "dropped watches" | "expired versions":
+            shake = loopback.drop_watches if trouble == "dropped watches" else loopback.expire
+            timers = [threading.Timer(0.2 * step, shake) for step in range(8)]
+            for timer in timers:
+                timer.start()
+            roll_out(settings, NEW)
+            for timer in timers:
+                timer.cancel()
+                timer.join()
+        case "429":
+            loopback.fail(too_many_requests(), times=3)
+            roll_out(settings, NEW)
+        case "500":
+            loopback.fail(internal_error(), lambda call: call.verb == "get", times=3)
+            roll_out(settings, NEW)
+        case "dropped answers":
+            loopback.drop(lambda call: call.verb == "patch", times=3, after=True)
+            roll_out(settings, NEW)
+        case _:
+            loopback.fail(internal_error(), lambda call: call.verb == "get", times=12)  # more than one is retried
+            roll_out(settings, NEW)
+    assert served(loopback) == {NEW}

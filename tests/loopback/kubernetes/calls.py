@@ -1,0 +1,86 @@
+"""What a request asks for, read from its method, path and query as a real server's RequestInfo does."""
+
+import re
+import urllib.parse
+from dataclasses import dataclass, field
+
+from loopback.kubernetes import kinds, status
+from loopback.kubernetes.kinds import Kind
+
+HEALTH = ("/healthz", "/livez", "/readyz")
+REVIEW = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+_VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request, as it came; what faults are picked by and what a test may look at afterwards."""
+
+    method: str
+    path: str
+    verb: str = ""  # as RBAC has it: get list watch create update patch delete deletecollection
+    kind: Kind | None = None
+    namespace: str = ""
+    name: str = ""
+    subresource: str = ""
+    rest: str = ""  # of the path, for the proxy
+    query: dict[str, str] = field(default_factory=dict)
+    user: str = ""
+
+
+def parse(method: str, path: str, query: dict[str, str], user: str) -> Call:
+    """What a path asks for: /api/v1/... and /apis/GROUP/VERSION/..., as RequestInfo reads it."""
+    bare = Call(method, path, query=query, user=user)
+    parts = [urllib.parse.unquote(part) for part in path.strip("/").split("/")]
+    if path == REVIEW and method != "POST":
+        raise status.method_not_allowed()
+    if path == REVIEW or (path in HEALTH and method == "GET"):
+        return bare
+    if parts[:2] == ["api", "v1"]:
+        group, version, rest = "", "v1", parts[2:]
+    elif parts[0] == "apis" and len(parts) > 3:
+        group, version, rest = parts[1], parts[2], parts[3:]
+    else:
+        return bare
+    if not rest:
+        return bare
+    namespace = ""
+    if rest[0] == "namespaces" and len(rest) > 2 and rest[2] != "status":
+        namespace, rest = rest[1], rest[2:]
+    plural, name, subresource = (*rest[:3], "", "", "")[:3]
+    kind = kinds.find(group, version, plural)
+    known = ("status",) * kind.has_status + kind.subresources if kind else ()
+    if kind is None or (subresource and subresource not in known):
+        raise status.no_such_path()
+    if kind.namespaced and not namespace and (name or method != "GET"):
+        raise status.method_not_allowed()
+    return Call(
+        method,
+        path,
+        _verb(method, name, subresource, query),
+        kind,
+        namespace,
+        name,
+        subresource,
+        "/".join(urllib.parse.quote(part) for part in rest[3:]),
+        query,
+        user,
+    )
+
+
+def name_selected(call: Call) -> str:
+    """The one name that a list or a watch asks for, which RBAC takes for the request's."""
+    found = re.search(r"(?:^|,)metadata\.name==?([^,]+)", call.query.get("fieldSelector", ""))
+    return found[1] if found and call.verb in ("list", "watch") else ""
+
+
+def _verb(method: str, name: str, subresource: str, query: dict[str, str]) -> str:
+    if method == "GET":
+        if name:
+            return "get"
+        return "watch" if query.get("watch", "").lower() in ("true", "1") else "list"
+    if method == "DELETE":
+        return "delete" if name else "deletecollection"
+    if method not in _VERBS or (method != "POST" and not name) or (method == "POST" and name and not subresource):
+        raise status.method_not_allowed()
+    return _VERBS[method]

@@ -1,0 +1,20 @@
+"""What the tests of the loopback API server share."""
+
+from collections.abc import Iterator
+
+import pytest
+from kubernetes import config
+
+from loopback.kubernetes import LoopbackCluster
+from loopback.kubernetes.fixtures import cluster as cluster
+from loopback.kubernetes.kubectl import NAMESPACE, Kubectl, until
+
+
+@pytest.fixture
+def kubectl(cluster: LoopbackCluster) -> Iterator[Kubectl]:
+    """The administrator, and a namespace to work in."""
+    with config.new_client_from_config(str(cluster.kubeconfig())) as client:
+        admin = Kubectl(client)
+        admin.call("POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
+        until(lambda: len(admin.list("ConfigMap")["items"]) == 1)  # what every namespace is given
+        yield admin

@@ -1,0 +1,198 @@
+"""The controllers of a cluster, in small: each looks at the objects and makes the next write that brings them on."""
+
+import threading
+import time
+from typing import Any
+
+from loopback.kubernetes import selectors
+from loopback.kubernetes.api import Api
+from loopback.kubernetes.controlling import Controller, is_ready, share
+from loopback.kubernetes.deployments import Deployments
+from loopback.kubernetes.endpoints import Endpoints
+from loopback.kubernetes.kinds import (
+    AUTOSCALER,
+    BUDGET,
+    CONFIG_MAP,
+    DEPLOYMENT,
+    EVENT,
+    NAMESPACE,
+    POD,
+    REPLICA_SET,
+    SERVICE_ACCOUNT,
+    Kind,
+)
+from loopback.kubernetes.kubelet import Node
+from loopback.kubernetes.replica_sets import ReplicaSets
+from loopback.kubernetes.status import ApiError
+
+Object = dict[str, Any]
+_PAUSE_S = 0.002  # in which clients see how things stand
+
+
+class Controllers:
+    """One thread that lets the controllers and the node take turns until nothing is left to do."""
+
+    def __init__(self, api: Api, node: Node, second_s: float) -> None:
+        self._api, self._node = api, node
+        self._deployments, self._replica_sets = Deployments(api, second_s), ReplicaSets(api)
+        self._endpoints = Endpoints(api)
+        self._autoscaling = Controller(api, "horizontal-pod-autoscaler")
+        self._disruption = Controller(api, "controllermanager")
+        self._seen = 0
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="controllers", daemon=True)
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Look again, though no object has changed."""
+        with self._api.store.changed:
+            self._seen = -1
+            self._api.store.changed.notify_all()
+
+    def stop(self) -> None:
+        """End; raises what went wrong in a controller, which is a fault of this package."""
+        self._stopping = True
+        self.wake()
+        self._thread.join()
+        if self.failure:
+            raise self.failure
+
+    def _run(self) -> None:
+        steps = (
+            self._namespaces,
+            self._autoscalers,
+            self._deployments.step,
+            self._replica_sets.step,
+            self._node.step,
+            self._budgets,
+            self._endpoints.step,
+            self._garbage,
+        )
+        changed = self._api.store.changed
+        try:
+            while not self._stopping:
+                with changed:
+                    self._seen = self._api.store.version
+                    if not sum(step() for step in steps):
+                        changed.wait_for(self._is_called, self._due_in_s())
+                time.sleep(_PAUSE_S)
+        except Exception as error:
+            self.failure = error
+
+    def _is_called(self) -> bool:
+        return self._stopping or self._api.store.version != self._seen
+
+    def _due_in_s(self) -> float | None:
+        waits = (self._node.due_in_s(), self._deployments.due_in_s())
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    def _namespaces(self) -> bool:
+        wrote = False
+        for namespace in self._api.store.all(NAMESPACE):
+            name = namespace["metadata"]["name"]
+            if namespace["status"]["phase"] == "Terminating":
+                wrote = self._empty(name) or wrote
+                if not any(self._in_namespace(name)):
+                    self._api.finish(NAMESPACE, namespace)
+                    wrote = True
+                continue
+            if not self._api.store.get(SERVICE_ACCOUNT, name, "default"):
+                self._api.create(SERVICE_ACCOUNT, {"metadata": {"name": "default"}}, name, trusted=True)
+                self._api.create(CONFIG_MAP, {"metadata": {"name": "kube-root-ca.crt"}, "data": {}}, name, trusted=True)
+                wrote = True
+        return wrote
+
+    def _in_namespace(self, name: str) -> list[tuple[Kind, Object]]:
+        return [
+            (kind, subject)
+            for kind, subject in self._api.store.everything()
+            if kind.namespaced and subject["metadata"]["namespace"] == name
+        ]
+
+    def _empty(self, name: str) -> bool:
+        found = self._in_namespace(name)
+        for kind, subject in found:
+            self._api.finish(kind, subject)
+        return bool(found)
+
+    def _autoscalers(self) -> bool:
+        """Keep replicas within the bounds; without metrics there is nothing else to go by."""
+        wrote = False
+        for autoscaler in self._api.store.all(AUTOSCALER):
+            spec, target = autoscaler["spec"], autoscaler["spec"]["scaleTargetRef"]
+            namespace = autoscaler["metadata"]["namespace"]
+            deployment = self._api.store.get(DEPLOYMENT, namespace, target["name"])
+            if target["kind"] != "Deployment" or deployment is None or deployment["spec"]["replicas"] == 0:
+                continue
+            have = deployment["spec"]["replicas"]
+            want = min(max(have, spec["minReplicas"]), spec["maxReplicas"])
+            if want != have:
+                bound = "below Spec.MinReplicas" if want > have else "above Spec.MaxReplicas"
+                why = f"New size: {want}; reason: Current number of replicas {bound}"
+                deployment["spec"]["replicas"] = want
+                self._autoscaling.edit(DEPLOYMENT, deployment, "scale")
+                self._autoscaling.event(AUTOSCALER, autoscaler, "SuccessfulRescale", why)
+                wrote = True
+            known = {"currentReplicas": have, "desiredReplicas": want, "currentMetrics": None}
+            wrote = self._autoscaling.set_status(AUTOSCALER, autoscaler, known) or wrote
+        return wrote
+
+    def _budgets(self) -> bool:
+        wrote = False
+        for budget in self._api.store.all(BUDGET):
+            spec = budget["spec"]
+            pods = [
+                pod
+                for pod in self._api.store.all(POD, budget["metadata"]["namespace"])
+                if selectors.matches(spec.get("selector"), pod["metadata"].get("labels") or {})
+            ]
+            healthy = sum(is_ready(pod) for pod in pods)
+            if "maxUnavailable" in spec:
+                desired = max(len(pods) - share(spec["maxUnavailable"], len(pods), up=True), 0)
+            else:
+                desired = share(spec.get("minAvailable", 1), len(pods), up=True)
+            status = {
+                "observedGeneration": budget["metadata"]["generation"],
+                "currentHealthy": healthy,
+                "desiredHealthy": desired,
+                "expectedPods": len(pods),
+                "disruptionsAllowed": max(healthy - desired, 0),
+            }
+            wrote = self._disruption.set_status(BUDGET, budget, status) or wrote
+        return wrote
+
+    def _garbage(self) -> bool:
+        """Dependents of owners that are gone, and owners that wait for their dependents."""
+        wrote = False
+        everything = [(kind, one) for kind, one in self._api.store.everything() if kind is not EVENT]
+        alive = {subject["metadata"]["uid"] for _, subject in everything}
+        owned_by: dict[str, int] = {}
+        for kind, subject in everything:
+            owners = [owner["uid"] for owner in subject["metadata"].get("ownerReferences") or ()]
+            for uid in owners:
+                owned_by[uid] = owned_by.get(uid, 0) + 1
+            foreground = {
+                one["metadata"]["uid"]
+                for _, one in everything
+                if "foregroundDeletion" in (one["metadata"].get("finalizers") or ())
+            }
+            if owners and not any(uid in alive - foreground for uid in owners):
+                metadata = subject["metadata"]
+                if not metadata.get("deletionTimestamp"):
+                    policy = "Foreground" if foreground & set(owners) and kind is REPLICA_SET else "Background"
+                    try:
+                        self._api.delete(kind, metadata["namespace"], metadata["name"], propagation=policy)
+                    except ApiError:
+                        continue
+                    wrote = True
+        for kind, subject in everything:
+            metadata = subject["metadata"]
+            waits = "foregroundDeletion" in (metadata.get("finalizers") or ()) and metadata.get("deletionTimestamp")
+            if waits and not owned_by.get(metadata["uid"]):
+                self._api.finish(kind, subject)
+                wrote = True
+        return wrote

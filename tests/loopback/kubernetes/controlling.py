@@ -1,0 +1,76 @@
+"""What controllers have in common: dependents, statuses and events."""
+
+import math
+from typing import Any
+
+from loopback.kubernetes.api import Api
+from loopback.kubernetes.fields import Manager
+from loopback.kubernetes.kinds import Kind
+from loopback.kubernetes.kubelet import record
+from loopback.kubernetes.stories import Event
+
+Object = dict[str, Any]
+MANAGER = "kube-controller-manager"
+
+
+class Controller:
+    """Writes for one controller, known in events as ``component``."""
+
+    def __init__(self, api: Api, component: str) -> None:
+        self.api, self._component = api, component
+
+    def owned(self, kind: Kind, owner: Object) -> list[Object]:
+        """The dependents of an object."""
+        return [
+            one
+            for one in self.api.store.all(kind, owner["metadata"]["namespace"])
+            if any(ref["uid"] == owner["metadata"]["uid"] for ref in one["metadata"].get("ownerReferences") or ())
+        ]
+
+    def create(self, kind: Kind, subject: Object, namespace: str) -> Object:
+        """Make an object. Raises as `Api.create`."""
+        manager = Manager(MANAGER, "Update", kind.api_version)
+        return self.api.create(kind, subject, namespace, manager=manager, trusted=True)
+
+    def edit(self, kind: Kind, subject: Object, subresource: str = "") -> None:
+        """Replace an object."""
+        self.api.edit(kind, subject, manager=MANAGER, subresource=subresource)
+
+    def set_status(self, kind: Kind, subject: Object, status: Object) -> bool:
+        """Report; whether there was anything new."""
+        metadata = subject["metadata"]
+        live = self.api.store.get(kind, metadata.get("namespace", ""), metadata["name"])
+        if live is None or live.get("status") == status:
+            return False
+        self.edit(kind, live | {"status": status}, "status")
+        return True
+
+    def event(self, kind: Kind, subject: Object, reason: str, message: str, level: str = "Normal") -> None:
+        """Tell who asks ``kubectl describe``."""
+        record(self.api, kind, subject, self._component, Event(reason, message, level))
+
+
+def is_ready(pod: Object) -> bool:
+    """Whether a pod's condition says so."""
+    conditions = pod.get("status", {}).get("conditions") or ()
+    return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+
+
+def reference(kind: Kind, owner: Object) -> Object:
+    """What makes an object a dependent of ``owner``."""
+    return {
+        "apiVersion": kind.api_version,
+        "kind": kind.name,
+        "name": owner["metadata"]["name"],
+        "uid": owner["metadata"]["uid"],
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+
+
+def share(amount: int | str, of: int, *, up: bool) -> int:
+    """A number of pods that is given as such or in percent."""
+    if isinstance(amount, int):
+        return amount
+    share = int(amount.rstrip("%")) * of / 100
+    return math.ceil(share) if up else math.floor(share)

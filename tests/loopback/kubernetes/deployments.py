@@ -1,0 +1,268 @@
+"""Deployments: how a new template takes the place of the old one, and how that is told.
+
+After the deployment controller of Kubernetes (``rolling.go``, ``sync.go``, ``progress.go``), without its clock: only
+``progressDeadlineSeconds`` passes, at ``second_s`` real seconds each.
+"""
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from loopback.kubernetes.api import Api, now
+from loopback.kubernetes.controlling import Controller, reference, share
+from loopback.kubernetes.kinds import DEPLOYMENT, POD, REPLICA_SET
+from loopback.kubernetes.store import copied
+
+Object = dict[str, Any]
+REVISION = "deployment.kubernetes.io/revision"
+HASH = "pod-template-hash"
+_NOT_COPIED = {REVISION, "kubectl.kubernetes.io/last-applied-configuration", "deprecated.deployment.rollback.to"} | {
+    f"deployment.kubernetes.io/{name}" for name in ("revision-history", "desired-replicas", "max-replicas")
+}
+_SUFFIXES = "bcdfghjklmnpqrstvwxz2456789"
+
+
+@dataclass
+class _Progress:
+    look: str  # of the status, without conditions
+    since_s: float
+    outcome: str = ""
+
+
+class Deployments(Controller):
+    """The controller of Deployments."""
+
+    def __init__(self, api: Api, second_s: float) -> None:
+        super().__init__(api, "deployment-controller")
+        self._second_s = second_s
+        self._progressing: dict[str, _Progress] = {}  # by uid
+
+    def due_in_s(self) -> float | None:
+        """How long until a rollout is given up; None: there is none to give up."""
+        waits: list[float] = []
+        for deployment in self.api.store.all(DEPLOYMENT):
+            progress = self._progressing.get(deployment["metadata"]["uid"])
+            if progress and not progress.outcome:
+                waits.append(max(self._deadline_s(deployment, progress) - time.monotonic(), 0.001))
+        return min(waits, default=None)
+
+    def step(self) -> bool:
+        """Bring every Deployment on by one write; whether anything was written."""
+        return sum(map(self._deployment, self.api.store.all(DEPLOYMENT))) > 0
+
+    def _deployment(self, deployment: Object) -> bool:
+        if deployment["metadata"].get("deletionTimestamp"):
+            return False
+        mine = self.owned(REPLICA_SET, deployment)
+        new = next((one for one in mine if _template(one) == _template(deployment)), None)
+        old = [one for one in mine if new is None or one["metadata"]["uid"] != new["metadata"]["uid"]]
+        if deployment["spec"].get("paused"):
+            return self._report(deployment, new, old)
+        wrote = self._revise(deployment, new, old)
+        if wrote or new is None:
+            return True
+        return self._scale(deployment, new, old) or self._report(deployment, new, old) or self._forget(deployment, old)
+
+    def _revise(self, deployment: Object, new: Object | None, old: list[Object]) -> bool:
+        """Make the ReplicaSet of the current template, or give the one there is the newest revision number."""
+        revision = str(max((_revision(one) for one in old), default=0) + 1)
+        if new is None:
+            self._create_replica_set(deployment, revision)
+            return True
+        wrote = False
+        annotations = new["metadata"].setdefault("annotations", {})
+        wanted = self._copied_annotations(deployment)
+        if _revision(new) < int(revision):
+            wanted[REVISION] = revision
+        if any(annotations.get(key) != value for key, value in wanted.items()):
+            annotations |= wanted
+            self.edit(REPLICA_SET, new)
+            wrote = True
+        if (deployment["metadata"].get("annotations") or {}).get(REVISION) != annotations[REVISION]:
+            deployment["metadata"].setdefault("annotations", {})[REVISION] = annotations[REVISION]
+            self.edit(DEPLOYMENT, deployment)
+            wrote = True
+        return wrote
+
+    @staticmethod
+    def _copied_annotations(deployment: Object) -> dict[str, str]:
+        have = deployment["metadata"].get("annotations") or {}
+        return {key: value for key, value in have.items() if key not in _NOT_COPIED}
+
+    def _create_replica_set(self, deployment: Object, revision: str) -> None:
+        metadata, spec = deployment["metadata"], deployment["spec"]
+        template = copied(spec["template"])
+        digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).digest()
+        mark = "".join(_SUFFIXES[byte % len(_SUFFIXES)] for byte in digest[:10])
+        template.setdefault("metadata", {}).setdefault("labels", {})[HASH] = mark
+        selector = copied(spec["selector"])
+        selector.setdefault("matchLabels", {})[HASH] = mark
+        replica_set = {
+            "metadata": {
+                "name": f"{metadata['name']}-{mark}",
+                "labels": template["metadata"]["labels"],
+                "annotations": self._copied_annotations(deployment) | {REVISION: revision},
+                "ownerReferences": [reference(DEPLOYMENT, deployment)],
+            },
+            "spec": {"replicas": 0, "selector": selector, "template": template},
+        }
+        if "minReadySeconds" in spec:
+            replica_set["spec"]["minReadySeconds"] = spec["minReadySeconds"]
+        self.create(REPLICA_SET, replica_set, metadata["namespace"])
+
+    def _scale(self, deployment: Object, new: Object, old: list[Object]) -> bool:
+        if deployment["spec"]["strategy"]["type"] == "Recreate":
+            if any(one["spec"]["replicas"] for one in old):
+                return sum(self._resize(deployment, one, 0) for one in old) > 0
+            if any(self.owned(POD, one) for one in old):
+                return False
+            return self._resize(deployment, new, deployment["spec"]["replicas"])
+        return self._scale_up(deployment, new, old) or self._scale_down(deployment, new, old)
+
+    def _scale_up(self, deployment: Object, new: Object, old: list[Object]) -> bool:
+        wanted, have = deployment["spec"]["replicas"], new["spec"]["replicas"]
+        if have >= wanted:
+            return have > wanted and self._resize(deployment, new, wanted)
+        surge, _ = _bounds(deployment)
+        room = wanted + surge - have - sum(one["spec"]["replicas"] for one in old)
+        return room > 0 and self._resize(deployment, new, have + min(room, wanted - have))
+
+    def _scale_down(self, deployment: Object, new: Object, old: list[Object]) -> bool:
+        _, unavailable = _bounds(deployment)
+        least = deployment["spec"]["replicas"] - unavailable
+        total = new["spec"]["replicas"] + sum(one["spec"]["replicas"] for one in old)
+        spare = total - least - (new["spec"]["replicas"] - _available(new))
+        if spare <= 0:
+            return False
+        old = sorted((one for one in old if one["spec"]["replicas"]), key=_revision)
+        for one in old:  # first those that are not up
+            down = min(one["spec"]["replicas"] - _available(one), spare)
+            if down > 0:
+                return self._resize(deployment, one, one["spec"]["replicas"] - down)
+        spare = _available(new) + sum(_available(one) for one in old) - least
+        for one in old:
+            down = min(one["spec"]["replicas"], spare)
+            if down > 0:
+                return self._resize(deployment, one, one["spec"]["replicas"] - down)
+        return False
+
+    def _resize(self, deployment: Object, replica_set: Object, replicas: int) -> bool:
+        before = replica_set["spec"]["replicas"]
+        if before == replicas:
+            return False
+        replica_set["spec"]["replicas"] = replicas
+        self.edit(REPLICA_SET, replica_set)
+        way = "up" if replicas > before else "down"
+        message = f"Scaled {way} replica set {replica_set['metadata']['name']} from {before} to {replicas}"
+        self.event(DEPLOYMENT, deployment, "ScalingReplicaSet", message)
+        return True
+
+    def _report(self, deployment: Object, new: Object | None, old: list[Object]) -> bool:
+        sets = [one for one in [new, *old] if one is not None]
+        count = {
+            field: sum(one.get("status", {}).get(field, 0) for one in sets)
+            for field in ("replicas", "readyReplicas", "availableReplicas")
+        }
+        updated = new.get("status", {}).get("replicas", 0) if new else 0
+        wanted = deployment["spec"]["replicas"]
+        status = {
+            "observedGeneration": deployment["metadata"]["generation"],
+            **{field: value for field, value in count.items() if value},
+            **({"updatedReplicas": updated} if updated else {}),
+        }
+        if unavailable := max(count["replicas"] - count["availableReplicas"], wanted - count["availableReplicas"], 0):
+            status["unavailableReplicas"] = unavailable
+        held = deployment.get("status", {})
+        conditions = [self._availability(deployment, count["availableReplicas"])]
+        complete = updated == wanted == count["replicas"] == count["availableReplicas"]
+        conditions.append(self._progress(deployment, new, status, complete=complete))
+        conditions += [
+            condition | {"lastUpdateTime": condition["lastTransitionTime"]}
+            for one in sets
+            for condition in one.get("status", {}).get("conditions", ())
+            if condition["type"] == "ReplicaFailure"
+        ][:1]
+        status["conditions"] = [_keep_times(condition, held.get("conditions", [])) for condition in conditions]
+        return self.set_status(DEPLOYMENT, deployment, status)
+
+    @staticmethod
+    def _availability(deployment: Object, available: int) -> Object:
+        _, unavailable = _bounds(deployment)
+        if available >= deployment["spec"]["replicas"] - unavailable:
+            message = "Deployment has minimum availability."
+            return _condition("Available", "True", "MinimumReplicasAvailable", message)
+        message = "Deployment does not have minimum availability."
+        return _condition("Available", "False", "MinimumReplicasUnavailable", message)
+
+    def _progress(self, deployment: Object, new: Object | None, status: Object, *, complete: bool) -> Object:
+        uid, name = deployment["metadata"]["uid"], new["metadata"]["name"] if new else ""
+        look = json.dumps({k: v for k, v in status.items() if k != "unavailableReplicas"}, sort_keys=True)
+        progress = self._progressing.get(uid)
+        if progress is None or progress.look != look:
+            progress = self._progressing[uid] = _Progress(look, time.monotonic())
+        if complete:
+            progress.outcome = "complete"
+            message = f'ReplicaSet "{name}" has successfully progressed.'
+            return _condition("Progressing", "True", "NewReplicaSetAvailable", message)
+        if time.monotonic() >= self._deadline_s(deployment, progress):
+            progress.outcome = "given up"
+            message = f'ReplicaSet "{name}" has timed out progressing.'
+            return _condition("Progressing", "False", "ProgressDeadlineExceeded", message)
+        progress.outcome = ""
+        return _condition("Progressing", "True", "ReplicaSetUpdated", f'ReplicaSet "{name}" is progressing.')
+
+    def _deadline_s(self, deployment: Object, progress: "_Progress") -> float:
+        """When the rollout is given up, on the monotonic clock."""
+        return progress.since_s + deployment["spec"]["progressDeadlineSeconds"] * self._second_s
+
+    def _forget(self, deployment: Object, old: list[Object]) -> bool:
+        """Drop the oldest revisions beyond ``revisionHistoryLimit``."""
+        empty = sorted(
+            (one for one in old if not one["spec"]["replicas"] and not one.get("status", {}).get("replicas")),
+            key=_revision,
+        )
+        for one in empty[: max(len(empty) - deployment["spec"]["revisionHistoryLimit"], 0)]:
+            self.api.delete(REPLICA_SET, one["metadata"]["namespace"], one["metadata"]["name"])
+            return True
+        return False
+
+
+def _bounds(deployment: Object) -> tuple[int, int]:
+    """maxSurge and maxUnavailable in pods (ResolveFenceposts)."""
+    replicas = deployment["spec"]["replicas"]
+    rolling = deployment["spec"]["strategy"].get("rollingUpdate")
+    if not rolling:
+        return 0, 0
+    surge = share(rolling["maxSurge"], replicas, up=True)
+    unavailable = share(rolling["maxUnavailable"], replicas, up=False)
+    return surge, min(unavailable, replicas) if surge or unavailable else min(1, replicas)
+
+
+def _template(owner: Object) -> Object:
+    template = copied(owner["spec"]["template"])
+    (template.setdefault("metadata", {}).setdefault("labels", {})).pop(HASH, None)
+    template["metadata"].pop("creationTimestamp", None)
+    return template
+
+
+def _revision(replica_set: Object) -> int:
+    return int((replica_set["metadata"].get("annotations") or {}).get(REVISION, 0))
+
+
+def _available(replica_set: Object) -> int:
+    return replica_set.get("status", {}).get("availableReplicas", 0)
+
+
+def _condition(name: str, holds: str, reason: str, message: str) -> Object:
+    when = {"lastTransitionTime": now(), "lastUpdateTime": now()}
+    return {"type": name, "status": holds, "reason": reason, "message": message} | when
+
+
+def _keep_times(condition: Object, before: list[Object]) -> Object:
+    """A condition that has not changed keeps its times."""
+    held = next((one for one in before if one["type"] == condition["type"]), None)
+    if held is None or any(held[field] != condition[field] for field in ("status", "reason", "message")):
+        return condition
+    return held

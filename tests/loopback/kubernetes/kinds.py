@@ -1,0 +1,95 @@
+"""The kinds of objects that the server keeps; all of them are plain Kubernetes."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind, with what differs between kinds in how a real server treats it."""
+
+    group: str
+    version: str
+    name: str
+    plural: str
+    namespaced: bool = True
+    has_status: bool = False
+    counts_generations: bool = False
+    unconditional_update: bool = True  # a PUT without resourceVersion is taken
+    subresources: tuple[str, ...] = ()
+
+    @property
+    def api_version(self) -> str:
+        """``apps/v1``, or ``v1`` for the core group."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    @property
+    def resource(self) -> str:
+        """``deployments.apps``, as messages have it."""
+        return f"{self.plural}.{self.group}" if self.group else self.plural
+
+
+NAMESPACE = Kind("", "v1", "Namespace", "namespaces", namespaced=False, has_status=True)
+POD = Kind("", "v1", "Pod", "pods", has_status=True, subresources=("log", "proxy"))
+SERVICE = Kind("", "v1", "Service", "services", has_status=True, subresources=("proxy",))
+CONFIG_MAP = Kind("", "v1", "ConfigMap", "configmaps")
+SECRET = Kind("", "v1", "Secret", "secrets")
+SERVICE_ACCOUNT = Kind("", "v1", "ServiceAccount", "serviceaccounts", subresources=("token",))
+NODE = Kind("", "v1", "Node", "nodes", namespaced=False, has_status=True)
+EVENT = Kind("", "v1", "Event", "events")
+CLAIM = Kind("", "v1", "PersistentVolumeClaim", "persistentvolumeclaims", has_status=True)
+DEPLOYMENT = Kind(
+    "apps",
+    "v1",
+    "Deployment",
+    "deployments",
+    has_status=True,
+    counts_generations=True,
+    subresources=("scale",),
+)
+REPLICA_SET = Kind("apps", "v1", "ReplicaSet", "replicasets", has_status=True, counts_generations=True)
+BUDGET = Kind(
+    "policy",
+    "v1",
+    "PodDisruptionBudget",
+    "poddisruptionbudgets",
+    has_status=True,
+    counts_generations=True,
+    unconditional_update=False,
+)
+AUTOSCALER = Kind("autoscaling", "v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers", has_status=True)
+NETWORK_POLICY = Kind("networking.k8s.io", "v1", "NetworkPolicy", "networkpolicies", counts_generations=True)
+LEASE = Kind("coordination.k8s.io", "v1", "Lease", "leases", unconditional_update=False)
+ENDPOINT_SLICE = Kind("discovery.k8s.io", "v1", "EndpointSlice", "endpointslices", counts_generations=True)
+ROLE = Kind("rbac.authorization.k8s.io", "v1", "Role", "roles")
+ROLE_BINDING = Kind("rbac.authorization.k8s.io", "v1", "RoleBinding", "rolebindings")
+
+KINDS = (
+    NAMESPACE,
+    NODE,
+    POD,
+    SERVICE,
+    CONFIG_MAP,
+    SECRET,
+    SERVICE_ACCOUNT,
+    EVENT,
+    CLAIM,
+    DEPLOYMENT,
+    REPLICA_SET,
+    BUDGET,
+    AUTOSCALER,
+    NETWORK_POLICY,
+    LEASE,
+    ENDPOINT_SLICE,
+    ROLE,
+    ROLE_BINDING,
+)
+
+
+def find(group: str, version: str, plural: str) -> Kind | None:
+    """The kind behind ``/apis/GROUP/VERSION/.../PLURAL``, if there is one."""
+    return next((k for k in KINDS if (k.group, k.version, k.plural) == (group, version, plural)), None)
+
+
+def named(api_version: str, name: str) -> Kind | None:
+    """The kind that an object names itself, if there is one."""
+    return next((k for k in KINDS if (k.api_version, k.name) == (api_version, name)), None)

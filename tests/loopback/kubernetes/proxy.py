@@ -1,0 +1,52 @@
+"""Where requests to services and pods go that the API server forwards."""
+
+import random
+from typing import Any
+
+from loopback.kubernetes import status
+from loopback.kubernetes.api import Api
+from loopback.kubernetes.calls import Call
+from loopback.kubernetes.endpoints import is_endpoint, selected, target_port
+from loopback.kubernetes.kinds import POD, SERVICE
+from loopback.kubernetes.kubelet import Node
+from loopback.kubernetes.stories import Address
+
+Object = dict[str, Any]
+
+
+def address(api: Api, node: Node, call: Call) -> Address:
+    """Where /services/[SCHEME:]NAME[:PORT]/proxy or /pods/... leads.
+
+    Raises:
+        ApiError: 404, there is no such service or pod; 503, nobody listens there.
+    """
+    parts = call.name.split(":")
+    name, port = (parts[1], parts[2]) if len(parts) == 3 else (*parts, "")[:2]
+    if call.kind is POD:
+        pod = api.get(POD, call.namespace, name)
+        container_ports = pod["spec"]["containers"][0].get("ports") or [{"containerPort": 80}]
+        return _endpoint(node, pod, int(port or container_ports[0]["containerPort"]))
+    service = api.get(SERVICE, call.namespace, name)
+    ports = service["spec"].get("ports") or []
+    if port.isdigit():
+        chosen = next((one for one in ports if one["port"] == int(port)), None)
+        if chosen is None:
+            raise status.unavailable(f'no service port {port} found for service "{name}"')
+    else:
+        chosen = next((one for one in ports if one.get("name", "") == port), None)
+    pods = [pod for pod in selected(api, service) if is_endpoint(pod)]
+    if not pods:
+        raise status.unavailable(f'no endpoints available for service "{name}"')
+    pod = random.choice(pods)
+    number = target_port(chosen, pod) if chosen else None
+    if number is None:
+        raise status.unavailable(f'no endpoints available for service "{call.name}"')
+    return _endpoint(node, pod, number)
+
+
+def _endpoint(node: Node, pod: Object, port: int) -> Address:
+    address = node.address(pod, port)
+    if address is None:
+        ip = pod.get("status", {}).get("podIP", "")
+        raise status.unavailable(f"error trying to reach service: dial tcp {ip}:{port}: connect: connection refused")
+    return address

@@ -1,0 +1,39 @@
+"""Amounts such as 500m and 2Gi: what they are worth, and the one way in which a server writes each."""
+
+from decimal import Decimal
+
+_BINARY = {f"{letter}i": Decimal(1024) ** power for power, letter in enumerate("KMGTPE", 1)}
+_DECIMAL = {"n": -3, "u": -2, "m": -1, "": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
+
+
+def value(quantity: object) -> Decimal:
+    """The number that a quantity stands for."""
+    text = str(quantity)
+    number, suffix = _split(text)
+    if suffix in _BINARY:
+        return number * _BINARY[suffix]
+    return number * Decimal(1000) ** _DECIMAL[suffix]
+
+
+def canonical(quantity: object) -> str:
+    """The quantity as a server writes it back: 1000m is 1, 1024Mi is 1Gi, 0.5 is 500m."""
+    _, suffix = _split(str(quantity))
+    worth = value(quantity)
+    if suffix in _BINARY and worth == worth.to_integral_value():
+        for unit, size in reversed(_BINARY.items()):
+            if worth and worth % size == 0:
+                return f"{int(worth / size)}{unit}"
+        return str(int(worth))
+    for unit, power in sorted(_DECIMAL.items(), key=lambda item: -item[1]):
+        scaled = worth / Decimal(1000) ** power
+        if worth and scaled == scaled.to_integral_value():
+            return f"{int(scaled)}{unit}"
+    return "0"
+
+
+def _split(text: str) -> tuple[Decimal, str]:
+    for suffix in (*_BINARY, *filter(None, _DECIMAL)):
+        # 1E is an exabyte and 1E3 a thousand: a suffix stands at the end.
+        if text.endswith(suffix):
+            return Decimal(text.removesuffix(suffix)), suffix
+    return Decimal(text), ""

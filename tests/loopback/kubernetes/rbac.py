@@ -1,0 +1,112 @@
+"""Who may do what: the Roles and RoleBindings that the server holds, as the RBAC authorizer reads them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from loopback.kubernetes.kinds import KINDS, NAMESPACE, ROLE, ROLE_BINDING, Kind
+from loopback.kubernetes.status import ApiError, Cause, forbidden, invalid
+from loopback.kubernetes.store import Store
+
+Object = dict[str, Any]
+ADMIN = "kubernetes-admin"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One request, as an authorizer sees it."""
+
+    user: str
+    verb: str
+    kind: Kind
+    namespace: str
+    name: str
+    subresource: str = ""
+
+    @property
+    def resource(self) -> str:
+        """``deployments/status``."""
+        return f"{self.kind.plural}/{self.subresource}" if self.subresource else self.kind.plural
+
+
+def authorize(store: Store, attempt: Attempt) -> None:
+    """Let the administrator do everything, and others what a Role in the namespace lets them.
+
+    Raises:
+        ApiError: 403.
+    """
+    if not _may(store, attempt):
+        raise _denied(attempt)
+
+
+def review(store: Store, user: str, asked: Object) -> Object:
+    """The answer to a SelfSubjectAccessReview, which everybody may ask.
+
+    Raises:
+        ApiError: 422, it does not say what about.
+    """
+    about = (asked.get("spec") or {}).get("resourceAttributes")
+    if not about:
+        why = "Invalid value: null: exactly one of nonResourceAttributes or resourceAttributes must be specified"
+        cause = Cause("spec.resourceAttributes", why)
+        raise invalid("SelfSubjectAccessReview", "authorization.k8s.io", "", [cause])
+    group, plural = about.get("group", ""), about.get("resource", "")
+    kind = next((one for one in KINDS if (one.group, one.plural) == (group, plural)), None)
+    kind = kind or Kind(group, about.get("version", ""), plural, plural)
+    place = (about.get("namespace", ""), about.get("name", ""), about.get("subresource", ""))
+    allowed = _may(store, Attempt(user, about.get("verb", ""), kind, *place))
+    return asked | {"metadata": {}, "status": {"allowed": allowed}}
+
+
+def _may(store: Store, attempt: Attempt) -> bool:
+    # A namespace lies in itself, so a Role in it may let somebody get it.
+    namespace = attempt.name if attempt.kind is NAMESPACE else attempt.namespace
+    return attempt.user == ADMIN or any(_allows(rule, attempt) for rule in _rules(store, attempt.user, namespace))
+
+
+def _rules(store: Store, user: str, namespace: str) -> list[Object]:
+    if not namespace:
+        return []  # across namespaces and outside of them: for ClusterRoles, which this server does not have
+    rules: list[Object] = []
+    for binding in store.all(ROLE_BINDING, namespace):
+        if any(_is(subject, user, namespace) for subject in binding.get("subjects") or ()):
+            role = store.get(ROLE, namespace, binding["roleRef"]["name"])
+            rules += (role or {}).get("rules") or []
+    return rules
+
+
+def _is(subject: Object, user: str, namespace: str) -> bool:
+    if subject["kind"] == "ServiceAccount":
+        return user == f"system:serviceaccount:{subject.get('namespace', namespace)}:{subject['name']}"
+    if subject["kind"] == "Group":
+        groups = ["system:authenticated"]
+        if user.startswith("system:serviceaccount:"):
+            groups += ["system:serviceaccounts", f"system:serviceaccounts:{user.split(':')[2]}"]
+        return subject["name"] in groups
+    return user == subject["name"]
+
+
+def _allows(rule: Object, attempt: Attempt) -> bool:
+    def has(field: str, wanted: str) -> bool:
+        given = rule.get(field) or ()
+        return "*" in given or wanted in given
+
+    resources = rule.get("resources") or ()
+    in_resources = has("resources", attempt.resource) or (
+        bool(attempt.subresource) and f"*/{attempt.subresource}" in resources
+    )
+    names = rule.get("resourceNames") or ()
+    return (
+        has("verbs", attempt.verb)
+        and has("apiGroups", attempt.kind.group)
+        and in_resources
+        and (not names or attempt.name in names)
+    )
+
+
+def _denied(attempt: Attempt) -> ApiError:
+    where = f'in the namespace "{attempt.namespace}"' if attempt.namespace else "at the cluster scope"
+    why = (
+        f'User "{attempt.user}" cannot {attempt.verb} resource "{attempt.resource}" '
+        f'in API group "{attempt.kind.group}" {where}'
+    )
+    return forbidden(attempt.kind, attempt.name, why)

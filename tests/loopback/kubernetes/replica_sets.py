@@ -1,0 +1,80 @@
+"""ReplicaSets: so many pods of one template."""
+
+from typing import Any
+
+from loopback.kubernetes.api import Api, now
+from loopback.kubernetes.controlling import Controller, is_ready, reference
+from loopback.kubernetes.kinds import POD, REPLICA_SET
+from loopback.kubernetes.status import ApiError
+from loopback.kubernetes.store import copied
+
+Object = dict[str, Any]
+
+
+class ReplicaSets(Controller):
+    """The controller of ReplicaSets."""
+
+    def __init__(self, api: Api) -> None:
+        super().__init__(api, "replicaset-controller")
+
+    def step(self) -> bool:
+        """Make or end pods, one per ReplicaSet; whether anything was written."""
+        return sum(map(self._replica_set, self.api.store.all(REPLICA_SET))) > 0
+
+    def _replica_set(self, replica_set: Object) -> bool:
+        metadata, spec = replica_set["metadata"], replica_set["spec"]
+        if metadata.get("deletionTimestamp"):
+            return False
+        pods = [pod for pod in self.owned(POD, replica_set) if not pod["metadata"].get("deletionTimestamp")]
+        failure: list[Object] = []
+        wrote = False
+        missing = spec["replicas"] - len(pods)
+        if missing > 0:
+            try:
+                pod = self._pod(replica_set)
+                wrote = True
+                self.event(
+                    REPLICA_SET,
+                    replica_set,
+                    "SuccessfulCreate",
+                    f"Created pod: {pod['metadata']['name']}",
+                )
+            except ApiError as error:
+                failure = self._failure(replica_set, str(error))
+        elif missing < 0:
+            # Not ready before ready, young before old, as the controller ranks them.
+            pods.sort(key=lambda pod: (is_ready(pod), -int(pod["metadata"]["resourceVersion"])))
+            victim = pods[0]["metadata"]
+            self.api.delete(POD, victim["namespace"], victim["name"])
+            self.event(REPLICA_SET, replica_set, "SuccessfulDelete", f"Deleted pod: {victim['name']}")
+            wrote = True
+        ready = sum(is_ready(pod) for pod in pods)
+        status = {
+            "replicas": len(pods),
+            "fullyLabeledReplicas": len(pods),
+            "readyReplicas": ready,
+            "availableReplicas": ready,
+            "observedGeneration": metadata["generation"],
+        }
+        if failure:
+            status["conditions"] = failure
+        if wrote:
+            return True
+        return self.set_status(REPLICA_SET, replica_set, status)
+
+    def _failure(self, replica_set: Object, why: str) -> list[Object]:
+        """The condition of a ReplicaSet that can make no pods; each try has a pod name of its own."""
+        held = replica_set["status"].get("conditions") or []
+        if held and held[0]["message"].partition(" is forbidden")[2] == why.partition(" is forbidden")[2]:
+            return held
+        self.event(REPLICA_SET, replica_set, "FailedCreate", f"Error creating: {why}", "Warning")
+        condition = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": why}
+        return [condition | {"lastTransitionTime": now()}]
+
+    def _pod(self, replica_set: Object) -> Object:
+        template = copied(replica_set["spec"]["template"])
+        template["metadata"] |= {
+            "generateName": f"{replica_set['metadata']['name']}-",
+            "ownerReferences": [reference(REPLICA_SET, replica_set)],
+        }
+        return self.create(POD, template, replica_set["metadata"]["namespace"])

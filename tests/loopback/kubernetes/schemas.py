@@ -1,0 +1,153 @@
+"""The published schemas of one Kubernetes version: what an object may hold, and how its lists and maps merge."""
+
+import json
+from functools import cache, cached_property
+from importlib import resources
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from referencing import Registry, Resource
+
+from loopback.kubernetes.kinds import Kind
+from loopback.kubernetes.status import ApiError, Cause, bad_request, invalid
+
+Schema = dict[str, Any]
+_META = "io.k8s.apimachinery.pkg.apis.meta.v1."
+_CORE = "io.k8s.api.core.v1."
+# What the servers' Go types accept and the published schemas do not say.
+_PATTERNS = {
+    _META + "Time": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)$",
+    _META + "MicroTime": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}(Z|[+-]\d\d:\d\d)$",
+}
+_PATTERNS["io.k8s.apimachinery.pkg.api.resource.Quantity"] = (
+    r"^[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+|[numkMGTPE]|[KMGTPE]i)?$"
+)
+_ENUMS = {
+    (_CORE + "Container", "imagePullPolicy"): ("Always", "IfNotPresent", "Never"),
+    (_CORE + "Container", "terminationMessagePolicy"): ("FallbackToLogsOnError", "File"),
+    (_CORE + "ContainerPort", "protocol"): ("SCTP", "TCP", "UDP"),
+    (_CORE + "HTTPGetAction", "scheme"): ("HTTP", "HTTPS"),
+    (_CORE + "PodSpec", "dnsPolicy"): ("ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"),
+    (_CORE + "SeccompProfile", "type"): ("Localhost", "RuntimeDefault", "Unconfined"),
+    (_CORE + "ServicePort", "protocol"): ("SCTP", "TCP", "UDP"),
+    (_CORE + "ServiceSpec", "type"): ("ClusterIP", "ExternalName", "LoadBalancer", "NodePort"),
+    (_CORE + "Toleration", "operator"): ("Equal", "Exists"),
+    (_CORE + "TopologySpreadConstraint", "whenUnsatisfiable"): ("DoNotSchedule", "ScheduleAnyway"),
+    ("io.k8s.api.apps.v1.DeploymentStrategy", "type"): ("Recreate", "RollingUpdate"),
+}
+_KEY_DEFAULTS = {"protocol": "TCP"}  # keys of lists that may be left out, by the defaults of the OpenAPI document
+
+
+class Schemas:
+    """Schemas of Kubernetes ``version`` (1.34), as the package kubernetes-validate carries them."""
+
+    def __init__(self, version: str) -> None:
+        path = f"kubernetes-json-schema/v{version}.0-local-strict/_definitions.json"
+        self._document = json.loads((resources.files("kubernetes_validate") / path).read_text())
+        self._definitions: dict[str, Schema] = self._document["$defs"]
+        for name, pattern in _PATTERNS.items():
+            self._definitions[name]["pattern"] = pattern
+        for (name, field), values in _ENUMS.items():
+            self._definitions[name]["properties"][field]["enum"] = [*values, None]
+        self._registry = Resource.from_contents(self._document) @ Registry()
+
+    @cached_property
+    def _by_kind(self) -> dict[tuple[str, str, str], str]:
+        return {
+            (kind["group"], kind["version"], kind["kind"]): name
+            for name, definition in self._definitions.items()
+            for kind in definition.get("x-kubernetes-group-version-kind", ())
+            if len(definition["x-kubernetes-group-version-kind"]) == 1
+        }
+
+    def of(self, kind: Kind) -> Schema:
+        """The schema of a kind."""
+        return self._definitions[self._by_kind[kind.group, kind.version, kind.name]]
+
+    def resolve(self, schema: Schema) -> Schema:
+        """The schema that a ``$ref`` points to; what stands beside the reference wins."""
+        if "$ref" not in schema:
+            return schema
+        target = self._definitions[schema["$ref"].rpartition("/")[2]]
+        return target | {key: value for key, value in schema.items() if key.startswith("x-kubernetes")}
+
+    def field(self, schema: Schema, name: str) -> Schema | None:
+        """The schema of a field of a struct or a map; None: there is no such field."""
+        properties = schema.get("properties", {})
+        found = properties.get(name, schema.get("additionalProperties"))
+        return self.resolve(found) if isinstance(found, dict) else None
+
+    def item(self, schema: Schema) -> Schema:
+        """The schema of a list's items."""
+        return self.resolve(schema["items"])
+
+    def check(self, kind: Kind, subject: dict[str, Any]) -> None:
+        """Refuse an object that its schema does not allow, as ``fieldValidation=Strict`` does.
+
+        Raises:
+            ApiError: 400 for an unknown field or a wrong type, 422 for a field that is missing or none of its values.
+        """
+        name = self._by_kind[kind.group, kind.version, kind.name]
+        validator = Draft202012Validator({"$ref": f"{self._document['$id']}#/$defs/{name}"}, registry=self._registry)
+        causes: list[Cause] = []
+        for error in validator.iter_errors(subject):
+            path = dotted(error.absolute_path)
+            if error.validator == "required":
+                field = next(name for name in error.validator_value if name not in error.instance)
+                causes.append(Cause(f"{path}.{field}".lstrip("."), "Required value", "FieldValueRequired"))
+            elif error.validator == "enum":
+                allowed = ", ".join(json.dumps(value) for value in error.validator_value if value)
+                message = f"Unsupported value: {json.dumps(error.instance)}: supported values: {allowed}"
+                causes.append(Cause(path, message, "FieldValueNotSupported"))
+            else:
+                raise _undecodable(kind, path, error)
+        if causes:
+            raise invalid(kind.name, kind.group, subject.get("metadata", {}).get("name", ""), causes)
+
+
+@cache
+def schemas(version: str) -> Schemas:
+    """The schemas of a version, read once."""
+    return Schemas(version)
+
+
+def is_atomic(schema: Schema) -> bool:
+    """Whether a value is owned and replaced as a whole."""
+    if "items" in schema:
+        return schema.get("x-kubernetes-list-type", "atomic") == "atomic"
+    is_map = "properties" in schema or isinstance(schema.get("additionalProperties"), dict)
+    return not is_map or schema.get("x-kubernetes-map-type") == "atomic"
+
+
+def key_of(schema: Schema, item: Any) -> tuple[str, Any]:
+    """What identifies an item of a list that merges: ("k", its key fields) or, in a set, ("v", itself).
+
+    Raises:
+        KeyError: a key field is left out.
+    """
+    if schema["x-kubernetes-list-type"] == "set":
+        return ("v", item)
+    keys = schema["x-kubernetes-list-map-keys"]
+    return ("k", tuple(sorted((key, item[key] if key in item else _KEY_DEFAULTS[key]) for key in keys)))
+
+
+def dotted(path: Any) -> str:
+    """``spec.containers[0].name``."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+
+
+def _undecodable(kind: Kind, path: str, error: Any) -> ApiError:
+    if error.validator == "additionalProperties":
+        known = error.schema.get("properties", {})
+        field = next(name for name in error.instance if name not in known)
+        why = f'strict decoding error: unknown field "{".".join(filter(None, [path, field]))}"'
+    elif error.validator == "pattern":
+        why = f'"{error.instance}" must match the regular expression {error.validator_value!r}'
+    else:
+        why = f"json: cannot unmarshal {_go_type(error.instance)} into Go struct field {kind.name}.{path}"
+    return bad_request(f'{kind.name} in version "{kind.version}" cannot be handled as a {kind.name}: {why}')
+
+
+def _go_type(value: Any) -> str:
+    names = {bool: "bool", int: "number", float: "number", str: "string", list: "array", dict: "object"}
+    return names.get(type(value), "null")

@@ -1,0 +1,94 @@
+"""Label and field selectors, as they stand in query strings and in objects."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from loopback.kubernetes.kinds import EVENT, POD, SECRET, Kind
+from loopback.kubernetes.status import ApiError, bad_request
+
+Object = dict[str, Any]
+Predicate = Callable[[Object], bool]
+_SET = re.compile(r"^(?P<key>[^\s!=,()]+)\s+(?P<how>in|notin)\s*\((?P<values>[^)]*)\)$")
+_EQUAL = re.compile(r"^(?P<key>[^\s!=,()]+)\s*(?P<how>==|=|!=)\s*(?P<value>[^\s!=,()]*)$")
+_EXISTS = re.compile(r"^(?P<absent>!?)\s*(?P<key>[^\s!=,()]+)$")
+# Beside metadata.name and metadata.namespace, which every kind has.
+_FIELDS = {
+    POD: ("spec.nodeName", "spec.restartPolicy", "spec.serviceAccountName", "status.phase", "status.podIP"),
+    EVENT: (
+        "involvedObject.kind",
+        "involvedObject.namespace",
+        "involvedObject.name",
+        "involvedObject.uid",
+        "involvedObject.fieldPath",
+        "reason",
+        "reportingComponent",
+        "source",
+        "type",
+    ),
+    SECRET: ("type",),
+}
+
+
+def labels(text: str) -> Predicate:
+    """What ``labelSelector=`` asks for.
+
+    Raises:
+        ApiError: 400, it cannot be read.
+    """
+    tests = [_label_test(part.strip()) for part in re.split(r",(?![^(]*\))", text) if part.strip()]
+    return lambda subject: all(test(subject["metadata"].get("labels") or {}) for test in tests)
+
+
+def fields(kind: Kind, text: str) -> Predicate:
+    """What ``fieldSelector=`` asks for; only the fields that a real server indexes.
+
+    Raises:
+        ApiError: 400, the kind has no such field to select by.
+    """
+    tests: list[tuple[str, bool, str]] = []
+    for part in filter(None, text.split(",")):
+        found = _EQUAL.match(part.strip())
+        if not found:
+            raise bad_request(f"invalid selector: '{part}'; can't understand '{part}'")
+        if found["key"] not in ("metadata.name", "metadata.namespace", *_FIELDS.get(kind, ())):
+            raise ApiError(400, "BadRequest", f"field label not supported: {found['key']}")
+        tests.append((found["key"], found["how"] != "!=", found["value"]))
+    return lambda subject: all((_at(subject, path) == value) is equal for path, equal, value in tests)
+
+
+def matches(selector: Object | None, having: dict[str, str]) -> bool:
+    """Whether labels satisfy a ``LabelSelector`` of an object; an empty one selects everything, None nothing."""
+    if selector is None:
+        return False
+    wanted = selector.get("matchLabels") or {}
+    return all(having.get(key) == value for key, value in wanted.items()) and all(
+        _requirement(having, **expression) for expression in selector.get("matchExpressions") or ()
+    )
+
+
+def _requirement(having: dict[str, str], key: str, operator: str, values: tuple[str, ...] = ()) -> bool:
+    return {
+        "In": having.get(key) in values,
+        "NotIn": having.get(key) not in values,
+        "Exists": key in having,
+        "DoesNotExist": key not in having,
+    }[operator]
+
+
+def _label_test(part: str) -> Callable[[dict[str, str]], bool]:
+    if found := _SET.match(part):
+        values = [value.strip() for value in found["values"].split(",")]
+        return lambda have: (have.get(found["key"]) in values) is (found["how"] == "in")
+    if found := _EQUAL.match(part):
+        return lambda have: (have.get(found["key"]) == found["value"]) is (found["how"] != "!=")
+    if found := _EXISTS.match(part):
+        return lambda have: (found["key"] in have) is not bool(found["absent"])
+    raise bad_request(f'unable to parse requirement: found "{part}"')
+
+
+def _at(subject: Object, path: str) -> str:
+    value: Any = subject
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return "" if value is None else str(value)

@@ -1,0 +1,417 @@
+"""The HTTP side: TLS, tokens, paths, watches, faults on order, and the proxy to services and pods."""
+
+import http.client
+import json
+import secrets
+import select
+import socket
+import ssl
+import sys
+import threading
+import urllib.parse
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import yaml
+
+from loopback.kubernetes import discovery, proxy, rbac, status, watches
+from loopback.kubernetes.api import Api
+from loopback.kubernetes.calls import HEALTH, REVIEW, Call, name_selected, parse
+from loopback.kubernetes.fields import Manager
+from loopback.kubernetes.kinds import POD, SERVICE_ACCOUNT
+from loopback.kubernetes.kubelet import Node
+from loopback.kubernetes.scale import scale_of, write_scale
+from loopback.kubernetes.status import ApiError
+
+Object = dict[str, Any]
+_PATCHES = (
+    "application/merge-patch+json",
+    "application/strategic-merge-patch+json",
+    "application/apply-patch+yaml",
+)
+_MAX_BODY_BYTES = 3 * 2**20  # as a real server
+_HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "upgrade", "te", "trailer"}
+
+
+@dataclass
+class Fault:
+    """What becomes of the next ``times`` requests that ``when`` picks; ``error`` None: the connection is dropped."""
+
+    when: Callable[[Call], bool]
+    times: int
+    error: ApiError | None
+    after: bool = False  # the request is carried out first, and only its answer is lost
+
+
+class Server(ThreadingHTTPServer):
+    """Serves one `Api` on a free port of loopback."""
+
+    daemon_threads = True
+    block_on_close = True
+
+    def __init__(self, api: Api, node: Node, context: ssl.SSLContext) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+        self.api, self.node = api, node
+        self._users: dict[str, str] = {}  # by token
+        self.calls: list[Call] = []
+        self.faults: list[Fault] = []
+        self.watches_dropped = 0
+        self.stopping = False
+        self._open: set[socket.socket] = set()
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.02,), name="api-server", daemon=True)
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Close every connection and end."""
+        self.stopping = True
+        self.shutdown()
+        self._thread.join()
+        with self.api.store.changed:
+            self.api.store.changed.notify_all()
+        for connection in list(self._open):
+            _close(connection)
+        self.server_close()
+
+    def issue_token(self, call: Call, request: Object) -> Object:
+        """A token for a service account, as the TokenRequest API gives it."""
+        self.api.get(SERVICE_ACCOUNT, call.namespace, call.name)
+        lasts_s = request.get("spec", {}).get("expirationSeconds", 3600)
+        ends = datetime.now(UTC) + timedelta(seconds=lasts_s)
+        token = self.token_of(f"system:serviceaccount:{call.namespace}:{call.name}")
+        told = {"token": token, "expirationTimestamp": ends.strftime("%Y-%m-%dT%H:%M:%SZ")}
+        spec = {"audiences": ["https://kubernetes.default.svc"], "expirationSeconds": lasts_s}
+        metadata = {"name": call.name, "namespace": call.namespace}
+        kind = {"kind": "TokenRequest", "apiVersion": "authentication.k8s.io/v1"}
+        return kind | {"metadata": metadata, "spec": spec, "status": told}
+
+    def token_of(self, user: str) -> str:
+        """A new token by which a user is known."""
+        token = secrets.token_urlsafe(24)
+        self._users[token] = user
+        return token
+
+    def user_of(self, token: str) -> str | None:
+        """Who bears a token; None: nobody."""
+        return self._users.get(token)
+
+    def take_fault(self, call: Call) -> Fault | None:
+        """The fault that this request is to meet, counted down."""
+        with self.api.store.changed:
+            for fault in self.faults:
+                if fault.times and fault.when(call):
+                    fault.times -= 1
+                    return fault
+            return None
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._open.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that go away are no error of the server's; others must be seen."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one connection's requests."""
+
+    protocol_version = "HTTP/1.1"
+    server: Server
+    server_version = "evernear-loopback"
+    disable_nagle_algorithm = True
+    timeout = 60
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = do_OPTIONS = do_GET  # noqa: N815
+
+    def _answer(self) -> None:
+        body = self._body()
+        fault = None
+        try:
+            call = self._read_call()
+            self.server.calls.append(call)
+            fault = self.server.take_fault(call)
+            if fault and not fault.after:
+                self._meet(fault)
+                return
+            if call.kind is None:
+                self._answer_without_object(call, body)
+                return
+            name = call.name or name_selected(call)
+            attempt = rbac.Attempt(call.user, call.verb, call.kind, call.namespace, name, call.subresource)
+            rbac.authorize(self.server.api.store, attempt)
+            code, result = self._carry_out(call, body)
+        except ApiError as error:
+            self._answer_error(error)
+            return
+        if fault:
+            self._meet(fault)
+        elif isinstance(result, str):
+            self._answer_bytes(code, result.encode(), "text/plain")
+        elif result is not None:
+            self._answer_json(code, result)
+
+    def _answer_without_object(self, call: Call, body: bytes) -> None:
+        if call.path in HEALTH:
+            self._answer_bytes(200, b"ok", "text/plain")
+        elif call.path == REVIEW:
+            self._answer_json(201, rbac.review(self.server.api.store, call.user, _decode(body, "application/json")))
+        else:
+            self._answer_json(200, discovery.document(call.path, self.server.api.version))
+
+    def _meet(self, fault: Fault) -> None:
+        if fault.error:
+            self._answer_error(fault.error)
+        else:
+            self.close_connection = True
+            _close(self.connection)
+
+    def _body(self) -> bytes:
+        length = int(self.headers.get("Content-Length") or 0)
+        return self.rfile.read(min(length, _MAX_BODY_BYTES + 1))
+
+    def _read_call(self) -> Call:
+        scheme, _, token = (self.headers.get("Authorization") or "").partition(" ")
+        user = self.server.user_of(token) if scheme.lower() == "bearer" else None
+        if user is None:
+            raise status.unauthorized()
+        url = urllib.parse.urlsplit(self.path)
+        query = {key: values[-1] for key, values in urllib.parse.parse_qs(url.query).items()}
+        return parse(self.command, url.path, query, user)
+
+    def _carry_out(self, call: Call, body: bytes) -> tuple[int, Object | str | None]:
+        assert call.kind is not None
+        if len(body) > _MAX_BODY_BYTES:
+            self.close_connection = True
+            raise ApiError(413, "RequestEntityTooLarge", f"Request entity too large: limit is {_MAX_BODY_BYTES}")
+        if call.subresource == "proxy":
+            self._proxy(call, body)
+            return 200, None
+        if call.verb == "watch":
+            self._watch(call)
+            return 200, None
+        if call.subresource == "log":
+            return 200, self._log(call)
+        if call.verb in ("get", "list"):
+            return 200, _read(self.server.api, call)
+        dry_run = _dry_run(call)
+        if call.verb in ("delete", "deletecollection"):
+            return 200, _delete(self.server.api, call, _options(call, body), dry_run=dry_run)
+        return self._write(call, body, dry_run=dry_run)
+
+    def _write(self, call: Call, body: bytes, *, dry_run: bool) -> tuple[int, Object]:
+        assert call.kind is not None
+        api, media_type = self.server.api, (self.headers.get("Content-Type") or "").partition(";")[0]
+        subject = _decode(body, media_type)
+        manager = self._manager(call)
+        if call.subresource == "token":
+            return 201, self.server.issue_token(call, subject)
+        if call.subresource == "scale":
+            return 200, write_scale(api, call, subject, manager, dry_run=dry_run)
+        common: dict[str, Any] = {"manager": manager, "dry_run": dry_run}
+        if call.verb == "create":
+            return 201, api.create(call.kind, subject, call.namespace, **common)
+        common["subresource"] = call.subresource
+        if call.verb == "update":
+            return 200, api.replace(call.kind, subject, call.namespace, call.name, **common)
+        if media_type not in _PATCHES:
+            raise status.unsupported_media_type(", ".join(_PATCHES))
+        if media_type != "application/apply-patch+yaml":
+            if call.query.get("force"):
+                cause = status.Cause(
+                    "force", "Forbidden: may not be specified for non-apply patch", "FieldValueForbidden"
+                )
+                raise status.invalid("PatchOptions", "meta.k8s.io", "", [cause])
+            strategic = media_type == "application/strategic-merge-patch+json"
+            return 200, api.patch(call.kind, subject, call.namespace, call.name, strategic=strategic, **common)
+        if not call.query.get("fieldManager"):
+            cause = status.Cause("fieldManager", "Required value: is required for apply patch", "FieldValueRequired")
+            raise status.invalid("PatchOptions", "meta.k8s.io", "", [cause])
+        with api.store.changed:
+            if not call.subresource and api.store.get(call.kind, call.namespace, call.name) is None:
+                attempt = rbac.Attempt(call.user, "create", call.kind, call.namespace, call.name)
+                rbac.authorize(api.store, attempt)
+            force = call.query.get("force", "").lower() == "true"
+            applied, is_new = api.apply(call.kind, subject, call.namespace, call.name, force=force, **common)
+        return 201 if is_new else 200, applied
+
+    def _manager(self, call: Call) -> Manager:
+        assert call.kind is not None
+        # Without a name for itself, a client is known by the first word of its User-Agent.
+        name = call.query.get("fieldManager") or (self.headers.get("User-Agent") or "unknown").partition("/")[0]
+        is_apply = (self.headers.get("Content-Type") or "").startswith("application/apply-patch")
+        operation = "Apply" if is_apply else "Update"
+        return Manager(name, operation, call.kind.api_version, call.subresource)
+
+    def _log(self, call: Call) -> str:
+        pod = self.server.api.get(POD, call.namespace, call.name)
+        init = [container["name"] for container in pod["spec"].get("initContainers") or ()]
+        main = [container["name"] for container in pod["spec"]["containers"]]
+        container = call.query.get("container") or (main[0] if len(main) == 1 else "")
+        if not container:
+            or_init = f" or one of the init containers: [{' '.join(init)}]" if init else ""
+            which = f"choose one of: [{' '.join(main)}]{or_init}"
+            raise status.bad_request(f"a container name must be specified for pod {call.name}, {which}")
+        if container not in [*init, *main]:
+            raise status.bad_request(f"container {container} is not valid for pod {call.name}")
+        log = self.server.node.log(pod, container, previous=call.query.get("previous", "").lower() == "true")
+        lines = log.splitlines(keepends=True)
+        if "tailLines" in call.query:
+            count = int(call.query["tailLines"])
+            lines = lines[-count:] if count else []
+        text = "".join(lines)
+        return text[: int(call.query["limitBytes"])] if "limitBytes" in call.query else text
+
+    def _watch(self, call: Call) -> None:
+        """Stream events until they end, or the client leaves."""
+        server, dropped = self.server, self.server.watches_dropped
+
+        def is_cut() -> bool:
+            return server.stopping or server.watches_dropped != dropped
+
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for events in watches.events(server.api.store, call, is_cut):
+            for name, subject in events:
+                self._send_event(name, subject)
+            if not events and self._client_left():
+                break
+        if is_cut():
+            self.close_connection = True
+            _close(self.connection)
+        else:
+            self.wfile.write(b"0\r\n\r\n")
+
+    def _client_left(self) -> bool:
+        readable, _, _ = select.select([self.connection], [], [], 0)
+        return bool(readable)
+
+    def _send_event(self, name: str, subject: Object) -> None:
+        line = json.dumps({"type": name, "object": subject}).encode() + b"\n"
+        self.wfile.write(f"{len(line):x}\r\n".encode() + line + b"\r\n")
+        self.wfile.flush()
+
+    def _proxy(self, call: Call, body: bytes) -> None:
+        """Forward to a pod; the token that the API server asked for stays here, as on a real one."""
+        address = proxy.address(self.server.api, self.server.node, call)
+        target = "/" + call.rest + ("?" + urllib.parse.urlsplit(self.path).query).rstrip("?")
+        drop = _HOP_BY_HOP | {"authorization", "host"}
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in drop}
+        connection = http.client.HTTPConnection(*address, timeout=60)
+        try:
+            connection.request(self.command, target, body or None, headers)
+            answer = connection.getresponse()
+            content = answer.read()
+        except OSError as error:
+            why = f"error trying to reach service: dial tcp {address[0]}:{address[1]}: {error.strerror or error}"
+            raise status.unavailable(why) from None
+        finally:
+            connection.close()
+        self.send_response(answer.status, answer.reason)
+        for name, value in answer.getheaders():
+            if name.lower() not in _HOP_BY_HOP:
+                self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _answer_error(self, error: ApiError) -> None:
+        headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+        self._answer_bytes(error.code, json.dumps(error.body()).encode(), "application/json", headers)
+
+    def _answer_json(self, code: int, content: Object) -> None:
+        self._answer_bytes(code, json.dumps(content).encode(), "application/json")
+
+    def _answer_bytes(self, code: int, content: bytes, media_type: str, headers: dict[str, str] | None = None) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", media_type)
+        self.send_header("Content-Length", str(len(content)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+
+def _read(api: Api, call: Call) -> Object:
+    assert call.kind is not None
+    if call.verb == "get":
+        found = api.get(call.kind, call.namespace, call.name)
+        return scale_of(found) if call.subresource == "scale" else found
+    return api.listing(
+        call.kind,
+        call.namespace,
+        label_selector=call.query.get("labelSelector", ""),
+        field_selector=call.query.get("fieldSelector", ""),
+        limit=int(call.query.get("limit") or 0),
+        continue_=call.query.get("continue", ""),
+    )
+
+
+def _delete(api: Api, call: Call, options: Object, *, dry_run: bool) -> Object:
+    assert call.kind is not None
+    grace = options.get("gracePeriodSeconds")
+    common: dict[str, Any] = {
+        "propagation": options.get("propagationPolicy", ""),
+        "preconditions": options.get("preconditions"),
+        "grace_period_s": None if grace is None else int(grace),
+        "dry_run": dry_run or bool(options.get("dryRun")),
+    }
+    if call.verb == "delete":
+        return api.delete(call.kind, call.namespace, call.name, **common)
+    found = _read(api, call)
+    for subject in found["items"]:
+        api.delete(call.kind, call.namespace, subject["metadata"]["name"], **common)
+    return found
+
+
+def _options(call: Call, body: bytes) -> Object:
+    """``DeleteOptions`` of the body, or of the query where there is no body."""
+    options = _decode(body, "application/json") if body else {}
+    names = ("propagationPolicy", "gracePeriodSeconds")
+    return {name: call.query[name] for name in names if name in call.query} | options
+
+
+def _decode(body: bytes, media_type: str) -> Object:
+    try:
+        decoded = yaml.safe_load(body) if media_type.endswith("yaml") else json.loads(body)
+    except (ValueError, yaml.YAMLError) as error:
+        raise status.bad_request(f"the object provided is unrecognized (must be of type JSON): {error}") from None
+    if not isinstance(decoded, dict):
+        raise status.bad_request("the object provided is unrecognized (must be of type object)")
+    return decoded
+
+
+def _dry_run(call: Call) -> bool:
+    given = call.query.get("dryRun")
+    if given not in (None, "All"):
+        cause = status.Cause(
+            "dryRun", f'Unsupported value: "{given}": supported values: "All"', "FieldValueNotSupported"
+        )
+        raise status.invalid("Options", "meta.k8s.io", "", [cause])
+    return given == "All"
+
+
+def _close(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # it is closed

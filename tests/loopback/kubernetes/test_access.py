@@ -1,0 +1,246 @@
+"""Who may do what, and how requests reach what serves in a pod."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from kubernetes import config
+from kubernetes.client import (
+    ApiClient,
+    ApiException,
+    AuthenticationV1TokenRequest,
+    Configuration,
+    CoreV1Api,
+    V1TokenRequestSpec,
+)
+
+from loopback.kubernetes import LoopbackCluster, NotReady, Ready, carries
+from loopback.kubernetes.kubectl import NAMESPACE, Kubectl, config_map, deployment, is_rolled_out, refused, until
+
+DEPLOYER = f"{NAMESPACE}/deployer"
+USER = f"system:serviceaccount:{NAMESPACE}:deployer"
+
+
+def grant(kubectl: Kubectl, *rules: dict[str, Any]) -> None:
+    """Let the deployer do something in the namespace."""
+    kubectl.create({"kind": "Role", "metadata": {"name": "deployer"}, "rules": list(rules)})
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "deployer"}
+    subjects = [{"kind": "ServiceAccount", "name": "deployer", "namespace": NAMESPACE}]
+    kubectl.create({"kind": "RoleBinding", "metadata": {"name": "deployer"}, "roleRef": role, "subjects": subjects})
+
+
+def rule(group: str, resource: str, *verbs: str, names: tuple[str, ...] = ()) -> dict[str, Any]:
+    granted = {"apiGroups": [group], "resources": [resource], "verbs": list(verbs)}
+    return granted | ({"resourceNames": list(names)} if names else {})
+
+
+@pytest.fixture
+def deployer(cluster: LoopbackCluster, kubectl: Kubectl) -> Iterator[Kubectl]:
+    """A service account that no Role lets do anything yet."""
+    with config.new_client_from_config(str(cluster.kubeconfig(DEPLOYER, namespace=NAMESPACE))) as client:
+        yield Kubectl(client)
+
+
+@pytest.fixture
+def recogniser() -> Iterator[Any]:
+    """What would serve in a pod: it answers with what it was asked."""
+
+    class Echo(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            asked = {"path": self.path, "body": body.decode(), "headers": sorted(map(str.lower, self.headers))}
+            answer = json.dumps(asked).encode()
+            self.send_response(418 if self.path.startswith("/teapot") else 200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        do_GET = do_POST  # noqa: N815
+
+        def log_message(self, format: str, *args: Any) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def proxied(path: str, service: str = "serve:http") -> str:
+    return f"/api/v1/namespaces/{NAMESPACE}/services/{service}/proxy{path}"
+
+
+def serve(kubectl: Kubectl) -> None:
+    """A Service on port 80 in front of two pods that listen on 8080."""
+    ports = [{"name": "http", "port": 80, "targetPort": 8080}]
+    kubectl.create(
+        {"kind": "Service", "metadata": {"name": "serve"}, "spec": {"selector": {"app": "serve"}, "ports": ports}}
+    )
+    kubectl.create(deployment())
+
+
+def test_without_a_token_that_is_known_there_is_nothing(kubectl: Kubectl) -> None:
+    known = kubectl.client.configuration
+    for key in ({}, {"authorization": "Bearer guessed"}):
+        stranger = Configuration(host=known.host, api_key=key)
+        stranger.ssl_ca_cert = known.ssl_ca_cert
+        with ApiClient(stranger) as client, pytest.raises(ApiException) as caught:
+            Kubectl(client).list("Pod")
+        assert refused(caught.value) == (401, "Unauthorized")
+
+
+def test_a_refusal_says_who_may_not_do_what_where(deployer: Kubectl) -> None:
+    with pytest.raises(ApiException) as caught:
+        deployer.get("Deployment", "serve")
+    assert refused(caught.value) == (
+        403,
+        f'deployments.apps "serve" is forbidden: User "{USER}" cannot get resource "deployments" in API group "apps" '
+        f'in the namespace "{NAMESPACE}"',
+    )
+    with pytest.raises(ApiException) as caught:
+        deployer.call("GET", "/api/v1/namespaces")
+    assert refused(caught.value) == (
+        403,
+        f'namespaces is forbidden: User "{USER}" cannot list resource "namespaces" in API group "" at the cluster '
+        "scope",
+    )
+
+
+def test_a_role_opens_its_verbs_its_names_and_its_namespace(kubectl: Kubectl, deployer: Kubectl) -> None:
+    grant(kubectl, rule("", "configmaps", "get", "list", names=("settings",)))
+    kubectl.create(config_map())
+    kubectl.create(config_map("other"))
+    assert deployer.get("ConfigMap", "settings")["kind"] == "ConfigMap"
+    (chosen,) = deployer.list("ConfigMap", fieldSelector="metadata.name=settings")["items"]  # ... unless it selects one
+    assert chosen["metadata"]["name"] == "settings"
+    for forbidden in (
+        lambda: deployer.get("ConfigMap", "other"),
+        lambda: deployer.list("ConfigMap"),  # a list has no name, ...
+        lambda: deployer.list("ConfigMap", fieldSelector="metadata.name!=settings"),
+        lambda: deployer.delete("ConfigMap", "settings"),
+        lambda: deployer.call("GET", "/api/v1/namespaces/default/configmaps/settings"),
+    ):
+        with pytest.raises(ApiException) as caught:
+            forbidden()
+        assert caught.value.status == 403
+
+
+def test_applying_what_is_not_there_needs_create_too(kubectl: Kubectl, deployer: Kubectl) -> None:
+    grant(kubectl, rule("", "configmaps", "patch", names=("settings",)))
+    with pytest.raises(ApiException, match="cannot create resource") as caught:
+        deployer.apply(config_map(colour="blue"))
+    assert caught.value.status == 403
+    kubectl.apply(config_map(colour="blue"))
+    assert deployer.apply(config_map(colour="blue"))["data"] == {"colour": "blue"}
+
+
+def test_create_bounded_by_name_lets_apply_create_but_not_post(kubectl: Kubectl, deployer: Kubectl) -> None:
+    grant(kubectl, rule("", "configmaps", "create", "patch", names=("settings",)))
+    with pytest.raises(ApiException) as caught:
+        deployer.create(config_map())
+    assert caught.value.status == 403
+    deployer.apply(config_map())
+    with pytest.raises(ApiException) as caught:
+        deployer.apply(config_map("other"))
+    assert caught.value.status == 403
+
+
+def test_anybody_may_ask_what_they_may(kubectl: Kubectl, deployer: Kubectl) -> None:
+    grant(kubectl, rule("apps", "deployments", "patch"))
+
+    def may(verb: str) -> bool:
+        about = {"namespace": NAMESPACE, "verb": verb, "group": "apps", "resource": "deployments"}
+        review = {"kind": "SelfSubjectAccessReview", "spec": {"resourceAttributes": about}}
+        path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+        return deployer.call("POST", path, review)["status"]["allowed"]
+
+    assert (may("patch"), may("delete")) == (True, False)
+
+
+def test_a_service_is_asked_through_the_api_server(cluster: LoopbackCluster, kubectl: Kubectl, recogniser: Any) -> None:
+    cluster.pods_do(Ready(serves={8080: recogniser.server_address}))
+    serve(kubectl)
+    until(lambda: is_rolled_out(kubectl.get("Deployment", "serve")))
+    for service in ("serve:http", "serve:80", "http:serve:http"):
+        answer = kubectl.call("POST", proxied("/predictions/embedding", service), b"image", "image/png", k="1")
+        assert (answer["path"], answer["body"]) == ("/predictions/embedding?k=1", "image")
+    assert "authorization" not in answer["headers"]
+    with pytest.raises(ApiException) as caught:
+        kubectl.call("GET", proxied("/teapot"))
+    assert caught.value.status == 418
+    pod = kubectl.list("Pod")["items"][0]["metadata"]["name"]
+    path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}:8080/proxy/ping"
+    assert kubectl.call("GET", path)["path"] == "/ping"
+
+
+def test_a_service_sends_requests_to_ready_pods_only(
+    cluster: LoopbackCluster, kubectl: Kubectl, recogniser: Any
+) -> None:
+    cluster.pods_do(NotReady())
+    serve(kubectl)
+    until(lambda: len(kubectl.list("Pod")["items"]) == 2)
+    with pytest.raises(ApiException) as caught:
+        kubectl.call("GET", proxied("/ping"))
+    assert refused(caught.value) == (503, 'no endpoints available for service "serve"')
+    with pytest.raises(ApiException, match="no service port 81 found") as caught:
+        kubectl.call("GET", proxied("/ping", "serve:81"))
+    assert caught.value.status == 503
+    cluster.pods_do(Ready())  # ready by its probe, but nobody listens
+
+    def answer() -> str:
+        """The path that was asked for, or why there is no answer; endpoints follow the pods a little later."""
+        try:
+            return kubectl.call("GET", proxied("/ping"))["path"]
+        except ApiException as error:
+            return str(error.body)
+
+    until(lambda: "connect: connection refused" in answer())
+    cluster.pods_do(Ready(serves={8080: recogniser.server_address}), carries("version", "1"))
+    until(lambda: answer() == "/ping")
+
+
+def test_the_slice_of_endpoints_follows_the_pods(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
+    serve(kubectl)
+
+    def ready() -> int:
+        slices = kubectl.list("EndpointSlice", labelSelector="kubernetes.io/service-name=serve")["items"]
+        return sum(one["conditions"]["ready"] for piece in slices for one in piece["endpoints"])
+
+    until(lambda: ready() == 2)
+    cluster.pods_do(NotReady())
+    until(lambda: ready() == 0)
+
+
+def test_the_proxy_has_a_right_of_its_own_named_as_in_the_path(
+    cluster: LoopbackCluster, kubectl: Kubectl, deployer: Kubectl, recogniser: Any
+) -> None:
+    grant(kubectl, rule("", "services/proxy", "create", names=("serve:http",)), rule("", "services", "get"))
+    cluster.pods_do(Ready(serves={8080: recogniser.server_address}))
+    serve(kubectl)
+    until(lambda: is_rolled_out(kubectl.get("Deployment", "serve")))
+    assert deployer.call("POST", proxied("/x"), b"image", "image/png")["body"] == "image"
+    for method, service in (("GET", "serve:http"), ("POST", "serve:80")):
+        with pytest.raises(ApiException, match='resource \\\\"services/proxy\\\\"') as caught:
+            deployer.call(method, proxied("/x", service))
+        assert caught.value.status == 403
+
+
+def test_a_token_may_be_asked_for_a_service_account(kubectl: Kubectl, deployer: Kubectl) -> None:
+    kubectl.create({"kind": "ServiceAccount", "metadata": {"name": "deployer"}})
+    accounts = CoreV1Api(kubectl.client)
+    asked = AuthenticationV1TokenRequest(spec=V1TokenRequestSpec(audiences=[], expiration_seconds=600))
+    issued = accounts.create_namespaced_service_account_token("deployer", NAMESPACE, asked)
+    known = kubectl.client.configuration
+    bearer = Configuration(host=known.host, api_key={"authorization": f"Bearer {issued.status.token}"})
+    bearer.ssl_ca_cert = known.ssl_ca_cert
+    with ApiClient(bearer) as client, pytest.raises(ApiException, match=f"User .*{USER}"):
+        Kubectl(client).list("Pod")
+    with pytest.raises(ApiException) as caught:
+        CoreV1Api(deployer.client).create_namespaced_service_account_token("deployer", NAMESPACE, asked)
+    assert caught.value.status == 403

@@ -1,0 +1,255 @@
+"""Creating, reading, listing, replacing, patching and deleting, and what is refused."""
+
+from typing import Any
+
+import pytest
+from kubernetes import client, config, dynamic
+from kubernetes.client import ApiException
+
+from loopback.kubernetes import NEWEST, OLDEST, LoopbackCluster
+from loopback.kubernetes.kubectl import NAMESPACE, Kubectl, config_map, deployment, refused, until
+
+STRATEGIC, MERGE = "application/strategic-merge-patch+json", "application/merge-patch+json"
+
+
+def test_a_server_fills_in_what_is_its_own(kubectl: Kubectl) -> None:
+    metadata = kubectl.create(config_map())["metadata"]
+    assert metadata["namespace"] == NAMESPACE
+    assert {"uid", "resourceVersion", "creationTimestamp", "managedFields"} <= metadata.keys()
+    with pytest.raises(ApiException) as caught:
+        kubectl.create(config_map())
+    assert refused(caught.value) == (409, 'configmaps "settings" already exists')
+
+
+def test_a_deployment_is_completed_as_a_server_does(kubectl: Kubectl) -> None:
+    made = kubectl.create(deployment())
+    container = made["spec"]["template"]["spec"]["containers"][0]
+    assert made["metadata"]["generation"] == 1
+    assert made["spec"]["progressDeadlineSeconds"] == 600
+    assert container["imagePullPolicy"] == "IfNotPresent"
+    assert container["ports"] == [{"containerPort": 8080, "protocol": "TCP"}]
+    assert made["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 30
+
+
+def test_quantities_come_back_in_their_one_form(kubectl: Kubectl) -> None:
+    subject = deployment()
+    limits = {"cpu": "1000m", "memory": "1024Mi"}
+    subject["spec"]["template"]["spec"]["containers"][0]["resources"] = {"limits": limits, "requests": {"cpu": 0.5}}
+    resources = kubectl.create(subject)["spec"]["template"]["spec"]["containers"][0]["resources"]
+    assert resources == {"limits": {"cpu": "1", "memory": "1Gi"}, "requests": {"cpu": "500m", "memory": "1Gi"}}
+
+
+def test_generated_names_differ(kubectl: Kubectl) -> None:
+    subject = config_map() | {"metadata": {"generateName": "run-"}}
+    names = {kubectl.create(subject)["metadata"]["name"] for _ in range(3)}
+    assert len(names) == 3
+    assert all(name.startswith("run-") for name in names)
+
+
+def test_a_namespace_that_is_not_there_is_404(kubectl: Kubectl) -> None:
+    with pytest.raises(ApiException) as caught:
+        kubectl.call("POST", "/api/v1/namespaces/nowhere/configmaps", config_map())
+    assert refused(caught.value) == (404, 'namespaces "nowhere" not found')
+
+
+def test_selectors_and_pages(kubectl: Kubectl) -> None:
+    for number in range(5):
+        subject = config_map(f"settings-{number}")
+        subject["metadata"]["labels"] = {"number": str(number), "parity": "even" if number % 2 == 0 else "odd"}
+        kubectl.create(subject)
+
+    def names(**query: Any) -> list[str]:
+        found = kubectl.list("ConfigMap", **query)["items"]
+        return [item["metadata"]["name"][-1] for item in found if item["metadata"]["name"].startswith("settings")]
+
+    assert names(labelSelector="parity=even") == ["0", "2", "4"]
+    assert names(labelSelector="parity!=even,number") == ["1", "3"]
+    assert names(labelSelector="number in (1, 4)") == ["1", "4"]
+    assert names(labelSelector="number notin (1,4),parity") == ["0", "2", "3"]
+    assert names(fieldSelector="metadata.name=settings-3") == ["3"]
+    with pytest.raises(ApiException, match=r"field label not supported: data\.colour"):
+        names(fieldSelector="data.colour=blue")
+    page = kubectl.list("ConfigMap", limit=2, labelSelector="number")
+    token = page["metadata"]["continue"]
+    assert [item["metadata"]["name"] for item in page["items"]] == ["settings-0", "settings-1"]
+    rest = kubectl.list("ConfigMap", labelSelector="number", **{"continue": token})
+    assert [item["metadata"]["name"] for item in rest["items"]] == ["settings-2", "settings-3", "settings-4"]
+
+
+def test_who_read_before_somebody_wrote_may_not_replace(kubectl: Kubectl) -> None:
+    read = kubectl.create(config_map(colour="blue"))
+    kubectl.replace(read | {"data": {"colour": "red"}})
+    with pytest.raises(ApiException) as caught:
+        kubectl.replace(read | {"data": {"colour": "green"}})
+    assert refused(caught.value) == (
+        409,
+        'Operation cannot be fulfilled on configmaps "settings": the object has been modified; '
+        "please apply your changes to the latest version and try again",
+    )
+
+
+def test_a_write_that_changes_nothing_keeps_the_version(kubectl: Kubectl) -> None:
+    read = kubectl.create(config_map(colour="blue"))
+    assert kubectl.replace(read)["metadata"]["resourceVersion"] == read["metadata"]["resourceVersion"]
+
+
+def test_a_lease_is_replaced_by_who_read_it_only(kubectl: Kubectl) -> None:
+    spec = {"holderIdentity": "one", "leaseDurationSeconds": 15, "renewTime": "2026-01-01T00:00:00.000000Z"}
+    lease = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": "deploy"}, "spec": spec}
+    kubectl.create(lease)
+    with pytest.raises(ApiException, match="must be specified for an update") as caught:
+        kubectl.replace(lease)
+    assert caught.value.status == 422
+    lease["spec"]["renewTime"] = "2026-01-01T00:00:00Z"  # what Go does not read as a MicroTime
+    with pytest.raises(ApiException) as caught:
+        kubectl.create(lease | {"metadata": {"name": "other"}})
+    assert caught.value.status == 400
+
+
+def test_patches_merge_as_their_kind_says(kubectl: Kubectl) -> None:
+    kubectl.create(deployment(replicas=0))
+    more = [{"name": "proxy", "image": "example.com/proxy:1"}]
+    patch = {
+        "kind": "Deployment",
+        "metadata": {"name": "serve", "labels": {"a": "b"}},
+        "spec": {"template": {"spec": {"containers": more}}},
+    }
+    strategic = kubectl.patch(patch, STRATEGIC)
+    assert [one["name"] for one in strategic["spec"]["template"]["spec"]["containers"]] == ["serve", "proxy"]
+    merged = kubectl.patch(patch, MERGE)
+    assert [one["name"] for one in merged["spec"]["template"]["spec"]["containers"]] == ["proxy"]
+    removed = {"kind": "Deployment", "metadata": {"name": "serve", "labels": {"a": None}}}
+    assert kubectl.patch(removed, MERGE)["metadata"].get("labels", {}) == {}
+
+
+def test_the_generated_client_reads_and_patches(kubectl: Kubectl) -> None:
+    apps = client.AppsV1Api(kubectl.client)
+    apps.create_namespaced_deployment(NAMESPACE, deployment(replicas=1))
+    patched = apps.patch_namespaced_deployment("serve", NAMESPACE, {"spec": {"replicas": 0}})
+    assert patched.spec.replicas == 0
+    assert apps.read_namespaced_deployment_scale("serve", NAMESPACE).spec.replicas == 0
+    assert client.VersionApi(kubectl.client).get_code().git_version == f"v{NEWEST}.0"
+
+
+def test_the_dynamic_client_finds_its_way(kubectl: Kubectl, tmp_path: Any) -> None:
+    finder = dynamic.DynamicClient(kubectl.client, cache_file=str(tmp_path / "discovery"))
+    leases = finder.resources.get(api_version="coordination.k8s.io/v1", kind="Lease")
+    body = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": "deploy"}}
+    applied = leases.server_side_apply(
+        {**body, "spec": {"holderIdentity": "me"}}, namespace=NAMESPACE, field_manager="me"
+    )
+    assert leases.get(name="deploy", namespace=NAMESPACE).spec == applied.spec
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "message"),
+    [
+        ({"replicaz": 1}, 400, 'strict decoding error: unknown field "spec.replicaz"'),
+        ({"replicas": "two"}, 400, "json: cannot unmarshal string into Go struct field Deployment.spec.replicas"),
+        ({"replicas": -1}, 422, "spec.replicas: Invalid value: -1: must be greater than or equal to 0"),
+        ({"selector": {"matchLabels": {"app": "x"}}}, 422, "`selector` does not match template `labels`"),
+        ({"progressDeadlineSeconds": 5, "minReadySeconds": 5}, 422, "must be greater than minReadySeconds"),
+        ({"strategy": {"type": "Rolling"}}, 422, 'Unsupported value: "Rolling": supported values: "Recreate"'),
+        (
+            {"strategy": {"rollingUpdate": {"maxSurge": 0, "maxUnavailable": "0%"}}},
+            422,
+            "may not be 0 when `maxSurge` is 0",
+        ),
+    ],
+)
+def test_a_faulty_deployment_is_refused(kubectl: Kubectl, change: Any, code: int, message: str) -> None:
+    with pytest.raises(ApiException) as caught:
+        kubectl.create(deployment(**change))
+    assert caught.value.status == code
+    assert message in refused(caught.value)[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "Serve"}, "a lowercase RFC 1123 label"),
+        ({"image": ""}, "containers[0].image: Required value"),
+        ({"volumeMounts": [{"name": "store", "mountPath": "/store"}]}, 'volumeMounts[0].name: Not found: "store"'),
+        ({"readinessProbe": {"periodSeconds": 1}}, "readinessProbe: Required value: must specify a handler type"),
+        (
+            {"startupProbe": {"httpGet": {"port": 1}, "successThreshold": 2}},
+            "startupProbe.successThreshold: Invalid value: 2: must be 1",
+        ),
+        (
+            {"resources": {"limits": {"cpu": "1"}, "requests": {"cpu": "1500m"}}},
+            "must be less than or equal to cpu limit of 1",
+        ),
+    ],
+)
+def test_a_faulty_container_is_refused(kubectl: Kubectl, change: Any, message: str) -> None:
+    subject = deployment()
+    subject["spec"]["template"]["spec"]["containers"][0] |= change
+    with pytest.raises(ApiException) as caught:
+        kubectl.create(subject)
+    assert caught.value.status == 422
+    assert message in refused(caught.value)[1]
+
+
+def test_what_is_immutable_stays(kubectl: Kubectl) -> None:
+    made = kubectl.create(deployment(replicas=0))
+    made["metadata"].pop("resourceVersion")
+    for where in (made["spec"]["selector"]["matchLabels"], made["spec"]["template"]["metadata"]["labels"]):
+        where["app"] = "other"
+    with pytest.raises(ApiException) as caught:
+        kubectl.replace(made)
+    assert caught.value.status == 422
+    assert "spec.selector: Invalid value" in refused(caught.value)[1]
+    assert "field is immutable" in refused(caught.value)[1]
+
+
+def test_deleting_a_deployment_takes_its_pods_along(kubectl: Kubectl) -> None:
+    kubectl.create(deployment())
+    until(lambda: len(kubectl.list("Pod")["items"]) == 2)
+    assert kubectl.delete("Deployment", "serve", propagationPolicy="Background")["status"] == "Success"
+    until(lambda: not kubectl.list("Pod")["items"] and not kubectl.list("ReplicaSet")["items"])
+
+
+def test_in_the_foreground_the_owner_goes_last(kubectl: Kubectl) -> None:
+    kubectl.create(deployment())
+    until(lambda: len(kubectl.list("Pod")["items"]) == 2)
+    going = kubectl.delete("Deployment", "serve", propagationPolicy="Foreground")
+    assert going["metadata"]["finalizers"] == ["foregroundDeletion"]
+    until(lambda: not kubectl.list("Deployment")["items"])
+    assert not kubectl.list("Pod")["items"]
+
+
+def test_orphans_stay(kubectl: Kubectl) -> None:
+    kubectl.create(deployment())
+    until(lambda: len(kubectl.list("Pod")["items"]) == 2)
+    kubectl.delete("Deployment", "serve", propagationPolicy="Orphan")
+    assert len(kubectl.list("ReplicaSet")["items"]) == 1
+
+
+def test_a_deletion_may_insist_on_what_was_read(kubectl: Kubectl) -> None:
+    kubectl.create(config_map())
+    with pytest.raises(ApiException, match="Precondition failed: UID in precondition: other") as caught:
+        kubectl.delete("ConfigMap", "settings", preconditions={"uid": "other"})
+    assert caught.value.status == 409
+
+
+def test_a_namespace_goes_with_all_that_it_holds(kubectl: Kubectl) -> None:
+    kubectl.create(deployment())
+    kubectl.call("DELETE", f"/api/v1/namespaces/{NAMESPACE}")
+
+    def is_gone() -> bool:
+        names = [one["metadata"]["name"] for one in kubectl.call("GET", "/api/v1/namespaces")["items"]]
+        return NAMESPACE not in names
+
+    until(is_gone)
+
+
+def test_the_oldest_version_knows_its_own_fields_only(tmp_path: Any) -> None:
+    with LoopbackCluster(tmp_path, version=OLDEST) as old, _client(old) as api:
+        assert Kubectl(api).call("GET", "/version")["minor"] == OLDEST.partition(".")[2]
+        pod = {"spec": {"containers": [{"name": "a", "image": "b"}], "hostnameOverride": "x"}}  # since 1.34
+        with pytest.raises(ApiException, match="unknown field"):
+            Kubectl(api).call("POST", "/api/v1/namespaces/default/pods", pod | {"metadata": {"name": "a"}})
+
+
+def _client(cluster: LoopbackCluster) -> client.ApiClient:
+    return config.new_client_from_config(str(cluster.kubeconfig()))

@@ -1,0 +1,77 @@
+"""Watches: a list that goes on."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from loopback.kubernetes import selectors, status
+from loopback.kubernetes.calls import Call
+from loopback.kubernetes.kinds import Kind
+from loopback.kubernetes.store import Change, Store
+
+Object = dict[str, Any]
+Event = tuple[str, Object]
+_DEFAULT_S = 1800.0
+_LOOK_S = 0.5
+
+
+def events(store: Store, call: Call, is_cut: Callable[[], bool]) -> Iterator[list[Event]]:
+    """Events by and by, until the time of the watch is over, it ``is_cut``, or its version is forgotten.
+
+    Now and then none at all, so that the caller can see whether somebody still listens.
+    """
+    assert call.kind is not None
+    chosen = _chosen_by(call)
+    end_s = time.monotonic() + float(call.query.get("timeoutSeconds") or _DEFAULT_S)
+    seen = int(call.query.get("resourceVersion") or 0)
+    if not seen:
+        with store.changed:
+            seen = store.version
+            initial = [("ADDED", one) for one in store.all(call.kind, call.namespace) if chosen(one)]
+        yield initial
+    while not is_cut():
+        with store.changed:
+            if seen < store.oldest:
+                why = f"too old resource version: {seen} ({store.oldest})"
+                yield [("ERROR", status.expired(why).body())]
+                return
+            changes, seen = store.changes(call.kind, seen), store.version
+            found = [event for change in changes if (event := _event(change, chosen))]
+            left_s = end_s - time.monotonic()
+            if not found and left_s > 0 and not is_cut():
+                store.changed.wait(min(left_s, _LOOK_S))
+        yield found
+        if left_s <= 0:
+            if call.query.get("allowWatchBookmarks", "").lower() == "true":
+                yield [("BOOKMARK", _bookmark(call.kind, seen))]
+            return
+
+
+def _chosen_by(call: Call) -> Callable[[Object], bool]:
+    assert call.kind is not None
+    by_label = selectors.labels(call.query.get("labelSelector", ""))
+    by_field = selectors.fields(call.kind, call.query.get("fieldSelector", ""))
+
+    def chosen(subject: Object) -> bool:
+        in_namespace = call.namespace in ("", subject["metadata"].get("namespace", ""))
+        return in_namespace and by_label(subject) and by_field(subject)
+
+    return chosen
+
+
+def _event(change: Change, chosen: Callable[[Object], bool]) -> tuple[str, Object] | None:
+    """What a change looks like through a selector: an object may come into sight and leave it."""
+    before, after = (None if text is None else json.loads(text) for text in (change.before, change.after))
+    was = before is not None and chosen(before)
+    if after is not None and chosen(after):
+        return ("MODIFIED" if was else "ADDED", after)
+    if not was:
+        return None
+    before["metadata"]["resourceVersion"] = str(change.version)
+    return ("DELETED", before)
+
+
+def _bookmark(kind: Kind, version: int) -> Object:
+    metadata = {"resourceVersion": str(version), "creationTimestamp": None}
+    return {"kind": kind.name, "apiVersion": kind.api_version, "metadata": metadata}

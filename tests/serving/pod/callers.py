@@ -1,0 +1,87 @@
+"""Clients that never stop asking, and count what becomes of each request."""
+
+import http.client
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from evernear.errors import EvernearError
+from evernear.serving.client import Client, Target
+
+TIMEOUT_S = 30
+
+
+@dataclass
+class Calls:
+    """What became of all requests: answers by release, and the reason of each failure."""
+
+    answers: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def asked(self) -> int:
+        return sum(self.answers.values()) + len(self.failures)
+
+
+@contextmanager
+def calling(port: int, image: bytes, token: str, clients: int, pause_s: float = 0.0) -> Iterator[Calls]:
+    """Clients ask all the while; every third opens a connection for each request, the others keep theirs."""
+    calls, done = Calls(), threading.Event()
+    headers = {"Authorization": f"Bearer {token}"}
+
+    def call_once(connection: http.client.HTTPConnection) -> bool:
+        connection.request("POST", "/predictions/embedding", image, headers)
+        answer = connection.getresponse()
+        body = answer.read().decode()
+        if answer.status == 200:
+            calls.answers[body.partition('"version":"')[2].partition('"')[0]] += 1
+        else:
+            calls.failures.append(f"{time.monotonic():.2f}: {answer.status} {body}")
+        return not answer.will_close
+
+    def call(keep_alive: bool) -> None:
+        while not done.wait(pause_s):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+            try:
+                while call_once(connection) and keep_alive and not done.wait(pause_s):
+                    pass
+            except (OSError, http.client.HTTPException) as fault:
+                calls.failures.append(f"{time.monotonic():.2f}: {fault!r}")
+            finally:
+                connection.close()
+
+    with _running([threading.Thread(target=call, args=[number % 3 > 0]) for number in range(clients)], done):
+        yield calls
+
+
+@contextmanager
+def calling_grpc(port: int, image: bytes, token: str, clients: int, pause_s: float = 0.0) -> Iterator[Calls]:
+    """Clients ask over gRPC all the while, each on a connection of its own, and none asks again what failed."""
+    calls, done = Calls(), threading.Event()
+    target = Target("127.0.0.1", port, "embedding", "grpc", token=lambda: token, timeout_s=TIMEOUT_S)
+
+    def call() -> None:
+        with Client(target) as client:
+            while not done.wait(pause_s):
+                try:
+                    calls.answers[client.predict(image).version] += 1
+                except EvernearError as fault:
+                    calls.failures.append(f"{time.monotonic():.2f}: {fault}")
+
+    with _running([threading.Thread(target=call) for _ in range(clients)], done):
+        yield calls
+
+
+@contextmanager
+def _running(threads: list[threading.Thread], done: threading.Event) -> Iterator[None]:
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()

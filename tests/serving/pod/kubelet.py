@@ -1,0 +1,159 @@
+"""A pod's containers, probes and hook, as processes in the order in which a kubelet runs them.
+
+Where the kernel lets us, each container has a process, mount and user namespace of its own: the server is process 1 of
+a user without rights, on a root file system that is read-only. What is missing is a network of its own, so that each
+pod has ports of its own.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import requests
+from releases import settings_on_free_ports
+
+from evernear.serving.pod import grace_period_s
+from evernear.settings import ServingSettings, Settings
+
+EVERNEAR = str(Path(sys.executable).with_name("evernear"))
+CONTAINER = str(Path(__file__).with_name("container.sh"))
+NAMESPACES = ["--user", "--map-user=65532", "--map-group=65532", "--keep-caps", "--mount", "--pid", "--fork"]
+PERIOD_S = 3  # of the startup probe, whose process takes a core for a second
+STORE_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION")
+
+
+class Pod:
+    """One pod; ``directory`` is on the node, with the pod's emptyDir, /tmp and Secret in it."""
+
+    def __init__(self, directory: Path, token: str | None = None, **serving: object) -> None:
+        self.serving: ServingSettings = settings_on_free_ports(**serving)
+        self.workdir, self._secret, self._tmp = (directory / name for name in ("work", "secret", "tmp"))
+        for each in (self.workdir, self._secret, self._tmp):
+            each.mkdir(parents=True)
+        self._token = token
+        if token is not None:
+            (self._secret / "token").write_text(token + "\n")
+        self._log = directory / "log"
+        self._server: subprocess.Popen[bytes] | None = None
+
+    @property
+    def port(self) -> int:
+        return self.serving.inference_port
+
+    @property
+    def log(self) -> str:
+        """What the server wrote to its console."""
+        return self._log.read_text(errors="replace")
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(workdir=self.workdir, serving=self.serving)
+
+    def fetch(self, store: str, version: str, sha256: str) -> subprocess.CompletedProcess[str]:
+        """The init container, which alone knows the store."""
+        environment = {name: os.environ[name] for name in STORE_VARIABLES if name in os.environ}
+        command = [*self._contained(), EVERNEAR, "pod", "fetch", "--release", version, "--sha256", sha256]
+        environment |= self._environment(contained=True) | {"EVERNEAR_STORE": store}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+    def start(self, *flags: str) -> None:
+        """The container, which goes on; its console is the pod's log."""
+        command = [*self._contained(), EVERNEAR, "pod", "serve", *flags]
+        with self._log.open("wb") as log:
+            self._server = subprocess.Popen(command, env=self._environment(contained=True), stdout=log, stderr=log)
+
+    def exec(self, word: str) -> subprocess.CompletedProcess[str]:
+        """A probe or hook, beside the server."""
+        environment = self._environment(contained=False)
+        return subprocess.run([EVERNEAR, "pod", word], env=environment, capture_output=True, text=True, timeout=120)
+
+    def await_started(self, timeout_s: float = 120) -> str:
+        """The startup probe, until it succeeds; returns what it said then."""
+        deadline_s = time.monotonic() + timeout_s
+        while (probe := self.exec("ready")).returncode:
+            assert self.is_alive(), self.log
+            assert time.monotonic() < deadline_s, probe.stderr + self.log
+            time.sleep(PERIOD_S)
+        return probe.stdout
+
+    def probe(self, timeout_s: float = 5) -> int:
+        """The readiness probe: its status, 0 if nobody answers."""
+        try:
+            return requests.get(f"http://127.0.0.1:{self.port}/ready", timeout=timeout_s).status_code
+        except requests.RequestException:
+            return 0
+
+    def is_alive(self) -> bool:
+        return self._server is not None and self._server.poll() is None
+
+    def first_process(self) -> psutil.Process:
+        """The container's process 1, as the node sees it."""
+        assert self._server is not None
+        launched = psutil.Process(self._server.pid)
+        return launched.children()[0] if can_contain() else launched
+
+    def delete(self) -> float:
+        """preStop, SIGTERM, and the wait until all is gone; returns the seconds that took.
+
+        A pod that is not gone within its grace period is killed, which is a failure.
+        """
+        began_s = time.monotonic()
+        grace_s = grace_period_s(self.serving)
+        hook = self.exec("drain")
+        assert hook.returncode == 0, hook.stderr
+        assert self._server is not None
+        self.first_process().terminate()
+        try:
+            self._server.wait(timeout=grace_s - (time.monotonic() - began_s))
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"the pod was not gone after {grace_s} s: {self.log}") from None
+        return time.monotonic() - began_s
+
+    def kill(self) -> None:
+        """SIGKILL; nothing of the pod is left."""
+        if self._server is not None:
+            for process in psutil.Process(self._server.pid).children(recursive=True) if self.is_alive() else []:
+                process.kill()
+            self._server.kill()
+            self._server.wait()
+
+    def _contained(self) -> list[str]:
+        if not can_contain():
+            return []
+        places = [str(each) for each in (self.workdir, self._secret, self._tmp)]
+        return ["unshare", *NAMESPACES, "--kill-child", "--", "sh", CONTAINER, *places]
+
+    def _environment(self, *, contained: bool) -> Mapping[str, str]:
+        inside = contained and can_contain()
+        secret = "/mnt" if inside else str(self._secret)
+        numbers = {
+            f"EVERNEAR_SERVING__{name.upper()}": str(value)
+            for name, value in self.serving.model_dump(exclude_defaults=True).items()
+        }
+        return {
+            "PATH": os.environ["PATH"],
+            "HOME": "/tmp" if inside else str(self._tmp),
+            "EVERNEAR_WORKDIR": "/srv" if inside else str(self.workdir),
+            **({"EVERNEAR_TOKEN_FILE": f"{secret}/token"} if self._token is not None else {}),
+            **numbers,
+        }
+
+
+def can_contain() -> bool:
+    """Whether this kernel lets us make namespaces with mounts of our own, and /tmp does not hold us; asked once."""
+    if not _contains:
+        script = 'mount --bind /srv /tmp && exec setpriv --no-new-privs "$0" -c "import evernear"'
+        command = ["unshare", *NAMESPACES, "sh", "-c", script, sys.executable]
+        try:
+            _contains.append(subprocess.run(command, capture_output=True).returncode == 0)
+        except FileNotFoundError:
+            _contains.append(False)
+    return _contains[0]
+
+
+_contains: list[bool] = []

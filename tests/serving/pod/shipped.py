@@ -1,0 +1,37 @@
+"""A release that was published, and how its pods are started."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kubelet import Pod
+from releases import PackedRelease
+
+from evernear.release.parts import ReleaseParts
+from evernear.store import sha256_file
+
+TOKEN = "0123456789abcdef0123456789abcdef"
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A release that was published."""
+
+    release: PackedRelease
+    parts: ReleaseParts
+    store: str
+
+    @property
+    def version(self) -> str:
+        return self.release.version
+
+    @property
+    def sha256(self) -> str:
+        return sha256_file(self.release.archive)
+
+    @property
+    def image(self) -> bytes:
+        return self.parts.smoke_queries()[0][0]
+
+
+class StartPod(Protocol):
+    def __call__(self, **serving: object) -> Pod: ...

@@ -1,0 +1,163 @@
+"""The init container: a release that is what the deployer and the registry say, or a sentence and nothing."""
+
+from pathlib import Path
+
+import pytest
+from kubelet import Pod, can_contain
+from releases import MakeRelease, PackedRelease, forge
+
+from evernear.errors import IntegrityError, ServingError, SettingsError, StoreError
+from evernear.release.registry import Registry
+from evernear.serving import pod
+from evernear.serving.connection import home_of
+from evernear.settings import TOKEN_FILE_VARIABLE, ServingSettings, Settings
+from evernear.store import open_store, sha256_file
+
+
+@pytest.fixture(scope="module")
+def release(make_release: MakeRelease) -> PackedRelease:
+    return make_release()
+
+
+@pytest.fixture
+def settings(release: PackedRelease, tmp_path: Path) -> Settings:
+    store = (tmp_path / "store").as_uri()
+    Registry(open_store(store)).publish(release.archive)
+    return Settings(workdir=tmp_path / "work", store=store)
+
+
+def archive_in(settings: Settings) -> Path:
+    return home_of(settings.workdir) / "model-store" / "embedding.mar"
+
+
+def test_a_release_is_brought_and_checked(release: PackedRelease, settings: Settings) -> None:
+    assert pod.fetch(release.version, sha256_file(release.archive), settings) == release.manifest
+    assert archive_in(settings).read_bytes() == release.archive.read_bytes()
+    fetched = pod.release(settings)
+    assert fetched.manifest == release.manifest
+    assert len(fetched.smoke_queries()) == 8
+    kept = {path.name for path in fetched.directory.iterdir()}
+    images = {f"smoke-{number:02d}.png" for number in range(8)}
+    assert kept == {"manifest.json", "preprocessing.json", "smoke.json", *images}
+    assert {path.name for path in home_of(settings.workdir).iterdir()} == {"model-store"}
+
+
+def test_a_container_that_starts_again_needs_no_store(release: PackedRelease, settings: Settings) -> None:
+    sha256 = sha256_file(release.archive)
+    pod.fetch(release.version, sha256, settings)
+    gone = settings.model_copy(update={"store": "s3://bucket/at-no-endpoint"})
+    assert pod.fetch(release.version, sha256, gone) == release.manifest
+
+
+def test_what_the_deployer_does_not_expect_is_not_served(release: PackedRelease, settings: Settings) -> None:
+    with pytest.raises(
+        IntegrityError, match=r"has the sha256 [0-9a-f]{64}, and this pod was told to serve 0000.*deploy"
+    ):
+        pod.fetch(release.version, "0" * 64, settings)
+    assert not settings.workdir.exists()
+
+
+def test_an_archive_that_was_changed_in_the_store_is_not_served(release: PackedRelease, settings: Settings) -> None:
+    sha256 = sha256_file(release.archive)
+    store = open_store(settings.store_uri)
+    data = bytearray(release.archive.read_bytes())
+    data[len(data) // 2] ^= 1
+    store.put(f"releases/archives/{sha256}.mar", bytes(data))
+    with pytest.raises(IntegrityError, match="is damaged"):
+        pod.fetch(release.version, sha256, settings)
+    assert not archive_in(settings).exists()
+    assert list(home_of(settings.workdir).glob(".*")) == []
+
+
+def test_another_release_under_its_name_is_not_served(
+    release: PackedRelease, settings: Settings, tmp_path: Path
+) -> None:
+    """Both hashes agree, and the archive is not the one that the record describes."""
+    other = forge(release, tmp_path / "other.mar", preprocessing_json=b"{}")
+    sha256 = sha256_file(other.archive)
+    registry, store = Registry(open_store(settings.store_uri)), open_store(settings.store_uri)
+    record = registry.show(release.version).model_copy(update={"archive_sha256": sha256})
+    store.put(record.archive_key, other.archive)
+    store.put(f"releases/manifests/{release.version}.json", record.model_dump_json().encode())
+    with pytest.raises(IntegrityError, match="is another release"):
+        pod.fetch(release.version, sha256, settings)
+    assert not archive_in(settings).exists()
+
+
+@pytest.mark.skipif(not can_contain(), reason="this kernel gives us no namespaces of our own")
+def test_a_store_in_a_directory_need_only_be_readable(release: PackedRelease, tmp_path: Path) -> None:
+    """As a PersistentVolumeClaim is mounted; here in the place of the Secret, which is read-only."""
+    container = Pod(tmp_path / "pod")
+    Registry(open_store((tmp_path / "pod" / "secret" / "store").as_uri())).publish(release.archive)
+    sha256 = sha256_file(release.archive)
+    done = container.fetch("file:///mnt/store", release.version, sha256)
+    assert (done.returncode, done.stdout) == (0, f"Release {release.version} is here, sha256 {sha256}.\n"), done.stderr
+    assert archive_in(container.settings).read_bytes() == release.archive.read_bytes()
+    wrong = container.fetch("file:///mnt/absent", release.version, "0" * 64)
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (4, 1)
+    assert f"There is no release {release.version}" in wrong.stderr
+
+
+def test_a_release_that_is_not_there_is_told(settings: Settings) -> None:
+    with pytest.raises(StoreError, match=r"There is no release 20200101\.000000\.00000000"):
+        pod.fetch("20200101.000000.00000000", "0" * 64, settings)
+
+
+def test_what_a_killed_fetch_left_is_removed_and_so_is_another_archive(
+    release: PackedRelease, settings: Settings
+) -> None:
+    home = home_of(settings.workdir)
+    left = [home / ".fetch-killed" / "release.mar", home / "model-store" / "another.mar", archive_in(settings)]
+    for file in left:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"half")
+    pod.fetch(release.version, sha256_file(release.archive), settings)
+    assert [path.name for path in (home / "model-store").iterdir()] == ["embedding.mar"]
+    assert not left[0].parent.exists()
+    assert archive_in(settings).read_bytes() == release.archive.read_bytes()
+
+
+def test_without_a_release_nothing_is_started(tmp_path: Path) -> None:
+    with pytest.raises(ServingError, match="run `evernear pod fetch` before"):
+        pod.serve(Settings(workdir=tmp_path), without_token=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "No token: let EVERNEAR_TOKEN_FILE name a file .* say --without-token"),
+        (b"", "holds no token"),
+        (b"short", "holds no token: 16 or more"),
+        (b"two words that are long enough", "holds no token"),
+        (b"\xff" * 32, "cannot be read"),
+    ],
+)
+def test_a_token_that_cannot_be_used_is_told(
+    release: PackedRelease,
+    settings: Settings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    content: bytes | None,
+    sentence: str,
+) -> None:
+    pod.fetch(release.version, sha256_file(release.archive), settings)
+    monkeypatch.delenv(TOKEN_FILE_VARIABLE, raising=False)
+    if content is not None:
+        (tmp_path / "token").write_bytes(content)
+        monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(tmp_path / "token"))
+    with pytest.raises(SettingsError, match=sentence):
+        pod.serve(settings)
+
+
+def test_a_token_and_none_contradict_each_other(
+    release: PackedRelease, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pod.fetch(release.version, sha256_file(release.archive), settings)
+    monkeypatch.setenv(TOKEN_FILE_VARIABLE, "/somewhere/token")
+    with pytest.raises(SettingsError, match="drop one of them"):
+        pod.serve(settings, without_token=True)
+
+
+def test_the_grace_period_fits_what_happens_in_it() -> None:
+    settings = ServingSettings(endpoint_removal_s=7, drain_timeout_s=40)
+    assert pod.grace_period_s(settings) > 7 + 40

@@ -1,0 +1,258 @@
+"""The life of a pod: what its containers, probes and hook do, and how another one takes its place."""
+
+import dataclasses
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+from balancer import Balancer
+from callers import Calls, calling, calling_grpc
+from kubelet import Pod, can_contain
+from shipped import TOKEN, Shipped, StartPod
+
+from evernear.errors import PredictionRefused
+from evernear.serving.client import Client, Format, Target
+from evernear.serving.connection import home_of, read_key
+
+FORMATS: tuple[Format, ...] = ("rest", "grpc")
+LAG_S = 0.5  # from an endpoint's change to the balancer's
+
+
+@pytest.fixture(scope="module")
+def pod(start_pod: StartPod) -> Pod:
+    """The one that the last test replaces."""
+    return start_pod(endpoint_removal_s=2, threads=2)
+
+
+class Service:
+    """The pods' ports of one name, behind one port."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.balancer = Balancer()
+
+    def add(self, pod: Pod, lag_s: float = 0) -> None:
+        self.balancer.add(getattr(pod.serving, self._name), lag_s)
+
+    def remove(self, pod: Pod, lag_s: float = 0) -> None:
+        self.balancer.remove(getattr(pod.serving, self._name), lag_s)
+
+
+def target(pod: Pod, token: str | None, format: Format = "rest") -> Target:
+    return dataclasses.replace(Target.remote(pod.settings, "127.0.0.1", format), token=lambda: token)
+
+
+def workers(pod: Pod) -> list[psutil.Process]:
+    return [process for process in pod.first_process().children() if "python" in process.name()]
+
+
+def test_the_shared_token_opens_inference_and_no_other_does(pod: Pod, shipped: Shipped) -> None:
+    for format in FORMATS:
+        with Client(target(pod, TOKEN, format)) as client:
+            assert client.predict(shipped.image).version == shipped.version
+        for token in ("f" * 32, None):
+            with Client(target(pod, token, format)) as client, pytest.raises(PredictionRefused):
+                client.predict(shipped.image)
+
+
+def test_only_inference_and_metrics_can_be_reached_from_outside(pod: Pod) -> None:
+    java = pod.first_process()
+    listening = {at.laddr.port: at.laddr.ip for at in java.net_connections("tcp") if at.status == psutil.CONN_LISTEN}
+    outside = {port for port, address in listening.items() if address.removeprefix("::ffff:") != "127.0.0.1"}
+    serving = pod.serving
+    assert outside == {serving.inference_port, serving.metrics_port, serving.grpc_inference_port}
+    assert {serving.management_port, serving.grpc_management_port} <= set(listening)
+
+
+def test_no_model_can_be_registered_not_even_with_the_key_that_lies_in_the_pod(pod: Pod) -> None:
+    key = read_key(home_of(pod.workdir), "management")
+    url = f"http://127.0.0.1:{pod.serving.management_port}/models"
+    headers = {"Authorization": f"Bearer {key}"}
+    assert requests.get(url, timeout=10).status_code == 400
+    assert [model["modelName"] for model in requests.get(url, headers=headers, timeout=10).json()["models"]]
+    refused = requests.post(url, params={"url": "embedding.mar"}, headers=headers, timeout=10)
+    assert (refused.status_code, refused.json()["type"]) == (405, "MethodNotAllowedException")
+
+
+def test_the_server_and_its_worker_know_no_secret_but_the_tokens_place(pod: Pod) -> None:
+    (worker,) = workers(pod)
+    for process in (pod.first_process(), worker):
+        assert not [name for name in process.environ() if name.startswith(("AWS_", "EVERNEAR_TOKEN"))]
+        assert TOKEN not in " ".join([*process.cmdline(), *process.environ().values()])
+    assert TOKEN not in pod.log
+    assert worker.environ()["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.skipif(not can_contain(), reason="this kernel gives us no namespaces of our own")
+def test_it_runs_without_rights_on_a_root_that_is_read_only(pod: Pod) -> None:
+    """`container.sh` makes it so; that it serves at all is the proof, this only that the container is one."""
+    for process in (pod.first_process(), *workers(pod)):
+        proc = Path("/proc") / str(process.pid)
+        told = dict(line.split(":\t", 1) for line in (proc / "status").read_text().splitlines())
+        assert {told[name] for name in ("CapEff", "CapPrm", "CapBnd", "CapAmb")} == {"0" * 16}
+        assert told["NoNewPrivs"] == "1"
+        mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
+        options = {fields[4]: set(fields[5].split(",")) for fields in mounts}
+        assert "ro" in options["/"]
+        assert "ro" in options["/mnt"]
+        assert "rw" in options["/srv"]
+    first = (Path("/proc") / str(pod.first_process().pid) / "status").read_text()
+    assert "1" in first.partition("NSpid:")[2].splitlines()[0].split()
+    assert "Read-only file system" not in pod.log
+
+
+def test_ready_is_asked_without_a_token_and_tells_nothing_else(pod: Pod, shipped: Shipped) -> None:
+    answer = requests.get(f"http://127.0.0.1:{pod.port}/ready", timeout=10)
+    assert (answer.status_code, answer.json()) == (200, {"status": "Ready"})
+    url = f"http://127.0.0.1:{pod.port}/ready/predictions"
+    assert requests.get(url, timeout=10).status_code != 200
+    assert requests.post(f"http://127.0.0.1:{pod.port}/ready", shipped.image, timeout=10).status_code != 200
+
+
+@pytest.mark.slow
+def test_traffic_makes_a_query_of_the_probes_own_superfluous(pod: Pod, shipped: Shipped) -> None:
+    def handled() -> int:
+        """Requests that reached the worker; it tells once a second."""
+        time.sleep(2.5)
+        text = requests.get(f"http://127.0.0.1:{pod.serving.metrics_port}/metrics", timeout=10).text
+        lines = [line for line in text.splitlines() if line.startswith("evernear_requests_total{")]
+        return sum(int(float(line.rpartition(" ")[2])) for line in lines)
+
+    before = handled()
+    for number, format in enumerate(FORMATS, start=1):
+        with Client(target(pod, TOKEN, format)) as client:
+            client.predict(shipped.image)
+        assert [pod.probe() for _ in range(10)] == [200] * 10
+        assert handled() == before + number
+    assert pod.probe() == 200  # in silence it asks
+    assert handled() == before + len(FORMATS) + 1
+
+
+def test_who_does_not_predict_is_not_ready(pod: Pod) -> None:
+    (worker,) = workers(pod)
+    _await(lambda: pod.probe() == 200)
+    worker.send_signal(signal.SIGSTOP)
+    try:
+        time.sleep(2.5)
+        assert pod.probe(timeout_s=1) == 0
+    finally:
+        worker.send_signal(signal.SIGCONT)
+    _await(lambda: pod.probe() == 200)
+
+
+@pytest.mark.slow
+def test_another_pod_takes_its_place_and_no_request_fails(pod: Pod, start_pod: StartPod, shipped: Shipped) -> None:
+    """Ends the pod of the tests before. Its endpoint goes late: when most of the time for that is over."""
+    successor = start_pod()
+    service = Service("inference_port")
+    service.add(pod)
+    with (
+        service.balancer.running() as balancer,
+        calling(balancer.port, shipped.image, TOKEN, clients=4, pause_s=0.01) as calls,
+    ):
+        _await(lambda: calls.asked > 60)
+        replace([service], pod, successor, lag_s=0.8 * pod.serving.endpoint_removal_s)
+        after = calls.asked
+        _await(lambda: calls.asked > after + 60)
+    assert calls.failures == []
+    assert balancer.refused == 0
+    assert not pod.is_alive()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_replacements_under_load_cost_no_request_of_5000_and_without_the_wait_they_would(
+    start_pod: StartPod, shipped: Shipped, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The endpoint goes at once, then late; then later than the pod waits for, which has to show."""
+    pods = [start_pod(endpoint_removal_s=3)]
+    rest, grpc = Service("inference_port"), Service("grpc_inference_port")
+    for service in (rest, grpc):
+        service.add(pods[0])
+    with (
+        rest.balancer.running() as balancer,
+        grpc.balancer.running() as grpc_balancer,
+        calling(balancer.port, shipped.image, TOKEN, clients=10, pause_s=0.02) as calls,
+        calling_grpc(grpc_balancer.port, shipped.image, TOKEN, clients=2, pause_s=0.02) as grpc_calls,
+    ):
+        for lag_s in (LAG_S, 2.7):
+            pods.append(start_pod(endpoint_removal_s=3))
+            end_s = replace([rest, grpc], pods[-2], pods[-1], lag_s)
+            with capsys.disabled():
+                print(f"\nendpoint removed after {lag_s} s, pod gone after {end_s:.1f} s: {told(calls, grpc_calls)}")
+        _await(lambda: calls.asked >= 5000, timeout_s=200)
+        assert calls.failures + grpc_calls.failures == []
+        assert balancer.refused + grpc_balancer.refused == 0
+        pods.append(start_pod(endpoint_removal_s=0))
+        replace([rest, grpc], pods[-2], pods[-1], LAG_S)
+        pods.append(start_pod())
+        replace([rest, grpc], pods[-2], pods[-1], 3)
+        time.sleep(3)  # until the endpoint of a pod that is gone is removed
+    with capsys.disabled():
+        print(f"endpoint removed after 3 s, for which nothing waited: {told(calls, grpc_calls)}")
+    assert calls.failures
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_makes_the_pod_unready_until_another_took_its_place(
+    start_pod: StartPod, shipped: Shipped
+) -> None:
+    pod = start_pod()
+    for worker in workers(pod):
+        worker.kill()
+    _await(lambda: pod.probe() != 200)
+    _await(lambda: pod.probe() == 200)
+    with Client(target(pod, TOKEN)) as client:
+        assert client.predict(shipped.image).version == shipped.version
+
+
+@pytest.mark.slow
+def test_a_container_that_was_killed_starts_again_in_what_it_left(start_pod: StartPod, shipped: Shipped) -> None:
+    """A kubelet starts the container again, not the init container; the emptyDir is as it was."""
+    pod = start_pod()
+    pod.kill()
+    assert pod.probe() == 0
+    pod.start()
+    assert "8 stored queries" in pod.await_started()
+    with Client(target(pod, TOKEN)) as client:
+        assert client.predict(shipped.image).version == shipped.version
+
+
+@pytest.mark.slow
+def test_without_a_token_whoever_gets_there_is_answered(shipped: Shipped, tmp_path: Path) -> None:
+    pod = Pod(tmp_path / "pod")
+    try:
+        assert pod.fetch(shipped.store, shipped.version, shipped.sha256).returncode == 0
+        pod.start("--without-token")
+        assert "8 stored queries" in pod.await_started()
+        assert pod.probe() == 200
+        with Client(target(pod, None)) as client:
+            assert client.predict(shipped.image).version == shipped.version
+    finally:
+        pod.kill()
+
+
+def told(calls: Calls, grpc_calls: Calls) -> str:
+    failed = len(calls.failures), len(grpc_calls.failures)
+    return f"{calls.asked:,} requests so far and {grpc_calls.asked:,} over gRPC; {failed[0]} and {failed[1]} failed"
+
+
+def replace(services: list[Service], pod: Pod, successor: Pod, lag_s: float) -> float:
+    """What a Deployment with maxUnavailable 0 does when ``successor`` is ready; returns the seconds of the end."""
+    for service in services:
+        service.add(successor, LAG_S)
+    time.sleep(2 * LAG_S)
+    for service in services:
+        service.remove(pod, lag_s)
+    return pod.delete()
+
+
+def _await(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)

@@ -1,0 +1,279 @@
+"""The log of live queries: what it keeps, that it stays within its bounds, and that a real server writes it."""
+
+import base64
+import random
+import threading
+import time
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from scipy import stats
+from served import Served
+
+from evernear.errors import IntegrityError, StoreError
+from evernear.release.manifest import REFERENCE_FILE
+from evernear.release.parts import ReleaseParts
+from evernear.release.reference import Reference
+from evernear.serving import query_log
+from evernear.serving.configuration import (
+    QUERY_LOG_FILE,
+    QUERY_LOG_VARIABLE,
+    QueryLogConfiguration,
+    logged_queries,
+    write_configuration,
+)
+from evernear.serving.core import Core
+from evernear.serving.messages import Prediction
+from evernear.serving.query_log import QueryLog, closed_at, parse_file, ship, ship_until
+from evernear.settings import ServingSettings
+from evernear.store import open_store
+
+
+def told(directory: Path, **changes: object) -> QueryLogConfiguration:
+    values: dict[str, object] = {
+        "directory": directory,
+        "images": False,
+        "sample": 50,
+        "period_s": 60.0,
+        "size_bytes": 2**20,
+    }
+    return QueryLogConfiguration.model_validate(values | changes)
+
+
+def answered(dist: float = 0.1, unknown: bool = False) -> Prediction:
+    return Prediction(pred="7", dist=dist, unknown=unknown, neighbors=(), version="v")
+
+
+def test_a_file_tells_what_the_release_answered(parts: ReleaseParts, tmp_path: Path) -> None:
+    core, log = Core.open(parts), QueryLog(told(tmp_path, images=True), parts)
+    images = [image for image, _ in parts.smoke_queries()]
+    batch = core.answer([images[0], b"no image", *images[1:]])
+    predictions = [answer for answer in batch.answers if isinstance(answer, Prediction)]
+    begin = datetime.now(UTC)
+    log.note(predictions, batch.embeddings, batch.images)
+    path = log.close_file()
+    assert path is not None
+    period, rows = parse_file(path.read_bytes(), str(path))
+    assert (period.version, period.queries) == (parts.manifest.version, len(images))
+    assert period.unknown == sum(prediction.unknown for prediction in predictions)
+    assert period.since <= begin <= period.until
+    assert [(row.pred, row.dist, row.unknown) for row in rows] == [(p.pred, p.dist, p.unknown) for p in predictions]
+    assert batch.embeddings is not None
+    assert batch.images is not None
+    projection = Reference.parse(parts.read(REFERENCE_FILE), "here").projection
+    assert np.array([row.coordinates for row in rows]) == pytest.approx(batch.embeddings @ projection, abs=1e-4)
+    for row, pixels in zip(rows, batch.images, strict=True):
+        kept = np.asarray(Image.open(BytesIO(base64.b64decode(row.image))))
+        assert (kept == pixels[:, :, 0]).all()
+    at = closed_at(path.name)
+    assert at is not None
+    assert abs(at - period.until) <= timedelta(seconds=1)
+    assert log.close_file() is None, "nothing came since"
+
+
+def test_images_are_kept_only_when_switched_on(parts: ReleaseParts, tmp_path: Path) -> None:
+    assert ServingSettings().query_log == "figures"
+    log = QueryLog(told(tmp_path), parts)
+    log.note([answered()], np.zeros((1, 16), np.float32), np.zeros((1, 8, 8, 1), np.uint8))
+    path = log.close_file()
+    assert path is not None
+    assert parse_file(path.read_bytes(), "here")[1][0].image == ""
+
+
+def test_the_sample_is_bounded_and_every_query_is_as_likely_in_it(parts: ReleaseParts, tmp_path: Path) -> None:
+    log = QueryLog(told(tmp_path, sample=20), parts)
+    log._random = random.Random(1)
+    kept: Counter[int] = Counter()
+    for _ in range(80):
+        for start in range(0, 100, 10):
+            log.note([answered(dist=number / 100) for number in range(start, start + 10)], None, None)
+        path = log.close_file()
+        assert path is not None
+        period, rows = parse_file(path.read_bytes(), "here")
+        assert (period.queries, len(rows)) == (100, 20)
+        kept.update(round(row.dist * 100) for row in rows)
+    assert set(kept) == set(range(100))
+    assert stats.chisquare([kept[number] for number in range(100)]).pvalue > 1e-4
+
+
+def test_the_directory_stays_within_its_bound_and_the_oldest_go_first(parts: ReleaseParts, tmp_path: Path) -> None:
+    log = QueryLog(told(tmp_path, size_bytes=20_000), parts)
+    written: list[Path] = []
+    for second in range(40):
+        log.note([answered()] * 30, None, None)
+        path = log.close_file()
+        assert path is not None
+        # A second apart, as far as the name tells.
+        written.append(path.rename(path.with_name(f"20260101T0000{second:02}Z{path.name[16:]}")))
+    left = sorted(tmp_path.iterdir())
+    assert left == written[-len(left) :]
+    assert 3 < len(left) < 40
+    assert sum(path.stat().st_size for path in left[:-1]) <= 20_000
+
+
+def test_workers_side_by_side_lose_nothing(parts: ReleaseParts, tmp_path: Path) -> None:
+    def work() -> None:
+        log = QueryLog(told(tmp_path), parts)
+        for _ in range(25):
+            log.note([answered(unknown=True)], None, None)
+            log.close_file()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    periods = [parse_file(path.read_bytes(), str(path))[0] for path in tmp_path.iterdir()]
+    assert sum(period.queries for period in periods) == sum(period.unknown for period in periods) == 100
+
+
+def test_a_directory_that_cannot_be_written_fails_the_file_not_the_prediction(
+    parts: ReleaseParts, tmp_path: Path
+) -> None:
+    (tmp_path / "queries").write_text("in the way")
+    log = QueryLog(told(tmp_path / "queries"), parts)
+    log.note([answered()], None, None)
+    with pytest.raises(StoreError, match="cannot be read or written"):
+        log.close_file()
+    log.note([answered()], None, None)
+
+
+def test_the_thread_outlives_what_it_cannot_write(
+    parts: ReleaseParts, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "queries").write_text("in the way")
+    log = QueryLog(told(tmp_path / "queries", period_s=0.02), parts)
+    log.start()
+    log.note([answered()], None, None)
+    _await(lambda: "Some queries were not logged" in caplog.text)
+    (tmp_path / "queries").unlink()
+    log.note([answered()], None, None)
+    _await(lambda: (tmp_path / "queries").is_dir() and any((tmp_path / "queries").glob("*.jsonl")))
+
+
+def test_a_worker_logs_what_the_server_was_configured_to(
+    parts: ReleaseParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert QueryLog.of_environment(parts) is None
+    monkeypatch.setenv(QUERY_LOG_VARIABLE, str(tmp_path / QUERY_LOG_FILE))
+    write_configuration(ServingSettings(query_log="off"), tmp_path)
+    assert QueryLog.of_environment(parts) is None
+    write_configuration(ServingSettings(query_log="images", query_log_sample=7), tmp_path)
+    log = QueryLog.of_environment(parts)
+    assert log is not None
+    assert log._told.images
+    assert log._told.sample == 7
+    (tmp_path / QUERY_LOG_FILE).write_text("{}")
+    assert QueryLog.of_environment(parts) is None, "a worker with a damaged configuration answers nevertheless"
+
+
+def test_a_release_without_a_reference_is_logged_without_embeddings(parts: ReleaseParts, tmp_path: Path) -> None:
+    without = {name: part for name, part in parts.manifest.parts.items() if name != REFERENCE_FILE}
+    old = ReleaseParts(parts.manifest.model_copy(update={"parts": without}), parts.directory)
+    log = QueryLog(told(tmp_path), old)
+    log.note([answered()], np.zeros((1, 16), np.float32), None)
+    path = log.close_file()
+    assert path is not None
+    assert parse_file(path.read_bytes(), "here")[1][0].coordinates == ()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"text",
+        b"{}",
+        b'{"version":"v","since":"2026-01-01T00:00:00Z","until":"2026-01-01T00:00:01Z","queries":1,"unknown":0}\n{}',
+        b'{"version":"v","since":"2026-01-01T00:00:00Z","until":"2026-01-01T00:00:01Z","queries":0,"unknown":0}',
+        b"\xff\xfe",
+        b"[" * 10_000,
+    ],
+)
+def test_what_is_no_file_of_the_log_is_refused_with_its_place(data: bytes) -> None:
+    with pytest.raises(IntegrityError, match="somewhere is no file of the query log"):
+        parse_file(data, "somewhere")
+
+
+def test_closed_files_are_shipped_once_whoever_ships(parts: ReleaseParts, tmp_path: Path, bucket: str) -> None:
+    directory, store = tmp_path / "queries", open_store(f"s3://{bucket}/prod")
+    assert ship(directory, store) == 0
+    log = QueryLog(told(directory), parts)
+    contents: dict[str, bytes] = {}
+    for _ in range(6):
+        log.note([answered()], None, None)
+        path = log.close_file()
+        assert path is not None
+        contents[path.name] = path.read_bytes()
+    (directory / ".half-written.jsonl.abc").write_text("{")
+    shippers = [threading.Thread(target=ship, args=(directory, store)) for _ in range(3)]
+    for shipper in shippers:
+        shipper.start()
+    for shipper in shippers:
+        shipper.join()
+    day = datetime.now(UTC)
+    found = {info.key.rpartition("/")[2]: store.get(info.key) for info in store.list("queries/")}
+    assert found == contents
+    assert {info.key.split("/")[1] for info in store.list("queries/")} <= {
+        f"{at:%Y%m%d}" for at in (day, day - timedelta(minutes=1))
+    }
+    assert [path.name for path in directory.iterdir()] == [".half-written.jsonl.abc"]
+
+
+def test_what_cannot_be_shipped_waits(
+    parts: ReleaseParts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(query_log, "SHIP_EVERY_S", 0.01)
+    (tmp_path / "store").write_text("in the way")
+    log = QueryLog(told(tmp_path / "queries"), parts)
+    log.note([answered()], None, None)
+    log.close_file()
+    ended = threading.Event()
+    store = open_store((tmp_path / "store").as_uri())
+    shipper = threading.Thread(target=ship_until, args=(ended, tmp_path / "queries", store))
+    shipper.start()
+    _await(lambda: "kept until they can be shipped" in caplog.text)
+    assert len(list((tmp_path / "queries").iterdir())) == 1
+    (tmp_path / "store").unlink()
+    ended.set()  # it ships once more at its end
+    shipper.join()
+    assert len(list(store.list("queries/"))) == 1
+    assert list((tmp_path / "queries").iterdir()) == []
+
+
+def test_a_real_server_writes_the_log_of_its_workers(served: Served) -> None:
+    directory = logged_queries(served.home)
+
+    def periods() -> list[query_log.Period]:
+        return [_read(path)[0] for path in directory.glob("*.jsonl")]
+
+    time.sleep(2.5)  # what tests before this one asked is written by then
+    before = sum(period.queries for period in periods())
+    begin = datetime.now(UTC)
+    queries = served.parts.smoke_queries()
+    for image, _ in queries:
+        served.client().predict(image)
+    _await(lambda: sum(period.queries for period in periods()) >= before + len(queries))
+    rows = [row for path in directory.glob("*.jsonl") for row in _read(path)[1] if row.at >= begin]
+    assert sorted(row.pred for row in rows) == sorted(query.pred for _, query in queries)
+    assert all(len(row.coordinates) == 16 for row in rows)
+    assert {period.version for period in periods()} == {served.manifest.version}
+    assert directory.stat().st_mode & 0o077 == 0
+
+
+def _read(path: Path) -> tuple[query_log.Period, list[query_log.LoggedQuery]]:
+    return parse_file(path.read_bytes(), str(path))
+
+
+def _await(condition, timeout_s: float = 30) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)

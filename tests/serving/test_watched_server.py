@@ -1,0 +1,67 @@
+"""From a question over HTTP to a proposal: TorchServe's workers log, the watcher ships, looks and finds the drift."""
+
+import shutil
+import time
+from io import BytesIO
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from PIL import Image
+from releases import MakeRelease, System
+from served import serving
+
+from evernear.release.registry import Registry
+from evernear.serving.configuration import logged_queries
+from evernear.serving.query_log import parse_file
+from evernear.settings import Settings
+from evernear.store import open_store
+from evernear.triggers.proposals import Proposals
+from evernear.triggers.watch.watcher import Watcher
+
+
+def noise(number: int) -> bytes:
+    buffer = BytesIO()
+    pixels = np.random.default_rng(number).integers(0, 256, (8, 8), np.uint8)
+    Image.fromarray(pixels).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+@pytest.mark.slow
+def test_what_a_real_server_was_asked_becomes_a_proposal(
+    system: System, make_release: MakeRelease, tmp_path: Path
+) -> None:
+    shutil.copytree(urlsplit(system.dataset.manifest.store_uri).path, tmp_path / "store")
+    store = open_store((tmp_path / "store").as_uri())
+    release = make_release()
+    Registry(store).publish(release.archive)
+    Registry(store).set_champion(release.version, None)
+    asked = 60
+    with serving(release, tmp_path / "work", query_log_period_s=0.5) as served:
+        for number in range(asked):
+            served.client().predict(noise(number))
+        directory, deadline_s = logged_queries(served.home), time.monotonic() + 30
+
+        def logged() -> int:
+            return sum(parse_file(path.read_bytes(), str(path))[0].queries for path in directory.glob("*.jsonl"))
+
+        while logged() < asked:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+        settings = Settings.model_validate(
+            {
+                "workdir": served.settings.workdir,
+                "store": store.uri,
+                "data": {"source": "digits", "gallery_fraction": 0.2, "query_fraction": 0.1},
+                "watch": {"min_queries": 50},
+            }
+        )
+        look = Watcher(settings, store, None, tmp_path).look()
+    assert look.faults == ()
+    assert look.figures["queries"] == asked
+    assert look.figures["new_files"] == 0
+    assert look.action == "retrain"
+    assert look.figures["drift_found"] == 3
+    assert [proposal.id for proposal in Proposals(store).list()] == [look.proposal]
+    assert list(directory.glob("*.jsonl")) == []
