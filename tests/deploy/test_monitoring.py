@@ -1,0 +1,99 @@
+"""Dashboard and alerts ask for series that the servers really have, by labels that those really carry."""
+
+import itertools
+import json
+import re
+
+from rendered import DEPLOY, named, objects
+
+from evernear.serving.metrics import metrics_file
+from evernear.serving.prep.metrics import Metrics
+
+DASHBOARD = json.loads((DEPLOY / "components/monitoring/dashboard.json").read_text())
+PANELS = DASHBOARD["panels"]
+QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]] + [
+    annotation["expr"] for annotation in DASHBOARD["annotations"]["list"]
+]
+SCRAPED = {"namespace"}  # what a ServiceMonitor adds
+SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",), "info": ("_info",)}
+
+
+def known() -> dict[str, set[str]]:
+    """Labels by series, of TorchServe with our handler and of the preprocessing server."""
+    series = {
+        entry["name"]: set(entry["dimensions"])
+        for kinds in metrics_file().values()
+        for entries in kinds.values()
+        for entry in entries
+    }
+    for family in Metrics().registry.collect():
+        labels = set(Metrics().registry._names_to_collectors[family.name]._labelnames)
+        series |= {family.name + suffix: labels | {"le"} for suffix in SUFFIXES[family.type]}
+    return series
+
+
+def alerts() -> dict[str, str]:
+    (rule,) = named(objects("production"), "PrometheusRule").values()
+    return {each["alert"]: each["expr"] for group in rule["spec"]["groups"] for each in group["rules"]}
+
+
+def asked_of(query: str) -> tuple[dict[str, set[str]], set[str]]:
+    """The series that a query names, each with the labels that it selects by, and the labels that it groups by."""
+    grouped = {
+        label.strip()
+        for labels in re.findall(r"\b(?:by|on|without)\s*\(([^)]*)\)", query)
+        for label in labels.split(",")
+        if label.strip()
+    }
+    plain = re.sub(r"\b(?:by|on|without)\s*\([^)]*\)|\[\w+\]|\boffset \w+", " ", query)
+    series: dict[str, set[str]] = {}
+    for name, selector in re.findall(r"([A-Za-z_]\w*)\s*(?:\{([^}]*)\})", plain):
+        series.setdefault(name, set()).update(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector))
+    bare = re.sub(r"[A-Za-z_]\w*\s*\{[^}]*\}", " ", plain)
+    words = set(re.findall(r"\b[A-Za-z_]\w*\b(?!\s*\()", bare)) - {"unless", "group_left", "and", "or"}
+    assert not words, f"every series is asked with its namespace: {words} in {query}"
+    return series, grouped
+
+
+def test_they_ask_for_series_that_there_are() -> None:
+    labels = known()
+    for query in [*QUERIES, *alerts().values()]:
+        series, grouped = asked_of(query)
+        assert series, query
+        for name, selected in series.items():
+            assert name in labels, f"no server has {name}"
+            assert "namespace" in selected, query
+            assert selected <= labels[name] | SCRAPED, query
+        assert grouped <= set().union(*(labels[name] for name in series)), query
+
+
+def test_a_series_that_there_is_not_would_be_found() -> None:
+    series, _ = asked_of('sum by (version) (rate(evernear_request_total{namespace="x"}[5m]))')
+    assert not series.keys() <= known().keys()
+
+
+def test_the_panels_have_room() -> None:
+    assert len({panel["id"] for panel in PANELS}) == len(PANELS)
+    assert len({panel["title"] for panel in PANELS}) == len(PANELS)
+    boxes = [panel["gridPos"] for panel in PANELS]
+    assert all(box["x"] + box["w"] <= 24 for box in boxes)
+    for one, other in itertools.combinations(boxes, 2):
+        beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
+        below = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
+        assert beside or below, (one, other)
+
+
+def test_grafana_finds_it_and_asks_the_chosen_prometheus() -> None:
+    found = named(objects("production"), "ConfigMap")["evernear-dashboard"]
+    assert json.loads(found["data"]["dashboard.json"]) == DASHBOARD
+    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert {variable["name"] for variable in DASHBOARD["templating"]["list"]} == {"datasource", "namespace"}
+    assert all(panel["datasource"]["uid"] == "${datasource}" for panel in PANELS)
+
+
+def test_alerts_say_what_to_do() -> None:
+    (rule,) = named(objects("production"), "PrometheusRule").values()
+    for group in rule["spec"]["groups"]:
+        for each in group["rules"]:
+            assert each["labels"]["severity"] in ("page", "ticket")
+            assert each["annotations"].keys() == {"summary", "description"}

@@ -1,0 +1,142 @@
+"""The trial's overlay on a cluster of loopback: it comes up, and its deployer has the rights that it uses, no more."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from kubernetes import client, config, utils
+from loopback.kubernetes import CrashLoop, LoopbackCluster, carries
+from loopback.kubernetes.kinds import named as known_kind
+from rendered import DEPLOY, DIGEST, Object, named, objects, settings_of
+
+from evernear.deployment.kubernetes import rollout
+from evernear.deployment.kubernetes.apply import apply, remove, require_applicable
+from evernear.deployment.kubernetes.cluster import Cluster
+from evernear.deployment.kubernetes.lease import held
+from evernear.deployment.kubernetes.objects import VERSION, ServedRelease, serving_objects
+from evernear.deployment.kubernetes.proven import Proven, keep_proven, read_proven
+from evernear.deployment.kubernetes.rollout import await_rollout
+from evernear.errors import ClusterError
+from evernear.settings import Settings
+
+LOCAL = objects("local")
+SECRETS = [*yaml.safe_load_all((DEPLOY / "secrets.example.yaml").read_text())]
+OLD, NEW = "20260101.000000.00000000", "20260102.000000.00000000"
+UP_WITHIN_S = 30
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[LoopbackCluster]:
+    """A cluster with the trial's overlay, and with the Secrets but for the token of inference."""
+    with LoopbackCluster(tmp_path, second_s=1.0) as running:
+        admin = config.new_client_from_config(str(running.kubeconfig()))
+        kubeflow = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "kubeflow"}}
+        filled = [
+            secret | {"stringData": dict.fromkeys(secret["stringData"], "x")}
+            for secret in SECRETS
+            if secret["metadata"]["name"] != "evernear-token"
+        ]
+        for manifest in sorted([kubeflow, *filled, *LOCAL], key=lambda each: each["kind"] != "Namespace"):
+            own_account = manifest["kind"] == "ServiceAccount" and manifest["metadata"]["name"] == "default"
+            if known_kind(manifest["apiVersion"], manifest["kind"]) and not own_account:
+                utils.create_from_dict(admin, manifest)
+        yield running
+
+
+def test_all_of_it_comes_up_once_its_secrets_are_there(cluster: LoopbackCluster) -> None:
+    admin = config.new_client_from_config(str(cluster.kubeconfig()))
+    apps, core = client.AppsV1Api(admin), client.CoreV1Api(admin)
+
+    def up() -> set[str]:
+        found = apps.list_namespaced_deployment("evernear").items
+        return {each.metadata.name for each in found if each.status.available_replicas}
+
+    wanted = named(LOCAL, "Deployment").keys()
+    _await(lambda: up() == wanted - {"evernear-prep"})  # which mounts the token
+    (token,) = (secret for secret in SECRETS if secret["metadata"]["name"] == "evernear-token")
+    core.create_namespaced_secret("evernear", token | {"stringData": {"token": "x"}})
+    _await(lambda: up() == wanted)
+
+
+def test_the_deployer_has_the_rights_that_it_uses_and_no_others(
+    cluster: LoopbackCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig("evernear/evernear-deployer", namespace="evernear")))
+    monkeypatch.setattr(rollout, "LOOK_S", 1)
+    settings = _settings()
+    asked = Cluster.of(settings.kubernetes)
+    before = len(cluster.calls)
+
+    with held(asked, settings.kubernetes.name, 2):
+        old = serving_objects(settings, ServedRelease(OLD, "b" * 64, "c" * 64))
+        require_applicable(asked, old)
+        apply(asked, old)
+        await_rollout(asked, settings.kubernetes)
+        keep_proven(asked, settings.kubernetes, Proven(OLD, old))
+        assert read_proven(asked, settings.kubernetes) is not None
+    with held(asked, settings.kubernetes.name, 2):
+        cluster.pods_do(CrashLoop("no Java\n"), carries(VERSION, NEW))
+        new = serving_objects(settings, ServedRelease(NEW, "b" * 64, "c" * 64))
+        apply(asked, new)
+        with pytest.raises(ClusterError, match="no Java"):
+            await_rollout(asked, settings.kubernetes)
+        remove(asked, new)
+
+    used = {
+        (call.kind.group, f"{call.kind.plural}/{call.subresource}".rstrip("/"), call.verb)
+        for call in cluster.calls[before:]
+        if call.kind is not None
+    }
+    used |= {(group, resource, "create") for group, resource, verb in used if verb == "patch"}  # what was not there
+    assert used == _granted()
+
+
+def test_it_may_nothing_elsewhere(cluster: LoopbackCluster, tmp_path: Path) -> None:
+    deployer = config.new_client_from_config(str(cluster.kubeconfig("evernear/evernear-deployer")))
+    apps, core = client.AppsV1Api(deployer), client.CoreV1Api(deployer)
+    refused: list[Callable[[], object]] = [
+        lambda: core.read_namespaced_secret("evernear-s3", "evernear"),
+        lambda: core.list_namespaced_secret("evernear"),
+        lambda: core.list_namespaced_pod("kubeflow"),
+        lambda: apps.read_namespaced_deployment("evernear-prep", "evernear"),
+        lambda: apps.delete_namespaced_deployment("evernear-slack", "evernear"),
+        lambda: core.list_namespace(),
+    ]
+    for attempt in refused:
+        with pytest.raises(client.ApiException) as error:
+            attempt()
+        assert error.value.status == 403
+
+
+def test_what_runs_of_the_pipeline_may_is_just_that(cluster: LoopbackCluster) -> None:
+    step = client.CoreV1Api(config.new_client_from_config(str(cluster.kubeconfig("kubeflow/pipeline-runner"))))
+    step.list_namespaced_pod("evernear")
+    for namespace in ("kubeflow", "default"):
+        with pytest.raises(client.ApiException, match="Forbidden"):
+            step.list_namespaced_pod(namespace)
+
+
+def _settings() -> Settings:
+    loaded = settings_of(LOCAL)
+    chosen = {"image": f"registry.invalid/evernear-serve@{DIGEST}", "patience_s": 1, "lease_s": 2, "token_secret": ""}
+    return loaded.model_copy(update={"kubernetes": loaded.kubernetes.model_copy(update=chosen)})
+
+
+def _granted() -> set[tuple[str, str, str]]:
+    role: Object = named(LOCAL, "Role")["evernear-deployer"]
+    return {
+        (group, resource, verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def _await(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + UP_WITHIN_S
+    while not holds():
+        assert time.monotonic() < deadline_s, "it did not come to that"
+        time.sleep(0.05)

