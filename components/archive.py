@@ -7,6 +7,8 @@ from components import component
 
 @component
 def archive(
+    run: str,
+    store: str,
     settings: dict,
     dataset: dsl.Input[dsl.Dataset],
     network: dsl.Input[dsl.Model],
@@ -19,4 +21,4 @@ def archive(
     from evernear import steps
 
     parts = (dataset.path, network.path, index.path, evaluation.path, verdict.path)
-    release.metadata["version"] = steps.archive(settings, *parts, release.path)
+    release.metadata["version"] = steps.archive(run, store, settings, *parts, release.path)

@@ -12,10 +12,11 @@ def deploy(
     target: str,
     workdir: str,
     settings: dict,
+    kubernetes: dict,
     release: dsl.Input[dsl.Model],
     verdict: dsl.Input[dsl.Artifact],
 ):
     """Publish the release and roll it out; fails closed when the verdict does not promote it."""
     from evernear import steps
 
-    steps.deploy(run, store, target, workdir, settings, release.path, verdict.path)
+    steps.deploy(run, store, target, workdir, settings, kubernetes, release.path, verdict.path)

@@ -6,8 +6,13 @@ from components import component
 
 
 @component
-def embed(dataset: dsl.Input[dsl.Dataset], network: dsl.Input[dsl.Model], embeddings: dsl.Output[dsl.Artifact]):
-    """Embed the gallery and the query split in batches, to shards."""
+def embed(
+    store: str,
+    dataset: dsl.Input[dsl.Dataset],
+    network: dsl.Input[dsl.Model],
+    embeddings: dsl.Output[dsl.Artifact],
+):
+    """Embed the gallery and the query split, except images that this network has embedded before."""
     from evernear import steps
 
-    steps.embed(dataset.path, network.path, embeddings.path)
+    embeddings.metadata.update(steps.embed(store, dataset.path, network.path, embeddings.path))

@@ -13,7 +13,7 @@ def index(
     open_set: dsl.Input[dsl.Artifact],
     index: dsl.Output[dsl.Model],
 ):
-    """Index the gallery, with the open-set threshold that the probe found."""
+    """Index the gallery, with the open-set threshold that was found with the network."""
     from evernear import steps
 
     steps.index(settings, dataset.path, embeddings.path, open_set.path, index.path)

@@ -54,9 +54,9 @@ class MakeRelease(Protocol):
     ) -> PackedRelease: ...
 
 
-def build_system(directory: Path) -> System:
-    """Ingest the digits and train on them for a few seconds."""
-    data = DataSettings(source="digits", gallery_fraction=0.2, query_fraction=0.1)
+def build_system(directory: Path, source: str = "digits") -> System:
+    """Ingest the digits, or another source, and train on them for a few seconds."""
+    data = DataSettings(source=source, gallery_fraction=0.2, query_fraction=0.1)
     save_manifest(ingest(data, (directory / "store").as_uri()), directory / "dataset")
     dataset = Dataset.open(directory / "dataset")
     tiny = TrainSettings(epochs=4, min_steps=0, width=4, embedding_dim=16, batch_size=128, patience_epochs=4)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict
@@ -25,6 +26,7 @@ from evernear.settings import Settings
 
 POLL_S = 0.1
 ROOM_FOR_EVENTS_BYTES = 64 * 1024
+Pipeline = Literal["continuous_training", "reindex"]
 
 
 class RunResult(BaseModel):
@@ -50,8 +52,8 @@ class RunFailed(EvernearError):
         self.exit_code = exit_code
 
 
-def run(settings: Settings, show: Callable[[Event], None]) -> RunResult:
-    """Run the pipeline with ``settings``, handing each event to ``show`` as it happens.
+def run(settings: Settings, show: Callable[[Event], None], pipeline: Pipeline = "continuous_training") -> RunResult:
+    """Run ``pipeline`` with ``settings``, handing each event to ``show`` as it happens.
 
     Raises:
         Busy: another run holds the working directory.
@@ -64,7 +66,7 @@ def run(settings: Settings, show: Callable[[Event], None]) -> RunResult:
         started_s = time.monotonic()
         directory = settings.workdir.resolve() / "runs" / datetime.now(UTC).strftime("%Y%m%d-%H%M%S.%f")
         directory.mkdir(parents=True)
-        failures, steps_s = _follow(settings, directory, show)
+        failures, steps_s = _follow(settings, pipeline, directory, show)
         wall_s = time.monotonic() - started_s
         if failures:
             raise RunFailed(failures[0].message, failures[0].exit_code)
@@ -88,13 +90,15 @@ def _sole_run(workdir: Path) -> Generator[None]:
         raise Busy(message) from None
 
 
-def _follow(settings: Settings, directory: Path, show: Callable[[Event], None]) -> tuple[list[Event], dict[str, float]]:
+def _follow(
+    settings: Settings, pipeline: Pipeline, directory: Path, show: Callable[[Event], None]
+) -> tuple[list[Event], dict[str, float]]:
     """Run the pipeline's process to its end; returns the failed events and each step's own work in seconds."""
     events_path = directory / "events.jsonl"
     failures: list[Event] = []
     steps_s: dict[str, float] = {}
     offset = 0
-    with _pipeline_process(settings, directory, events_path) as process:
+    with _pipeline_process(settings, pipeline, directory, events_path) as process:
         while True:
             ended = process.poll() is not None  # before the read, so that the last events are read too
             events, offset = read_events(events_path, offset)
@@ -123,7 +127,9 @@ def _silent_failure(directory: Path) -> Event:
 
 
 @contextmanager
-def _pipeline_process(settings: Settings, directory: Path, events: Path) -> Generator[subprocess.Popen[str]]:
+def _pipeline_process(
+    settings: Settings, pipeline: Pipeline, directory: Path, events: Path
+) -> Generator[subprocess.Popen[str]]:
     # From an empty directory, so that nothing is found by accident that an image would not hold.
     with tempfile.TemporaryDirectory(prefix="evernear-") as empty, (directory / "log.txt").open("w") as log:
         process = subprocess.Popen(
@@ -138,7 +144,11 @@ def _pipeline_process(settings: Settings, directory: Path, events: Path) -> Gene
         )
         assert process.stdin is not None  # noqa: S101 - it is PIPE, the type checker cannot know
         try:
-            order = {"pipeline_root": str(directory), "arguments": pipeline_arguments(settings)}
+            order = {
+                "pipeline": pipeline,
+                "pipeline_root": str(directory),
+                "arguments": pipeline_arguments(settings, pipeline),
+            }
             process.stdin.write(json.dumps(order) + "\n")
             process.stdin.flush()
             yield process
@@ -153,21 +163,22 @@ def _end(process: "subprocess.Popen[str]") -> None:
     process.wait()
 
 
-def pipeline_arguments(settings: Settings) -> dict[str, object]:
-    """``settings`` as the parameters of the continuous-training pipeline."""
+def pipeline_arguments(settings: Settings, pipeline: Pipeline = "continuous_training") -> dict[str, object]:
+    """``settings`` as the parameters of ``pipeline``."""
     sections = settings.model_dump(mode="json")
-    return {
+    arguments = {
         "store": settings.store_uri,
         "data": sections["data"],
         "validation": sections["validation"],
-        "train_settings": sections["train"],
         "index_settings": sections["index"],
         "evaluation": sections["evaluation"],
         "gate_settings": sections["gate"],
         "serving": sections["serving"],
+        "kubernetes_settings": sections["kubernetes"],
         "target": settings.target,
         "workdir": str(settings.workdir.resolve()),
     }
+    return arguments | ({"train_settings": sections["train"]} if pipeline == "continuous_training" else {})
 
 
 def _result(directory: Path, steps_s: dict[str, float], wall_s: float) -> RunResult:

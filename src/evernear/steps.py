@@ -85,18 +85,38 @@ def export(settings: Tree, dataset: str, trained: str, network: str) -> Tree:
     return {"sha256": result.sha256, "parity_max_abs_difference": difference}
 
 
-def embed(dataset: str, network: str, embeddings: str) -> None:
-    """Embed the gallery and the query split."""
+def reuse(store: str, dataset: str, network: str, open_set: str) -> Tree:
+    """Take the champion's network and threshold; returns what the network's artifact states."""
+    with step("reuse") as running:
+        from evernear.data.shards import Dataset
+        from evernear.release.network import take_network
+        from evernear.store import open_store, write_atomically
+
+        release, taken = take_network(open_store(store), Dataset.open(Path(dataset)), Path(network))
+        write_atomically(Path(open_set), taken.model_dump_json(indent=2))
+        running.summary = f"network {release.network_sha256[:12]} of release {release.version}"
+    return {"sha256": release.network_sha256, "release": release.version}
+
+
+def embed(store: str, dataset: str, network: str, embeddings: str) -> Tree:
+    """Embed the gallery and the query split; returns how many embeddings were made and how many kept."""
     with step("embed") as running:
         from evernear.data.shards import Dataset
         from evernear.embedding.embed import embed
+        from evernear.embedding.export import trained_on
+        from evernear.store import open_store
 
-        result = embed(Path(network), Dataset.open(Path(dataset)), Path(embeddings))
-        running.summary = f"{sum(shard.count for shard in result.shards):,} embeddings of {result.dim} dimensions"
+        data, opened = Dataset.open(Path(dataset)), open_store(store)
+        seen = trained_on(Path(network), data, opened).manifest.label_counts("train")
+        untrained = frozenset(label for label in data.labels if not seen.get(label))
+        result = embed(Path(network), data, Path(embeddings), store=opened, untrained=untrained)
+        made = result.count - result.reused
+        running.summary = f"{made:,} embeddings of {result.dim} dimensions made, {result.reused:,} reused"
+    return {"made": made, "reused": result.reused, "untrained_classes": sorted(untrained)}
 
 
 def index(settings: Tree, dataset: str, embeddings: str, open_set: str, index: str) -> None:
-    """Index the gallery, with the open-set threshold that the probe found."""
+    """Index the gallery, with the open-set threshold that was found with the network."""
     with step("index") as running:
         from evernear.data.shards import Dataset
         from evernear.embedding.embed import Embeddings
@@ -133,6 +153,7 @@ def evaluate(
     """Measure candidate and champion, both as served, on the same frozen test split."""
     with step("evaluate") as running:
         from evernear.data.shards import Dataset
+        from evernear.embedding.export import trained_on
         from evernear.evaluation.evaluate import evaluate
         from evernear.evaluation.open_set import OpenSet
         from evernear.evaluation.recogniser import Recogniser
@@ -142,8 +163,10 @@ def evaluate(
         parsed = knobs.parse(knobs.EvaluationSettings, settings)
         data, candidate = Dataset.open(Path(dataset)), Recogniser.open(Path(network), Path(index))
         probed = OpenSet.model_validate_json(Path(open_set).read_bytes())
-        with open_champion(open_store(store)) as (champion, made_from):
-            result = evaluate(candidate, champion, data, probed, parsed, made_from)
+        opened = open_store(store)
+        seen = trained_on(Path(network), data, opened)
+        with open_champion(opened) as (champion, made_from):
+            result = evaluate(candidate, champion, data, probed, parsed, made_from, seen)
         result.save(Path(evaluation))
         running.summary = f"accuracy {result.candidate.accuracy}"
     return result
@@ -154,25 +177,41 @@ def gate(run: str, store: str, settings: Tree, evaluation: str, verdict: str, ca
     with step("gate") as running:
         from evernear.evaluation.evaluate import Evaluation
         from evernear.evaluation.gate import decide
-        from evernear.reporting.card import verdict_card
-        from evernear.reporting.notify import remember
+        from evernear.reporting.card import confusion_png, verdict_card
+        from evernear.reporting.notify import remember, remember_confusion
         from evernear.store import open_store, write_atomically
 
         measured = Evaluation.load(Path(evaluation))
         decided = decide(measured, knobs.parse(knobs.GateSettings, settings))
         write_atomically(Path(verdict), decided.model_dump_json(indent=2))
         write_atomically(Path(card), verdict_card(decided, measured))
-        remember(open_store(store), run, verdict=decided.model_dump(mode="json"), metrics=measured.metrics())
+        kept = open_store(store)
+        remember(kept, run, verdict=decided.model_dump(mode="json"), metrics=measured.metrics())
+        remember_confusion(kept, run, confusion_png(measured))
         running.summary = ("promote: " if decided.promote else "hold: ") + " ".join(decided.reasons)
     return decided.promote
 
 
-def archive(settings: Tree, dataset: str, network: str, index: str, evaluation: str, verdict: str, release: str) -> str:
-    """Pack the release; returns its version."""
+def archive(
+    run: str,
+    store: str,
+    settings: Tree,
+    dataset: str,
+    network: str,
+    index: str,
+    evaluation: str,
+    verdict: str,
+    release: str,
+) -> str:
+    """Pack the release; returns its version. One that is held is kept in the registry, for a person to promote."""
     with step("archive") as running:
         from evernear.data.shards import Dataset
         from evernear.evaluation.evaluate import Evaluation
+        from evernear.evaluation.verdict import Verdict
         from evernear.release.archive import archive
+        from evernear.release.registry import Registry
+        from evernear.reporting.notify import remember
+        from evernear.store import open_store
 
         measured = Evaluation.load(Path(evaluation))
         packed = archive(
@@ -185,26 +224,67 @@ def archive(settings: Tree, dataset: str, network: str, index: str, evaluation: 
             settings=knobs.parse(knobs.ServingSettings, settings),
             out_dir=Path(release),
         )
+        kept = open_store(store)
+        if not Verdict.load(Path(verdict)).promote:
+            Registry(kept).publish(packed.archive)
+        remember(kept, run, archived={"version": packed.manifest.version})
         size_mb = packed.archive.stat().st_size / 1e6
         running.summary = f"release {packed.manifest.version}, {size_mb:.1f} MB"
     return packed.manifest.version
 
 
-def deploy(run: str, store: str, target: str, workdir: str, settings: Tree, release: str, verdict: str) -> None:
+def deploy(
+    run: str, store: str, target: str, workdir: str, settings: Tree, kubernetes: Tree, release: str, verdict: str
+) -> None:
     """Publish the release and bring it up, unless the verdict does not promote it."""
     with step("deploy") as running:
         from evernear.deployment import deploy
         from evernear.reporting.notify import remember
         from evernear.store import open_store
 
-        chosen = {"store": store, "target": target, "workdir": workdir, "serving": settings}
-        deployed = deploy(Path(release), Path(verdict), knobs.parse(knobs.Settings, chosen))
+        deployed = deploy(Path(release), Path(verdict), _place(store, target, workdir, settings, kubernetes))
         remember(open_store(store), run, deployment=deployed.model_dump(mode="json"))
         running.summary = f"release {deployed.version} serves" + (f" at {deployed.url}" if deployed.url else "")
 
 
-def notify(run: str, store: str, state: str, error_message: str, outcome: str) -> None:
-    """Tell the run's true outcome, to the log, to the store and to ``outcome``."""
+def rollback(
+    run: str, store: str, target: str, workdir: str, settings: Tree, kubernetes: Tree, release: str, why: str, by: str
+) -> None:
+    """Let serve again what served before the champion, which has to be ``release`` if that is not empty."""
+    with step("rollback") as running:
+        from evernear.deployment import rollback
+        from evernear.reporting.notify import remember
+        from evernear.store import open_store
+
+        place = _place(store, target, workdir, settings, kubernetes)
+        restored = rollback(place, why=why, by=by or None, expected=release or None)
+        remember(open_store(store), run, rollback=restored.model_dump(mode="json") | {"why": why})
+        running.summary = f"release {restored.version} serves again"
+
+
+def promote(
+    run: str, store: str, target: str, workdir: str, settings: Tree, kubernetes: Tree, release: str, why: str, by: str
+) -> None:
+    """Let a release of the registry serve because a person says so, whatever its verdict says."""
+    with step("promote") as running:
+        from evernear.deployment import promote
+        from evernear.reporting.notify import remember
+        from evernear.store import open_store
+
+        place = _place(store, target, workdir, settings, kubernetes)
+        promoted = promote(release, place, force=True, why=why, by=by or None)
+        remember(open_store(store), run, promotion=promoted.model_dump(mode="json") | {"why": why})
+        running.summary = f"release {promoted.version} serves"
+
+
+def _place(store: str, target: str, workdir: str, settings: Tree, kubernetes: Tree) -> knobs.Settings:
+    """Where a release is to serve."""
+    chosen = {"store": store, "target": target, "workdir": workdir, "serving": settings, "kubernetes": kubernetes}
+    return knobs.parse(knobs.Settings, chosen)
+
+
+def notify(run: str, store: str, state: str, error_message: str, outcome: str) -> Tree:
+    """Tell the run's true outcome, to the log, to the store and to ``outcome``; returns it in short."""
     with step("notify") as running:
         from evernear.reporting.notify import tell
         from evernear.store import open_store, write_atomically
@@ -212,3 +292,4 @@ def notify(run: str, store: str, state: str, error_message: str, outcome: str) -
         told = tell(open_store(store), run, state, " ".join(failures()) or error_message)
         write_atomically(Path(outcome), told.model_dump_json(indent=2))
         running.summary = told.summary()
+    return {"state": told.state, "release": told.release or "", "told": told.summary()}

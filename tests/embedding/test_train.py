@@ -85,7 +85,14 @@ train(Dataset.open(Path(dataset)), TrainSettings.model_validate_json(settings), 
 """
 
 
-@pytest.mark.parametrize(("every", "kill_after", "resumed_after"), [(1, 2, 2), (2, 3, 2), (4, 1, 0)])
+@pytest.mark.parametrize(
+    ("every", "kill_after", "resumed_after"),
+    [
+        pytest.param(1, 2, 2, marks=pytest.mark.slow),
+        (2, 3, 2),
+        pytest.param(4, 1, 0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_training_resumes_to_the_same_weights(
     digits: Dataset, digits_dir: Path, tiny: TrainSettings, tmp_path: Path, every: int, kill_after: int,
     resumed_after: int,
@@ -276,6 +283,7 @@ def test_changed_weights_are_noticed(digits: Dataset, tiny: TrainSettings, tmp_p
         load_trained(tmp_path)
 
 
+@pytest.mark.slow
 def test_two_processes_train_together(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
     settings = tiny.model_copy(update={"processes": 2, "epochs": 6, "device": "cpu"})
     seen: list[Epoch] = []
@@ -286,6 +294,7 @@ def test_two_processes_train_together(digits: Dataset, tiny: TrainSettings, tmp_
     assert len(list(store.list("checkpoints/"))) == 1
 
 
+@pytest.mark.slow
 def test_a_failing_process_says_why(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
     settings = tiny.model_copy(update={"processes": 2, "learning_rate": 1e38, "optimizer": "sgd", "device": "cpu"})
     with pytest.raises(TrainingError, match="not a finite number"):

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from evernear.data.shards import Dataset
 from evernear.embedding.embed import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription, embed
 from evernear.errors import IntegrityError
 from evernear.evaluation.evaluate import Evaluation, evaluate
@@ -15,7 +16,7 @@ from evernear.evaluation.recogniser import Recogniser
 from evernear.evaluation.statistics import auroc, roc, share
 from evernear.index.build import build
 from evernear.settings import EvaluationSettings, GateSettings, IndexSettings
-from evernear.store import sha256_file
+from evernear.store import open_store, sha256_file
 from tests.conftest import System
 
 SETTINGS = EvaluationSettings()
@@ -126,6 +127,17 @@ def test_the_first_release_needs_no_champion(system: System, full: Recogniser):
 
 def test_a_champion_against_itself_passes(system: System, full: Recogniser):
     assert decide(evaluate(full, full, system.dataset, PROBED, SETTINGS), LENIENT).promote
+
+
+def test_images_that_the_network_was_trained_on_count_wherever_it_was(system: System, full: Recogniser):
+    """The candidate's network comes of another snapshot, whose train split holds what is tested here."""
+
+    shards = tuple(shard.model_copy(update={"split": "train"}) for shard in system.dataset.shards("test"))
+    manifest = system.dataset.manifest.model_copy(update={"shards": shards})
+    trained_on = Dataset(manifest, open_store(manifest.store_uri))
+    evaluation = evaluate(full, full, system.dataset, PROBED, SETTINGS, system.dataset, trained_on)
+    assert evaluation.leaks == {"train": system.dataset.count("test"), "gallery": 0, "query": 0}
+    assert "test_images_unseen" in {rule.name for rule in decide(evaluation, LENIENT).rules if not rule.passed}
 
 
 def test_a_class_that_collapsed_holds(system: System, full: Recogniser, collapsed: Recogniser):

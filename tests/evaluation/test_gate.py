@@ -169,6 +169,41 @@ def test_one_image_of_a_small_class_is_no_collapse(planted: ModuleType):
     assert {"class_recall_floor", "class_recall_drop"} <= set(failed(decide(gone, SETTINGS)))
 
 
+def with_new_class(planted: ModuleType, wrong: dict[int, int]) -> Evaluation:
+    """A champion that does not know class 9, against a challenger that answers it and errs as ``wrong`` says."""
+    evaluation = planted.evaluated(outcomes(wrong), outcomes({1: 2, 8: 1, 9: 100}))
+    champion = evaluation.champion.model_copy(update={"known_labels": planted.LABELS[:-1]})
+    return evaluation.model_copy(update={"champion": champion})
+
+
+def test_a_new_class_is_welcome_and_named(planted: ModuleType):
+    verdict = decide(with_new_class(planted, {1: 2, 8: 1, 9: 4}), SETTINGS)
+    assert verdict.promote
+    reasons = {rule.name: rule.reason for rule in verdict.rules}
+    assert "New: 9 (recall 96.0%)" in reasons["classes_kept"]
+    assert "99.67% against the champion's 99.67% on the 900 images of classes that it knows" in reasons["no_worse"]
+
+
+def test_a_new_class_does_not_outweigh_what_the_others_lose(planted: ModuleType):
+    """100 images won of the new class; 8 lost of those that the champion knows, spread thinly."""
+    losing = with_new_class(planted, {1: 5, 3: 2, 5: 2, 8: 2})
+    assert losing.comparison.overall.improvements == 100
+    assert set(failed(decide(losing, SETTINGS))) == {"no_worse"}
+
+
+def test_a_new_class_that_is_not_recognised_holds(planted: ModuleType):
+    assert set(failed(decide(with_new_class(planted, {1: 2, 8: 1, 9: 70}), GateSettings(accuracy_floor=0.9)))) == {
+        "class_recall_floor"
+    }
+
+
+def test_nothing_in_common_with_the_champion_holds(planted: ModuleType):
+    evaluation = with_new_class(planted, {})
+    strange = evaluation.champion.model_copy(update={"known_labels": ("elsewhere",)})
+    held = failed(decide(evaluation.model_copy(update={"champion": strange}), SETTINGS))
+    assert set(held) == {"no_worse", "classes_kept", "class_recall_drop"}
+
+
 def test_a_class_without_a_test_image_is_named(planted: ModuleType, sound: Evaluation):
     recalls = {label: recall for label, recall in sound.candidate.class_recall.items() if label != "6"}
     verdict = decide(with_candidate(sound, class_recall=recalls), SETTINGS)

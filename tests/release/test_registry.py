@@ -140,6 +140,7 @@ def promote_in_rounds(uri: str, versions: list[str], number: int, start: Process
     return won
 
 
+@pytest.mark.slow
 def test_of_processes_that_promote_at_once_one_wins_each_round(tmp_path: Path, releases: list[PackedRelease]) -> None:
     uri = (tmp_path / "store").as_uri()
     registry = Registry(open_store(uri))

@@ -6,17 +6,19 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from evernear.cli import inspect, journey, predict, prep, releases, server
+from evernear.cli import cluster, doctor, inspect, journey, pipeline, pod, predict, prep, releases, server, slack, watch
 from evernear.errors import EvernearError
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # rich's own would swallow [brackets]
     help="Keeps an image recogniser fresh: labelled images in, a gated release served by TorchServe.",
 )
 for command in (
     journey.run,
+    journey.reindex,
     journey.demo,
     predict.predict,
     prep.prep,
@@ -25,10 +27,16 @@ for command in (
     server.ready,
     server.stop,
     server.token,
+    doctor.doctor,
 ):
     app.command()(command)
 app.add_typer(releases.app, name="registry")
 app.add_typer(inspect.app, name="inspect")
+app.add_typer(cluster.app, name="deployment")
+app.add_typer(pipeline.app, name="pipeline")
+app.add_typer(pod.app, name="pod")
+app.add_typer(watch.app, name="watch")
+app.add_typer(slack.app, name="slack")
 
 
 def main() -> None:

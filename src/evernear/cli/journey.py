@@ -1,7 +1,7 @@
-"""``evernear run`` and ``evernear demo``."""
+"""``evernear run``, ``evernear reindex`` and ``evernear demo``."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -15,6 +15,7 @@ from evernear.cli.options import (
     WorkdirOption,
     settings_of,
 )
+from evernear.settings import Settings
 
 
 def run(
@@ -26,14 +27,19 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Run the continuous-training pipeline on this machine, each step a process of its own."""
-    settings = settings_of(preset, config, overrides, workdir, source)
-    from evernear.local_run import run
+    _run_and_show(settings_of(preset, config, overrides, workdir, source), "continuous_training", as_json)
 
-    result = run(settings, _Progress(Console(stderr=True)))
-    if as_json:
-        print(result.model_dump_json())
-    else:
-        _show_result(result)
+
+def reindex(
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take new gallery images, a whole new class even, into the index of the network that serves: no training."""
+    _run_and_show(settings_of(preset, config, overrides, workdir, source), "reindex", as_json)
 
 
 def demo(
@@ -73,6 +79,16 @@ class _Progress:
                 self._console.print(event.message, highlight=False, markup=False, soft_wrap=True)
         if event.step == "notify" and event.kind == "finished":
             self._status.stop()
+
+
+def _run_and_show(settings: Settings, pipeline: Literal["continuous_training", "reindex"], as_json: bool) -> None:
+    from evernear.local_run import run
+
+    result = run(settings, _Progress(Console(stderr=True)), pipeline)
+    if as_json:
+        print(result.model_dump_json())
+    else:
+        _show_result(result)
 
 
 def _show_result(result: Any) -> None:

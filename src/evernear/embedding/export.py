@@ -15,7 +15,7 @@ from evernear.embedding.images import to_tensor
 from evernear.embedding.network import Architecture, EmbeddingNetwork
 from evernear.embedding.trained import load_trained
 from evernear.errors import IntegrityError, TrainingError
-from evernear.store import sha256_bytes, sha256_file, write_atomically
+from evernear.store import Store, sha256_bytes, sha256_file, write_atomically
 
 NETWORK_FILE = "network.pt"
 DESCRIPTION_FILE = "network.json"
@@ -92,6 +92,22 @@ def describe_network(directory: Path) -> ExportResult:
         return ExportResult.model_validate_json((directory / DESCRIPTION_FILE).read_bytes())
     except (OSError, ValidationError) as error:
         raise IntegrityError(f"{directory} holds no exported network; run the export step again.") from error
+
+
+def trained_on(directory: Path, dataset: Dataset, store: Store) -> Dataset:
+    """The snapshot that the network in ``directory`` was trained on: ``dataset``, or an earlier one of its name.
+
+    Raises:
+        IntegrityError: it is gone from the store.
+    """
+    digest = describe_network(directory).dataset_digest
+    found = dataset if digest == dataset.digest else Dataset.find(store, dataset.manifest.name, digest)
+    if found is None:
+        raise IntegrityError(
+            f"The network was trained on the snapshot {digest[:12]} of {dataset.manifest.name}, which the store no "
+            "longer has: nobody can tell which images it has seen. Run the whole pipeline."
+        )
+    return found
 
 
 def load_network(path: Path, optimize: bool = True) -> torch.jit.ScriptModule:

@@ -1,5 +1,7 @@
 """The paired test: is the challenger worse than the champion on the very same queries?"""
 
+from collections.abc import Iterable
+
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 from scipy.stats import binomtest
@@ -32,6 +34,15 @@ class Comparison(BaseModel):
 
     overall: Pairs
     classes: dict[str, Pairs]
+
+    def within(self, labels: Iterable[str]) -> Pairs:
+        """The queries of ``labels`` alone."""
+        chosen = [self.classes[label] for label in labels if label in self.classes]
+        return Pairs(
+            queries=sum(pairs.queries for pairs in chosen),
+            regressions=sum(pairs.regressions for pairs in chosen),
+            improvements=sum(pairs.improvements for pairs in chosen),
+        )
 
 
 def mcnemar_worse(regressions: int, improvements: int) -> float:

@@ -63,10 +63,11 @@ class Evaluation(BaseModel):
             found["open_set_auroc"] = self.open_set.auroc.value
             found["open_set_false_accept_rate"] = self.open_set.false_accepts.value
         if self.champion and self.comparison:
+            pairs = self.comparison.within(self.champion.known_labels)
             found["champion_accuracy"] = self.champion.accuracy.value
-            found["regressions"] = self.comparison.overall.regressions
-            found["improvements"] = self.comparison.overall.improvements
-            found["p_worse"] = self.comparison.overall.p_worse
+            found["regressions"] = pairs.regressions
+            found["improvements"] = pairs.improvements
+            found["p_worse"] = pairs.p_worse
         return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
 
     def save(self, directory: Path) -> None:
@@ -116,12 +117,14 @@ def evaluate(
     open_set: OpenSet,
     settings: EvaluationSettings,
     champion_dataset: Dataset | None = None,
+    trained_on: Dataset | None = None,
 ) -> Evaluation:
     """Measure ``candidate`` and ``champion`` on the test split of ``dataset``, and count test images seen
     before.
 
     ``champion_dataset`` is the snapshot the champion was made from, where the store still has it. A champion
-    that was trained on test images looks better than it is; the gate says so.
+    that was trained on test images looks better than it is; the gate says so. ``trained_on`` is the snapshot that
+    the candidate's network was trained on (None: ``dataset``).
 
     Raises:
         DataError: the test split is empty, or of images that one of the two does not take.
@@ -136,10 +139,15 @@ def evaluate(
         champion=measurements.get("champion"),
         comparison=_compared(outcomes, dataset.labels),
         open_set=open_set,
-        leaks=count_leaks(dataset, dataset),
+        leaks=_leaks(dataset, trained_on or dataset),
         champion_leaks=count_leaks(dataset, champion_dataset) if champion_dataset else None,
         outcomes=outcomes,
     )
+
+
+def _leaks(dataset: Dataset, trained_on: Dataset) -> dict[str, int]:
+    leaks = count_leaks(dataset, dataset)
+    return leaks if trained_on.digest == dataset.digest else leaks | count_leaks(dataset, trained_on, ("train",))
 
 
 def _compared(outcomes: dict[str, Outcomes], labels: tuple[str, ...]) -> Comparison | None:

@@ -20,6 +20,10 @@ The paired test (`no_worse`)
     (non-inferiority) would stop more, and hold every equal model on a small test split; this rule grows
     weaker there, and leaves small splits to the floors.
 
+    Queries of classes that the champion does not know are left out: it cannot but be wrong there, and what a
+    candidate gains by a new class would outweigh what it loses of the others. Whether a new class is answered
+    well enough is the matter of the floors.
+
     Each promotion may lose a little that no single test can see. The floor bounds the sum of it; who wants
     less drift raises the level or enlarges the test split.
 
@@ -69,7 +73,7 @@ def _rules(evaluation: Evaluation, settings: GateSettings) -> Iterator[Rule]:
         yield _same_queries(evaluation, evaluation.champion)
         yield _no_worse(evaluation, evaluation.champion, settings)
         yield _classes_kept(candidate, evaluation.champion)
-        yield _class_recall_drop(evaluation, settings)
+        yield _class_recall_drop(evaluation, evaluation.champion, settings)
 
 
 def _accuracy_floor(candidate: Measurement, settings: GateSettings) -> Rule:
@@ -164,25 +168,40 @@ def _same_queries(evaluation: Evaluation, champion: Measurement) -> Rule:
 
 
 def _no_worse(evaluation: Evaluation, champion: Measurement, settings: GateSettings) -> Rule:
-    ours, theirs, level = evaluation.candidate.accuracy.value, champion.accuracy.value, settings.significance
+    known, level = champion.known_labels, settings.significance
     if evaluation.comparison is None:
         return Rule(name="no_worse", passed=False, bound=level, reason="The comparison with the champion is missing.")
-    pairs = evaluation.comparison.overall
+    pairs = evaluation.comparison.within(known)
+    if not pairs.queries:
+        reason = "The test split holds no image of a class that the champion knows, so nothing can be compared."
+        return Rule(name="no_worse", passed=False, bound=level, reason=reason)
+    ours, theirs, where = evaluation.candidate.accuracy.value, champion.accuracy.value, ""
+    if pairs.queries < evaluation.comparison.overall.queries:
+        ours, theirs = _accuracy_within(evaluation.candidate, known), _accuracy_within(champion, known)
+        where = f" on the {pairs.queries:,} images of classes that it knows"
     p_worse = pairs.p_worse
     passed = p_worse > level
     reason = (
-        f"Accuracy {ours:.2%} against the champion's {theirs:.2%}: right where that was wrong "
+        f"Accuracy {ours:.2%} against the champion's {theirs:.2%}{where}: right where that was wrong "
         f"{pairs.improvements:,} times, wrong where that was right {pairs.regressions:,} times, which is "
         f"{'not ' if passed else ''}significantly worse (p = {p_worse:.2g}, level {level:g})."
     )
     return Rule(name="no_worse", passed=passed, candidate=ours, champion=theirs, bound=level, reason=reason)
 
 
+def _accuracy_within(measurement: Measurement, labels: tuple[str, ...]) -> float:
+    recalls = [recall for label, recall in measurement.class_recall.items() if label in labels]
+    return sum(recall.count for recall in recalls) / max(1, sum(recall.total for recall in recalls))
+
+
 def _classes_kept(candidate: Measurement, champion: Measurement) -> Rule:
     gone = [label for label in champion.known_labels if label not in candidate.known_labels]
+    new = [_told(label, candidate) for label in candidate.known_labels if label not in champion.known_labels]
     reason = "Every class of the champion is still there."
     if gone:
         reason = f"The champion knows classes that the candidate does not: {_some(gone)}."
+    if new:
+        reason += f" New: {_some(new)}."
     return Rule(
         name="classes_kept",
         passed=not gone and bool(candidate.known_labels),
@@ -192,11 +211,20 @@ def _classes_kept(candidate: Measurement, champion: Measurement) -> Rule:
     )
 
 
-def _class_recall_drop(evaluation: Evaluation, settings: GateSettings) -> Rule:
+def _told(label: str, measurement: Measurement) -> str:
+    figures = [("recall", measurement.class_recall), ("called unknown", measurement.class_rejects)]
+    told = ", ".join(f"{name} {shares[label].value:.1%}" for name, shares in figures if label in shares)
+    return f"{label} ({told})" if told else label
+
+
+def _class_recall_drop(evaluation: Evaluation, champion: Measurement, settings: GateSettings) -> Rule:
     name, bound = "class_recall_drop", settings.class_recall_drop
     if evaluation.comparison is None or not evaluation.comparison.classes:
         return Rule(name=name, passed=False, bound=bound, reason="The comparison within classes is missing.")
-    classes = evaluation.comparison.classes
+    compared = evaluation.comparison.classes
+    classes = {label: pairs for label, pairs in compared.items() if label in champion.known_labels}
+    if not classes:
+        return Rule(name=name, passed=False, bound=bound, reason="No class that the champion knows has a test image.")
     level = settings.significance / len(classes)
     drops = {label: (pairs.regressions - pairs.improvements) / pairs.queries for label, pairs in classes.items()}
     fallen = [
@@ -209,7 +237,7 @@ def _class_recall_drop(evaluation: Evaluation, settings: GateSettings) -> Rule:
         f"Recall fell by more than {bound:.1%}, and more than chance explains, for {_some(fallen)}."
         if fallen
         else f"No class lost more than {bound:.1%} of its recall beyond chance; the largest change is "
-        f"{-drops[largest]:+.1%} for {largest}."
+        f"{0.0 - drops[largest]:+.1%} for {largest}."
     )
     return Rule(name=name, passed=not fallen, candidate=drops[largest], bound=bound, reason=reason)
 

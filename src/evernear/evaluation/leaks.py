@@ -1,6 +1,6 @@
 """Has the system seen images of the test split before?"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,16 +15,16 @@ TEST_IMAGES_AT_ONCE = 1_000_000
 Digests = NDArray[np.bytes_]
 
 
-def count_leaks(dataset: Dataset, made_from: Dataset) -> dict[str, int]:
-    """How many images of each split that ``made_from`` goes into a release are in ``dataset``'s test split.
+def count_leaks(dataset: Dataset, made_from: Dataset, splits: Sequence[Split] = SEEN) -> dict[str, int]:
+    """How many images of ``splits`` of ``made_from``, which go into a release, are in ``dataset``'s test split.
 
     Read from the shards themselves, image by image, and not from the ledger that made the splits. Equal means
     equal pixels at source resolution: two scans of the same digit count as two images.
     """
-    leaks = dict.fromkeys(SEEN, 0)
+    leaks = dict.fromkeys(splits, 0)
     for test in _gathered(_digests(dataset, "test")):
         test.sort()
-        for split in SEEN:
+        for split in splits:
             for seen in _digests(made_from, split):
                 places = np.minimum(np.searchsorted(test, seen), len(test) - 1)
                 leaks[split] += int((test[places] == seen).sum())

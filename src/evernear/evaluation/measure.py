@@ -54,6 +54,8 @@ class Measurement(BaseModel):
     """Queries of the query split whose nearest vector the index found (recall@1 against exact search)."""
     class_recall: dict[str, Share]
     """For each label with a query: its queries given it."""
+    class_rejects: dict[str, Share] = {}
+    """For each label with a query: its queries called unknown."""
     confusions: tuple[tuple[str, str, int], ...]
     """(label, answer, how often), by label; only pairs that occur."""
 
@@ -132,11 +134,8 @@ def measure(
         recall_at_5=of_all(tally.among_nearest),
         false_rejects=of_all(tally.unknown),
         index_recall=share(calibration.nearest_found, calibration.queries, settings.confidence),
-        class_recall={
-            label: share(int(right), int(total), settings.confidence)
-            for label, right, total in zip(dataset.labels, tally.class_right, tally.class_total, strict=True)
-            if total
-        },
+        class_recall=tally.by_class(tally.class_right, settings.confidence),
+        class_rejects=tally.by_class(tally.class_unknown, settings.confidence),
         confusions=tally.confusions(),
     )
     return measurement, tally.outcomes()
@@ -155,6 +154,7 @@ class _Tally:
         self._right: list[NDArray[np.bool_]] = []
         self._labels: list[NDArray[np.int32]] = []
         self.class_right = np.zeros(elsewhere, np.int64)
+        self.class_unknown = np.zeros(elsewhere, np.int64)
         self.class_total = np.zeros(elsewhere, np.int64)
         self.queries = self.nearest_right = self.among_nearest = self.unknown = 0
         self.sha256 = hashlib.sha256()
@@ -170,6 +170,7 @@ class _Tally:
         self.unknown += int(answers.unknown.sum())
         self.class_total += np.bincount(truth, minlength=classes)
         self.class_right += np.bincount(truth[right], minlength=classes)
+        self.class_unknown += np.bincount(truth[answers.unknown], minlength=classes)
         pairs, counts = np.unique(truth * (classes + 1) + answered, return_counts=True)
         self._pairs.update(dict(zip(pairs.tolist(), counts.tolist(), strict=True)))
         self._right.append(right)
@@ -177,6 +178,14 @@ class _Tally:
         # Image by image, so that the size of a block does not matter.
         numbers = truth.astype("<i8")[:, None].view(np.uint8)
         self.sha256.update(np.concatenate([block.digests, numbers], axis=1).tobytes())
+
+    def by_class(self, counts: NDArray[np.int64], confidence: float) -> dict[str, Share]:
+        """``counts`` of each label as a share of its queries, for labels with any."""
+        return {
+            label: share(int(count), int(total), confidence)
+            for label, count, total in zip(self._names, counts, self.class_total, strict=False)
+            if total
+        }
 
     def outcomes(self) -> Outcomes:
         return Outcomes(np.concatenate(self._right), np.concatenate(self._labels))

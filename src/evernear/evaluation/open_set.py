@@ -6,7 +6,10 @@ from evernear.evaluation.statistics import Auroc, Roc, Share
 
 
 class OpenSet(BaseModel):
-    """What a probe found; all but ``held_out`` is None where too few classes leave nothing to hold out."""
+    """What a probe found; all but ``held_out`` is None where too few classes leave nothing to hold out.
+
+    ``threshold`` alone, where it was taken over with a release's network.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,7 +26,8 @@ from evernear.errors import DataError, EvernearError, IntegrityError
 from evernear.index.description import DESCRIPTION_FILE as INDEX_DESCRIPTION
 from evernear.index.description import PARTS as INDEX_FILES
 from evernear.index.search import Gallery, Recognition
-from evernear.release.manifest import Part, ReleaseManifest, new_version
+from evernear.release.commit import git_commit
+from evernear.release.manifest import REFERENCE_FILE, Part, ReleaseManifest, new_version
 from evernear.release.parts import (
     ARCHIVE_FILE,
     HANDLER_FILE,
@@ -37,6 +39,7 @@ from evernear.release.parts import (
     SmokeQuery,
     smoke_file,
 )
+from evernear.release.reference import Reference, evenly, random_projection
 from evernear.settings import ServingSettings
 from evernear.store import disk_errors, sha256_bytes, sha256_file, write_atomically
 
@@ -90,27 +93,13 @@ def archive(
             write_atomically(parts / PREPROCESSING_FILE, network.preprocessing.model_dump_json(indent=2))
             write_atomically(parts / MODEL_CONFIG_FILE, _model_config(settings))
             _write_smoke_queries(parts, dataset, network_dir, gallery, settings.smoke_queries)
+            write_atomically(parts / REFERENCE_FILE, _reference(dataset, network_dir, gallery).to_bytes())
             manifest = _describe(parts, dataset, network, gallery, metrics, parent, settings, created)
             write_atomically(parts / MANIFEST_FILE, manifest.to_json())
             _pack(Path(temporary), settings.model_name, manifest.version)
             (Path(temporary) / f"{settings.model_name}.mar").replace(out_dir / ARCHIVE_FILE)
             write_atomically(out_dir / MANIFEST_FILE, manifest.to_json())
     return Release(manifest, out_dir / ARCHIVE_FILE)
-
-
-def git_commit() -> str:
-    """The commit of the source tree that this package runs from, ``-dirty`` if changed; else empty."""
-    here = Path(__file__)
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", here.parent, *words], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", here.name)  # an installed copy may lie inside somebody else's tree
-        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-    except (OSError, subprocess.CalledProcessError):
-        return ""
 
 
 def _link_parts(parts: Path, network_dir: Path, index_dir: Path, verdict_file: Path) -> None:
@@ -197,6 +186,30 @@ def _write_smoke_queries(parts: Path, dataset: Dataset, network_dir: Path, galle
             )
         )
     write_atomically(parts / SMOKE_FILE, smoke_file(tuple(queries)))
+
+
+def _reference(dataset: Dataset, network_dir: Path, gallery: Gallery) -> Reference:
+    """What the release answers on its query split, of which it saw nothing."""
+    network = load_network(network_dir)
+    wanted = deque(evenly(dataset.count("query")))
+    embeddings: list[NDArray[np.float32]] = []
+    before = 0
+    for block in dataset.blocks("query", SMOKE_BLOCK):
+        rows: list[int] = []
+        while wanted and wanted[0] < before + len(block):
+            rows.append(wanted.popleft() - before)
+        if rows:
+            embeddings.append(embed_images(network, block.images[rows]))
+        before += len(block)
+    queries = np.concatenate(embeddings)
+    answers = gallery.recognise(queries)
+    projection = random_projection(queries.shape[1])
+    return Reference(
+        projection=projection,
+        coordinates=queries @ projection,
+        distances=np.array([answer.dist for answer in answers], np.float32),
+        unknown=np.array([answer.unknown for answer in answers], np.bool_),
+    )
 
 
 def _clearest(labels: NDArray[np.int64], answers: list[Recognition], names: tuple[str, ...]) -> Iterator[int]:

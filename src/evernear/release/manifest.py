@@ -22,6 +22,7 @@ PREPROCESSING_FILE = "preprocessing.json"
 SMOKE_FILE = "smoke.json"
 SMOKE_IMAGE = re.compile(r"smoke-\d\d\.png")
 VERDICT_FILE = "verdict.json"
+REFERENCE_FILE = "reference.npz"
 PARTS = frozenset(
     {
         NETWORK_FILE,
@@ -34,9 +35,9 @@ PARTS = frozenset(
         VERDICT_FILE,
     }
 )
-"""What a release of format 1 consists of, besides the images that `SMOKE_FILE` names and `MODEL_CONFIG_FILE`, which
-those of evernear 0.1.0 lack.
-"""
+"""What a release of format 1 consists of, besides the images that `SMOKE_FILE` names."""
+LATER_PARTS = frozenset({MODEL_CONFIG_FILE, REFERENCE_FILE})
+"""What releases of evernear 0.1.0 lack."""
 
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
@@ -81,7 +82,7 @@ class ReleaseManifest(_Frozen):
     @model_validator(mode="after")
     def _agree_with_itself(self) -> Self:
         named = {name for name in self.parts if not SMOKE_IMAGE.fullmatch(name)}
-        odd = PARTS.symmetric_difference(named - {MODEL_CONFIG_FILE})
+        odd = PARTS.symmetric_difference(named - LATER_PARTS)
         if odd:
             raise ValueError(f"parts are missing or unknown, {', '.join(sorted(odd)[:3])}")
         for name, sha256 in ((NETWORK_FILE, self.network_sha256), (VERDICT_FILE, self.verdict_sha256)):

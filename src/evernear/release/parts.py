@@ -45,6 +45,7 @@ __all__ = [
     "SmokeQuery",
     "open_parts",
     "open_release",
+    "read_part",
     "read_release",
     "read_release_manifest",
     "smoke_file",
@@ -163,6 +164,16 @@ def read_release(archive: Path) -> tuple[ReleaseManifest, dict[str, bytes]]:
                 for _ in content:
                     pass
     return manifest, texts
+
+
+def read_part(archive: Path, name: str) -> bytes | None:
+    """One small part of a ``.mar``, its hash checked; None where the release has no such part.
+
+    Raises:
+        IntegrityError: as `open_release`.
+    """
+    with _checked(archive, MAX_RELEASE_BYTES) as (members, manifest):
+        return b"".join(_content(members, name, manifest, archive)) if name in manifest.parts else None
 
 
 def read_release_manifest(archive: Path) -> ReleaseManifest:

@@ -1,11 +1,13 @@
 """The verdict's card: what was decided and why, on one small page."""
 
 import html
+import io
 
 from matplotlib.figure import Figure
 
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.gate import Rule, Verdict
+from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.statistics import Share
 from evernear.reporting.plots import page, svg
 
@@ -20,6 +22,13 @@ def verdict_card(verdict: Verdict, evaluation: Evaluation) -> str:
         _figures(evaluation),
         svg(_confusion(evaluation)),
     )
+
+
+def confusion_png(evaluation: Evaluation) -> bytes:
+    """The candidate's confusion matrix as a picture, for where no HTML is shown."""
+    buffer = io.BytesIO()
+    _confusion(evaluation).savefig(buffer, format="png", dpi=100, metadata={"Software": None})
+    return buffer.getvalue()
 
 
 def _champion_name(evaluation: Evaluation) -> str:
@@ -55,11 +64,18 @@ def _figures(evaluation: Evaluation) -> str:
         f"<tr><td>{name}</td><td>{html.escape(str(ours))}</td><td>{html.escape(str(theirs or '-'))}</td></tr>"
         for name, (ours, theirs) in shares.items()
     )
-    probe = evaluation.open_set
-    held_out = html.escape(", ".join(probe.held_out)) or "none"
-    unseen = f"<p>Classes never trained on ({held_out}): AUROC {probe.auroc}, accepted {probe.false_accepts}.</p>"
     head = "<tr><th></th><th>candidate</th><th>champion</th></tr>"
+    unseen = f"<p>{html.escape(_unseen(evaluation.open_set, candidate.threshold))}</p>"
     return f"<h2>Figures on {candidate.accuracy.total:,} test images</h2><table>{head}{rows}</table>{unseen}"
+
+
+def _unseen(probe: OpenSet, threshold: float) -> str:
+    if probe.auroc:
+        held_out = ", ".join(probe.held_out)
+        return f"Classes never trained on ({held_out}): AUROC {probe.auroc}, accepted {probe.false_accepts}."
+    if probe.threshold is not None:
+        return f"The threshold of {threshold:.3f}, beyond which an image is unknown, was taken over with the network."
+    return f"Too few classes to leave some out of a training: impostors gave the threshold of {threshold:.3f}."
 
 
 def _confusion(evaluation: Evaluation) -> Figure:

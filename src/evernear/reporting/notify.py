@@ -1,4 +1,4 @@
-"""The outcome of a run, told truly: promoted, held or failed.
+"""The outcome of a run, told truly: promoted, held, rolled back or failed.
 
 The exit step of a KFP pipeline sees none of the run's artifacts, so the steps before it leave what it needs in the
 store, under ``runs/<run>/``.
@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from evernear.evaluation.verdict import Rule
 from evernear.store import Store
 
 
@@ -19,8 +20,11 @@ class Outcome(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     run: str
-    state: Literal["promoted", "held", "failed"]
+    state: Literal["promoted", "held", "rolled back", "failed"]
     release: str | None = None
+    """What serves now because of the run; None where it changed nothing."""
+    candidate: str | None = None
+    """The release that the run packed, whether it serves or was held; None if it packed none."""
     reasons: tuple[str, ...] = ()
     metrics: dict[str, float] = {}
 
@@ -31,8 +35,11 @@ class Outcome(BaseModel):
                 return f"promoted: release {self.release} serves"
             case "held":
                 return "held: " + " ".join(self.reasons)
+            case "rolled back":
+                return f"rolled back: release {self.release} serves again. {' '.join(self.reasons)}".strip()
             case "failed":
-                return "failed: " + " ".join(self.reasons)
+                told = "failed: " + " ".join(self.reasons)
+                return told + (f" Release {self.release} serves nevertheless." if self.release else "")
 
 
 def remember(store: Store, run: str, **parts: Mapping[str, Any]) -> None:
@@ -41,14 +48,45 @@ def remember(store: Store, run: str, **parts: Mapping[str, Any]) -> None:
         store.put(_key(run, name), json.dumps(part, indent=2).encode())
 
 
+def remember_confusion(store: Store, run: str, png: bytes) -> None:
+    """Leave the picture of the candidate's confusion matrix, for who tells the outcome elsewhere."""
+    store.put(_confusion_key(run), png)
+
+
+def recall_outcome(store: Store, run: str) -> Outcome | None:
+    """What `tell` told of ``run``; None before that."""
+    found = _recall(store, run, "outcome")
+    return Outcome.model_validate(found) if found else None
+
+
+def recall_rules(store: Store, run: str) -> tuple[Rule, ...]:
+    """The rules of the verdict of ``run``: candidate, champion and bound of each; none before the gate."""
+    return tuple(Rule.model_validate(rule) for rule in _recall(store, run, "verdict").get("rules", ()))
+
+
+def recall_confusion(store: Store, run: str) -> bytes | None:
+    """The picture (PNG) that `remember_confusion` left, if it did."""
+    found = store.find(_confusion_key(run))
+    return found[0] if found else None
+
+
 def tell(store: Store, run: str, state: str, error_message: str) -> Outcome:
     """The outcome of ``run``, whose KFP state is ``state`` (SUCCEEDED, FAILED, CANCELLED ...); kept in the store."""
     verdict = _recall(store, run, "verdict")
     deployment = _recall(store, run, "deployment")
+    rollback = _recall(store, run, "rollback")
+    promotion = _recall(store, run, "promotion")
     metrics = _recall(store, run, "metrics")
+    candidate = _recall(store, run, "archived").get("version")
     if state != "SUCCEEDED":
         reasons: tuple[str, ...] = (f"the pipeline ended as {state}. {error_message}".strip(),)
-        outcome = Outcome(run=run, state="failed", reasons=reasons, metrics=metrics)
+        serving = (rollback or promotion or deployment).get("version")
+        outcome = Outcome(run=run, state="failed", release=serving, reasons=reasons, metrics=metrics)
+    elif rollback:
+        reasons = (rollback["why"],) if rollback["why"] else ()
+        outcome = Outcome(run=run, state="rolled back", release=rollback["version"], reasons=reasons)
+    elif promotion:
+        outcome = Outcome(run=run, state="promoted", release=promotion["version"], reasons=(promotion["why"],))
     elif verdict.get("promote") and deployment:
         release = deployment["version"]
         outcome = Outcome(run=run, state="promoted", release=release, reasons=verdict["reasons"], metrics=metrics)
@@ -57,12 +95,17 @@ def tell(store: Store, run: str, state: str, error_message: str) -> Outcome:
         outcome = Outcome(run=run, state="failed", reasons=reasons, metrics=metrics)
     else:
         outcome = Outcome(run=run, state="held", reasons=verdict.get("reasons", ()), metrics=metrics)
+    outcome = outcome.model_copy(update={"candidate": candidate})
     remember(store, run, outcome=outcome.model_dump(mode="json"))
     return outcome
 
 
 def _key(run: str, name: str) -> str:
     return f"runs/{run}/{name}.json"
+
+
+def _confusion_key(run: str) -> str:
+    return f"runs/{run}/confusion.png"
 
 
 def _recall(store: Store, run: str, name: str) -> dict[str, Any]:

@@ -1,0 +1,18 @@
+"""The champion's network and threshold, for another gallery."""
+
+from kfp import dsl
+
+from components import component
+
+
+@component
+def reuse(
+    store: str,
+    dataset: dsl.Input[dsl.Dataset],
+    network: dsl.Output[dsl.Model],
+    open_set: dsl.Output[dsl.Artifact],
+):
+    """Take the network that serves out of its release, with the threshold that was found with it."""
+    from evernear import steps
+
+    network.metadata.update(steps.reuse(store, dataset.path, network.path, open_set.path))

@@ -1,0 +1,208 @@
+"""``evernear pipeline``, with a KFP server on loopback."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from evernear.cli import app, pipeline
+from evernear.errors import EvernearError, PipelineServerError, SettingsError
+from evernear.reporting.notify import remember, tell
+from evernear.settings import PipelineSettings
+from evernear.store import open_store
+from pipelines import connection
+from pipelines.client import KfpRuns
+from pipelines.compile import GOLDEN, NAMES
+from tests.loopback.kfp import KfpServer, RunControl
+
+IMAGE = "registry.example/evernear-train@sha256:" + "ab" * 32
+UPLOAD = ("upload", "--image", IMAGE, "--version", "5b67dc9f1c0b6c0f")
+
+
+@pytest.fixture(autouse=True)
+def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "POLL_S", 0.01)
+    monkeypatch.setattr(connection, "BACKOFF_S", 0.01)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[KfpServer]:
+    """A server whose runs do as their parameters say, and leave their outcome in their store."""
+    with KfpServer(executor=act) as server:
+        monkeypatch.setenv("EVERNEAR_PIPELINE__ENDPOINT", server.url)
+        yield server
+
+
+@pytest.fixture
+def published(server: KfpServer) -> KfpServer:
+    """The server, with continuous-training on it."""
+    server.publish(GOLDEN / "continuous_training.yaml", version="5b67dc9f1c0b6c0f")
+    return server
+
+
+def act(run: RunControl) -> None:
+    """The parameter ``workdir`` is the part to play: hold, fail, or wait to be stopped."""
+    part = run.parameters.get("workdir", "hold")
+    run.begin()
+    run.task("ingest", "SUCCEEDED")
+    while part == "wait" and not run.is_canceling:
+        run.ended.wait(0.01)
+    if run.is_canceling:
+        run.end("CANCELED")
+        return
+    store = open_store(run.parameters["store"]) if "store" in run.parameters else None
+    if part == "fail":
+        run.task("train", "FAILED", error="" if store else "Training cannot go on: the loss is not finite.")
+    if store:
+        remember(store, run.id, verdict={"promote": False, "reasons": ["Accuracy fell by 0.4 points."]})
+        tell(store, run.id, "FAILED" if part == "fail" else "SUCCEEDED", "The disk is full.")
+    run.end("FAILED" if part == "fail" else "SUCCEEDED")
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(app, ["pipeline", *words], catch_exceptions=True)
+
+
+def evernear(*words: str) -> str:
+    """What a command prints; its error is raised."""
+    done = invoke(*words)
+    if isinstance(done.exception, EvernearError):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def told(*words: str) -> Any:
+    return json.loads(evernear(*words, "--json"))
+
+
+def test_pipelines_are_written_for_a_cluster(tmp_path: Path) -> None:
+    for directory in ("one", "two"):
+        evernear("compile", "--image", IMAGE, "--output", str(tmp_path / directory))
+    for name in NAMES:
+        written = (tmp_path / "one" / f"{name}.yaml").read_bytes()
+        assert written == (tmp_path / "two" / f"{name}.yaml").read_bytes()
+        assert IMAGE.encode() in written
+    words = ("--kubernetes-native", "--version", "abc", "--namespace", "kubeflow", "--output", str(tmp_path))
+    assert evernear("compile", "rollback", "--image", IMAGE, *words) == f"{tmp_path}/rollback.yaml\n"
+    kinds = [one["kind"] for one in yaml.load_all((tmp_path / "rollback.yaml").read_bytes(), yaml.CSafeLoader)]
+    assert kinds == ["Pipeline", "PipelineVersion"]
+
+
+def test_what_cannot_be_compiled_is_said_and_nothing_is_written(tmp_path: Path) -> None:
+    here = ("--output", str(tmp_path / "out"))
+    with pytest.raises(SettingsError, match="is not named by digest"):
+        evernear("compile", "--image", "evernear-train:latest", *here)
+    with pytest.raises(SettingsError, match="There is no pipeline 'retrain'; known: continuous-training"):
+        evernear("compile", "rollback", "retrain", "--image", IMAGE, *here)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(SettingsError, match=r"out/rollback\.yaml cannot be written: "):
+        evernear("compile", "rollback", "--image", IMAGE, *here)
+
+
+def test_defaults_of_the_place_go_into_what_is_uploaded(server: KfpServer) -> None:
+    ours = ("--set", "store=s3://ours", "--set", "data.source=s3://images", "--set", "data.size_px=32")
+    evernear(*UPLOAD, *ours)
+    assert [one["new"] for one in told(*UPLOAD, *ours)] == [False] * len(NAMES)
+    training, rollback = (
+        KfpRuns(PipelineSettings(endpoint=server.url)).parameters(name) for name in ("continuous-training", "rollback")
+    )
+    defaults = {parameter.name: parameter.default for parameter in training}
+    assert defaults["store"] == "s3://ours"
+    assert (defaults["data"]["source"], defaults["data"]["size_px"]) == ("s3://images", 32)
+    assert defaults["data"]["test_fraction"] == 0.1, "the rest keeps its default"
+    assert "s3://ours" in [parameter.default for parameter in rollback], "each takes what it knows"
+    with pytest.raises(SettingsError, match="no parameter 'sources'"):
+        evernear(*UPLOAD, "--set", "sources=x")
+
+
+def test_from_upload_to_a_held_release(server: KfpServer, tmp_path: Path) -> None:
+    assert evernear(*UPLOAD).splitlines() == [f"{name} 5b67dc9f1c0b6c0f uploaded." for name in NAMES]
+    assert [one["new"] for one in told(*UPLOAD)] == [False] * len(NAMES)
+    with pytest.raises(PipelineServerError, match="and it is another one"):
+        evernear("upload", "rollback", "--image", IMAGE.replace("ab", "cd"), "--version", "5b67dc9f1c0b6c0f")
+
+    store = tmp_path.as_uri()
+    done = invoke("run", "--set", f"store={store}", "--set", "train_settings.epochs=3", "--wait")
+    assert done.exit_code == 0, "a held release is a success"
+    (run,) = server.runs
+    assert run.parameters["store"] == store
+    assert run.parameters["train_settings"]["epochs"] == 3
+    assert run.parameters["train_settings"]["batch_size"] == 256, "the rest keeps its default"
+    assert done.stdout.splitlines() == [
+        f"Run {run.id} of continuous-training 5b67dc9f1c0b: succeeded. {server.url}/#/runs/details/{run.id}",
+        "held: Accuracy fell by 0.4 points.",
+    ]
+    assert "ok ingest" in done.stderr
+
+    looked = told("status", run.id)
+    assert (looked["state"], looked["outcome"]["state"]) == ("succeeded", "held")
+    assert [step["name"] for step in looked["steps"]] == ["ingest"]
+    assert evernear("status", run.id).splitlines()[1].split()[:2] == ["ok", "ingest"]
+
+
+def test_a_failed_run_says_where_and_why(published: KfpServer, tmp_path: Path) -> None:
+    with pytest.raises(
+        EvernearError, match=r"failed at train: Training cannot go on: the loss is not finite\.$"
+    ) as error:
+        evernear("run", "--set", "workdir=fail", "--wait")
+    assert error.value.exit_code == 1
+    reason = r"failed at train: the pipeline ended as FAILED\. The disk is full\.$"
+    with pytest.raises(EvernearError, match=reason):  # the store knows what KFP does not say
+        evernear("run", "--set", "workdir=fail", "--set", f"store={tmp_path.as_uri()}", "--wait")
+    assert {run["state"] for run in told("status")["runs"]} == {"failed"}
+
+
+def test_a_run_is_stopped(published: KfpServer) -> None:
+    started = told("run", "--set", "workdir=wait", "--key", "a")
+    assert told("run", "--set", "workdir=wait", "--key", "a")["id"] == started["id"]
+    assert evernear("stop", started["id"]) == f"Run {started['id']} is ending.\n"
+    assert published.run(started["id"]).ended.wait(10)
+    assert evernear("stop", started["id"]) == f"Run {started['id']} had ended already: canceled.\n"
+    assert told("status", started["id"])["state"] == "canceled"
+    with pytest.raises(EvernearError, match="was stopped before its end"):
+        evernear("run", "--key", "a", "--wait")
+
+
+def test_a_server_that_restarts_does_not_end_the_wait(published: KfpServer) -> None:
+    published.fail(operation="run_service_get_run", times=6)
+    done = invoke("run", "--wait")
+    assert done.exit_code == 0
+    assert done.stdout.splitlines()[1].startswith("What became of its release is not known here")
+
+
+def test_a_pipeline_runs_by_the_clock(published: KfpServer) -> None:
+    assert evernear("status") == "run  pipeline  version  state  started (UTC)  took\n"
+    assert evernear("schedule", "--cron", "0 3 * * *") == "continuous-training runs at 0 0 3 * * * (seconds first).\n"
+    made = told("schedule", "--cron", "0 4 * * *", "--set", "target=local")
+    assert [one["id"] for one in told("status")["schedules"]] == [made["id"]]
+    assert "continuous-training runs at 0 0 4 * * * (seconds first), enabled." in evernear("status")
+    assert evernear("schedule", "--off") == "continuous-training: 1 schedule ended.\n"
+    assert told("schedule", "--off") == {"ended": 0}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("run", "--set", "tagret=local"), "no parameter 'tagret'; did you mean 'target'?"),
+        (("run", "--set", "train_settings.epoch=3"), r"did you mean train_settings\.epochs?"),
+        (("run", "--set", "target"), "--set 'target' has no '='; write --set name=value"),
+        (("run", "reindexx"), "There is no pipeline reindexx"),
+        (("schedule",), "Give either --cron"),
+        (("schedule", "--cron", "0 3 * * *", "--off"), "Give either --cron"),
+        (("schedule", "--cron", "nightly"), "Schedule cron is not a supported format"),
+        (("status", "gone"), "There is no run gone"),
+        (("status", "--endpoint", "kfp.example.org"), r"Setting pipeline\.endpoint = 'kfp\.example\.org'"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(published: KfpServer, words: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(EvernearError, match=sentence) as error:
+        evernear(*words)
+    assert "\n" not in str(error.value)
+    assert not published.runs

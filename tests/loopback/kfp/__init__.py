@@ -1,0 +1,169 @@
+"""A Kubeflow Pipelines API server on loopback, for the real ``kfp.Client``.
+
+It keeps pipelines, versions, experiments, runs and recurring runs, holds every request and every answer against the
+published v2beta1 API (`contract`), and refuses what the real one refuses. A test moves each run on by hand::
+
+    with KfpServer() as server:
+        server.publish(GOLDEN / "continuous_training.yaml", version="abc123")
+        runs = KfpRuns(PipelineSettings(endpoint=server.url))
+        started = runs.start("continuous-training", {"store": "s3://evernear"}, key="proposal-1")
+
+        run = server.run(started.id)         # or server.wait_for_run(), where another thread starts it
+        run.begin()
+        run.task("ingest", "RUNNING")
+        run.task("ingest", "SUCCEEDED")
+        run.task("train", "FAILED", error="Training cannot go on: the loss is not finite.")
+        run.end("FAILED")                    # SUCCEEDED, FAILED, CANCELED
+
+or gives it an executor, which is called with the `RunControl` of each started run, in a thread of its own.
+`execute.LocalExecutor` really runs the uploaded pipeline on this machine, each step a process::
+
+    with KfpServer(executor=LocalExecutor(tmp_path, store=store_uri, target="local", workdir=str(workdir))) as server:
+        ...
+        server.run(started.id).ended.wait(120)
+
+``server.fail(operation="run_service_create_run", status=503, times=2)`` makes requests go wrong, with ``after=True``
+after they were obeyed. ``KfpServer(token=...)``, ``cookie=...`` and ``namespaces={...}`` (multi-user) switch on what
+their names say; ``now`` is the server's clock. Leaving the context fails the test if anything was outside the contract.
+"""
+
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import uvicorn
+
+from tests.loopback.kfp.api import Api, Fault, Front, Gate
+from tests.loopback.kfp.execute import LocalExecutor
+from tests.loopback.kfp.state import RunControl, State, read_spec
+
+__all__ = ["KfpServer", "LocalExecutor", "RunControl"]
+
+
+class KfpServer:
+    """The server, while its context lasts."""
+
+    def __init__(
+        self,
+        *,
+        token: str = "",
+        cookie: str = "",
+        namespaces: Iterable[str] = (),
+        executor: Callable[[RunControl], None] | None = None,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        certificate: Path | None = None,
+        key: Path | None = None,
+    ) -> None:
+        self.state = State(now, frozenset(namespaces))
+        self._api = Api(self.state, self._run_created)
+        self._front = Front(self._api, Gate(token, cookie))
+        self._executor = executor
+        self._tls = (certificate, key)
+        self._directory = tempfile.TemporaryDirectory(prefix="kfp-")
+        self._controls: dict[str, RunControl] = {}
+        self._created = threading.Condition(self.state.lock)
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Self:
+        """Listen on a free port of 127.0.0.1."""
+        certificate, key = self._tls
+        config = uvicorn.Config(
+            self._front.app, log_level="warning", access_log=False, ssl_certfile=certificate, ssl_keyfile=key
+        )
+        self._server = uvicorn.Server(config)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http{'s' if certificate else ''}://127.0.0.1:{listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.005)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Terminate what runs, stop, and tell what was outside the contract."""
+        for control in self._controls.values():
+            if not control.ended.is_set() and control.id in self.state.runs:
+                control.resource["state"] = "CANCELING"
+        for thread in self._threads:
+            thread.join(30)
+        self._server.should_exit = True
+        self._thread.join(10)
+        self._directory.cleanup()
+        assert error is not None or not self.violations, self.violations
+
+    @property
+    def violations(self) -> list[str]:
+        """What was outside the contract, request or answer. Clear it in a test that provokes some."""
+        return self._front.violations
+
+    @property
+    def calls(self) -> list[str]:
+        """The operations that were asked for, in order, by their names in the swagger."""
+        return self._front.calls
+
+    @property
+    def policies(self) -> list[str]:
+        """How the children of each deleted recurring run were to be treated; ORPHAN leaves its runs at work."""
+        return self._api.policies
+
+    @property
+    def runs(self) -> list[RunControl]:
+        """Every run, oldest first."""
+        with self.state.lock:
+            return [self._controls[run_id] for run_id in self.state.runs]
+
+    def run(self, run_id: str) -> RunControl:
+        """The hand that moves a run on."""
+        return self._controls[run_id]
+
+    def wait_for_run(self, number: int = 1, timeout_s: float = 10.0) -> RunControl:
+        """The ``number``-th run that was ever started, as soon as it is."""
+        with self._created:
+            assert self._created.wait_for(lambda: len(self._controls) >= number, timeout_s), "no run was started"
+            return list(self._controls.values())[number - 1]
+
+    def publish(self, compiled: Path, version: str, namespace: str = "") -> dict[str, Any]:
+        """Put a compiled pipeline there as its next version, without going through the API."""
+        content = compiled.read_bytes()
+        spec = read_spec(content)
+        name = spec.get("pipeline_spec", spec)["pipelineInfo"]["name"]
+        with self.state.lock:
+            found = [p for p in self.state.pipelines.values() if p["name"] == name]
+            pipeline = found[0] if found else self.state.create_pipeline(name, namespace=namespace)
+            return self.state.create_version(pipeline["pipeline_id"], version, content)
+
+    def fire(self, recurring_run_id: str) -> RunControl | None:
+        """What the schedule's controller does when its time has come; None where it is disabled."""
+        with self.state.lock:
+            job = self.state.recurring_runs[recurring_run_id]
+            if job["mode"] != "ENABLE":
+                return None
+            kept = ("experiment_id", "pipeline_version_reference", "runtime_config", "recurring_run_id")
+            name = f"{job['display_name']}-{len(self.state.runs) + 1}"
+            run = self.state.create_run({"display_name": name, **{key: job[key] for key in kept if key in job}})
+            self._run_created(run["run_id"])
+            return self._controls[run["run_id"]]
+
+    def fail(
+        self, *, operation: str = "", status: int = 503, times: int = 1, after: bool = False, delay_s: float = 0.0
+    ) -> None:
+        """Let the next ``times`` requests of ``operation`` (any, if empty) end with ``status``."""
+        self._front.faults.append(Fault(operation, status, times, after, delay_s))
+
+    def _run_created(self, run_id: str) -> None:
+        with self._created:
+            control = RunControl(self.state, run_id, Path(self._directory.name))
+            self._controls[run_id] = control
+            self._created.notify_all()
+        if self._executor is not None:
+            thread = threading.Thread(target=self._executor, args=(control,), daemon=True)
+            self._threads.append(thread)
+            thread.start()

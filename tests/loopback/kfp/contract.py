@@ -1,0 +1,128 @@
+"""What the v2beta1 API allows, as JSON schemas: taken from the published client, which is generated from the swagger.
+
+``kfp_server_api`` is what KFP publishes of its swagger to the Python index: a class for each definition and a method
+for each operation. Each method is called once with a recorder in place of the network, which tells method, path,
+query parameters, body and answer. `tests/loopback/kfp/test_contract.py` compares all of it with the swagger itself
+where ``EVERNEAR_TEST_KFP_SWAGGER`` names a copy of kfp_api_single_file.swagger.json.
+"""
+
+import inspect
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import kfp_server_api
+from jsonschema import Draft202012Validator, FormatChecker
+
+UNMENTIONED = ("async_req", "_preload_content", "_request_timeout", "_return_http_data_only")
+ERROR = "GoogleRpcStatus"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One method on one path."""
+
+    name: str
+    method: str
+    path: str
+    query: frozenset[str]
+    body: str | None
+    files: frozenset[str]
+    answer: str
+    """Type of the 200; every other answer is a `ERROR`."""
+
+    def matches(self, method: str, path: str) -> dict[str, str] | None:
+        """The path's parameters, if a request is this operation."""
+        if method != self.method:
+            return None
+        found = re.fullmatch(re.sub(r"{(\w+)[\w.]*}", r"(?P<\1>[^/:]+)", self.path), path)
+        return found and found.groupdict()
+
+
+class _Recorder:
+    """Stands where the generated methods expect the API client, and keeps what they would send."""
+
+    client_side_validation = False
+
+    def select_header_accept(self, accepts: list[str]) -> str:
+        return accepts[0]
+
+    select_header_content_type = select_header_accept
+
+    def call_api(
+        self, path: str, method: str, path_params: Any, query_params: Any, header_params: Any, **rest: Any
+    ) -> Any:
+        return path, method, query_params, rest
+
+
+def operations() -> list[Operation]:
+    """Every operation of the published client, those with a fixed path first."""
+    found = [
+        _operation(name, method)
+        for api in vars(kfp_server_api).values()
+        if inspect.isclass(api) and api.__name__.endswith("ServiceApi")
+        for name, method in inspect.getmembers(api(_Recorder()), inspect.ismethod)
+        if name.endswith("_with_http_info")
+    ]
+    return sorted(found, key=lambda operation: operation.path.count("{"))
+
+
+def _operation(name: str, method: Any) -> Operation:
+    types = dict(re.findall(r":type (\w+): (.+)", method.__doc__))
+    given = {key: object() for key in types if key not in UNMENTIONED}
+    path, verb, query, rest = method(**given)
+    body = next((types[key] for key, value in given.items() if value is rest["body"]), None)
+    return Operation(
+        name=name.removesuffix("_with_http_info"),
+        method=verb,
+        path=path,
+        query=frozenset(key for key, _ in query),
+        body=body,
+        files=frozenset(rest["files"]),
+        answer=rest["response_type"],
+    )
+
+
+def faults(type_name: str, value: Any) -> list[str]:
+    """What of ``value`` the schema of ``type_name`` does not allow."""
+    errors = _validator(type_name).iter_errors(value)
+    return [f"{'/'.join(map(str, error.absolute_path)) or type_name}: {error.message}" for error in errors]
+
+
+def definitions() -> dict[str, Any]:
+    """Every definition as a JSON schema that allows nothing else."""
+    models = {name: model for name, model in vars(kfp_server_api).items() if hasattr(model, "openapi_types")}
+    return {name: _definition(model) for name, model in models.items()}
+
+
+def _validator(type_name: str) -> Draft202012Validator:
+    if type_name not in _VALIDATORS:
+        schema = {**_schema(type_name), "$defs": definitions()}
+        _VALIDATORS[type_name] = Draft202012Validator(schema, format_checker=FormatChecker(["date-time"]))
+    return _VALIDATORS[type_name]
+
+
+_VALIDATORS: dict[str, Draft202012Validator] = {}
+
+
+def _definition(model: Any) -> dict[str, Any]:
+    if hasattr(model, "allowable_values"):
+        return {"enum": list(model.allowable_values)}
+    if model.__name__ == "ProtobufAny":  # by definition with the fields of whatever it holds
+        return {"type": "object"}
+    properties = {model.attribute_map[name]: _schema(kind) for name, kind in model.openapi_types.items()}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _schema(kind: str) -> dict[str, Any]:
+    """The JSON schema of the generator's word for a type."""
+    if listed := re.fullmatch(r"list\[(.+)\]", kind):
+        return {"type": "array", "items": _schema(listed[1])}
+    if mapped := re.fullmatch(r"dict\(str, (.+)\)", kind):
+        return {"type": "object", "additionalProperties": _schema(mapped[1])}
+    simple = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
+    if kind in simple:
+        return {"type": simple[kind]}
+    if kind == "datetime":
+        return {"type": "string", "format": "date-time"}
+    return {} if kind == "object" else {"$ref": f"#/$defs/{kind}"}

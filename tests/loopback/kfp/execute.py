@@ -1,0 +1,80 @@
+"""Really runs the pipeline of a started run, on this machine, and reports its tasks as they come and go."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from evernear.progress import EVENTS_VARIABLE, Event, read_events
+from tests.loopback.kfp.state import RunControl
+
+POLL_S = 0.05
+STATES = {"started": "RUNNING", "progress": "RUNNING", "finished": "SUCCEEDED", "failed": "FAILED"}
+
+
+class LocalExecutor:
+    """Hand it to `KfpServer`: each run becomes a process of ``pipelines.local``, with its artifacts under ``root``.
+
+    ``overrides`` are parameters that only this machine needs (a store under a temporary directory, a target).
+    """
+
+    def __init__(self, root: Path, **overrides: object) -> None:
+        self._root = root
+        self.overrides = overrides
+
+    def __call__(self, run: RunControl) -> None:
+        """Run it to its end, or until somebody terminates it."""
+        directory = self._root / run.id
+        directory.mkdir(parents=True)
+        events, log = directory / "events.jsonl", directory / "log.txt"
+        shown: dict[str, str] = {}
+        offset = 0
+        run.begin()
+        process = self._start(run, directory, events, log)
+        try:
+            while True:
+                ended = process.poll() is not None
+                found, offset = read_events(events, offset)
+                for event in found:
+                    _report(run, event, shown)
+                if ended or run.is_canceling:
+                    break
+                time.sleep(POLL_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            process.stdin.close()  # type: ignore[union-attr] - it is PIPE
+        run.end("CANCELED" if run.is_canceling else "SUCCEEDED" if process.returncode == 0 else "FAILED")
+
+    def _start(self, run: RunControl, directory: Path, events: Path, log: Path) -> "subprocess.Popen[str]":
+        order = {
+            "pipeline": shutil.copy(run.compiled(), directory / "pipeline.yaml").as_posix(),
+            "pipeline_root": str(directory),
+            "arguments": {**run.parameters, **self.overrides},
+        }
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pipelines.local"],
+                env={**os.environ, EVENTS_VARIABLE: str(events)},
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        process.stdin.write(json.dumps(order) + "\n")  # type: ignore[union-attr]
+        process.stdin.flush()  # type: ignore[union-attr]
+        return process
+
+
+def _report(run: RunControl, event: Event, shown: dict[str, str]) -> None:
+    state = STATES[event.kind]
+    if shown.get(event.step) != state:
+        shown[event.step] = state
+        run.task(event.step, state, event.message if state == "FAILED" else "")

@@ -1,0 +1,114 @@
+"""Filters, order and pages of a list, as the API server has them."""
+
+import base64
+import json
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote_plus
+
+from tests.loopback.kfp import contract
+from tests.loopback.kfp.refusals import Refused, invalid
+
+DEFAULT_PAGE_SIZE = 20
+MAX_PAGE_SIZE = 200
+COMPARE: dict[str, Callable[[Any, Any], bool]] = {
+    "EQUALS": operator.eq,
+    "NOT_EQUALS": operator.ne,
+    "GREATER_THAN": operator.gt,
+    "GREATER_THAN_EQUALS": operator.ge,
+    "LESS_THAN": operator.lt,
+    "LESS_THAN_EQUALS": operator.le,
+    "IN": lambda value, among: value in among,
+    "IS_SUBSTRING": lambda value, part: part in value,
+}
+NUMBERS = {1: "EQUALS", 2: "NOT_EQUALS", 3: "GREATER_THAN", 5: "GREATER_THAN_EQUALS", 6: "LESS_THAN"} | {
+    7: "LESS_THAN_EQUALS",
+    8: "IN",
+    9: "IS_SUBSTRING",
+}
+"""Of the enum; protobuf's JSON takes them as well as the names, and kfp.Client sends them."""
+VALUE_KEYS = (
+    "int_value",
+    "long_value",
+    "string_value",
+    "timestamp_value",
+    "int_values",
+    "long_values",
+    "string_values",
+)
+
+
+def page(
+    resources: Sequence[Mapping[str, Any]], query: Mapping[str, str], fields: Sequence[str], id_field: str
+) -> tuple[list[Any], str, int]:
+    """One page of ``resources``, the token of the next one, and how many there are in all.
+
+    ``fields`` are those that the server can filter and sort by.
+    """
+    field, _, direction = query.get("sort_by", "").lower().strip().partition(" ")
+    if direction not in ("", "asc", "desc"):
+        raise invalid(f'Received invalid sort by format "{query["sort_by"]}".')
+    if field and field not in fields:
+        raise invalid(f'Invalid sorting field: "{field}"')
+    found = [resource for resource in resources if _passes(resource, query.get("filter", ""), fields)]
+    found.sort(key=lambda r: (r.get(field or "created_at", ""), r[id_field]), reverse=direction == "desc")
+    size = int(query.get("page_size") or 0)
+    if size < 0:
+        raise invalid(f"The page size should be greater than 0. Got {size}")
+    start = _offset(query)
+    end = start + min(size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
+    token = _token(end, query) if end < len(found) else ""
+    return list(found[start:end]), token, len(found)
+
+
+def _passes(resource: Mapping[str, Any], encoded: str, fields: Sequence[str]) -> bool:
+    if not encoded:
+        return True
+    decoded = unquote_plus(encoded)  # once more than HTTP does, as the API server
+    for key in VALUE_KEYS:
+        head, _, tail = key.partition("_")
+        decoded = decoded.replace(f'"{head}{tail.capitalize()}"', f'"{key}"')
+    try:
+        tree = json.loads(decoded)
+    except json.JSONDecodeError:
+        raise invalid(f'failed to parse valid filter from "{encoded}"') from None
+    for predicate in tree.get("predicates", []):
+        predicate["operation"] = NUMBERS.get(predicate["operation"], predicate["operation"])
+    if faults := contract.faults("V2beta1Filter", tree):
+        raise invalid(f'failed to parse valid filter from "{encoded}": {faults[0]}')
+    return all(_holds(resource, predicate, fields) for predicate in tree.get("predicates", []))
+
+
+def _holds(resource: Mapping[str, Any], predicate: Mapping[str, Any], fields: Sequence[str]) -> bool:
+    if predicate["key"] not in fields:
+        raise invalid(f'no support for filtering on unrecognized field "{predicate["key"]}"')
+    wanted = next(predicate[key] for key in VALUE_KEYS if key in predicate)
+    if isinstance(wanted, dict):
+        wanted = wanted["values"]
+    return COMPARE[predicate["operation"]](_folded(resource.get(predicate["key"], "")), _folded(wanted))
+
+
+def _folded(value: Any) -> Any:
+    """MySQL's default collation does not tell upper case from lower."""
+    if isinstance(value, list):
+        return [_folded(one) for one in value]
+    return value.casefold() if isinstance(value, str) else value
+
+
+def _token(offset: int, query: Mapping[str, str]) -> str:
+    state = [offset, query.get("sort_by", ""), query.get("filter", "")]
+    return base64.b64encode(json.dumps(state).encode()).decode()
+
+
+def _offset(query: Mapping[str, str]) -> int:
+    token = query.get("page_token", "")
+    if not token:
+        return 0
+    try:
+        offset, sort_by, encoded = json.loads(base64.b64decode(token))
+    except ValueError:
+        raise invalid("Invalid page token") from None
+    if (query.get("sort_by", sort_by), query.get("filter", encoded)) != (sort_by, encoded):
+        raise Refused(3, "page token does not match the supplied sort by and/or filtering criteria.")
+    return offset

@@ -1,0 +1,80 @@
+"""The contract is the published one, and a server that broke it would be noticed."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.loopback.kfp import contract
+from tests.loopback.kfp.api import Api
+
+SWAGGER = os.environ.get("EVERNEAR_TEST_KFP_SWAGGER")
+"""kfp_api_single_file.swagger.json of KFP 2.17.0: backend/api/v2beta1/swagger in github.com/kubeflow/pipelines."""
+
+
+def test_answers_and_requests_outside_the_contract_are_faults() -> None:
+    run = {"run_id": "a", "display_name": "b", "created_at": "2026-11-22T00:00:00Z", "state": "RUNNING"}
+    assert contract.faults("V2beta1Run", run) == []
+    assert contract.faults("V2beta1Run", {**run, "created_at": "yesterday"})
+    assert contract.faults("V2beta1Run", {**run, "state": "Running"})
+    assert contract.faults("V2beta1Run", {**run, "name": "that was v1"})
+    assert contract.faults("V2beta1Run", {**run, "run_details": {"task_details": [{"state": 3}]}})
+    assert contract.faults("V2beta1RecurringRun", {"max_concurrency": 1}), "int64 is a string in protobuf's JSON"
+
+
+def test_the_loopback_server_has_only_operations_that_are_published() -> None:
+    published = {operation.name for operation in contract.operations()}
+    assert {name for name in vars(Api) if not name.startswith("_")} <= published
+
+
+@pytest.mark.skipif(not SWAGGER, reason="EVERNEAR_TEST_KFP_SWAGGER names no copy of the swagger")
+def test_the_contract_is_the_swagger() -> None:
+    swagger = json.loads(Path(SWAGGER or "").read_text())
+    published = {(o.method, o.path): o for o in contract.operations()}
+    stated = {(m.upper(), path): o for path, methods in swagger["paths"].items() for m, o in methods.items()}
+    assert set(published) == set(stated)
+    for key, operation in stated.items():
+        parameters = operation.get("parameters", [])
+        assert published[key].query == {p["name"] for p in parameters if p["in"] == "query"}, key
+        assert published[key].files == {p["name"] for p in parameters if p["in"] == "formData"}, key
+        bodies = [_name(p["schema"]["$ref"]) for p in parameters if p["in"] == "body" and "$ref" in p["schema"]]
+        assert [published[key].body] == bodies or not bodies, key
+        answer = operation["responses"]["200"]["schema"]
+        assert published[key].answer == (_name(answer["$ref"]) if "$ref" in answer else "object"), key
+        assert _name(operation["responses"]["default"]["schema"]["$ref"]) == contract.ERROR, key
+    definitions = contract.definitions()
+    for name, schema in swagger["definitions"].items():
+        if name != "protobufAny":
+            assert definitions[_class(name)] == _as_ours(schema), name
+
+
+def _as_ours(schema: dict[str, Any]) -> dict[str, Any]:
+    if "$ref" in schema:
+        return {"$ref": f"#/$defs/{_name(schema['$ref'])}"}
+    if "enum" in schema:
+        return {"enum": schema["enum"]}
+    match schema.get("type"):
+        case "array":
+            return {"type": "array", "items": _as_ours(schema["items"])}
+        case "object" if "properties" in schema:
+            properties = {name: _as_ours(inner) for name, inner in schema["properties"].items()}
+            return {"type": "object", "properties": properties, "additionalProperties": False}
+        case "object" if "additionalProperties" in schema:
+            return {"type": "object", "additionalProperties": _as_ours(schema["additionalProperties"])}
+        case "string" if schema.get("format") == "date-time":
+            return {"type": "string", "format": "date-time"}
+        case "object" | None:
+            return {}
+        case kind:
+            return {"type": kind}
+
+
+def _name(reference: str) -> str:
+    return _class(reference.rsplit("/", 1)[-1])
+
+
+def _class(name: str) -> str:
+    """The generator's class for a definition."""
+    return "".join(part[0].upper() + part[1:] for part in name.split(".") if part)

@@ -1,0 +1,29 @@
+"""A run of the loopback server that is really carried out, as the closing scenario does it."""
+
+from pathlib import Path
+
+import pytest
+
+from evernear.settings import PipelineSettings
+from evernear.triggers.runs import State
+from pipelines.client import KfpRuns
+from pipelines.compile import GOLDEN
+from tests.loopback.kfp import KfpServer, LocalExecutor
+
+
+@pytest.mark.slow
+def test_the_sentence_of_a_step_that_failed_reaches_the_run(tmp_path: Path) -> None:
+    store = (tmp_path / "store").as_uri()
+    with KfpServer(executor=LocalExecutor(tmp_path / "runs", store=store)) as server:
+        server.publish(GOLDEN / "continuous_training.yaml", version="first")
+        runs = KfpRuns(PipelineSettings(endpoint=server.url))
+        started = runs.start("continuous-training", {"data": {"source": f"folder:{tmp_path / 'nowhere'}"}}, "a")
+        assert server.run(started.id).ended.wait(120)
+        told = runs.show(started.id)
+    steps = {step.name: step for step in told.steps}
+    assert told.state is State.FAILED
+    assert steps["ingest"].state is State.FAILED
+    assert f"{tmp_path / 'nowhere'}" in steps["ingest"].error
+    assert steps["notify"].state is State.SUCCEEDED
+    assert "train" not in steps
+    assert (tmp_path / "store" / "runs" / started.id / "outcome.json").exists(), "under the id that KFP gave"

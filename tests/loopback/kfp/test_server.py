@@ -1,0 +1,122 @@
+"""``kfp.Client`` itself, as everybody uses it: upload, run, list, schedule, wait, terminate; and what is refused."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import kfp
+import pytest
+from kfp_server_api.exceptions import ApiException
+
+from pipelines.compile import GOLDEN
+from tests.loopback.kfp import KfpServer
+
+COMPILED = str(GOLDEN / "continuous_training.yaml")
+pytestmark = pytest.mark.filterwarnings("ignore:This client only works with:FutureWarning")
+
+
+@pytest.fixture
+def server() -> Iterator[KfpServer]:
+    with KfpServer() as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: KfpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> kfp.Client:
+    monkeypatch.setattr(kfp.Client, "_LOCAL_KFP_CONTEXT", str(tmp_path / "context.json"))
+    return kfp.Client(host=server.url)
+
+
+def test_the_life_of_a_run(server: KfpServer, client: kfp.Client) -> None:
+    pipeline = client.upload_pipeline(COMPILED, pipeline_name="training")
+    version = client.upload_pipeline_version(COMPILED, "v2", pipeline_name="training")
+    assert client.get_pipeline_id("training") == pipeline.pipeline_id
+    assert client.list_pipeline_versions(pipeline.pipeline_id).total_size == 2
+    experiment = client.create_experiment("mine")
+    given = {"pipeline_id": pipeline.pipeline_id, "version_id": version.pipeline_version_id}
+    started = client.run_pipeline(experiment.experiment_id, "first", params={"target": "local"}, **given)
+    run = server.wait_for_run()
+    assert run.parameters == {"target": "local"}
+    threading.Timer(0.2, lambda: (run.begin(), run.task("train", "SUCCEEDED"), run.end())).start()
+    ended = client.wait_for_run_completion(started.run_id, timeout=10, sleep_duration=1)
+    assert ended.state == "SUCCEEDED"
+    assert {"root", "train", "train-driver", "executor"} <= {d.display_name for d in ended.run_details.task_details}
+    second = client.run_pipeline(experiment.experiment_id, "second", **given)
+    client.terminate_run(second.run_id)
+    assert server.run(second.run_id).is_canceling
+    listed = client.list_runs(experiment_id=experiment.experiment_id, sort_by="display_name desc", page_size=1)
+    assert [found.display_name for found in listed.runs] == ["second"]
+    rest = client.list_runs(
+        experiment_id=experiment.experiment_id, sort_by="display_name desc", page_token=listed.next_page_token
+    )
+    assert [found.display_name for found in rest.runs] == ["first"]
+    recurring = client.create_recurring_run(experiment.experiment_id, "nightly", cron_expression="0 0 3 * * *", **given)
+    assert server.fire(recurring.recurring_run_id) is not None
+    client.disable_recurring_run(recurring.recurring_run_id)
+    assert server.fire(recurring.recurring_run_id) is None
+    client.delete_recurring_run(recurring.recurring_run_id)
+    assert client.list_recurring_runs().recurring_runs is None
+
+
+def test_what_is_refused(server: KfpServer, client: kfp.Client, tmp_path: Path) -> None:
+    pipeline = client.upload_pipeline(COMPILED, pipeline_name="training")
+    version = client.list_pipeline_versions(pipeline.pipeline_id).pipeline_versions[0]
+    experiment = client.create_experiment("mine")
+    nonsense = tmp_path / "nonsense.yaml"
+    nonsense.write_text("a: [")
+    given = {"pipeline_id": pipeline.pipeline_id, "version_id": version.pipeline_version_id}
+    finished = client.run_pipeline(experiment.experiment_id, "done", **given).run_id
+    server.run(finished).begin()
+    server.run(finished).end()
+    strange = json.dumps({"predicates": [{"operation": "EQUALS", "key": "colour", "string_value": "red"}]})
+    mine = experiment.experiment_id
+    refusals = [
+        (409, lambda: client.upload_pipeline(COMPILED, pipeline_name="Training")),
+        (409, lambda: client.upload_pipeline_version(COMPILED, "training", pipeline_id=pipeline.pipeline_id)),
+        (400, lambda: client.upload_pipeline(str(nonsense), pipeline_name="nonsense")),
+        (404, lambda: client.get_run("nobody's")),
+        (404, lambda: client.run_pipeline("no experiment", "x", **given)),
+        (404, lambda: client.run_pipeline(mine, "x", pipeline_id=pipeline.pipeline_id, version_id="none")),
+        (400, lambda: client.run_pipeline(mine, "x", params={"colour": "red"}, **given)),
+        (400, lambda: client.run_pipeline(mine, "x", params={"target": 3}, **given)),
+        (400, lambda: client.list_runs(sort_by="colour")),
+        (400, lambda: client.list_runs(filter=strange)),
+        (400, lambda: client.list_runs(page_token="bm8=")),
+        (400, lambda: client.terminate_run(finished)),
+        (400, lambda: client.create_recurring_run(mine, "x", cron_expression="at three", **given)),
+        (400, lambda: client.create_recurring_run(mine, "x", interval_second=60, max_concurrency=11, **given)),
+    ]
+    for status, ask in refusals:
+        with pytest.raises(ApiException) as refused:
+            ask()
+        assert refused.value.status == status, refused.value.body
+
+
+def test_a_request_outside_the_contract_fails_the_test_that_made_it(client: kfp.Client) -> None:
+    with KfpServer() as server:
+        with pytest.raises(ApiException):
+            kfp.Client(host=server.url).runs.run_service_create_run(run={"display_name": "x", "colour": "red"})
+        assert server.violations == [
+            "request of run_service_create_run: V2beta1Run: Additional properties are not allowed "
+            "('colour' was unexpected)"
+        ]
+        server.violations.clear()
+
+
+def test_a_users_token_and_namespace_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kfp.Client, "_LOCAL_KFP_CONTEXT", str(tmp_path / "context.json"))
+    with KfpServer(token="secret", namespaces={"alice"}) as server:
+        refusals = [
+            (401, kfp.Client(host=server.url, existing_token="wrong", namespace="alice"), "alice"),
+            (403, kfp.Client(host=server.url, existing_token="secret", namespace="bob"), "bob"),
+        ]
+        for status, client, namespace in refusals:
+            with pytest.raises(ApiException) as refused:
+                client.list_runs(namespace=namespace)
+            assert refused.value.status == status
+        client = kfp.Client(host=server.url, existing_token="secret", namespace="alice")
+        with pytest.raises(ApiException) as refused:
+            client.runs.run_service_list_runs()
+        assert "empty namespace" in refused.value.body
+        assert client.list_runs(namespace="alice").runs is None

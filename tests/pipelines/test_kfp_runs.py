@@ -1,0 +1,310 @@
+"""Runs on Kubeflow Pipelines, through the real ``kfp.Client``, with a server that holds it to the published API."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evernear.errors import PipelineServerError, SettingsError
+from evernear.settings import PipelineSettings
+from evernear.triggers.runs import Run, State
+from pipelines import client, connection
+from pipelines.client import KfpRuns
+from pipelines.compile import GOLDEN
+from tests.loopback.kfp import KfpServer, RunControl
+
+PIPELINE = "continuous-training"
+COMPILED = GOLDEN / "continuous_training.yaml"
+CREATE = "run_service_create_run"
+
+
+class Clock:
+    """The server's; every look is a second later, so that nothing is of the same second."""
+
+    def __init__(self) -> None:
+        self.now = datetime(2026, 11, 22, 8, 0, 0, tzinfo=UTC)
+
+    def __call__(self) -> datetime:
+        self.now += timedelta(seconds=1)
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(client, "LOCK_POLL_S", 0.02)
+
+
+@pytest.fixture
+def server() -> Iterator[KfpServer]:
+    with KfpServer(now=Clock()) as server:
+        server.publish(COMPILED, version="first")
+        yield server
+
+
+@pytest.fixture
+def runs(server: KfpServer) -> KfpRuns:
+    return runs_of(server)
+
+
+def runs_of(server: KfpServer, **settings: Any) -> KfpRuns:
+    return KfpRuns(PipelineSettings.model_validate({"endpoint": server.url, "timeout_s": 5.0, **settings}))
+
+
+def test_the_parameters_are_those_of_the_newest_version(server: KfpServer, runs: KfpRuns, tmp_path: Path) -> None:
+    younger = tmp_path / "younger.yaml"
+    younger.write_text(COMPILED.read_text().replace("train_memory", "train_mem"))
+    known = {parameter.name: parameter for parameter in runs.parameters(PIPELINE)}
+    assert known["store"].type == "STRING"
+    assert known["store"].default == "s3://evernear"
+    assert known["store"].description.startswith("Object store")
+    assert known["train_settings"].type == "STRUCT"
+    assert not any(parameter.required for parameter in known.values())
+    assert "train_memory" in known
+    server.publish(younger, version="second")
+    assert "train_mem" in {parameter.name for parameter in runs.parameters(PIPELINE)}
+    assert runs.start(PIPELINE, {}, "a").pipeline_version == "second"
+
+
+def test_a_run_is_started_once_for_each_key(server: KfpServer, runs: KfpRuns) -> None:
+    first = runs.start(PIPELINE, {"store": "file:///store"}, "2026-11-22T08:00:00+00:00 50%")
+    again = runs_of(server).start(PIPELINE, {"store": "file:///elsewhere"}, "2026-11-22T08:00:00+00:00 50%")
+    other = runs.start(PIPELINE, {"store": "file:///store"}, "2026-11-22t08:00:00+00:00 50%")
+    assert first == again
+    assert first.key == "2026-11-22T08:00:00+00:00 50%"
+    assert first.parameters == {"store": "file:///store"}
+    assert (first.pipeline, first.pipeline_version, first.state) == (PIPELINE, "first", State.PENDING)
+    assert first.url == f"{server.url}/#/runs/details/{first.id}"
+    assert other.id != first.id, "KFP's search does not tell upper from lower case, a key does"
+    assert [run.id for run in server.runs] == [first.id, other.id]
+    assert [e["display_name"] for e in server.state.experiments.values()] == ["evernear"], "the locks are gone"
+
+
+def test_many_that_start_the_same_at_once_get_one_run(server: KfpServer) -> None:
+    barrier = threading.Barrier(6)
+
+    def start(_: int) -> str:
+        starter = runs_of(server)
+        barrier.wait()
+        return starter.start(PIPELINE, {}, "proposal-1").id
+
+    with ThreadPoolExecutor(6) as pool:
+        ids = set(pool.map(start, range(6)))
+    assert ids == {run.id for run in server.runs}
+    assert len(ids) == 1
+
+
+def test_a_clone_made_in_the_ui_is_not_taken_for_the_run(server: KfpServer, runs: KfpRuns) -> None:
+    started = runs.start(PIPELINE, {}, "a")
+    clone = {**server.run(started.id).resource, "display_name": f"Clone of {started.name}"}
+    del clone["created_at"]
+    server.state.create_run(clone)
+    assert runs.start(PIPELINE, {}, "a").id == started.id
+    assert runs.list()[0].key == ""
+
+
+def test_who_lost_the_answer_finds_the_run_again(server: KfpServer, runs: KfpRuns) -> None:
+    server.fail(operation=CREATE, status=504, after=True)
+    with pytest.raises(PipelineServerError, match="answered 504"):
+        runs.start(PIPELINE, {}, "a")
+    assert server.calls.count(CREATE) == 1, "what creates something is not sent twice"
+    assert [runs.start(PIPELINE, {}, "a").id] == [run.id for run in server.runs]
+
+
+def test_a_starter_that_died_holds_others_up_for_a_lease_only(server: KfpServer) -> None:
+    impatient = runs_of(server, timeout_s=0.5)
+    server.fail(operation=CREATE, status=503)
+    with pytest.raises(PipelineServerError, match="answered 503"):
+        impatient.start(PIPELINE, {}, "a")
+    assert len(server.state.experiments) == 2, "nobody knows what became of the request: the lock stays"
+    began = datetime.now(UTC)
+    assert impatient.start(PIPELINE, {}, "a").id == server.runs[0].id
+    assert datetime.now(UTC) - began > timedelta(seconds=1.0), "twice the time limit of a request"
+    assert len(server.runs) == len(server.state.experiments) == 1
+
+
+def test_a_refused_start_leaves_no_lock(server: KfpServer, runs: KfpRuns) -> None:
+    server.fail(operation=CREATE, status=403)
+    with pytest.raises(PipelineServerError, match="does not allow this"):
+        runs.start(PIPELINE, {}, "a")
+    assert runs.start(PIPELINE, {}, "a").state is State.PENDING
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        ({"tagret": "local"}, "no parameter 'tagret'; did you mean 'target'?"),
+        ({"target": 3}, "target is a STRING; 3 is none"),
+        ({"data": "digits"}, "data is a STRUCT"),
+    ],
+)
+def test_parameters_are_checked_before_anything_is_created(
+    server: KfpServer, runs: KfpRuns, parameters: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(SettingsError, match=sentence):
+        runs.start(PIPELINE, parameters, "a")
+    assert not server.runs
+    assert not server.state.experiments
+
+
+def test_a_run_is_shown_step_by_step(server: KfpServer, runs: KfpRuns) -> None:
+    started = runs.start(PIPELINE, {}, "a")
+    assert runs.show(started.id).steps == ()
+    run = server.run(started.id)
+    run.begin()
+    run.task("exit-handler-1", "RUNNING")
+    run.task("ingest", "SUCCEEDED")
+    run.task("validate", "RUNNING")
+    run.task("train", "SKIPPED")
+    told = runs.show(started.id)
+    assert told.state is State.RUNNING
+    assert told.ended is None, "KFP says 1970"
+    states = {step.name: step.state for step in told.steps}
+    assert states == {"ingest": State.SUCCEEDED, "validate": State.RUNNING, "train": State.SKIPPED}, (
+        "neither the root, nor groups, drivers and executors"
+    )
+    assert [step.name for step in told.steps] == ["ingest", "validate", "train"]
+    ingest, validate = told.steps[0], told.steps[1]
+    assert ingest.started is not None
+    assert ingest.ended is not None
+    assert ingest.started <= ingest.ended < validate.started  # type: ignore[operator] - it has begun
+    assert validate.ended is None
+    run.task("validate", "FAILED", error="Images are missing.")
+    run.end("FAILED")
+    told = runs.show(started.id)
+    assert (told.state, told.steps[1].error) == (State.FAILED, "Images are missing.")
+    assert told.ended is not None
+    assert told.ended > told.created
+
+
+@pytest.mark.parametrize(
+    ("word", "state", "final"),
+    [
+        ("RUNTIME_STATE_UNSPECIFIED", State.PENDING, False),
+        ("PENDING", State.PENDING, False),
+        ("RUNNING", State.RUNNING, False),
+        ("PAUSED", State.PAUSED, False),
+        ("CANCELING", State.CANCELING, False),
+        ("CANCELED", State.CANCELED, True),
+        ("FAILED", State.FAILED, True),
+        ("SKIPPED", State.SKIPPED, True),
+        ("SUCCEEDED", State.SUCCEEDED, True),
+    ],
+)
+def test_every_state_of_kfp_is_known(server: KfpServer, runs: KfpRuns, word: str, state: State, final: bool) -> None:
+    started = runs.start(PIPELINE, {}, "a")
+    server.run(started.id).resource["state"] = word
+    shown = runs.show(started.id)
+    assert (shown.state, shown.state.is_final) == (state, final)
+
+
+def test_runs_are_listed_newest_first(
+    server: KfpServer, runs: KfpRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "PAGE_SIZE", 10)
+    other = tmp_path / "other.yaml"
+    other.write_text(COMPILED.read_text().replace("name: continuous-training", "name: another"))
+    server.publish(other, version="first")
+    template = runs.start(PIPELINE, {}, "0")
+    base = {k: v for k, v in server.run(template.id).resource.items() if k not in ("created_at", "run_id")}
+    for number in range(1, 26):
+        server.state.create_run({**base, "display_name": f"{PIPELINE} [{number}]"})
+    newest = runs.start("another", {}, "x")
+    listed = runs.list(limit=3)
+    assert [run.key for run in listed] == ["x", "25", "24"]
+    assert listed[0] == newest
+    assert [run.key for run in runs.list(PIPELINE, limit=200)] == [str(n) for n in range(25, -1, -1)], "many pages"
+    recent = runs.list(since=listed[1].created)
+    assert [run.key for run in recent] == ["x", "25"]
+
+
+def test_a_run_is_stopped_once(server: KfpServer, runs: KfpRuns) -> None:
+    started = runs.start(PIPELINE, {}, "a")
+    run = server.run(started.id)
+    run.begin()
+    runs.stop(started.id)
+    assert runs.show(started.id).state is State.CANCELING
+    runs.stop(started.id)
+    run.end("CANCELED")
+    runs.stop(started.id)
+    assert runs.show(started.id).state is State.CANCELED
+    assert server.calls.count("run_service_terminate_run") == 1
+
+
+def test_a_run_that_ends_while_it_is_stopped_is_no_error(
+    server: KfpServer, runs: KfpRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = runs.start(PIPELINE, {}, "a")
+    run = server.run(started.id)
+    asked = runs._kfp.ask
+
+    def end_before_termination(operation: str, **arguments: Any) -> Any:
+        if operation == "run_service_terminate_run":
+            run.begin()
+            run.end("SUCCEEDED")
+        return asked(operation, **arguments)
+
+    monkeypatch.setattr(runs._kfp, "ask", end_before_termination)
+    runs.stop(started.id)
+    assert runs.show(started.id).state is State.SUCCEEDED
+
+
+def test_a_run_of_a_deleted_version_is_still_told(server: KfpServer, runs: KfpRuns) -> None:
+    started = runs.start(PIPELINE, {}, "a")
+    run = server.run(started.id)
+    run.begin()
+    run.task("ingest", "RUNNING")
+    server.state.versions.clear()
+    server.state.pipelines.clear()
+    told = runs_of(server).show(started.id)
+    assert told.pipeline == run.resource["pipeline_version_reference"]["pipeline_id"]
+    assert [step.name for step in told.steps] == ["ingest"]
+
+
+def test_what_is_not_there_is_said(server: KfpServer, runs: KfpRuns) -> None:
+    with pytest.raises(PipelineServerError, match="There is no run gone at"):
+        runs.show("gone")
+    with pytest.raises(PipelineServerError, match="There is no run gone at"):
+        runs.stop("gone")
+    with pytest.raises(PipelineServerError, match=r"no pipeline nothing .*evernear pipeline upload"):
+        runs.start("nothing", {}, "a")
+    server.state.versions.clear()
+    with pytest.raises(PipelineServerError, match="has no version"):
+        runs.parameters(PIPELINE)
+
+
+def test_on_a_multi_user_kfp_everything_happens_in_the_namespace() -> None:
+    with KfpServer(namespaces={"alice"}, now=Clock()) as server:
+        server.publish(COMPILED, version="first", namespace="alice")
+        runs = runs_of(server, namespace="alice")
+        started = runs.start(PIPELINE, {}, "a")
+        assert runs.start(PIPELINE, {}, "a") == started
+        assert runs.list() == (started,)
+        assert {e["namespace"] for e in server.state.experiments.values()} == {"alice"}
+        with pytest.raises(PipelineServerError, match=r"empty namespace .* set pipeline\.namespace"):
+            runs_of(server).start(PIPELINE, {}, "b")
+        with pytest.raises(PipelineServerError, match=r"does not allow this .*pipeline\.namespace"):
+            runs_of(server, namespace="bob").list()
+
+
+def test_an_executor_moves_runs_on_and_is_told_to_stop() -> None:
+    stopped = threading.Event()
+
+    def work(run: RunControl) -> None:
+        run.begin()
+        run.task("ingest", "RUNNING")
+        while not run.is_canceling:
+            stopped.wait(0.01)
+        run.end("CANCELED")
+
+    with KfpServer(executor=work) as server:
+        server.publish(COMPILED, version="first")
+        runs = runs_of(server)
+        started: Run = runs.start(PIPELINE, {}, "a")
+        runs.stop(started.id)
+        assert server.run(started.id).ended.wait(5)
+        assert runs.show(started.id).state is State.CANCELED

@@ -1,0 +1,210 @@
+"""Uploads and schedules, through the real ``kfp.Client``, with a server that holds it to the published API."""
+
+import copy
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import yaml
+
+from evernear.errors import PipelineServerError, SettingsError
+from evernear.settings import PipelineSettings
+from pipelines import connection
+from pipelines.compile import NAMES, as_manifests, for_cluster
+from pipelines.publish import Publisher, cron_with_seconds
+from tests.loopback.kfp import KfpServer
+
+PIPELINE = "continuous-training"
+IMAGE = "registry.example/evernear-train@sha256:" + "ab" * 32
+COMPILED = for_cluster(PIPELINE, IMAGE)
+COMMIT = "5b67dc9f1c0b6c0f5d9e7a1b2c3d4e5f60718293"
+CREATE = "recurring_run_service_create_recurring_run"
+
+
+@pytest.fixture(autouse=True)
+def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "BACKOFF_S", 0.01)
+
+
+@pytest.fixture
+def server() -> Iterator[KfpServer]:
+    with KfpServer() as server:
+        yield server
+
+
+@pytest.fixture
+def publisher(server: KfpServer) -> Publisher:
+    return publisher_to(server)
+
+
+def publisher_to(server: KfpServer, **settings: Any) -> Publisher:
+    return Publisher(PipelineSettings.model_validate({"endpoint": server.url, "timeout_s": 10.0, **settings}))
+
+
+def test_a_version_is_named_after_the_commit_and_uploaded_once(server: KfpServer, publisher: Publisher) -> None:
+    first = publisher.upload(COMPILED, COMMIT)
+    assert (first.pipeline, first.version, first.new) == (PIPELINE, COMMIT, True)
+    again = publisher_to(server).upload(COMPILED, COMMIT)
+    assert again == first.model_copy(update={"new": False})
+    (pipeline,) = server.state.pipelines.values()
+    (version,) = server.state.versions.values()
+    assert (pipeline["name"], pipeline["display_name"]) == (PIPELINE, "Continuous training")
+    assert pipeline["description"]
+    assert (version["name"], version["display_name"]) == (f"{PIPELINE}-{COMMIT}", COMMIT)
+    assert server.state.files[version["pipeline_version_id"]] == COMPILED
+
+
+def test_the_server_writes_a_pipeline_in_its_own_way_and_it_is_the_same(
+    server: KfpServer, publisher: Publisher
+) -> None:
+    """Numbers get a fraction or lose it, and what is at its default is left out."""
+    publisher.upload(COMPILED, COMMIT)
+    (version,) = server.state.versions.values()
+    spec = copy.deepcopy(version["pipeline_spec"])
+    defaults = spec["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]["train_settings"]["defaultValue"]
+    defaults["epochs"] = int(defaults["epochs"])
+    groups = [part["dag"]["tasks"] for part in spec["pipeline_spec"]["components"].values() if "dag" in part]
+    uncached = [task for tasks in groups for task in tasks.values() if task.get("cachingOptions") == {}]
+    uncached[0]["cachingOptions"]["enableCache"] = False
+    version["pipeline_spec"] = spec
+    assert not publisher.upload(COMPILED, COMMIT).new
+
+
+def test_another_file_under_the_same_name_is_refused(server: KfpServer, publisher: Publisher) -> None:
+    publisher.upload(COMPILED, COMMIT)
+    changed = for_cluster(PIPELINE, IMAGE.replace("ab", "cd"))
+    with pytest.raises(PipelineServerError, match=f"has a version {COMMIT} already, and it is another one"):
+        publisher.upload(changed, COMMIT)
+    assert len(server.state.versions) == 1
+    assert publisher.upload(changed, "another").new
+
+
+def test_two_uploads_at_once_are_one(server: KfpServer) -> None:
+    barrier = threading.Barrier(4)
+
+    def upload(_: int) -> Any:
+        publisher = publisher_to(server)
+        barrier.wait()
+        return publisher.upload(COMPILED, COMMIT)
+
+    with ThreadPoolExecutor(4) as pool:
+        uploaded = list(pool.map(upload, range(4)))
+    assert sum(one.new for one in uploaded) == 1
+    assert len({one.pipeline_version_id for one in uploaded}) == len(server.state.versions) == 1
+
+
+def test_an_upload_into_a_namespace_stays_there() -> None:
+    with KfpServer(namespaces={"alice"}) as server:
+        publisher = publisher_to(server, namespace="alice")
+        publisher.upload(COMPILED, COMMIT)
+        made = publisher.schedule(PIPELINE, "0 3 * * *", {})
+        assert [pipeline["namespace"] for pipeline in server.state.pipelines.values()] == ["alice"]
+        assert publisher.schedules() == [made]
+        with pytest.raises(PipelineServerError, match="does not allow this"):
+            publisher_to(server, namespace="bob").upload(COMPILED, COMMIT)
+
+
+@pytest.mark.parametrize("pipeline", NAMES)
+def test_every_pipeline_is_accepted_and_runs_as_it_is(server: KfpServer, publisher: Publisher, pipeline: str) -> None:
+    publisher.upload(for_cluster(pipeline, IMAGE), COMMIT)
+    required = [p for p in publisher.runs.parameters(pipeline) if p.required]
+    assert not required
+    assert publisher.runs.start(pipeline, {}, "a").pipeline == pipeline
+
+
+def test_manifests_are_byte_stable_and_hold_the_pipeline() -> None:
+    pipeline = min(NAMES, key=lambda name: len(for_cluster(name, IMAGE)))  # kfp takes seconds for a large one
+    compiled = for_cluster(pipeline, IMAGE)
+    content = as_manifests(compiled, COMMIT, namespace="kubeflow")
+    assert as_manifests(compiled, COMMIT, namespace="kubeflow") == content
+    held, version = yaml.load_all(content, yaml.CSafeLoader)
+    spec, platform = yaml.load_all(compiled, yaml.CSafeLoader)
+    assert (held["kind"], held["metadata"]) == ("Pipeline", {"name": pipeline, "namespace": "kubeflow"})
+    assert held["spec"]["displayName"] == spec["pipelineInfo"]["displayName"]
+    assert held["spec"]["description"] == spec["pipelineInfo"]["description"]
+    assert version["apiVersion"] == "pipelines.kubeflow.org/v2beta1"
+    assert version["metadata"] == {"name": f"{pipeline}-{COMMIT}", "namespace": "kubeflow"}
+    assert version["spec"]["pipelineName"] == pipeline
+    assert version["spec"]["displayName"] == COMMIT
+    assert version["spec"]["pipelineSpec"] == spec
+    assert version["spec"]["platformSpec"] == platform
+
+
+def test_a_schedule_starts_the_version_that_was_newest(server: KfpServer, publisher: Publisher) -> None:
+    uploaded = publisher.upload(COMPILED, COMMIT)
+    made = publisher.schedule(PIPELINE, "0 3 * * *", {"target": "local"})
+    assert (made.pipeline, made.cron, made.state) == (PIPELINE, "0 0 3 * * *", "enabled")
+    (job,) = server.state.recurring_runs.values()
+    assert (job["max_concurrency"], job["no_catchup"]) == ("1", True)
+    fired = server.fire(made.id)
+    assert fired is not None
+    assert fired.resource["pipeline_version_reference"]["pipeline_version_id"] == uploaded.pipeline_version_id
+    assert fired.parameters == {"target": "local"}
+    assert publisher.runs.list()[0].key == "", "a run of the clock has no key"
+
+
+def test_a_schedule_is_replaced_without_a_moment_of_two(
+    server: KfpServer, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher.upload(COMPILED, COMMIT)
+    before = publisher.schedule(PIPELINE, "0 3 * * *", {})
+    asked = publisher._kfp.ask
+    in_force: list[int] = []
+
+    def ask(operation: str, **arguments: Any) -> Any:
+        answer = asked(operation, **arguments)
+        in_force.append(sum(job["status"] == "ENABLED" for job in server.state.recurring_runs.values()))
+        return answer
+
+    monkeypatch.setattr(publisher._kfp, "ask", ask)
+    after = publisher.schedule(PIPELINE, "0 4 * * *", {})
+    assert max(in_force) == 1
+    assert after.id != before.id
+    assert publisher.schedules() == [after]
+    assert server.policies == ["ORPHAN"], "else Kubernetes would end the runs of the old schedule"
+
+
+def test_a_refused_schedule_leaves_the_old_one_in_force(server: KfpServer, publisher: Publisher) -> None:
+    publisher.upload(COMPILED, COMMIT)
+    before = publisher.schedule(PIPELINE, "0 3 * * *", {})
+    with pytest.raises(PipelineServerError, match="Schedule cron is not a supported format"):
+        publisher.schedule(PIPELINE, "each night", {})
+    with pytest.raises(SettingsError, match="did you mean 'target'"):
+        publisher.schedule(PIPELINE, "0 4 * * *", {"tagret": "local"})
+    assert publisher.schedules() == [before]
+
+
+def test_a_schedule_whose_answer_was_lost_doubles_nothing_and_is_made_good(
+    server: KfpServer, publisher: Publisher
+) -> None:
+    publisher.upload(COMPILED, COMMIT)
+    publisher.schedule(PIPELINE, "0 3 * * *", {})
+    server.fail(operation=CREATE, status=504, after=True)
+    with pytest.raises(PipelineServerError, match="the old one is off; do it again"):
+        publisher.schedule(PIPELINE, "0 4 * * *", {})
+    assert [s.cron for s in publisher.schedules() if s.state == "enabled"] == ["0 0 4 * * *"]
+    made = publisher.schedule(PIPELINE, "0 4 * * *", {})
+    assert publisher.schedules() == [made]
+
+
+def test_a_schedule_ends(server: KfpServer, publisher: Publisher) -> None:
+    publisher.upload(COMPILED, COMMIT)
+    publisher.schedule(PIPELINE, "@daily", {})
+    assert publisher.unschedule(PIPELINE) == 1
+    assert publisher.unschedule(PIPELINE) == 0
+    assert not server.state.recurring_runs
+
+
+@pytest.mark.parametrize(
+    ("cron", "with_seconds"),
+    [
+        ("0 3 * * *", "0 0 3 * * *"),
+        (" 30  2 * * MON-FRI", "0 30 2 * * MON-FRI"),
+        ("15 0 3 * * *", "15 0 3 * * *"),
+        ("@hourly", "@hourly"),
+    ],
+)
+def test_unix_cron_gets_its_seconds(cron: str, with_seconds: str) -> None:
+    assert cron_with_seconds(cron) == with_seconds

@@ -1,0 +1,86 @@
+"""What a reindex takes over from the champion, and what it refuses to. Whole runs: tests/scenarios/test_main_job.py."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from evernear.data.shards import Dataset
+from evernear.embedding.embed import Embeddings, embed
+from evernear.embedding.export import describe_network, load_network, trained_on
+from evernear.errors import DataError, IntegrityError, StoreError
+from evernear.index.build import build
+from evernear.release.network import take_network
+from evernear.release.registry import Registry
+from evernear.settings import IndexSettings
+from evernear.store import Store, open_store
+from tests.conftest import MakeRelease, System
+from tests.releases import release_maker
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store((tmp_path / "store").as_uri())
+
+
+def promote(store: Store, release: MakeRelease) -> str:
+    packed = release()
+    registry = Registry(store)
+    registry.publish(packed.archive)
+    registry.set_champion(packed.version, registry.champion())
+    return packed.version
+
+
+def renamed(dataset: Dataset, **changes: object) -> Dataset:
+    manifest = dataset.manifest.model_copy(update=changes)
+    return Dataset(manifest, open_store(manifest.store_uri))
+
+
+def test_the_network_comes_out_of_the_release_as_it_went_in(
+    system: System, make_release: MakeRelease, store: Store, tmp_path: Path
+) -> None:
+    version = promote(store, make_release)
+    release, open_set = take_network(store, system.dataset, tmp_path / "network")
+    assert release.version == version
+    assert describe_network(tmp_path / "network") == describe_network(system.network_dir)
+    load_network(tmp_path / "network")
+    # This index was built without a probe: impostors gave the threshold, and a new gallery has others.
+    assert open_set.threshold is None
+
+
+def test_a_threshold_of_unseen_classes_stays_with_the_network(system: System, store: Store, tmp_path: Path) -> None:
+    embed(system.network_dir, system.dataset, tmp_path / "embeddings")
+    vectors = Embeddings.open(tmp_path / "embeddings")
+    build(vectors, system.dataset.labels, IndexSettings(), tmp_path / "index", threshold=0.375)
+    probed = System(system.dataset, system.network_dir, tmp_path / "index")
+    (tmp_path / "release").mkdir()
+    promote(store, release_maker(probed, lambda: tmp_path / "release"))
+    _, open_set = take_network(store, system.dataset, tmp_path / "network")
+    assert open_set.threshold == 0.375
+    assert open_set.auroc is None
+
+
+def test_without_a_champion_there_is_no_network(system: System, store: Store, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"no release in .* whose network could be used again; run the whole pipeline"):
+        take_network(store, system.dataset, tmp_path / "network")
+
+
+def test_another_dataset_is_refused(system: System, make_release: MakeRelease, store: Store, tmp_path: Path) -> None:
+    promote(store, make_release)
+    with pytest.raises(DataError, match="made from the dataset 'digits', and its network cannot be used for 'letters'"):
+        take_network(store, renamed(system.dataset, name="letters"), tmp_path / "network")
+    assert not (tmp_path / "network").exists()
+
+
+def test_a_network_whose_training_snapshot_is_gone_is_refused(system: System, tmp_path: Path) -> None:
+    shutil.copytree(system.network_dir, tmp_path / "network")
+    store = open_store(system.dataset.manifest.store_uri)
+    assert trained_on(tmp_path / "network", system.dataset, store) is system.dataset
+    later = renamed(system.dataset, labels=(*system.dataset.labels, "new"))
+    found = trained_on(tmp_path / "network", later, store)
+    assert found.digest == system.dataset.digest != later.digest
+    described = json.loads((tmp_path / "network/network.json").read_text())
+    (tmp_path / "network/network.json").write_text(json.dumps(described | {"dataset_digest": "0" * 64}))
+    with pytest.raises(IntegrityError, match="nobody can tell which images it has seen"):
+        trained_on(tmp_path / "network", later, store)

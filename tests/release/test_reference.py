@@ -1,0 +1,90 @@
+"""What a release keeps of its own answers, for live queries to be compared with."""
+
+import io
+
+import numpy as np
+import pytest
+from releases import MakeRelease, System
+
+from evernear.embedding.embed import embed_images
+from evernear.embedding.export import load_network
+from evernear.errors import IntegrityError
+from evernear.index.search import Gallery
+from evernear.release.manifest import REFERENCE_FILE, parse_manifest
+from evernear.release.parts import read_part
+from evernear.release.reference import PROJECTED_DIM, Reference, evenly, random_projection
+
+
+@pytest.fixture(scope="module")
+def reference(make_release: MakeRelease) -> Reference:
+    data = read_part(make_release().archive, REFERENCE_FILE)
+    assert data is not None
+    return Reference.parse(data, "here")
+
+
+def test_a_reference_is_what_the_release_answers_on_its_query_split(reference: Reference, system: System) -> None:
+    (block,) = system.dataset.blocks("query")
+    embeddings = embed_images(load_network(system.network_dir), block.images)
+    gallery = Gallery.open(system.index_dir, reference_network(system))
+    answers = gallery.recognise(embeddings)
+    assert reference.distances == pytest.approx([answer.dist for answer in answers], abs=1e-5)
+    assert reference.unknown.tolist() == [answer.unknown for answer in answers]
+    assert reference.coordinates == pytest.approx(embeddings @ reference.projection, abs=1e-5)
+
+
+def reference_network(system: System) -> str:
+    from evernear.embedding.export import describe_network
+
+    return describe_network(system.network_dir).sha256
+
+
+def test_a_projection_keeps_distances_on_average() -> None:
+    rng = np.random.default_rng(7)
+    points = rng.standard_normal((200, 128))
+    points /= np.linalg.norm(points, axis=1, keepdims=True)
+    projected = points @ random_projection(128)
+    ratios = np.linalg.norm(projected[:100] - projected[100:], axis=1) / np.linalg.norm(
+        points[:100] - points[100:], axis=1
+    )
+    assert projected.shape == (200, PROJECTED_DIM)
+    assert np.mean(ratios**2) == pytest.approx(1, abs=0.15)
+
+
+@pytest.mark.parametrize("total", [0, 1, 999, 1000, 1001, 123_456])
+def test_a_large_split_is_sampled_evenly(total: int) -> None:
+    rows = list(evenly(total))
+    assert len(rows) == min(total, 1000)
+    assert rows == sorted(set(rows))
+    assert not rows or (rows[0] == 0 and rows[-1] < total)
+    assert len({*np.diff(rows)} or {0}) <= 2
+
+
+def test_what_is_no_reference_is_refused_with_its_place(reference: Reference) -> None:
+    def packed(**changes: np.ndarray) -> bytes:
+        arrays = {name: getattr(reference, name) for name in ("projection", "coordinates", "distances", "unknown")}
+        buffer = io.BytesIO()
+        np.savez(buffer, **(arrays | changes))
+        return buffer.getvalue()
+
+    whole = reference.to_bytes()
+    odd = [
+        b"",
+        b"text",
+        whole[:100],
+        packed(distances=reference.distances[1:]),
+        packed(coordinates=reference.coordinates[:, 1:]),
+        packed(distances=reference.distances.astype(np.float64)),
+        packed(projection=np.array([{"a": "pickle"}], dtype=object)),
+        packed(projection=reference.projection[0]),
+    ]
+    for data in odd:
+        with pytest.raises(IntegrityError, match="somewhere is no reference of a release"):
+            Reference.parse(data, "somewhere")
+
+
+def test_a_release_from_before_there_were_references_is_a_release(make_release: MakeRelease) -> None:
+    manifest = make_release().manifest
+    old = manifest.model_dump(mode="json")
+    del old["parts"][REFERENCE_FILE]
+    text = type(manifest).model_validate(old).to_json()
+    assert REFERENCE_FILE not in parse_manifest(text, "here").parts

@@ -1,0 +1,43 @@
+"""The verdict's card: reasons first, one small page that needs nothing else."""
+
+import html
+import re
+
+import pytest
+
+from evernear.evaluation.evaluate import evaluate
+from evernear.evaluation.gate import decide
+from evernear.evaluation.open_set import OpenSet
+from evernear.evaluation.recogniser import Recogniser
+from evernear.reporting.card import verdict_card
+from evernear.settings import EvaluationSettings, GateSettings
+from tests.conftest import System
+
+
+@pytest.fixture(scope="module")
+def recogniser(system: System) -> Recogniser:
+    return Recogniser.open(system.network_dir, system.index_dir, "20260101.000000.00000000")
+
+
+@pytest.mark.parametrize(
+    ("open_set", "told"),
+    [
+        (OpenSet(held_out=()), "impostors gave the threshold"),
+        (OpenSet(held_out=(), threshold=0.4), "was taken over with the network"),
+    ],
+)
+def test_a_card_is_small_self_contained_and_begins_with_the_reasons(
+    system: System, recogniser: Recogniser, open_set: OpenSet, told: str
+) -> None:
+    evaluation = evaluate(recogniser, recogniser, system.dataset, open_set, EvaluationSettings())
+    for floor, title in ((0.5, "Promote: "), (1.0, "Hold: ")):
+        verdict = decide(evaluation, GateSettings(accuracy_floor=floor))
+        card = verdict_card(verdict, evaluation)
+        assert len(card) < 64 * 1024
+        assert "None" not in card
+        assert told in card
+        assert not [word for word in ("<script", "src=", "@import", "url(http") if word in card]
+        start = card.index("<h1>") + len("<h1>")
+        assert card[start:].startswith(title)
+        top = card[: card.index("<h2>")]
+        assert [html.unescape(item) for item in re.findall("<li>(.*?)</li>", top)] == verdict.reasons
