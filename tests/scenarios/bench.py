@@ -15,6 +15,8 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from evernear.progress import EVENTS_VARIABLE
+
 EVERNEAR = str(Path(sys.executable).parent / "evernear")
 PORTS = ("inference_port", "management_port", "metrics_port", "grpc_inference_port", "grpc_management_port")
 
@@ -62,9 +64,9 @@ class Bench:
             start_new_session=True,
         )
 
-    def run(self, *words: str) -> dict[str, Any]:
-        """``evernear run --json``, which has to succeed; its result."""
-        done = self.command("run", "--preset", "quick", "--json", *words)
+    def run(self, *words: str, command: str = "run") -> dict[str, Any]:
+        """``evernear run --json``, or another ``command`` of its kind, which has to succeed; its result."""
+        done = self.command(command, "--preset", "quick", "--json", *words)
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
@@ -76,6 +78,30 @@ class Bench:
         told = [line for line in done.stderr.splitlines() if line.startswith("evernear: ")]
         assert len(told) == 1, done.stderr
         return done.returncode, told[0]
+
+    def pipeline(self, name: str, **arguments: object) -> dict[str, Any]:
+        """Run a compiled pipeline here, whatever it comes to; its outcome, as the exit step told it."""
+        root = self.directory / f"{name}-{time.monotonic_ns()}"
+        root.mkdir()
+        order = json.dumps({"pipeline": name, "pipeline_root": str(root), "arguments": arguments})
+        with (
+            (root / "log.txt").open("w") as log,
+            subprocess.Popen(
+                [sys.executable, "-m", "pipelines.local"],
+                cwd=self.directory,
+                env={**self.environment, EVENTS_VARIABLE: str(root / "events.jsonl")},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                text=True,
+            ) as process,
+        ):
+            assert process.stdin is not None
+            process.stdin.write(order + "\n")
+            process.stdin.flush()
+            process.wait(240)  # its input stays open all the while: closed, it would end
+        return json.loads(next(root.glob("*/notify/outcome")).read_text())
 
     def await_step(self, step: str, process: subprocess.Popen[str], timeout_s: float = 180) -> None:
         """Wait until the newest run has started ``step``."""
@@ -91,6 +117,15 @@ class Bench:
         """The newest run's event file."""
         files = sorted(self.workdir.glob("runs/*/events.jsonl"))
         return files[-1].read_text() if files else ""
+
+
+def write_negatives(directory: Path, label: str, numbers: range) -> None:
+    """A class that no digit is: zeros of scikit-learn's digits, white on black turned into black on white."""
+    images, targets = load_digits(return_X_y=True)
+    directory.joinpath(label).mkdir(parents=True, exist_ok=True)
+    for number in np.flatnonzero(targets == 0)[numbers]:
+        pixels = 255 - (images[number].reshape(8, 8) * 255 / 16).astype(np.uint8)
+        Image.fromarray(pixels).save(directory / label / f"{number}.png")
 
 
 def write_digits(directory: Path, labels: str = "0123", per_class: int = 120, shuffle_labels: bool = False) -> None:

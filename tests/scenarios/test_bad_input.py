@@ -1,11 +1,12 @@
 """What bad input gets: one sentence, an exit code, nothing half-written."""
 
+import json
 from pathlib import Path
 
 import pytest
 from minio import Minio
 
-from tests.scenarios.bench import Bench, write_digits
+from tests.scenarios.bench import Bench, write_digits, write_negatives
 
 
 @pytest.fixture
@@ -57,6 +58,7 @@ def test_file_that_is_no_image_is_named(bench: Bench, content: bytes) -> None:
     assert "1/note.png" in told
 
 
+@pytest.mark.slow
 def test_corrupt_png_among_good_ones_stops_the_run_or_is_left_out_as_settings_say(bench: Bench) -> None:
     write_digits(bench.directory / "images")
     victim = next((bench.directory / "images/2").iterdir())
@@ -69,6 +71,7 @@ def test_corrupt_png_among_good_ones_stops_the_run_or_is_left_out_as_settings_sa
     assert victim.name in Path(left_out["paths"]["validate.report"]).read_text()
 
 
+@pytest.mark.slow
 def test_class_that_disappears_in_new_data(bench: Bench) -> None:
     write_digits(bench.directory / "images")
     assert bench.run()["promoted"]
@@ -78,6 +81,13 @@ def test_class_that_disappears_in_new_data(bench: Bench) -> None:
     assert code == 3
     assert "3" in told
     assert len(list(bench.workdir.glob("store/releases/manifests/*.json"))) == 1
+
+
+def test_reindex_before_anything_was_released(bench: Bench) -> None:
+    write_digits(bench.directory / "images", per_class=20)
+    code, told = bench.refused("reindex", "--preset", "quick")
+    assert code == 4
+    assert "run the whole pipeline" in told
 
 
 def test_empty_bucket(bench: Bench, bucket: str, s3_endpoint: str) -> None:
@@ -94,7 +104,7 @@ def test_empty_bucket(bench: Bench, bucket: str, s3_endpoint: str) -> None:
 
 @pytest.mark.slow
 def test_a_bucket_is_a_source_and_a_store(bench: Bench, bucket: str, s3_endpoint: str) -> None:
-    """Images and everything that the run makes lie in S3; nothing of the store is on this disk."""
+    """Images and everything that a run and a reindex make lie in S3; nothing of the store is on this disk."""
     bench.environment |= {
         "AWS_ENDPOINT_URL": s3_endpoint,
         "AWS_ACCESS_KEY_ID": "tester",
@@ -105,9 +115,18 @@ def test_a_bucket_is_a_source_and_a_store(bench: Bench, bucket: str, s3_endpoint
     client = Minio(s3_endpoint.removeprefix("http://"), "tester", "not-a-secret", secure=False, region="us-east-1")
     for image in (bench.directory / "images").glob("*/*.png"):
         client.fput_object(bucket, f"arrivals/{image.parent.name}/{image.name}", str(image))
-    done = bench.run("--source", f"s3://{bucket}/arrivals", "--set", f"store=s3://{bucket}/evernear")
+    words = ("--source", f"s3://{bucket}/arrivals", "--set", f"store=s3://{bucket}/evernear")
+    done = bench.run(*words)
     assert done["promoted"]
+    write_negatives(bench.directory / "more", "negative", range(100))
+    for image in (bench.directory / "more/negative").iterdir():
+        client.fput_object(bucket, f"arrivals/negative/{image.name}", str(image))
+    again = bench.run(*words, command="reindex")
+    assert again["promoted"], again["reasons"]
+    embedded = json.loads(Path(again["paths"]["embed.embeddings"], "embeddings.json").read_text())
+    assert embedded["reused"] > 0
     keys = {item.object_name for item in client.list_objects(bucket, "evernear/", recursive=True)}
+    assert any(key.startswith("evernear/embeddings/") for key in keys)
     assert "evernear/releases/champion.json" in keys
     assert not (bench.workdir / "store").exists()
     assert "not-a-secret" not in Path(done["paths"]["log"]).read_text()

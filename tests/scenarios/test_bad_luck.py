@@ -56,14 +56,8 @@ def kill_at(bench: Bench, step: str, victim: str) -> None:
     assert not alive, "a step outlived its run"
 
 
-@pytest.mark.parametrize(
-    ("steps", "victim"),
-    [
-        (("train",), "command"),
-        pytest.param(STEPS, "command", marks=pytest.mark.slow),
-        pytest.param(STEPS[:-1], "step", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("steps", "victim"), [(STEPS, "command"), (STEPS[:-1], "step")])
 def test_killed_at_a_step_and_run_again_ends_as_an_unbroken_run(
     bench: Bench, tmp_path: Path, steps: tuple[str, ...], victim: str
 ) -> None:
@@ -79,6 +73,7 @@ def test_killed_at_a_step_and_run_again_ends_as_an_unbroken_run(
     assert result["promoted"]
 
 
+@pytest.mark.slow
 def test_a_killed_step_fails_the_run_with_a_sentence(bench: Bench) -> None:
     with bench.start("run", "--preset", "quick") as process:
         bench.await_step("train", process)
@@ -168,7 +163,7 @@ def test_a_server_that_dies_is_told_and_comes_back(bench: Bench) -> None:
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(bench.workdir) in " ".join(p.info["cmdline"] or ())]
 
 
-@pytest.mark.parametrize("size_kb", [60, 600])
+@pytest.mark.parametrize("size_kb", [60, pytest.param(600, marks=pytest.mark.slow)])
 def test_disk_full(bench: Bench, size_kb: int) -> None:
     """The working directory lies on a disk that is too small for the dataset, or for the training."""
     bench.workdir.mkdir()

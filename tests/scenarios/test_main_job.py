@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios.bench import Bench, write_digits
+from evernear import local_run
+from evernear.settings import load
+from tests.scenarios.bench import Bench, write_digits, write_negatives
+
+# The way from images to what serves is walked by test_promise.py in every run of the tests.
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +80,61 @@ def test_a_better_or_equal_challenger_replaces_the_champion_and_the_old_one_stay
     told = json.loads(bench.command("status", "--json").stdout)
     assert told["default"] == second["release"]
     assert first["release"] in told["registered"]
+
+
+def test_a_new_class_is_recognised_without_training_and_a_rollback_forgets_it(served: tuple[Bench, dict]) -> None:
+    bench, _ = served
+    before = json.loads(bench.command("registry", "show", champion_of(bench), "--json").stdout)
+    write_negatives(bench.directory / "images", "negative", range(100))
+    write_negatives(bench.directory / "strangers", "negative", range(100, 110))
+    result = bench.run(command="reindex")
+    assert result["promoted"], result["reasons"]
+    assert "train" not in result["steps_s"]
+    assert any("New: negative" in reason for reason in result["reasons"])
+
+    after = json.loads(bench.command("registry", "show", result["release"], "--json").stdout)
+    assert after["network_sha256"] == before["network_sha256"]
+    assert after["parent"] == before["version"]
+    assert after["threshold"] == before["threshold"]
+    embedded = json.loads(Path(result["paths"]["embed.embeddings"], "embeddings.json").read_text())
+    # All 100 but those of the test split; what was embedded when the champion was made is taken from the store.
+    assert 80 <= sum(shard["count"] for shard in embedded["shards"]) - embedded["reused"] <= 100
+    assert embedded["reused"] > 100
+
+    strangers = [str(path) for path in sorted((bench.directory / "strangers/negative").iterdir())]
+    assert [answer["pred"] for answer in answers(bench, strangers)] == ["negative"] * 10
+    assert "Rules" in Path(result["paths"]["gate.card"]).read_text()
+
+    wanted = pipeline_arguments(bench) | {"why": "negatives are no digits", "release": result["release"]}
+    told = bench.pipeline("rollback", **wanted)
+    assert (told["state"], told["release"]) == ("rolled back", before["version"])
+    assert told["reasons"] == ["negatives are no digits"]
+    again = answers(bench, strangers)
+    assert {answer["version"] for answer in again} == {before["version"]}
+    assert "negative" not in {answer["pred"] for answer in again}
+    move = json.loads(bench.command("registry", "history", "--json").stdout)[-1]
+    assert (move["how"], move["why"], move["version"]) == ("rollback", "negatives are no digits", before["version"])
+
+    refused = bench.pipeline("rollback", **wanted)  # the same order again: that release does not serve any longer
+    assert refused["state"] == "failed"
+    assert f"{before['version']} is the champion now, not {result['release']}" in refused["reasons"][0]
+    assert champion_of(bench) == before["version"]
+
+
+def champion_of(bench: Bench) -> str:
+    return bench.command("registry", "champion").stdout.strip()
+
+
+def answers(bench: Bench, files: list[str]) -> list[dict]:
+    done = bench.command("predict", "--json", *files)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def pipeline_arguments(bench: Bench) -> dict[str, object]:
+    """Of the rollback pipeline, for what serves on the bench."""
+    settings = load(environment=bench.environment)
+    named = ("store", "serving", "kubernetes_settings", "target", "workdir")
+    return {name: value for name, value in local_run.pipeline_arguments(settings).items() if name in named}
 
 
 def test_a_model_of_shuffled_labels_is_held_and_the_champion_stays(served: tuple[Bench, dict]) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from PIL import Image
 
 from evernear.data.ledger import Ledger, Listed, NewImage
-from evernear.data.manifest import SPLITS, Manifest, Split, manifest_key, parse_manifest
+from evernear.data.manifest import SPLITS, Manifest, Split, ledger_key, manifest_key, parse_manifest
 from evernear.data.preprocess import Pixels, decode, image_digest, pixels_digest, to_array
 from evernear.data.sources import Arrays, ArraySource, FileSource, open_source
 from evernear.data.writer import ShardWriter
@@ -395,7 +395,7 @@ class _Snapshots:
         return manifest_key(self.name, digest)
 
     def _ledger_key(self, sha256: str) -> str:
-        return f"{self._base}/ledgers/{sha256}.sqlite"
+        return ledger_key(self.name, sha256)
 
 
 def _manifest(

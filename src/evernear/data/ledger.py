@@ -309,6 +309,33 @@ class Ledger:
             self._db.executemany(query, rows)
 
 
+class PublishedLedger:
+    """What a published ledger knows of the files of one source; nothing in it changes. Close it after use."""
+
+    def __init__(self, path: Path, source: str) -> None:
+        with _sqlite_errors():
+            self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+            row = self._db.execute("SELECT id FROM sources WHERE uri = ?", (source,)).fetchone()
+        self._source = row[0] if row else None
+
+    def close(self) -> None:
+        """Let the file go."""
+        self._db.close()
+
+    def count(self) -> int:
+        """Files of the source; 0 where the dataset was never fed from it."""
+        with _sqlite_errors():
+            query = "SELECT COUNT(*) FROM files WHERE source = ?"
+            return cast(int, self._db.execute(query, (self._source,)).fetchone()[0])
+
+    def etags(self, names: Sequence[str]) -> dict[str, str]:
+        """The etags of those of ``names``, at most 500, that it knows, broken files among them."""
+        marks = ",".join("?" * len(names))
+        query = f"SELECT name, etag FROM files WHERE source = ? AND name IN ({marks})"  # noqa: S608 - question marks only
+        with _sqlite_errors():
+            return dict(self._db.execute(query, (self._source, *names)).fetchall())
+
+
 def _turn(file: Listed) -> int:
     """Held-out splits come first, so that an image given twice is held out; inside a split by hash."""
     mixed = int.from_bytes(hashlib.sha256(file.name.encode()).digest()[:7])

@@ -89,6 +89,11 @@ def manifest_key(name: str, digest: str) -> str:
     return f"datasets/{name}/manifests/{digest}.json"
 
 
+def ledger_key(name: str, sha256: str) -> str:
+    """Where the store has the ledger of a snapshot of the dataset ``name``."""
+    return f"datasets/{name}/ledgers/{sha256}.sqlite"
+
+
 def parse_manifest(data: bytes, place: str) -> Manifest:
     """A stored manifest.
 

@@ -80,10 +80,18 @@ class Dataset:
         Raises:
             IntegrityError: a shard is damaged.
         """
-        for shard in self._shards(split):
-            with self._files.open(shard) as file:
-                for start in range(0, shard.count, block_size):
-                    yield _block(self._read(file, shard, min(block_size, shard.count - start)))
+        for shard in self.shards(split):
+            yield from self.shard_blocks(shard, block_size)
+
+    def shard_blocks(self, shard: Shard, block_size: int = 4096) -> Iterator[Block]:
+        """The same of one of its shards."""
+        with self._files.open(shard) as file:
+            for start in range(0, shard.count, block_size):
+                yield _block(self._read(file, shard, min(block_size, shard.count - start)))
+
+    def shards(self, split: Split) -> list[Shard]:
+        """The shards of a split, in its order."""
+        return [shard for shard in self.manifest.shards if shard.split == split]
 
     def shuffled_batches(
         self, split: Split, batch_size: int, seed: int, epoch: int, rank: int = 0, world_size: int = 1
@@ -129,11 +137,8 @@ class Dataset:
         std = np.sqrt(squares / (255.0**2 * pixels) - mean**2)
         return tuple(mean.tolist()), tuple(std.tolist())
 
-    def _shards(self, split: Split) -> list[Shard]:
-        return [shard for shard in self.manifest.shards if shard.split == split]
-
     def _shuffled_pieces(self, split: Split, rng: np.random.Generator) -> "Iterator[_Piece]":
-        shards = self._shards(split)
+        shards = self.shards(split)
         rows = max(1, _PIECE_BYTES // self._dtype.itemsize)
         order = rng.permutation(len(shards))
         for group in range(0, len(order), _GROUP_SHARDS):

@@ -56,6 +56,10 @@ class ArraySource(Protocol):
         """The images, in an order that is always the same, held-out splits first."""
         ...
 
+    def listed(self) -> Iterator[Listed]:
+        """The images without their pixels; no etag, for nothing else would tell that one was replaced."""
+        ...
+
 
 @runtime_checkable
 class FileSource(Protocol):
@@ -124,8 +128,11 @@ class Digits:
 
     def blocks(self) -> Iterator[Arrays]:
         """All of them."""
-        names = [f"digits[{i}]" for i in range(len(self._images))]
-        yield Arrays(names, self._labels, None, self._images)
+        yield Arrays([image.name for image in self.listed()], self._labels, None, self._images)
+
+    def listed(self) -> Iterator[Listed]:
+        """All of them."""
+        yield from (Listed(f"digits[{i}]", "", label, None, 0) for i, label in enumerate(self._labels))
 
 
 class Mnist:
@@ -136,6 +143,7 @@ class Mnist:
 
     name = "mnist"
     hashed: tuple[Split, ...] = ("train", "gallery", "query")
+    _PARTS: tuple[tuple[str, Split | None], ...] = (("t10k", "test"), ("train", None))
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -158,8 +166,7 @@ class Mnist:
 
     def blocks(self) -> Iterator[Arrays]:
         """1,024 images at a time; the test images first."""
-        parts: tuple[tuple[str, Split | None], ...] = (("t10k", "test"), ("train", None))
-        for part, given in parts:
+        for part, given in self._PARTS:
             images_path = self._find(f"{part}-images", "idx3-ubyte")
             labels_path = self._find(f"{part}-labels", "idx1-ubyte")
             with _open_idx(images_path) as images, _open_idx(labels_path) as labels:
@@ -172,6 +179,13 @@ class Mnist:
                     pixels, names = images.read(_BLOCK), labels.read(_BLOCK)
                     numbers = range(start, start + len(pixels))
                     yield Arrays([f"{part}[{i}]" for i in numbers], [str(n) for n in names.tolist()], given, pixels)
+
+    def listed(self) -> Iterator[Listed]:
+        """As the label files say."""
+        for part, given in self._PARTS:
+            with _open_idx(self._find(f"{part}-labels", "idx1-ubyte")) as labels:
+                for i, label in enumerate(labels.read(labels.shape[0]).tolist()):
+                    yield Listed(f"{part}[{i}]", "", str(label), given, 0)
 
     def _find(self, stem: str, kind: str) -> Path:
         for directory in (self._directory, self._directory / "MNIST" / "raw"):

@@ -1,0 +1,52 @@
+"""``evernear slack``: the bot that starts runs when a person in Slack says so."""
+
+import logging
+import signal
+import sys
+import threading
+
+import typer
+
+from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, settings_of
+from evernear.errors import SlackError
+
+app = typer.Typer(
+    rich_markup_mode="markdown",
+    invoke_without_command=True,
+    help="The Slack bot: start runs, follow them, tell the verdict.",
+)
+
+
+@app.callback()
+def slack(
+    context: typer.Context,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+) -> None:
+    """Be the Slack bot; stays until SIGTERM or Ctrl-C. Tokens come from the environment, see docs/slack.md."""
+    if context.invoked_subcommand is not None:
+        return
+    settings = settings_of(None, config, overrides, workdir)
+    try:
+        from evernear.triggers.slack.server import serve
+        from pipelines.client import KfpRuns
+    except ModuleNotFoundError as error:
+        raise SlackError(f"{error.name} is not installed; run `pip install evernear[triggers,pipeline]`.") from None
+
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    serve(settings, KfpRuns(settings.pipeline), stop)
+
+
+@app.command()
+def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+    """Exit with 0 if the bot of this working directory is well, else with 1: a probe for orchestrators."""
+    from evernear.triggers.slack.health import is_well
+
+    if not is_well(settings_of(None, config, overrides, workdir)):
+        print("The bot does not run, or hangs; its log tells more.", file=sys.stderr)
+        raise typer.Exit(1)
+    print("Ready.")

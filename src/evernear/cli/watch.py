@@ -1,0 +1,142 @@
+"""``evernear watch``: see what is new and what drifted, and propose or start a training or a new index."""
+
+import os
+import signal
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from evernear.cli.options import ConfigOption, JsonOption, SetOption, SourceOption, WorkdirOption, settings_of
+from evernear.settings import Settings
+
+if TYPE_CHECKING:
+    from evernear.triggers.runs import Runs
+    from evernear.triggers.watch.switch import LastLook, Switch
+
+app = typer.Typer(
+    rich_markup_mode="markdown",
+    no_args_is_help=True,
+    help="Look for new images and for drift; propose or start what is to be done about it.",
+)
+
+
+@app.command()
+def run(
+    source: SourceOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+) -> None:
+    """Watch until SIGTERM or Ctrl-C: on the schedule, and soon after a bucket at MinIO tells of a change."""
+    from evernear.store import open_store
+    from evernear.triggers.watch.service import Service, run_until_told
+    from evernear.triggers.watch.watcher import Watcher
+
+    settings = settings_of(None, config, overrides, workdir, source)
+    with tempfile.TemporaryDirectory(prefix="evernear-watch-") as cache:
+        watcher = Watcher(settings, open_store(settings.store_uri), _runs(settings), Path(cache))
+        run_until_told(Service(watcher, settings))
+
+
+@app.command()
+def once(
+    act: Annotated[bool, typer.Option("--act", help="Propose or start what was decided, as `run` does.")] = False,
+    source: SourceOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Look once and tell what would be done, with the numbers; nothing is changed."""
+    from evernear.store import open_store
+    from evernear.triggers.watch.watcher import Watcher
+
+    settings = settings_of(None, config, overrides, workdir, source)
+    with tempfile.TemporaryDirectory(prefix="evernear-watch-") as cache:
+        watcher = Watcher(settings, open_store(settings.store_uri), _runs(settings), Path(cache))
+        _show(watcher.look(act=act), as_json)
+
+
+@app.command()
+def status(
+    config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None, as_json: JsonOption = False
+) -> None:
+    """Tell whether the watcher is switched on, and what its last look came to."""
+    watching = _switch(config, overrides, workdir).read()
+    if as_json:
+        print(watching.model_dump_json())
+        return
+    by = f" by {watching.by}" if watching.by else ""
+    print(f"{'on' if watching.on else 'off'} since {watching.since:%Y-%m-%d %H:%M:%S} UTC{by}")
+    if watching.last is None:
+        print("It never looked; `evernear watch run` is the process that does.")
+    else:
+        print(f"last look {watching.last.at:%Y-%m-%d %H:%M:%S} UTC")
+        _show(watching.last, as_json)
+
+
+@app.command()
+def start(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+    """Switch the schedule on, for the watcher of this store wherever it runs."""
+    from evernear.release.registry import whoami
+
+    _switch(config, overrides, workdir).turn(True, whoami())
+    print("The watcher is on.")
+
+
+@app.command()
+def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+    """Switch the schedule off; the process stays and does nothing until `start`."""
+    from evernear.release.registry import whoami
+
+    _switch(config, overrides, workdir).turn(False, whoami())
+    print("The watcher is off.")
+
+
+@app.command()
+def ship(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+    """Beside a server: bring its logged queries to the store once a minute, until SIGTERM or Ctrl-C."""
+    from evernear.serving.configuration import logged_queries
+    from evernear.serving.connection import home_of
+    from evernear.serving.query_log import ship_until
+    from evernear.store import open_store
+
+    settings = settings_of(None, config, overrides, workdir)
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    ship_until(ended, logged_queries(home_of(settings.workdir)), open_store(settings.store_uri))
+
+
+def _switch(config: Path | None, overrides: list[str] | None, workdir: Path | None) -> "Switch":
+    from evernear.store import open_store
+    from evernear.triggers.watch.switch import Switch
+
+    return Switch(open_store(settings_of(None, config, overrides, workdir).store_uri))
+
+
+def _runs(settings: Settings) -> "Runs | None":
+    """The pipeline server that the settings or the cluster that we are in name; None where there is none."""
+    if not settings.pipeline.endpoint and "KUBERNETES_SERVICE_HOST" not in os.environ:
+        return None
+    from pipelines.client import KfpRuns
+
+    return KfpRuns(settings.pipeline)
+
+
+def _show(look: "LastLook", as_json: bool) -> None:
+    if as_json:
+        print(look.model_dump_json())
+        return
+    print(look.action)
+    for reason in look.reasons:
+        print(f"  - {reason}")
+    for fault in look.faults:
+        print(f"  ! {fault}")
+    for name, value in look.figures.items():
+        print(f"    {name.replace('_', ' '):<24} {value:,.4g}")
+    if look.proposal:
+        print(f"proposal {look.proposal}")

@@ -1,0 +1,137 @@
+"""Whether live queries still are what the champion was measured on: three two-sample tests, each with an effect size.
+
+A test's p-value says that two samples differ, not that it matters: with enough queries any difference is significant.
+So drift is found where the effect is at least a bound *and* the p-value at most its share of the false alarm rate
+(Bonferroni). If live queries are independent draws from the reference's distribution, a look therefore raises a false
+alarm at most at that rate, whatever the bounds; they only lower it. Queries that come in bursts (one camera, one
+hour) are no independent draws: then the bounds hold the line, not the p-values.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+from scipy.spatial.distance import cdist
+
+Measure = Literal["unknown_rise", "distance_shift", "embedding_shift"]
+Floats = NDArray[np.float32]
+
+SAMPLE = 500
+"""Points of either side that the energy test takes: its matrix of distances is 4 MB then."""
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Queries of one release: ``unknown`` of ``total``, and of a sample of them what they are compared by."""
+
+    total: int
+    unknown: int
+    distances: Floats
+    """L2 distance to the nearest gallery image, (N,)."""
+    coordinates: Floats
+    """Projected embeddings, (N, D); D is 0 where the release has no projection."""
+
+    @property
+    def unknown_rate(self) -> float:
+        """Share of unknown images."""
+        return self.unknown / self.total if self.total else 0.0
+
+
+@dataclass(frozen=True)
+class Shift:
+    """One measure of drift."""
+
+    measure: Measure
+    effect: float
+    bound: float
+    p: float
+    level: float
+
+    @property
+    def found(self) -> bool:
+        """Whether it matters and is no chance."""
+        return self.effect >= self.bound and self.p <= self.level
+
+
+def measure_drift(
+    reference: Queries, live: Queries, bounds: dict[Measure, float], false_alarm_rate: float, seed: int = 0
+) -> list[Shift]:
+    """Compare ``live`` with ``reference`` by each measure of ``bounds``.
+
+    The embeddings are left out where one side has none. ``seed`` chooses the energy test's sample and permutations.
+    """
+    level = false_alarm_rate / len(bounds)
+    shifts: list[Shift] = []
+    for measure, bound in bounds.items():
+        if measure == "unknown_rise":
+            effect, p = unknown_rise(reference, live)
+        elif measure == "distance_shift":
+            effect, p = distance_shift(reference.distances, live.distances)
+        elif reference.coordinates.shape[1] != live.coordinates.shape[1] or not live.coordinates.shape[1]:
+            continue
+        else:
+            permutations = math.ceil(1 / level) - 1
+            effect, p = embedding_shift(reference.coordinates, live.coordinates, permutations, seed)
+        shifts.append(Shift(measure, effect, bound, p, level))
+    return shifts
+
+
+def unknown_rise(reference: Queries, live: Queries) -> tuple[float, float]:
+    """By how much the unknown rate rose, and Fisher's exact one-sided p-value that it did not.
+
+    Exact, so conservative: with few unknown images it alarms more rarely than its level.
+    """
+    table = [[live.unknown, live.total - live.unknown], [reference.unknown, reference.total - reference.unknown]]
+    result: Any = stats.fisher_exact(table, alternative="greater")
+    return live.unknown_rate - reference.unknown_rate, float(result.pvalue)
+
+
+def distance_shift(reference: Floats, live: Floats) -> tuple[float, float]:
+    """Kolmogorov-Smirnov distance of two samples (largest gap of their distribution functions), and its p-value.
+
+    The asymptotic p-value (Hodges 1958), which for samples of a hundred and more is right or a little too large.
+    """
+    result: Any = stats.ks_2samp(reference, live, method="asymp")
+    return float(result.statistic), float(result.pvalue)
+
+
+def embedding_shift(
+    reference: Floats, live: Floats, permutations: int, seed: int = 0, sample: int = SAMPLE
+) -> tuple[float, float]:
+    """Energy coefficient of two samples of points, and its permutation p-value.
+
+    With X, X' of one and Y, Y' of the other, E = 2 E|X-Y| - E|X-X'| - E|Y-Y'| is zero only if both have one
+    distribution, and H = E / 2 E|X-Y| lies between 0 and 1 (Szekely and Rizzo 2013, "Energy statistics"). Of two
+    finite samples of one distribution it is about 2 / ``sample``. The p-value is (1 + permutations at least as large)
+    / (1 + all permutations), which is exact (Phipson and Smyth 2010).
+    """
+    rng = np.random.default_rng(seed)
+    first, second = _draw(reference, sample, rng), _draw(live, sample, rng)
+    points = np.concatenate([first, second])
+    distances = cdist(points, points).astype(np.float32)
+    sides = np.zeros((len(points), permutations + 1), np.float32)
+    sides[: len(first), 0] = 1
+    for column in range(1, permutations + 1):
+        sides[rng.permutation(len(points))[: len(first)], column] = 1
+    energies, across = _energies(distances, sides, len(first))
+    # Rounding must not let a permutation that gives the same two sides pass for a smaller one.
+    as_large = int((energies[1:] >= energies[0] - 1e-6 * across[0]).sum())
+    return float(energies[0] / across[0]) if across[0] else 0.0, (1 + as_large) / (1 + permutations)
+
+
+def _draw(points: Floats, count: int, rng: np.random.Generator) -> Floats:
+    return points if len(points) <= count else points[rng.choice(len(points), count, replace=False)]
+
+
+def _energies(distances: Floats, sides: Floats, first: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """E and 2 E|X-Y| of each column of ``sides``, which has 1 for the ``first`` points of X and 0 for those of Y."""
+    second = len(distances) - first
+    within_first = np.einsum("ij,ij->j", sides, distances @ sides, dtype=np.float64)
+    rows = distances.sum(axis=1, dtype=np.float64)
+    across = rows @ sides - within_first
+    within_second = rows.sum() - 2 * across - within_first
+    mean_across = 2 * across / (first * second)
+    return mean_across - within_first / first**2 - within_second / second**2, mean_across

@@ -1,0 +1,165 @@
+"""What is new is counted from listings; the count is held against what ingest then makes of the same images."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evernear.data.arrivals import Arrivals, count_arrivals, fetch_ledger
+from evernear.data.manifest import Manifest
+from evernear.errors import DataError, StoreError
+from evernear.settings import DataSettings
+from evernear.store import open_store
+
+Count = Callable[..., Arrivals]
+
+
+@pytest.fixture
+def count(tmp_path: Path) -> Count:
+    """``count(source, manifest)`` compares a source with a snapshot in the test's store."""
+
+    def count(source: Path | str, manifest: Manifest | None, **settings: object) -> Arrivals:
+        source = f"folder:{source}" if isinstance(source, Path) else source
+        knobs = DataSettings.model_validate({"source": source, **settings})
+        ledger = None
+        if manifest is not None:
+            ledger = fetch_ledger(open_store(manifest.store_uri), manifest, tmp_path / "cache")
+        (arrivals,) = count_arrivals(knobs, [ledger])
+        return arrivals
+
+    return count
+
+
+def test_nothing_is_new_in_what_was_ingested_last(tree: Path, take, count: Count) -> None:
+    (tree / "1" / "broken.png").write_text("no image")
+    (tree / "1" / "notes.txt").write_text("nor that")
+    arrivals = count(tree, take(tree))
+    assert (arrivals.listed, arrivals.new, arrivals.gone) == (121, 0, 0)
+    assert arrivals.expected("train") == arrivals.expected("gallery") == 0
+
+
+def test_new_changed_and_vanished_files_are_told_apart(tree: Path, take, draw, count: Count) -> None:
+    manifest = take(tree)
+    (tree / "2" / "new.png").write_bytes(draw(1000))
+    (tree / "3").mkdir()
+    for number in range(12):
+        (tree / "3" / f"{number}.png").write_bytes(draw(2000 + number))
+    (tree / "1" / "003.png").write_bytes(draw(3000))
+    (tree / "1" / "000.png").unlink()
+    arrivals = count(tree, manifest)
+    assert (arrivals.listed, arrivals.new, arrivals.gone) == (132, 14, 1)
+    assert arrivals.labels == {"1": 1, "2": 1, "3": 12}
+
+
+def test_no_image_is_read(tree: Path, take, count: Count) -> None:
+    manifest = take(tree)
+    with (tree / "2" / "new.png").open("wb") as file:
+        file.truncate(100 * 2**30)  # of zeros, which take no place on the disk and minutes to read
+    assert count(tree, manifest).new == 1
+
+
+def test_the_expected_splits_are_those_that_ingest_makes(tree: Path, take, draw, count: Count) -> None:
+    """600 new images, split by their content: what is expected is what comes, up to chance."""
+    manifest = take(tree)
+    for number in range(600):
+        (tree / "1" / f"more-{number}.png").write_bytes(draw(5000 + number))
+    arrivals = count(tree, manifest)
+    after = take(tree)
+    for split in ("train", "test", "gallery", "query"):
+        came = after.count(split) - manifest.count(split)
+        # Five standard deviations of a binomial count.
+        expected = arrivals.expected(split)
+        assert abs(came - expected) < 5 * np.sqrt(expected)
+    assert sum(arrivals.expected(split) for split in ("train", "test", "gallery", "query")) == pytest.approx(600)
+
+
+def test_given_splits_are_counted_not_expected(tmp_path: Path, take, draw, count: Count) -> None:
+    root = tmp_path / "given"
+
+    def add(split: str, numbers: range) -> None:
+        for number in numbers:
+            path = root / split / "ab"[number % 2] / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(draw(number))
+
+    for first, split in enumerate(("train", "gallery", "query", "test")):
+        add(split, range(first * 100, first * 100 + 20))
+    manifest = take(root)
+    add("train", range(1000, 1030))
+    add("gallery", range(2000, 2007))
+    arrivals = count(root, manifest)
+    assert arrivals.expected("train") == 30
+    assert arrivals.expected("gallery") == 7
+    assert arrivals.expected("query") == 0
+
+
+def test_a_bucket_is_counted_from_its_listing(tree: Path, take, draw, count: Count, bucket: str) -> None:
+    images = open_store(f"s3://{bucket}/images")
+    for path in tree.rglob("0[01]*.png"):
+        images.put(path.relative_to(tree).as_posix(), path)
+    manifest = take(f"s3://{bucket}/images")
+    images.put("2/new.png", draw(1000))
+    images.put("1/000.png", draw(1001))
+    images.delete("1/003.png")
+    arrivals = count(f"s3://{bucket}/images", manifest)
+    assert (arrivals.listed, arrivals.new, arrivals.gone) == (20, 2, 1)
+
+
+def test_digits_never_change(take, count: Count) -> None:
+    arrivals = count("digits", take("digits"))
+    assert (arrivals.listed, arrivals.new, arrivals.gone) == (1797, 0, 0)
+
+
+def test_mnist_files_that_grew_are_seen_by_their_labels(tmp_path: Path, take, count: Count) -> None:
+    def write(counts: dict[str, int]) -> None:
+        for part, images in counts.items():
+            labels = np.arange(images, dtype=np.uint8) % 3
+            pixels = np.random.default_rng(images).integers(0, 256, (images, 4, 4), np.uint8)
+            for kind, array in (("images-idx3", pixels), ("labels-idx1", labels)):
+                header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+                (tmp_path / f"{part}-{kind}-ubyte").write_bytes(header + array.tobytes())
+
+    write({"train": 200, "t10k": 40})
+    manifest = take(f"mnist:{tmp_path}")
+    write({"train": 250, "t10k": 45})
+    arrivals = count(f"mnist:{tmp_path}", manifest)
+    assert (arrivals.listed, arrivals.new, arrivals.gone) == (295, 55, 0)
+    assert arrivals.given == {"test": 5}
+    assert arrivals.expected("train") == pytest.approx(50 * 0.85)
+
+
+def test_a_snapshot_of_another_source_and_no_snapshot_know_nothing(tree: Path, take, count: Count) -> None:
+    manifest = take("digits")
+    assert (count(tree, manifest).new, count(tree, manifest).gone) == (120, 0)
+    assert count(tree, None).new == 120
+
+
+def test_two_snapshots_are_compared_with_one_listing(tree: Path, take, draw, tmp_path: Path) -> None:
+    first = take(tree)
+    (tree / "2" / "a.png").write_bytes(draw(1000))
+    second = take(tree)
+    (tree / "2" / "b.png").write_bytes(draw(1001))
+    store = open_store(first.store_uri)
+    ledgers = [fetch_ledger(store, manifest, tmp_path / "cache") for manifest in (first, second)]
+    older, newer = count_arrivals(DataSettings(source=f"folder:{tree}"), ledgers)
+    assert (older.new, newer.new) == (2, 1)
+
+
+def test_a_ledger_is_fetched_once_and_stays_as_it_is(tree: Path, take, count: Count, tmp_path: Path) -> None:
+    manifest = take(tree)
+    assert count(tree, manifest).new == 0
+    (kept,) = (tmp_path / "cache").iterdir()
+    before = (kept.stat().st_mtime_ns, kept.read_bytes())
+    for path in (tmp_path / "store").rglob("*.sqlite"):
+        path.unlink()
+    assert count(tree, manifest).new == 0
+    assert (kept.stat().st_mtime_ns, kept.read_bytes()) == before
+    kept.unlink()
+    with pytest.raises(StoreError, match=r"There is no datasets/tree/ledgers/"):
+        count(tree, manifest)
+
+
+def test_a_source_that_is_gone_is_a_sentence(tree: Path, take, count: Count) -> None:
+    with pytest.raises(DataError, match="There is no directory"):
+        count(tree.parent / "elsewhere", take(tree))

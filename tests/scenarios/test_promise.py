@@ -1,0 +1,203 @@
+"""What evernear promises, from new images in a bucket to a class that is recognised.
+
+Real: the bucket's protocol, the watcher and the bot as processes, the compiled pipeline and its steps, training, gate,
+TorchServe. On loopback: Slack and Kubeflow Pipelines, which runs what it is told to on this machine.
+"""
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from evernear.local_run import pipeline_arguments
+from evernear.settings import load
+from evernear.store import Store, open_store
+from tests.loopback.kfp import KfpServer, LocalExecutor
+from tests.loopback.kfp.state import RunControl
+from tests.loopback.slack import Person, SlackServer, signed
+from tests.loopback.slack.server import BOT_TOKEN, SIGNING_SECRET, Shown
+from tests.scenarios.bench import Bench, free_ports, write_digits
+
+GOLDEN = Path(__file__).parents[2] / "pipelines" / "golden" / "continuous_training.yaml"
+ADA, EVE = Person("U0ADA", "ada"), Person("U0EVE", "eve")
+CHANNEL = "C0TRAINING"
+RUN_TIMEOUT_S = 400
+FIRST_IMAGES = 100  # of each class in the first release
+pytestmark = pytest.mark.timeout(900)
+
+_numbers = itertools.count()
+
+
+@dataclass
+class Product:
+    """All of it, with a first release of the digits 0 to 8 that serves."""
+
+    bench: Bench
+    images: Store
+    kfp: KfpServer
+    executor: LocalExecutor
+    slack: SlackServer
+    bot_url: str
+
+    def add_images(self, label: str, digit: str) -> None:
+        """Images of ``digit`` that were not there before arrive, said to be of ``label``."""
+        tree = self.bench.directory / f"arrived-{next(_numbers)}"
+        write_digits(tree, labels=digit, per_class=200)
+        for path in sorted(tree.rglob("*.png"), key=lambda path: int(path.stem))[FIRST_IMAGES:]:
+            self.images.put(f"{label}/{path.name}", path)
+
+    def watch(self) -> dict[str, Any]:
+        """The watcher looks, and acts."""
+        done = self.bench.command("watch", "once", "--act", "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def question(self) -> Shown:
+        """What the bot asks in the channel."""
+        until(lambda: [shown for shown in self.slack.messages if "Train" in shown.buttons])
+        return next(shown for shown in self.slack.messages if "Train" in shown.buttons)
+
+    def clicks(self, person: Person, shown: Shown, button: str) -> int:
+        """Deliver a click as Slack does, signed; the status that Slack gets."""
+        body, headers = signed(self.slack.button(shown, button).by(person), SIGNING_SECRET)
+        return httpx.post(f"{self.bot_url}/slack/events", content=body, headers=headers).status_code
+
+    def run_to_its_end(self) -> RunControl:
+        """The run that was started, when it is over."""
+        run = self.kfp.wait_for_run(timeout_s=30)
+        assert run.ended.wait(RUN_TIMEOUT_S), run.state
+        return run
+
+    def told(self, asked: Shown, words: str) -> Shown:
+        """What the thread of ``asked`` says with ``words`` in it."""
+        in_thread = lambda: [s for s in self.slack.messages if s.thread == asked.ts and words in s.text]  # noqa: E731
+        until(in_thread, timeout_s=30)
+        return in_thread()[0]
+
+    def status(self) -> dict[str, Any]:
+        return json.loads(self.bench.command("status", "--json").stdout)
+
+    def recognises(self, digit: str) -> dict[str, Any]:
+        """What the prediction API answers to an image of ``digit``."""
+        image = next((self.bench.directory / "asked" / digit).iterdir())
+        return json.loads(self.bench.command("predict", "--json", str(image)).stdout)
+
+
+@pytest.fixture
+def product(s3_endpoint: str, bucket: str, tmp_path: Path) -> Iterator[Product]:
+    bot_port = free_ports()[0]
+    bench = Bench(
+        tmp_path,
+        EVERNEAR_DATA__SOURCE=f"s3://{bucket}/images",
+        EVERNEAR_STORE=f"s3://{bucket}/store",
+        EVERNEAR_WATCH__NEW_TRAIN_IMAGES="50",
+        EVERNEAR_SLACK__MODE="http",
+        EVERNEAR_SLACK__PORT=str(bot_port),
+        EVERNEAR_SLACK__CHANNEL=CHANNEL,
+        EVERNEAR_SLACK__MAY_START=json.dumps([ADA.id]),
+        EVERNEAR_SLACK__POLL_S="0.2",
+        EVERNEAR_SLACK__UPDATE_EVERY_S="1",
+        SLACK_BOT_TOKEN=BOT_TOKEN,
+        SLACK_SIGNING_SECRET=SIGNING_SECRET,
+    )
+    settings = load(preset="quick", environment=bench.environment)
+    images = open_store(settings.data.source)
+    write_digits(tmp_path / "asked", labels="0123456789", per_class=1)
+    write_digits(tmp_path / "images", labels="012345678", per_class=FIRST_IMAGES)
+    for path in (tmp_path / "images").rglob("*.png"):
+        images.put(path.relative_to(tmp_path / "images").as_posix(), path)
+    assert bench.run()["promoted"]
+    executor = LocalExecutor(tmp_path / "kfp", **pipeline_arguments(settings))
+    with SlackServer() as slack, KfpServer(executor=executor) as kfp:
+        kfp.publish(GOLDEN, version="c0ffee1")
+        bench.environment |= {"EVERNEAR_PIPELINE__ENDPOINT": kfp.url, "EVERNEAR_SLACK__API_URL": slack.api_url}
+        bot = bench.start("slack")
+        try:
+            until(lambda: answers(f"http://127.0.0.1:{bot_port}/health"))
+            yield Product(bench, images, kfp, executor, slack, f"http://127.0.0.1:{bot_port}")
+        finally:
+            bot.terminate()
+            _, _ = bot.communicate(timeout=60)
+            bench.command("stop")
+
+
+def test_a_new_class_is_seen_asked_about_trained_gated_deployed_and_recognised(product: Product) -> None:
+    first = product.status()["champion"]
+    assert product.watch()["action"] == "nothing"
+    product.add_images("9", digit="9")
+
+    looked = product.watch()
+    assert looked["action"] == "retrain", looked
+    assert product.watch()["proposal"] in (None, looked["proposal"]), "the same is not proposed twice"
+    asked = product.question()
+
+    assert product.clicks(EVE, asked, "Train") == 200
+    until(lambda: product.slack.whispers)
+    assert product.kfp.runs == [], "who is not on the list starts nothing"
+    for _ in range(2):
+        assert product.clicks(ADA, asked, "Train") == 200
+
+    run = product.run_to_its_end()
+    assert run.state == "SUCCEEDED", (run.resource, product.slack.messages[-1].text)
+    verdict = product.told(asked, "Promoted")
+    assert [other.id for other in product.kfp.runs] == [run.id], "two clicks, one run"
+    status = product.status()
+    assert status["default"] == status["champion"] != first
+    assert status["champion"] in verdict.text
+    assert product.slack.uploads, "the confusion matrix"
+    answer = product.recognises("9")
+    assert (answer["pred"], answer["version"]) == ("9", status["champion"])
+    assert product.watch()["action"] == "nothing", "what was trained on is known from the release"
+
+
+@pytest.mark.slow
+def test_a_bad_model_is_held_and_the_champion_goes_on(product: Product) -> None:
+    first = product.status()["champion"]
+    for digit in range(9):  # somebody mislabelled all that arrived
+        product.add_images(str((digit + 1) % 9), str(digit))
+    assert product.watch()["action"] == "retrain"
+    asked = product.question()
+    product.clicks(ADA, asked, "Train")
+
+    assert product.run_to_its_end().state == "SUCCEEDED"
+    assert product.told(asked, "Held").text
+    status = product.status()
+    assert status["default"] == status["champion"] == first
+    assert product.recognises("7")["version"] == first
+
+
+@pytest.mark.slow
+def test_a_deployment_that_fails_leaves_the_champion_and_says_so(product: Product) -> None:
+    first = product.status()["champion"]
+    product.add_images("9", digit="9")
+    # Where the release is to go now, the ports are taken: by the server of the champion.
+    product.executor.overrides["workdir"] = str(product.bench.directory / "elsewhere")
+    product.watch()
+    asked = product.question()
+    product.clicks(ADA, asked, "Train")
+
+    assert product.run_to_its_end().state == "FAILED"
+    assert "deploy" in product.told(asked, "ailed").text
+    status = product.status()
+    assert status["default"] == status["champion"] == first
+    assert product.recognises("7")["version"] == first
+
+
+def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,179 @@
+"""The bot under test, put together as its process does it, except that the test says when it looks."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from slack_bolt import BoltRequest, BoltResponse
+from slack_sdk.web import WebClient
+
+from evernear.errors import PipelineServerError, StoreError
+from evernear.settings import Settings, SlackSettings
+from evernear.store import Store, open_store
+from evernear.triggers.runs import Parameter, Run, State, Step
+from evernear.triggers.slack.access import Access
+from evernear.triggers.slack.answers import Answers
+from evernear.triggers.slack.app import Desk, create_app
+from evernear.triggers.slack.web import Web
+from evernear.triggers.slack.worker import Worker
+from tests.loopback.slack import Click, Person, SlackServer, signed
+from tests.loopback.slack.server import BOT_TOKEN, SIGNING_SECRET, Shown
+
+ADA, BOB, EVE = Person("U0ADA", "ada"), Person("U0BOB", "bob"), Person("U0EVE", "eve", team="T0OTHERS")
+CHANNEL = "C0TRAINING"
+PARAMETERS = (
+    Parameter(name="store", type="STRING", default="s3://evernear"),
+    Parameter(name="data", type="STRUCT", default={"source": "s3://images/mnist", "size_px": 0}),
+    Parameter(name="train_settings", type="STRUCT", default={"epochs": 12, "learning_rate": 0.01, "augment": "affine"}),
+    Parameter(name="gate_settings", type="STRUCT", default={"accuracy_floor": 0.95}),
+)
+
+
+class Clock:
+    """The time, which passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = datetime(2026, 11, 22, 9, 0, tzinfo=UTC)
+
+    def __call__(self) -> datetime:
+        return self.now
+
+    def move(self, seconds: float) -> None:
+        self.now += timedelta(seconds=seconds)
+
+
+class MemoryRuns:
+    """Runs of a pipeline server that exists only here; `evernear.triggers.runs.Runs`."""
+
+    def __init__(self) -> None:
+        self.started: dict[str, Run] = {}
+        """By key."""
+        self.stopped: list[str] = []
+        self.is_down = False
+
+    def parameters(self, pipeline: str) -> Sequence[Parameter]:
+        self._answer()
+        return PARAMETERS
+
+    def start(self, pipeline: str, parameters: Mapping[str, Any], key: str) -> Run:
+        self._answer()
+        if key not in self.started:
+            number = len(self.started) + 1
+            self.started[key] = Run(
+                id=f"{number:08d}-0000-4000-8000-000000000000",
+                name=f"{pipeline} {number}",
+                pipeline=pipeline,
+                pipeline_version="c0ffee1",
+                state=State.PENDING,
+                created=datetime(2026, 11, 22, 9, 0, tzinfo=UTC),
+                parameters=dict(parameters),
+                key=key,
+                url=f"https://kubeflow.example/#/runs/details/{number}",
+            )
+        return self.started[key]
+
+    def show(self, run_id: str) -> Run:
+        self._answer()
+        return next(run for run in self.started.values() if run.id == run_id)
+
+    def list(self, pipeline: str | None = None, limit: int = 10, since: datetime | None = None) -> Sequence[Run]:
+        self._answer()
+        return [run for run in reversed(self.started.values()) if pipeline in (None, run.pipeline)][:limit]
+
+    def stop(self, run_id: str) -> None:
+        self._answer()
+        self.stopped.append(run_id)
+
+    def set(self, state: State, ended: datetime | None = None, error: str = "", **steps: State) -> Run:
+        """Let the newest run be in ``state``, its steps in ``steps``."""
+        key = next(reversed(self.started))
+        told = tuple(Step(name=name, state=each) for name, each in steps.items())
+        changed = self.started[key].model_copy(update={"state": state, "ended": ended, "steps": told, "error": error})
+        self.started[key] = changed
+        return changed
+
+    def _answer(self) -> None:
+        if self.is_down:
+            raise PipelineServerError("Kubeflow Pipelines at http://kfp.example cannot be reached.")
+
+
+class Outage:
+    """A store that cannot be reached while ``is_down``, and is what it wraps at other times."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.is_down = False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.is_down:
+            raise StoreError("The store cannot be reached.")
+        return getattr(self._store, name)
+
+
+class Bot:
+    """One process of the bot; `restart` makes the next one, on the same store."""
+
+    def __init__(self, slack: SlackServer, runs: Any, workdir: Path, settings: Mapping[str, Any]) -> None:
+        self.slack = slack
+        self.runs = runs
+        self.clock = Clock()
+        self.settings = Settings(
+            workdir=workdir,
+            target="registry",
+            slack=SlackSettings.model_validate({"channel": CHANNEL, "api_url": slack.api_url} | dict(settings)),
+        )
+        self.store = Outage(open_store(self.settings.store_uri))
+        self.restart()
+
+    def restart(self, **slack: Any) -> None:
+        self.settings = self.settings.model_copy(update={"slack": self.settings.slack.model_copy(update=slack)})
+        client = WebClient(token=BOT_TOKEN, base_url=self.slack.api_url, timeout=5)
+        web, answers = Web(client), Answers(self.store, self.runs, self.clock)
+        access = Access(self.settings.slack, web, self.clock)
+        self.worker = Worker(self.settings, self.store, self.runs, web, access, self.clock)
+        desk = Desk(self.settings.slack, self.store, access, answers, self.clock, lambda: None)
+        self.app = create_app(client, SIGNING_SECRET, desk)
+
+    def receives(
+        self, payload: dict[str, Any], at_s: float | None = None, secret: str = SIGNING_SECRET
+    ) -> BoltResponse:
+        """What Slack sends over HTTP, signed; the time in its signature is the real one."""
+        body, headers = signed(payload, secret, at_s)
+        return self.app.dispatch(BoltRequest(body=body, headers={name: [value] for name, value in headers.items()}))
+
+    def told(self, person: Person, text: str, channel: str = CHANNEL) -> BoltResponse:
+        """``person`` types a command."""
+        return self.receives(person.types(text, channel, self.slack.response_url(channel, person.id)))
+
+    def answered(self, person: Person, text: str) -> Shown:
+        """What ``person`` is shown; an answer comes a moment after the acknowledgement."""
+        seen = len(self.slack.whispers)
+        assert self.told(person, text).body == ""
+        until_s = time.monotonic() + 5
+        while len(self.slack.whispers) == seen and time.monotonic() < until_s:
+            time.sleep(0.01)
+        return self.slack.whispers[seen]
+
+    def clicked(self, person: Person, shown: Shown, button: str) -> BoltResponse:
+        return self.receives(self.slack.button(shown, button).by(person))
+
+    def look(self, seconds: float = 0.0) -> None:
+        """Let ``seconds`` pass and the worker look once."""
+        self.clock.move(seconds)
+        self.worker.follow()
+        self.worker.move()
+
+    def asks(self, text: str = "/retrain", person: Person = ADA) -> Shown:
+        """The question that ``text`` leads to."""
+        assert self.told(person, text).status == 200
+        self.look()
+        return self.slack.messages[-1]
+
+    def audit(self) -> list[dict[str, Any]]:
+        return [json.loads(self.store.get(found.key)) for found in self.store.list("triggers/audit/")]
+
+
+__all__ = ["ADA", "BOB", "CHANNEL", "EVE", "Bot", "Click", "Clock", "MemoryRuns", "Outage"]

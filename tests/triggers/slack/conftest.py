@@ -1,0 +1,28 @@
+"""A bot between a Slack on loopback and runs in memory, with a clock that the test moves."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from bot import ADA, Bot, MemoryRuns
+
+from tests.loopback.slack import SlackServer
+
+
+@pytest.fixture
+def slack() -> Iterator[SlackServer]:
+    with SlackServer() as server:
+        yield server
+    assert server.refused_blocks == []
+
+
+@pytest.fixture
+def runs() -> MemoryRuns:
+    return MemoryRuns()
+
+
+@pytest.fixture
+def bot(slack: SlackServer, runs: MemoryRuns, tmp_path: Path) -> Bot:
+    """A bot that lets Ada do everything, and nobody else anything."""
+    everything = {f"may_{action}": (ADA.id,) for action in ("start", "stop", "promote", "roll_back", "schedule")}
+    return Bot(slack, runs, tmp_path, everything)

@@ -1,0 +1,252 @@
+"""A run from the question to the verdict, as people in the channel see it."""
+
+from pathlib import Path
+
+import pytest
+from bot import ADA, BOB, CHANNEL, Bot, MemoryRuns
+
+from evernear.evaluation.verdict import Rule, System, Verdict
+from evernear.reporting.notify import remember, remember_confusion, tell
+from evernear.settings import DataSettings
+from evernear.triggers.runs import State
+from tests.loopback.slack import SlackServer
+
+PNG = b"\x89PNG\r\n\x1a\n" + b"0" * 64
+HELD = Verdict.of(
+    [
+        Rule(name="accuracy_floor", passed=True, candidate=0.97, bound=0.95, reason="Accuracy is 97%."),
+        Rule(
+            name="no_worse",
+            passed=False,
+            candidate=0.97,
+            champion=0.99,
+            bound=0.1,
+            reason="Accuracy 97.00% against the champion's 99.00% <is worse> & beyond noise.",
+        ),
+    ],
+    candidate=System(name="", network_sha256="0" * 64, index_digest="1"),
+    champion=None,
+    dataset_digest="2",
+)
+
+
+def test_the_question_says_what_would_run_on_what_and_how_long_the_last_one_took(
+    bot: Bot, slack: SlackServer, runs: MemoryRuns
+) -> None:
+    runs.start("continuous-training", {}, "earlier")
+    bot.clock.move(3600)
+    runs.set(State.SUCCEEDED, ended=bot.clock())
+    runs.start("continuous-training", {}, "now")
+
+    asked = bot.asks("/retrain train_settings.epochs=3 data.source=s3://images/new")
+
+    assert asked.channel == CHANNEL
+    assert "<@U0ADA>" in asked.text
+    assert "`train_settings.epochs = 3`" in asked.text
+    assert "s3://images/new" in asked.text
+    assert "took 1 h 0 min" in asked.text
+    assert "continuous-training 2> runs already" in asked.text
+    assert asked.buttons == ["Start training", "Not now"]
+    assert len(runs.started) == 2
+
+
+def test_a_run_is_followed_in_one_message_and_ends_with_the_verdict(
+    bot: Bot, slack: SlackServer, runs: MemoryRuns
+) -> None:
+    asked = bot.asks("/retrain train_settings.epochs=3")
+    bot.clicked(ADA, asked, "Start training")
+    bot.look()
+    (run,) = runs.started.values()
+    assert run.parameters == {
+        "store": bot.settings.store_uri,
+        "train_settings": {"epochs": 3, "learning_rate": 0.01, "augment": "affine"},
+    }
+    assert asked.buttons == ["Open in Kubeflow", "Stop"]
+
+    runs.set(State.RUNNING, ingest=State.RUNNING)
+    bot.look(5)
+    runs.set(State.RUNNING, ingest=State.SUCCEEDED, train=State.RUNNING)
+    bot.look(60)
+    (progress,) = [shown for shown in slack.messages if shown.thread == asked.ts]
+    assert progress.text.splitlines() == [":white_check_mark: ingest", ":hourglass_flowing_sand: train"]
+    assert "*Running*: train" in asked.text
+
+    remember(bot.store, run.id, verdict=HELD.model_dump(mode="json"), metrics={"accuracy": 0.97})
+    remember_confusion(bot.store, run.id, PNG)
+    tell(bot.store, run.id, "SUCCEEDED", "")
+    runs.set(State.SUCCEEDED, ended=bot.clock(), ingest=State.SUCCEEDED, train=State.SUCCEEDED)
+    bot.look(5)
+
+    verdict = slack.messages[-1]
+    assert verdict.thread == asked.ts
+    assert verdict.text.startswith(":no_entry: Held")
+    assert "No release serves yet." in verdict.text
+    assert "&lt;is worse&gt; &amp; beyond noise" in verdict.text
+    assert "no worse             0.97      0.99    0.1  broken" in verdict.text
+    assert "Accuracy 97.00%" in verdict.text
+    assert "*Held* after" in asked.text
+    assert asked.buttons == ["Open in Kubeflow"]
+    (picture,) = slack.uploads
+    assert (picture["data"], picture["channel"], picture["thread"]) == (PNG, CHANNEL, asked.ts)
+    assert picture["alt_txt"]
+
+    calls = list(slack.calls)
+    bot.look(3600)
+    assert slack.calls == calls, "nothing is said of a run that is over"
+
+
+def test_what_the_bot_is_configured_to_stands_for_the_pipelines_defaults(
+    slack: SlackServer, runs: MemoryRuns, tmp_path: Path
+) -> None:
+    bot = Bot(slack, runs, tmp_path, {"may_start": (ADA.id,)})
+    bot.settings = bot.settings.model_copy(update={"data": DataSettings(source="s3://images/ours")})
+    bot.restart()
+    asked = bot.asks("/retrain data.size_px=32")
+    assert "s3://images/ours" in asked.text
+    assert "`data.size_px = 32`" in asked.text
+    bot.clicked(ADA, asked, "Start training")
+    bot.look()
+    (run,) = runs.started.values()
+    assert run.parameters["store"] == bot.settings.store_uri
+    assert (run.parameters["data"]["source"], run.parameters["data"]["size_px"]) == ("s3://images/ours", 32)
+    assert "target" not in run.parameters, "this pipeline has no such parameter"
+
+
+def test_a_message_is_edited_when_something_changed_and_not_too_often(
+    bot: Bot, slack: SlackServer, runs: MemoryRuns
+) -> None:
+    bot.clicked(ADA, bot.asks(), "Start training")
+    runs.set(State.RUNNING, step0=State.RUNNING) if runs.started else bot.look()
+    edits = slack.calls.count("chat.update")
+    for number in range(60):  # a step every second, a look every second: five minutes of them
+        runs.set(State.RUNNING, **{f"step{number}": State.RUNNING})
+        bot.look(5)
+    every_s = bot.settings.slack.update_every_s
+    assert slack.calls.count("chat.update") - edits <= 2 * (300 / every_s + 1)
+    for _ in range(60):
+        bot.look(5)
+    assert slack.calls.count("chat.update") - edits <= 2 * (300 / every_s + 1) + 2, "nothing changed any more"
+    assert slack.calls.count("chat.postMessage") == 2
+
+
+@pytest.mark.parametrize(
+    ("state", "word"), [(State.FAILED, ":x: *Failed*"), (State.CANCELED, ":octagonal_sign: *Stopped*")]
+)
+def test_failed_and_canceled_runs_say_so(
+    bot: Bot, slack: SlackServer, runs: MemoryRuns, state: State, word: str
+) -> None:
+    asked = bot.asks()
+    bot.clicked(ADA, asked, "Start training")
+    bot.look()
+    run = runs.set(state, ended=bot.clock(), ingest=State.SUCCEEDED, train=state)
+    bot.look(30)
+    assert word in asked.text
+    assert slack.messages[-1].thread == asked.ts
+    assert ("train: failed" in slack.messages[-1].text) is (state is State.FAILED)
+    assert run.id in slack.messages[-1].text
+
+
+def test_a_run_that_ends_without_an_outcome_is_not_called_promoted(
+    bot: Bot, slack: SlackServer, runs: MemoryRuns
+) -> None:
+    asked = bot.asks()
+    bot.clicked(ADA, asked, "Start training")
+    bot.look()
+    runs.set(State.SUCCEEDED, ended=bot.clock(), ingest=State.SUCCEEDED)
+    bot.look(5)
+    assert slack.messages == [asked], "the outcome may be a moment late"
+    bot.look(120)
+    assert "Ended without a verdict" in slack.messages[-1].text
+
+
+def test_not_now_starts_nothing(bot: Bot, runs: MemoryRuns) -> None:
+    asked = bot.asks()
+    bot.clicked(ADA, asked, "Not now")
+    bot.look()
+    assert asked.text == "*Not started.* <@U0ADA> said no."
+    assert asked.buttons == []
+    assert runs.started == {}
+
+
+def test_a_question_expires_and_says_so(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+    asked = bot.asks()
+    click = slack.button(asked, "Start training")
+    bot.clock.move(4 * 3600 + 1)
+    bot.receives(click.by(ADA))
+    assert "expired" in slack.whispers[-1].text
+    bot.look()
+    bot.look()
+    assert "Nobody answered" in asked.text
+    bot.receives(click.by(ADA))
+    bot.look()
+    assert runs.started == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("epoch=3", "The pipeline has no parameter 'epoch'; did you mean"),
+        ("train_settings.epoch=3", "did you mean train_settings.epochs?"),
+        ("train_settings.epochs=many", "train_settings.epochs = 'many' is no number."),
+        ("train_settings.epochs=true", "is no number"),
+        ("train_settings.learning_rate=NaN", "is no number"),
+        ("train_settings=3", "is no JSON object"),
+        ("gate_settings.accuracy_floor=0", "'gate_settings' cannot be set from Slack"),
+        ("store=s3://mine", "'store' cannot be set from Slack"),
+        ("quickly", "'quickly' has no '='"),
+        ("data.source='x", "A quote"),
+        ("x" * 3000, "more than 2000 characters"),
+    ],
+)
+def test_parameters_are_checked_against_the_pipeline(
+    bot: Bot, slack: SlackServer, runs: MemoryRuns, text: str, sentence: str
+) -> None:
+    bot.told(ADA, f"/retrain {text}")
+    bot.look()
+    assert slack.messages == []
+    (whisper,) = slack.whispers
+    assert whisper.only_for == ADA.id
+    assert sentence in whisper.text
+    bot.look(600)
+    assert len(slack.whispers) == 1
+
+
+def test_curly_quotes_of_slack_are_quotes(bot: Bot) -> None:
+    asked = bot.asks("/retrain data.source=\u201cs3://images/my photos\u201d")
+    assert "s3://images/my photos" in asked.text
+
+
+def test_a_channel_that_is_closed_to_the_bot_is_answered_directly(bot: Bot, slack: SlackServer) -> None:
+    slack.closed_channels.add(CHANNEL)
+    bot.told(ADA, "/retrain")
+    bot.look()
+    (direct,) = slack.messages
+    assert direct.channel == "D0ADA"
+    assert "/invite" in direct.text
+
+
+def test_a_run_is_stopped_by_button_and_by_the_beginning_of_its_id(
+    bot: Bot, slack: SlackServer, runs: MemoryRuns
+) -> None:
+    asked = bot.asks()
+    bot.clicked(ADA, asked, "Start training")
+    bot.look()
+    (run,) = runs.started.values()
+    click = slack.button(asked, "Stop")
+    assert click.button["confirm"]["title"]["text"] == "Stop this run?"
+    bot.receives(click.by(BOB))
+    bot.look()
+    assert runs.stopped == []
+    bot.receives(click.by(ADA))
+    bot.receives(click.by(ADA))
+    bot.look()
+    assert runs.stopped == [run.id]
+    assert slack.messages[-1].thread == asked.ts
+
+    bot.told(ADA, f"/evernear stop {run.id[:8]}")
+    bot.look()
+    assert runs.stopped == [run.id, run.id]
+    bot.told(ADA, "/evernear stop ffffffff")
+    bot.look()
+    assert "No run's id begins with" in slack.whispers[-1].text
+    assert [line["what"] for line in bot.audit()].count("stop") == 3

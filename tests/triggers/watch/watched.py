@@ -1,0 +1,191 @@
+"""What the watcher's tests share: a store with a champion, images to add to its source, and runs in memory."""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from evernear.data.shards import Dataset
+from evernear.errors import PipelineServerError
+from evernear.release.parts import open_release
+from evernear.release.registry import Registry
+from evernear.serving.configuration import QueryLogConfiguration
+from evernear.serving.core import Core
+from evernear.serving.messages import Prediction
+from evernear.serving.query_log import QueryLog, ship
+from evernear.settings import Settings
+from evernear.store import Store, open_store
+from evernear.triggers.proposals import Proposal, Proposals
+from evernear.triggers.runs import Parameter, Run, State
+from evernear.triggers.watch.watcher import Watcher
+
+NOON = datetime(2027, 3, 1, 12, tzinfo=UTC)
+TRAINED_LABELS = 9  # of the digits; nines come later
+
+
+def png(image: np.ndarray) -> bytes:
+    buffer = BytesIO()
+    Image.fromarray(image).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def digits(label: int | None = None) -> list[bytes]:
+    """scikit-learn's digits as PNG files, all or those of one label."""
+    pixels, labels = load_digits(return_X_y=True)
+    images = np.rint(np.reshape(pixels, (-1, 8, 8)) * (255 / 16)).astype(np.uint8)
+    return [png(image) for image, its in zip(images, labels, strict=True) if label is None or its == label]
+
+
+def noise(number: int) -> bytes:
+    return png(np.random.default_rng(number).integers(0, 256, (8, 8), np.uint8))
+
+
+class MemoryRuns:
+    """A pipeline server that keeps the promises of `evernear.triggers.runs.Runs`, or is ``down``."""
+
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+        self.down = False
+        self.lost_answers = 0
+        """So many starts happen without their answer coming back."""
+
+    def parameters(self, pipeline: str) -> Sequence[Parameter]:
+        self._reach()
+        return [Parameter(name=name, type=kind) for name, kind in (("store", "STRING"), ("data", "STRUCT"))]
+
+    def start(self, pipeline: str, parameters: Mapping[str, Any], key: str) -> Run:
+        self._reach()
+        for run in self.runs:
+            if run.key == key:
+                return run
+        run = Run(
+            id=f"run-{len(self.runs) + 1}",
+            name=f"{pipeline} [{key}]",
+            pipeline=pipeline,
+            pipeline_version="v1",
+            state=State.RUNNING,
+            created=NOON,
+            parameters=dict(parameters),
+            key=key,
+        )
+        self.runs.append(run)
+        if self.lost_answers:
+            self.lost_answers -= 1
+            raise PipelineServerError("KFP broke off.")
+        return run
+
+    def show(self, run_id: str) -> Run:
+        self._reach()
+        return next(run for run in self.runs if run.id == run_id)
+
+    def list(self, pipeline: str | None = None, limit: int = 10, since: datetime | None = None) -> Sequence[Run]:
+        self._reach()
+        return [run for run in reversed(self.runs) if pipeline in (None, run.pipeline)][:limit]
+
+    def stop(self, run_id: str) -> None:
+        self.end(run_id, State.CANCELED)
+
+    def end(self, run_id: str, state: State = State.SUCCEEDED) -> None:
+        self.runs = [run.model_copy(update={"state": state}) if run.id == run_id else run for run in self.runs]
+
+    def _reach(self) -> None:
+        if self.down:
+            raise PipelineServerError("KFP cannot be reached.")
+
+
+@dataclass
+class World:
+    """A source of images, a store whose champion was trained on them, and a clock that the test moves."""
+
+    images: Path
+    directory: Path
+    now: datetime = NOON
+    runs: MemoryRuns = field(default_factory=MemoryRuns)
+    _added: list[Path] = field(default_factory=list[Path])
+
+    @property
+    def store(self) -> Store:
+        return open_store((self.directory / "store").as_uri())
+
+    @property
+    def proposals(self) -> list[Proposal]:
+        return list(Proposals(self.store).list())
+
+    def settings(self, **watch: object) -> Settings:
+        chosen: dict[str, object] = {"new_gallery_images": 30, "min_queries": 40, **watch}
+        return Settings.model_validate(
+            {
+                "workdir": self.directory / "work",
+                "store": (self.directory / "store").as_uri(),
+                "data": {"source": f"folder:{self.images}", "gallery_fraction": 0.2, "query_fraction": 0.1},
+                "watch": chosen,
+            }
+        )
+
+    def watcher(self, runs: MemoryRuns | None = None, **watch: object) -> Watcher:
+        """A new one, as after a restart."""
+        cache = self.directory / "cache"
+        cache.mkdir(exist_ok=True)
+        return Watcher(self.settings(**watch), self.store, runs or self.runs, cache, lambda: self.now)
+
+    def wait(self, **time: float) -> None:
+        self.now += timedelta(**time)
+
+    def add(self, label: str, files: Sequence[bytes]) -> None:
+        """New files of a class."""
+        for data in files:
+            path = self.images / label / f"added-{len(self._added):05}.png"
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(data)
+            self._added.append(path)
+
+    def remove_added(self) -> None:
+        for path in self._added:
+            path.unlink()
+        self._added.clear()
+        for folder in self.images.iterdir():
+            if not any(folder.iterdir()):
+                folder.rmdir()
+
+    def champion(self) -> str:
+        champion = Registry(self.store).champion()
+        assert champion is not None
+        return champion.version
+
+    def dataset(self) -> Dataset:
+        manifest = Registry(self.store).show(self.champion()).manifest
+        found = Dataset.find(self.store, manifest.dataset_name, manifest.dataset_digest)
+        assert found is not None
+        return found
+
+    def ask(self, images: Sequence[bytes], per_file: int = 200) -> None:
+        """Have the champion answer, and what it logs shipped, at the test's time."""
+        with_champion = self.directory / "champion"
+        shutil.rmtree(with_champion, ignore_errors=True)
+        Registry(self.store).fetch(self.champion(), with_champion / "release.mar")
+        parts = open_release(with_champion / "release.mar", with_champion / "opened")
+        core, logged = Core.open(parts), with_champion / "queries"
+        told = QueryLogConfiguration(directory=logged, images=False, sample=100, period_s=60, size_bytes=2**24)
+        log = QueryLog(told, parts)
+        for start in range(0, len(images), per_file):
+            batch = core.answer(images[start : start + per_file])
+            predictions = [answer for answer in batch.answers if isinstance(answer, Prediction)]
+            log.note(predictions, batch.embeddings, batch.images)
+            path = log.close_file()
+            assert path is not None
+            # The log has the machine's clock; the name is what the watcher goes by.
+            path.rename(path.with_name(f"{self.now - timedelta(minutes=1):%Y%m%dT%H%M%SZ}{path.name[16:]}"))
+        ship(logged, self.store)
+
+    def told_outcome(self, run: str, state: str) -> None:
+        """As the last step of the run leaves it."""
+        outcome = {"run": run, "state": state, "reasons": ["The gate says so."]}
+        self.store.put(f"runs/{run}/outcome.json", json.dumps(outcome).encode())
