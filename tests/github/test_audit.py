@@ -1,0 +1,88 @@
+"""`make audit` against a loopback of the OSV database: what it asks, and that a finding or a failure is one."""
+
+import json
+import re
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+
+
+class Osv(ThreadingHTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.asked: set[tuple[str, str]] = set()
+        self.vulnerable: set[str] = set()
+        self.down = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1/query"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Osv
+
+    def do_POST(self) -> None:
+        query = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert query["package"]["ecosystem"] == "PyPI"
+        name = query["package"]["name"]
+        self.server.asked.add((name, query["version"]))
+        answer: dict[str, object] = {}
+        if name in self.server.vulnerable:
+            affected = {"package": {"name": name, "ecosystem": "PyPI"}, "ranges": []}
+            answer = {"vulns": [{"id": "PYSEC-2026-1", "summary": "planted", "affected": [affected]}]}
+        self.send_response(503 if self.server.down else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def osv() -> Iterator[Osv]:
+    server = Osv()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def audit(osv: Osv, cache: Path) -> subprocess.CompletedProcess[str]:
+    options = f"--vulnerability-service osv --osv-url {osv.url} --cache-dir {cache} --progress-spinner off"
+    command = ["make", "--silent", "--old-file", ".venv/.installed", "audit", f"AUDIT={options}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def locked() -> set[tuple[str, str]]:
+    """Name and version of all that the locks install on this system."""
+    locks = [ROOT / "requirements.lock", ROOT / "requirements-kserve.lock", *ROOT.glob("tests/*/requirements-*.lock")]
+    lines = [line for lock in locks for line in lock.read_text().splitlines() if re.match(r"[\w.-]+==", line)]
+    wanted = [Requirement(line.rstrip(" \\")) for line in lines]
+    return {(w.name, str(w.specifier)[2:]) for w in wanted if w.marker is None or w.marker.evaluate()}
+
+
+@pytest.mark.slow
+def test_every_locked_package_is_looked_up(osv: Osv, tmp_path: Path) -> None:
+    result = audit(osv, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert osv.asked == locked()
+
+
+def test_one_vulnerable_package_fails_the_audit(osv: Osv, tmp_path: Path) -> None:
+    osv.vulnerable.add("pillow")
+    result = audit(osv, tmp_path)
+    assert result.returncode != 0
+    assert "PYSEC-2026-1" in result.stdout
+
+
+def test_a_database_that_does_not_answer_fails_the_audit(osv: Osv, tmp_path: Path) -> None:
+    osv.down = True
+    assert audit(osv, tmp_path).returncode != 0

@@ -1,0 +1,106 @@
+"""The scripts of pipeline.yml, run as GitHub runs them, against loopbacks of its token endpoint and of KFP."""
+
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+import yaml
+
+from tests.loopback.kfp import KfpServer
+
+ROOT = Path(__file__).parents[2]
+WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/pipeline.yml").read_text())
+STEPS = {step["name"]: step for step in WORKFLOW["jobs"]["publish"]["steps"] if "name" in step}
+TRAIN, SERVE = (
+    f"ghcr.io/owner/evernear-{name}@sha256:{digit * 64}" for name, digit in (("train", "a"), ("serve", "b"))
+)
+REQUEST_TOKEN, IDENTITY, AUDIENCE = "of-this-job", "signed.by.github", "https://kfp.example"
+
+
+class _Issuer(BaseHTTPRequestHandler):
+    """Hands out the job's identity, for the audience that KFP expects."""
+
+    def do_GET(self) -> None:
+        asked = parse_qs(urlsplit(self.path).query)
+        allowed = self.headers["Authorization"] == f"bearer {REQUEST_TOKEN}" and asked["audience"] == [AUDIENCE]
+        self.send_response(200 if allowed else 403)
+        self.end_headers()
+        self.wfile.write(json.dumps({"value": IDENTITY} if allowed else {"message": "no"}).encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def issuer() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Issuer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/token?api-version=2.0"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def kfp() -> Iterator[KfpServer]:
+    """A server that trusts GitHub and nobody else."""
+    with KfpServer(token=IDENTITY) as server:
+        yield server
+
+
+def run_step(name: str, kfp: KfpServer, tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """One step's script; ``variables`` are what its expressions come to."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "GITHUB_OUTPUT": str(tmp_path / "output")}
+    environment |= dict.fromkeys(STEPS[name]["env"], "") | {"EVERNEAR_PIPELINE__ENDPOINT": kfp.url, "KFP_AUDIENCE": ""}
+    environment |= {"EVERNEAR_PIPELINE__NAMESPACE": "", "EVERNEAR_PIPELINE__UI_URL": ""}
+    environment |= {"GITHUB_SHA": "5b67dc9f1c0b6c0f", "GITHUB_RUN_ID": "4711", **variables}
+    script = tmp_path / "step.sh"
+    script.write_text(STEPS[name]["run"].replace("run.json", str(tmp_path / "run.json")))
+    return subprocess.run(
+        ["bash", "--noprofile", "--norc", "-eo", "pipefail", script],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_push_uploads_and_starts_one_run_as_github_itself(kfp: KfpServer, issuer: str, tmp_path: Path) -> None:
+    identity = {
+        "KFP_AUDIENCE": AUDIENCE,
+        "ACTIONS_ID_TOKEN_REQUEST_TOKEN": REQUEST_TOKEN,
+        "ACTIONS_ID_TOKEN_REQUEST_URL": issuer,
+    }
+    images = {"TRAIN_IMAGE": TRAIN, "SERVE_IMAGE": SERVE}
+    defaults = "store=s3://ours data.source=s3://images target=kubernetes"
+    for word in ("uploaded", "is there already"):  # a job that is run again succeeds
+        done = run_step("Upload the pipelines", kfp, tmp_path, PARAMETERS=defaults, **images, **identity)
+        assert done.returncode == 0, done.stderr
+        assert f"continuous-training 5b67dc9f1c0b6c0f {word}" in done.stdout
+        assert f"::add-mask::{IDENTITY}" in done.stdout
+
+    start = {"PIPELINE": "continuous-training", "PARAMETERS": "train_settings.epochs=3"}
+    for _ in range(2):
+        done = run_step("Start a run", kfp, tmp_path, **start, **identity)
+        assert done.returncode == 0, done.stderr
+    (run,) = kfp.runs
+    assert run.parameters["train_settings"]["epochs"] == 3
+    assert (tmp_path / "output").read_text().startswith(f"url={kfp.url}")
+    compiled = run.compiled().read_text()
+    assert TRAIN in compiled
+    defaults_there = next(yaml.safe_load_all(compiled))["root"]["inputDefinitions"]["parameters"]
+    assert defaults_there["kubernetes_settings"]["defaultValue"]["image"] == SERVE
+    assert defaults_there["data"]["defaultValue"]["source"] == "s3://images"
+
+
+def test_a_job_that_the_server_does_not_trust_fails(kfp: KfpServer, tmp_path: Path) -> None:
+    images = {"TRAIN_IMAGE": TRAIN, "SERVE_IMAGE": SERVE}
+    done = run_step("Upload the pipelines", kfp, tmp_path, KFP_TOKEN="an old one", **images)
+    assert done.returncode == 13
+    assert "Traceback" not in done.stderr
