@@ -33,7 +33,12 @@ def write(name: str, machine: Mapping[str, Any], result: Mapping[str, Any], tabl
     """``results/<name>.json`` with everything and ``<name>.md`` with ``table``, its first row the heading."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine, **result}, indent=2) + "\n")
+    (RESULTS / f"{name}.md").write_text(markdown(table))
+    print(markdown(table))
+
+
+def markdown(table: Sequence[Sequence[str]]) -> str:
+    """``table``, its first row the heading, as Markdown."""
     heading, *rows = ["| " + " | ".join(row) + " |" for row in table]
     rule = "|" + " --- |" * len(table[0])
-    (RESULTS / f"{name}.md").write_text("\n".join([heading, rule, *rows]) + "\n")
-    print((RESULTS / f"{name}.md").read_text())
+    return "\n".join([heading, rule, *rows]) + "\n"

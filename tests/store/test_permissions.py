@@ -15,9 +15,12 @@ import requests
 from conftest import REPOSITORY, free_ports, wait_for_port
 
 from evernear.errors import Conflict, StoreError
+from evernear.serving.query_log import ship
 from evernear.store import S3Store, Store, open_store, sha256_bytes
+from evernear.triggers.proposals import Proposals
+from evernear.triggers.watch.switch import Switch
 
-USERS = ("reader", "writer", "server")
+USERS = ("reader", "writer", "server", "shipper", "watcher")
 IMAGES, STORE = "s3://evernear-images", "s3://evernear-store/prod"
 OBJECTS = {
     "evernear-images": ["1/a.png"],
@@ -154,6 +157,28 @@ def test_the_server_reads_releases_and_nothing_else(enter: Enter, tmp_path: Path
     _cannot_write(store, STORE)
     _refused(lambda: store.get("datasets/digits/head"), "s3:GetObject", f"{STORE}/datasets/digits/head")
     _refused(lambda: list(open_store(IMAGES).list("")), "s3:ListBucket", IMAGES)
+
+
+def test_the_shipper_leaves_logged_queries_and_reads_nothing(enter: Enter, tmp_path: Path) -> None:
+    enter("shipper")
+    store = open_store(STORE)
+    (tmp_path / "20270301T120000Z-v-host-1-a.jsonl").write_text("{}")
+    assert ship(tmp_path, store) == 1
+    _refused(lambda: store.get("queries/20270301/x"), "s3:GetObject", f"{STORE}/queries")
+    _refused(lambda: store.put("releases/x", b"1"), "s3:PutObject", f"{STORE}/releases/x")
+    _refused(lambda: list(store.list("")), "s3:ListBucket", STORE)
+
+
+def test_the_watcher_proposes_and_removes_old_queries_and_touches_nothing_else(enter: Enter, tmp_path: Path) -> None:
+    enter("watcher")
+    store = open_store(STORE)
+    assert Switch(store).turn(False, "U1").by == "U1"
+    assert store.get("datasets/digits/head") == b"content"
+    assert list(Proposals(store).list()) == []
+    store.delete("queries/20270301/old.jsonl")
+    _refused(lambda: store.put("releases/champion.json", b"1"), "s3:PutObject", f"{STORE}/releases/champion.json")
+    _refused(lambda: store.delete("releases/champion.json"), "s3:DeleteObject", f"{STORE}/releases/champion.json")
+    _refused(lambda: store.put("queries/20270301/x", b"1"), "s3:PutObject", f"{STORE}/queries/20270301/x")
 
 
 def test_wrong_and_missing_keys_are_told_apart(enter: Enter, guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
