@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from kubernetes import client, config, utils
-from loopback.kubernetes import CrashLoop, LoopbackCluster, carries
+from loopback.kubernetes import CrashLoop, LoopbackCluster, NotReady, carries
 from loopback.kubernetes.kinds import named as known_kind
 from rendered import DEPLOY, DIGEST, Object, named, objects, settings_of
 
@@ -23,7 +23,7 @@ from evernear.settings import Settings
 
 LOCAL = objects("local")
 SECRETS = [*yaml.safe_load_all((DEPLOY / "secrets.example.yaml").read_text())]
-OLD, NEW = "20260101.000000.00000000", "20260102.000000.00000000"
+OLD, SLOW, NEW = (f"2026010{day}.000000.00000000" for day in (1, 2, 3))
 UP_WITHIN_S = 30
 
 
@@ -77,6 +77,10 @@ def test_the_deployer_has_the_rights_that_it_uses_and_no_others(
         keep_proven(asked, settings.kubernetes, Proven(OLD, old))
         assert read_proven(asked, settings.kubernetes) is not None
     with held(asked, settings.kubernetes.name, 2):
+        cluster.pods_do(NotReady("not yet"), carries(VERSION, SLOW))  # its events are read
+        apply(asked, serving_objects(settings, ServedRelease(SLOW, "b" * 64, "c" * 64)))
+        with pytest.raises(ClusterError, match="probe"):
+            await_rollout(asked, settings.kubernetes.model_copy(update={"rollout_timeout_s": 4}))
         cluster.pods_do(CrashLoop("no Java\n"), carries(VERSION, NEW))
         new = serving_objects(settings, ServedRelease(NEW, "b" * 64, "c" * 64))
         apply(asked, new)
