@@ -102,7 +102,8 @@ def _class_recall_floor(candidate: Measurement, settings: GateSettings) -> Rule:
     reason = (
         f"Recall is below the floor of {floor:.0%} for {_some(fallen)}."
         if fallen
-        else f"No class recalls less than {floor:.0%}; the worst is {worst} with {recalls[worst]}."
+        else f"No class recalls less than {floor:.0%} beyond what chance explains; "
+        f"the worst is {worst} with {recalls[worst]}."
     )
     if unmeasured:
         reason += f" Without a test image, so not measured: {_some(unmeasured)}."
