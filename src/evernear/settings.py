@@ -106,7 +106,7 @@ class TrainSettings(Section):
     patience_epochs: int = Field(
         default=5,
         ge=1,
-        description="Stop early after so many epochs that made the gallery loss worse, beyond noise.",
+        description="Stop early after so many epochs that recognise the gallery worse, beyond noise.",
     )
     parity_tolerance: float = Field(default=1e-4, gt=0.0, description="Largest |eager - TorchScript| of an embedding.")
 

@@ -238,14 +238,14 @@ def state(tiny: TrainSettings) -> TrainingState:
     return TrainingState(learner, choose_optimizer(learner, tiny), torch.GradScaler("cpu", enabled=False))
 
 
-def point(epoch: int, loss: float, error: float = 0.01) -> Epoch:
+def point(epoch: int, accuracy: float, error: float = 0.01) -> Epoch:
     return Epoch(
         epoch=epoch,
         learning_rate=0.1,
-        train_loss=loss,
-        gallery_loss=loss,
-        gallery_loss_error=error,
-        gallery_accuracy=0.9,
+        train_loss=0.5,
+        gallery_loss=float(epoch),
+        gallery_accuracy=accuracy,
+        gallery_accuracy_error=error,
         duration_s=1.0,
     )
 
@@ -253,9 +253,9 @@ def point(epoch: int, loss: float, error: float = 0.01) -> Epoch:
 def test_training_stops_when_it_gets_worse_beyond_noise(tiny: TrainSettings) -> None:
     settings = tiny.model_copy(update={"epochs": 100, "patience_epochs": 3})
     worse, still = state(tiny), state(tiny)
-    for epoch, loss in enumerate([1.0, 0.5, 0.505, 0.6, 0.7, 0.8], start=1):
+    for epoch, accuracy in enumerate([0.0, 0.5, 0.495, 0.4, 0.3, 0.2], start=1):
         assert not worse.is_finished(settings)
-        worse.record(point(epoch, loss))
+        worse.record(point(epoch, accuracy))
     assert worse.is_finished(settings)
     assert worse.kept_epoch == 3
     for epoch in range(1, 20):
@@ -266,10 +266,10 @@ def test_training_stops_when_it_gets_worse_beyond_noise(tiny: TrainSettings) -> 
 
 def test_the_weights_kept_are_those_of_the_kept_epoch(tiny: TrainSettings) -> None:
     training = state(tiny)
-    for epoch, loss in enumerate([0.5, 0.9], start=1):
+    for epoch, accuracy in enumerate([0.9, 0.5], start=1):
         for parameter in training._learner.parameters():
             parameter.data.fill_(epoch)
-        training.record(point(epoch, loss))
+        training.record(point(epoch, accuracy))
     assert training.kept_epoch == 1
     assert training.kept_weights["project.weight"].unique().tolist() == [1.0]
 

@@ -14,9 +14,9 @@ class Epoch(BaseModel):
     learning_rate: float
     train_loss: float
     gallery_loss: float
-    gallery_loss_error: float
-    """Standard error of ``gallery_loss``: how much of it is the luck of which images stand in the gallery."""
     gallery_accuracy: float
+    gallery_accuracy_error: float
+    """Standard error of ``gallery_accuracy``: how much of it is the luck of which images stand in the gallery."""
     duration_s: float
 
 

@@ -13,9 +13,11 @@ class TrainingState:
     """The moving parts of a training after a number of whole epochs.
 
     Which weights are kept follows the one-standard-error rule (Breiman et al. 1984, "Classification and
-    Regression Trees", section 3.4.3), turned to epochs: the latest ones whose gallery loss is not above the
-    lowest by more than its standard error. On a small gallery the lowest loss is luck, and a schedule that
-    ends at a rate of zero makes later weights the better ones.
+    Regression Trees", section 3.4.3), turned to epochs: the latest ones whose accuracy on the gallery is not
+    below the highest by more than its standard error. On a small gallery the highest is luck, and a schedule
+    that ends at a rate of zero makes later weights the better ones. Accuracy and not loss, which rises with
+    the network's confidence in its few wrong answers while these still get fewer (Guo et al. 2017, "On
+    Calibration of Modern Neural Networks", section 3, arXiv:1706.04599).
     """
 
     def __init__(self, learner: Learner, optimizer: torch.optim.Optimizer, scaler: torch.GradScaler) -> None:
@@ -32,11 +34,10 @@ class TrainingState:
         return done >= settings.epochs or done - self.kept_epoch >= settings.patience_epochs
 
     def record(self, point: Epoch) -> None:
-        """Take in an epoch that has just ended, and keep its weights unless it made the gallery loss
-        worse."""
+        """Take in an epoch that has just ended, and keep its weights unless it recognises the gallery worse."""
         self.history.append(point)
-        best = min(self.history, key=lambda epoch: epoch.gallery_loss)
-        if point.gallery_loss <= best.gallery_loss + best.gallery_loss_error:
+        best = max(self.history, key=lambda epoch: epoch.gallery_accuracy)
+        if point.gallery_accuracy >= best.gallery_accuracy - best.gallery_accuracy_error:
             self.kept_epoch = point.epoch
             weights = self._learner.network.state_dict()
             self.kept_weights = {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}

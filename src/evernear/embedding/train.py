@@ -50,8 +50,8 @@ def train(
     """Train on the train split without ``exclude_labels``; write weights, description and history to
     ``out_dir``.
 
-    The weights kept are those of the epoch with the lowest loss on the gallery split, which also decides when
-    to stop early; the test split is not touched. ``on_epoch`` is called after each epoch, its checkpoint
+    Accuracy on the gallery split decides which epoch's weights are kept and when to stop early; the test split
+    is not touched. ``on_epoch`` is called after each epoch, its checkpoint
     safe.
 
     Raises:
