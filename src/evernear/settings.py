@@ -239,7 +239,7 @@ class KubernetesSettings(Section):
     node_selector: dict[str, str] = {}
     tolerations: tuple[dict[str, str | int], ...] = ()
     s3_secret: str = Field(
-        default="evernear-s3", description="Secret with the AWS_ variables of the init container that fetches."
+        default="evernear-s3-reader", description="Secret with the AWS_ variables of the init container that fetches."
     )
     query_secret: str = Field(
         default="",

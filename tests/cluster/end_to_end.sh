@@ -12,7 +12,7 @@ serves() {
 defaults=(
   store=s3://evernear data.source=digits target=kubernetes
   "kubernetes_settings.image=$SERVE_IMAGE"
-  kubernetes_settings.s3_secret=evernear-s3-reader kubernetes_settings.token_secret=evernear-token
+  kubernetes_settings.token_secret=evernear-token
   kubernetes_settings.replicas_min=1 kubernetes_settings.replicas_max=1
   kubernetes_settings.cpu=500m kubernetes_settings.memory=1Gi
   cpu=1 memory=2G train_cpu=2 train_memory=4G

@@ -103,7 +103,7 @@ def test_the_deployer_may_do_no_more_than_deploy(site: Site) -> None:
         core = CoreV1Api(deployer)
         for forbidden in (
             lambda: core.list_namespaced_secret(site.namespace),
-            lambda: core.read_namespaced_secret("evernear-s3", site.namespace),
+            lambda: core.read_namespaced_secret("evernear-s3-reader", site.namespace),
             lambda: core.list_namespaced_pod("kube-system"),
             lambda: core.list_namespace(),
         ):

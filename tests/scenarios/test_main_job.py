@@ -120,6 +120,13 @@ def test_a_new_class_is_recognised_without_training_and_a_rollback_forgets_it(se
     assert f"{before['version']} is the champion now, not {result['release']}" in refused["reasons"][0]
     assert champion_of(bench) == before["version"]
 
+    wanted |= {"why": "negatives are wanted after all", "by": "ada"}
+    told = bench.pipeline("promote", **wanted)
+    assert (told["state"], told["release"]) == ("promoted", result["release"])
+    assert [answer["pred"] for answer in answers(bench, strangers)] == ["negative"] * 10
+    move = json.loads(bench.command("registry", "history", "--json").stdout)[-1]
+    assert (move["how"], move["why"], move["by"]) == ("force", "negatives are wanted after all", "ada")
+
 
 def champion_of(bench: Bench) -> str:
     return bench.command("registry", "champion").stdout.strip()

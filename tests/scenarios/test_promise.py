@@ -101,6 +101,7 @@ def product(s3_endpoint: str, bucket: str, tmp_path: Path) -> Iterator[Product]:
         EVERNEAR_SLACK__PORT=str(bot_port),
         EVERNEAR_SLACK__CHANNEL=CHANNEL,
         EVERNEAR_SLACK__MAY_START=json.dumps([ADA.id]),
+        EVERNEAR_SLACK__MAY_PROMOTE=json.dumps([ADA.id]),
         EVERNEAR_SLACK__POLL_S="0.2",
         EVERNEAR_SLACK__UPDATE_EVERY_S="1",
         SLACK_BOT_TOKEN=BOT_TOKEN,
@@ -157,7 +158,7 @@ def test_a_new_class_is_seen_asked_about_trained_gated_deployed_and_recognised(p
 
 
 @pytest.mark.slow
-def test_a_bad_model_is_held_and_the_champion_goes_on(product: Product) -> None:
+def test_a_bad_model_is_held_until_somebody_who_may_promotes_it_anyway(product: Product) -> None:
     first = product.status()["champion"]
     for digit in range(9):  # somebody mislabelled all that arrived
         product.add_images(str((digit + 1) % 9), str(digit))
@@ -166,10 +167,17 @@ def test_a_bad_model_is_held_and_the_champion_goes_on(product: Product) -> None:
     product.clicks(ADA, asked, "Train")
 
     assert product.run_to_its_end().state == "SUCCEEDED"
-    assert product.told(asked, "Held").text
+    held = product.told(asked, "Held")
     status = product.status()
     assert status["default"] == status["champion"] == first
     assert product.recognises("7")["version"] == first
+
+    product.clicks(EVE, held, "Promote anyway")
+    until(lambda: product.slack.whispers)
+    assert product.status()["champion"] == first
+    product.clicks(ADA, held, "Promote anyway")
+    until(lambda: product.status()["champion"] != first)
+    assert product.recognises("7")["version"] == product.status()["default"] != first
 
 
 @pytest.mark.slow

@@ -118,7 +118,7 @@ def test_pods_keep_to_the_restricted_standard() -> None:
 def test_the_keys_of_the_store_are_the_init_containers_alone() -> None:
     spec = pod(objects("kubernetes.token_secret=evernear-token"))
     fetch, serve = spec["initContainers"][0], spec["containers"][0]
-    assert fetch["envFrom"] == [{"secretRef": {"name": "evernear-s3"}}]
+    assert fetch["envFrom"] == [{"secretRef": {"name": "evernear-s3-reader"}}]
     assert {"name": "EVERNEAR_STORE", "value": "s3://bucket/prefix"} in fetch["env"]
     assert "envFrom" not in serve
     assert not any(variable["name"] == "EVERNEAR_STORE" for variable in serve["env"])
@@ -193,7 +193,7 @@ def test_what_cannot_work_is_refused_with_a_sentence(overrides: list[str], sente
 
 
 def test_logged_queries_are_shipped_by_a_sidecar_whose_keys_are_its_own() -> None:
-    found = objects("kubernetes.query_secret=evernear-s3-queries", "kubernetes.s3_secret=evernear-s3-reader")
+    found = objects("kubernetes.query_secret=evernear-s3-queries")
     for version in (OLDEST, NEWEST):
         kubernetes_validate.validate(found["Deployment"], version, strict=True)
     fetch, ship = pod(found)["initContainers"]
