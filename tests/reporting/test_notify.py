@@ -18,6 +18,7 @@ from evernear.store import Store, open_store
 PROMOTE = {"promote": True, "reasons": ["Accuracy is 99%."]}
 HOLD = {"promote": False, "reasons": ["Accuracy is 80%."]}
 DEPLOYED = {"version": "20261120.140501.1a2b3c4d"}
+SUCCEEDED = ("SUCCEEDED", "COMPLETE")
 
 
 @pytest.fixture
@@ -34,6 +35,22 @@ def store(tmp_path: Path) -> Store:
             "promoted: release 20261120.140501.1a2b3c4d serves",
         ),
         ({"verdict": HOLD}, "SUCCEEDED", "held: Accuracy is 80%."),
+        # KFP's server says COMPLETE. A held run it leaves RUNNING, since the skipped group is the last to be counted;
+        # or FAILED, if some step of it was tried again.
+        (
+            {"verdict": PROMOTE, "deployment": DEPLOYED},
+            "COMPLETE",
+            "promoted: release 20261120.140501.1a2b3c4d serves",
+        ),
+        ({"verdict": HOLD, "archived": DEPLOYED}, "RUNNING", "held: Accuracy is 80%."),
+        ({"verdict": HOLD, "archived": DEPLOYED}, "FAILED", "held: Accuracy is 80%."),
+        ({"verdict": HOLD}, "FAILED", "failed: the pipeline ended as FAILED. deploy: No Java."),
+        ({}, "RUNNING", "failed: a step was stopped, or ended without a word. deploy: No Java."),
+        (
+            {"verdict": PROMOTE, "archived": DEPLOYED},
+            "RUNNING",
+            "failed: a step was stopped, or ended without a word. deploy: No Java.",
+        ),
         (
             {"verdict": PROMOTE},
             "SUCCEEDED",
@@ -62,7 +79,7 @@ def store(tmp_path: Path) -> Store:
 def test_the_outcome_is_what_happened_and_is_kept(store: Store, left: dict, state: str, told: str) -> None:
     remember(store, "another run", verdict=PROMOTE, deployment=DEPLOYED)
     remember(store, "run", **left)
-    outcome = tell(store, "run", state, "deploy: No Java." if state != "SUCCEEDED" else "")
+    outcome = tell(store, "run", state, "" if state in SUCCEEDED else "deploy: No Java.")
     assert outcome.summary() == told
     assert Outcome.model_validate_json(store.get("runs/run/outcome.json")) == outcome
 

@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict
 from evernear.evaluation.verdict import Rule
 from evernear.store import Store
 
+SUCCEEDED = ("SUCCEEDED", "COMPLETE")
+"""What kfp's local runner, and its server, call a group of steps that came to its end."""
+
 
 class Outcome(BaseModel):
     """What a run came to."""
@@ -71,15 +74,20 @@ def recall_confusion(store: Store, run: str) -> bytes | None:
 
 
 def tell(store: Store, run: str, state: str, error_message: str) -> Outcome:
-    """The outcome of ``run``, whose KFP state is ``state`` (SUCCEEDED, FAILED, CANCELLED ...); kept in the store."""
+    """The outcome of ``run``, whose KFP state is ``state`` (COMPLETE, FAILED, RUNNING ...); kept in the store.
+
+    A run that is held is told by what its steps left, since KFP's server does not count the skipped deployment: it
+    leaves the state at RUNNING, or at FAILED if a step of the run had to be tried again.
+    """
     verdict = _recall(store, run, "verdict")
     deployment = _recall(store, run, "deployment")
     rollback = _recall(store, run, "rollback")
     promotion = _recall(store, run, "promotion")
     metrics = _recall(store, run, "metrics")
     candidate = _recall(store, run, "archived").get("version")
-    if state != "SUCCEEDED":
-        reasons: tuple[str, ...] = (f"the pipeline ended as {state}. {error_message}".strip(),)
+    held = candidate is not None and not verdict.get("promote")
+    if state not in SUCCEEDED and not held:
+        reasons: tuple[str, ...] = (f"{_ended(state)} {error_message}".strip(),)
         serving = (rollback or promotion or deployment).get("version")
         outcome = Outcome(run=run, state="failed", release=serving, reasons=reasons, metrics=metrics)
     elif rollback:
@@ -98,6 +106,12 @@ def tell(store: Store, run: str, state: str, error_message: str) -> Outcome:
     outcome = outcome.model_copy(update={"candidate": candidate})
     remember(store, run, outcome=outcome.model_dump(mode="json"))
     return outcome
+
+
+def _ended(state: str) -> str:
+    if state == "RUNNING":  # nobody was left to tell KFP of the step's end
+        return "a step was stopped, or ended without a word."
+    return f"the pipeline ended as {state}."
 
 
 def _key(run: str, name: str) -> str:
