@@ -3,6 +3,7 @@
 import pytest
 from bot import ADA, BOB, CHANNEL, Bot, MemoryRuns
 
+from evernear.errors import StoreError
 from evernear.triggers.proposals import Proposal, Proposals
 from evernear.triggers.runs import State
 from tests.loopback.slack import SlackServer
@@ -71,6 +72,39 @@ def test_a_process_that_dies_between_answer_and_request_loses_neither(
     proposals.change(held, state="accepted", answered_by="ada", answered=bot.clock())
     bot.look(3 * 24 * 3600)
     assert list(runs.started) == [proposal.id]
+
+
+def test_a_process_that_dies_before_it_notes_the_run_in_the_proposal_notes_it_later(
+    bot: Bot, slack: SlackServer, runs: MemoryRuns, proposals: Proposals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the watcher would wait for a start for ever, and a new start come when the request is forgotten."""
+    proposal, asked = _propose(bot, proposals, slack)
+    bot.clicked(ADA, asked, "Train")
+
+    def die(*_: object, **__: object) -> None:
+        bot.store.is_down = True
+        raise StoreError("The store cannot be reached.")
+
+    monkeypatch.setattr(Proposals, "change", die)
+    bot.look()
+    monkeypatch.undo()
+    bot.store.is_down = False
+    bot.restart()
+    bot.look()
+    (run,) = runs.started.values()
+    assert proposals.show(proposal.id).run == run.id
+
+
+def test_kfp_down_while_a_proposals_run_is_followed_is_told_once(
+    bot: Bot, slack: SlackServer, runs: MemoryRuns, proposals: Proposals
+) -> None:
+    _, asked = _propose(bot, proposals, slack)
+    bot.clicked(ADA, asked, "Train")
+    bot.look()
+    runs.is_down = True
+    for _ in range(5):
+        bot.look(300)
+    assert [("lost sight" in shown.text) for shown in slack.messages] == [False, True]
 
 
 def test_a_proposal_whose_run_was_given_up_is_not_started_weeks_later(

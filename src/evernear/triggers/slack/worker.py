@@ -174,8 +174,8 @@ class Worker:
             self._not_started(request, str(error))
             return
         self._audit(request, _ACTIONS[request.kind], "done", run=run.id, release=request.release)
+        self._note_in_proposal(request, run)  # first, as an accepted request is tried again and a running one is not
         request = self._inbox.change(request, state="running", run=run.id)
-        self._note_in_proposal(request)
         self._web.edit(request.message, self._headline(request, run, None))
 
     def _not_started(self, request: Request, fault: str) -> None:
@@ -242,7 +242,8 @@ class Worker:
         if not self._slack.channel:
             return
         for proposal in self._proposals.list():
-            self._attempt(proposal.id, lambda proposal=proposal: self._look_at(proposal))
+            # By another name than its request's, whose failures a look that went well would forget.
+            self._attempt(f"proposal {proposal.id}", lambda proposal=proposal: self._look_at(proposal))
 
     def _look_at(self, proposal: Proposal) -> None:
         match proposal.state:
@@ -265,10 +266,10 @@ class Worker:
         if self._inbox.find(proposal.id) is None:
             self._inbox.add(request_of(proposal, self._slack.channel))
 
-    def _note_in_proposal(self, request: Request) -> None:
+    def _note_in_proposal(self, request: Request, run: Run) -> None:
         proposal = self._proposals.find(request.id)
         if proposal is not None and proposal.run is None:
-            self._proposals.change(proposal, run=request.run)
+            self._proposals.change(proposal, run=run.id)
 
     def _withdraw_proposal(self, request: Request) -> None:
         """Let nobody find an accepted proposal without a run, and start it, when the request is long forgotten."""
