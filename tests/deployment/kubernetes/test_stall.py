@@ -1,4 +1,4 @@
-"""What is read from a pod whose container runs for a while between its crashes."""
+"""What is read from pods: a container that runs for a while between its crashes, a pod that was evicted."""
 
 from typing import Any, cast
 
@@ -6,22 +6,22 @@ import pytest
 
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.objects import REVISION
-from evernear.deployment.kubernetes.stall import find_stall
+from evernear.deployment.kubernetes.stall import Stall, find_stall
 from evernear.settings import KubernetesSettings
 
 DEPLOYMENT = {"spec": {"template": {"metadata": {"labels": {REVISION: "r"}}}}}
 
 
 class Told:
-    """What an API server tells of one pod; asked for nothing else."""
+    """What an API server tells of pods; asked for nothing else."""
 
     def __init__(self, container: dict[str, Any]) -> None:
         status = {"phase": "Running", "containerStatuses": [{"name": "torchserve", "image": "i"} | container]}
-        self.pod = {"metadata": {"name": "p"}, "status": status}
+        self.pods: list[dict[str, Any]] = [{"metadata": {"name": "p"}, "status": status}]
         self.previous: list[bool] = []
 
     def list(self, kind: str, **_: str) -> list[Any]:
-        return [self.pod] if kind == "Pod" else []
+        return [*self.pods] if kind == "Pod" else []
 
     def log(self, pod: str, container: str, *, previous: bool, lines: int) -> Any:
         self.previous.append(previous)
@@ -48,3 +48,16 @@ def test_crashes_with_a_rest_between_them(
     stall = find_stall(cast("Cluster", told), KubernetesSettings(), DEPLOYMENT)
     assert (stall.hopeless if stall else None) == hopeless
     assert told.previous == previous
+
+
+def test_a_pod_that_was_evicted_bars_nothing() -> None:
+    """Its ReplicaSet has made another one; what is left of it may be weeks old, and nobody removes it."""
+    told = Told({"state": {"running": {}}, "ready": False, "started": False})
+    evicted = {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."}
+    starts = told.pods
+    told.pods = [{"metadata": {"name": "gone"}, "status": evicted}]
+    stall = find_stall(cast("Cluster", told), KubernetesSettings(), DEPLOYMENT)
+    assert stall == Stall("pod gone failed: The node was low on resource: memory")
+    told.pods += starts
+    stall = find_stall(cast("Cluster", told), KubernetesSettings(), DEPLOYMENT)
+    assert stall == Stall("the startup probe of pod p fails")

@@ -28,6 +28,7 @@ def find_stall(cluster: Cluster, settings: KubernetesSettings, deployment: Tree)
     revision = deployment["spec"]["template"]["metadata"]["labels"][REVISION]
     labels = {**selector(settings), REVISION: revision}
     pods = cluster.list("Pod", labelSelector=",".join(f"{key}={value}" for key, value in labels.items()))
+    pods.sort(key=_has_failed)  # it tells least: another has been made in its place
     found = (_of_pod(cluster, pod) for pod in pods if "deletionTimestamp" not in pod["metadata"])
     stalls = [stall for stall in found if stall is not None]
     # Of several pods, the one that says most.
@@ -39,8 +40,8 @@ def _of_pod(cluster: Cluster, pod: Tree) -> Stall | None:
     unscheduled = _condition(pod, "PodScheduled", "False")
     if unscheduled is not None:
         return Stall(f"no node takes pod {name}: {_told(unscheduled)}")
-    if status.get("phase") == "Failed":
-        return Stall(f"pod {name} failed: {_told(status)}", hopeless=True)
+    if _has_failed(pod):
+        return Stall(f"pod {name} failed: {_told(status)}")
     for container in _containers(status, "initContainerStatuses"):
         stall = _of_container(cluster, name, container, "init container ")
         if stall is not None:
@@ -51,6 +52,11 @@ def _of_pod(cluster: Cluster, pod: Tree) -> Stall | None:
             return stall
     warning = _warning(cluster, name)
     return Stall(f"pod {name} does not start: {warning}") if warning else None
+
+
+def _has_failed(pod: Tree) -> bool:
+    """Whether a pod was evicted, or refused by its node: it stays so, and may be older than this rollout."""
+    return (pod.get("status") or {}).get("phase") == "Failed"
 
 
 def _containers(status: Tree, key: str) -> Iterable[Tree]:
