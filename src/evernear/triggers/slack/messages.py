@@ -32,6 +32,7 @@ _SIGNS = {
     State.FAILED: ":x:",
     State.CANCELING: ":octagonal_sign:",
     State.CANCELED: ":octagonal_sign:",
+    State.PAUSED: ":double_vertical_bar:",
 }
 _OUTCOME_SIGNS = {"promoted": ":tada:", "held": ":no_entry:", "rolled back": ":rewind:", "failed": ":x:"}
 _PIPELINES = {"continuous-training": "train", "reindex": "index the gallery"}
