@@ -5,7 +5,6 @@ Both are held against the parameters that the pipeline itself declares.
 
 import difflib
 import json
-import math
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -56,7 +55,7 @@ def parse(text: str, known: Sequence[Parameter], allowed: Sequence[str]) -> dict
     try:
         words = shlex.split(text.translate(_QUOTES))
     except ValueError:
-        raise SettingsError(f"A quote in {text!r} is not closed.") from None
+        raise SettingsError(f"{text!r} ends in a backslash, or a quote in it is not closed.") from None
     by_name = {parameter.name: parameter for parameter in known}
     found: dict[str, Any] = {}
     for word in words:
@@ -110,14 +109,15 @@ def _value(kind: str, text: str, name: str) -> Any:
         return text
     try:
         value = json.loads(text)
-    except ValueError:
+        json.dumps(value, allow_nan=False)  # what no JSON holds would be null by the time the run starts
+    except (ValueError, RecursionError):
         raise wrong from None
     match kind, value:
         case "BOOLEAN", bool():
             return value
         case "NUMBER_INTEGER", int() if not isinstance(value, bool):
             return value
-        case "NUMBER_DOUBLE" | "NUMBER", int() | float() if not isinstance(value, bool) and math.isfinite(value):
+        case "NUMBER_DOUBLE" | "NUMBER", int() | float() if not isinstance(value, bool):
             return value
         case ("STRUCT", dict()) | ("LIST", list()):
             return value

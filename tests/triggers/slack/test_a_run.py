@@ -1,5 +1,6 @@
 """A run from the question to the verdict, as people in the channel see it."""
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,16 @@ def test_failed_and_canceled_runs_say_so(
     assert run.id in slack.messages[-1].text
 
 
+def test_a_run_that_somebody_paused_is_followed_on(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+    asked = bot.asks()
+    bot.clicked(ADA, asked, "Start training")
+    bot.look()
+    runs.set(State.PAUSED, ingest=State.SUCCEEDED, train=State.PAUSED)
+    bot.look(30)
+    assert "*Paused*" in asked.text
+    assert slack.messages[-1].text.endswith(" train")
+
+
 def test_a_run_that_ends_without_an_outcome_is_not_called_promoted(
     bot: Bot, slack: SlackServer, runs: MemoryRuns
 ) -> None:
@@ -182,6 +193,16 @@ def test_a_question_expires_and_says_so(bot: Bot, slack: SlackServer, runs: Memo
     assert runs.started == {}
 
 
+def test_a_question_that_came_late_tells_when_it_expires(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+    until = bot.clock() + timedelta(seconds=bot.settings.slack.answer_within_s)
+    runs.is_down = True
+    bot.told(ADA, "/retrain")
+    bot.look()
+    runs.is_down = False
+    bot.look(1800)
+    assert f"{until:%Y-%m-%d %H:%M} UTC" in slack.messages[-1].text
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -191,10 +212,14 @@ def test_a_question_expires_and_says_so(bot: Bot, slack: SlackServer, runs: Memo
         ("train_settings.epochs=true", "is no number"),
         ("train_settings.learning_rate=NaN", "is no number"),
         ("train_settings=3", "is no JSON object"),
+        ("train_settings='{\"epochs\": NaN}'", "is no JSON object"),
+        ("train_settings='{\"epochs\": 1e999}'", "is no JSON object"),
+        ("train_settings=" + "[" * 1900, "is no JSON object"),
         ("gate_settings.accuracy_floor=0", "'gate_settings' cannot be set from Slack"),
         ("store=s3://mine", "'store' cannot be set from Slack"),
         ("quickly", "'quickly' has no '='"),
-        ("data.source='x", "A quote"),
+        ("data.source='x", "a quote"),
+        ("data.source=x\\", "ends in a backslash"),
         ("x" * 3000, "more than 2000 characters"),
     ],
 )

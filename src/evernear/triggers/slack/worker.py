@@ -142,7 +142,7 @@ class Worker:
         last = next((run for run in newest if run.state is State.SUCCEEDED), None)
         busy = [run for run in newest if not run.state.is_final]
         defaults = {parameter.name: parameter.default for parameter in known}
-        until = self._clock() + timedelta(seconds=self._slack.answer_within_s)
+        until = request.created + timedelta(seconds=self._slack.answer_within_s)
         asked = messages.question(request, parameters, defaults, last, busy, until)
         try:
             message = self._web.post(request.channel, asked)
