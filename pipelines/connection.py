@@ -163,7 +163,9 @@ def _endpoint(settings: PipelineSettings, environment: Mapping[str, str]) -> str
         )
     parts = urlsplit(url)
     host = parts.hostname or ""
-    secret = next((v for v in (TOKEN_VARIABLE, COOKIES_VARIABLE) if environment.get(v)), None)
+    mounted = _mounted_token(environment)
+    variable = next((v for v in (TOKEN_VARIABLE, COOKIES_VARIABLE) if environment.get(v)), None)
+    secret = f"The token {mounted}" if mounted else variable
     if secret and parts.scheme == "http" and not (_is_loopback(host) or _is_inside_cluster(host)):
         raise SettingsError(f"{secret} would travel unencrypted to {host}; give pipeline.endpoint as https://.")
     return url
@@ -171,8 +173,7 @@ def _endpoint(settings: PipelineSettings, environment: Mapping[str, str]) -> str
 
 def _client(settings: PipelineSettings, url: str, environment: Mapping[str, str]) -> kfp_server_api.ApiClient:
     token, cookies = environment.get(TOKEN_VARIABLE), environment.get(COOKIES_VARIABLE)
-    mounted = Path(environment.get(KF_PIPELINES_SA_TOKEN_ENV, KF_PIPELINES_SA_TOKEN_PATH))
-    of_pod = not token and not cookies and mounted.exists()
+    mounted = _mounted_token(environment)
     if settings.ca_file is not None and not settings.ca_file.is_file():
         raise SettingsError(f"The CA file {settings.ca_file} (pipeline.ca_file) cannot be read.")
     with warnings.catch_warnings():
@@ -184,7 +185,7 @@ def _client(settings: PipelineSettings, url: str, environment: Mapping[str, str]
             namespace=settings.namespace or "-",
             existing_token=token,
             cookies=cookies,
-            credentials=ServiceAccountTokenVolumeCredentials(str(mounted)) if of_pod else None,
+            credentials=ServiceAccountTokenVolumeCredentials(str(mounted)) if mounted else None,
             ssl_ca_cert=str(settings.ca_file) if settings.ca_file else None,
         )
     # kfp.Client hands out neither time limits nor answers' headers; the generated API under it does both.
@@ -193,6 +194,13 @@ def _client(settings: PipelineSettings, url: str, environment: Mapping[str, str]
         total=None, connect=0, read=0, other=0, redirect=5
     )
     return api_client
+
+
+def _mounted_token(environment: Mapping[str, str]) -> Path | None:
+    """The pod's own, where there is one and nothing in the environment goes before it."""
+    mounted = Path(environment.get(KF_PIPELINES_SA_TOKEN_ENV, KF_PIPELINES_SA_TOKEN_PATH))
+    given = environment.get(TOKEN_VARIABLE) or environment.get(COOKIES_VARIABLE)
+    return mounted if not given and mounted.exists() else None
 
 
 def _is_loopback(host: str) -> bool:

@@ -137,6 +137,16 @@ def test_a_secret_does_not_travel_in_the_clear(variable: str) -> None:
         connect(fine, secret)
 
 
+def test_a_pods_token_does_not_travel_in_the_clear(tmp_path: Path) -> None:
+    mounted = tmp_path / "token"
+    mounted.write_text("not-for-everybody")
+    secret = {"KF_PIPELINES_SA_TOKEN_PATH": str(mounted)}
+    with pytest.raises(SettingsError, match=f"The token {mounted} would travel unencrypted to kfp.example.org"):
+        connect("http://kfp.example.org", secret)
+    connect("https://kfp.example.org", secret)
+    connect("http://ml-pipeline.kubeflow.svc:8888", secret)
+
+
 def test_the_server_of_the_cluster_is_found_from_inside_only() -> None:
     assert connect("", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}).url == connection.IN_CLUSTER
     assert connect("", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}).ui_url == ""
