@@ -189,6 +189,7 @@ def test_a_question_expires_and_says_so(bot: Bot, slack: SlackServer, runs: Memo
     bot.look()
     assert "Nobody answered" in asked.text
     bot.receives(click.by(ADA))
+    assert ["expired" in whisper.text for whisper in slack.whispers] == [True, True]
     bot.look()
     assert runs.started == {}
 

@@ -11,6 +11,7 @@ from bot import ADA, BOB, Bot, MemoryRuns
 from slack_bolt import BoltRequest
 
 from evernear.triggers.runs import Parameter, Run, State
+from evernear.triggers.slack.inbox import Inbox, Request
 from tests.loopback.slack import SlackServer, signed
 from tests.loopback.slack.server import SIGNING_SECRET, Fault
 
@@ -106,6 +107,29 @@ def test_clicks_at_once_start_one_run(bot: Bot, slack: SlackServer, runs: Memory
     for thread in threads:
         thread.join()
     bot.look()
+    assert len(runs.started) == 1
+
+
+def test_who_clicks_twice_is_not_told_that_nothing_was_done(
+    bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two handlers that both found the question open: the one whose write loses must not say that nothing happens."""
+    asked = bot.asks()
+    click = slack.button(asked, "Start training").by(ADA)
+    find, overtaken = Inbox.find, threading.Event()
+
+    def find_and_be_overtaken(inbox: Inbox, request_id: str) -> Request | None:
+        found = find(inbox, request_id)
+        if not overtaken.is_set():
+            overtaken.set()
+            bot.receives(click)
+        return found
+
+    monkeypatch.setattr(Inbox, "find", find_and_be_overtaken)
+    bot.receives(click)
+    monkeypatch.undo()
+    bot.look()
+    assert slack.whispers == []
     assert len(runs.started) == 1
 
 

@@ -142,12 +142,12 @@ class Desk:
         late = self._clock() - request.created > timedelta(seconds=self._settings.answer_within_s)
         if request.state == "new":
             raise Refused("I am still writing that question down; click again in a moment.")
-        if request.state == "expired" or (request.state == "asked" and late):
-            raise Refused("That question has expired; /retrain asks again.")
-        if request.state == "asked":
-            self._inbox.change(request, state="accepted", answered_by=caller.person, answered=self._clock())
+        if request.state == "asked" and not late:
+            request = self._answer(request, "accepted", caller)
             self._wake()
-        elif request.answered_by not in (None, caller.person):
+        if request.answered_by is None:
+            raise Refused("That question has expired; /retrain asks again.")
+        if request.answered_by != caller.person:
             raise Refused(f"{request.by} was quicker.")
         return ack()
 
@@ -157,7 +157,7 @@ class Desk:
         if caller.person.id != request.asked_by.id:
             self._require("start", context, body)
         if request.state == "asked":
-            self._inbox.change(request, state="declined", answered_by=caller.person, answered=self._clock())
+            self._answer(request, "declined", caller)
             self._wake()
         return ack()
 
@@ -271,6 +271,12 @@ class Desk:
         if request is None or request.kind != "retrain":
             raise Refused("I do not know that question any longer; /retrain asks again.")
         return request
+
+    def _answer(self, request: Request, state: str, caller: Caller) -> Request:
+        try:
+            return self._inbox.change(request, state=state, answered_by=caller.person, answered=self._clock())
+        except Conflict:  # a second click, or another person's, came first
+            return self._inbox.find(request.id) or request
 
     def _proposal(self, action: Payload) -> Proposal:
         proposal = self._proposals.find(str(action["value"])[:128])
