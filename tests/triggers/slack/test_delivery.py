@@ -133,6 +133,21 @@ def test_who_clicks_twice_is_not_told_that_nothing_was_done(
     assert len(runs.started) == 1
 
 
+def test_what_evernear_itself_fails_on_is_told_and_given_up(
+    bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = bot.asks()
+    bot.clicked(ADA, asked, "Start training")
+    monkeypatch.setattr(runs, "start", lambda *_: 1 / 0)
+    bot.look()
+    assert "I failed at it myself (ZeroDivisionError); my log tells more. Your request is kept" in asked.text
+    bot.look(3601)
+    assert "*Not started.* I failed at it myself" in asked.text
+    monkeypatch.undo()
+    bot.look(600)
+    assert runs.started == {}
+
+
 def test_the_second_of_two_people_is_told_who_was_quicker(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
     bot.restart(may_start=(ADA.id, BOB.id))
     asked = bot.asks()

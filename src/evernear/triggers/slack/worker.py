@@ -99,7 +99,7 @@ class Worker:
             self._advance(request)
         except (Conflict, RateLimited):
             raise
-        except EvernearError as error:
+        except Exception as error:
             self._tell_fault(request.id, error)
             raise
 
@@ -357,20 +357,21 @@ class Worker:
         for place in (request.message, request.progress):
             self._shown.pop(place, None)
 
-    def _tell_fault(self, request_id: str, error: EvernearError) -> None:
+    def _tell_fault(self, request_id: str, error: Exception) -> None:
         """Say once that something does not answer and that the request is kept; give up what is not to come late."""
         request, failures = self._inbox.find(request_id), self._retries.failures(request_id)
         if request is None or request.is_final:
             return
         waited = self._clock() - (request.answered or request.created)
+        fault = str(error) if isinstance(error, EvernearError) else _ours(error)
         is_late = request.state in ("new", "accepted") and waited > timedelta(seconds=self._slack.retry_for_s)
         if isinstance(error, Closed) or failures >= GIVEN_UP_AFTER:
-            _log.error("%s: %s Given up.", request_id, error)
+            _log.error("%s: %s Given up.", request_id, fault)
             self._close(request, "failed")
         elif is_late:
-            self._give_up(request, f"{error} Given up after {messages.duration(waited)}; ask again.")
+            self._give_up(request, f"{fault} Given up after {messages.duration(waited)}; ask again.")
         elif failures == 0 and not isinstance(error, SlackError):
-            self._tell_wait(request, str(error))
+            self._tell_wait(request, fault)
 
     def _give_up(self, request: Request, fault: str) -> None:
         if request.message:
@@ -428,6 +429,10 @@ def request_of(proposal: Proposal, channel: str) -> Request:
         answered=proposal.answered,
         message=proposal.message or "",
     )
+
+
+def _ours(error: Exception) -> str:
+    return f"I failed at it myself ({type(error).__name__}); my log tells more."
 
 
 def _why(request: Request) -> str:
