@@ -132,7 +132,7 @@ class Publisher:
         return len(found)
 
     def schedules(self) -> list[Schedule]:
-        """What runs by the clock, of pipelines and their schedules that `schedule` made."""
+        """What runs by the clock, whether `schedule` made it or somebody else did."""
         listed = self._kfp.pages(
             "recurring_run_service_list_recurring_runs", "recurring_runs", namespace=self._namespace
         )
@@ -200,10 +200,11 @@ def _uploaded(pipeline: str, version: Any, new: bool) -> Uploaded:
 
 
 def _told(recurring: Any) -> Schedule:
+    reference = recurring.pipeline_version_reference  # none, if somebody scheduled a file
     return Schedule(
         id=recurring.recurring_run_id,
         pipeline=recurring.display_name,
-        pipeline_version_id=recurring.pipeline_version_reference.pipeline_version_id or "",
+        pipeline_version_id=(reference and reference.pipeline_version_id) or "",
         cron=recurring.trigger.cron_schedule.cron,
         state="enabled" if recurring.status == "ENABLED" else "disabled",
         created=recurring.created_at,

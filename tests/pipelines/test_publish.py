@@ -189,6 +189,15 @@ def test_a_schedule_whose_answer_was_lost_doubles_nothing_and_is_made_good(
     assert publisher.schedules() == [made]
 
 
+def test_a_schedule_that_somebody_made_from_a_file_is_told_too(server: KfpServer, publisher: Publisher) -> None:
+    publisher.upload(COMPILED, COMMIT)
+    made = publisher.schedule(PIPELINE, "0 3 * * *", {})
+    job = server.state.recurring_runs[made.id]
+    del job["pipeline_version_reference"]
+    job["pipeline_spec"] = next(yaml.safe_load_all(COMPILED))
+    assert publisher.schedules() == [made.model_copy(update={"pipeline_version_id": ""})]
+
+
 def test_a_schedule_ends(server: KfpServer, publisher: Publisher) -> None:
     publisher.upload(COMPILED, COMMIT)
     publisher.schedule(PIPELINE, "@daily", {})
