@@ -329,3 +329,9 @@ def test_the_trial_store_has_users_with_the_rights_of_the_documentation() -> Non
     policies = named(objects("local"), "ConfigMap")[volume["configMap"]["name"]]["data"]
     assert {Path(file).stem for file in policies} == {*names}
     assert subprocess.run(["sh", "-n"], input=script, text=True).returncode == 0
+
+
+def test_the_trial_can_be_applied_again_when_its_policies_changed() -> None:
+    """They are a ConfigMap named after its content, and the template of a Job that is there cannot name another one."""
+    job = named(objects("local"), "Job")["evernear-minio-users"]["spec"]
+    assert job["ttlSecondsAfterFinished"] <= 600
