@@ -62,7 +62,7 @@ def run_step(name: str, kfp: KfpServer, tmp_path: Path, **variables: str) -> sub
     script = tmp_path / "step.sh"
     script.write_text(STEPS[name]["run"].replace("run.json", str(tmp_path / "run.json")))
     return subprocess.run(
-        ["bash", "--noprofile", "--norc", "-eo", "pipefail", script],
+        ["bash", "-e", script],  # what GitHub makes of a step that names no shell
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -97,6 +97,30 @@ def test_a_push_uploads_and_starts_one_run_as_github_itself(kfp: KfpServer, issu
     defaults_there = next(yaml.safe_load_all(compiled))["root"]["inputDefinitions"]["parameters"]
     assert defaults_there["kubernetes_settings"]["defaultValue"]["image"] == SERVE
     assert defaults_there["data"]["defaultValue"]["source"] == "s3://images"
+
+
+def test_the_places_defaults_may_stand_on_several_lines(tmp_path: Path) -> None:
+    images = {"TRAIN_IMAGE": TRAIN, "SERVE_IMAGE": SERVE}
+    with KfpServer() as kfp:
+        done = run_step("Upload the pipelines", kfp, tmp_path, PARAMETERS="store=s3://ours\n  target=local\n", **images)
+        assert done.returncode == 0, done.stderr
+        (version, *_) = kfp.state.versions.values()
+    parameters = version["pipeline_spec"]["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]
+    assert [parameters[name]["defaultValue"] for name in ("store", "target")] == ["s3://ours", "local"]
+
+
+def test_a_job_without_an_identity_of_github_does_not_go_on(kfp: KfpServer, issuer: str, tmp_path: Path) -> None:
+    wrong = {"KFP_AUDIENCE": AUDIENCE, "ACTIONS_ID_TOKEN_REQUEST_TOKEN": "x", "ACTIONS_ID_TOKEN_REQUEST_URL": issuer}
+    done = run_step("Upload the pipelines", kfp, tmp_path, TRAIN_IMAGE=TRAIN, SERVE_IMAGE=SERVE, **wrong)
+    assert done.returncode != 0
+    assert not kfp.calls
+
+
+def test_no_job_is_decided_on_by_what_its_environment_says() -> None:
+    """GitHub decides on a job before the job is in its environment, whose variables are empty until then."""
+    in_environment = [job for job in WORKFLOW["jobs"].values() if "environment" in job]
+    assert in_environment
+    assert not [job["if"] for job in in_environment if "vars." in job.get("if", "")]
 
 
 def test_a_job_that_the_server_does_not_trust_fails(kfp: KfpServer, tmp_path: Path) -> None:
