@@ -80,6 +80,7 @@ DNS = Peer({"k8s-app": "kube-dns"}, "kube-system")
 KFP = Peer({"app": "ml-pipeline"}, "kubeflow")
 STEP = Peer({"pipelines.kubeflow.org/v2_component": "true"}, "kubeflow")
 CLIENT = Peer({}, "shop", {"evernear.dev/client": "true"})
+GATEWAY = Peer({"istio": "ingressgateway"}, "istio-system", {"evernear.dev/client": "true"})
 STRANGER = Peer({}, "elsewhere")
 INTERNET = Peer({}, "out-there")
 PROMETHEUS = Peer({"app.kubernetes.io/name": "prometheus"}, "monitoring")
@@ -163,6 +164,7 @@ def test_kserve_is_reached_by_clients_and_reaches_itself(part: str) -> None:
         assert all(reaches(found, pod, other, 8080) for other in pods.values())
     activator = Peer({"app": "activator"}, "knative-serving")
     assert all(reaches(found, activator, pod, 8012) == ("knative" in part) for pod in pods.values())
+    assert all(reaches(found, pod, GATEWAY, 8081) == ("knative" in part) for pod in pods.values())
 
 
 @pytest.mark.parametrize("part", PARTS)
