@@ -163,6 +163,20 @@ def test_a_failure_is_tried_again_soon_and_ends_nothing(
     assert "retrain: There is no release yet" in said
 
 
+def test_a_source_that_fails_is_looked_at_again_soon(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(service_module, "FIRST_RETRY_S", 0.2)
+    (tmp_path / "images").rename(tmp_path / "elsewhere")
+    with running(settings, tmp_path) as (service, watcher):
+        await_(lambda: service.health()[1]["failures_in_a_row"] == 2)
+        (tmp_path / "elsewhere").rename(tmp_path / "images")
+        await_(lambda: len(watcher.looks_s) > 2 and service.health()[1]["failures_in_a_row"] == 0)
+    said = capfd.readouterr().out
+    assert f"There is no directory {tmp_path / 'images'} to read images from. The next look is in 0 s." in said
+    assert "retrain: There is no release yet" in said
+
+
 def test_a_fault_of_ours_does_not_end_the_watch_either(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

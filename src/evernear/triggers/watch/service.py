@@ -71,18 +71,14 @@ class Service:
                 self._scheduler.shutdown(wait=True)
 
     def tick(self) -> None:
-        """Look, if the switch is on; whatever fails is said, and tried again soon."""
+        """Look; whatever fails is said, and tried again soon."""
         with self._lock:
             self._changed_s = None
         try:
-            if not self._watcher.switch.read().on:
-                self._say("Switched off; `evernear watch start` switches it on.")
+            if faults := self._look():
+                self._retry(" ".join(faults))
             else:
-                look = self._watcher.look()
-                for fault in look.faults:
-                    self._say(fault)
-                self._say(f"{look.action}: {' '.join(look.reasons)}")
-            self._failures = 0
+                self._failures = 0
         except EvernearError as error:
             self._retry(str(error))
         except Exception as error:  # a fault of ours must not end the watch either
@@ -113,6 +109,15 @@ class Service:
             "said": self._said,
         }
         return alive, told
+
+    def _look(self) -> tuple[str, ...]:
+        """Look, if the switch is on; what could not be looked at or done, a sentence each."""
+        if not self._watcher.switch.read().on:
+            self._say("Switched off; `evernear watch start` switches it on.")
+            return ()
+        look = self._watcher.look()
+        self._say(f"{look.action}: {' '.join(look.reasons)}")
+        return look.faults
 
     def _retry(self, sentence: str) -> None:
         self._failures += 1
