@@ -117,10 +117,21 @@ def test_what_a_network_was_trained_on_is_known_after_a_new_index(
     assert look.figures["new_train_images"] == pytest.approx(200 * 0.6)
     assert look.figures["trained_on"] == system.dataset.count("train")
     assert look.action == "retrain"
+    assert [reason for reason in look.reasons if "nothing new" in reason] == []
     world.add("3", MANY[200:])
     look = world.watcher().look()
     assert look.figures["new_gallery_images"] == pytest.approx(200 * 0.2)
     assert look.figures["new_train_images"] == pytest.approx(400 * 0.6)
+
+
+def test_what_only_the_index_has_taken_in_is_trained_on_by_the_policy(
+    world: World, trained: tuple[Path, System], tmp_path: Path
+) -> None:
+    _, system = trained
+    world.add("3", MANY[:200])
+    reindexed(world, system, tmp_path)
+    world.watcher(policy="start").look()
+    assert [run.pipeline for run in world.runs.runs] == ["continuous-training"]
 
 
 def reindexed(world: World, system: System, directory: Path) -> None:
@@ -218,6 +229,7 @@ def test_drift_without_anything_new_is_for_a_person_to_decide(world: World) -> N
     world.ask(digits(9))
     look = world.watcher(policy="start").look()
     assert look.action == "retrain"
+    assert [reason.startswith("But the source holds nothing new") for reason in look.reasons].count(True) == 1
     assert look.reasons[-1].startswith("But the source holds nothing new")
     assert [proposal.state for proposal in world.proposals] == ["open"]
     assert world.runs.runs == []
@@ -338,11 +350,12 @@ def test_a_source_that_fails_is_told_and_drift_is_judged_nevertheless(world: Wor
     world.ask(digits(9))
     moved = world.images.rename(world.images.with_name("elsewhere"))
     try:
-        look = world.watcher().look()
+        look = world.watcher(policy="start").look()
     finally:
         moved.rename(world.images)
     assert look.faults == (f"There is no directory {world.images} to read images from.",)
     assert look.action == "retrain"
+    assert [proposal.state for proposal in world.proposals] == ["open"], "nobody knows what it would train on"
 
 
 def test_a_snapshot_that_is_gone_is_told(world: World) -> None:

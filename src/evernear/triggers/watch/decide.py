@@ -16,7 +16,9 @@ class Decision:
     reasons: tuple[str, ...]
     figures: dict[str, float] = field(default_factory=dict[str, float])
     for_a_person: bool = False
-    """Whether no policy may start it: training again on the same images would change nothing."""
+    """Whether no policy may start it: training again on the same images would change nothing, or it is not known
+    what there is to train on.
+    """
 
     def has_grown_since(self, earlier: dict[str, float], settings: Settings) -> bool:
         """Whether it is as much again as what an earlier proposal told, or something that that one did not tell."""
@@ -37,10 +39,9 @@ def decide(sight: Sight, settings: Settings) -> Decision:
     """
     figures = _figures(sight, settings)
     if retrain := _reasons_to_train(sight, settings):
-        nothing_new = sight.news is not None and not sight.news.new_files
-        if nothing_new:
-            retrain.append("But the source holds nothing new: label images like those of the live queries first.")
-        return Decision("retrain", tuple(retrain), figures, for_a_person=nothing_new)
+        # Not new files, which are new to the gallery: the network has not seen what only a new index took in.
+        is_worth_it = sight.news is not None and sight.news.train_images > 0
+        return Decision("retrain", tuple(retrain), figures, for_a_person=not is_worth_it)
     if reindex := _reasons_to_index(sight, settings):
         return Decision("reindex", tuple(reindex), figures)
     return Decision("nothing", tuple(_quiet(sight)), figures)
@@ -66,7 +67,7 @@ def _reasons_to_train(sight: Sight, settings: Settings) -> list[str]:
     found = [shift for shift in sight.drift.shifts if shift.found] if sight.drift else []
     if sight.drift:
         reasons += [_drifted(shift, sight.drift) for shift in found]
-    if found and news and not news.new_files:
+    if found and news and not news.train_images:
         reasons.append(
             "But the source holds nothing new to train on: label images like those of the live queries first."
         )
