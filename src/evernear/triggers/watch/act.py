@@ -99,9 +99,9 @@ class Actor:
         if starting := [proposal.id for proposal in proposals if proposal.state == "accepted" and not proposal.run]:
             return f"Proposal {starting[-1]} is accepted, and its run about to start."
         if self._runs:
-            for under_way in self._runs.list():
-                if not under_way.state.is_final and under_way.pipeline in _PIPELINES.values():
-                    return f"Run {under_way.name} of {under_way.pipeline} is {under_way.state}."
+            newest = [run for each in _PIPELINES.values() for run in self._runs.list(each)]
+            if under_way := [run for run in newest if not run.state.is_final]:
+                return f"Run {under_way[0].name} of {under_way[0].pipeline} is {under_way[0].state}."
         settled = [proposal for proposal in proposals if proposal.pipeline == pipeline]
         if not settled or decision.has_grown_since(settled[-1].figures, self._settings):
             return ""
