@@ -1,0 +1,73 @@
+"""The scripts of image.yml, run as GitHub runs them, and what its steps may do with the job's permissions."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+JOB = yaml.safe_load((ROOT / ".github/workflows/image.yml").read_text())["jobs"]["image"]
+DIGEST = "ab" * 32
+GH = f"""#!/bin/sh
+echo "$@" >> "$ASKED"
+[ -n "$ATTESTED" ] || {{ echo "no attestations found" >&2; exit 1; }}
+echo {DIGEST}
+"""
+
+
+def step(**wanted: str) -> dict[str, Any]:
+    """The one step with these entries; of an action its name is enough."""
+    (found,) = [one for one in JOB["steps"] if all(one.get(key, "").startswith(wanted[key]) for key in wanted)]
+    return found
+
+
+def run_step(tmp_path: Path, wanted: dict[str, Any], **variables: str) -> str:
+    """What the script of a step leaves for later steps."""
+    gh = tmp_path / "gh"
+    gh.write_text(GH)
+    gh.chmod(0o755)
+    left = tmp_path / "left"
+    left.write_text("")
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "ASKED": str(tmp_path / "asked"),
+        "IMAGE": "ghcr.io/owner/evernear-train",
+        "GITHUB_OUTPUT": str(left),
+        "GITHUB_ENV": str(left),
+        "GITHUB_REPOSITORY": "owner/evernear",
+        "GITHUB_REF": "refs/heads/main",
+        "GITHUB_SHA": "5b67dc9f",
+    }
+    (tmp_path / "step.sh").write_text(wanted["run"])
+    subprocess.run(["bash", "-e", tmp_path / "step.sh"], env=environment | variables, check=True)
+    return left.read_text()
+
+
+def test_a_commit_that_was_built_before_keeps_its_digest(tmp_path: Path) -> None:
+    """Else a second run of the same commit would want another pipeline under the same version, which is refused."""
+    earlier = step(id="earlier")
+    assert run_step(tmp_path, earlier, ATTESTED="") == ""
+    assert run_step(tmp_path, earlier, ATTESTED="yes") == f"digest=sha256:{DIGEST}\n"
+    asked = (tmp_path / "asked").read_text()
+    assert "oci://ghcr.io/owner/evernear-train:sha-5b67dc9f" in asked
+    assert "--source-ref refs/heads/main --source-digest 5b67dc9f" in asked
+    assert "--signer-workflow owner/evernear/.github/workflows/image.yml" in asked
+
+    new = "steps.earlier.outputs.digest == ''"
+    made = (step(id="build"), step(run="cosign sign"), step(uses="actions/attest-build-provenance"))
+    assert [one.get("if") for one in made] == [new] * len(made)
+    assert step(id="reference")["env"]["DIGEST"] == "${{ steps.earlier.outputs.digest || steps.build.outputs.digest }}"
+
+
+def test_an_owner_may_have_capital_letters(tmp_path: Path) -> None:
+    small = next(one for one in JOB["steps"] if "GITHUB_ENV" in one.get("run", ""))
+    left = run_step(tmp_path, small, IMAGE="ghcr.io/Some-Owner/evernear-train")
+    assert left == "IMAGE=ghcr.io/some-owner/evernear-train\n"
+
+
+def test_nothing_is_attached_to_a_release_without_the_right_to_do_so() -> None:
+    """The action would do so wherever the tag has a release, and fail."""
+    assert JOB["permissions"]["contents"] == "read"
+    assert step(uses="anchore/sbom-action")["with"]["upload-release-assets"] is False
