@@ -11,17 +11,21 @@ make_secret() {
   kubectl --namespace "$namespace" create secret generic "$name" --dry-run=client --output=yaml \
     "${@/#/--from-literal=}" | kubectl apply --filename -
 }
-s3_keys() {  # KEY SECRET: of the one user, in every namespace alike
-  echo "AWS_ENDPOINT_URL=http://evernear-minio.evernear:9000 AWS_REGION=us-east-1"
-  echo "AWS_ACCESS_KEY_ID=$1 AWS_SECRET_ACCESS_KEY=$2"
+new_keys() {  # of another user of the object store, in the array keys
+  keys=(
+    AWS_ENDPOINT_URL=http://evernear-minio.evernear:9000 AWS_REGION=us-east-1
+    "AWS_ACCESS_KEY_ID=$(random)" "AWS_SECRET_ACCESS_KEY=$(random)"
+  )
 }
 
 kubectl create namespace evernear --dry-run=client --output=yaml | kubectl apply --filename -
-read -ra pipeline <<< "$(s3_keys "$(random)" "$(random)" | tr '\n' ' ')"
-read -ra reader <<< "$(s3_keys "$(random)" "$(random)" | tr '\n' ' ')"
-make_secret evernear evernear-s3 "${pipeline[@]}"
-make_secret kubeflow evernear-s3 "${pipeline[@]}"
-make_secret evernear evernear-s3-reader "${reader[@]}"
+new_keys
+make_secret evernear evernear-s3 "${keys[@]}"
+make_secret kubeflow evernear-s3 "${keys[@]}"
+for user in reader queries watch; do
+  new_keys
+  make_secret evernear "evernear-s3-$user" "${keys[@]}"
+done
 token=$(random)
 make_secret evernear evernear-token "token=$token"
 make_secret kubeflow evernear-token "token=$token"

@@ -1,6 +1,7 @@
 """Every overlay with what the deploy step adds to it, judged as a platform team would: schemas, pods, rights, names."""
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -14,6 +15,7 @@ from fastapi.routing import APIRoute
 from loopback.kubernetes.pod_security import violations
 from rendered import (
     DEPLOY,
+    DIGEST,
     FOREIGN,
     NEWEST,
     OLDEST,
@@ -195,6 +197,27 @@ def test_every_secret_that_is_told_of_is_used() -> None:
         for spec in pod_specs([*rendered, *serving(rendered)]).values():
             used |= {reference for kind, reference, _ in _references(spec) if kind == "Secret"}
     assert used == SECRETS.keys()
+
+
+def test_the_nightly_trial_makes_every_secret_that_its_pods_need(tmp_path: Path) -> None:
+    """``tests/cluster/install.sh`` with a kubectl that only notes what it is asked for; the bot is not started."""
+    script = tmp_path / "tests/cluster/install.sh"
+    kubectl = tmp_path / "kubectl"
+    for folder in (script.parent, tmp_path / "deploy/overlays"):
+        folder.mkdir(parents=True)
+    script.write_text((ROOT / "tests/cluster/install.sh").read_text())
+    kubectl.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\n')
+    kubectl.chmod(0o755)
+    image = f"registry.invalid/any@{DIGEST}"
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PREP_IMAGE": image, "TRIGGERS_IMAGE": image}
+    subprocess.run(["bash", str(script)], env=environment, check=True)
+    made = re.findall(
+        r"^--namespace evernear create secret generic (\S+)", (tmp_path / "asked").read_text(), re.MULTILINE
+    )
+    rendered = objects("local")
+    for name, spec in pod_specs([*rendered, *serving(rendered)]).items():
+        if name != "Deployment evernear-slack":
+            assert {reference for kind, reference, _ in _references(spec) if kind == "Secret"} <= {*made}, name
 
 
 def _references(spec: Object) -> list[tuple[str, str, str | None]]:
