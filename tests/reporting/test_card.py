@@ -9,7 +9,7 @@ from evernear.evaluation.evaluate import evaluate
 from evernear.evaluation.gate import decide
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recogniser import Recogniser
-from evernear.reporting.card import verdict_card
+from evernear.reporting.card import confusion_png, verdict_card
 from evernear.settings import EvaluationSettings, GateSettings
 from tests.conftest import System
 
@@ -41,3 +41,14 @@ def test_a_card_is_small_self_contained_and_begins_with_the_reasons(
         assert card[start:].startswith(title)
         top = card[: card.index("<h2>")]
         assert [html.unescape(item) for item in re.findall("<li>(.*?)</li>", top)] == verdict.reasons
+
+
+def test_a_class_may_have_any_name(system: System, recogniser: Recogniser, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two dollars would be a formula to matplotlib, and what cannot be read as one an error after hours of training."""
+    evaluation = evaluate(recogniser, recogniser, system.dataset, OpenSet(held_out=()), EvaluationSettings())
+    matrix = (["$1_$2", "a<b&c"], [[3, 1], [0, 4]])
+    monkeypatch.setattr(type(evaluation.candidate), "confusion_matrix", lambda _: matrix)
+    card = verdict_card(decide(evaluation, GateSettings()), evaluation)
+    assert "$1_$2" in card
+    assert "a&lt;b&amp;c" in card
+    assert confusion_png(evaluation).startswith(b"\x89PNG")

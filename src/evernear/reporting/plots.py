@@ -12,6 +12,8 @@ from evernear.embedding.history import Epoch
 # Text stays text: smaller, searchable, and read out by a screen reader. A fixed salt makes the SVG byte-stable.
 mpl.rcParams["svg.fonttype"] = "none"
 mpl.rcParams["svg.hashsalt"] = "evernear"
+# Classes are named by whoever labels images: a $ in a name is no formula.
+mpl.rcParams["text.parse_math"] = False
 
 
 def training_curves(history: Sequence[Epoch]) -> str:
