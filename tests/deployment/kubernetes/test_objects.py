@@ -164,6 +164,15 @@ def test_the_pods_settings_are_those_of_the_deployment() -> None:
     assert probe["failureThreshold"] * probe["periodSeconds"] >= wanted.serving.startup_timeout_s
 
 
+def test_a_pod_on_its_way_out_waits_as_it_was_made_to() -> None:
+    """The settings file is by then that of the release after it, and may be more than its evernear understands."""
+    (serve,) = pod(objects("serving.endpoint_removal_s=17"))["containers"]
+    program, *words = serve["lifecycle"]["preStop"]["exec"]["command"]
+    assert (program, words[:2]) == ("evernear", ["pod", "drain"])
+    assert "--config" not in words
+    assert load(environment={}, overrides=words[words.index("--set") + 1 :]).serving.endpoint_removal_s == 17
+
+
 def test_a_store_on_a_claim_is_mounted_where_it_is_looked_for() -> None:
     found = objects("kubernetes.store_claim=evernear-store", store="file:///mnt/the%20store")
     fetch = pod(found)["initContainers"][0]

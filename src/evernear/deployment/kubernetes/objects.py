@@ -225,6 +225,8 @@ def _container(settings: Settings) -> Tree:
         container["resources"]["limits"]["nvidia.com/gpu"] = str(kubernetes.gpus)
     starts = math.ceil(serving.startup_timeout_s / PROBE_S)
     alive = {"httpGet": {"path": "/ready", "port": "http"}, "periodSeconds": PROBE_S}
+    # Not from the ConfigMap: while a pod is replaced, a kubelet has long put the settings of its successors there.
+    drain = ["evernear", "pod", "drain", "--set", f"serving.endpoint_removal_s={serving.endpoint_removal_s}"]
     return container | {
         "ports": [
             {"name": "http", "containerPort": serving.inference_port, "protocol": "TCP"},
@@ -240,7 +242,7 @@ def _container(settings: Settings) -> Tree:
         "readinessProbe": alive | {"timeoutSeconds": PROBE_TIMEOUT_S, "failureThreshold": 2},
         # A worker that died is started again by TorchServe; only where that fails the container has to go.
         "livenessProbe": alive | {"timeoutSeconds": serving.response_timeout_s, "failureThreshold": starts},
-        "lifecycle": {"preStop": {"exec": {"command": _command("drain")}}},
+        "lifecycle": {"preStop": {"exec": {"command": drain}}},
     }
 
 
