@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, SourceOption, WorkdirOption, settings_of
+from evernear.errors import PipelineServerError
 from evernear.settings import Settings
 
 if TYPE_CHECKING:
@@ -122,7 +123,11 @@ def _runs(settings: Settings) -> "Runs | None":
     """The pipeline server that the settings or the cluster that we are in name; None where there is none."""
     if not settings.pipeline.endpoint and "KUBERNETES_SERVICE_HOST" not in os.environ:
         return None
-    from pipelines.client import KfpRuns
+    try:
+        from pipelines.client import KfpRuns
+    except ModuleNotFoundError as error:
+        hint = "run `pip install evernear[triggers,pipeline]`"
+        raise PipelineServerError(f"{error.name} is not installed; {hint}.") from None
 
     return KfpRuns(settings.pipeline)
 

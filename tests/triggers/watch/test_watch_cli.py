@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from typer.testing import CliRunner, Result
 from watched import noise
 
 from evernear.cli.watch import app
+from evernear.errors import PipelineServerError
 
 
 @pytest.fixture
@@ -37,6 +39,12 @@ def test_once_tells_what_would_be_done_and_does_nothing(flags: list[str], tmp_pa
     acted = json.loads(run("once", *flags, *source, "--act", "--json").stdout)
     assert acted["proposal"].startswith("000001-")
     assert "proposal" not in run("once", *flags, *source).stdout.splitlines()[-1]
+
+
+def test_what_is_not_installed_is_said(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pipelines.client", None)
+    with pytest.raises(PipelineServerError, match=r"is not installed; run `pip install evernear\[triggers,pipeline\]`"):
+        run("once", *flags, "--set", "pipeline.endpoint=http://127.0.0.1:9")
 
 
 def test_the_switch_and_the_last_look_are_told(flags: list[str], tmp_path: Path) -> None:
