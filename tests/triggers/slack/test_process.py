@@ -145,6 +145,7 @@ def test_http_takes_what_is_signed_and_nothing_else(slack: SlackServer, settings
         assert post(body + "&text=more") == 401
         assert post(body, **{"x-slack-signature": "v0=0"}) == 401
         assert post(body, **{"x-slack-request-timestamp": "yesterday"}) == 401
+        assert post(body, **{"x-slack-request-timestamp": "1" * 5000}) == 401
         assert post(b"\xff\xfe") == 400
         assert post("x" * (settings.slack.max_request_size_bytes + 1)) == 413
         old, stale = signed(payload, SIGNING_SECRET, time.time() - 600)

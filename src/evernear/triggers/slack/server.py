@@ -254,7 +254,8 @@ def http_app(app: App, max_request_size_bytes: int) -> Starlette:
             body += chunk
             if len(body) > max_request_size_bytes:
                 return PlainTextResponse("Too large.", status_code=413)
-        if not request.headers.get("x-slack-request-timestamp", "").isdecimal():
+        stamp = request.headers.get("x-slack-request-timestamp", "")
+        if not stamp.isdecimal() or len(stamp) > 20:  # Bolt takes it for a number
             return PlainTextResponse("Not signed.", status_code=401)
         try:
             bolt_request = to_bolt_request(request, bytes(body))
