@@ -177,6 +177,7 @@ def test_not_now_starts_nothing(bot: Bot, runs: MemoryRuns) -> None:
     assert asked.text == "*Not started.* <@U0ADA> said no."
     assert asked.buttons == []
     assert runs.started == {}
+    assert [(line["who"], line["what"]) for line in bot.audit()] == [("ada (U0ADA in Slack)", "decline")]
 
 
 def test_a_question_expires_and_says_so(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:

@@ -1,5 +1,7 @@
 """What the watcher proposes is asked in the channel, and answered by a click."""
 
+import threading
+
 import pytest
 from bot import ADA, BOB, CHANNEL, Bot, MemoryRuns
 
@@ -132,6 +134,30 @@ def test_not_now_closes_the_question(bot: Bot, slack: SlackServer, runs: MemoryR
     assert asked.buttons == []
     assert runs.started == {}
     assert [(line["what"], line["request"]) for line in bot.audit()] == [("decline", proposal.id)]
+
+
+def test_who_says_no_at_the_moment_of_anothers_yes_is_told_so(
+    bot: Bot, slack: SlackServer, runs: MemoryRuns, proposals: Proposals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bot.restart(may_start=(ADA.id, BOB.id))
+    _, asked = _propose(bot, proposals, slack)
+    yes, no = slack.button(asked, "Train").by(BOB), slack.button(asked, "Not now").by(ADA)
+    find, overtaken = Proposals.find, threading.Event()
+
+    def find_and_be_overtaken(there: Proposals, proposal_id: str) -> Proposal | None:
+        found = find(there, proposal_id)
+        if not overtaken.is_set():
+            overtaken.set()
+            bot.receives(yes)
+        return found
+
+    monkeypatch.setattr(Proposals, "find", find_and_be_overtaken)
+    bot.receives(no)
+    monkeypatch.undo()
+    assert "That proposal was accepted before your click." in slack.whispers[-1].text
+    bot.look()
+    assert len(runs.started) == 1
+    assert [line["what"] for line in bot.audit()] == ["start"]
 
 
 def test_an_expired_proposal_says_so_and_takes_no_click(

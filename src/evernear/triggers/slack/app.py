@@ -157,8 +157,10 @@ class Desk:
         if caller.person.id != request.asked_by.id:
             self._require("start", context, body)
         if request.state == "asked":
-            self._answer(request, "declined", caller)
+            request = self._answer(request, "declined", caller)
             self._wake()
+        if (request.state, request.answered_by) == ("declined", caller.person):
+            self._audit(request.id, caller, "decline", "done")
         return ack()
 
     def accept_proposal(self, ack: Ack, action: Payload, body: Payload, context: BoltContext) -> BoltResponse:
@@ -180,11 +182,12 @@ class Desk:
         caller = self._require("start", context, body)
         proposal = self._proposal(action)
         if proposal.state == "open":
-            self._answer_proposal(proposal, "declined", caller, body)
-            self._audit(proposal.id, caller, "decline", "done")
+            proposal = self._answer_proposal(proposal, "declined", caller, body)
             self._wake()
-        elif proposal.state == "accepted":
+        if proposal.state == "accepted":
             raise Refused("That proposal was accepted before your click.")
+        if (proposal.state, proposal.answered_by) == ("declined", str(caller.person)):
+            self._audit(proposal.id, caller, "decline", "done")
         return ack()
 
     def stop(self, ack: Ack, action: Payload, body: Payload, context: BoltContext) -> BoltResponse:
