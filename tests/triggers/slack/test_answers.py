@@ -49,6 +49,11 @@ def test_kfp_that_is_down_is_said(bot: Bot, slack: SlackServer, runs: MemoryRuns
     assert "Kubeflow Pipelines at http://kfp.example cannot be reached." in _asked(bot, "/evernear status")
 
 
+def test_what_evernear_itself_fails_on_is_said(bot: Bot, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "list", lambda **_: 1 / 0)
+    assert "I failed at it myself (ZeroDivisionError); my log tells more." in _asked(bot, "/evernear runs")
+
+
 @pytest.mark.parametrize("text", ["/evernear", "/evernear help", "/evernear champion now", "/evernear <!channel>"])
 def test_anything_else_gets_help(bot: Bot, text: str) -> None:
     assert "/evernear rollback" in bot.told(BOB, text).body

@@ -124,8 +124,10 @@ class Desk:
                     told = self._answers.rollback()
                 case _:
                     return
-        except EvernearError as error:
-            told = messages.line(str(error))
+        except Exception as error:  # it is acknowledged already, so that Slack would say nothing
+            if not isinstance(error, EvernearError):
+                _log.error("evernear itself failed to answer.", exc_info=error)
+            told = messages.line(messages.sentence_of(error))
         _whisper(respond, told)
 
     def mentioned(self, event: Payload, body: Payload, context: BoltContext) -> None:

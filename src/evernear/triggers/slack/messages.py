@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
+from evernear.errors import EvernearError
 from evernear.evaluation.verdict import Rule
 from evernear.release.registry import Champion, Move, Record
 from evernear.reporting.notify import Outcome
@@ -61,6 +62,13 @@ HELP = Message(
 def line(text: str) -> Message:
     """A sentence; ``text`` is plain, whatever stands in it."""
     return Message(text=escape(text), blocks=(_section(escape(text)),))
+
+
+def sentence_of(error: Exception) -> str:
+    """What went wrong; of a fault of ours only its kind, as nobody wrote its text for a channel."""
+    if isinstance(error, EvernearError):
+        return str(error)
+    return f"I failed at it myself ({type(error).__name__}); my log tells more."
 
 
 def question(

@@ -363,7 +363,7 @@ class Worker:
         if request is None or request.is_final:
             return
         waited = self._clock() - (request.answered or request.created)
-        fault = str(error) if isinstance(error, EvernearError) else _ours(error)
+        fault = messages.sentence_of(error)
         is_late = request.state in ("new", "accepted") and waited > timedelta(seconds=self._slack.retry_for_s)
         if isinstance(error, Closed) or failures >= GIVEN_UP_AFTER:
             _log.error("%s: %s Given up.", request_id, fault)
@@ -429,10 +429,6 @@ def request_of(proposal: Proposal, channel: str) -> Request:
         answered=proposal.answered,
         message=proposal.message or "",
     )
-
-
-def _ours(error: Exception) -> str:
-    return f"I failed at it myself ({type(error).__name__}); my log tells more."
 
 
 def _why(request: Request) -> str:
