@@ -170,6 +170,15 @@ def test_a_run_that_ends_without_an_outcome_is_not_called_promoted(
     assert "Ended without a verdict" in slack.messages[-1].text
 
 
+def test_a_run_whose_end_nobody_dates_is_told_nevertheless(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+    asked = bot.asks()
+    bot.clicked(ADA, asked, "Start training")
+    bot.look()
+    runs.set(State.SUCCEEDED, ended=None, ingest=State.SUCCEEDED)
+    bot.look(5)
+    assert "Ended without a verdict" in slack.messages[-1].text
+
+
 def test_not_now_starts_nothing(bot: Bot, runs: MemoryRuns) -> None:
     asked = bot.asks()
     bot.clicked(ADA, asked, "Not now")
@@ -277,3 +286,17 @@ def test_a_run_is_stopped_by_button_and_by_the_beginning_of_its_id(
     bot.look()
     assert "No run's id begins with" in slack.whispers[-1].text
     assert [line["what"] for line in bot.audit()].count("stop") == 3
+
+
+def test_a_run_is_stopped_by_its_button_however_many_others_came_after_it(
+    bot: Bot, slack: SlackServer, runs: MemoryRuns
+) -> None:
+    asked = bot.asks()
+    bot.clicked(ADA, asked, "Start training")
+    bot.look()
+    (run,) = runs.started.values()
+    for number in range(60):
+        runs.start("translation", {}, f"theirs {number}")
+    bot.clicked(ADA, asked, "Stop")
+    bot.look()
+    assert runs.stopped == [run.id]

@@ -195,7 +195,7 @@ class Desk:
     def stop(self, ack: Ack, action: Payload, body: Payload, context: BoltContext) -> BoltResponse:
         """The run is to end."""
         caller, run = self._require("stop", context, body), str(action["value"])[:100]
-        self._take(caller, body, "stop", id_of("stop", run), text=run, thread=_thread(body))
+        self._take(caller, body, "stop", id_of("stop", run), run=run, thread=_thread(body))
         return ack()
 
     def promote(self, ack: Ack, action: Payload, body: Payload, context: BoltContext) -> BoltResponse:

@@ -62,7 +62,7 @@ class Request(Record):
     """The ts of the message under which the answer belongs; empty: none."""
 
     text: str = ""
-    """Of a retrain: what was typed after the command. Of a stop: the run, or how its id begins."""
+    """Of a retrain: what was typed after the command. Of a stop without ``run``: how its id begins."""
     pipeline: str = PIPELINE
     parameters: dict[str, Any] = Field(default={})
     answered_by: Person | None = None

@@ -186,8 +186,8 @@ class Worker:
     def _follow(self, request: Request) -> None:
         run = self._runs.show(request.run)
         outcome = recall_outcome(self._store, run.id) if run.state.is_final else None
-        ended = run.ended or self._clock()
-        if run.state is State.SUCCEEDED and outcome is None and self._clock() - ended < OUTCOME_WITHIN:
+        is_fresh = run.ended is not None and self._clock() - run.ended < OUTCOME_WITHIN
+        if run.state is State.SUCCEEDED and outcome is None and is_fresh:
             return
         channel, _, thread = request.message.partition("/")
         if run.steps and not request.progress:
@@ -280,7 +280,10 @@ class Worker:
     # --- a run is stopped ----------------------------------------------------------------------------------------
 
     def _stop(self, request: Request) -> None:
-        found = [run for run in self._runs.list(limit=50) if run.id.startswith(request.text)]
+        if request.run:
+            found = [self._runs.show(request.run)]
+        else:
+            found = [run for run in self._runs.list(limit=50) if run.id.startswith(request.text)]
         if len(found) != 1:
             what = "No run's id begins" if not found else "More than one run's id begins"
             sentence = f"{what} with {request.text!r}; /evernear runs lists them."
