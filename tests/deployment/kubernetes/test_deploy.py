@@ -247,9 +247,8 @@ def test_somebody_elses_fields_are_named_before_anything_changes(
         r"let go of that there, or take it with --set kubernetes\.take_over=true\.$",
     ):
         site.deploy(second)
-    service = site.cluster.get("ConfigMap", NAME)
-    assert service is not None
-    assert service["metadata"]["annotations"][RELEASE] == first.version
+    settings = client.CoreV1Api(apps.api_client).read_namespaced_config_map(NAME, "evernear")
+    assert settings.metadata.annotations[RELEASE] == first.version
     assert site.deploy(second, take_over=True).version == second.version
 
 
