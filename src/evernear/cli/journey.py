@@ -1,7 +1,7 @@
 """``evernear run``, ``evernear reindex`` and ``evernear demo``."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import typer
 from rich.console import Console
@@ -55,7 +55,8 @@ def demo(
     from evernear.demo import demo
 
     console = Console()
-    demo(settings, console, _Progress(console), keep=keep)
+    with _Progress(console) as show:
+        demo(settings, console, show, keep=keep)
 
 
 class _Progress:
@@ -64,7 +65,13 @@ class _Progress:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._status = console.status("starting the pipeline")
+
+    def __enter__(self) -> Self:
         self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()  # however the run ended: the cursor is hidden until then
 
     def __call__(self, event: Any) -> None:
         match event.kind:
@@ -84,7 +91,8 @@ class _Progress:
 def _run_and_show(settings: Settings, pipeline: Literal["continuous_training", "reindex"], as_json: bool) -> None:
     from evernear.local_run import run
 
-    result = run(settings, _Progress(Console(stderr=True)), pipeline)
+    with _Progress(Console(stderr=True)) as show:
+        result = run(settings, show, pipeline)
     if as_json:
         print(result.model_dump_json())
     else:
