@@ -187,6 +187,22 @@ def test_a_fault_of_ours_does_not_end_the_watch_either(
     assert "ZeroDivisionError" in caplog.text
 
 
+def test_a_bucket_that_tells_nonsense_is_listened_to_again(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(service_module, "FIRST_RETRY_S", 0.1)
+    listened: list[str] = []
+
+    def listen(source: str, on_change: Callable[[], None]) -> None:
+        listened.append(source)
+        raise KeyError("Records")  # of the client, at an event without any
+
+    monkeypatch.setattr(service_module, "listen", listen)
+    with running(settings, tmp_path):
+        await_(lambda: len(listened) >= 2)
+    assert "Changes of the bucket are not told at the moment: KeyError: 'Records'" in capfd.readouterr().out
+
+
 def test_switched_off_it_stays_and_does_nothing(settings: Settings, tmp_path: Path) -> None:
     switch = Switch(open_store(settings.store_uri))
     switch.turn(False, "U1")

@@ -142,6 +142,9 @@ class Service:
                 return
             except EvernearError as error:
                 self._say(f"Changes of the bucket are not told at the moment: {error}")
+            except Exception as error:  # the client's, at what it does not expect in the stream
+                _log.exception("The bucket's changes could not be listened to.")
+                self._say(f"Changes of the bucket are not told at the moment: {type(error).__name__}: {error}")
             failures = 0 if time.monotonic() - begin_s > FIRST_RETRY_S else failures + 1
             self.stopping.wait(min(self._settings.watch.interval_s, FIRST_RETRY_S * 2 ** min(failures, 16)))
 
