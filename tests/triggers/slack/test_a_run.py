@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 from bot import ADA, BOB, CHANNEL, Bot, MemoryRuns
 
+from evernear.errors import StoreError
 from evernear.evaluation.verdict import Rule, System, Verdict
 from evernear.reporting.notify import remember, remember_confusion, tell
 from evernear.settings import DataSettings
 from evernear.triggers.runs import State
+from evernear.triggers.slack.inbox import Inbox
 from tests.loopback.slack import SlackServer
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"0" * 64
@@ -202,6 +204,24 @@ def test_a_question_expires_and_says_so(bot: Bot, slack: SlackServer, runs: Memo
     assert ["expired" in whisper.text for whisper in slack.whispers] == [True, True]
     bot.look()
     assert runs.started == {}
+
+
+def test_a_question_whose_end_cannot_be_written_down_does_not_pass_for_a_start(
+    bot: Bot, slack: SlackServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = bot.asks()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise StoreError("The store takes nothing at present.")
+
+    monkeypatch.setattr(Inbox, "change", refuse)
+    bot.look(4 * 3600 + 1)
+    assert asked.text.startswith("*Train again?*")
+    monkeypatch.undo()
+    bot.look(600)
+    bot.look()
+    assert "Nobody answered" in asked.text
+    assert slack.whispers == []
 
 
 def test_a_question_that_came_late_tells_when_it_expires(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:

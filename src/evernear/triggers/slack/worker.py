@@ -373,8 +373,8 @@ class Worker:
             self._close(request, "failed")
         elif is_late:
             self._give_up(request, f"{fault} Given up after {messages.duration(waited)}; ask again.")
-        elif failures == 0 and not isinstance(error, SlackError):
-            self._tell_wait(request, fault)
+        elif failures == 0 and not isinstance(error, SlackError) and request.state in ("new", "accepted", "running"):
+            self._tell_wait(request, fault)  # of a question without a yes nobody waits for more
 
     def _give_up(self, request: Request, fault: str) -> None:
         if request.message:
