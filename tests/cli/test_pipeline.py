@@ -147,6 +147,13 @@ def test_from_upload_to_a_held_release(server: KfpServer, tmp_path: Path) -> Non
     assert evernear("status", run.id).splitlines()[1].split()[:2] == ["ok", "ingest"]
 
 
+@pytest.mark.parametrize("why", ["It calls every 7 a 1", "It\u2019s wrong", 'a "b" \\ c', "two\nlines", ""])
+def test_a_parameter_may_be_any_text(server: KfpServer, why: str) -> None:
+    evernear(*UPLOAD)
+    evernear("run", "rollback", "--set", f"why={why}")
+    assert server.runs[0].parameters == {"why": why.replace("\u2019", "'")}, "curly quotes are made straight"
+
+
 def test_a_failed_run_says_where_and_why(published: KfpServer, tmp_path: Path) -> None:
     with pytest.raises(
         EvernearError, match=r"failed at train: Training cannot go on: the loss is not finite\.$"

@@ -2,8 +2,8 @@
 
 import json
 import os
+import re
 import secrets
-import shlex
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -275,7 +275,9 @@ def _arguments(known: "Sequence[Parameter]", words: list[str] | None) -> dict[st
     for word in words or []:
         if "=" not in word:
             raise SettingsError(f"--set {word!r} has no '='; write --set name=value.")
-    return parse(shlex.join(words or []), known, [parameter.name for parameter in known])
+    # Not shlex.join: `parse` makes curly quotes straight first, and one of them would then end shlex's own.
+    line = " ".join(re.sub(r"[^\w=.,:/-]", r"\\\g<0>", word) for word in words or [])
+    return parse(line, known, [parameter.name for parameter in known])
 
 
 def _follow(runs: "Runs", started: "Run", as_json: bool) -> None:
