@@ -33,6 +33,7 @@ from rendered import (
 from evernear import settings
 from evernear.cli import app
 from evernear.serving.prep.app import router
+from pipelines import connection
 
 FOREIGN_ACCOUNTS = {"kubeflow/pipeline-runner"}
 """Accounts that a RoleBinding may name though others make them."""
@@ -262,6 +263,15 @@ def _environment(container: Object, found: list[Object]) -> dict[str, str]:
         if "configMapRef" in source:
             values |= named(found, "ConfigMap")[source["configMapRef"]["name"]]["data"]
     return values | {each["name"]: each["value"] for each in container.get("env", []) if "value" in each}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_token_that_bot_and_watcher_mount_may_travel_to_kfp(part: str, tmp_path: Path) -> None:
+    """Plain http is for loopback and Services of the cluster alone."""
+    (tmp_path / "token").write_text("a pod's own")
+    endpoint = settings_of(objects(part)).pipeline
+    mounted = {"KF_PIPELINES_SA_TOKEN_PATH": str(tmp_path / "token")}
+    assert connection.Connection(endpoint, mounted).url == endpoint.endpoint
 
 
 def _require_command(words: list[str]) -> None:

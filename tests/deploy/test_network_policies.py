@@ -110,7 +110,7 @@ def test_predictions_go_their_way_and_no_other(found: list[Object]) -> None:
 def test_who_starts_runs_reaches_kfp_and_the_internet_but_no_prediction(found: list[Object], name: str) -> None:
     bot = component(found, name)
     loaded = settings_of(found)
-    assert loaded.pipeline.endpoint == "http://ml-pipeline.kubeflow:8888"
+    assert loaded.pipeline.endpoint == "http://ml-pipeline.kubeflow.svc:8888"
     assert reaches(found, bot, KFP, 8888)
     assert reaches(found, bot, INTERNET, 443)
     assert not reaches(found, bot, component(found, "serving"), loaded.serving.inference_port)
