@@ -85,7 +85,7 @@ def tell(store: Store, run: str, state: str, error_message: str) -> Outcome:
     promotion = _recall(store, run, "promotion")
     metrics = _recall(store, run, "metrics")
     candidate = _recall(store, run, "archived").get("version")
-    held = candidate is not None and not verdict.get("promote")
+    held = candidate is not None and verdict.get("promote") is False
     if state not in SUCCEEDED and not held:
         reasons: tuple[str, ...] = (f"{_ended(state)} {error_message}".strip(),)
         serving = (rollback or promotion or deployment).get("version")
