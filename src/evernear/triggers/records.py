@@ -39,13 +39,24 @@ class Records(Generic[_Record]):
         self._store.put_if(self._key(record.id), _json(record), None)
 
     def list(self) -> Iterator[_Record]:
-        """All, by id."""
+        """All, by id.
+
+        Raises:
+            IntegrityError: one is damaged; raised after the last, so that it is in nobody's way.
+        """
+        damage: IntegrityError | None = None
         for found in list(self._store.list(self._folder)):
             held = self._known.get(found.key)
-            if held is None or held[0] != found.etag:
-                held = self._find(found.key)
+            try:
+                if held is None or held[0] != found.etag:
+                    held = self._find(found.key)
+            except IntegrityError as error:
+                damage = damage or error
+                continue
             if held is not None:
                 yield held[1]
+        if damage is not None:
+            raise damage
 
     def find(self, record_id: str) -> _Record | None:
         """The one of this id, if there is one."""

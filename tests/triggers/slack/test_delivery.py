@@ -299,6 +299,17 @@ def test_slack_that_limits_is_left_alone_for_as_long_as_it_says(bot: Bot, slack:
     assert len(slack.messages) == 1
 
 
+def test_one_damaged_request_does_not_hold_up_the_others(
+    bot: Bot, slack: SlackServer, runs: MemoryRuns, caplog: pytest.LogCaptureFixture
+) -> None:
+    bot.store.put("triggers/slack/requests/damaged.json", b'{"id": "damaged"')
+    asked = bot.asks()
+    bot.clicked(ADA, asked, "Start training")
+    bot.look(5)
+    assert len(runs.started) == 1
+    assert "triggers/slack/requests/damaged.json in" in caplog.text
+
+
 def test_old_requests_are_forgotten_and_open_ones_kept(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
     bot.restart(answer_within_s=10**8)
     first, second = bot.asks(), bot.asks()

@@ -107,7 +107,7 @@ class Inbox(Records[Request]):
 
     def tidy(self, now: datetime) -> None:
         """Forget what was finished long ago."""
-        for request in list(self.list()):
+        for request in self.list():
             if request.is_final and now - request.created > timedelta(days=KEPT_DAYS):
                 self.remove(request)
 

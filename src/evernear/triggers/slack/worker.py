@@ -70,7 +70,7 @@ class Worker:
         self._attempt("moves", lambda: self._work_off(moves=True))
 
     def _work_off(self, moves: bool) -> None:
-        for request in list(self._inbox.open()):
+        for request in self._inbox.open():
             if self._is_done_here(request) is moves:
                 self._attempt(request.id, lambda request=request: self._take_further(request))
 
