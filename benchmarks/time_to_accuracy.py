@@ -34,7 +34,7 @@ from evernear.embedding.trained import load_trained
 from evernear.index.search import vote
 from evernear.settings import TrainSettings
 
-SHORT = TrainSettings(epochs=1, min_steps=0, batch_size=128, patch_px=2, width=12, augment="none")
+SHORT = TrainSettings(epochs=1, min_steps=0, patch_px=2, width=16, augment="none")
 LONGER = TrainSettings(epochs=3, min_steps=0, patch_px=2, width=16)
 NAMES = {
     "recipe_1": "source recipe, 1 epoch",
