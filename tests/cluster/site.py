@@ -97,8 +97,8 @@ def install_deployer(admin: ApiClient, namespace: str) -> None:
 
 def install_store_secret(admin: ApiClient, namespace: str, environment: dict[str, str]) -> None:
     """The Secret from which init containers take the way to the object store."""
-    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "evernear-s3-reader"}, "stringData": environment}
-    create(admin, namespace, secret)
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "evernear-s3-reader"}}
+    create(admin, namespace, secret | {"stringData": environment})
 
 
 def install_store(admin: ApiClient, namespace: str) -> dict[str, str]:
