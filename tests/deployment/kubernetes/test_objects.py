@@ -187,6 +187,10 @@ def test_a_store_on_a_claim_is_mounted_where_it_is_looked_for() -> None:
         (["kubernetes.image="], "needs the serving image by its digest"),
         (["store=file:///mnt/store"], "Pods cannot read the store file:///mnt/store"),
         (["kubernetes.store_claim=store"], r"is for a store file:///path, and the store is s3://bucket/prefix"),
+        (
+            ["store=file:///mnt/store", "kubernetes.store_claim=store", "kubernetes.query_secret=queries"],
+            "query_secret=queries is for an object store",
+        ),
         (["kubernetes.image=registry.example/evernear-serve:latest"], "kubernetes.image"),
         (["kubernetes.image=registry.example/evernear-serve@sha256:abc"], "kubernetes.image"),
         (["kubernetes.replicas_max=1"], "replicas_max is less than the 2 of replicas_min"),

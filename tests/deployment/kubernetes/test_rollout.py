@@ -55,6 +55,17 @@ def test_a_rollout_ends_when_all_pods_are_new_and_ready(loopback: LoopbackCluste
     roll_out(settings, NEW)  # again: nothing to do
 
 
+def test_a_deployment_that_somebody_scaled_to_nothing_does_not_serve(
+    loopback: LoopbackCluster, make_settings: MakeSettings
+) -> None:
+    settings = make_settings()
+    roll_out(settings, OLD)
+    apps = client.AppsV1Api(config.new_client_from_config(str(loopback.kubeconfig())))
+    apps.patch_namespaced_deployment("evernear-serving", "evernear", {"spec": {"replicas": 0}})
+    with pytest.raises(ClusterError, match="to 0, so nothing serves"):
+        roll_out(settings, NEW)
+
+
 @pytest.mark.parametrize(
     ("behaviour", "sentence"),
     [

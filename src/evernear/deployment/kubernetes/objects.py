@@ -116,6 +116,11 @@ def _require_usable(settings: Settings) -> None:
         raise SettingsError(
             f"kubernetes.store_claim={claim} is for a store file:///path, and the store is {settings.store_uri}."
         )
+    if claim and settings.kubernetes.query_secret:
+        raise SettingsError(
+            f"kubernetes.query_secret={settings.kubernetes.query_secret} is for an object store: "
+            f"what the pods mount from {claim} is read-only; leave one of the two empty."
+        )
 
 
 def _config(settings: Settings) -> str:

@@ -62,4 +62,6 @@ def _deployment(cluster: Cluster, name: str) -> Tree:
     found = cluster.get("Deployment", name)
     if found is None:
         raise ClusterError(f"somebody deleted the Deployment {name}.")
+    if found["spec"].get("replicas") == 0:
+        raise ClusterError(f"somebody scaled the Deployment {name} to 0, so nothing serves; scale it to 1 or more.")
     return found
