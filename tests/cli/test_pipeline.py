@@ -147,7 +147,9 @@ def test_from_upload_to_a_held_release(server: KfpServer, tmp_path: Path) -> Non
     assert evernear("status", run.id).splitlines()[1].split()[:2] == ["ok", "ingest"]
 
 
-@pytest.mark.parametrize("why", ["It calls every 7 a 1", "It\u2019s wrong", 'a "b" \\ c', "two\nlines", ""])
+@pytest.mark.parametrize(
+    "why", ["It calls every 7 a 1", "It\u2019s wrong", 'a "b" \\ c', "two\nlines", "", "x" * 3000], ids=repr
+)
 def test_a_parameter_may_be_any_text(server: KfpServer, why: str) -> None:
     evernear(*UPLOAD)
     evernear("run", "rollback", "--set", f"why={why}")

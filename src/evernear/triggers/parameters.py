@@ -13,7 +13,6 @@ from evernear.errors import SettingsError
 from evernear.settings import Settings
 from evernear.triggers.runs import Parameter
 
-MAX_LENGTH = 2000
 _SECTIONS = {
     "data": "data",
     "validation": "validation",
@@ -50,8 +49,6 @@ def parse(text: str, known: Sequence[Parameter], allowed: Sequence[str]) -> dict
     Raises:
         SettingsError: a name is unknown or not among ``allowed``, or a value is of another type.
     """
-    if len(text) > MAX_LENGTH:
-        raise SettingsError(f"That is more than {MAX_LENGTH} characters; put the settings into the pipeline instead.")
     try:
         words = shlex.split(text.translate(_QUOTES))
     except ValueError:

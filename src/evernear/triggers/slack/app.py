@@ -20,12 +20,11 @@ from evernear.errors import Conflict, EvernearError
 from evernear.settings import SlackSettings
 from evernear.store import Store
 from evernear.triggers import audit
-from evernear.triggers.parameters import MAX_LENGTH
 from evernear.triggers.proposals import Proposal, Proposals
 from evernear.triggers.slack import messages
 from evernear.triggers.slack.access import Access, Action, Caller, Refused
 from evernear.triggers.slack.answers import Answers
-from evernear.triggers.slack.inbox import Inbox, Kind, Request, id_of
+from evernear.triggers.slack.inbox import TEXT_MAX, Inbox, Kind, Request, id_of
 from evernear.triggers.slack.web import Message
 from evernear.triggers.slack.worker import request_of
 
@@ -84,7 +83,7 @@ class Desk:
     def retrain(self, ack: Ack, command: Payload, body: Payload, context: BoltContext) -> BoltResponse:
         """``/retrain [name=value ...]``: the worker asks for confirmation."""
         caller = self._require("start", context, body)
-        text = str(command.get("text") or "")[: MAX_LENGTH + 1]
+        text = str(command.get("text") or "")[: TEXT_MAX + 1]
         self._take(caller, body, "retrain", id_of("retrain", command["trigger_id"]), state="new", text=text)
         return ack()
 

@@ -28,6 +28,9 @@ REQUESTS = "triggers/slack/requests/"
 KEPT_DAYS = 7
 """For so long a finished request is known, so that a late copy of it is; Slack's last retry comes after an hour."""
 
+TEXT_MAX = 2000
+"""Characters of a command; a longer one is refused."""
+
 PIPELINE = "continuous-training"
 Kind = Literal["retrain", "stop", "promote", "roll_back", "help"]
 

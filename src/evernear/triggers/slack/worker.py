@@ -21,7 +21,7 @@ from evernear.triggers.proposals import Proposal, Proposals
 from evernear.triggers.runs import Parameter, Run, Runs, State
 from evernear.triggers.slack import messages
 from evernear.triggers.slack.access import Access
-from evernear.triggers.slack.inbox import Inbox, Person, Request
+from evernear.triggers.slack.inbox import TEXT_MAX, Inbox, Person, Request
 from evernear.triggers.slack.web import Closed, Message, RateLimited, Web
 
 Clock: TypeAlias = Callable[[], datetime]
@@ -133,6 +133,9 @@ class Worker:
     def _ask(self, request: Request) -> None:
         known = self._known_parameters(request.pipeline)
         try:
+            if len(request.text) > TEXT_MAX:
+                said = f"That is more than {TEXT_MAX} characters; put the settings into the pipeline instead."
+                raise SettingsError(said)
             parameters = parse(request.text, known, self._slack.parameters)
         except SettingsError as error:
             self._web.whisper(request.channel, request.asked_by.id, messages.line(str(error)))
