@@ -55,7 +55,9 @@ def test_a_disk_that_takes_no_more_leaves_the_last_snapshot(
     assert take(tree, shard_size_bytes=2**18).count("train") > first.count("train")
 
 
-@pytest.mark.parametrize("after_shards", [1, 4, 12])
+@pytest.mark.parametrize(
+    "after_shards", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(12, marks=pytest.mark.slow)]
+)
 def test_a_killed_ingest_ends_the_same_when_run_again(tmp_path: Path, draw, after_shards: int, contents) -> None:
     root = tmp_path / "tree"
     for number in range(300):

@@ -194,6 +194,7 @@ def test_stopping_where_nothing_ever_ran(tmp_path: Path) -> None:
     assert not (tmp_path / "home").exists()
 
 
+@pytest.mark.slow
 def test_without_the_model_api_a_server_loads_what_lies_there_and_takes_nothing_more(
     make_release: MakeRelease, tmp_path: Path
 ) -> None:

@@ -320,6 +320,7 @@ class TestOperation:
     def test_an_unknown_model_is_404(self, server: Server) -> None:
         assert server.post("/v1/models/other:predict", json={"instances": []}).status_code == 404
 
+    @pytest.mark.slow
     def test_a_predictor_that_hangs_is_504(self, service: dict[str, Server], images: list[bytes]) -> None:
         transformers = [server for name, server in service.items() if name != "predictor"]
         with service["predictor"].frozen(), ThreadPoolExecutor() as pool:

@@ -201,7 +201,7 @@ def test_schemathesis_finds_nothing(prep: httpx.Client, tmp_path: Path) -> None:
         [
             str(Path(sys.executable).parent / "schemathesis"),
             *("--config-file", "schemathesis.toml", "run", f"{prep.base_url}/openapi.json"),
-            *("--max-examples", "15", "--max-time", "20", "--generation-deterministic", "--no-shrink"),
+            *("--max-examples", "10", "--max-time", "15", "--generation-deterministic", "--no-shrink"),
         ],
         cwd=tmp_path,
         capture_output=True,
