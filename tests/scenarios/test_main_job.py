@@ -126,6 +126,8 @@ def test_a_new_class_is_recognised_without_training_and_a_rollback_forgets_it(se
     assert [answer["pred"] for answer in answers(bench, strangers)] == ["negative"] * 10
     move = json.loads(bench.command("registry", "history", "--json").stdout)[-1]
     assert (move["how"], move["why"], move["by"]) == ("force", "negatives are wanted after all", "ada")
+    assert bench.command("registry", "rollback").returncode == 0
+    assert champion_of(bench) == before["version"]
 
 
 def champion_of(bench: Bench) -> str:
