@@ -80,3 +80,14 @@ def test_sections_survive_the_way_through_kfp() -> None:
 def test_workdir_gives_the_store(tmp_path: Path) -> None:
     assert load(overrides=[f"workdir={tmp_path}"]).store_uri == (tmp_path / "store").as_uri()
     assert load(overrides=["store=s3://bucket/x"]).store_uri == "s3://bucket/x"
+
+
+def test_a_source_is_the_same_directory_for_whoever_reads_the_settings_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for kind in ("folder", "mnist"):
+        assert load(overrides=[f"data.source={kind}:images/"]).data.source == f"{kind}:{tmp_path}/images"
+        assert load(overrides=[f"data.source={kind}:/images"]).data.source == f"{kind}:/images"
+    for source in ("mnist", "digits", "s3://bucket/prefix", "folder:"):
+        assert load(overrides=[f"data.source={source}"]).data.source == source

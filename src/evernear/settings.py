@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from evernear.errors import SettingsError
 
@@ -58,6 +58,13 @@ class DataSettings(Section):
         description="Larger images are refused (decompression bombs).",
     )
     decode_threads: int = Field(default=0, ge=0, description="Threads that decode images; 0: one per core.")
+
+    @field_validator("source")
+    @classmethod
+    def _seen_from_here(cls, source: str) -> str:
+        """A relative directory made absolute: a run's steps work in another one than who named it."""
+        kind, _, place = source.partition(":")
+        return f"{kind}:{Path(place).absolute()}" if kind in ("folder", "mnist") and place else source
 
 
 class ValidationSettings(Section):

@@ -49,6 +49,12 @@ def test_folder_with_one_class(bench: Bench) -> None:
     assert "class" in told
 
 
+def test_a_folder_is_looked_for_where_the_user_is(bench: Bench) -> None:
+    write_digits(bench.directory / "images", labels="3")
+    _, told = run_refused(bench, "--source", "folder:images")
+    assert "class" in told, "found, and found wanting"
+
+
 @pytest.mark.parametrize("content", [b"this is no picture", b""], ids=["text", "empty"])
 def test_file_that_is_no_image_is_named(bench: Bench, content: bytes) -> None:
     write_digits(bench.directory / "images")
