@@ -189,6 +189,8 @@ def test_what_is_no_release_is_refused_with_a_sentence(
     if isinstance(content, bytes):
         archive.write_bytes(content)
     assert "cannot be read as a release" in sentence(evernear("inspect", "show", archive), 5)
+    told = sentence(evernear("inspect", "run", archive, "--image", archive, "--trust"), 4 if content is None else 5)
+    assert f" {archive} cannot be read" in told
 
 
 def test_what_an_archive_says_cannot_steer_the_terminal(packed: PackedRelease, tmp_path: Path) -> None:

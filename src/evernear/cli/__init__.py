@@ -1,13 +1,14 @@
 """The ``evernear`` command. Heavy libraries are imported by the commands that need them, never here."""
 
 import sys
+from typing import NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from evernear.cli import cluster, doctor, inspect, journey, pipeline, pod, predict, prep, releases, server, slack, watch
-from evernear.errors import EvernearError
+from evernear.errors import EvernearError, StoreError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -40,9 +41,17 @@ app.add_typer(slack.app, name="slack")
 
 
 def main() -> None:
-    """Run the command line; an `EvernearError` becomes one sentence and its exit code."""
+    """Run the command line; an `EvernearError` becomes one sentence and its exit code, and so does a file's fault."""
     try:
         app()
     except EvernearError as error:
-        Console(stderr=True).print(f"[bold red]evernear:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(error.exit_code)
+        _refuse(str(error), error.exit_code)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _refuse(f"{error.filename} cannot be read or written: {error.strerror}.", StoreError.exit_code)
+
+
+def _refuse(sentence: str, exit_code: int) -> NoReturn:
+    Console(stderr=True).print(f"[bold red]evernear:[/] {escape(sentence)}", highlight=False, soft_wrap=True)
+    sys.exit(exit_code)

@@ -78,7 +78,10 @@ def run(
         from evernear.release.parts import open_release
         from evernear.serving.core import Core
 
-        core = Core.open(open_release(copy, Path(temporary) / "release"))
+        try:
+            core = Core.open(open_release(copy, Path(temporary) / "release"))
+        except IntegrityError as error:
+            raise IntegrityError(str(error).replace(str(copy), release)) from None
         files = [*images, *(more or [])]
         refused = False
         for start in range(0, len(files), BATCH):
