@@ -6,6 +6,7 @@ the image.
 """
 
 import json
+import math
 import os
 import re
 import tempfile
@@ -33,7 +34,9 @@ from evernear.store import Store, disk_errors, open_store, sha256_file
 Say = Callable[[str], None]
 Shape = tuple[int, int, int]
 
+# Images on their way into a shard: a few of large ones, many of small ones.
 _BATCH = 256
+_BATCH_BYTES = 16 * 2**20
 _SAY_EVERY_S = 1.0
 
 
@@ -221,7 +224,7 @@ class _Adder:
         total = self._ledger.count_pending()
         results = _decode_all(source, self._ledger.pending(page=1024), shape, self._settings)
         with closing(results):
-            for part in _parts(results, _BATCH):
+            for part in _parts(results, _batch_size(shape)):
                 good = [result for result in part if isinstance(result, _Decoded)]
                 bad = [result for result in part if isinstance(result, _Fault)]
                 self._ledger.settle([(d.file.name, d.digest, None) for d in good])
@@ -259,6 +262,10 @@ class _Adder:
             self._say(f"{self._done:,} of {total:,} images" if total else f"{self._done:,} images")
 
 
+def _batch_size(shape: Shape) -> int:
+    return max(1, min(_BATCH, _BATCH_BYTES // math.prod(shape)))
+
+
 def _batch_of_arrays(block: Arrays, shape: Shape) -> Batch:
     count, height, width = block.images.shape
     flat = block.images.reshape(count, -1)
@@ -294,12 +301,13 @@ def _decode_all(
 ) -> Generator[_Decoded | _Fault]:
     """Decode on all cores, a bounded number of images ahead, and give them back in order."""
     threads = settings.decode_threads or len(os.sched_getaffinity(0))
+    most = max(threads, min(4 * threads, _batch_size(shape)))
     ahead: deque[Future[_Decoded | _Fault]] = deque()
     pool = ThreadPoolExecutor(threads, "decode")
     try:
         for file in files:
             ahead.append(pool.submit(_decode_file, source, file, shape, settings.max_pixels))
-            if len(ahead) >= 4 * threads:
+            if len(ahead) >= most:
                 yield ahead.popleft().result()
         while ahead:
             yield ahead.popleft().result()

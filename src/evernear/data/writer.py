@@ -63,7 +63,7 @@ class ShardWriter:
         if self._capacity < 1:
             raise DataError(
                 f"One image takes {self._dtype.itemsize} bytes, more than a shard of"
-                f" data.shard_size_bytes={shard_size_bytes}; raise it or lower data.size_px."
+                f" data.shard_size_bytes={shard_size_bytes}; raise it or set a smaller data.size_px."
             )
         self._block_rows = max(1, _BLOCK_BYTES // self._dtype.itemsize)
         self._shards = ledger.shards()
