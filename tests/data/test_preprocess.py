@@ -5,7 +5,7 @@ from io import BytesIO
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from evernear.data.preprocess import decode, image_digest, pixels_digest, to_array
 from evernear.errors import DataError
@@ -88,6 +88,41 @@ def test_a_photo_is_turned_upright() -> None:
     assert upright.size == (8, 16)
     assert upright.getpixel((7, 8)) > 200
     assert upright.getpixel((0, 8)) < 50
+
+
+@pytest.mark.parametrize("orientation", range(10))
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_every_orientation_is_turned_as_pillow_turns_it(orientation: int, kind: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = saved(noise("RGB", (24, 16)), kind, exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(BytesIO(data)))
+    decoded = decode(data, LIMIT)
+    assert decoded.size == expected.size
+    assert decoded.tobytes() == expected.tobytes()
+
+
+def exif_data(*tags: tuple[int, int, int, bytes]) -> bytes:
+    """EXIF data of tags that need not make sense: (number, type, count, value of 4 bytes)."""
+    entries = b"".join(struct.pack("<HHI4s", *tag) for tag in tags)
+    return b"Exif\0\0II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
+
+
+TURNED = (0x0112, 3, 1, struct.pack("<I", 3))
+
+
+@pytest.mark.parametrize(
+    ("exif", "turned"),
+    [
+        (b"Exif\0\0no TIFF file at all", False),
+        (exif_data(TURNED, (0x011A, 2, 1, b"x")), True),  # words where a fraction is due
+    ],
+)
+def test_damaged_exif_data_does_not_spoil_an_image(exif: bytes, turned: bool) -> None:
+    for kind in ("JPEG", "PNG"):
+        plain = decode(saved(noise("RGB", (16, 16)), kind), LIMIT)
+        upright = plain.transpose(Image.Transpose.ROTATE_180) if turned else plain
+        assert decode(saved(noise("RGB", (16, 16)), kind, exif=exif), LIMIT).tobytes() == upright.tobytes()
 
 
 def png_header(width: int, height: int) -> bytes:

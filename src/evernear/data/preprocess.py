@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image
 from pydantic import BaseModel, ConfigDict
 
 from evernear.errors import DataError
@@ -32,6 +32,17 @@ _BROKEN = (
     struct.error,
     zlib.error,
 )
+
+# How an image is turned upright, by its EXIF orientation.
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
 class Preprocessing(BaseModel):
@@ -69,8 +80,7 @@ def decode(data: bytes, max_pixels: int, name: str = "The image") -> Image.Image
         if image.format == "PNG" and getattr(image, "is_animated", False):
             raise DataError(f"{name} is animated; a single image is wanted.")
         image.load()
-        ImageOps.exif_transpose(image, in_place=True)
-        return _eight_bit(image)
+        return _eight_bit(_upright(image))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise DataError(f"{name} is too large: {max_pixels} pixels are allowed.") from None
     except Image.UnidentifiedImageError:
@@ -96,6 +106,16 @@ def pixels_digest(mode: str, width_px: int, height_px: int, pixels: bytes) -> by
 def image_digest(image: Image.Image) -> bytes:
     """`pixels_digest` of an image of `decode`."""
     return pixels_digest(image.mode, image.width, image.height, image.tobytes())
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Turned as EXIF says; EXIF data that cannot be read says nothing, as in a viewer."""
+    # ImageOps.exif_transpose would also write the EXIF data anew, and fails where a tag is not to the letter.
+    try:
+        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except _BROKEN:
+        return image
+    return image if turn is None else image.transpose(turn)
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:
