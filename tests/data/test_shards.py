@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from evernear.data import shards
 from evernear.data.manifest import Manifest, save_manifest
@@ -110,6 +111,17 @@ def test_mean_and_deviation_are_by_channel(tmp_path: Path, take, draw) -> None:
     mean, std = dataset.mean_std()
     assert mean == pytest.approx(tuple(pixels.mean(axis=(0, 1, 2))))
     assert std == pytest.approx(tuple(pixels.std(axis=(0, 1, 2))))
+
+
+def test_a_channel_of_one_value_deviates_by_nothing(tmp_path: Path, take) -> None:
+    for number in range(40):
+        path = tmp_path / "set" / str(number % 2) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (11, 7), (number, 251, 252)).save(path)
+    manifest = take(tmp_path / "set")
+    mean, std = Dataset(manifest, open_store(manifest.store_uri)).mean_std()
+    assert mean[1:] == pytest.approx((251 / 255, 252 / 255))
+    assert std[1:] == pytest.approx((0, 0), abs=1e-6)
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])

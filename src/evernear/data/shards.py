@@ -134,7 +134,8 @@ class Dataset:
                 total[channel] += int(counts @ np.arange(256))
                 squares[channel] += int(counts @ np.arange(256) ** 2)
         mean = total / (255.0 * pixels)
-        std = np.sqrt(squares / (255.0**2 * pixels) - mean**2)
+        # Rounding may leave a channel of one value a variance below zero.
+        std = np.sqrt(np.maximum(squares / (255.0**2 * pixels) - mean**2, 0))
         return tuple(mean.tolist()), tuple(std.tolist())
 
     def _shuffled_pieces(self, split: Split, rng: np.random.Generator) -> "Iterator[_Piece]":
