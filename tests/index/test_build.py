@@ -1,3 +1,5 @@
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -40,11 +42,21 @@ def test_the_same_embeddings_make_the_same_index(make_embeddings: MakeEmbeddings
         (IndexSettings(factory="Flaat"), "index.factory = 'Flaat'"),
         (IndexSettings(factory="IVF512,Flat"), "index.factory = 'IVF512,Flat'"),
         (IndexSettings(search="nprobe=3"), "index.search = 'nprobe=3'"),
+        (IndexSettings(factory="NSG8,Flat"), "index.factory = 'NSG8,Flat'"),
+        (IndexSettings(factory="IDMap,Flat"), "index.factory = 'IDMap,Flat'"),
+        (IndexSettings(factory="IVF4,Flat", search="nprobe=0"), "index.search = 'nprobe=0'"),
     ],
-    ids=["unknown type", "too few vectors", "parameter of another type"],
+    ids=[
+        "unknown type",
+        "too few vectors to train",
+        "parameter of another type",
+        "too few vectors to add",
+        "nothing to add to",
+        "nothing to search",
+    ],
 )
 def test_a_setting_that_cannot_work_is_named(make_embeddings: MakeEmbeddings, tmp_path, settings, named):
-    embeddings = make_embeddings({"gallery": blobs(1, 130), "query": blobs(2, 50)})
+    embeddings = make_embeddings({"gallery": blobs(1, 90), "query": blobs(2, 50)})
     with pytest.raises(SettingsError) as raised:
         build(embeddings, LABELS, settings, tmp_path)
     assert named in str(raised.value)
@@ -52,9 +64,21 @@ def test_a_setting_that_cannot_work_is_named(make_embeddings: MakeEmbeddings, tm
     assert not any(tmp_path.iterdir())
 
 
-def test_an_empty_gallery_is_refused(make_embeddings: MakeEmbeddings, tmp_path):
+def test_training_an_index_holds_the_sample_alone(make_embeddings: MakeEmbeddings, tmp_path, monkeypatch):
+    monkeypatch.setattr("evernear.index.build.TRAINING_VECTORS", 200)
+    gallery = blobs(1, 20_000)
+    embeddings = make_embeddings({"gallery": gallery, "query": blobs(2, 50)}, rows_per_shard=500)
+    tracemalloc.start()
+    build(embeddings, LABELS, IndexSettings(factory="IVF4,Flat"), tmp_path)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < gallery[0].nbytes
+
+
+@pytest.mark.parametrize("factory", ["Flat", "IVF4,Flat"])
+def test_an_empty_gallery_is_refused(make_embeddings: MakeEmbeddings, tmp_path, factory):
     with pytest.raises(DataError, match="gallery is empty"):
-        build(make_embeddings({"query": blobs(2, 50)}), LABELS, IndexSettings(), tmp_path)
+        build(make_embeddings({"query": blobs(2, 50)}), LABELS, IndexSettings(factory=factory), tmp_path)
 
 
 def test_embeddings_that_are_no_numbers_are_refused(make_embeddings: MakeEmbeddings, tmp_path):

@@ -1,6 +1,7 @@
 """Gallery embeddings to a FAISS index, stamped with the network that made them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -45,9 +46,12 @@ def build(
             it. IntegrityError: an embedding is not finite.
     """
     known = np.array([label not in exclude_labels for label in labels])
+    if next(of_known(embeddings.blocks("gallery"), known), None) is None:
+        raise DataError("The gallery is empty; raise data.gallery_fraction.")
     index = _make(embeddings, known, settings)
-    numbers, sums = _add(index, embeddings, known)
-    calibration = calibrate(embeddings, known, index, settings.false_accept_rate, threshold)
+    with _refusals(settings, embeddings):
+        numbers, sums = _add(index, embeddings, known)
+        calibration = calibrate(embeddings, known, index, settings.false_accept_rate, threshold)
 
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / DESCRIPTION_FILE).unlink(missing_ok=True)
@@ -83,13 +87,8 @@ def _make(embeddings: Embeddings, known: NDArray[np.bool_], settings: IndexSetti
             "dimensions; Flat, HNSW32 and IVF256,Flat are some."
         ) from None
     if not index.is_trained:
-        try:
+        with _refusals(settings, embeddings):
             index.train(_sample(embeddings, known))
-        except RuntimeError:
-            raise SettingsError(
-                f"index.factory = {settings.factory!r} cannot be trained on the gallery's "
-                f"{embeddings.count('gallery')} vectors; use Flat."
-            ) from None
     if settings.search:
         try:
             faiss.ParameterSpace().set_index_parameters(index, settings.search)
@@ -98,6 +97,19 @@ def _make(embeddings: Embeddings, known: NDArray[np.bool_], settings: IndexSetti
                 f"index.search = {settings.search!r} is not a parameter of a {settings.factory} index."
             ) from None
     return index
+
+
+@contextmanager
+def _refusals(settings: IndexSettings, embeddings: Embeddings) -> Generator[None]:
+    """FAISS finds out while it trains, adds or searches that it cannot, and says so in its own terms."""
+    try:
+        yield
+    except RuntimeError as error:
+        search = f" with index.search = {settings.search!r}" if settings.search else ""
+        raise SettingsError(
+            f"index.factory = {settings.factory!r}{search} does not work on the gallery's "
+            f"{embeddings.count('gallery'):,} vectors; use Flat."
+        ) from error
 
 
 def _add(
@@ -110,8 +122,6 @@ def _add(
         index.add(block.embeddings)
         numbers.append(block.labels.astype(np.int32))
         np.add.at(sums, block.labels, block.embeddings)
-    if not index.ntotal:
-        raise DataError("The gallery is empty; raise data.gallery_fraction.")
     if not np.isfinite(sums).all():
         raise IntegrityError("The network's embeddings are not finite numbers; train again.")
     return np.concatenate(numbers), sums
@@ -120,12 +130,8 @@ def _add(
 def _sample(embeddings: Embeddings, known: NDArray[np.bool_]) -> NDArray[np.float32]:
     """Gallery vectors evenly over all shards, at most `TRAINING_VECTORS`."""
     step = -(-embeddings.count("gallery") // TRAINING_VECTORS)
-
-    def thinned() -> Iterator[NDArray[np.float32]]:
-        for block in of_known(embeddings.blocks("gallery"), known):
-            yield block.embeddings[::step]
-
-    return np.concatenate(list(thinned()))
+    # Copies, for a view would keep the whole block in memory.
+    return np.concatenate([block.embeddings[::step].copy() for block in of_known(embeddings.blocks("gallery"), known)])
 
 
 def _unit_rows(sums: NDArray[np.float64]) -> NDArray[np.float32]:
