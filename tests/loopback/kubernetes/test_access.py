@@ -152,15 +152,27 @@ def test_create_bounded_by_name_lets_apply_create_but_not_post(kubectl: Kubectl,
 
 
 def test_anybody_may_ask_what_they_may(kubectl: Kubectl, deployer: Kubectl) -> None:
-    grant(kubectl, rule("apps", "deployments", "patch"))
+    grant(
+        kubectl,
+        rule("apps", "deployments", "patch"),
+        rule("apps", "deployments", "get", names=("serve",)),
+        rule("apps", "deployments/status", "get"),
+    )
 
-    def may(verb: str) -> bool:
-        about = {"namespace": NAMESPACE, "verb": verb, "group": "apps", "resource": "deployments"}
+    def may(verb: str, **about: str) -> bool:
+        about = {"namespace": NAMESPACE, "verb": verb, "group": "apps", "resource": "deployments"} | about
         review = {"kind": "SelfSubjectAccessReview", "spec": {"resourceAttributes": about}}
         path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
         return deployer.call("POST", path, review)["status"]["allowed"]
 
-    assert (may("patch"), may("delete")) == (True, False)
+    assert (may("patch"), may("patch", name="serve"), may("delete")) == (True, True, False)
+    assert (may("get", name="serve"), may("get", name="other"), may("get")) == (True, False, False)
+    assert (may("get", subresource="status"), may("patch", subresource="status")) == (True, False)
+    assert not may("patch", namespace="default")
+    assert not may("patch", group="extensions")
+    with pytest.raises(ApiException, match="exactly one of nonResourceAttributes or resourceAttributes") as caught:
+        deployer.call("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", {"spec": {}})
+    assert caught.value.status == 422
 
 
 def test_a_service_is_asked_through_the_api_server(cluster: LoopbackCluster, kubectl: Kubectl, recogniser: Any) -> None:

@@ -179,6 +179,26 @@ class Cluster:
             return []
         return [line.strip() for line in text.splitlines() if line.strip()]
 
+    def may(self, verb: str, kind: str, name: str = "") -> bool:
+        """Whether the credentials let ``verb`` be done to the object, or to a subresource: ``Pod/log``."""
+        kind, _, subresource = kind.partition("/")
+        version, plural = RESOURCES[kind]
+        about = {
+            "namespace": self.namespace,
+            "verb": verb,
+            "group": version.rpartition("/")[0],
+            "resource": plural,
+            "subresource": subresource,
+            "name": name,
+        }
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": about},
+        }
+        path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+        return bool(self._call("POST", path, review)["status"]["allowed"])
+
     def post_to_service(self, service: str, port: str, path: str, body: bytes, timeout_s: float) -> tuple[int, Any]:
         """What a Service answers to ``body``, asked through the API server: status and content.
 

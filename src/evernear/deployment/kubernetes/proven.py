@@ -26,7 +26,7 @@ def read_proven(cluster: Cluster, settings: KubernetesSettings) -> Proven | None
     Raises:
         ClusterError: the API server cannot be asked.
     """
-    found = cluster.get("ConfigMap", _name(settings))
+    found = cluster.get("ConfigMap", proven_name(settings))
     try:
         data: dict[str, str] = (found or {})["data"]
         objects: Any = json.loads(data["objects.json"])
@@ -42,7 +42,7 @@ def keep_proven(cluster: Cluster, settings: KubernetesSettings, revision: Proven
         ClusterError: it cannot be written.
     """
     metadata = {
-        "name": _name(settings),
+        "name": proven_name(settings),
         "namespace": settings.namespace,
         "labels": {"app.kubernetes.io/part-of": "evernear", "app.kubernetes.io/managed-by": "evernear"},
         "annotations": {RELEASE: revision.version},
@@ -51,5 +51,6 @@ def keep_proven(cluster: Cluster, settings: KubernetesSettings, revision: Proven
     cluster.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}, force=True)
 
 
-def _name(settings: KubernetesSettings) -> str:
+def proven_name(settings: KubernetesSettings) -> str:
+    """Of the ConfigMap that it is kept in."""
     return f"{settings.name}-proven"
