@@ -1,10 +1,18 @@
+from pathlib import Path
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
+from sklearn.datasets import load_digits
 
+from evernear.data.ingest import ingest
+from evernear.data.shards import Dataset
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.probe import choose_held_out, probe
-from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
+from evernear.settings import DataSettings, EvaluationSettings, IndexSettings, TrainSettings
+from evernear.store import open_store
 from tests.conftest import System
 
 TINY = TrainSettings(epochs=30, min_steps=0, width=4, embedding_dim=16, batch_size=128, patience_epochs=4)
@@ -60,10 +68,24 @@ def test_the_probe_is_the_same_twice_and_survives_json(system: System, found: Op
     assert OpenSet.model_validate_json(again.model_dump_json()) == found
 
 
-def test_too_few_classes_leave_nothing_to_probe(system: System, tmp_path):
-    from evernear.data.shards import Dataset
-    from evernear.store import open_store
+@pytest.mark.parametrize("seed", range(3))
+def test_classes_without_a_gallery_image_leave_the_others_in_the_gallery(tmp_path: Path, seed: int):
+    """So few images that by chance two of four classes have none there, which validation only warns of."""
+    pixels, digits = load_digits(return_X_y=True)
+    for digit in range(4):
+        images = iter((pixels[digits == digit] * 15).astype(np.uint8).reshape(-1, 8, 8))
+        for split, count in {"train": 10, "test": 3, "query": 2, "gallery": 3 if digit < 2 else 0}.items():
+            folder = tmp_path / "images" / split / str(digit)
+            folder.mkdir(parents=True)
+            for number in range(count):
+                Image.fromarray(next(images)).save(folder / f"{number}.png")
+    store = open_store((tmp_path / "store").as_uri())
+    dataset = Dataset(ingest(DataSettings(source=f"folder:{tmp_path / 'images'}"), store.uri), store)
+    recipe = TINY.model_copy(update={"epochs": 1, "batch_size": 16, "seed": seed})
+    assert probe(dataset, recipe, EvaluationSettings(probe_epochs=1), IndexSettings()) == OpenSet(held_out=())
 
+
+def test_too_few_classes_leave_nothing_to_probe(system: System):
     manifest = system.dataset.manifest
     shards = tuple(
         shard.model_copy(update={"label_counts": {"0": 5, "1": 5}}) if shard.split == "test" else shard

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
-from evernear.data.manifest import Split
+from evernear.data.manifest import SPLITS, Split
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import Embeddings, embed
 from evernear.embedding.export import export
@@ -37,8 +37,9 @@ def probe(
     is found is about the recipe.
     """
     manifest = dataset.manifest
-    queries, tested = manifest.label_counts("query"), manifest.label_counts("test")
-    eligible = [label for label in manifest.labels if queries[label] and tested[label]]
+    counts = [manifest.label_counts(split) for split in SPLITS]
+    # Held out or not, a class plays its part in each split; of those left the gallery needs two to tell apart.
+    eligible = [label for label in manifest.labels if all(count[label] for count in counts)]
     held_out = choose_held_out(eligible, settings.held_out_classes, train_settings.seed)
     if not held_out:
         return OpenSet(held_out=())
