@@ -161,6 +161,13 @@ def test_a_part_that_is_missing_holds(sound: Evaluation, changes, rules):
     assert set(failed(decide(sound.model_copy(update=changes), SETTINGS))) == rules
 
 
+def test_the_worst_change_of_a_class_is_told_and_no_gain_is_larger(planted: ModuleType):
+    verdict = decide(planted.evaluated(outcomes({1: 2, 8: 1}), outcomes({1: 1, 8: 1, 3: 9})), SETTINGS)
+    assert verdict.promote
+    (reason,) = (rule.reason for rule in verdict.rules if rule.name == "class_recall_drop")
+    assert reason.endswith("the worst change is -1.0% for 1.")
+
+
 def test_one_image_of_a_small_class_is_no_collapse(planted: ModuleType):
     """With 18 queries a class, one more error is 5.6 points; eighteen more are a collapse."""
     champion = outcomes({1: 1}, each=18)

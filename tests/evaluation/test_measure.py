@@ -119,7 +119,7 @@ def test_labels_go_by_name_and_not_by_number(system: System, index_without, meas
 def test_images_of_another_shape_are_refused_in_a_sentence(system: System, recogniser: Recogniser):
     from dataclasses import replace
 
-    with pytest.raises(DataError, match=r"v1 takes images of \(28, 28, 1\).*\(8, 8, 1\)"):
+    with pytest.raises(DataError, match=r"v1 takes images of \(28, 28, 1\).*\(8, 8, 1\).*another --workdir"):
         measure(replace(recogniser, shape=(28, 28, 1)), system.dataset, SETTINGS)
 
 

@@ -237,7 +237,7 @@ def _class_recall_drop(evaluation: Evaluation, champion: Measurement, settings: 
     reason = (
         f"Recall fell by more than {bound:.1%}, and more than chance explains, for {_some(fallen)}."
         if fallen
-        else f"No class lost more than {bound:.1%} of its recall beyond chance; the largest change is "
+        else f"No class lost more than {bound:.1%} of its recall beyond chance; the worst change is "
         f"{0.0 - drops[largest]:+.1%} for {largest}."
     )
     return Rule(name=name, passed=not fallen, candidate=drops[largest], bound=bound, reason=reason)

@@ -105,7 +105,8 @@ def measure(
     if recogniser.shape != dataset.shape:
         raise DataError(
             f"{recogniser.name or 'The candidate'} takes images of {recogniser.shape} and cannot be measured "
-            f"on those of {dataset.manifest.name}, {dataset.shape}; match data.size_px and data.channels."
+            f"on those of {dataset.manifest.name}, {dataset.shape}; run with another --workdir or store, or match "
+            "data.size_px and data.channels."
         )
     gallery, tally = recogniser.gallery, _Tally(dataset.labels, recogniser.gallery.labels)
     for block in dataset.blocks(split, settings.batch_size):
