@@ -57,6 +57,16 @@ def test_an_unknown_version_is_named(store: Store) -> None:
             Registry(store).show(version)
 
 
+def test_a_champion_that_is_gone_is_told_and_can_be_replaced(store: Store, releases: list[PackedRelease]) -> None:
+    registry = Registry(store)
+    lost = champions(registry, releases[:1])
+    publish(registry, releases[1])
+    store.delete(f"releases/manifests/{lost.version}.json")
+    with pytest.raises(StoreError, match=f"{lost.version} in .*, though it is the champion; .*registry promote"):
+        registry.show(lost.version)
+    assert registry.set_champion(releases[1].version, registry.champion()).version == releases[1].version
+
+
 def test_a_damaged_archive_is_not_handed_out(store: Store, releases: list[PackedRelease], tmp_path: Path) -> None:
     registry = Registry(store)
     record = registry.publish(releases[0].archive)

@@ -184,6 +184,9 @@ class Registry:
         record = self._record(MANIFESTS, version)
         if record is None:
             gone = "any longer: it was pruned" if self._record(PRUNED, version) else f"in {self._store.uri}"
+            champion = self.champion()
+            if champion is not None and champion.version == version:
+                gone += ", though it is the champion; choose another one, `evernear registry promote VERSION`"
             raise StoreError(f"There is no release {version} {gone}.")
         return record
 
