@@ -4,6 +4,7 @@ import html
 import re
 
 import pytest
+from matplotlib.figure import Figure
 
 from evernear.evaluation.evaluate import evaluate
 from evernear.evaluation.gate import decide
@@ -52,3 +53,27 @@ def test_a_class_may_have_any_name(system: System, recogniser: Recogniser, monke
     assert "$1_$2" in card
     assert "a&lt;b&amp;c" in card
     assert confusion_png(evaluation).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("names", [["short", "x" * 40], [f"{number} {'x' * 90} {number}" for number in range(10)]])
+def test_long_names_leave_room_for_the_matrix(
+    recogniser: Recogniser, system: System, monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    """Names cut off at the edge of the picture tell no class from another."""
+    evaluation = evaluate(recogniser, recogniser, system.dataset, OpenSet(held_out=()), EvaluationSettings())
+    rows = [[int(i == j) for j in range(len(names))] for i in range(len(names))]
+    monkeypatch.setattr(type(evaluation.candidate), "confusion_matrix", lambda _: (names, rows))
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    confusion_png(evaluation)
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    whole = figure.bbox
+    assert axes.bbox.width > 0.25 * whole.width
+    for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
+        box = label.get_window_extent()
+        assert box.x0 >= 0
+        assert box.y0 >= 0
+    texts = [label.get_text() for label in axes.get_yticklabels()]
+    assert [(text[0], text[-1]) for text in texts] == [(name[0], name[-1]) for name in names]

@@ -11,6 +11,9 @@ from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.statistics import Share
 from evernear.reporting.plots import page, svg
 
+LONGEST_NAME = 30
+"""Letters of a class's name beside the confusion matrix."""
+
 
 def verdict_card(verdict: Verdict, evaluation: Evaluation) -> str:
     """The verdict with its reasons on top, then rules, figures and the confusion matrix, as an HTML page."""
@@ -80,7 +83,9 @@ def _unseen(probe: OpenSet, threshold: float) -> str:
 
 def _confusion(evaluation: Evaluation) -> Figure:
     labels, rows = evaluation.candidate.confusion_matrix()
-    side = min(12.0, max(4.0, 0.5 * len(labels) + 1.5))
+    names = [_short(label) for label in labels]
+    # Inches: half of one for a cell, a twelfth for a letter, as far as that fits on a screen.
+    side = min(12.0, max(4.0, 0.5 * len(labels) + 1.5 + max(map(len, names)) / 12))
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.subplots()
     # Mistakes are what one looks for: right answers are left white, so that one mistake in thousands shows.
@@ -89,8 +94,8 @@ def _confusion(evaluation: Evaluation) -> Figure:
     axes.imshow(mistakes, cmap="Reds", vmin=0, vmax=most)
     places = range(len(labels))
     axes.set(xticks=places, yticks=places, xlabel="answer", ylabel="label", title="Confusion matrix")
-    axes.set_xticklabels(labels, rotation=90 if max(map(len, labels)) > 2 else 0)
-    axes.set_yticklabels(labels)
+    axes.set_xticklabels(names, rotation=90 if max(map(len, names)) > 2 else 0)
+    axes.set_yticklabels(names)
     if len(labels) <= 25:
         for i, row in enumerate(rows):
             for j, count in enumerate(row):
@@ -98,6 +103,11 @@ def _confusion(evaluation: Evaluation) -> Figure:
                     colour = "white" if mistakes[i][j] > 0.6 * most else "black"
                     axes.text(j, i, str(count), ha="center", va="center", fontsize=8, color=colour)
     return figure
+
+
+def _short(label: str) -> str:
+    """``label`` with its middle left out, if beside the matrix there is no room for all of it."""
+    return label if len(label) <= LONGEST_NAME else f"{label[: LONGEST_NAME // 2]}…{label[-LONGEST_NAME // 2 + 1 :]}"
 
 
 def _number(value: float | None) -> str:
