@@ -175,8 +175,12 @@ def test_remote_shards_are_read_through_a_cache(dataset: Dataset, tmp_path: Path
     assert keys(list(remote.blocks("test"))) == keys(list(dataset.blocks("test")))
     held = {path.stem for path in (tmp_path / "cache" / "evernear" / "shards").iterdir()}
     assert held == {shard.sha256 for shard in remote.manifest.shards if shard.split == "test"}
-    (tmp_path / "cache" / "evernear" / "shards" / f"{held.pop()}.npy").write_bytes(b"damaged")
-    with pytest.raises(IntegrityError, match="damaged"):
+    damaged = tmp_path / "cache" / "evernear" / "shards" / f"{held.pop()}.npy"
+    damaged.write_bytes(b"damaged")
+    assert keys(list(Dataset.open(tmp_path / "remote").blocks("test"))) == keys(list(dataset.blocks("test")))
+    damaged.write_bytes(b"damaged")
+    open_store(f"s3://{bucket}/store").put(f"datasets/set/shards/{damaged.name}", b"damaged, too")
+    with pytest.raises(IntegrityError, match=f"{damaged.name} is damaged"):
         list(Dataset.open(tmp_path / "remote").blocks("test"))
 
 

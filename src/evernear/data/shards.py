@@ -212,6 +212,7 @@ class _ShardFiles:
     def __init__(self, dataset: str, store: Store, dtype: np.dtype[np.void], cache: Path) -> None:
         self._dataset, self._store, self._dtype, self._cache = dataset, store, dtype, cache
         self._first_row: dict[str, int] = {}
+        self._whole: set[str] = set()
 
     def open(self, shard: Shard, row: int = 0) -> FileIO:
         """The shard's file, checked, at ``row``."""
@@ -223,7 +224,7 @@ class _ShardFiles:
             path = self._cache / f"{shard.sha256}.npy"
             with suppress(FileNotFoundError):
                 os.utime(path)  # access times are not kept on every file system
-            file = _opened(path) or self._fetched(key, path, shard)
+            file = self._whole_copy(path, shard) or self._fetched(key, path, shard)
         if file is None:
             raise IntegrityError(f"The shard {path} is missing; restore it, or ingest into a new dataset.")
         try:
@@ -235,12 +236,25 @@ class _ShardFiles:
 
     def _start(self, file: FileIO, shard: Shard, path: Path) -> int:
         """The offset of the first row; the first time the whole content is checked."""
+        if not self._is_whole(file, shard):
+            raise IntegrityError(f"The shard {path} is damaged: its content does not have its sha256.")
         if shard.sha256 not in self._first_row:
-            if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
-                raise IntegrityError(f"The shard {path} is damaged: its content does not have its sha256.")
-            file.seek(0)
             self._first_row[shard.sha256] = check_header(file, self._dtype, shard)
         return self._first_row[shard.sha256]
+
+    def _is_whole(self, file: FileIO, shard: Shard) -> bool:
+        if shard.sha256 not in self._whole and hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256:
+            self._whole.add(shard.sha256)
+            file.seek(0)
+        return shard.sha256 in self._whole
+
+    def _whole_copy(self, path: Path, shard: Shard) -> FileIO | None:
+        """The copy in the cache; a damaged one, as a loss of power leaves it, is as good as none."""
+        file = _opened(path)
+        if file is None or self._is_whole(file, shard):
+            return file
+        file.close()
+        return None
 
     def _fetched(self, key: str, path: Path, shard: Shard) -> FileIO | None:
         self._make_room(shard.size_bytes)
