@@ -1,5 +1,6 @@
 """Faults of a dataset, each a rule with its severity: what stops a run, what only warns, named by file."""
 
+import html
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -28,8 +29,8 @@ _PROBLEMS = {
         "see",
     ),
     "duplicate_across_splits": (
-        "image is given in several splits and was held out from training",
-        "images are given in several splits and were held out from training",
+        "image is given in several splits and was taken into one of them",
+        "images are given in several splits and were taken into one of them each",
         "keep one of",
     ),
     "conflicting_labels": (
@@ -187,7 +188,14 @@ def _splits(counts: Counts, totals: dict[str, int]) -> Iterator[Finding]:
 
 
 def _finding(rule: str, message: str, names: Sequence[str], count: int, details: tuple[str, ...] = ()) -> Finding:
-    return Finding(rule=rule, severity="error", message=message, names=tuple(names), count=count, details=details)
+    return Finding(
+        rule=rule,
+        severity="error",
+        message=_one_line(message),
+        names=tuple(names),
+        count=count,
+        details=tuple(_one_line(detail) for detail in details),
+    )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -195,6 +203,11 @@ def _listed(names: Sequence[str]) -> str:
     return shown if len(names) <= _MAX_NAMES else f"{shown} and more"
 
 
+def _one_line(text: str) -> str:
+    """Text whose names may hold line breaks, or what a terminal takes for a command."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def _cell(text: str) -> str:
-    """Text as it may stand in a Markdown table."""
-    return text.replace("|", "\\|").replace("\n", " ")
+    """Text as it may stand in a Markdown table, which may hold HTML."""
+    return html.escape(_one_line(text), quote=False).replace("|", "\\|")
