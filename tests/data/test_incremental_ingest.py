@@ -1,3 +1,4 @@
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -111,7 +112,38 @@ def test_two_sources_make_one_dataset(tree, tmp_path: Path, take, draw, contents
     held = contents(manifest)
     assert held.label[digest_of(draw(2000))] == "3"
     assert manifest.problem_counts == {"conflicting_labels": 1}
+    assert manifest.problems[0].names == (f"folder:{tmp_path}/other/3/y.png", f"folder:{tree}/1/000.png")
     assert len(held) == 120
+
+
+def test_folders_of_one_name_do_not_become_one_dataset_by_accident(tree, tmp_path: Path, take, contents) -> None:
+    first = take(tree)
+    moved = tmp_path / "elsewhere" / "tree"
+    shutil.copytree(tree, moved)
+    (moved / "1" / "000.png").rename(moved / "2" / "000.png")
+    with pytest.raises(
+        DataError, match=f"'tree' was made from folder:{tree}, .* set data.dataset=tree if that is meant"
+    ):
+        take(moved)
+    assert take(tree) == first
+    assert take(moved, dataset="tree").problem_counts == {"conflicting_labels": 1, "duplicate": 119}
+    assert take(moved, dataset="new").problem_counts == {}
+
+
+def test_an_image_given_to_another_split_later_stays_where_it_is(
+    tmp_path: Path, take, draw, contents, digest_of
+) -> None:
+    root = tmp_path / "given"
+    for number in range(40):
+        path = root / ("train", "test")[number % 2] / "ab"[number // 2 % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(draw(number))
+    before = contents(take(root)).split
+    (root / "test" / "a" / "again.png").write_bytes(draw(0))
+    manifest = take(root)
+    assert contents(manifest).split == before
+    assert before[digest_of(draw(0))] != "test"
+    assert manifest.problem_counts == {"duplicate_across_splits": 1}
 
 
 def test_another_shape_needs_another_dataset(tree, take) -> None:

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from evernear.data.ingest import split_of
-from evernear.errors import DataError, SettingsError
+from evernear.errors import DataError, SettingsError, StoreError
 from evernear.settings import DataSettings
 
 
@@ -129,10 +129,58 @@ def test_given_splits_need_train(tmp_path: Path, take, draw) -> None:
         take(tmp_path / "tree")
 
 
+@pytest.mark.parametrize(
+    ("folders", "wrong"), [(("train", "val"), "val"), (("Test", "Train"), "Test, Train"), (("test", "train", "x"), "x")]
+)
+def test_splits_by_other_names_are_not_taken_for_classes(
+    tmp_path: Path, take, draw, folders: tuple[str, ...], wrong: str
+) -> None:
+    for number in range(40):
+        path = tmp_path / "tree" / folders[number % len(folders)] / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(draw(number))
+    with pytest.raises(DataError, match=rf"as if splits were given.*; rename, move or remove {wrong}\.$"):
+        take(tmp_path / "tree")
+
+
+def test_one_class_may_be_called_like_a_split(tree, take) -> None:
+    (tree / "1").rename(tree / "train")
+    assert take(tree).labels == ("2", "10", "train")
+
+
+@pytest.mark.parametrize(
+    "name", ["a.PNG", "a.JpEg", "a.jfif", "a.jpe", "a b.png", "\xfc\u732b.png", "a\nb.png", "x" * 251 + ".png"]
+)
+def test_names_of_any_kind_are_taken(tree, take, draw, contents, name: str) -> None:
+    (tree / "1" / name).write_bytes(draw(1000))
+    (tree / "1" / "deeper" / "still").mkdir(parents=True)
+    (tree / "1" / "deeper" / "still" / name).write_bytes(draw(1001))
+    manifest = take(tree)
+    assert manifest.problem_counts == {}
+    assert len(contents(manifest)) == 122
+
+
+def test_a_link_to_nothing_is_named(tree, take) -> None:
+    (tree / "1" / "linked.png").symlink_to(tree / "1" / "000.png")
+    (tree / "1" / ".#lock.png").symlink_to("somebody")
+    assert take(tree).problem_counts == {"duplicate": 1}
+    (tree / "1" / "linked.png").unlink()
+    (tree / "1" / "linked.png").symlink_to(tree / "unmounted" / "000.png")
+    with pytest.raises(StoreError, match=r"1/linked\.png cannot be read or written: No such file"):
+        take(tree)
+
+
+def test_a_directory_that_cannot_be_looked_at_is_a_sentence(take) -> None:
+    for kind in ("folder", "mnist"):
+        with pytest.raises(StoreError, match=r"^/x+ cannot be read or written: File name too long\.$"):
+            take(f"{kind}:/{'x' * 300}")
+
+
 def test_what_is_no_image_by_its_name_is_passed_over(tree, take) -> None:
     before = take(tree)
     (tree / "1" / "notes.txt").write_text("notes")
     (tree / "1" / "._000.png").write_text("a Mac's fork")
+    Path(os.fsdecode(os.fsencode(tree / "1") + b"/\xff.txt")).write_text("notes")
     (tree / ".git").mkdir()
     (tree / ".git" / "x.png").write_text("x")
     (tree / "screenshot.png").write_text("x")
@@ -272,7 +320,13 @@ def test_a_name_that_is_not_utf8_is_named(tree, take) -> None:
         take(tree)
 
 
-@pytest.mark.parametrize("source", ["", "digit", "folder:", "mnist:", "gs://bucket"])
+def test_a_folder_whose_name_is_not_utf8_is_named(tree, take) -> None:
+    Path(os.fsdecode(os.fsencode(tree) + b"/\xff")).mkdir()
+    with pytest.raises(DataError, match="not UTF-8; rename"):
+        take(tree)
+
+
+@pytest.mark.parametrize("source", ["", "digit", "folder:", "mnist:", "gs://bucket", "s3://", "s3:bucket"])
 def test_an_unknown_source_is_named(take, source: str) -> None:
     with pytest.raises(SettingsError, match=f"no source '{source}'; known: digits, mnist"):
         take(source)

@@ -1,6 +1,9 @@
+import os
+from io import BytesIO
 from pathlib import Path
 
 import pytest
+from minio import Minio
 
 from evernear.data.ingest import ingest
 from evernear.errors import DataError, StoreError
@@ -37,6 +40,33 @@ def test_a_bucket_is_ingested_incrementally_into_a_store_in_s3(tree, bucket: str
     old, new = contents(first), contents(second)
     assert set(new.split) - set(old.split) == {digest_of(draw(1000))}
     assert set(old.split) - set(new.split) == {digest_of(draw(0))}
+    slash = knobs.model_copy(update={"source": f"s3://{bucket}/images/"})
+    assert ingest(slash, f"s3://{bucket}/store") == second
+
+
+def test_keys_of_any_kind_are_read(take, draw, bucket: str, contents) -> None:
+    names = [
+        "a b",
+        "a+b",
+        "100%",
+        "%41",
+        "what?",
+        "h#x",
+        "am&p",
+        "\xfc\u732b",
+        "it's",
+        "<lt>",
+        "d//ouble",
+        "back\\slash",
+        "x" * 500,
+    ]
+    images = Minio(os.environ["AWS_ENDPOINT_URL"].removeprefix("http://"), "tester", "not-a-secret", secure=False)
+    for number, name in enumerate(names * 2):
+        data = draw(number)
+        images.put_object(bucket, f"some #1?/{number // len(names)}/{name}.png", BytesIO(data), len(data))
+    manifest = take(f"s3://{bucket}/some #1?")
+    assert len(contents(manifest)) == 2 * len(names)
+    assert manifest.problem_counts == {}
 
 
 def test_a_bucket_with_given_splits(tmp_path: Path, take, draw, bucket: str, contents, digest_of) -> None:

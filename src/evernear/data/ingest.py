@@ -114,6 +114,8 @@ def _ingest(
     if parent is not None:
         snapshots.fetch_ledger(parent, ledger_path)
     with closing(Ledger(ledger_path, settings.source)) as ledger:
+        if not settings.dataset:
+            _require_one_source(ledger, snapshots.name, settings.source)
         if isinstance(source, FileSource):
             _list(source, ledger, settings.source)
             labels = ledger.labels_listed()
@@ -132,6 +134,15 @@ def _ingest(
             writer.rewrite(slot, ledger.changes(slot))
         say("writing the manifest")
         return snapshots.publish(_manifest(settings, snapshots, shape, ledger, parent), ledger, scratch)
+
+
+def _require_one_source(ledger: Ledger, name: str, source: str) -> None:
+    """Stop two sources from becoming one dataset only because their names are alike."""
+    if others := ledger.other_sources():
+        raise DataError(
+            f"The dataset {name!r} was made from {others[0]}, and {source} would be added to it: set"
+            f" data.dataset={name} if that is meant, else give it a name of its own (data.dataset)."
+        )
 
 
 def _list(source: FileSource, ledger: Ledger, place: str) -> None:

@@ -51,12 +51,20 @@ CREATE TABLE images (
 ) WITHOUT ROWID;
 """
 
+# Files by names that tell those of one source from those of another.
+_NAMED = """
+CREATE TEMP VIEW named AS
+SELECT CASE WHEN (SELECT COUNT(*) FROM sources) > 1 THEN uri || '/' || name ELSE name END AS name,
+  digest, label, given, fault
+FROM files JOIN sources ON sources.id = files.source
+"""
+
 # Images that stand in more than one file.
 _TWINS = """
 CREATE TEMP TABLE twins AS
 SELECT MIN(name) AS name, digest,
   COUNT(DISTINCT label) AS labels, COUNT(DISTINCT COALESCE(given, '')) AS splits
-FROM files
+FROM named
 WHERE digest IN (SELECT digest FROM files WHERE digest IS NOT NULL GROUP BY digest HAVING COUNT(*) > 1)
 GROUP BY digest
 """
@@ -100,9 +108,10 @@ class Ledger:
                     self._db.execute(statement)
             self._db.execute("UPDATE state SET run = run + 1")
             self._run = cast(int, self._db.execute("SELECT run FROM state").fetchone()[0])
-            self._db.execute("INSERT OR IGNORE INTO sources (uri) VALUES (?)", (source,))
-            row = self._db.execute("SELECT id FROM sources WHERE uri = ?", (source,)).fetchone()
+            self._db.execute("INSERT OR IGNORE INTO sources (uri) VALUES (?)", (_place(source),))
+            row = self._db.execute("SELECT id FROM sources WHERE uri = ?", (_place(source),)).fetchone()
             self._source = cast(int, row[0])
+            self._db.execute(_NAMED)
 
     def publish(self, path: Path) -> None:
         """Commit, and write a compact copy to ``path``."""
@@ -113,6 +122,10 @@ class Ledger:
     def close(self) -> None:
         """Let the file go; what was not published is lost."""
         self._db.close()
+
+    def other_sources(self) -> list[str]:
+        """The other sources that the dataset was fed from."""
+        return [row[0] for row in self._all("SELECT uri FROM sources WHERE id != ? ORDER BY id", self._source)]
 
     # Files
 
@@ -275,14 +288,14 @@ class Ledger:
 
     def _problem_queries(self, expected_size: tuple[int, int] | None) -> Iterator[tuple[str, str, tuple[object, ...]]]:
         """Kind, query for (name, digest where several files share it, what is wrong), the query's values."""
-        yield "undecodable", "SELECT name, NULL, fault FROM files WHERE fault IS NOT NULL", ()
+        yield "undecodable", "SELECT name, NULL, fault FROM named WHERE fault IS NOT NULL", ()
         yield "tiny_class", "SELECT name, NULL, 'holds no image' FROM empty_folders", ()
         twins = "SELECT name, digest, {} FROM twins WHERE {}"
         yield "conflicting_labels", twins.format("'are one image under several labels'", "labels > 1"), ()
         across = twins.format("'are one image given in several splits'", "labels = 1 AND splits > 1")
         yield "duplicate_across_splits", across, ()
         yield "duplicate", twins.format("'are one image'", "labels = 1 AND splits = 1"), ()
-        name = "(SELECT MIN(name) FROM files WHERE files.digest = images.digest)"
+        name = "(SELECT MIN(name) FROM named WHERE named.digest = images.digest)"
         constant = f"SELECT {name}, NULL, 'has one value in all its pixels' FROM images WHERE constant"  # noqa: S608
         yield "constant_image", constant, ()
         if expected_size is not None:
@@ -292,7 +305,7 @@ class Ledger:
     def _names(self, name: str, digest: bytes | None) -> tuple[str, ...]:
         if digest is None:
             return (name,)
-        query = "SELECT name FROM files WHERE digest = ? ORDER BY name LIMIT ?"
+        query = "SELECT name FROM named WHERE digest = ? ORDER BY name LIMIT ?"
         return tuple(row[0] for row in self._all(query, digest, _MAX_NAMES))
 
     # SQLite
@@ -315,7 +328,7 @@ class PublishedLedger:
     def __init__(self, path: Path, source: str) -> None:
         with _sqlite_errors():
             self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
-            row = self._db.execute("SELECT id FROM sources WHERE uri = ?", (source,)).fetchone()
+            row = self._db.execute("SELECT id FROM sources WHERE uri = ?", (_place(source),)).fetchone()
         self._source = row[0] if row else None
 
     def close(self) -> None:
@@ -334,6 +347,11 @@ class PublishedLedger:
         query = f"SELECT name, etag FROM files WHERE source = ? AND name IN ({marks})"  # noqa: S608 - question marks only
         with _sqlite_errors():
             return dict(self._db.execute(query, (self._source, *names)).fetchall())
+
+
+def _place(source: str) -> str:
+    """A source as the ledger knows it: ``s3://bucket/prefix/`` is no other place than ``s3://bucket/prefix``."""
+    return source.rstrip("/")
 
 
 def _turn(file: Listed) -> int:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol, runtime_checkable
 from urllib.error import URLError
-from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -24,8 +23,13 @@ from evernear.errors import DataError, SettingsError
 from evernear.store import disk_errors, open_store
 
 # Files of these kinds are taken for images by their name; whether they are PNG or JPEG their content tells.
-_IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".heic", ".avif"})
+_IMAGE_SUFFIXES = frozenset(
+    {".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".heic", ".avif"}
+)
+# Two of these beside each other, in capitals or not, are no classes.
+_SPLIT_WORDS = frozenset({*SPLITS, "val", "valid", "validation", "dev"})
 _BLOCK = 1024
+_MAX_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ def open_source(source: str) -> ArraySource | FileSource:
         SettingsError: there is no such kind of source.
         DataError: the directory or its files are missing.
     """
-    kind, colon, place = source.partition(":")
+    kind, _, place = source.partition(":")
     if source == "digits":
         return Digits()
     if source == "mnist":
@@ -98,7 +102,7 @@ def open_source(source: str) -> ArraySource | FileSource:
         return Mnist(Path(place))
     if kind == "folder" and place:
         return Folder(Path(place))
-    if kind == "s3" and colon:
+    if source.startswith("s3://") and place.strip("/"):
         return Bucket(source)
     raise SettingsError(
         f"There is no source {source!r}; known: digits, mnist, mnist:DIRECTORY, folder:DIRECTORY, s3://bucket/prefix."
@@ -188,10 +192,11 @@ class Mnist:
                     yield Listed(f"{part}[{i}]", "", str(label), given, 0)
 
     def _find(self, stem: str, kind: str) -> Path:
-        for directory in (self._directory, self._directory / "MNIST" / "raw"):
-            for name in (f"{stem}-{kind}", f"{stem}-{kind}.gz", f"{stem}.{kind}", f"{stem}.{kind}.gz"):
-                if (directory / name).is_file():
-                    return directory / name
+        with disk_errors(self._directory):
+            for directory in (self._directory, self._directory / "MNIST" / "raw"):
+                for name in (f"{stem}-{kind}", f"{stem}-{kind}.gz", f"{stem}.{kind}", f"{stem}.{kind}.gz"):
+                    if (directory / name).is_file():
+                        return directory / name
         raise DataError(f"{self._directory} holds no {stem}-{kind}, plain or .gz; name a directory with the IDX files.")
 
 
@@ -278,6 +283,14 @@ class _ClassFolders:
             if "train" not in given:
                 raise DataError(f"{self.name} has given splits ({', '.join(sorted(given))}) but no train folder.")
             self.hashed = ("train", *(split for split in SPLITS[1:] if split not in given))
+        elif len(words := sorted(name for name in top if name.lower() in _SPLIT_WORDS)) > 1:
+            # Read as classes, they would give a network that tells train from test.
+            others = sorted(top - given)
+            raise DataError(
+                f"{self.name} has folders {', '.join(words)}, as if splits were given, which takes train, test,"
+                " gallery and query with nothing beside them; rename, move or remove"
+                f" {', '.join(others[:_MAX_NAMES])}{' and more' * (len(others) > _MAX_NAMES)}."
+            )
 
     def _listed(self, path: str, etag: str, size_bytes: int) -> Listed | None:
         """A file by its path in the source; None for what is no image in a class folder."""
@@ -294,29 +307,30 @@ class Folder(_ClassFolders):
     """A directory tree of image files."""
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory.resolve().name)
-        self._directory = directory
-        if not directory.is_dir():
-            raise DataError(f"There is no directory {directory} to read images from.")
+        with disk_errors(directory):
+            super().__init__(directory.resolve().name)
+            self._directory = directory
+            if not directory.is_dir():
+                raise DataError(f"There is no directory {directory} to read images from.")
 
     def files(self) -> Iterator[Listed]:
         """The image files; an etag is size and time of change."""
-        with disk_errors(self._directory):
-            tops = _visible_folders(self._directory)
-            self._set_layout({top.name for top in tops})
-            classes = [folder for top in tops for folder in _visible_folders(top)] if self._splits_given else tops
-            for folder in classes:
-                yield from self._files_of(folder)
+        tops = _visible_folders(self._directory)
+        self._set_layout({top.name for top in tops})
+        classes = [folder for top in tops for folder in _visible_folders(top)] if self._splits_given else tops
+        for folder in classes:
+            yield from self._files_of(folder)
 
     def _files_of(self, folder: Path) -> Iterator[Listed]:
         count = 0
         for entry in _walk(folder):
             name = Path(entry.path).relative_to(self._directory).as_posix()
-            _check_utf8(name)
-            stat = entry.stat()
-            if listed := self._listed(name, f"{stat.st_size}-{stat.st_mtime_ns}", stat.st_size):
+            if listed := self._listed(name, "", 0):
+                _check_utf8(name)
+                with disk_errors(entry.path):
+                    stat = entry.stat()
                 count += 1
-                yield listed
+                yield listed._replace(etag=f"{stat.st_size}-{stat.st_mtime_ns}", size_bytes=stat.st_size)
         if not count:
             self.empty_folders.append(folder.relative_to(self._directory).as_posix())
 
@@ -331,8 +345,7 @@ class Bucket(_ClassFolders):
     """The image files under a prefix of an S3 bucket."""
 
     def __init__(self, uri: str) -> None:
-        parts = urlsplit(uri)
-        super().__init__(f"{parts.netloc}{parts.path}")
+        super().__init__(uri.removeprefix("s3://"))
         self._store = open_store(uri)
 
     def files(self) -> Iterator[Listed]:
@@ -348,12 +361,15 @@ class Bucket(_ClassFolders):
 
 
 def _walk(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """All files below a folder as the disk has them: a sorted listing would hold a whole folder in memory."""
-    with os.scandir(folder) as entries:
+    """All files below a folder as the disk has them: a sorted listing would hold a whole folder in memory.
+
+    A link to nothing is among them: its image must not leave the dataset because a disk is not mounted.
+    """
+    with disk_errors(folder), os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 yield from _walk(Path(entry.path))
-            elif entry.is_file():
+            elif entry.is_file() or not Path(entry.path).exists():
                 yield entry
 
 
@@ -361,11 +377,15 @@ def _check_utf8(name: str) -> None:
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise DataError(f"The name of {os.fsencode(name)!r} is not UTF-8; rename the file.") from None
+        raise DataError(f"The name of {os.fsencode(name)!r} is not UTF-8; rename it.") from None
 
 
 def _visible_folders(directory: Path) -> list[Path]:
-    return sorted(p for p in directory.iterdir() if p.is_dir() and not p.name.startswith("."))
+    with disk_errors(directory):
+        folders = sorted(p for p in directory.iterdir() if p.is_dir() and not p.name.startswith("."))
+    for folder in folders:
+        _check_utf8(folder.name)
+    return folders
 
 
 def _slug(name: str) -> str:

@@ -46,6 +46,8 @@ def open_store(uri: str) -> Store:
     parts = urlsplit(uri)
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
         return FileStore(Path(unquote(parts.path)))
-    if parts.scheme == "s3" and parts.netloc:
-        return S3Store(parts.netloc, parts.path.strip("/"))
+    # No URL: in the name of an object '?' and '#' are letters like others.
+    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+    if parts.scheme == "s3" and bucket:
+        return S3Store(bucket, prefix.strip("/"))
     raise SettingsError(f"The store {uri!r} is neither file:///absolute/path nor s3://bucket/prefix.")
