@@ -1,5 +1,6 @@
 """Archives that somebody made to do harm, or that a disk damaged."""
 
+import io
 import json
 import pickle
 import random
@@ -187,8 +188,56 @@ def test_members_that_overlap_are_refused(packed: PackedRelease, tmp_path: Path)
             info.file_size = info.compress_size = twin.file_size
             new.filelist.append(info)
             new.NameToInfo[name] = info
-    with pytest.raises(IntegrityError, match="its members overlap"):
+    with pytest.raises(IntegrityError, match="one behind the other"):
         open_release(tmp_path / "overlap.mar", tmp_path / "opened")
+
+
+def unlisted(name: str, data: bytes) -> bytes:
+    """A member as it lies in a zip file, without the entry in the list at its end."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as members:
+        members.writestr(name, data)
+    return buffer.getvalue()[: members.start_dir]
+
+
+@pytest.mark.parametrize("place", ["before", "behind"])
+def test_a_member_that_only_torchserve_would_see_is_refused(packed: PackedRelease, tmp_path: Path, place: str) -> None:
+    """Java's ZipInputStream goes from header to header: TorchServe ran such a handler in the place of the true one."""
+    content = packed.archive.read_bytes()
+    with zipfile.ZipFile(packed.archive) as members:
+        start = members.start_dir
+    hidden = unlisted("handler.py", b"import os")
+    if place == "before":  # what lies before a zip file moves all it points to; `zipfile` takes that into account
+        content = hidden + content
+    else:
+        end = content[-22:-6] + (start + len(hidden)).to_bytes(4, "little") + content[-2:]
+        content = content[:start] + hidden + content[start:-22] + end
+    (tmp_path / "hidden.mar").write_bytes(content)
+    with zipfile.ZipFile(tmp_path / "hidden.mar") as members:
+        assert members.testzip() is None
+    with pytest.raises(IntegrityError, match="not them alone"):
+        open_release(tmp_path / "hidden.mar", tmp_path / "opened")
+
+
+def test_a_member_that_ends_earlier_for_torchserve_is_refused(packed: PackedRelease, tmp_path: Path) -> None:
+    """The rest of its content could be a member that is in no list."""
+    archive = rewrite(packed, tmp_path / "short.mar", lambda _: None)
+    content = bytearray(archive.read_bytes())
+    with zipfile.ZipFile(archive) as members:
+        header = members.getinfo("smoke.json").header_offset
+    content[header + 18 : header + 26] = (7).to_bytes(4, "little") * 2
+    archive.write_bytes(content)
+    with pytest.raises(IntegrityError, match="one behind the other"):
+        open_release(archive, tmp_path / "opened")
+
+
+def test_a_member_of_more_than_two_gigabytes_would_open(packed: PackedRelease, tmp_path: Path) -> None:
+    """Its header has its sizes in an extra field, as that of a smaller one may."""
+    with zipfile.ZipFile(packed.archive) as old, zipfile.ZipFile(tmp_path / "large.mar", "w") as new:
+        for name in old.namelist():
+            with new.open(name, "w", force_zip64=True) as member:
+                member.write(old.read(name))
+    assert open_release(tmp_path / "large.mar", tmp_path / "opened").manifest == packed.manifest
 
 
 def test_a_zip_of_countless_members_is_refused_before_they_are_listed(tmp_path: Path) -> None:

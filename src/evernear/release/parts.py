@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 import stat
+import struct
 import zipfile
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -61,6 +62,9 @@ MAX_RELEASE_BYTES = 16 * 2**30
 MAX_DIRECTORY_BYTES = 2**20  # of the zip: thousands of members; a release has some twenty
 _CHUNK_BYTES = 2**20
 _ENCRYPTED = 0x1
+_LOCAL_HEADER = struct.Struct("<6x2H8x2L2H")  # flags, compression, compressed and plain size, lengths of name and extra
+_ZIP64 = struct.Struct("<2H2Q")  # the extra field of a member beyond 2 GB, which then has _SEE_EXTRA for its sizes
+_SEE_EXTRA = 2**32 - 1
 
 
 class SmokeQuery(BaseModel):
@@ -201,7 +205,7 @@ def _zip(archive: Path) -> Generator[zipfile.ZipFile]:
         _check_directory(archive)
         with zipfile.ZipFile(archive) as members:
             yield members
-    except (zipfile.BadZipFile, OSError, RuntimeError, NotImplementedError, EOFError, ValueError) as error:
+    except (zipfile.BadZipFile, OSError, RuntimeError, EOFError, ValueError, struct.error) as error:
         raise IntegrityError(f"{archive} cannot be read as a release: {printable(str(error))}.") from None
 
 
@@ -259,12 +263,33 @@ def _check_members(members: zipfile.ZipFile, manifest: ReleaseManifest, archive:
             raise _changed(info.filename, archive)
         if part is not None and info.filename not in LARGE_PARTS and part.size_bytes > MAX_SMALL_PART_BYTES:
             raise IntegrityError(f"{info.filename} in {archive} is larger than {MAX_SMALL_PART_BYTES} bytes.")
-    unpacked_bytes = sum(info.file_size for info in infos)
-    if unpacked_bytes > max_size_bytes:
+    if sum(info.file_size for info in infos) > max_size_bytes:
         raise IntegrityError(f"{archive} unpacks to more than {max_size_bytes} bytes.")
-    if unpacked_bytes > archive.stat().st_size:
-        raise IntegrityError(f"{archive} unpacks to more than itself: its members overlap.")
+    _check_layout(members, archive)
     _check_torchserve_manifest(_read_small(members, TORCHSERVE_MANIFEST_FILE, archive), manifest, archive)
+
+
+def _check_layout(members: zipfile.ZipFile, archive: Path) -> None:
+    """From the file's beginning to its list of members lies one member behind the other, and nothing else.
+
+    `zipfile` finds members by the list, TorchServe (Java's ZipInputStream) by their own headers (APPNOTE 4.3.7), one
+    after another: what is in no list it unpacks too. And where members overlap, more comes out than went in.
+    """
+    scattered = IntegrityError(f"{archive} does not hold its members one behind the other, or not them alone.")
+    end = 0
+    with archive.open("rb") as file:
+        for info in sorted(members.infolist(), key=lambda info: info.header_offset):
+            file.seek(info.header_offset)
+            flags, kind, *sizes, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+            more = file.read(name + extra)[name:]
+            size = info.file_size
+            if sizes == [_SEE_EXTRA, _SEE_EXTRA] and more == _ZIP64.pack(1, 16, size, size):
+                sizes = [size, size]
+            if info.header_offset != end or [flags, kind, *sizes] != [info.flag_bits, info.compress_type, size, size]:
+                raise scattered
+            end += _LOCAL_HEADER.size + name + extra + size
+    if end != members.start_dir:
+        raise scattered
 
 
 def _require_plain(info: zipfile.ZipInfo, archive: Path) -> None:
