@@ -216,12 +216,14 @@ def test_a_bomb_is_refused_by_its_header(tree, take, draw) -> None:
     assert take(tree, max_pixels=20_000).problem_counts == {"wrong_size": 1}
 
 
-def test_problems_are_counted_in_full_and_listed_in_part(tree, take) -> None:
-    for number in range(300):
+def test_problems_are_counted_in_full_and_listed_as_far_as_they_have_to_be_mended(tree, take, draw) -> None:
+    for number in range(1100):
         (tree / "1" / f"words-{number}.png").write_text(str(number))
+    for number in range(30):
+        (tree / "1" / f"large-{number}.png").write_bytes(draw(1000 + number, (9, 9)))
     manifest = take(tree)
-    assert manifest.problem_counts == {"undecodable": 300}
-    assert len(manifest.problems) == 20
+    assert manifest.problem_counts == {"undecodable": 1100, "wrong_size": 30}
+    assert Counter(problem.kind for problem in manifest.problems) == {"undecodable": 1000, "wrong_size": 20}
 
 
 def test_a_duplicate_is_taken_once(tree, take, contents) -> None:

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple, cast
 from evernear.data.manifest import Problem, Shard, Split
 from evernear.errors import StoreError
 
-MAX_LISTED = 20
+# Problems of a kind that a manifest lists. Those that stop a run have to be mended one by one.
+_LISTED = {"undecodable": 1000, "conflicting_labels": 1000}
+_LISTED_OF_OTHERS = 20
 _MAX_NAMES = 5
 
 _SCHEMA = """
@@ -280,7 +282,8 @@ class Ledger:
             count = self._int(f"SELECT COUNT(*) FROM ({query})", *values)  # noqa: S608 - our own words
             if count:
                 counts[kind] = count
-            for name, digest, what in self._all(f"{query} ORDER BY 1 LIMIT {MAX_LISTED}", *values):
+            limit = _LISTED.get(kind, _LISTED_OF_OTHERS)
+            for name, digest, what in self._all(f"{query} ORDER BY 1 LIMIT {limit}", *values):
                 names = self._names(name, digest)
                 detail = what if kind == "undecodable" else f"{', '.join(names)} {what}."
                 found.append(Problem(kind=kind, names=names, detail=detail))
