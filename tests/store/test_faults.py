@@ -284,6 +284,12 @@ def test_an_environment_that_cannot_be_is_named(
         S3Store(bucket, "prefix")
 
 
+def test_an_archived_object_is_not_called_forbidden(front: Front, store: S3Store) -> None:
+    front.harm("GET", refuse(403, "InvalidObjectState"))
+    with pytest.raises(StoreError, match=r"refused s3:GetObject on s3://.*/prefix/x: InvalidObjectState, sorry\."):
+        store.get("x")
+
+
 def test_requests_without_keys_are_told_so(front: Front, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     store = S3Store(bucket, "prefix")

@@ -165,7 +165,8 @@ class Connection:
             return f"What was written to {place} was damaged on its way ({code}); nothing was kept, run again."
         if status in _OVERLOADED:
             return f"{self.endpoint} is overloaded or broken ({status} {code}) after {TRIES} tries; run again later."
-        if code == "AccessDenied" or status == 403:
+        # An archived object (S3 Glacier) is 403, too; what the server says of it tells more.
+        if code == "AccessDenied" or (status == 403 and code != "InvalidObjectState"):
             return f"{permission} on {place} is not permitted {self._to_whom(permission)}; see docs/object-store.md."
         return f"{self.endpoint} refused {permission} on {place}: {error.message or code}."
 
