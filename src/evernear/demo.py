@@ -1,12 +1,14 @@
 """The whole journey on one laptop, told as it happens: what ``make demo`` runs."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from evernear.data.shards import Dataset
@@ -21,7 +23,7 @@ SHOWN_NEIGHBORS = 3
 
 def demo(settings: Settings, console: Console, show: Callable[[Event], None], *, keep: bool) -> None:
     """Run the pipeline, deploy the release on a real TorchServe, and recognise images it never saw."""
-    console.print(f"[bold]1. The pipeline[/], each step its own process, on [cyan]{settings.data.source}[/]")
+    console.print(f"[bold]1. The pipeline[/], each step its own process, on [cyan]{escape(settings.data.source)}[/]")
     try:
         result = run(settings, show)
         _tell_verdict(result, console)
@@ -49,7 +51,9 @@ def _recognise(settings: Settings, result: RunResult, console: Console) -> None:
         near = " ".join(f"{n['label']}:{n['dist']:.2f}" for n in answer["neighbors"][:SHOWN_NEIGHBORS])
         shown = f"{answer['pred']} (unknown)" if answer["unknown"] else answer["pred"]
         colour = "green" if answer["pred"] == label else "red"
-        table.add_row(path.name, label, f"[{colour}]{shown}[/]", f"{answer['dist']:.3f}", near)
+        table.add_row(
+            escape(path.name), escape(label), f"[{colour}]{escape(shown)}[/]", f"{answer['dist']:.3f}", escape(near)
+        )
     console.print(table)
 
 
@@ -71,18 +75,16 @@ def unseen_images(dataset: Dataset, directory: Path) -> Iterator[tuple[str, Path
 
 def _tell_places(settings: Settings, result: RunResult, console: Console, *, keep: bool) -> None:
     own_s = sum(result.steps_s.values())
-    log = Path(result.paths["log"])
     console.print(
         f"\n[bold]4. What it took[/]: {result.wall_s:.1f} s for the pipeline, {own_s:.1f} s of it its steps' own work"
     )
-    console.print(f"   artifacts and log  {log.parent}", highlight=False)
-    console.print(f"   releases           {settings.store_uri}/releases", highlight=False)
+    tell = partial(console.print, highlight=False, markup=False, soft_wrap=True)  # to be copied as it is
+    tell(f"   artifacts and log  {Path(result.paths['log']).parent}")
+    tell(f"   releases           {settings.store_uri}/releases")
     command = "evernear" if settings.workdir == Settings().workdir else f"EVERNEAR_WORKDIR={settings.workdir} evernear"
     console.print("\n[bold]5. Next[/] (commands stand in .venv/bin)")
     if not keep:
-        console.print(f"   {command} serve                     the release again, on TorchServe", highlight=False)
-    console.print(f"   {command} predict {settings.workdir}/demo-images/*.png", highlight=False)
-    console.print(
-        f"   {command} run --source folder:IMAGES --workdir mine   your own, one folder per class", highlight=False
-    )
-    console.print(f"   {command} stop                      end the server", highlight=False)
+        tell(f"   {command} serve                     the release again, on TorchServe")
+    tell(f"   {command} predict {settings.workdir}/demo-images/*.png")
+    tell(f"   {command} run --source folder:IMAGES --workdir mine   your own, one folder per class")
+    tell(f"   {command} stop                      end the server")

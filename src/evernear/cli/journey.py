@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from evernear.cli.options import (
     ConfigOption,
@@ -76,14 +77,14 @@ class _Progress:
     def __call__(self, event: Any) -> None:
         match event.kind:
             case "started" | "progress":
-                self._status.update(f"[bold]{event.step}[/] {event.message}")
+                self._status.update(Text.assemble((event.step, "bold"), " ", event.message))
                 if not self._console.is_terminal and event.kind == "progress":
                     self._console.print(f"  .. {event.step:<10} {event.message}", highlight=False, markup=False)
             case _:
                 mark, colour = ("ok", "green") if event.kind == "finished" else ("!!", "red")
-                line = f"  [{colour}]{mark}[/] {event.step:<10} {event.own_work_s:6.1f} s  "
-                self._console.print(line, end="", highlight=False)
-                self._console.print(event.message, highlight=False, markup=False, soft_wrap=True)
+                rest = f" {event.step:<10} {event.own_work_s:6.1f} s  {event.message}"
+                # At once: the step at work, shown below, is drawn anew after each print, over a line that goes on.
+                self._console.print(Text.assemble("  ", (mark, colour), rest), soft_wrap=True)
         if event.step == "notify" and event.kind == "finished":
             self._status.stop()
 
