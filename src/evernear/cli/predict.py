@@ -1,9 +1,11 @@
 """``evernear predict``: ask what serves. Imports neither torch nor FAISS."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from ipaddress import AddressValueError, IPv6Address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -61,7 +63,7 @@ def predict(
         return
     if tls and target is None:
         raise SettingsError("--tls is for a server elsewhere; name it with --target.")
-    asked = Target.remote(settings, target, format, tls=tls) if target else Target.local(settings, format)
+    asked = Target.remote(settings, _host(target), format, tls=tls) if target else Target.local(settings, format)
     with Client(_changed(asked, port, timeout_s, model_name)) as client:
         if metadata:
             _show_metadata(client.metadata(), as_json)
@@ -73,6 +75,16 @@ def predict(
         exit_code = _print_json(answers) if as_json else _print_table(answers, alone=len(files) == 1)
     if exit_code:
         sys.exit(exit_code)
+
+
+def _host(target: str) -> str:
+    """A host's name or address, without what has an option of its own."""
+    try:
+        return target if re.fullmatch(r"[\w.-]+", target) else str(IPv6Address(target.strip("[]")))
+    except AddressValueError:
+        raise SettingsError(
+            f"--target {target!r} is no host alone; give a port with --port, and say --tls for https."
+        ) from None
 
 
 def _changed(target: "Target", port: int | None, timeout_s: float | None, model: str | None) -> "Target":

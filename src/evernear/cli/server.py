@@ -65,10 +65,10 @@ def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: Wor
 def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
     """Stop the TorchServe of this working directory: what came in is answered first."""
     from evernear.deployment.local import stop
+    from evernear.serving.connection import home_of
 
-    print(
-        "TorchServe stopped." if stop(settings_of(None, config, overrides, workdir)) else "TorchServe was not running."
-    )
+    settings = settings_of(None, config, overrides, workdir)
+    print("TorchServe stopped." if stop(settings) else f"No TorchServe runs in {home_of(settings.workdir)}.")
 
 
 def token(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
