@@ -76,6 +76,13 @@ def test_a_planted_shift_is_found_at_the_default_rate(planted: dict[str, float],
     assert found == 8
 
 
+@pytest.mark.parametrize("rate", [0.0003, 0.3])
+def test_a_shift_is_found_at_rates_whose_share_is_rounded_down(rate: float) -> None:
+    rng = np.random.default_rng(0)
+    shifts = measure_drift(drawn(rng), drawn(rng, one_class=0.9), BOUNDS, rate)
+    assert [shift.measure for shift in shifts if shift.found] == ["embedding_shift"]
+
+
 def test_a_difference_too_small_to_matter_is_none_however_sure_it_is() -> None:
     rng = np.random.default_rng(0)
     reference, live = drawn(rng, 200_000, 100_000), drawn(rng, 200_000, 100_000, farther=0.005)

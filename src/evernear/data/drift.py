@@ -73,8 +73,8 @@ def measure_drift(
         elif reference.coordinates.shape[1] != live.coordinates.shape[1] or not live.coordinates.shape[1]:
             continue
         else:
-            permutations = math.ceil(1 / level) - 1
-            effect, p = embedding_shift(reference.coordinates, live.coordinates, permutations, seed)
+            # One more than needed: 1 / (1 / level) may be rounded to above ``level``, which no p-value would reach.
+            effect, p = embedding_shift(reference.coordinates, live.coordinates, math.ceil(1 / level), seed)
         shifts.append(Shift(measure, effect, bound, p, level))
     return shifts
 
