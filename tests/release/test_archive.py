@@ -128,6 +128,18 @@ def test_the_champion_opens_to_be_measured(make_release: MakeRelease, tmp_path: 
         assert recogniser.embed(block.images).shape == (8, packed.manifest.embedding_dim)
 
 
+def test_a_champion_that_cannot_be_opened_is_told_with_the_way_out(make_release: MakeRelease, tmp_path: Path) -> None:
+    store = open_store((tmp_path / "store").as_uri())
+    packed = make_release()
+    registry = Registry(store)
+    record = registry.publish(packed.archive)
+    registry.set_champion(packed.version, None)
+    store.put(record.archive_key, b"damaged")
+    told = f"champion {packed.version} cannot be compared with: .* is damaged.*; .*registry promote"
+    with pytest.raises(IntegrityError, match=told), open_champion(store):
+        pass
+
+
 def test_opening_a_release_loads_neither_torch_nor_faiss() -> None:
     rooms = "evernear.release.parts, evernear.release.registry"
     script = f"import sys, {rooms}; print({{'torch', 'faiss'}} & set(sys.modules))"

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from evernear.data.shards import Dataset
+from evernear.errors import IntegrityError
 from evernear.evaluation.recogniser import Recogniser
 from evernear.release.parts import open_release
 from evernear.release.registry import Registry
@@ -29,7 +30,13 @@ def open_champion(store: Store) -> Generator[tuple[Recogniser | None, Dataset | 
         return
     with tempfile.TemporaryDirectory(prefix="evernear-champion-") as temporary:
         archive = Path(temporary) / "champion.mar"
-        manifest = registry.fetch(champion.version, archive).manifest
-        parts = open_release(archive, Path(temporary) / "release")
-        recogniser = Recogniser.open(parts.directory, parts.directory, champion.version)
+        try:
+            manifest = registry.fetch(champion.version, archive).manifest
+            parts = open_release(archive, Path(temporary) / "release")
+            recogniser = Recogniser.open(parts.directory, parts.directory, champion.version)
+        except IntegrityError as error:
+            raise IntegrityError(
+                f"The champion {champion.version} cannot be compared with: {str(error).removesuffix('.')}; put the "
+                "file back, or let another release serve (`evernear registry promote VERSION`), and run again."
+            ) from error
         yield recogniser, Dataset.find(store, manifest.dataset_name, manifest.dataset_digest)
