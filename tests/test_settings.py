@@ -35,7 +35,12 @@ def test_settings_are_frozen() -> None:
         ("train.epochs=many", "Setting train.epochs = 'many' cannot be used"),
         ("train.epochs=0", "Setting train.epochs = 0 cannot be used"),
         ("train.epochs", "has no '='"),
-        ("train=3", "Setting train = 3 cannot be used"),
+        (
+            "train=3",
+            "Setting train = 3 cannot be used: it is a section, whose settings are given as section.key=value.",
+        ),
+        ("slack.may_start=U1", 'Setting slack.may_start = \'U1\' cannot be used: it is a list, as in ["a", "b"].'),
+        ("kubernetes.node_selector=a=b", 'it is a table, as in {"key": "value"}.'),
     ],
 )
 def test_a_typo_gets_one_sentence(override: str, sentence: str) -> None:

@@ -24,6 +24,12 @@ TOKEN_VARIABLE = "EVERNEAR_TOKEN"  # noqa: S105 - a name, no token
 TOKEN_FILE_VARIABLE = "EVERNEAR_TOKEN_FILE"  # noqa: S105
 Model = TypeVar("Model", bound=BaseModel)
 Severity = Literal["error", "warn", "off"]
+_SHAPES = {
+    "tuple_type": 'it is a list, as in ["a", "b"]',
+    "dict_type": 'it is a table, as in {"key": "value"}',
+    "model_type": "it is a section, whose settings are given as section.key=value",
+}
+"""What pydantic's own words would leave unsaid: how to write it."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -509,7 +515,7 @@ def _sentence(model: type[BaseModel], error: ValidationError) -> str:
     fault = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in fault["loc"])
     if fault["type"] != "extra_forbidden":
-        message = fault["msg"][0].lower() + fault["msg"][1:]
+        message = _SHAPES.get(fault["type"]) or fault["msg"][0].lower() + fault["msg"][1:]
         return f"Setting {key} = {fault['input']!r} cannot be used: {message}."
     known = _known_keys(model)
     # A key given without its section (epochs) is nearest to the one that ends with it (train.epochs).
