@@ -59,6 +59,8 @@ def examine(settings: Settings, parts: Sequence[Part]) -> Iterator[Finding]:
             message, well = examinations[part](settings), True
         except EvernearError as error:
             message, well = str(error), False
+        except ModuleNotFoundError as error:
+            message, well = f"{error.name} is not installed; run `pip install 'evernear[pipeline,triggers]'`.", False
         yield Finding(part=part, well=well, message=message)
 
 

@@ -1,13 +1,14 @@
 """`evernear doctor` against stores, a Kubeflow Pipelines server and a Slack on loopback, well and ill."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
-from evernear.cli import app
+from evernear.cli import app, main
 from evernear.doctor import SLACK_SCOPES
 from evernear.errors import SettingsError
 from pipelines import connection
@@ -93,6 +94,29 @@ def test_slack_without_a_token_with_another_with_too_few_scopes_and_well(
 def test_the_scopes_are_those_of_the_manifest() -> None:
     manifest = yaml.safe_load((ROOT / "deploy/slack/manifest.yaml").read_text())
     assert set(manifest["oauth_config"]["scopes"]["bot"]) == SLACK_SCOPES
+
+
+def test_a_part_whose_library_is_not_installed_hides_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "slack_sdk.web", None)
+    code, found = examined("slack", "store", "--set", f"store={tmp_path.as_uri()}")
+    assert code == 1
+    assert str(found["slack"]["message"]).startswith("slack_sdk.web is not installed; run `pip install")
+    assert found["store"]["well"]
+
+
+def test_a_command_whose_library_is_not_installed_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["evernear", "pipeline", "compile", "--image", f"r/x@sha256:{64 * 'a'}"])
+    monkeypatch.setitem(sys.modules, "pipelines.compile", None)
+    with pytest.raises(ModuleNotFoundError):
+        main()  # ours: a fault that wants its traceback
+    monkeypatch.delitem(sys.modules, "pipelines.compile")
+    monkeypatch.setitem(sys.modules, "kfp", None)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("evernear: kfp is not installed; run `pip install 'evernear[")
 
 
 def test_a_part_that_there_is_not_is_named() -> None:

@@ -10,6 +10,9 @@ from rich.markup import escape
 from evernear.cli import cluster, doctor, inspect, journey, pipeline, pod, predict, prep, releases, server, slack, watch
 from evernear.errors import EvernearError, StoreError
 
+OURS = ("evernear", "pipelines", "components")
+EXTRAS = "train,serve,prep,pipeline,triggers"  # each command needs some of them
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -41,11 +44,16 @@ app.add_typer(slack.app, name="slack")
 
 
 def main() -> None:
-    """Run the command line; an `EvernearError` becomes one sentence and its exit code, and so does a file's fault."""
+    """Run the command line; an `EvernearError`, a file's fault, a missing extra become one sentence and an exit code."""
     try:
         app()
     except EvernearError as error:
         _refuse(str(error), error.exit_code)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", *OURS):
+            raise
+        _refuse(f"{package} is not installed; run `pip install 'evernear[{EXTRAS}]'`.", EvernearError.exit_code)
     except OSError as error:
         if error.filename is None:
             raise
