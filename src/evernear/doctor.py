@@ -60,7 +60,8 @@ def examine(settings: Settings, parts: Sequence[Part]) -> Iterator[Finding]:
         except EvernearError as error:
             message, well = str(error), False
         except ModuleNotFoundError as error:
-            message, well = f"{error.name} is not installed; run `pip install 'evernear[pipeline,triggers]'`.", False
+            package = (error.name or "").partition(".")[0]
+            message, well = f"{package} is not installed; run `pip install 'evernear[pipeline,triggers]'`.", False
         yield Finding(part=part, well=well, message=message)
 
 

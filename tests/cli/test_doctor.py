@@ -100,7 +100,7 @@ def test_a_part_whose_library_is_not_installed_hides_no_other(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "slack_sdk.web", None)
     code, found = examined("slack", "store", "--set", f"store={tmp_path.as_uri()}")
     assert code == 1
-    assert str(found["slack"]["message"]).startswith("slack_sdk.web is not installed; run `pip install")
+    assert str(found["slack"]["message"]).startswith("slack_sdk is not installed; run `pip install")
     assert found["store"]["well"]
 
 

@@ -44,7 +44,7 @@ app.add_typer(slack.app, name="slack")
 
 
 def main() -> None:
-    """Run the command line; an `EvernearError`, a file's fault, a missing extra become one sentence and an exit code."""
+    """Run the command line; an `EvernearError`, a fault of a file and a missing extra become one sentence each."""
     try:
         app()
     except EvernearError as error:
