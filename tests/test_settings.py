@@ -35,6 +35,7 @@ def test_settings_are_frozen() -> None:
         ("train.epochs=many", "Setting train.epochs = 'many' cannot be used"),
         ("train.epochs=0", "Setting train.epochs = 0 cannot be used"),
         ("train.epochs", "has no '='"),
+        ("train.members=3", "cannot be used: embedding_dim is 128, no multiple of the 3 members; 129 is one."),
         (
             "train=3",
             "Setting train = 3 cannot be used: it is a section, whose settings are given as section.key=value.",

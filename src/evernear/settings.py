@@ -8,6 +8,7 @@ a remote server's token from ``EVERNEAR_TOKEN`` or the file that ``EVERNEAR_TOKE
 
 import difflib
 import json
+import math
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -107,7 +108,10 @@ class TrainSettings(Section):
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0)
     margin: float = Field(default=0.3, ge=0.0, lt=1.6, description="ArcFace m, radians.")
     scale: float = Field(default=32.0, gt=0.0, description="ArcFace s.")
-    embedding_dim: int = Field(default=128, ge=2, le=2048)
+    members: int = Field(
+        default=1, ge=1, le=16, description="Networks trained side by side, their embeddings joined: a deep ensemble."
+    )
+    embedding_dim: int = Field(default=128, ge=2, le=2048, description="Of the whole; a multiple of train.members.")
     width: int = Field(default=16, ge=4, le=512, description="Channels of the first convolution; they double by stage.")
     patch_px: int = Field(default=0, ge=0, le=32, description="Squares of pixels made channels at first; 0: by size.")
     augment: Literal["none", "affine"] = "affine"
@@ -122,6 +126,15 @@ class TrainSettings(Section):
         description="Stop early after so many epochs that recognise the gallery worse, beyond noise.",
     )
     parity_tolerance: float = Field(default=1e-4, gt=0.0, description="Largest |eager - TorchScript| of an embedding.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.embedding_dim % self.members:
+            nearest = math.ceil(self.embedding_dim / self.members) * self.members
+            raise ValueError(
+                f"embedding_dim is {self.embedding_dim}, no multiple of the {self.members} members; {nearest} is one"
+            )
+        return self
 
 
 class IndexSettings(Section):
@@ -515,7 +528,8 @@ def _sentence(model: type[BaseModel], error: ValidationError) -> str:
     fault = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in fault["loc"])
     if fault["type"] != "extra_forbidden":
-        message = _SHAPES.get(fault["type"]) or fault["msg"][0].lower() + fault["msg"][1:]
+        said = fault["msg"].removeprefix("Value error, ")
+        message = _SHAPES.get(fault["type"]) or said[0].lower() + said[1:]
         return f"Setting {key} = {fault['input']!r} cannot be used: {message}."
     known = _known_keys(model)
     # A key given without its section (epochs) is nearest to the one that ends with it (train.epochs).

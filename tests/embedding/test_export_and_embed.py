@@ -57,7 +57,7 @@ def test_a_network_that_differs_is_not_exported(digits: Dataset, trained_dir: Pa
 def test_outputs_that_are_not_numbers_are_not_exported(digits: Dataset, trained_dir: Path, tmp_path: Path) -> None:
     trained, network = load_trained(trained_dir)
     spoiled = network.state_dict()
-    spoiled["project.weight"].fill_(float("nan"))
+    spoiled["members.0.project.weight"].fill_(float("nan"))
     save_trained(tmp_path / "t", spoiled, trained.architecture, trained.settings, digits.digest, frozenset())
     with pytest.raises(TrainingError, match="differs from the trained one by nan"):
         export(tmp_path / "t", digits, tmp_path / "n", tolerance=1e-4)
@@ -86,12 +86,21 @@ def test_a_file_that_is_no_torchscript_is_a_sentence(tmp_path: Path) -> None:
         load_network(tmp_path / "network.pt")
 
 
+@pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize("shape", [(28, 28, 1), (50, 41, 3), (224, 224, 3)], ids=str)
-def test_every_shape_scripts_and_optimises_to_the_same_numbers(shape: tuple[int, int, int], tmp_path: Path) -> None:
+def test_every_shape_scripts_and_optimises_to_the_same_numbers(
+    shape: tuple[int, int, int], members: int, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     channels = shape[2]
     architecture = Architecture(
-        shape=shape, mean=(0.4,) * channels, std=(0.2,) * channels, patch_px=3, width=4, embedding_dim=16
+        shape=shape,
+        mean=(0.4,) * channels,
+        std=(0.2,) * channels,
+        patch_px=3,
+        width=4,
+        embedding_dim=16,
+        members=members,
     )
     eager = build(architecture)
     pixels = torch.randint(0, 256, (8, channels, *shape[:2]), dtype=torch.uint8)

@@ -6,7 +6,7 @@ import torch
 from evernear.embedding.network import Architecture, EmbeddingNetwork, build, choose_patch
 
 
-def network(shape: tuple[int, int, int], mean: float = 0.13, std: float = 0.3) -> EmbeddingNetwork:
+def network(shape: tuple[int, int, int], mean: float = 0.13, std: float = 0.3, members: int = 1) -> EmbeddingNetwork:
     torch.manual_seed(0)
     channels = shape[2]
     architecture = Architecture(
@@ -16,6 +16,7 @@ def network(shape: tuple[int, int, int], mean: float = 0.13, std: float = 0.3) -
         patch_px=choose_patch(*shape[:2]),
         width=4,
         embedding_dim=16,
+        members=members,
     )
     return build(architecture).eval()
 
@@ -64,6 +65,16 @@ def test_an_image_embeds_alike_alone_and_in_a_batch() -> None:
     together = embedder(pixels)
     alone = torch.cat([embedder(pixels[i : i + 1]) for i in range(9)])
     torch.testing.assert_close(alone, together, atol=1e-6, rtol=0)
+
+
+def test_an_ensemble_finds_images_as_similar_as_its_members_do_on_average() -> None:
+    shape = (28, 28, 1)
+    ensemble, pixels = network(shape, members=4), images(9, shape)
+    embeddings = ensemble(pixels)
+    assert embeddings.shape == (9, 16)
+    parts = torch.stack([part / part.norm(dim=1, keepdim=True) for part in embeddings.chunk(4, dim=1)])
+    assert (parts[0] - parts[1]).abs().max() > 0.1
+    torch.testing.assert_close(embeddings @ embeddings.T, (parts @ parts.mT).mean(dim=0), atol=1e-6, rtol=0)
 
 
 def test_cost_does_not_follow_the_camera() -> None:

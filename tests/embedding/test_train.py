@@ -14,7 +14,7 @@ from evernear.data.shards import Dataset
 from evernear.embedding.checkpoint import checkpoint_key
 from evernear.embedding.history import Epoch, TrainingResult
 from evernear.embedding.images import TrainingImages
-from evernear.embedding.learner import Learner, choose_optimizer, learning_rate
+from evernear.embedding.learner import Learner, choose_optimizer, cross_entropy, learning_rate
 from evernear.embedding.network import Architecture
 from evernear.embedding.state import TrainingState
 from evernear.embedding.train import train
@@ -40,6 +40,28 @@ def test_it_learns_and_says_how(digits: Dataset, tiny: TrainSettings, tmp_path: 
     trained, network = load_trained(tmp_path)
     assert trained.dataset_digest == digits.digest
     assert not network.training
+
+
+def test_an_ensemble_learns_too_and_each_member_as_it_would_alone(
+    digits: Dataset, tiny: TrainSettings, tmp_path: Path
+) -> None:
+    settings = tiny.model_copy(update={"members": 2, "epochs": 8, "min_steps": 200})
+    assert train(digits, settings, tmp_path).epochs[-1].gallery_accuracy > 0.95
+
+    architecture = load_trained(tmp_path)[0].architecture
+    alone = architecture.model_copy(update={"members": 1, "embedding_dim": architecture.embedding_dim // 2})
+    images = TrainingImages(digits, frozenset())
+    pixels, classes = next(images.batches(32, 0, 0, 0, 1))
+    both = Learner(architecture, images.classes, settings, torch.float32)
+    (cross_entropy(both(pixels, classes), classes, 0.1) * 2).backward()
+    for number in range(2):
+        one = Learner(alone, images.classes, settings, torch.float32)
+        one.network.members[0].load_state_dict(both.network.members[number].state_dict())
+        one.heads[0].load_state_dict(both.heads[number].state_dict())
+        cross_entropy(one(pixels, classes), classes, 0.1).backward()
+        learned = [*both.network.members[number].parameters(), *both.heads[number].parameters()]
+        for ours, theirs in zip(learned, one.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=1e-3)
 
 
 def test_the_test_split_is_not_touched(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
@@ -271,7 +293,7 @@ def test_the_weights_kept_are_those_of_the_kept_epoch(tiny: TrainSettings) -> No
             parameter.data.fill_(epoch)
         training.record(point(epoch, accuracy))
     assert training.kept_epoch == 1
-    assert training.kept_weights["project.weight"].unique().tolist() == [1.0]
+    assert training.kept_weights["members.0.project.weight"].unique().tolist() == [1.0]
 
 
 def test_changed_weights_are_noticed(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:

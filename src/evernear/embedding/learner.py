@@ -17,23 +17,33 @@ WARM_UP = 0.2
 
 
 class Learner(nn.Module):
-    """The embedding network and its ArcFace head, as one module; the network alone runs in mixed
-    precision."""
+    """The embedding network with an ArcFace head for each of its members, as one module; the network alone
+    runs in mixed precision."""
 
     def __init__(
         self, architecture: Architecture, classes: int, settings: TrainSettings, precision: torch.dtype
     ) -> None:
         super().__init__()
         self.network = build(architecture)
-        self.head = ArcFace(classes, settings.embedding_dim, settings.scale, settings.margin)
+        dim = architecture.embedding_dim // architecture.members
+        self.heads = nn.ModuleList(
+            ArcFace(classes, dim, settings.scale, settings.margin) for _ in range(architecture.members)
+        )
         self.precision = precision
 
     def forward(self, images: Tensor, classes: Tensor | None = None) -> Tensor:
-        """Logits (N, classes) of ``images`` (N, C, H, W); with the margin where ``classes`` (N,) are
-        given."""
+        """Each member's logits (N, classes, members) of ``images`` (N, C, H, W); with the margin where
+        ``classes`` (N,) are given."""
         with torch.autocast(images.device.type, self.precision, enabled=self.precision != torch.float32):
             embeddings = self.network(images)
-        return self.head(embeddings, classes)
+        parts = embeddings.chunk(len(self.heads), dim=1)
+        return torch.stack([head(part, classes) for head, part in zip(self.heads, parts, strict=True)], dim=2)
+
+
+def cross_entropy(logits: Tensor, classes: Tensor, label_smoothing: float) -> Tensor:
+    """Mean over images and members: ``logits`` (N, classes, members) as `Learner` gives them, ``classes`` (N,)."""
+    targets = classes[:, None].expand(-1, logits.shape[2])
+    return F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
 
 
 def choose_device(settings: TrainSettings, rank: int) -> torch.device:
@@ -94,7 +104,8 @@ def learning_rate(settings: TrainSettings, done: float) -> float:
 
 @torch.no_grad()
 def validate(learner: Learner, images: TrainingImages, device: torch.device) -> dict[str, float]:
-    """The head on the gallery split: cross-entropy (without a margin), and accuracy with its standard error.
+    """The heads on the gallery split: cross-entropy of their mean logits (without a margin), and accuracy with its
+    standard error.
 
     The error is that of a proportion with half an image added on either side (the prior of Jeffreys), so that
     a gallery without a mistake is not taken for proof that there are none.
@@ -103,7 +114,7 @@ def validate(learner: Learner, images: TrainingImages, device: torch.device) -> 
     count, right, total = 0, 0, 0.0
     for pixels, classes in images.gallery():
         classes = classes.to(device)
-        logits = learner(pixels.to(device))
+        logits = learner(pixels.to(device)).mean(dim=2)
         total += F.cross_entropy(logits, classes, reduction="none").double().sum().item()
         right += int((logits.argmax(dim=1) == classes).sum())
         count += len(classes)

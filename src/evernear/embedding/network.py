@@ -31,6 +31,8 @@ class Architecture(BaseModel):
     width: int
     """Channels of the first convolution."""
     embedding_dim: int
+    """Of the whole embedding; each member of an ensemble gives an equal part of it."""
+    members: int = 1
 
 
 class EmbeddingNetwork(nn.Module):
@@ -38,6 +40,30 @@ class EmbeddingNetwork(nn.Module):
 
     Normalising by mean and standard deviation is the network's first layer, so it is fed pixels 0..255 and no
     caller can forget it. (Floats in 0..255, which augmentation makes, are taken too.)
+
+    With several members it is a deep ensemble (Lakshminarayanan et al. 2017, arXiv:1612.01474): networks that
+    differ in their first weights only, whose embeddings are laid end to end. Two images are then as similar as
+    the members find them on average.
+    """
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        self.register_buffer("mean", _per_channel(architecture.mean))
+        self.register_buffer("std", _per_channel(architecture.std))
+        self.mean: Tensor
+        self.std: Tensor
+        self.members = nn.ModuleList(_Member(architecture) for _ in range(architecture.members))
+        self.length = math.sqrt(architecture.members)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Embed ``images`` (N, C, H, W), uint8 or float in 0..255, as unit vectors (N, embedding_dim)."""
+        pixels = (images.to(torch.float32) / 255 - self.mean) / self.std
+        pixels = pixels.contiguous(memory_format=torch.channels_last)
+        return torch.cat([member(pixels) for member in self.members], dim=1) / self.length
+
+
+class _Member(nn.Module):
+    """One convolutional network: normalised pixels to unit vectors.
 
     A stage is two 3x3 convolutions and a 2x2 max-pooling, as in VGG (Simonyan and Zisserman 2014,
     arXiv:1409.1556), with batch normalisation; the first stage, which sees the most pixels, has one
@@ -48,10 +74,6 @@ class EmbeddingNetwork(nn.Module):
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
         height, width, channels = architecture.shape
-        self.register_buffer("mean", _per_channel(architecture.mean))
-        self.register_buffer("std", _per_channel(architecture.std))
-        self.mean: Tensor
-        self.std: Tensor
         patch = architecture.patch_px
         layers: list[nn.Module] = [_PadTo(patch), nn.PixelUnshuffle(patch)] if patch > 1 else []
         features, grid = channels * patch**2, (math.ceil(height / patch), math.ceil(width / patch))
@@ -65,16 +87,14 @@ class EmbeddingNetwork(nn.Module):
             layers.append(_convolution(features, wider, halving))
             features, grid = wider, (grid[0] // halving[0], grid[1] // halving[1])
             stage += 1
+        dim = architecture.embedding_dim // architecture.members
         self.features = nn.Sequential(*layers)
-        self.project = nn.Linear(features * grid[0] * grid[1], architecture.embedding_dim, bias=False)
-        self.standardise = nn.BatchNorm1d(architecture.embedding_dim)
+        self.project = nn.Linear(features * grid[0] * grid[1], dim, bias=False)
+        self.standardise = nn.BatchNorm1d(dim)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Embed ``images`` (N, C, H, W), uint8 or float in 0..255, as unit vectors (N, embedding_dim)."""
-        pixels = (images.to(torch.float32) / 255 - self.mean) / self.std
-        features = self.features(pixels.contiguous(memory_format=torch.channels_last))
-        embeddings = self.standardise(self.project(features.flatten(1)).to(torch.float32))
-        return F.normalize(embeddings)
+    def forward(self, pixels: Tensor) -> Tensor:
+        features = self.features(pixels).flatten(1)
+        return F.normalize(self.standardise(self.project(features).to(torch.float32)))
 
 
 def build(architecture: Architecture) -> EmbeddingNetwork:

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from evernear.data.shards import Dataset
@@ -28,6 +27,7 @@ from evernear.embedding.learner import (
     choose_device,
     choose_optimizer,
     choose_precision,
+    cross_entropy,
     learning_rate,
     validate,
 )
@@ -97,9 +97,9 @@ def train(
             pixels, classes = pixels.to(device), classes.to(device)
             if settings.augment == "affine":
                 pixels = random_affine(pixels, randomness)
-            loss = F.cross_entropy(forward(pixels, classes), classes, label_smoothing=settings.label_smoothing)
+            loss = cross_entropy(forward(pixels, classes), classes, settings.label_smoothing)
             optimizer.zero_grad()
-            scaler.scale(loss).backward()
+            scaler.scale(loss * settings.members).backward()  # the sum: each learns as it would alone
             scaler.step(optimizer)
             scaler.update()
             losses += loss.detach()
@@ -148,6 +148,7 @@ def describe(dataset: Dataset, settings: TrainSettings) -> Architecture:
         patch_px=settings.patch_px or choose_patch(*dataset.shape[:2]),
         width=settings.width,
         embedding_dim=settings.embedding_dim,
+        members=settings.members,
     )
 
 
