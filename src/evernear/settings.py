@@ -384,7 +384,7 @@ class WatchSettings(Section):
     drift_window_s: int = Field(default=24 * 3600, ge=1, description="Live queries that a look judges.")
     min_queries: int = Field(default=200, ge=20, description="With fewer sampled in the window nothing is said.")
     false_alarm_rate: float = Field(
-        default=0.001, gt=0.0, lt=0.5, description="Looks that find drift where there is none, at most."
+        default=0.001, ge=1e-4, lt=0.5, description="Looks that find drift where there is none, at most."
     )
     unknown_rise: Fraction = Field(
         default=0.05, description="Rise of the unknown rate that matters, as a share of all queries."

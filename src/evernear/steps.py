@@ -40,10 +40,15 @@ def validate(store: str, settings: Tree, dataset: str, report: str) -> None:
         from evernear.release.registry import Registry
         from evernear.store import open_store, write_atomically
 
-        registry = Registry(open_store(store))
+        registry, data = Registry(open_store(store)), Dataset.open(Path(dataset))
         champion = registry.champion()
-        known = registry.show(champion.version).manifest.labels if champion else ()
-        found = validate(Dataset.open(Path(dataset)), knobs.parse(knobs.ValidationSettings, settings), known)
+        known: tuple[str, ...] = ()
+        if champion:
+            release = registry.show(champion.version).manifest
+            known = release.labels
+            # The evaluation asks the same, after hours of training.
+            data.require_shape(release.preprocessing.shape, champion.version)
+        found = validate(data, knobs.parse(knobs.ValidationSettings, settings), known)
         write_atomically(Path(report), found.markdown())
         running.summary = f"{len(found.findings)} findings" if found.findings else "nothing found"
         require_valid(found)
@@ -144,7 +149,8 @@ def probe(train: Tree, index: Tree, settings: Tree, dataset: str, open_set: str)
             knobs.parse(knobs.IndexSettings, index),
         )
         write_atomically(Path(open_set), result.model_dump_json(indent=2))
-        running.summary = f"AUROC {result.auroc} for classes never trained on"
+        strangers = f"AUROC {result.auroc} for classes never trained on"
+        running.summary = strangers if result.held_out else "too few classes to leave one out"
 
 
 def evaluate(

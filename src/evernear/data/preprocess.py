@@ -61,6 +61,11 @@ class Preprocessing(BaseModel):
     std: tuple[float, ...]
     interpolation: Literal["bilinear"] = "bilinear"
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Height, width and channels of what the network takes."""
+        return self.height_px, self.width_px, self.channels
+
 
 def decode(data: bytes, max_pixels: int, name: str = "The image") -> Image.Image:
     """A PNG or JPEG file as an 8-bit image of mode ``L`` (grey) or ``RGB``.

@@ -74,6 +74,18 @@ class Dataset:
         """Images of a split."""
         return self.manifest.count(split)
 
+    def require_shape(self, shape: tuple[int, int, int], taker: str) -> None:
+        """Refuse to be measured by ``taker``, a release or the candidate, which takes images of ``shape``.
+
+        Raises:
+            DataError: these images have another one.
+        """
+        if shape != self.shape:
+            raise DataError(
+                f"{taker} takes images of {shape} and cannot be measured on those of {self.manifest.name}, "
+                f"{self.shape}; run with another --workdir or store, or match data.size_px and data.channels."
+            )
+
     def blocks(self, split: Split, block_size: int = 4096) -> Iterator[Block]:
         """A split in its order, at most ``block_size`` images at a time.
 

@@ -102,12 +102,7 @@ def measure(
     Raises:
         DataError: the split is empty, or of images of another shape than the recogniser takes.
     """
-    if recogniser.shape != dataset.shape:
-        raise DataError(
-            f"{recogniser.name or 'The candidate'} takes images of {recogniser.shape} and cannot be measured "
-            f"on those of {dataset.manifest.name}, {dataset.shape}; run with another --workdir or store, or match "
-            "data.size_px and data.channels."
-        )
+    dataset.require_shape(recogniser.shape, recogniser.name or "The candidate")
     gallery, tally = recogniser.gallery, _Tally(dataset.labels, recogniser.gallery.labels)
     for block in dataset.blocks(split, settings.batch_size):
         embeddings = recogniser.embed(block.images)

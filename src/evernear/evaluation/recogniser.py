@@ -36,7 +36,7 @@ class Recogniser:
         return Recogniser(
             network=load_network(network_dir),
             gallery=Gallery.open(index_dir, described.sha256),
-            shape=(preprocessing.height_px, preprocessing.width_px, preprocessing.channels),
+            shape=preprocessing.shape,
             network_sha256=described.sha256,
             parity_max_abs_difference=described.parity_max_abs_difference,
             name=name,

@@ -1,0 +1,53 @@
+"""What a step does beyond the function it calls."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from releases import MakeRelease
+
+from evernear import steps
+from evernear.data.ingest import ingest
+from evernear.data.manifest import save_manifest
+from evernear.release.registry import Registry
+from evernear.settings import DataSettings, Settings
+from evernear.store import open_store
+
+
+def ingested(directory: Path, labels: str) -> None:
+    """Images of 12 x 12 pixels in a class for each of ``labels``; their manifest lies in ``directory``."""
+    rng = np.random.default_rng(0)
+    for label in labels:
+        (directory / "images" / label).mkdir(parents=True)
+        for number in range(30):
+            pixels = rng.integers(0, 256, (12, 12), dtype=np.uint8)
+            Image.fromarray(pixels).save(directory / "images" / label / f"{number}.png")
+    settings = DataSettings(source=f"folder:{directory / 'images'}", gallery_fraction=0.2, query_fraction=0.2)
+    save_manifest(ingest(settings, (directory / "store").as_uri()), directory)
+
+
+def test_a_champion_of_another_image_size_stops_a_run_before_it_trains(
+    tmp_path: Path, make_release: MakeRelease, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ingested(tmp_path, "0123456789")
+    store = open_store((tmp_path / "store").as_uri())
+    release = make_release()
+    Registry(store).publish(release.archive)
+    validation = Settings().validation.model_dump()
+    steps.validate(store.uri, validation, str(tmp_path), str(tmp_path / "report.md"))
+
+    Registry(store).set_champion(release.version, None)
+    with pytest.raises(SystemExit) as stopped:
+        steps.validate(store.uri, validation, str(tmp_path), str(tmp_path / "report.md"))
+    assert stopped.value.code == 3
+    assert f"{release.version} takes images of (8, 8, 1)" in capsys.readouterr().err
+
+
+def test_two_classes_leave_none_for_the_probe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ingested(tmp_path, "ab")
+    settings = Settings()
+    trees = (settings.train.model_dump(), settings.index.model_dump(), settings.evaluation.model_dump())
+    steps.probe(*trees, str(tmp_path), str(tmp_path / "open-set.json"))
+    assert (tmp_path / "open-set.json").is_file()
+    assert "too few classes to leave one out" in "".join(capsys.readouterr())
