@@ -114,7 +114,7 @@ class TrainSettings(Section):
     embedding_dim: int = Field(default=128, ge=2, le=2048, description="Of the whole; a multiple of train.members.")
     width: int = Field(default=16, ge=4, le=512, description="Channels of the first convolution; they double by stage.")
     patch_px: int = Field(default=0, ge=0, le=32, description="Squares of pixels made channels at first; 0: by size.")
-    augment: Literal["none", "affine"] = "affine"
+    augment: Literal["none", "affine", "elastic"] = "affine"
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

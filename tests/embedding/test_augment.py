@@ -35,18 +35,20 @@ def moments(
     )
 
 
-def test_the_same_seed_gives_the_same_images() -> None:
+@pytest.mark.parametrize("elastic", [False, True])
+def test_the_same_seed_gives_the_same_images(elastic: bool) -> None:
     images = torch.randint(0, 256, (8, 3, 12, 10), dtype=torch.uint8)
-    first, again, other = (random_affine(images, generator(seed)) for seed in (0, 0, 1))
+    first, again, other = (random_affine(images, generator(seed), elastic) for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert not torch.equal(first[0] - images[0], first[1] - images[1])
 
 
-def test_shape_and_range_are_kept_and_flat_images_stay_flat() -> None:
+@pytest.mark.parametrize("elastic", [False, True])
+def test_shape_and_range_are_kept_and_flat_images_stay_flat(elastic: bool) -> None:
     images = torch.randint(0, 256, (16, 3, 9, 14), dtype=torch.uint8)
     images[0] = 255
-    out = random_affine(images, generator())
+    out = random_affine(images, generator(), elastic)
     assert out.shape == images.shape
     assert out.min() >= 0
     assert out.max() <= 255.001
@@ -70,3 +72,19 @@ def test_a_turn_keeps_a_round_spot_round_in_an_oblong_image(monkeypatch: pytest.
     _, _, row_variance, column_variance, covariance = moments(random_affine(blob(50, 31, 93), generator()))
     torch.testing.assert_close(row_variance, column_variance, rtol=0.05, atol=0)
     assert covariance.abs().max() < 0.05 * row_variance.mean()
+
+
+def test_an_elastic_map_moves_each_part_by_its_own_little_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SCALE", "SHEAR", "SHIFT", "DEGREES"):
+        monkeypatch.setattr(augment, name, 0.0)
+    # As far apart as the control points (at 0, 1/3, 2/3 and 1 of the side), two spots move independently.
+    left = torch.cat([blob(400, 61, 41), torch.zeros(400, 1, 61, 80)], dim=3)
+    right = left.flip(3)
+    moved = [moments(random_affine(spot, generator(), elastic=True))[:2] for spot in (left, right)]
+    away = [(row - 30, column - middle) for (row, column), middle in zip(moved, (20, 100), strict=True)]
+    for rows, columns in away:
+        for offset, side in ((rows, 61), (columns, 121)):
+            assert 0.25 * augment.BEND * side < offset.std() < augment.BEND * side
+            assert offset.abs().max() < 1.3 * augment.BEND * side
+    for one, other in zip(*away, strict=True):
+        assert abs(torch.corrcoef(torch.stack([one, other]))[0, 1]) < 0.3

@@ -95,8 +95,8 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = rate
             pixels, classes = pixels.to(device), classes.to(device)
-            if settings.augment == "affine":
-                pixels = random_affine(pixels, randomness)
+            if settings.augment != "none":
+                pixels = random_affine(pixels, randomness, elastic=settings.augment == "elastic")
             loss = cross_entropy(forward(pixels, classes), classes, settings.label_smoothing)
             optimizer.zero_grad()
             scaler.scale(loss * settings.members).backward()  # the sum: each learns as it would alone
