@@ -105,8 +105,11 @@ def test_a_part_whose_library_is_not_installed_hides_no_other(monkeypatch: pytes
 
 
 def test_a_command_whose_library_is_not_installed_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("components", "pipelines")]:
+        monkeypatch.delitem(sys.modules, name)  # imported by another test, they would ask for kfp no more
     monkeypatch.setattr(sys, "argv", ["evernear", "pipeline", "compile", "--image", f"r/x@sha256:{64 * 'a'}"])
     monkeypatch.setitem(sys.modules, "pipelines.compile", None)
     with pytest.raises(ModuleNotFoundError):

@@ -51,9 +51,14 @@ class Caller:
                 connection.connect()
             except ConnectionRefusedError:
                 return
+            before = self.answers
             try:
                 while self._call(connection) and self._keep_alive:
                     pass
+            except ConnectionResetError as fault:
+                if self.answers == before:
+                    return  # accepted by the kernel as the listener closed, and never by Java: refused (decision 9)
+                self.failures.append(repr(fault))
             except (OSError, http.client.HTTPException) as fault:
                 self.failures.append(repr(fault))
             finally:
