@@ -1,5 +1,8 @@
 """The network takes any image size and colour, and carries its own normalisation."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -88,3 +91,12 @@ def test_cost_does_not_follow_the_camera() -> None:
 
     assert max(cells(side) for side in (95, 96, 224, 500)) <= 96 * 96
     assert cells(28) == 28 * 28
+
+
+def test_bfloat16_works_on_a_machine_that_announces_amx_and_has_none() -> None:
+    """Such a machine kills the process with SIGILL, so this runs in one of its own."""
+    script = (
+        "import evernear.embedding, torch\n"
+        "with torch.autocast('cpu', torch.bfloat16): torch.nn.Linear(256, 128)(torch.zeros(256, 256))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
