@@ -94,6 +94,7 @@ def evaluated(challenger: Outcomes, champion: Outcomes) -> Evaluation:
         open_set=OpenSet(held_out=()),
         leaks={"train": 0, "gallery": 0, "query": 0},
         champion_leaks={"train": 0, "gallery": 0, "query": 0},
+        champion_test_kept=1.0,
     )
 
 

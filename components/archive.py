@@ -8,7 +8,6 @@ from components import component
 @component
 def archive(
     run: str,
-    store: str,
     settings: dict,
     dataset: dsl.Input[dsl.Dataset],
     network: dsl.Input[dsl.Model],
@@ -21,4 +20,4 @@ def archive(
     from evernear import steps
 
     parts = (dataset.path, network.path, index.path, evaluation.path, verdict.path)
-    release.metadata["version"] = steps.archive(run, store, settings, *parts, release.path)
+    release.metadata["version"] = steps.archive(run, settings, *parts, release.path)

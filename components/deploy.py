@@ -8,15 +8,12 @@ from components import component
 @component
 def deploy(
     run: str,
-    store: str,
-    target: str,
-    workdir: str,
     settings: dict,
-    kubernetes: dict,
+    started_by: str,
     release: dsl.Input[dsl.Model],
     verdict: dsl.Input[dsl.Artifact],
 ):
     """Publish the release and roll it out; fails closed when the verdict does not promote it."""
     from evernear import steps
 
-    steps.deploy(run, store, target, workdir, settings, kubernetes, release.path, verdict.path)
+    steps.deploy(run, settings, started_by, release.path, verdict.path)

@@ -7,7 +7,8 @@ from components import component
 
 @component
 def embed(
-    store: str,
+    run: str,
+    settings: dict,
     dataset: dsl.Input[dsl.Dataset],
     network: dsl.Input[dsl.Model],
     embeddings: dsl.Output[dsl.Artifact],
@@ -15,4 +16,4 @@ def embed(
     """Embed the gallery and the query split, except images that this network has embedded before."""
     from evernear import steps
 
-    embeddings.metadata.update(steps.embed(store, dataset.path, network.path, embeddings.path))
+    embeddings.metadata.update(steps.embed(run, settings, dataset.path, network.path, embeddings.path))

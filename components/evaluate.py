@@ -6,7 +6,7 @@ from components import component
 
 
 @component
-def evaluate(store: str, settings: dict, dataset: dsl.Input[dsl.Dataset], network: dsl.Input[dsl.Model],
+def evaluate(run: str, settings: dict, dataset: dsl.Input[dsl.Dataset], network: dsl.Input[dsl.Model],
              index: dsl.Input[dsl.Model], open_set: dsl.Input[dsl.Artifact], evaluation: dsl.Output[dsl.Artifact],
              metrics: dsl.Output[dsl.Metrics], confusion: dsl.Output[dsl.ClassificationMetrics],
              roc: dsl.Output[dsl.ClassificationMetrics]):  # fmt: skip
@@ -14,7 +14,7 @@ def evaluate(store: str, settings: dict, dataset: dsl.Input[dsl.Dataset], networ
     from evernear import steps
 
     parts = (dataset.path, network.path, index.path, open_set.path)
-    measured = steps.evaluate(store, settings, *parts, evaluation.path)
+    measured = steps.evaluate(run, settings, *parts, evaluation.path)
     for name, value in measured.metrics().items():
         metrics.log_metric(name, value)
     confusion.log_confusion_matrix(*measured.candidate.confusion_matrix())

@@ -7,6 +7,7 @@ from components import component
 
 @component
 def export(
+    run: str,
     settings: dict,
     dataset: dsl.Input[dsl.Dataset],
     trained: dsl.Input[dsl.Model],
@@ -15,4 +16,4 @@ def export(
     """Export TorchScript and compare it with eager on real images."""
     from evernear import steps
 
-    network.metadata.update(steps.export(settings, dataset.path, trained.path, network.path))
+    network.metadata.update(steps.export(run, settings, dataset.path, trained.path, network.path))

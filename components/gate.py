@@ -1,4 +1,4 @@
-"""An evaluation -> the verdict: may the candidate replace what serves today?"""
+"""An evaluation -> the verdict: may the candidate replace the champion?"""
 
 from kfp import dsl
 
@@ -8,7 +8,6 @@ from components import component
 @component
 def gate(
     run: str,
-    store: str,
     settings: dict,
     evaluation: dsl.Input[dsl.Artifact],
     verdict: dsl.Output[dsl.Artifact],
@@ -17,4 +16,5 @@ def gate(
     """Hold or promote, with reasons. KFP branches on the one bool that this returns."""
     from evernear import steps
 
-    return steps.gate(run, store, settings, evaluation.path, verdict.path, card.path)
+    card.uri += ".html"
+    return steps.gate(run, settings, evaluation.path, verdict.path, card.path)

@@ -7,6 +7,7 @@ from components import component
 
 @component
 def index(
+    run: str,
     settings: dict,
     dataset: dsl.Input[dsl.Dataset],
     embeddings: dsl.Input[dsl.Artifact],
@@ -16,4 +17,4 @@ def index(
     """Index the gallery, with the open-set threshold that was found with the network."""
     from evernear import steps
 
-    steps.index(settings, dataset.path, embeddings.path, open_set.path, index.path)
+    steps.index(run, settings, dataset.path, embeddings.path, open_set.path, index.path)

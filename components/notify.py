@@ -1,4 +1,4 @@
-"""The exit step: whatever happened, tell the true state."""
+"""The exit step: whatever happened, record the outcome."""
 
 from kfp import dsl
 
@@ -6,9 +6,11 @@ from components import component
 
 
 @component
-def notify(run: str, store: str, status: dsl.PipelineTaskFinalStatus, outcome: dsl.Output[dsl.Artifact]):
-    """Tell whether the run promoted a release, held it, rolled one back, or failed."""
+def notify(run: str, store: str, pipeline: str, status: dsl.PipelineTaskFinalStatus, outcome: dsl.Output[dsl.Artifact],
+           page: dsl.Output[dsl.Markdown]):  # fmt: skip
+    """Record whether the run promoted a release, held it, rolled one back, was stopped, or failed."""
     from evernear import steps
 
-    told = steps.notify(run, store, status.state, status.error_message or "", outcome.path)
-    outcome.metadata.update(told)
+    page.uri += ".md"
+    error = status.error_message or ""
+    outcome.metadata.update(steps.notify(run, store, pipeline, status.state, error, outcome.path, page.path))

@@ -6,14 +6,8 @@ from components import component
 
 
 @component
-def probe(
-    train: dict,
-    index: dict,
-    settings: dict,
-    dataset: dsl.Input[dsl.Dataset],
-    open_set: dsl.Output[dsl.Artifact],
-):
+def probe(run: str, settings: dict, dataset: dsl.Input[dsl.Dataset], open_set: dsl.Output[dsl.Artifact]):
     """Train the same recipe without some classes and measure how they are rejected."""
     from evernear import steps
 
-    steps.probe(train, index, settings, dataset.path, open_set.path)
+    steps.probe(run, settings, dataset.path, open_set.path)

@@ -1,4 +1,4 @@
-"""A release that was kept -> what serves, because a person says so."""
+"""A release of the registry -> what serves, because a person decided so."""
 
 from components import component
 
@@ -8,14 +8,13 @@ def promote(
     run: str,
     store: str,
     target: str,
-    workdir: str,
+    serving_image: str,
     settings: dict,
-    kubernetes: dict,
     release: str,
-    why: str,
-    by: str,
+    reason: str,
+    started_by: str,
 ):
-    """Let a release of the registry serve, also against its verdict, once it has proved that it answers."""
+    """Make a release of the registry live, even against its verdict, once it has proved that it answers."""
     from evernear import steps
 
-    steps.promote(run, store, target, workdir, settings, kubernetes, release, why, by)
+    steps.promote(run, store, target, serving_image, settings, release, reason, started_by)

@@ -7,12 +7,13 @@ from components import component
 
 @component
 def reuse(
-    store: str,
+    run: str,
+    settings: dict,
     dataset: dsl.Input[dsl.Dataset],
     network: dsl.Output[dsl.Model],
     open_set: dsl.Output[dsl.Artifact],
 ):
-    """Take the network that serves out of its release, with the threshold that was found with it."""
+    """Take the champion's network out of its release, with the threshold that was found with it."""
     from evernear import steps
 
-    network.metadata.update(steps.reuse(store, dataset.path, network.path, open_set.path))
+    network.metadata.update(steps.reuse(run, settings, dataset.path, network.path, open_set.path))

@@ -1,4 +1,4 @@
-"""The release before the champion -> what serves again."""
+"""The previous champion -> what serves again."""
 
 from components import component
 
@@ -8,14 +8,13 @@ def rollback(
     run: str,
     store: str,
     target: str,
-    workdir: str,
+    serving_image: str,
     settings: dict,
-    kubernetes: dict,
     release: str,
-    why: str,
-    by: str,
+    reason: str,
+    started_by: str,
 ):
-    """Take the champion's last move back, once the release before it has proved that it answers."""
+    """Make the previous champion live again, once it has proved that it answers."""
     from evernear import steps
 
-    steps.rollback(run, store, target, workdir, settings, kubernetes, release, why, by)
+    steps.rollback(run, store, target, serving_image, settings, release, reason, started_by)

@@ -7,7 +7,7 @@ from components import component
 
 @component
 def train(
-    store: str,
+    run: str,
     settings: dict,
     dataset: dsl.Input[dsl.Dataset],
     trained: dsl.Output[dsl.Model],
@@ -16,4 +16,5 @@ def train(
     """Train the embedding network with its ArcFace head; resumes from the last checkpoint of the same run."""
     from evernear import steps
 
-    steps.train(store, settings, dataset.path, trained.path, curves.path)
+    curves.uri += ".html"
+    steps.train(run, settings, dataset.path, trained.path, curves.path)

@@ -6,8 +6,9 @@ from components import component
 
 
 @component
-def validate(store: str, settings: dict, dataset: dsl.Input[dsl.Dataset], report: dsl.Output[dsl.Markdown]):
+def validate(run: str, settings: dict, dataset: dsl.Input[dsl.Dataset], report: dsl.Output[dsl.Markdown]):
     """Look for undecodable, conflicting, duplicate, constant and missing images."""
     from evernear import steps
 
-    steps.validate(store, settings, dataset.path, report.path)
+    report.uri += ".md"
+    steps.validate(run, settings, dataset.path, report.path)

@@ -1,5 +1,6 @@
 """`KfpRuns`: the runs of a Kubeflow Pipelines server, as the triggers and the command line see them."""
 
+import copy
 import difflib
 import re
 import time
@@ -9,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from evernear.errors import PipelineServerError, SettingsError
-from evernear.settings import PipelineSettings
+from evernear.settings import PipelineSettings, merge
 from evernear.triggers.runs import Parameter, Run, State, Step
 from pipelines.connection import Connection, Refused
 
@@ -63,7 +64,7 @@ class KfpRuns:
         """Start the newest version of ``pipeline``, once for each ``key``.
 
         The key is part of the run's name. Starts with the same key take turns (see `_lock`), and each looks for a run
-        of that name before it makes one.
+        of that name before it makes one. See `arguments_for` about ``parameters``.
 
         Raises:
             SettingsError: a parameter is unknown or of the wrong type.
@@ -72,7 +73,7 @@ class KfpRuns:
         if (found := self._started(name)) is not None:
             return found
         version = self.newest(pipeline)
-        check_arguments(version, parameters)
+        arguments = arguments_for(version, parameters)
         experiment_id = self.experiment_id()
         with self._lock(name) as held_since_s:
             if (found := self._started(name)) is not None:
@@ -83,7 +84,7 @@ class KfpRuns:
                 "display_name": name,
                 "experiment_id": experiment_id,
                 "pipeline_version_reference": reference_to(version),
-                "runtime_config": {"parameters": dict(parameters)},
+                "runtime_config": {"parameters": arguments},
             }
             started = self._kfp.ask("run_service_create_run", run=run)
         return self._told(started)
@@ -295,11 +296,13 @@ def parameters_in(root: Mapping[str, Any]) -> Sequence[Parameter]:
     )
 
 
-def check_arguments(version: Any, given: Mapping[str, Any]) -> None:
-    """Compare what a run is given with the parameters of the version, before KFP does.
+def arguments_for(version: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a run of ``version``: those ``given``, JSON objects merged over their defaults.
+
+    KFP replaces a default whole, so a run that sends one key of an object would lose what an upload pinned in it.
 
     Raises:
-        SettingsError: a parameter is unknown, missing or of another type.
+        SettingsError: a parameter is unknown, missing or has the wrong type.
     """
     known = {parameter.name: parameter for parameter in parameters_of(version)}
     for name, value in given.items():
@@ -312,6 +315,10 @@ def check_arguments(version: Any, given: Mapping[str, Any]) -> None:
             raise SettingsError(f"The pipeline's parameter {name} is a {kind}; {value!r} is none.")
     if missing := [name for name, parameter in known.items() if parameter.required and name not in given]:
         raise SettingsError(f"The pipeline's parameter {missing[0]} has no default; give it a value.")
+    arguments: dict[str, Any] = {name: known[name].default for name in given if known[name].type == "STRUCT"}
+    arguments = copy.deepcopy({name: default for name, default in arguments.items() if default})
+    merge(arguments, given)
+    return arguments
 
 
 def tasks_of(spec: Mapping[str, Any]) -> set[str]:

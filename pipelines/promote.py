@@ -1,66 +1,58 @@
-"""A release that was held, or served before, serves because a person says so."""
+"""Makes a release of the registry live because a person decided so, once it has proved that it answers."""
 
 from kfp import dsl
 
 from components.notify import notify
-from components.promote import promote as overrule
-from evernear.settings import Settings
-from pipelines.tasks import CONFIG, RUN, equip, fresh, let_predict
-
-DEFAULTS = Settings()
+from components.promote import promote as make_live
+from pipelines.tasks import CONFIG, RUN, configure_tasks, mount_inference_token
 
 
 @dsl.pipeline(
     name="promote",
     display_name="Promote",
-    description="A release of the registry serves because a person says so, once it has proved that it answers.",
+    description="Makes a release of the registry live because a person decided so, once it has proved that it answers.",
     pipeline_config=CONFIG,
 )
 def promote(
     release: str = "",
-    why: str = "",
-    by: str = "",
-    store: str = "s3://evernear",
-    serving: dict = DEFAULTS.serving.model_dump(),
-    kubernetes_settings: dict = DEFAULTS.kubernetes.model_dump(mode="json"),
+    reason: str = "",
+    started_by: str = "",
     target: str = "registry",
-    workdir: str = "",
-    s3_secret: str = "evernear-s3",
-    token_secret: str = "evernear-token",
-    cpu: str = "2",
-    memory: str = "4G",
+    serving_image: str = "",
+    settings: dict = {},
+    store: str = "s3://evernear",
+    task_cpu: str = "2",
+    task_memory: str = "4G",
+    task_s3_secret: str = "evernear-s3",
+    task_token_secret: str = "evernear-token",
 ):
-    """Let a release serve, also against its verdict. Always notify.
+    """Make a release live, even against its verdict. Always notify.
 
     Args:
-        release: Version of the release, as `evernear registry list` has it; has to be given.
-        why: The reason, for the history and for whoever is told; has to be given.
-        by: Who wants it, for the history; empty: the account of this run.
-        store: Object store of the releases: s3://bucket/prefix or file:///path.
-        serving: The TorchServe that answers predictions.
-        kubernetes_settings: The Deployment that serves in a cluster; only for target kubernetes.
+        release: Version of the release, as `evernear registry list` shows it; required.
+        reason: The reason, for the history and for whoever is notified; required.
+        started_by: Who wants it, for the champion's history.
         target: Where it serves: registry (the pointer alone), kubernetes (a Deployment), local (this machine).
-        workdir: Working directory of a local TorchServe; only for target local.
-        s3_secret: Kubernetes Secret whose keys AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID ... open the store.
-        token_secret: Kubernetes Secret whose key token inference asks for, where kubernetes_settings names one.
-        cpu: CPU limit of each step.
-        memory: Memory limit of each step.
+        serving_image: Image of the serving pods by digest, REF@sha256:...; required for target kubernetes.
+        settings: Other settings to change, such as {"kubernetes": {"replicas_min": 3}}.
+        store: Object store of the releases: s3://bucket/prefix or file:///path.
+        task_cpu: CPU limit of each step.
+        task_memory: Memory limit of each step.
+        task_s3_secret: Secret with the keys of the store, AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID ...
+        task_token_secret: Secret whose key token is the inference token, if kubernetes.token_secret names one.
     """
-    told = fresh(notify(run=RUN, store=store))
-    with dsl.ExitHandler(told, name="to the release that a person chose"):
-        overruled = fresh(
-            overrule(
-                run=RUN,
-                store=store,
-                target=target,
-                workdir=workdir,
-                settings=serving,
-                kubernetes=kubernetes_settings,
-                release=release,
-                why=why,
-                by=by,
-            )
+    notified = notify(run=RUN, store=store, pipeline="promote")
+    with dsl.ExitHandler(notified, name="to the chosen release"):
+        moved = make_live(
+            run=RUN,
+            store=store,
+            target=target,
+            serving_image=serving_image,
+            settings=settings,
+            release=release,
+            reason=reason,
+            started_by=started_by,
         )
 
-    equip((told, overruled), s3_secret, cpu, memory)
-    let_predict(overruled, token_secret)
+    configure_tasks((notified, moved), task_s3_secret, task_cpu, task_memory)
+    mount_inference_token(moved, task_token_secret)

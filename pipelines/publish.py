@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from evernear.errors import PipelineServerError
 from evernear.settings import PipelineSettings
-from pipelines.client import KfpRuns, check_arguments, reference_to
+from pipelines.client import KfpRuns, arguments_for, reference_to
 from pipelines.compile import version_name
 from pipelines.connection import Connection, Refused
 
@@ -96,13 +96,13 @@ class Publisher:
             SettingsError: a parameter is unknown or of the wrong type.
         """
         version = self.runs.newest(pipeline)
-        check_arguments(version, parameters)
+        arguments = arguments_for(version, parameters)
         wanted = {
             "display_name": pipeline,
             "description": f"Made by evernear; `evernear pipeline schedule {pipeline}` replaces it.",
             "experiment_id": self.runs.experiment_id(),
             "pipeline_version_reference": reference_to(version),
-            "runtime_config": {"parameters": dict(parameters)},
+            "runtime_config": {"parameters": arguments},
             "trigger": {"cron_schedule": {"cron": cron_with_seconds(cron)}},
             "mode": "ENABLE",
             "max_concurrency": "1",

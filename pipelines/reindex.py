@@ -1,7 +1,7 @@
-"""New gallery images, a whole new class even, with the network that serves: no training, no export.
+"""New gallery images, a whole new class even, with the champion's network: no training, no export.
 
-Recognition is embedding + nearest neighbour, so that the index alone has to learn of a new class. What is promoted is
-gated, archived and deployed as after a training.
+Recognition is embedding + nearest neighbor, so the index alone has to learn a new class. The candidate is gated,
+archived and deployed as after a training.
 """
 
 from kfp import dsl
@@ -16,108 +16,101 @@ from components.ingest import ingest
 from components.notify import notify
 from components.reuse import reuse
 from components.validate import validate
-from evernear.settings import Settings
-from pipelines.tasks import CONFIG, RUN, equip, fresh, let_predict, mount_scratch
-
-DEFAULTS = Settings()
+from pipelines.tasks import CONFIG, RUN, configure_tasks, mount_inference_token, mount_scratch
 
 
 @dsl.pipeline(
     name="reindex",
     display_name="Reindex",
-    description="New gallery images in, a gated release of the network that serves already.",
+    description="New gallery images in, a gated release of the champion's network.",
     pipeline_config=CONFIG,
 )
 def reindex(
-    store: str = "s3://evernear",
-    data: dict = DEFAULTS.data.model_dump(),
-    validation: dict = DEFAULTS.validation.model_dump(),
-    index_settings: dict = DEFAULTS.index.model_dump(),
-    evaluation: dict = DEFAULTS.evaluation.model_dump(),
-    gate_settings: dict = DEFAULTS.gate.model_dump(),
-    serving: dict = DEFAULTS.serving.model_dump(),
-    kubernetes_settings: dict = DEFAULTS.kubernetes.model_dump(mode="json"),
+    source: str = "",
+    preset: str = "",
+    settings: dict = {},
     target: str = "registry",
-    workdir: str = "",
-    s3_secret: str = "evernear-s3",
-    token_secret: str = "evernear-token",
-    scratch_claim: str = "evernear-scratch",
-    cpu: str = "2",
-    memory: str = "4G",
+    serving_image: str = "",
+    started_by: str = "",
+    store: str = "s3://evernear",
+    task_cpu: str = "2",
+    task_memory: str = "4G",
+    task_s3_secret: str = "evernear-s3",
+    task_scratch_claim: str = "evernear-scratch",
+    task_token_secret: str = "evernear-token",
 ):
-    """Ingest, validate, reuse, embed what is new, index, evaluate, gate, archive; if better: deploy. Always notify.
+    """Ingest, validate, reuse, embed what is new, index, evaluate, gate, archive; if not worse: deploy. Notify.
 
     Args:
-        store: Object store of datasets, checkpoints and releases: s3://bucket/prefix or file:///path.
-        data: Source of the images, splits and shards; the one that the champion was made from.
-        validation: Which faults of the data stop the run.
-        index_settings: FAISS index and labelling rule; the open-set threshold is the champion's.
-        evaluation: Confidence of the intervals.
-        gate_settings: Bounds that a challenger has to keep.
-        serving: The TorchServe that answers predictions.
-        kubernetes_settings: The Deployment that serves in a cluster; only for target kubernetes.
+        source: Images: s3://bucket/prefix with one folder per class, digits, or mnist; the champion's. Empty: digits.
+        preset: Settings that come with evernear: best, fast or quick. Empty: the defaults.
+        settings: Other settings to change, such as {"index": {"k": 9}, "gate": {"accuracy_floor": 0.9}}.
         target: Where a promoted release goes: registry (publish only), kubernetes (a Deployment), local (this machine).
-        workdir: Working directory of a local TorchServe; only for target local.
-        s3_secret: Kubernetes Secret whose keys AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID ... open the store.
-        token_secret: Kubernetes Secret whose key token inference asks for, where kubernetes_settings names one.
-        scratch_claim: PersistentVolumeClaim (ReadWriteMany) where steps keep copies of the shards they read.
-        cpu: CPU limit of each step.
-        memory: Memory limit of each step.
+        serving_image: Image of the serving pods by digest, REF@sha256:...; required for target kubernetes.
+        started_by: Who or what starts the run, for the champion's history.
+        store: Object store of datasets, checkpoints and releases: s3://bucket/prefix or file:///path.
+        task_cpu: CPU limit of each step.
+        task_memory: Memory limit of each step.
+        task_s3_secret: Secret with the keys of the store, AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID ...
+        task_scratch_claim: PersistentVolumeClaim (ReadWriteMany) where steps keep copies of the shards they read.
+        task_token_secret: Secret whose key token is the inference token, if kubernetes.token_secret names one.
     """
-    told = fresh(notify(run=RUN, store=store))
-    with dsl.ExitHandler(told, name="from images to a release"):
-        ingested = fresh(ingest(store=store, settings=data))
-        dataset = ingested.outputs["dataset"]
-        validated = fresh(validate(store=store, settings=validation, dataset=dataset))
+    notified = notify(run=RUN, store=store, pipeline="reindex")
+    with dsl.ExitHandler(notified, name="from images to a release"):
+        ingested = ingest(
+            run=RUN,
+            store=store,
+            source=source,
+            preset=preset,
+            target=target,
+            serving_image=serving_image,
+            settings=settings,
+        )
+        dataset, chosen = ingested.outputs["dataset"], ingested.outputs["settings"]
+        validated = validate(run=RUN, settings=chosen, dataset=dataset)
 
-        reused = fresh(reuse(store=store, dataset=dataset).after(validated))
+        reused = reuse(run=RUN, settings=chosen, dataset=dataset).after(validated)
         network, open_set = reused.outputs["network"], reused.outputs["open_set"]
-        embedded = embed(store=store, dataset=dataset, network=network)
+        embedded = embed(run=RUN, settings=chosen, dataset=dataset, network=network)
         indexed = index(
-            settings=index_settings, dataset=dataset, embeddings=embedded.outputs["embeddings"], open_set=open_set
+            run=RUN,
+            settings=chosen,
+            dataset=dataset,
+            embeddings=embedded.outputs["embeddings"],
+            open_set=open_set,
         )
 
-        evaluated = fresh(
-            evaluate(
-                store=store,
-                settings=evaluation,
-                dataset=dataset,
-                network=network,
-                index=indexed.outputs["index"],
-                open_set=open_set,
-            )
+        evaluated = evaluate(
+            run=RUN,
+            settings=chosen,
+            dataset=dataset,
+            network=network,
+            index=indexed.outputs["index"],
+            open_set=open_set,
         )
         measured = evaluated.outputs["evaluation"]
-        gated = fresh(gate(run=RUN, store=store, settings=gate_settings, evaluation=measured))
+        gated = gate(run=RUN, settings=chosen, evaluation=measured)
 
-        archived = fresh(
-            archive(
-                run=RUN,
-                store=store,
-                settings=serving,
-                dataset=dataset,
-                network=network,
-                index=indexed.outputs["index"],
-                evaluation=measured,
-                verdict=gated.outputs["verdict"],
-            )
+        archived = archive(
+            run=RUN,
+            settings=chosen,
+            dataset=dataset,
+            network=network,
+            index=indexed.outputs["index"],
+            evaluation=measured,
+            verdict=gated.outputs["verdict"],
         )
 
-        with dsl.If(gated.outputs["Output"] == True, "better than what serves"):  # noqa: E712 - kfp's condition
-            deployed = fresh(
-                deploy(
-                    run=RUN,
-                    store=store,
-                    target=target,
-                    workdir=workdir,
-                    settings=serving,
-                    kubernetes=kubernetes_settings,
-                    release=archived.outputs["release"],
-                    verdict=gated.outputs["verdict"],
-                )
+        with dsl.If(gated.outputs["Output"] == True, "not worse than the champion"):  # noqa: E712 - kfp's condition
+            deployed = deploy(
+                run=RUN,
+                settings=chosen,
+                started_by=started_by,
+                release=archived.outputs["release"],
+                verdict=gated.outputs["verdict"],
             )
 
-    tasks = (told, ingested, validated, reused, embedded, indexed, evaluated, gated, archived, deployed)
-    equip(tasks, s3_secret, cpu, memory)
-    let_predict(deployed, token_secret)
-    mount_scratch(tasks, scratch_claim)
+    tasks = (notified, ingested, validated, reused, embedded, indexed, evaluated, gated, archived, deployed)
+    configure_tasks(tasks, task_s3_secret, task_cpu, task_memory)
+    mount_inference_token(deployed, task_token_secret)
+    mount_scratch(tasks, task_scratch_claim)

@@ -1,4 +1,4 @@
-"""What the tasks of a pipeline get besides their inputs: keys, scratch space, resources, time and second chances.
+"""What the tasks of a pipeline get besides their inputs: keys, scratch space, resources, time limits and retries.
 
 What KFP 2.17 makes of it, and what it cannot: docs/decisions/0016-reindex-and-rollback.md.
 """
@@ -17,58 +17,57 @@ CONFIG = dsl.PipelineConfig(ttl_seconds_after_finished=7 * DAY_S, active_deadlin
 """A run that hangs, unschedulable for one, ends after three days; a week after its end its pods go."""
 
 
-class Terms(NamedTuple):
-    """What a step is granted; no ``retries`` where trying again would be wrong or of no use."""
+class TaskPolicy(NamedTuple):
+    """Time limit and retries of a step; no retries where another attempt would be wrong or useless."""
 
     timeout_s: int
     retries: int = 2
     reads_images: bool = False
 
 
-TERMS = {
-    "ingest": Terms(12 * HOUR_S, reads_images=True),
-    "validate": Terms(HOUR_S),
-    "train": Terms(DAY_S, reads_images=True),
-    "export": Terms(HOUR_S, reads_images=True),
-    "reuse": Terms(HOUR_S),
-    "embed": Terms(12 * HOUR_S, reads_images=True),
-    "probe": Terms(DAY_S, reads_images=True),
-    "index": Terms(4 * HOUR_S, retries=0),  # nothing but a computation
-    "evaluate": Terms(4 * HOUR_S, reads_images=True),
-    "gate": Terms(HOUR_S),
-    "archive": Terms(HOUR_S, reads_images=True),
-    "deploy": Terms(2 * HOUR_S, retries=0),  # a release that did not come up would be rolled out again
-    "rollback": Terms(2 * HOUR_S, retries=0),  # the second one would take back the move before
-    "promote": Terms(2 * HOUR_S, retries=0),  # as deploy
-    "notify": Terms(HOUR_S // 6),
+POLICIES = {
+    "ingest": TaskPolicy(12 * HOUR_S, reads_images=True),
+    "validate": TaskPolicy(HOUR_S),
+    "train": TaskPolicy(DAY_S, reads_images=True),
+    "export": TaskPolicy(HOUR_S, reads_images=True),
+    "reuse": TaskPolicy(HOUR_S),
+    "embed": TaskPolicy(12 * HOUR_S, reads_images=True),
+    "probe": TaskPolicy(DAY_S, reads_images=True),
+    "index": TaskPolicy(4 * HOUR_S, retries=0),  # nothing but a computation
+    "evaluate": TaskPolicy(4 * HOUR_S, reads_images=True),
+    "gate": TaskPolicy(HOUR_S),
+    "archive": TaskPolicy(HOUR_S, reads_images=True),
+    "deploy": TaskPolicy(2 * HOUR_S, retries=0),  # a release that did not come up would be rolled out again
+    "rollback": TaskPolicy(2 * HOUR_S, retries=0),  # the second one would take back the move before
+    "promote": TaskPolicy(2 * HOUR_S, retries=0),  # as deploy
+    "notify": TaskPolicy(HOUR_S // 6),
 }
 
 
-def fresh(task: dsl.PipelineTask) -> dsl.PipelineTask:
-    """Never from KFP's cache: the task looks at the world (a source, the champion, a cluster), not just at inputs."""
-    return task.set_caching_options(enable_caching=False)
-
-
-def equip(
+def configure_tasks(
     tasks: Iterable[dsl.PipelineTask],
     s3_secret: str,
     cpu: str,
     memory: str,
 ) -> None:
-    """Give each task the keys of the store, bounds of CPU and memory, and its `TERMS`."""
+    """Give each task the keys of the store, CPU and memory limits, and its policy; keep it out of KFP's cache.
+
+    KFP's cache cannot hit: each ingest makes a new artifact. What is expensive has checkpoints in evernear's store.
+    """
     for task in tasks:
-        terms = TERMS[task.name]
+        task.set_caching_options(enable_caching=False)
+        policy = POLICIES[task.name]
         kubernetes.use_secret_as_env(task, s3_secret, {key: key for key in S3_KEYS}, optional=True)
-        kubernetes.set_timeout(task, terms.timeout_s)
-        if terms.retries:
+        kubernetes.set_timeout(task, policy.timeout_s)
+        if policy.retries:
             # Argo counts this from the first attempt on, and ends an attempt that goes on for longer. KFP's own is 1 h.
-            in_all_s = (terms.retries + 1) * (terms.timeout_s + BACKOFF_S * 2**terms.retries)
-            task.set_retry(terms.retries, f"{BACKOFF_S}s", 2, f"{in_all_s}s")
+            in_all_s = (policy.retries + 1) * (policy.timeout_s + BACKOFF_S * 2**policy.retries)
+            task.set_retry(policy.retries, f"{BACKOFF_S}s", 2, f"{in_all_s}s")
         _hand_down(task, cpu, memory)
         task.set_cpu_limit(cpu).set_memory_limit(memory)
 
 
-def let_predict(task: dsl.PipelineTask, token_secret: str) -> None:
+def mount_inference_token(task: dsl.PipelineTask, token_secret: str) -> None:
     """Give a task that proves a release the token that the release's server asks for, where there is one."""
     kubernetes.use_secret_as_env(task, token_secret, {"token": "EVERNEAR_TOKEN"}, optional=True)
 
@@ -76,11 +75,11 @@ def let_predict(task: dsl.PipelineTask, token_secret: str) -> None:
 def mount_scratch(tasks: Iterable[dsl.PipelineTask], claim: str) -> None:
     """Give those that read images a place where one step's copy of a shard serves the next."""
     for task in tasks:
-        if TERMS[task.name].reads_images:
+        if POLICIES[task.name].reads_images:
             kubernetes.mount_pvc(task, claim, "/scratch")
 
 
-def accelerate(tasks: Iterable[dsl.PipelineTask], accelerator: str, count: str) -> None:
+def set_accelerator(tasks: Iterable[dsl.PipelineTask], accelerator: str, count: str) -> None:
     """Give each task ``count`` accelerators, "0" for none, of a resource such as nvidia.com/gpu."""
     for task in tasks:
         _hand_down(task, accelerator, count)

@@ -83,6 +83,42 @@ def test_sections_survive_the_way_through_kfp() -> None:
     assert settings.parse(settings.TrainSettings, as_kfp) == section
 
 
+def test_the_settings_of_a_run_are_defaults_preset_overrides_and_parameters() -> None:
+    image = "registry.example/serve@sha256:" + 64 * "a"
+    chosen = settings.of_run(
+        {"train": {"epochs": 3}, "kubernetes": {"replicas_min": 1}},
+        preset="best",
+        source="s3://images",
+        target="kubernetes",
+        serving_image=image,
+        store="s3://ours",
+    )
+    assert (chosen.train.epochs, chosen.train.members) == (3, load(preset="best").train.members)
+    assert (chosen.data.source, chosen.target, chosen.store_uri) == ("s3://images", "kubernetes", "s3://ours")
+    assert (chosen.kubernetes.image, chosen.kubernetes.replicas_min) == (image, 1)
+    assert settings.of_run({"data": {"source": "mnist"}}, source="").data.source == "mnist", "empty changes nothing"
+    assert settings.of_run({"data": {"source": "mnist"}}, source="mnist").data.source == "mnist"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parameters", "sentence"),
+    [
+        ({"data": {"source": "mnist"}}, {"source": "digits"}, "data.source is set twice, to 'digits' by the parameter"),
+        ({"target": "local"}, {"target": "registry"}, "target is set twice"),
+        ({"train": {"epoch": 3}}, {}, "There is no setting 'train.epoch'; did you mean 'train.epochs'?"),
+        ({"slack": {"channel": "C0"}}, {}, "There is no setting 'slack'"),
+        ({}, {"preset": "bset"}, "There is no preset 'bset'"),
+        ({}, {"target": "moon"}, "Setting target = 'moon' cannot be used"),
+    ],
+)
+def test_parameters_of_a_run_that_cannot_be_are_one_sentence(
+    overrides: dict[str, object], parameters: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(SettingsError, match=sentence) as error:
+        settings.of_run(overrides, **parameters)
+    assert "\n" not in str(error.value)
+
+
 def test_workdir_gives_the_store(tmp_path: Path) -> None:
     assert load(overrides=[f"workdir={tmp_path}"]).store_uri == (tmp_path / "store").as_uri()
     assert load(overrides=["store=s3://bucket/x"]).store_uri == "s3://bucket/x"

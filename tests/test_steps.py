@@ -11,7 +11,8 @@ from evernear import steps
 from evernear.data.ingest import ingest
 from evernear.data.manifest import save_manifest
 from evernear.release.registry import Registry
-from evernear.settings import DataSettings, Settings
+from evernear.run_record import RunRecord
+from evernear.settings import DataSettings, RunSettings
 from evernear.store import open_store
 
 
@@ -34,20 +35,43 @@ def test_a_champion_of_another_image_size_stops_a_run_before_it_trains(
     store = open_store((tmp_path / "store").as_uri())
     release = make_release()
     Registry(store).publish(release.archive)
-    validation = Settings().validation.model_dump()
-    steps.validate(store.uri, validation, str(tmp_path), str(tmp_path / "report.md"))
+    settings = RunSettings(store=store.uri).model_dump(mode="json")
+    steps.validate("run", settings, str(tmp_path), str(tmp_path / "report.md"))
 
     Registry(store).set_champion(release.version, None)
     with pytest.raises(SystemExit) as stopped:
-        steps.validate(store.uri, validation, str(tmp_path), str(tmp_path / "report.md"))
+        steps.validate("run", settings, str(tmp_path), str(tmp_path / "report.md"))
     assert stopped.value.code == 3
     assert f"{release.version} takes images of (8, 8, 1)" in capsys.readouterr().err
 
 
 def test_two_classes_leave_none_for_the_probe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ingested(tmp_path, "ab")
-    settings = Settings()
-    trees = (settings.train.model_dump(), settings.index.model_dump(), settings.evaluation.model_dump())
-    steps.probe(*trees, str(tmp_path), str(tmp_path / "open-set.json"))
+    settings = RunSettings(workdir=tmp_path).model_dump(mode="json")
+    steps.probe("run", settings, str(tmp_path), str(tmp_path / "open-set.json"))
     assert (tmp_path / "open-set.json").is_file()
     assert "too few classes to leave one out" in "".join(capsys.readouterr())
+
+
+def first_step(tmp_path: Path, **parameters: str) -> int:
+    """The exit code of the first step with ``parameters``."""
+    chosen = {"source": "digits", "preset": "", "target": "kubernetes", "serving_image": ""} | parameters
+    claim = {"kubernetes": {"store_claim": "store"}}
+    with pytest.raises(SystemExit) as stopped:
+        steps.ingest("run", (tmp_path / "store").as_uri(), settings=claim, dataset=str(tmp_path / "dataset"), **chosen)
+    assert not (tmp_path / "store" / "datasets").exists(), "no image was decoded"
+    assert isinstance(stopped.value.code, int)
+    return stopped.value.code
+
+
+def test_the_first_step_refuses_what_the_last_one_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
+    assert first_step(tmp_path) == 2
+    assert "kubernetes.image" in capsys.readouterr().err
+    assert first_step(tmp_path, serving_image="registry.example/serve@sha256:" + 64 * "a") == 12
+    assert first_step(tmp_path, preset="bset", target="registry") == 2
+    (record,) = RunRecord(open_store((tmp_path / "store").as_uri()), "run").steps()
+    assert (record.step, record.state) == ("ingest", "failed")
+    assert "There is no preset 'bset'" in record.message

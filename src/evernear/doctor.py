@@ -86,22 +86,13 @@ def _store(settings: Settings) -> str:
 
 
 def _cluster(settings: Settings) -> str:
-    """Ask the API server for all rights of a deployment, then whether it would take what one applies.
+    """Ask the API server whether a deployment could work."""
+    from evernear.deployment.kubernetes import require_deployable
 
-    The rights come first, since a refused apply names but one; what is left are quotas, policies and conflicts.
-    """
-    from evernear.deployment.kubernetes.apply import require_applicable
-    from evernear.deployment.kubernetes.cluster import Cluster
-    from evernear.deployment.kubernetes.objects import ServedRelease, serving_objects
-    from evernear.deployment.kubernetes.rights import require_rights
-
-    cluster = Cluster.of(settings.kubernetes)
-    objects = serving_objects(settings, ServedRelease("doctor", archive_sha256=64 * "0", manifest_sha256=64 * "0"))
-    require_rights(cluster, objects, settings)
-    require_applicable(cluster, objects, force=settings.kubernetes.take_over)
+    cluster = require_deployable(settings)
     return (
-        f"{cluster.host} would take the {len(objects)} objects of a release into namespace {cluster.namespace}, "
-        "and lets a rollout be followed, explained and taken back."
+        f"{cluster.host} would accept the objects of a release in namespace {cluster.namespace}, "
+        "and allows a rollout to be followed, explained and rolled back."
     )
 
 

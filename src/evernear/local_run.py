@@ -19,10 +19,9 @@ from pydantic import BaseModel, ConfigDict
 
 from evernear.errors import Busy, EvernearError, SettingsError, StoreError
 from evernear.progress import EVENTS_VARIABLE, Event, read_events
+from evernear.release.registry import whoami
 from evernear.reporting.notify import Outcome
-from evernear.serving.connection import home_of
-from evernear.serving.torchserve import require_startable
-from evernear.settings import Settings
+from evernear.settings import RunSettings, Settings
 
 POLL_S = 0.1
 ROOM_FOR_EVENTS_BYTES = 64 * 1024
@@ -57,12 +56,9 @@ def run(settings: Settings, show: Callable[[Event], None], pipeline: Pipeline = 
 
     Raises:
         Busy: another run holds the working directory.
-        ServingError: the release could not be brought up in the end, since a port is taken or Java is missing.
         RunFailed: a step failed.
     """
     with _sole_run(settings.workdir):
-        if settings.target == "local":
-            require_startable(settings.serving, home_of(settings.workdir))
         started_s = time.monotonic()
         directory = settings.workdir.resolve() / "runs" / datetime.now(UTC).strftime("%Y%m%d-%H%M%S.%f")
         directory.mkdir(parents=True)
@@ -147,7 +143,7 @@ def _pipeline_process(
             order = {
                 "pipeline": pipeline,
                 "pipeline_root": str(directory),
-                "arguments": pipeline_arguments(settings, pipeline),
+                "arguments": pipeline_arguments(settings),
             }
             process.stdin.write(json.dumps(order) + "\n")
             process.stdin.flush()
@@ -163,27 +159,20 @@ def _end(process: "subprocess.Popen[str]") -> None:
     process.wait()
 
 
-def pipeline_arguments(settings: Settings, pipeline: Pipeline = "continuous_training") -> dict[str, object]:
-    """``settings`` as the parameters of ``pipeline``."""
-    sections = settings.model_dump(mode="json")
-    arguments = {
+def pipeline_arguments(settings: Settings) -> dict[str, object]:
+    """``settings`` as the parameters of a pipeline."""
+    sections = set(RunSettings.model_fields) - {"store", "target"}
+    return {
         "store": settings.store_uri,
-        "data": sections["data"],
-        "validation": sections["validation"],
-        "index_settings": sections["index"],
-        "evaluation": sections["evaluation"],
-        "gate_settings": sections["gate"],
-        "serving": sections["serving"],
-        "kubernetes_settings": sections["kubernetes"],
         "target": settings.target,
-        "workdir": str(settings.workdir.resolve()),
+        "started_by": whoami(),
+        "settings": settings.model_dump(mode="json", include=sections) | {"workdir": str(settings.workdir.resolve())},
     }
-    return arguments | ({"train_settings": sections["train"]} if pipeline == "continuous_training" else {})
 
 
 def _result(directory: Path, steps_s: dict[str, float], wall_s: float) -> RunResult:
     paths = {
-        f"{artifact.parent.name}.{artifact.name}": str(artifact)
+        f"{artifact.parent.name}.{artifact.name.partition('.')[0]}": str(artifact)
         for artifact in sorted(directory.glob("*/*/*"))
         if artifact.name != "executor_output.json"
     }

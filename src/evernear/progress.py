@@ -1,7 +1,8 @@
-"""What every pipeline step shares: a clock for its own work, its progress, and a failure of one sentence.
+"""What every pipeline step shares: a clock for its own work, its progress, and an error of one sentence.
 
 A step writes events as JSON lines to the file that `EVENTS_VARIABLE` names, if it names one; a local run follows
-that file to show progress. In a cluster the same lines are the step's log.
+that file to show progress. In a cluster the same lines are the step's log. Its last state goes into the run's record
+in the store (`evernear.run_record`).
 """
 
 import errno
@@ -20,8 +21,13 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from evernear.errors import EvernearError, StoreError
+from evernear.run_record import RunRecord, StepRecord
+from evernear.store import open_store
 
 EVENTS_VARIABLE = "_EVERNEAR_EVENTS"
+TERMINATION_MESSAGE = Path("/dev/termination-log")
+TERMINATION_MESSAGE_MAX_CHARACTERS = 1000
+"""The kubelet reads 4,096 bytes; UTF-8 has up to four to a character."""
 
 
 class Event(BaseModel):
@@ -40,9 +46,10 @@ class Event(BaseModel):
 class Step:
     """A running step; `say` tells a person how far it is, ``summary`` what it came to."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, recorder: "_Recorder") -> None:
         self.name = name
         self.summary = ""
+        self._recorder = recorder
         self._started_s = time.monotonic()
 
     def say(self, message: str) -> None:
@@ -50,7 +57,7 @@ class Step:
         self.emit("progress", message)
 
     def emit(self, kind: Literal["started", "progress", "finished", "failed"], message: str, code: int = 0) -> None:
-        """Append one event to the run's event file and to the step's log."""
+        """Append one event to the run's event file, to the step's log and, but for progress, to the run's record."""
         event = Event(
             at=datetime.now(UTC),
             step=self.name,
@@ -63,16 +70,17 @@ class Step:
         if path := os.environ.get(EVENTS_VARIABLE):
             with suppress(OSError), Path(path).open("a") as file:  # a full disk: the step's own sentence matters more
                 file.write(event.model_dump_json() + "\n")
+        self._recorder.save(event)
 
 
 @contextmanager
-def step(name: str) -> Generator[Step]:
-    """Run the body as the pipeline step ``name``.
+def step(name: str, run: str, store_uri: str) -> Generator[Step]:
+    """Run the body as the step ``name`` of ``run``, and record its state in the store.
 
-    An `EvernearError` ends the process with its sentence and its exit code; anything else is a fault of ours and
-    keeps its traceback.
+    An `EvernearError` ends the process with its sentence and its exit code; anything else is a bug and keeps its
+    traceback.
     """
-    running = Step(name)
+    running = Step(name, _Recorder(run, store_uri))
     running.emit("started", "")
     try:
         yield running
@@ -82,30 +90,59 @@ def step(name: str) -> Generator[Step]:
         sys.exit(error.exit_code)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            _emit_fault(running, error)
+            _emit_bug(running, error)
             raise
         place = error.filename or os.environ.get("TMPDIR", "/tmp")  # noqa: S108 - only named, never opened
         sentence = f"The disk that holds {place} is full; free some space and run again."
         running.emit("failed", sentence, StoreError.exit_code)
         sys.exit(StoreError.exit_code)
     except Exception as error:
-        _emit_fault(running, error)
+        _emit_bug(running, error)
         raise
     running.emit("finished", running.summary)
     gc.freeze()  # the interpreter's last collections would walk through all of torch, half a second in each step
 
 
-def _emit_fault(running: Step, error: Exception) -> None:
+def _emit_bug(running: Step, error: Exception) -> None:
     where = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{Path(where.filename).name}:{where.lineno}"
     running.emit("failed", f"evernear itself failed: {type(error).__name__}: {error} ({place}); see the log.", 1)
 
 
-def failures() -> list[str]:
-    """What the failed steps of this run said, where the run keeps an event file (a local one does)."""
-    path = os.environ.get(EVENTS_VARIABLE)
-    events = read_events(Path(path))[0] if path else []
-    return [f"{event.step}: {event.message}" for event in events if event.kind == "failed"]
+class _Recorder:
+    """Records the states of one step. A store that cannot be written must not fail a step that does not need it."""
+
+    def __init__(self, run: str, store_uri: str) -> None:
+        self._run = run
+        self._store_uri = store_uri
+        self._record: RunRecord | None = None
+        self._started = datetime.now(UTC)
+
+    def save(self, event: Event) -> None:
+        if event.kind == "progress":
+            return
+        step = StepRecord(
+            step=event.step,
+            state="running" if event.kind == "started" else event.kind,
+            message=event.message,
+            exit_code=event.exit_code,
+            started=self._started,
+            ended=None if event.kind == "started" else event.at,
+        )
+        with suppress(EvernearError):
+            if event.kind == "started":
+                self._record = RunRecord(open_store(self._store_uri), self._run)
+            if self._record is not None:
+                self._record.save_step(step)
+        if event.kind == "failed":
+            _explain_to_kubernetes(event.message)
+
+
+def _explain_to_kubernetes(message: str) -> None:
+    """Leave the error where the kubelet looks for it, so that the pod, and Argo's node, show it."""
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        with suppress(OSError):
+            TERMINATION_MESSAGE.write_text(message[:TERMINATION_MESSAGE_MAX_CHARACTERS])
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:

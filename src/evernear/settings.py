@@ -37,7 +37,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 class Section(BaseModel):
     """A frozen group of settings that refuses unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
 
 
 class DataSettings(Section):
@@ -162,6 +162,10 @@ class GateSettings(Section):
     """Bounds that a challenger has to keep to replace the champion."""
 
     accuracy_floor: Fraction = Field(default=0.95, description="Below it nothing is promoted.")
+    test_overlap_floor: Fraction = Field(
+        default=0.9,
+        description="Share of the images that the champion was tested on that the test split must still hold.",
+    )
     significance: float = Field(
         default=0.10, gt=0.0, lt=0.5, description="An equally good challenger is held at most this often."
     )
@@ -344,8 +348,25 @@ class SlackSettings(Section):
     may_roll_back: tuple[str, ...] = Field(default=(), description="Who may take a promotion back.")
     may_schedule: tuple[str, ...] = Field(default=(), description="Who may switch the watcher on and off.")
     parameters: tuple[str, ...] = Field(
-        default=("data", "train_settings", "index_settings"),
-        description="Parameters of a pipeline that /retrain may set; with the gate's among them, who starts promotes.",
+        default=(
+            "preset",
+            "train.epochs",
+            "train.batch_size",
+            "train.learning_rate",
+            "train.weight_decay",
+            "train.margin",
+            "train.scale",
+            "train.embedding_dim",
+            "train.width",
+            "train.augment",
+            "train.seed",
+            "index.factory",
+            "index.search",
+            "index.label_by",
+            "index.k",
+        ),
+        description="Settings and pipeline parameters that /retrain may set, each by its full name. Settings of the "
+        "gate or of the data among them would let anyone who may start a run decide what is promoted.",
     )
     answer_within_s: int = Field(default=4 * 3600, ge=60, description="A question that waits longer expires.")
     retry_for_s: int = Field(
@@ -400,8 +421,8 @@ class WatchSettings(Section):
     health_port: int = Field(default=8091, ge=0, le=65535, description="Port of the health probe; 0: none.")
 
 
-class Settings(Section):
-    """All settings of one run."""
+class RunSettings(Section):
+    """The settings of a pipeline run and of what serves its release, which Kubeflow Pipelines carries as JSON."""
 
     workdir: Path = Field(
         default=Path("evernear-work"), description="Runs, logs and, unless ``store`` is set, the store."
@@ -421,14 +442,48 @@ class Settings(Section):
     serving: ServingSettings = ServingSettings()
     prep: PrepSettings = PrepSettings()
     kubernetes: KubernetesSettings = KubernetesSettings()
-    pipeline: PipelineSettings = PipelineSettings()
-    slack: SlackSettings = SlackSettings()
-    watch: WatchSettings = WatchSettings()
 
     @property
     def store_uri(self) -> str:
         """The object store's URI, absolute."""
         return self.store or (self.workdir.resolve() / "store").as_uri()
+
+
+class Settings(RunSettings):
+    """All settings: those of a run, and those of what starts runs."""
+
+    pipeline: PipelineSettings = PipelineSettings()
+    slack: SlackSettings = SlackSettings()
+    watch: WatchSettings = WatchSettings()
+
+
+PARAMETERS = {"source": "data.source", "serving_image": "kubernetes.image", "target": "target", "store": "store"}
+"""The settings that are pipeline parameters in their own right, by the parameter's name."""
+
+
+def of_run(overrides: Mapping[str, Any], *, preset: str = "", **parameters: str) -> RunSettings:
+    """The settings of a pipeline run: the defaults, then ``preset``, then ``overrides``, then ``parameters``.
+
+    ``overrides`` is a tree such as ``{"train": {"epochs": 3}}``; ``parameters`` are those of `PARAMETERS`. An empty
+    preset or parameter changes nothing.
+
+    Raises:
+        SettingsError: as `load`; or a parameter and ``overrides`` disagree.
+    """
+    tree: dict[str, Any] = _read_preset(preset) if preset else {}
+    merge(tree, overrides)
+    for name, value in parameters.items():
+        if not value:
+            continue
+        section, _, key = PARAMETERS[name].rpartition(".")
+        given = overrides.get(section, {}) if section else overrides
+        if given.get(key, value) != value:
+            raise SettingsError(
+                f"{PARAMETERS[name]} is set twice, to {value!r} by the parameter {name} and to {given[key]!r} in "
+                "settings; remove one of them."
+            )
+        merge(tree, {section: {key: value}} if section else {key: value})
+    return parse(RunSettings, tree)
 
 
 def load(
@@ -447,16 +502,16 @@ def load(
     """
     tree: dict[str, Any] = {}
     if preset is not None:
-        _merge(tree, _read_preset(preset))
+        merge(tree, _read_preset(preset))
     if config is not None:
-        _merge(tree, _read_toml(config))
+        merge(tree, _read_toml(config))
     for dotted, value in _from_environment(os.environ if environment is None else environment):
-        _set(tree, dotted, value)
-    for override in overrides:
-        dotted, equals, text = override.partition("=")
+        override(tree, dotted, value)
+    for word in overrides:
+        dotted, equals, text = word.partition("=")
         if not equals:
-            raise SettingsError(f"--set {override!r} has no '='; write --set section.key=value.")
-        _set(tree, dotted.strip(), text)
+            raise SettingsError(f"--set {word!r} has no '='; write --set section.key=value.")
+        override(tree, dotted.strip(), text)
     return parse(Settings, tree)
 
 
@@ -496,31 +551,34 @@ def _from_environment(environment: Mapping[str, str]) -> list[tuple[str, str]]:
     ]
 
 
-def _set(tree: dict[str, Any], dotted: str, text: str) -> None:
+def override(tree: dict[str, Any], dotted: str, text: str) -> None:
+    """Set ``section.key`` of ``tree`` to ``text``, which is JSON where it parses as JSON, else text."""
     try:
         value: Any = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         value = text
     for key in reversed(dotted.split(".")):
         value = {key: value}
-    _merge(tree, value)
+    merge(tree, value)
 
 
-def _merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
+def merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
+    """Write ``tree`` over ``into``, key by key; a nested mapping keeps the keys that ``tree`` does not name."""
     for key, value in tree.items():
         held = into.get(key)
         if isinstance(value, Mapping) and isinstance(held, dict):
-            _merge(held, value)
+            merge(held, value)
         else:
             into[key] = dict(value) if isinstance(value, Mapping) else value
 
 
-def _known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """The names of all settings of ``model``, those of its sections as ``section.key``."""
     keys: list[str] = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            keys += _known_keys(field.annotation, f"{prefix}{name}.")
+            keys += known_keys(field.annotation, f"{prefix}{name}.")
     return keys
 
 
@@ -531,7 +589,7 @@ def _sentence(model: type[BaseModel], error: ValidationError) -> str:
         said = fault["msg"].removeprefix("Value error, ")
         message = _SHAPES.get(fault["type"]) or said[0].lower() + said[1:]
         return f"Setting {key} = {fault['input']!r} cannot be used: {message}."
-    known = _known_keys(model)
+    known = known_keys(model)
     # A key given without its section (epochs) is nearest to the one that ends with it (train.epochs).
     near = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
     return f"There is no setting {key!r}; did you mean {near[0]!r}?"

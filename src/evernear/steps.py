@@ -1,46 +1,61 @@
-"""The journey, step by step: what each pipeline step does, as one function of paths and settings.
+"""The pipeline's steps, one function each: open the artifacts of the steps before, call one room, write its artifact.
 
-A component under ``components/`` calls the function of its own name and nothing else, so every step also runs
-without KFP. The rooms do the work; here they are only put together. Each function imports what it needs, so that a
-step loads no more than that.
+A component under ``components/`` calls the function with its own name and nothing else, so every step also runs
+without KFP. The rooms do the work. Each function imports what it needs, so that a step loads no more than that.
 """
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evernear import settings as knobs
-from evernear.progress import failures, step
+from evernear.progress import Step, step
+from evernear.run_record import RunRecord
+from evernear.settings import RunSettings
+from evernear.store import open_store, write_atomically
 
 if TYPE_CHECKING:
     from evernear.evaluation.evaluate import Evaluation
 
 Tree = dict[str, Any]
-"""A section of the settings as KFP carries it."""
+"""The settings of a run (`evernear.settings.RunSettings`) as JSON: `ingest` returns them, all others take them."""
+UNNAMED = "the Kubeflow Pipelines UI or API"
+"""What started a run that does not say so itself."""
 
 
-def ingest(store: str, settings: Tree, dataset: str) -> str:
-    """Add the source's new images to the dataset; returns the snapshot's digest."""
-    with step("ingest") as running:
+def ingest(
+    run: str, store: str, source: str, preset: str, target: str, serving_image: str, settings: Tree, dataset: str
+) -> tuple[str, Tree]:
+    """Add the source's new images to the dataset; returns the snapshot's digest and the settings of the run.
+
+    As the first step it resolves the run's parameters, and refuses a run that could not deploy in the end.
+    """
+    with step("ingest", run, store) as running:
         from evernear.data.ingest import ingest
         from evernear.data.manifest import SPLITS, save_manifest
+        from evernear.deployment import require_deployable
 
-        manifest = ingest(knobs.parse(knobs.DataSettings, settings), store, running.say)
+        chosen = knobs.of_run(
+            settings, preset=preset, source=source, target=target, serving_image=serving_image, store=store
+        )
+        require_deployable(chosen)
+        manifest = ingest(chosen.data, chosen.store_uri, running.say)
         save_manifest(manifest, Path(dataset))
         counts = ", ".join(f"{manifest.count(split):,} {split}" for split in SPLITS)
         height, width, channels = manifest.shape
         running.summary = f"{counts}; {len(manifest.labels)} classes, {height}x{width}x{channels}"
-    return manifest.digest
+    return manifest.digest, chosen.model_dump(mode="json")
 
 
-def validate(store: str, settings: Tree, dataset: str, report: str) -> None:
+def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
     """Write the report of the data's faults; stop the run at one of severity ``error``."""
-    with step("validate") as running:
+    with _step("validate", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
         from evernear.data.validate import require_valid, validate
         from evernear.release.registry import Registry
-        from evernear.store import open_store, write_atomically
 
-        registry, data = Registry(open_store(store)), Dataset.open(Path(dataset))
+        registry, data = Registry(open_store(chosen.store_uri)), Dataset.open(Path(dataset))
         champion = registry.champion()
         known: tuple[str, ...] = ()
         if champion:
@@ -48,70 +63,66 @@ def validate(store: str, settings: Tree, dataset: str, report: str) -> None:
             known = release.labels
             # The evaluation asks the same, after hours of training.
             data.require_shape(release.preprocessing.shape, champion.version)
-        found = validate(data, knobs.parse(knobs.ValidationSettings, settings), known)
+        found = validate(data, chosen.validation, known)
         write_atomically(Path(report), found.markdown())
         running.summary = f"{len(found.findings)} findings" if found.findings else "nothing found"
         require_valid(found)
 
 
-def train(store: str, settings: Tree, dataset: str, trained: str, curves: str) -> None:
+def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> None:
     """Train the network; write its weights, and its curves as a page."""
-    with step("train") as running:
+    with _step("train", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
         from evernear.embedding.history import Epoch
         from evernear.embedding.train import train
         from evernear.reporting.plots import training_curves
-        from evernear.store import open_store, write_atomically
-
-        parsed = knobs.parse(knobs.TrainSettings, settings)
 
         def say(point: Epoch) -> None:
             accuracy = f"gallery accuracy {point.gallery_accuracy:.2%}"
-            running.say(f"epoch {point.epoch}/{parsed.epochs}, loss {point.train_loss:.3f}, {accuracy}")
+            running.say(f"epoch {point.epoch}/{chosen.train.epochs}, loss {point.train_loss:.3f}, {accuracy}")
 
         data = Dataset.open(Path(dataset))
-        result = train(data, parsed, Path(trained), open_store(store), on_epoch=say)
+        result = train(data, chosen.train, Path(trained), open_store(chosen.store_uri), on_epoch=say)
         write_atomically(Path(curves), training_curves(result.epochs))
         kept = result.epochs[result.kept_epoch - 1]
         resumed = f", resumed after epoch {result.resumed_after_epoch}" if result.resumed_after_epoch else ""
         running.summary = f"kept epoch {kept.epoch}, gallery accuracy {kept.gallery_accuracy:.2%}{resumed}"
 
 
-def export(settings: Tree, dataset: str, trained: str, network: str) -> Tree:
+def export(run: str, settings: Tree, dataset: str, trained: str, network: str) -> Tree:
     """Write the network as TorchScript; returns what its artifact's metadata states."""
-    with step("export") as running:
+    with _step("export", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
         from evernear.embedding.export import export
 
-        tolerance = knobs.parse(knobs.TrainSettings, settings).parity_tolerance
+        tolerance = chosen.train.parity_tolerance
         result = export(Path(trained), Dataset.open(Path(dataset)), Path(network), tolerance)
         difference = result.parity_max_abs_difference
         running.summary = f"TorchScript within {difference:.1e} of eager on {result.parity_images} images"
     return {"sha256": result.sha256, "parity_max_abs_difference": difference}
 
 
-def reuse(store: str, dataset: str, network: str, open_set: str) -> Tree:
+def reuse(run: str, settings: Tree, dataset: str, network: str, open_set: str) -> Tree:
     """Take the champion's network and threshold; returns what the network's artifact states."""
-    with step("reuse") as running:
+    with _step("reuse", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
         from evernear.release.network import take_network
-        from evernear.store import open_store, write_atomically
 
-        release, taken = take_network(open_store(store), Dataset.open(Path(dataset)), Path(network))
+        store = open_store(chosen.store_uri)
+        release, taken = take_network(store, Dataset.open(Path(dataset)), Path(network))
         write_atomically(Path(open_set), taken.model_dump_json(indent=2))
         running.summary = f"network {release.network_sha256[:12]} of release {release.version}"
     return {"sha256": release.network_sha256, "release": release.version}
 
 
-def embed(store: str, dataset: str, network: str, embeddings: str) -> Tree:
+def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str) -> Tree:
     """Embed the gallery and the query split; returns how many embeddings were made and how many kept."""
-    with step("embed") as running:
+    with _step("embed", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
         from evernear.embedding.embed import embed
         from evernear.embedding.export import trained_on
-        from evernear.store import open_store
 
-        data, opened = Dataset.open(Path(dataset)), open_store(store)
+        data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
         seen = trained_on(Path(network), data, opened).manifest.label_counts("train")
         untrained = frozenset(label for label in data.labels if not seen.get(label))
         result = embed(Path(network), data, Path(embeddings), store=opened, untrained=untrained)
@@ -120,9 +131,9 @@ def embed(store: str, dataset: str, network: str, embeddings: str) -> Tree:
     return {"made": made, "reused": result.reused, "untrained_classes": sorted(untrained)}
 
 
-def index(settings: Tree, dataset: str, embeddings: str, open_set: str, index: str) -> None:
+def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str, index: str) -> None:
     """Index the gallery, with the open-set threshold that was found with the network."""
-    with step("index") as running:
+    with _step("index", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
         from evernear.embedding.embed import Embeddings
         from evernear.evaluation.open_set import OpenSet
@@ -131,93 +142,74 @@ def index(settings: Tree, dataset: str, embeddings: str, open_set: str, index: s
         labels = Dataset.open(Path(dataset)).labels
         vectors = Embeddings.open(Path(embeddings))
         threshold = OpenSet.model_validate_json(Path(open_set).read_bytes()).threshold
-        result = build(vectors, labels, knobs.parse(knobs.IndexSettings, settings), Path(index), threshold=threshold)
+        result = build(vectors, labels, chosen.index, Path(index), threshold=threshold)
         running.summary = f"{result.size:,} vectors, {result.factory}; unknown beyond {result.threshold:.3f}"
 
 
-def probe(train: Tree, index: Tree, settings: Tree, dataset: str, open_set: str) -> None:
+def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
     """Measure on classes that the network never saw how unknown images are told apart."""
-    with step("probe") as running:
+    with _step("probe", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
         from evernear.evaluation.probe import probe
-        from evernear.store import write_atomically
 
-        result = probe(
-            Dataset.open(Path(dataset)),
-            knobs.parse(knobs.TrainSettings, train),
-            knobs.parse(knobs.EvaluationSettings, settings),
-            knobs.parse(knobs.IndexSettings, index),
-        )
+        result = probe(Dataset.open(Path(dataset)), chosen.train, chosen.evaluation, chosen.index)
         write_atomically(Path(open_set), result.model_dump_json(indent=2))
         strangers = f"AUROC {result.auroc} for classes never trained on"
         running.summary = strangers if result.held_out else "too few classes to leave one out"
 
 
 def evaluate(
-    store: str, settings: Tree, dataset: str, network: str, index: str, open_set: str, evaluation: str
+    run: str, settings: Tree, dataset: str, network: str, index: str, open_set: str, evaluation: str
 ) -> "Evaluation":
     """Measure candidate and champion, both as served, on the same frozen test split."""
-    with step("evaluate") as running:
+    with _step("evaluate", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
         from evernear.embedding.export import trained_on
         from evernear.evaluation.evaluate import evaluate
         from evernear.evaluation.open_set import OpenSet
         from evernear.evaluation.recogniser import Recogniser
         from evernear.release.champion import open_champion
-        from evernear.store import open_store
 
-        parsed = knobs.parse(knobs.EvaluationSettings, settings)
         data, candidate = Dataset.open(Path(dataset)), Recogniser.open(Path(network), Path(index))
         probed = OpenSet.model_validate_json(Path(open_set).read_bytes())
-        opened = open_store(store)
+        opened = open_store(chosen.store_uri)
         seen = trained_on(Path(network), data, opened)
         with open_champion(opened) as (champion, made_from):
-            result = evaluate(candidate, champion, data, probed, parsed, made_from, seen)
+            result = evaluate(candidate, champion, data, probed, chosen.evaluation, made_from, seen)
         result.save(Path(evaluation))
         running.summary = f"accuracy {result.candidate.accuracy}"
     return result
 
 
-def gate(run: str, store: str, settings: Tree, evaluation: str, verdict: str, card: str) -> bool:
+def gate(run: str, settings: Tree, evaluation: str, verdict: str, card: str) -> bool:
     """Decide whether the candidate may replace what serves; write the verdict and its card."""
-    with step("gate") as running:
+    with _step("gate", run, settings) as (running, chosen):
         from evernear.evaluation.evaluate import Evaluation
         from evernear.evaluation.gate import decide
         from evernear.reporting.card import confusion_png, verdict_card
-        from evernear.reporting.notify import remember, remember_confusion
-        from evernear.store import open_store, write_atomically
+        from evernear.reporting.notify import save_confusion_matrix
 
         measured = Evaluation.load(Path(evaluation))
-        decided = decide(measured, knobs.parse(knobs.GateSettings, settings))
+        decided = decide(measured, chosen.gate)
         write_atomically(Path(verdict), decided.model_dump_json(indent=2))
         write_atomically(Path(card), verdict_card(decided, measured))
-        kept = open_store(store)
-        remember(kept, run, verdict=decided.model_dump(mode="json"), metrics=measured.metrics())
-        remember_confusion(kept, run, confusion_png(measured))
+        record = RunRecord(open_store(chosen.store_uri), run)
+        record.save(verdict=decided.model_dump(mode="json"), metrics=measured.metrics())
+        save_confusion_matrix(record, confusion_png(measured))
         running.summary = ("promote: " if decided.promote else "hold: ") + " ".join(decided.reasons)
     return decided.promote
 
 
 def archive(
-    run: str,
-    store: str,
-    settings: Tree,
-    dataset: str,
-    network: str,
-    index: str,
-    evaluation: str,
-    verdict: str,
-    release: str,
+    run: str, settings: Tree, dataset: str, network: str, index: str, evaluation: str, verdict: str, release: str
 ) -> str:
     """Pack the release; returns its version. One that is held is kept in the registry, for a person to promote."""
-    with step("archive") as running:
+    with _step("archive", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
         from evernear.evaluation.evaluate import Evaluation
         from evernear.evaluation.verdict import Verdict
         from evernear.release.archive import archive
         from evernear.release.registry import Registry
-        from evernear.reporting.notify import remember
-        from evernear.store import open_store
 
         measured = Evaluation.load(Path(evaluation))
         packed = archive(
@@ -227,75 +219,74 @@ def archive(
             verdict_file=Path(verdict),
             metrics=measured.metrics(),
             parent=measured.champion.name if measured.champion else None,
-            settings=knobs.parse(knobs.ServingSettings, settings),
+            settings=chosen.serving,
             out_dir=Path(release),
         )
-        kept = open_store(store)
+        store = open_store(chosen.store_uri)
         if not Verdict.load(Path(verdict)).promote:
-            Registry(kept).publish(packed.archive)
-        remember(kept, run, archived={"version": packed.manifest.version})
+            Registry(store).publish(packed.archive)
+        RunRecord(store, run).save(archived={"version": packed.manifest.version})
         size_mb = packed.archive.stat().st_size / 1e6
         running.summary = f"release {packed.manifest.version}, {size_mb:.1f} MB"
     return packed.manifest.version
 
 
-def deploy(
-    run: str, store: str, target: str, workdir: str, settings: Tree, kubernetes: Tree, release: str, verdict: str
-) -> None:
+def deploy(run: str, settings: Tree, started_by: str, release: str, verdict: str) -> None:
     """Publish the release and bring it up, unless the verdict does not promote it."""
-    with step("deploy") as running:
+    with _step("deploy", run, settings) as (running, chosen):
         from evernear.deployment import deploy
-        from evernear.reporting.notify import remember
-        from evernear.store import open_store
+        from evernear.release.registry import Cause
 
-        deployed = deploy(Path(release), Path(verdict), _place(store, target, workdir, settings, kubernetes))
-        remember(open_store(store), run, deployment=deployed.model_dump(mode="json"))
-        running.summary = f"release {deployed.version} serves" + (f" at {deployed.url}" if deployed.url else "")
+        deployed = deploy(Path(release), Path(verdict), chosen, Cause(by=started_by or UNNAMED, run=run))
+        RunRecord(open_store(chosen.store_uri), run).save(deployment=deployed.model_dump(mode="json"))
+        running.summary = f"release {deployed.version} is live" + (f" at {deployed.url}" if deployed.url else "")
 
 
 def rollback(
-    run: str, store: str, target: str, workdir: str, settings: Tree, kubernetes: Tree, release: str, why: str, by: str
+    run: str, store: str, target: str, serving_image: str, settings: Tree, release: str, reason: str, started_by: str
 ) -> None:
-    """Let serve again what served before the champion, which has to be ``release`` if that is not empty."""
-    with step("rollback") as running:
+    """Make the previous champion live again. Fail if ``release`` is set and is not the current champion."""
+    with step("rollback", run, store) as running:
         from evernear.deployment import rollback
-        from evernear.reporting.notify import remember
-        from evernear.store import open_store
+        from evernear.release.registry import Cause
 
-        place = _place(store, target, workdir, settings, kubernetes)
-        restored = rollback(place, why=why, by=by or None, expected=release or None)
-        remember(open_store(store), run, rollback=restored.model_dump(mode="json") | {"why": why})
-        running.summary = f"release {restored.version} serves again"
+        chosen = knobs.of_run(settings, target=target, serving_image=serving_image, store=store)
+        cause = Cause(by=started_by or UNNAMED, why=reason, run=run)
+        restored = rollback(chosen, cause=cause, expected=release or None)
+        RunRecord(open_store(store), run).save(rollback=restored.model_dump(mode="json") | {"why": reason})
+        running.summary = f"release {restored.version} is live again"
 
 
 def promote(
-    run: str, store: str, target: str, workdir: str, settings: Tree, kubernetes: Tree, release: str, why: str, by: str
+    run: str, store: str, target: str, serving_image: str, settings: Tree, release: str, reason: str, started_by: str
 ) -> None:
-    """Let a release of the registry serve because a person says so, whatever its verdict says."""
-    with step("promote") as running:
+    """Make a release of the registry live because a person decided so, whatever its verdict."""
+    with step("promote", run, store) as running:
         from evernear.deployment import promote
-        from evernear.reporting.notify import remember
-        from evernear.store import open_store
+        from evernear.release.registry import Cause
 
-        place = _place(store, target, workdir, settings, kubernetes)
-        promoted = promote(release, place, force=True, why=why, by=by or None)
-        remember(open_store(store), run, promotion=promoted.model_dump(mode="json") | {"why": why})
-        running.summary = f"release {promoted.version} serves"
-
-
-def _place(store: str, target: str, workdir: str, settings: Tree, kubernetes: Tree) -> knobs.Settings:
-    """Where a release is to serve."""
-    chosen = {"store": store, "target": target, "workdir": workdir, "serving": settings, "kubernetes": kubernetes}
-    return knobs.parse(knobs.Settings, chosen)
+        chosen = knobs.of_run(settings, target=target, serving_image=serving_image, store=store)
+        cause = Cause(by=started_by or UNNAMED, why=reason, run=run)
+        promoted = promote(release, chosen, force=True, cause=cause)
+        RunRecord(open_store(store), run).save(promotion=promoted.model_dump(mode="json") | {"why": reason})
+        running.summary = f"release {promoted.version} is live"
 
 
-def notify(run: str, store: str, state: str, error_message: str, outcome: str) -> Tree:
-    """Tell the run's true outcome, to the log, to the store and to ``outcome``; returns it in short."""
-    with step("notify") as running:
-        from evernear.reporting.notify import tell
-        from evernear.store import open_store, write_atomically
+def notify(run: str, store: str, pipeline: str, state: str, error_message: str, outcome: str, page: str) -> Tree:
+    """Write the outcome of the run, as JSON and as a page, and record it; returns it in short."""
+    with step("notify", run, store) as running:
+        from evernear.reporting.notify import finalize
 
-        told = tell(open_store(store), run, state, " ".join(failures()) or error_message)
-        write_atomically(Path(outcome), told.model_dump_json(indent=2))
-        running.summary = told.summary()
-    return {"state": told.state, "release": told.release or "", "told": told.summary()}
+        found = finalize(RunRecord(open_store(store), run), pipeline, state, error_message)
+        write_atomically(Path(outcome), found.model_dump_json(indent=2))
+        write_atomically(Path(page), found.markdown())
+        running.summary = found.summary()
+    return {"state": found.state, "release": found.release or "", "summary": found.summary()}
+
+
+@contextmanager
+def _step(name: str, run: str, settings: Tree) -> Generator[tuple[Step, RunSettings]]:
+    """A step after `ingest`, with the settings that `ingest` resolved."""
+    chosen = knobs.parse(RunSettings, settings)
+    with step(name, run, chosen.store_uri) as running:
+        yield running, chosen

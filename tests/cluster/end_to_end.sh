@@ -10,11 +10,11 @@ serves() {
     --output "jsonpath={.metadata.annotations['evernear\.dev/release']}"
 }
 defaults=(
-  store=s3://evernear data.source=digits target=kubernetes
-  "kubernetes_settings.image=$SERVE_IMAGE"
-  kubernetes_settings.token_secret=evernear-token
-  kubernetes_settings.replicas_min=1 kubernetes_settings.replicas_max=1
-  kubernetes_settings.cpu=500m kubernetes_settings.memory=1Gi
+  store=s3://evernear source=digits target=kubernetes
+  "serving_image=$SERVE_IMAGE"
+  kubernetes.token_secret=evernear-token
+  kubernetes.replicas_min=1 kubernetes.replicas_max=1
+  kubernetes.cpu=500m kubernetes.memory=1Gi
   cpu=1 memory=2G train_cpu=2 train_memory=4G
 )
 evernear pipeline upload --image "$TRAIN_IMAGE" "${defaults[@]/#/--set=}"
@@ -23,8 +23,8 @@ evernear pipeline upload --image "$TRAIN_IMAGE" "${defaults[@]/#/--set=}"  # aga
 evernear pipeline run continuous-training --wait
 first=$(serves)
 # Equal models are held now and then, by design; not this one.
-evernear pipeline run continuous-training --wait --set train_settings.seed=1 --set gate_settings.significance=0.0001
+evernear pipeline run continuous-training --wait --set train.seed=1 --set gate.significance=0.0001
 second=$(serves)
 test "$first" != "$second"
-evernear pipeline run rollback --wait --set "why=end to end"
+evernear pipeline run rollback --wait --set "reason=end to end"
 test "$(serves)" = "$first"

@@ -25,7 +25,7 @@ from evernear.errors import (
     Unreachable,
 )
 from evernear.release.parts import ReleaseParts, open_release
-from evernear.release.registry import Registry, whoami
+from evernear.release.registry import Cause, Registry
 from evernear.serving import torchserve
 from evernear.serving.client import Client
 from evernear.serving.connection import home_of, read_state
@@ -216,7 +216,7 @@ def test_a_rollback_is_at_once_and_the_release_it_left_can_come_back(
     site.deploy(bad)
     with nothing_is_loaded(monkeypatch):
         with site.hammered() as versions:
-            back = rollback(site.settings, why="it confuses 3 and 8")
+            back = rollback(site.settings, cause=Cause(by="ada", why="it confuses 3 and 8"))
         assert versions == {good, bad.version}
         assert (back.version, back.smoke_queries) == (good, site.settings.serving.smoke_queries)
         assert site.default == site.champion == good
@@ -270,13 +270,13 @@ def test_a_verdict_that_holds_is_overruled_only_by_force_and_with_a_reason(
     with pytest.raises(IntegrityError, match=r"holds release .*: A test says so\. To promote it anyway, add --force"):
         promote(held.version, site.settings)
     with pytest.raises(SettingsError, match="say why"):
-        promote(held.version, site.settings, force=True, why=" ")
+        promote(held.version, site.settings, force=True, cause=Cause(by="ada", why=" "))
     assert site.default == site.champion == before
     with site.hammered():
-        promote(held.version, site.settings, force=True, why="the floor was wrong")
+        promote(held.version, site.settings, force=True, cause=Cause(by="ada", why="the floor was wrong"))
     assert site.default == held.version
     last = list(site.registry.history())[-1]
-    assert (last.how, last.why, last.by) == ("force", "the floor was wrong", whoami())
+    assert (last.how, last.why, last.by) == ("force", "the floor was wrong", "ada")
     rollback(site.settings)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from evernear.data.ingest import ingest
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription, embed
 from evernear.errors import IntegrityError
@@ -15,7 +16,7 @@ from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recogniser import Recogniser
 from evernear.evaluation.statistics import auroc, roc, share
 from evernear.index.build import build
-from evernear.settings import EvaluationSettings, GateSettings, IndexSettings
+from evernear.settings import DataSettings, EvaluationSettings, GateSettings, IndexSettings
 from evernear.store import open_store, sha256_file
 from tests.conftest import System
 
@@ -126,7 +127,7 @@ def test_the_first_release_needs_no_champion(system: System, full: Recogniser):
 
 
 def test_a_champion_against_itself_passes(system: System, full: Recogniser):
-    assert decide(evaluate(full, full, system.dataset, PROBED, SETTINGS), LENIENT).promote
+    assert decide(evaluate(full, full, system.dataset, PROBED, SETTINGS, system.dataset), LENIENT).promote
 
 
 def test_images_that_the_network_was_trained_on_count_wherever_it_was(system: System, full: Recogniser):
@@ -141,14 +142,14 @@ def test_images_that_the_network_was_trained_on_count_wherever_it_was(system: Sy
 
 
 def test_a_class_that_collapsed_holds(system: System, full: Recogniser, collapsed: Recogniser):
-    verdict = decide(evaluate(collapsed, full, system.dataset, PROBED, SETTINGS), LENIENT)
+    verdict = decide(evaluate(collapsed, full, system.dataset, PROBED, SETTINGS, system.dataset), LENIENT)
     failed = {rule.name: rule.reason for rule in verdict.rules if not rule.passed}
     assert {"classes_kept", "class_recall_floor", "class_recall_drop", "no_worse"} == set(failed)
     assert failed["classes_kept"].endswith("does not: 7.")
     assert "7 (0.0%)" in failed["class_recall_floor"]
     assert not verdict.promote
     # The other way round it is a class won, and the 7s are no reason to hold.
-    assert decide(evaluate(full, collapsed, system.dataset, PROBED, SETTINGS), LENIENT).promote
+    assert decide(evaluate(full, collapsed, system.dataset, PROBED, SETTINGS, system.dataset), LENIENT).promote
 
 
 def test_shuffled_labels_hold_and_the_reason_says_so(system: System, embeddings: Path, tmp_path):
@@ -178,3 +179,24 @@ def test_both_are_measured_on_the_same_queries(system: System, full: Recogniser,
     assert evaluation.champion.queries_sha256 == evaluation.candidate.queries_sha256
     assert evaluation.candidate.name == ""
     assert evaluation.champion.name == "v1"
+
+
+def test_another_data_set_does_not_keep_the_champions_test_images(
+    system: System, full: Recogniser, tmp_path_factory: pytest.TempPathFactory
+):
+    def kept(champion_dataset: Dataset) -> float | None:
+        return evaluate(full, full, system.dataset, PROBED, SETTINGS, champion_dataset).champion_test_kept
+
+    def other(settings: DataSettings) -> Dataset:
+        store = tmp_path_factory.mktemp("store").as_uri()
+        return Dataset(ingest(settings, store), open_store(store))
+
+    source = DataSettings(source=system.dataset.manifest.source)
+    assert kept(system.dataset) == 1.0
+    assert kept(other(source.model_copy(update={"size_px": 16}))) == 1.0, "another size, the same images"
+    fewer = kept(other(source.model_copy(update={"test_fraction": 0.2})))
+    assert fewer is not None
+    assert 0.3 < fewer < 0.7, "half of its test images are trained on here"
+    without = evaluate(full, full, system.dataset, PROBED, SETTINGS)
+    assert without.champion_test_kept is None
+    assert "same_test_set" in {rule.name for rule in decide(without, LENIENT).rules if not rule.passed}

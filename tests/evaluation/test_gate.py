@@ -119,6 +119,7 @@ def test_each_rule_holds_alone(planted: ModuleType, sound: Evaluation):
         "index_recall": with_candidate(sound, index_recall=low),
         "parity": with_candidate(sound, parity_max_abs_difference=2e-4),
         "test_images_unseen": sound.model_copy(update={"leaks": UNSEEN | {"gallery": 1}}),
+        "same_test_set": sound.model_copy(update={"champion_test_kept": 0.89}),
         "same_queries": with_candidate(sound, queries_sha256="others"),
         "no_worse": slow_rot,
         "classes_kept": with_candidate(sound, known_labels=planted.LABELS[:-1]),
@@ -155,6 +156,8 @@ def test_a_figure_that_is_missing_or_no_number_holds(sound: Evaluation, field, v
     [
         ({"comparison": None}, {"same_queries", "no_worse", "class_recall_drop"}),
         ({"leaks": {}}, {"test_images_unseen"}),
+        ({"champion_test_kept": None}, {"same_test_set"}),
+        ({"champion_test_kept": math.nan}, {"same_test_set"}),
     ],
 )
 def test_a_part_that_is_missing_holds(sound: Evaluation, changes, rules):

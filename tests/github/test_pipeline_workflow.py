@@ -59,6 +59,7 @@ def run_step(name: str, kfp: KfpServer, tmp_path: Path, **variables: str) -> sub
     environment |= dict.fromkeys(STEPS[name]["env"], "") | {"EVERNEAR_PIPELINE__ENDPOINT": kfp.url, "KFP_AUDIENCE": ""}
     environment |= {"EVERNEAR_PIPELINE__NAMESPACE": "", "EVERNEAR_PIPELINE__UI_URL": ""}
     environment |= {"GITHUB_SHA": "5b67dc9f1c0b6c0f", "GITHUB_RUN_ID": "4711", **variables}
+    environment |= {"GITHUB_ACTIONS": "true", "GITHUB_ACTOR": "ada", "GITHUB_EVENT_NAME": "push"}
     script = tmp_path / "step.sh"
     script.write_text(STEPS[name]["run"].replace("run.json", str(tmp_path / "run.json")))
     return subprocess.run(
@@ -79,24 +80,25 @@ def test_a_push_uploads_and_starts_one_run_as_github_itself(kfp: KfpServer, issu
     }
     images = {"TRAIN_IMAGE": TRAIN, "SERVE_IMAGE": SERVE}
     defaults = "store=s3://ours data.source=s3://images target=kubernetes"
-    for word in ("uploaded", "is there already"):  # a job that is run again succeeds
+    for word in ("uploaded", "already exists"):  # a job that is run again succeeds
         done = run_step("Upload the pipelines", kfp, tmp_path, PARAMETERS=defaults, **images, **identity)
         assert done.returncode == 0, done.stderr
-        assert f"continuous-training 5b67dc9f1c0b6c0f {word}" in done.stdout
+        assert f"continuous-training 5b67dc9f1c0b6c0f: {word}" in done.stdout
         assert f"::add-mask::{IDENTITY}" in done.stdout
 
-    start = {"PIPELINE": "continuous-training", "PARAMETERS": "train_settings.epochs=3"}
+    start = {"PIPELINE": "continuous-training", "PARAMETERS": "train.epochs=3"}
     for _ in range(2):
         done = run_step("Start a run", kfp, tmp_path, **start, **identity)
         assert done.returncode == 0, done.stderr
     (run,) = kfp.runs
-    assert run.parameters["train_settings"]["epochs"] == 3
+    assert run.parameters["settings"] == {"train": {"epochs": 3}}
+    assert run.parameters["started_by"] == "GitHub Actions (push of commit 5b67dc9f1c0b by ada, workflow run 4711)"
     assert (tmp_path / "output").read_text().startswith(f"url={kfp.url}")
     compiled = run.compiled().read_text()
     assert TRAIN in compiled
     defaults_there = next(yaml.safe_load_all(compiled))["root"]["inputDefinitions"]["parameters"]
-    assert defaults_there["kubernetes_settings"]["defaultValue"]["image"] == SERVE
-    assert defaults_there["data"]["defaultValue"]["source"] == "s3://images"
+    assert defaults_there["serving_image"]["defaultValue"] == SERVE
+    assert defaults_there["source"]["defaultValue"] == "s3://images"
 
 
 def test_the_places_defaults_may_stand_on_several_lines(tmp_path: Path) -> None:

@@ -115,9 +115,17 @@ def test_a_person_can_read_it(compiled: Compiled) -> None:
         assert "defaultValue" in parameter, name
 
 
-def test_only_functions_of_their_inputs_are_cached(compiled: Compiled) -> None:
-    cached = {name for name, task in compiled.tasks.items() if task.get("cachingOptions", {}).get("enableCache")}
-    assert cached == {"train", "export", "embed", "index", "probe"} & STEPS[compiled.module]
+def test_kfps_cache_is_off_everywhere(compiled: Compiled) -> None:
+    assert not [name for name, task in compiled.tasks.items() if task.get("cachingOptions", {}).get("enableCache")]
+
+
+def test_the_form_starts_with_what_a_person_fills_in_and_holds_no_defaults_of_settings(compiled: Compiled) -> None:
+    """The KFP UI sorts the fields by name, so those for the cluster have names that come last."""
+    names = sorted(compiled.parameters)
+    platform = [name for name in names if name.startswith(("task_", "train_"))]
+    assert names[-len(platform) :] == platform
+    assert len(names) - len(platform) <= 8
+    assert compiled.parameters["settings"]["defaultValue"] == {}
 
 
 def test_every_parameter_that_a_task_takes_reaches_the_group_it_stands_in(compiled: Compiled) -> None:
@@ -156,7 +164,7 @@ def test_no_secret_is_a_parameter_and_every_step_may_reach_the_store(compiled: C
         proves = name in ("deploy", "rollback", "promote")
         assert ("EVERNEAR_TOKEN" in variables) == proves, "the inference token goes to who asks for predictions"
     suspicious = [name for name in compiled.parameters if "key" in name or "password" in name or "token" in name]
-    assert suspicious == ["token_secret"], "the name of a Secret is none"
+    assert suspicious == ["task_token_secret"], "the name of a Secret is none"
 
 
 def test_what_must_not_happen_twice_is_not_tried_again(compiled: Compiled) -> None:
@@ -187,16 +195,18 @@ def test_every_task_is_bounded_by_parameters_and_only_training_may_have_a_gpu(co
     for name in compiled.tasks:
         resources = dict(compiled.container(name)["resources"])
         accelerator = resources.pop("accelerator", None)
-        prefix = "train_" if name in ("train", "probe") else ""
+        prefix = "train" if name in ("train", "probe") else "task"
         assert resources == {
-            "resourceCpuLimit": reference(f"{prefix}cpu"),
-            "resourceMemoryLimit": reference(f"{prefix}memory"),
+            "resourceCpuLimit": reference(f"{prefix}_cpu"),
+            "resourceMemoryLimit": reference(f"{prefix}_memory"),
         }
         assert accelerator == (
-            {"resourceType": reference("accelerator"), "resourceCount": reference("accelerators")} if prefix else None
+            {"resourceType": reference("train_accelerator"), "resourceCount": reference("train_accelerators")}
+            if prefix == "train"
+            else None
         )
     if compiled.module == "continuous_training":
-        count = compiled.parameters["accelerators"]
+        count = compiled.parameters["train_accelerators"]
         # KFP reads a count that is no text as none at all.
         assert (count["parameterType"], count["defaultValue"]) == ("STRING", "0")
 

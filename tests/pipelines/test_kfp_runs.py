@@ -62,7 +62,7 @@ def test_the_parameters_are_those_of_the_newest_version(server: KfpServer, runs:
     assert known["store"].type == "STRING"
     assert known["store"].default == "s3://evernear"
     assert known["store"].description.startswith("Object store")
-    assert known["train_settings"].type == "STRUCT"
+    assert known["settings"].type == "STRUCT"
     assert not any(parameter.required for parameter in known.values())
     assert "train_memory" in known
     server.publish(younger, version="second")
@@ -139,7 +139,7 @@ def test_a_refused_start_leaves_no_lock(server: KfpServer, runs: KfpRuns) -> Non
     [
         ({"tagret": "local"}, "no parameter 'tagret'; did you mean 'target'?"),
         ({"target": 3}, "target is a STRING; 3 is none"),
-        ({"data": "digits"}, "data is a STRUCT"),
+        ({"settings": "digits"}, "settings is a STRUCT"),
     ],
 )
 def test_parameters_are_checked_before_anything_is_created(

@@ -12,7 +12,7 @@ import yaml
 from evernear.errors import PipelineServerError, SettingsError
 from evernear.settings import PipelineSettings
 from pipelines import connection
-from pipelines.compile import NAMES, as_manifests, for_cluster
+from pipelines.compile import NAMES, as_manifests, for_cluster, with_defaults
 from pipelines.publish import Publisher, cron_with_seconds
 from tests.loopback.kfp import KfpServer
 
@@ -60,16 +60,17 @@ def test_the_server_writes_a_pipeline_in_its_own_way_and_it_is_the_same(
     server: KfpServer, publisher: Publisher
 ) -> None:
     """Numbers get a fraction or lose it, and what is at its default is left out."""
-    publisher.upload(COMPILED, COMMIT)
+    compiled = with_defaults(COMPILED, {"settings": {"train": {"epochs": 3}}})
+    publisher.upload(compiled, COMMIT)
     (version,) = server.state.versions.values()
     spec = copy.deepcopy(version["pipeline_spec"])
-    defaults = spec["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]["train_settings"]["defaultValue"]
-    defaults["epochs"] = int(defaults["epochs"])
+    parameters = spec["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]
+    parameters["settings"]["defaultValue"]["train"]["epochs"] = 3.0
     groups = [part["dag"]["tasks"] for part in spec["pipeline_spec"]["components"].values() if "dag" in part]
     uncached = [task for tasks in groups for task in tasks.values() if task.get("cachingOptions") == {}]
     uncached[0]["cachingOptions"]["enableCache"] = False
     version["pipeline_spec"] = spec
-    assert not publisher.upload(COMPILED, COMMIT).new
+    assert not publisher.upload(compiled, COMMIT).new
 
 
 def test_another_file_under_the_same_name_is_refused(server: KfpServer, publisher: Publisher) -> None:

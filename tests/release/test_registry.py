@@ -10,7 +10,7 @@ import pytest
 from releases import MakeRelease, PackedRelease, forge
 
 from evernear.errors import Conflict, IntegrityError, StoreError
-from evernear.release.registry import Champion, Registry
+from evernear.release.registry import Cause, Champion, Registry
 from evernear.store import Store, open_store
 
 
@@ -141,7 +141,9 @@ def promote_in_rounds(uri: str, versions: list[str], number: int, start: Process
         seen = registry.champion()
         start.wait(60)
         try:
-            registry.set_champion(versions[(turn + number) % len(versions)], seen, "promote", by=f"process {number}")
+            registry.set_champion(
+                versions[(turn + number) % len(versions)], seen, "promote", Cause(by=f"process {number}")
+            )
         except Conflict:
             pass
         else:
@@ -214,7 +216,7 @@ def test_a_rollback_takes_moves_back_one_by_one(store: Store, releases: list[Pac
     registry = Registry(store)
     one, two, three = (release.version for release in releases)
     champion = champions(registry, releases)
-    champion = registry.roll_back(champion, by="eve", why="three errs")
+    champion = registry.roll_back(champion, Cause(by="eve", why="three errs", run="4711"))
     assert (champion.version, champion.previous) == (two, one)
     champion = registry.roll_back(champion)
     assert (champion.version, champion.previous) == (one, None)

@@ -1,24 +1,25 @@
-"""What the exit step tells of a run, from what the steps before it left in the store."""
+"""The outcome of a run, from what its steps recorded."""
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from evernear.reporting.notify import (
     Outcome,
-    recall_confusion,
-    recall_outcome,
-    recall_rules,
-    remember,
-    remember_confusion,
-    tell,
+    finalize,
+    load_confusion_matrix,
+    load_outcome,
+    load_rules,
+    save_confusion_matrix,
 )
+from evernear.run_record import RunRecord, StepRecord
 from evernear.store import Store, open_store
 
 PROMOTE = {"promote": True, "reasons": ["Accuracy is 99%."]}
 HOLD = {"promote": False, "reasons": ["Accuracy is 80%."]}
-DEPLOYED = {"version": "20261120.140501.1a2b3c4d"}
-SUCCEEDED = ("SUCCEEDED", "COMPLETE")
+VERSION = "20261120.140501.1a2b3c4d"
+DEPLOYED = {"version": VERSION}
 
 
 @pytest.fixture
@@ -26,70 +27,96 @@ def store(tmp_path: Path) -> Store:
     return open_store(tmp_path.as_uri())
 
 
+@pytest.fixture
+def record(store: Store) -> RunRecord:
+    return RunRecord(store, "run")
+
+
 @pytest.mark.parametrize(
-    ("left", "state", "told"),
+    ("left", "state", "summary"),
     [
-        (
-            {"verdict": PROMOTE, "deployment": DEPLOYED},
-            "SUCCEEDED",
-            "promoted: release 20261120.140501.1a2b3c4d serves",
-        ),
+        ({"verdict": PROMOTE, "deployment": DEPLOYED}, "SUCCEEDED", f"promoted: release {VERSION} is live"),
         ({"verdict": HOLD}, "SUCCEEDED", "held: Accuracy is 80%."),
         # KFP's server says COMPLETE. A held run it leaves RUNNING, since the skipped group is the last to be counted;
-        # or FAILED, if some step of it was tried again.
-        (
-            {"verdict": PROMOTE, "deployment": DEPLOYED},
-            "COMPLETE",
-            "promoted: release 20261120.140501.1a2b3c4d serves",
-        ),
+        # or FAILED, if some step of it was retried.
+        ({"verdict": PROMOTE, "deployment": DEPLOYED}, "COMPLETE", f"promoted: release {VERSION} is live"),
         ({"verdict": HOLD, "archived": DEPLOYED}, "RUNNING", "held: Accuracy is 80%."),
         ({"verdict": HOLD, "archived": DEPLOYED}, "FAILED", "held: Accuracy is 80%."),
-        ({"verdict": HOLD}, "FAILED", "failed: the pipeline ended as FAILED. deploy: No Java."),
-        ({}, "RUNNING", "failed: a step was stopped, or ended without a word. deploy: No Java."),
-        (
-            {"verdict": PROMOTE, "archived": DEPLOYED},
-            "RUNNING",
-            "failed: a step was stopped, or ended without a word. deploy: No Java.",
-        ),
-        (
-            {"verdict": PROMOTE},
-            "SUCCEEDED",
-            "failed: the gate promoted the candidate, but no deployment followed.",
-        ),
-        ({"verdict": PROMOTE}, "FAILED", "failed: the pipeline ended as FAILED. deploy: No Java."),
+        ({"verdict": HOLD}, "FAILED", "failed: Kubeflow Pipelines reports FAILED, and no step recorded an error."),
+        ({}, "RUNNING", "failed: Kubeflow Pipelines reports RUNNING, and no step recorded an error."),
+        ({"verdict": PROMOTE}, "SUCCEEDED", "failed: The gate promoted the candidate, but it was not deployed."),
         (
             {"verdict": PROMOTE, "deployment": DEPLOYED},
             "CANCELED",
-            "failed: the pipeline ended as CANCELED. deploy: No Java. "
-            "Release 20261120.140501.1a2b3c4d serves nevertheless.",
+            "failed: Kubeflow Pipelines reports CANCELED, and no step recorded an error. "
+            f"Release {VERSION} is live nevertheless.",
         ),
         (
             {"rollback": DEPLOYED | {"why": "It calls every 7 a 1."}},
             "SUCCEEDED",
-            "rolled back: release 20261120.140501.1a2b3c4d serves again. It calls every 7 a 1.",
+            f"rolled back: release {VERSION} is live again. It calls every 7 a 1.",
         ),
         (
             {"promotion": DEPLOYED | {"why": "The test images were mislabelled."}},
             "SUCCEEDED",
-            "promoted: release 20261120.140501.1a2b3c4d serves",
+            f"promoted: release {VERSION} is live",
         ),
-        ({}, "FAILED", "failed: the pipeline ended as FAILED. deploy: No Java."),
     ],
 )
-def test_the_outcome_is_what_happened_and_is_kept(store: Store, left: dict, state: str, told: str) -> None:
-    remember(store, "another run", verdict=PROMOTE, deployment=DEPLOYED)
-    remember(store, "run", **left)
-    outcome = tell(store, "run", state, "" if state in SUCCEEDED else "deploy: No Java.")
-    assert outcome.summary() == told
-    assert Outcome.model_validate_json(store.get("runs/run/outcome.json")) == outcome
+def test_the_outcome_follows_from_what_the_steps_recorded(
+    record: RunRecord, left: dict, state: str, summary: str
+) -> None:
+    RunRecord(record.store, "another run").save(verdict=PROMOTE, deployment=DEPLOYED)
+    record.save(**left)
+    outcome = finalize(record, "continuous-training", state, "")
+    assert outcome.summary() == summary
+    assert Outcome.model_validate_json(record.store.get("runs/run/outcome.json")) == outcome
 
 
-def test_a_held_release_is_named_and_the_pictures_and_rules_are_found_again(store: Store) -> None:
-    remember(store, "run", verdict=HOLD, archived={"version": DEPLOYED["version"]})
-    remember_confusion(store, "run", b"PNG")
-    assert recall_outcome(store, "run") is None
-    told = tell(store, "run", "SUCCEEDED", "")
-    assert (told.state, told.release, told.candidate) == ("held", None, DEPLOYED["version"])
-    assert recall_outcome(store, "run") == told
-    assert recall_confusion(store, "run") == b"PNG"
-    assert (recall_confusion(store, "other"), recall_rules(store, "other")) == (None, ())
+def step(name: str, state: str, message: str = "") -> StepRecord:
+    return StepRecord(step=name, state=state, message=message, started=datetime.now(UTC))
+
+
+def test_a_failed_run_names_the_step_its_error_and_the_next_command(record: RunRecord) -> None:
+    for each in (step("ingest", "finished"), step("train", "running"), step("probe", "failed", "The disk is full.")):
+        record.save_step(each)
+    record.save_step(step("notify", "running"))
+    outcome = finalize(record, "continuous-training", "FAILED", "")
+    assert outcome.summary() == (
+        "failed at probe: The disk is full. "
+        "train: It ended without recording an error: it was stopped, evicted, or out of memory."
+    )
+    assert outcome.next_command() == "evernear pipeline run continuous-training"
+    assert outcome.markdown().startswith("## Failed at probe\n\nThe disk is full.")
+    assert "Next: `evernear pipeline run continuous-training`" in outcome.markdown()
+
+
+def test_a_retried_step_that_succeeded_is_no_failure(record: RunRecord) -> None:
+    record.save_step(step("train", "failed", "The store did not answer."))
+    record.save_step(step("train", "finished"))
+    record.save_step(step("index", "failed", "Out of luck."))
+    assert finalize(record, "reindex", "FAILED", "").summary() == "failed at index: Out of luck."
+
+
+def test_a_stopped_run_says_by_whom(record: RunRecord) -> None:
+    record.save_step(step("train", "running"))
+    record.save_stop("ada (U0ADA in Slack)", datetime.now(UTC))
+    outcome = finalize(record, "continuous-training", "FAILED", "")
+    assert outcome.summary() == "stopped by ada (U0ADA in Slack)."
+
+
+def test_without_any_record_the_error_of_kfp_is_shown(record: RunRecord) -> None:
+    assert finalize(record, "reindex", "FAILED", "OOMKilled").summary() == "failed: OOMKilled"
+
+
+def test_a_held_release_is_named_and_the_pictures_and_rules_are_found_again(record: RunRecord) -> None:
+    store = record.store
+    record.save(verdict=HOLD, archived={"version": VERSION})
+    save_confusion_matrix(record, b"PNG")
+    assert load_outcome(store, "run") is None
+    outcome = finalize(record, "continuous-training", "SUCCEEDED", "")
+    assert (outcome.state, outcome.release, outcome.candidate) == ("held", None, VERSION)
+    assert outcome.next_command() == f"evernear registry promote {VERSION} --force --why REASON"
+    assert load_outcome(store, "run") == outcome
+    assert load_confusion_matrix(store, "run") == b"PNG"
+    assert (load_confusion_matrix(store, "other"), load_rules(store, "other")) == (None, ())

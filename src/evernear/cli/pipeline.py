@@ -2,25 +2,24 @@
 
 import json
 import os
-import re
 import secrets
 import time
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from evernear.cli.options import ConfigOption, JsonOption, settings_of
+from evernear.cli.options import ConfigOption, JsonOption, PresetOption, settings_of
 from evernear.cli.tables import print_table
 from evernear.errors import EvernearError, IntegrityError, PipelineServerError, SettingsError, StoreError
 from evernear.settings import PipelineSettings
 
 if TYPE_CHECKING:
     from evernear.reporting.notify import Outcome
-    from evernear.triggers.runs import Parameter, Run, Runs, Step
+    from evernear.run_record import RunRecord
+    from evernear.triggers.runs import Run, Runs, Step
 
 DEFAULT = "continuous-training"
 POLL_S = 2.0
@@ -47,15 +46,19 @@ NamespaceOption = Annotated[
 ]
 ParameterOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the pipeline: target=local, data.source=mnist"),
+    typer.Option("--set", metavar="KEY=VALUE", help="A setting or pipeline parameter: train.epochs=20, task_cpu=4"),
 ]
-DefaultOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="NAME=VALUE",
-        help="What a parameter is by default where these pipelines will run: store=s3://bucket, data.source=...",
-    ),
+SourceOption = Annotated[
+    str | None, typer.Option("--source", metavar="SOURCE", help="Images to train on: s3://bucket/prefix, mnist ...")
+]
+TargetOption = Annotated[
+    str | None, typer.Option("--target", metavar="TARGET", help="Where a promoted release goes: registry | kubernetes")
+]
+ServingImageOption = Annotated[
+    str | None, typer.Option("--serving-image", metavar="REF@sha256:...", help="Image of the serving pods by digest.")
+]
+StoreOption = Annotated[
+    str | None, typer.Option("--store", metavar="URI", help="Object store of the runs: s3://bucket/prefix")
 ]
 
 
@@ -63,7 +66,11 @@ DefaultOption = Annotated[
 def compile_(
     image: ImageOption,
     pipelines: PipelinesArgument = None,
-    defaults: DefaultOption = None,
+    source: SourceOption = None,
+    target: TargetOption = None,
+    serving_image: ServingImageOption = None,
+    store: StoreOption = None,
+    defaults: ParameterOption = None,
     output: Annotated[Path, typer.Option("--output", metavar="DIR", help="Where to.")] = Path(),
     kubernetes_native: Annotated[
         bool,
@@ -72,11 +79,12 @@ def compile_(
     version: VersionOption = None,
     namespace: NamespaceOption = None,
 ) -> None:
-    """Write the pipelines for a cluster, the same bytes each time: DIR/PIPELINE.yaml."""
+    """Write the pipelines for a cluster, the same bytes each time: DIR/PIPELINE.yaml. The options pin defaults."""
     from evernear.store import write_atomically
     from pipelines.compile import as_manifests
 
-    compiled = _compiled(pipelines, image, defaults)
+    pinned = _words(defaults, source=source, target=target, serving_image=serving_image, store=store)
+    compiled = _compiled(pipelines, image, pinned)
     if kubernetes_native:
         commit = version or _commit()
         compiled = {name: as_manifests(content, commit, namespace or "") for name, content in compiled.items()}
@@ -94,32 +102,41 @@ def compile_(
 def upload(
     image: ImageOption,
     pipelines: PipelinesArgument = None,
-    defaults: DefaultOption = None,
+    source: SourceOption = None,
+    target: TargetOption = None,
+    serving_image: ServingImageOption = None,
+    store: StoreOption = None,
+    defaults: ParameterOption = None,
     version: VersionOption = None,
     endpoint: EndpointOption = None,
     namespace: NamespaceOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make the pipelines, with this image, a new version on the server; again with the same, that is no error."""
+    """Upload the pipelines as a new version with this image. The options pin defaults; a repeat changes nothing."""
     settings = _settings(config, endpoint, namespace)
     commit = version or _commit()
     from pipelines.publish import Publisher
 
-    compiled = _compiled(pipelines, image, defaults)
+    pinned = _words(defaults, source=source, target=target, serving_image=serving_image, store=store)
+    compiled = _compiled(pipelines, image, pinned)
     publisher = Publisher(settings)
     uploaded = [publisher.upload(content, commit) for content in compiled.values()]
     if as_json:
         print(json.dumps([one.model_dump() for one in uploaded]))
         return
     for one in uploaded:
-        done = "uploaded" if one.new else "is there already, from the same file"
-        print(f"{one.pipeline} {one.version} {done}.")
+        done = "uploaded" if one.new else "already exists, unchanged"
+        print(f"{one.pipeline} {one.version}: {done}.")
 
 
 @app.command()
 def run(
     pipeline: PipelineArgument = DEFAULT,
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    target: TargetOption = None,
+    serving_image: ServingImageOption = None,
     parameters: ParameterOption = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="Follow the run; exit with 1 if it fails or is stopped.")
@@ -132,9 +149,12 @@ def run(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Start the newest version of a pipeline."""
+    """Start the newest version of a pipeline. What is not set keeps the default that the upload pinned."""
+    from evernear.triggers.parameters import caller, combine, from_words
+
     runs = _runs(_settings(config, endpoint, namespace))
-    arguments = _arguments(runs.parameters(pipeline), parameters)
+    words = _words(parameters, source=source, preset=preset, target=target, serving_image=serving_image)
+    arguments = combine({"started_by": caller()}, from_words(words, runs.parameters(pipeline)))
     started = runs.start(pipeline, arguments, key or _new_key())
     if wait:
         _follow(runs, started, as_json)
@@ -156,6 +176,10 @@ def schedule(
         ),
     ] = None,
     off: Annotated[bool, typer.Option("--off", help="End the schedule instead; runs at work go on.")] = False,
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    target: TargetOption = None,
+    serving_image: ServingImageOption = None,
     parameters: ParameterOption = None,
     endpoint: EndpointOption = None,
     namespace: NamespaceOption = None,
@@ -173,7 +197,12 @@ def schedule(
         ended = publisher.unschedule(pipeline)
         print(json.dumps({"ended": ended}) if as_json else f"{pipeline}: {ended or 'no'} schedule ended.")
         return
-    made = publisher.schedule(pipeline, cron, _arguments(publisher.runs.parameters(pipeline), parameters))
+    from evernear.triggers.parameters import caller, combine, from_words
+
+    words = _words(parameters, source=source, preset=preset, target=target, serving_image=serving_image)
+    arguments = from_words(words, publisher.runs.parameters(pipeline))
+    started_by = f"the schedule {cron} of {caller()}"
+    made = publisher.schedule(pipeline, cron, combine({"started_by": started_by}, arguments))
     print(made.model_dump_json() if as_json else f"{made.pipeline} runs at {made.cron} (seconds first).")
 
 
@@ -221,14 +250,23 @@ def stop(
     namespace: NamespaceOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Ask a run to end; the exit step still tells what became of it."""
+    """Stop a run. Its exit step still runs, and records who stopped it."""
+    from evernear.triggers.parameters import caller
+
     runs = _runs(_settings(config, endpoint, namespace))
-    state = runs.show(run_id).state
-    if state.is_final:
-        print(f"Run {run_id} had ended already: {state}.")
+    found = runs.show(run_id)
+    if found.state.is_final:
+        print(f"Run {run_id} had ended already: {found.state}.")
         return
+    by, record = caller(), _record(found, runs)
+    try:
+        if record is not None:
+            record.save_stop(by, datetime.now(UTC))
+    except StoreError:
+        record = None
     runs.stop(run_id)
-    print(f"Run {run_id} is ending.")
+    unnamed = "" if record else " The run's store is not writable from here, so its record will not say who stopped it."
+    print(f"Run {run_id} is stopping.{unnamed}")
 
 
 def _settings(config: Path | None, endpoint: str | None, namespace: str | None) -> PipelineSettings:
@@ -255,29 +293,23 @@ def _new_key() -> str:
     return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
-def _compiled(pipelines: list[str] | None, image: str, defaults: list[str] | None) -> dict[str, bytes]:
+def _compiled(pipelines: list[str] | None, image: str, defaults: list[str]) -> dict[str, bytes]:
     """Each pipeline for a cluster; a default goes to all those that have the parameter."""
+    from evernear.triggers.parameters import from_words
     from pipelines.compile import NAMES, for_cluster, parameters_of, with_defaults
 
     compiled = {name: for_cluster(name, image) for name in pipelines or NAMES}
     known = {name: parameters_of(content) for name, content in compiled.items()}
-    _arguments([parameter for parameters in known.values() for parameter in parameters], defaults)  # one has to know it
+    arguments = from_words(defaults, [parameter for parameters in known.values() for parameter in parameters])
     for name, content in compiled.items():
         own = {parameter.name for parameter in known[name]}
-        words = [word for word in defaults or [] if word.partition("=")[0].partition(".")[0] in own]
-        compiled[name] = with_defaults(content, _arguments(known[name], words))
+        compiled[name] = with_defaults(content, {name: value for name, value in arguments.items() if name in own})
     return compiled
 
 
-def _arguments(known: "Sequence[Parameter]", words: list[str] | None) -> dict[str, Any]:
-    from evernear.triggers.parameters import parse
-
-    for word in words or []:
-        if "=" not in word:
-            raise SettingsError(f"--set {word!r} has no '='; write --set name=value.")
-    # Not shlex.join: `parse` makes curly quotes straight first, and one of them would then end shlex's own.
-    line = " ".join(re.sub(r"[^\w=.,:/-]", r"\\\g<0>", word) for word in words or [])
-    return parse(line, known, [parameter.name for parameter in known])
+def _words(words: list[str] | None, **options: str | None) -> list[str]:
+    """``--set`` words, with the options that have a name of their own."""
+    return [f"{name}={value}" for name, value in options.items() if value is not None] + list(words or [])
 
 
 def _follow(runs: "Runs", started: "Run", as_json: bool) -> None:
@@ -320,18 +352,27 @@ def _show_patiently(runs: "Runs", run_id: str, attempts: int = 10) -> "Run":
 
 
 def _outcome(run: "Run", runs: "Runs") -> "Outcome | None":
-    """What the run told in its store of its release; None where it has not, or the store cannot be read from here."""
-    from evernear.reporting.notify import recall_outcome
+    """The outcome of a run that ended; None where it recorded none, or its store is not readable from here."""
+    from evernear.reporting.notify import load_outcome
+
+    record = _record(run, runs) if run.state.is_final else None
+    try:
+        return load_outcome(record.store, run.id) if record else None
+    except (StoreError, IntegrityError):
+        return None
+
+
+def _record(run: "Run", runs: "Runs") -> "RunRecord | None":
+    """The run's record in its store; None where this process has no keys for the store."""
+    from evernear.run_record import RunRecord
     from evernear.store import open_store
 
-    if not run.state.is_final:
-        return None
     try:
         store = run.parameters.get("store") or _default_store(runs, run.pipeline)
         if store.startswith("s3://") and "AWS_ACCESS_KEY_ID" not in os.environ:
-            return None  # nobody here may read it; do not go and ask whoever has a bucket of that name
-        return recall_outcome(open_store(store), run.id)
-    except (StoreError, IntegrityError, SettingsError, PipelineServerError):
+            return None  # do not ask whoever else has a bucket of that name
+        return RunRecord(open_store(store), run.id)
+    except (SettingsError, PipelineServerError):
         return None
 
 
@@ -348,8 +389,10 @@ def _tell(run: "Run", outcome: "Outcome | None", as_json: bool, steps: bool = Tr
         print(_line(step))
     if outcome is not None:
         print(outcome.summary())
+        if command := outcome.next_command():
+            print(f"Next: {command}")
     elif run.state == "succeeded":
-        print("What became of its release is not known here: the run's store cannot be read, or holds no word of it.")
+        print("The outcome is unknown: the run's store is not readable from here, or has no record of this run.")
 
 
 def _title(run: "Run") -> str:
@@ -364,13 +407,13 @@ def _line(step: "Step") -> str:
 
 
 def _why(run: "Run", outcome: "Outcome | None") -> str:
-    failed = [step for step in run.steps if step.state == "failed"]
+    if outcome is not None and outcome.state in ("failed", "stopped"):
+        return f"The run {run.id} {outcome.summary()}"
     if run.state == "canceled":
-        return f"The run {run.id} was stopped before its end."
+        return f"The run {run.id} was stopped."
+    failed = [step for step in run.steps if step.state == "failed"]
     where = f" at {failed[0].name}" if failed else ""
     reasons = [step.error for step in failed if step.error] or [run.error]
-    if outcome is not None and not any(reasons):
-        reasons = list(outcome.reasons)
     return f"The run {run.id} failed{where}: {' '.join(filter(None, reasons)) or 'see its log in KFP.'}"
 
 

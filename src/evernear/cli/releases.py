@@ -120,8 +120,8 @@ def history(
     if as_json:
         print(json.dumps([move.model_dump(mode="json") for move in moves]))
         return
-    rows = [(f"{m.since:%Y-%m-%d %H:%M:%S}", m.version, m.previous or "-", m.how, m.by, m.why) for m in moves]
-    print_table(("since (UTC)", "version", "before it", "how", "by", "why"), rows)
+    rows = [(f"{m.since:%Y-%m-%d %H:%M:%S}", m.version, m.previous or "-", m.how, m.by, m.run, m.why) for m in moves]
+    print_table(("since (UTC)", "version", "before it", "how", "by", "run", "why"), rows)
 
 
 @app.command()
@@ -137,8 +137,12 @@ def promote(
 ) -> None:
     """Make a release the champion; a TorchServe that is up in the working directory follows, proved first."""
     from evernear.deployment import promote
+    from evernear.release.registry import Cause
 
-    _tell(promote(version, _settings(store, config, overrides, workdir), force=force, why=why), as_json)
+    _tell(
+        promote(version, _settings(store, config, overrides, workdir), force=force, cause=Cause.of_this_process(why)),
+        as_json,
+    )
 
 
 @app.command()
@@ -152,8 +156,9 @@ def rollback(
 ) -> None:
     """Take the champion's last move back; again, the one before that."""
     from evernear.deployment import rollback
+    from evernear.release.registry import Cause
 
-    _tell(rollback(_settings(store, config, overrides, workdir), why=why), as_json)
+    _tell(rollback(_settings(store, config, overrides, workdir), cause=Cause.of_this_process(why)), as_json)
 
 
 @app.command()

@@ -10,13 +10,30 @@ from evernear.deployment import local
 from evernear.deployment.admission import Deployment, publish, readmit
 from evernear.errors import Conflict, SettingsError, StoreError
 from evernear.release.parts import ARCHIVE_FILE, ReleaseParts, open_release
-from evernear.release.registry import Champion, Registry
-from evernear.settings import Settings
+from evernear.release.registry import Cause, Champion, Registry
+from evernear.serving.connection import home_of
+from evernear.serving.torchserve import require_startable
+from evernear.settings import RunSettings
 from evernear.store import open_store
 
 
-def deploy(release_dir: Path, verdict_file: Path, settings: Settings) -> Deployment:
-    """Let what the archive step left in ``release_dir`` serve at ``settings.target``.
+def require_deployable(settings: RunSettings) -> None:
+    """Refuse what a deployment would refuse in the end, hours later: no image, no rights, a port that is taken.
+
+    Raises:
+        ServingError: the local TorchServe could not start.
+        SettingsError, ClusterError: as `evernear.deployment.kubernetes.require_deployable`.
+    """
+    if settings.target == "local":
+        require_startable(settings.serving, home_of(settings.workdir))
+    if settings.target == "kubernetes":
+        cluster().require_deployable(settings)
+
+
+def deploy(release_dir: Path, verdict_file: Path, settings: RunSettings, cause: Cause | None = None) -> Deployment:
+    """Make the release that the archive step left in ``release_dir`` live at ``settings.target``.
+
+    ``cause`` (default: this process) goes into the champion's history.
 
     Raises:
         IntegrityError, Conflict: it may not serve, see `evernear.deployment.admission.admit`.
@@ -26,20 +43,18 @@ def deploy(release_dir: Path, verdict_file: Path, settings: Settings) -> Deploym
     """
     archive = release_dir / ARCHIVE_FILE
     if settings.target == "local":
-        return local.deploy(archive, verdict_file, settings)
+        return local.deploy(archive, verdict_file, settings, cause)
     if settings.target == "kubernetes":
-        return cluster().deploy(archive, verdict_file, settings)
-    return publish(archive, verdict_file, open_store(settings.store_uri))
+        return cluster().deploy(archive, verdict_file, settings, cause)
+    return publish(archive, verdict_file, open_store(settings.store_uri), cause)
 
 
-def promote(
-    version: str, settings: Settings, *, force: bool = False, why: str = "", by: str | None = None
-) -> Deployment:
+def promote(version: str, settings: RunSettings, *, force: bool = False, cause: Cause | None = None) -> Deployment:
     """Make a release of the registry the champion, because a person says so.
 
     The TorchServe of ``settings.workdir`` follows if ``settings.target`` is local and it is up, proved as in
     `deploy`; else the archive is checked and the pointer moves alone. ``force`` overrules a verdict that
-    holds and wants a ``why``; both go into the history, and so does ``by`` (default: user and host of this process).
+    holds and needs a reason in ``cause``, which goes into the history.
 
     Raises:
         IntegrityError: the archive is damaged, or its verdict holds it and nothing forces it.
@@ -47,9 +62,9 @@ def promote(
         ClusterError, Busy: as `evernear.deployment.kubernetes.deploy`.
         Conflict: the champion changed meanwhile.
         StoreError: there is no such release, or the registry cannot be reached.
-        SettingsError: ``force`` without a ``why``.
+        SettingsError: ``force`` without a reason.
     """
-    if force and not why.strip():
+    if force and not (cause and cause.why.strip()):
         raise SettingsError("Promoting against a verdict has to say why; add --why 'the reason'.")
     registry = Registry(open_store(settings.store_uri))
     champion = registry.champion()  # before any lock: of two promotions at once, one loses
@@ -57,13 +72,13 @@ def promote(
         raise StoreError(f"Release {version} is the champion already.")
     vet: Callable[[ReleaseParts], None] = lambda parts: readmit(parts, force)  # noqa: E731
     how = "force" if force else "promote"
-    return _move(version, settings, registry, vet, lambda: registry.set_champion(version, champion, how, by, why))
+    return _move(version, settings, registry, vet, lambda: registry.set_champion(version, champion, how, cause))
 
 
-def rollback(settings: Settings, *, why: str = "", by: str | None = None, expected: str | None = None) -> Deployment:
+def rollback(settings: RunSettings, *, cause: Cause | None = None, expected: str | None = None) -> Deployment:
     """Let serve what served before the champion; at once, where it is still registered.
 
-    ``expected`` is the champion that a person wants to be rid of, where one has been named. ``by`` as in `promote`.
+    ``expected`` is the champion that a person wants to be rid of, where one has been named. ``cause`` as in `promote`.
 
     Raises:
         Conflict: another release than ``expected`` is the champion.
@@ -78,7 +93,7 @@ def rollback(settings: Settings, *, why: str = "", by: str | None = None, expect
         raise Conflict(f"{champion.version} is the champion now, not {expected}; look at it and decide again.")
     target = champion.rollback_target()
     vet: Callable[[ReleaseParts], None] = lambda _: None  # noqa: E731 - it served before
-    return _move(target, settings, registry, vet, lambda: registry.roll_back(champion, by, why))
+    return _move(target, settings, registry, vet, lambda: registry.roll_back(champion, cause))
 
 
 def cluster() -> Any:
@@ -99,7 +114,7 @@ def cluster() -> Any:
 
 def _move(
     version: str,
-    settings: Settings,
+    settings: RunSettings,
     registry: Registry,
     vet: Callable[[ReleaseParts], None],
     commit: Callable[[], Champion],

@@ -9,7 +9,7 @@ from evernear.errors import Conflict, IntegrityError
 from evernear.evaluation.verdict import Verdict
 from evernear.index.description import describe_index
 from evernear.release.parts import VERDICT_FILE, ReleaseParts, open_release
-from evernear.release.registry import Champion, Registry
+from evernear.release.registry import Cause, Champion, Registry
 from evernear.store import Store, sha256_bytes
 
 
@@ -63,7 +63,7 @@ def readmit(parts: ReleaseParts, force: bool) -> None:
         raise IntegrityError(f"{_held(parts, verdict)} To promote it anyway, add --force and --why.")
 
 
-def publish(archive: Path, verdict_file: Path, store: Store) -> Deployment:
+def publish(archive: Path, verdict_file: Path, store: Store, cause: Cause | None = None) -> Deployment:
     """Admit a release, keep it in the registry and make it the champion, without a server to prove it on.
 
     For a cluster, whose servers take the champion from the registry. Raises as `admit`, and `StoreError`.
@@ -74,7 +74,7 @@ def publish(archive: Path, verdict_file: Path, store: Store) -> Deployment:
         manifest = admit(archive, verdict_file, champion, Path(temporary) / "release").manifest
     registry.publish(archive)
     if champion is None or champion.version != manifest.version:
-        champion = registry.set_champion(manifest.version, champion)
+        champion = registry.set_champion(manifest.version, champion, cause=cause)
     return Deployment(version=champion.version, previous=champion.previous)
 
 

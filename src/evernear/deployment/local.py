@@ -17,13 +17,13 @@ from evernear.deployment.admission import Deployment, admit
 from evernear.deployment.smoke import smoke
 from evernear.errors import IntegrityError, ServingError, StoreError
 from evernear.release.parts import ReleaseParts, open_release
-from evernear.release.registry import Champion, Registry
+from evernear.release.registry import Cause, Champion, Registry
 from evernear.serving import torchserve
 from evernear.serving.client import Client
 from evernear.serving.connection import Endpoints, home_of, read_state
 from evernear.serving.lock import exclusively
 from evernear.serving.management import Management
-from evernear.settings import Settings
+from evernear.settings import RunSettings
 from evernear.store import disk_errors, open_store, sha256_file
 
 DRAIN_TIMEOUT_S = 30
@@ -31,7 +31,7 @@ FOLLOW_S = 0.5
 LAST_BATCH_S = 0.5  # a batch that left the queue is answered in far less
 
 
-def deploy(archive: Path, verdict_file: Path, settings: Settings) -> Deployment:
+def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Cause | None = None) -> Deployment:
     """Roll a release out on the TorchServe of ``settings.workdir``, which is started if it is not up.
 
     The champion answers all the while. The release is registered beside it, has to answer its stored queries
@@ -52,7 +52,7 @@ def deploy(archive: Path, verdict_file: Path, settings: Settings) -> Deployment:
 
         def commit() -> Champion:
             registry.publish(archive)
-            return registry.set_champion(version, champion)
+            return registry.set_champion(version, champion, cause=cause)
 
         with site.server():
             if champion is not None and champion.version == version:  # the same step again
@@ -64,7 +64,7 @@ def deploy(archive: Path, verdict_file: Path, settings: Settings) -> Deployment:
 
 def move(
     version: str,
-    settings: Settings,
+    settings: RunSettings,
     registry: Registry,
     vet: Callable[[ReleaseParts], None],
     commit: Callable[[], Champion],
@@ -87,12 +87,12 @@ def move(
         return site.roll_out(archive, parts, commit)
 
 
-def is_up(settings: Settings) -> bool:
+def is_up(settings: RunSettings) -> bool:
     """Whether the TorchServe of ``settings.workdir`` runs."""
     return torchserve.is_running(home_of(settings.workdir))
 
 
-def serve(settings: Settings) -> str:
+def serve(settings: RunSettings) -> str:
     """Bring the champion up, after a reboot for one, and return its version; it may be up already.
 
     Raises:
@@ -110,7 +110,7 @@ def serve(settings: Settings) -> str:
     return champion.version
 
 
-def follow(settings: Settings) -> None:
+def follow(settings: RunSettings) -> None:
     """Stay as long as the server does; SIGTERM and Ctrl-C end both.
 
     Raises:
@@ -128,12 +128,12 @@ def follow(settings: Settings) -> None:
         raise ServingError(f"TorchServe died; see {home}/logs.")
 
 
-def stop(settings: Settings) -> bool:
+def stop(settings: RunSettings) -> bool:
     """End the TorchServe of ``settings.workdir`` with all its workers; whether there was one."""
     return torchserve.stop(home_of(settings.workdir))
 
 
-def status(settings: Settings) -> dict[str, Any]:
+def status(settings: RunSettings) -> dict[str, Any]:
     """What serves and what should, for people and programs.
 
     ``server`` is ``up``, ``down``, ``died`` (it was started and is gone) or ``not answering``.
@@ -171,7 +171,7 @@ def status(settings: Settings) -> dict[str, Any]:
 class _Site:
     """One working directory's server, and what a rollout does to it."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
         self.home = home_of(settings.workdir)
         self.model = settings.serving.model_name
@@ -307,7 +307,7 @@ class _Site:
 
 
 @contextlib.contextmanager
-def _site(settings: Settings) -> Generator[_Site]:
+def _site(settings: RunSettings) -> Generator[_Site]:
     """The site, for one deployment at a time."""
     site = _Site(settings)
     busy = f"Another deployment into {settings.workdir} is under way; wait for it and try again."
@@ -315,5 +315,5 @@ def _site(settings: Settings) -> Generator[_Site]:
         yield site
 
 
-def _url(settings: Settings) -> str:
+def _url(settings: RunSettings) -> str:
     return f"{Endpoints.of(settings.serving).inference_url}/predictions/{settings.serving.model_name}"

@@ -40,6 +40,8 @@ class Evaluation(BaseModel):
     """Test images in each split that went into the candidate."""
     champion_leaks: dict[str, int] | None
     """The same for the champion; None where there is none, or its dataset was not at hand."""
+    champion_test_kept: float | None = None
+    """Share of the champion's own test images that are still in the test split; None as above."""
     outcomes: dict[str, SkipValidation[Outcomes]] = Field(default={}, exclude=True, repr=False)
     """By "candidate" and "champion"; kept in `OUTCOMES_FILE`."""
 
@@ -141,6 +143,7 @@ def evaluate(
         open_set=open_set,
         leaks=_leaks(dataset, trained_on or dataset),
         champion_leaks=count_leaks(dataset, champion_dataset) if champion_dataset else None,
+        champion_test_kept=_test_kept(dataset, champion_dataset) if champion_dataset else None,
         outcomes=outcomes,
     )
 
@@ -148,6 +151,12 @@ def evaluate(
 def _leaks(dataset: Dataset, trained_on: Dataset) -> dict[str, int]:
     leaks = count_leaks(dataset, dataset)
     return leaks if trained_on.digest == dataset.digest else leaks | count_leaks(dataset, trained_on, ("train",))
+
+
+def _test_kept(dataset: Dataset, champion_dataset: Dataset) -> float:
+    """Share of the test images of ``champion_dataset`` that are in the test split of ``dataset``, too."""
+    kept = count_leaks(dataset, champion_dataset, ("test",))["test"]
+    return kept / max(1, champion_dataset.count("test"))
 
 
 def _compared(outcomes: dict[str, Outcomes], labels: tuple[str, ...]) -> Comparison | None:

@@ -27,6 +27,11 @@ The paired test (`no_worse`)
     Each promotion may lose a little that no single test can see. The floor bounds the sum of it; who wants
     less drift raises the level or enlarges the test split.
 
+The same test set (`same_test_set`)
+    Whoever chooses the test images decides who wins. So most of the images that the champion was tested on have
+    to be in the test split still. Added images change nothing here; another source, or other split fractions, make
+    another data set, on which no release replaces the champion by itself.
+
 Classes (`classes_kept`, `class_recall_floor`, `class_recall_drop`)
     A class the champion answers with must stay. A class fails the recall floor when even the upper end of its
     interval lies below, and the drop when it lost more than ``gate.class_recall_drop`` *and* is significantly
@@ -70,6 +75,7 @@ def _rules(evaluation: Evaluation, settings: GateSettings) -> Iterator[Rule]:
     if evaluation.champion is None:
         yield Rule(name="no_worse", passed=True, reason="There is no champion yet: the floors alone decide.")
     else:
+        yield _same_test_set(evaluation, evaluation.champion, settings)
         yield _same_queries(evaluation, evaluation.champion)
         yield _no_worse(evaluation, evaluation.champion, settings)
         yield _classes_kept(candidate, evaluation.champion)
@@ -150,6 +156,22 @@ def _test_images_unseen(evaluation: Evaluation) -> Rule:
     elif evaluation.champion and evaluation.champion_leaks is None:
         reason += " The champion's dataset was not at hand, so what it has seen was not counted."
     return Rule(name="test_images_unseen", passed=passed, candidate=float(seen), bound=0.0, reason=reason)
+
+
+def _same_test_set(evaluation: Evaluation, champion: Measurement, settings: GateSettings) -> Rule:
+    kept, floor = evaluation.champion_test_kept, settings.test_overlap_floor
+    passed = kept is not None and kept >= floor
+    if kept is None:
+        reason = f"The dataset that {champion.name} was made from is not in the store, so its test images are unknown."
+    elif passed:
+        reason = f"The test split still holds {kept:.1%} of the images that {champion.name} was tested on."
+    else:
+        reason = (
+            f"The test split holds only {kept:.1%} of the images that {champion.name} was tested on, below "
+            f"{floor:.0%}: the data has another source or other splits, so the two accuracies say little. A person "
+            "may promote the release all the same."
+        )
+    return Rule(name="same_test_set", passed=passed, candidate=kept, bound=floor, reason=reason)
 
 
 def _same_queries(evaluation: Evaluation, champion: Measurement) -> Rule:

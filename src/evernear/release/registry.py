@@ -63,6 +63,20 @@ class Record(_Stored):
         return f"{ARCHIVES}{self.archive_sha256}.mar"
 
 
+class Cause(_Stored):
+    """Why the champion moves: who or what decided it, the reason, and the pipeline run that did it."""
+
+    by: str
+    why: str = ""
+    run: str = ""
+    """The id of the pipeline run; empty where a command did it."""
+
+    @classmethod
+    def of_this_process(cls, why: str = "") -> "Cause":
+        """The user and host of this process; see `whoami`."""
+        return cls(by=whoami(), why=why)
+
+
 class Move(_Stored):
     """Where the pointer stands, and who brought it there. ``previous`` is what a rollback leads to."""
 
@@ -76,6 +90,8 @@ class Move(_Stored):
     how: How = "deploy"
     by: str = ""
     why: str = ""
+    run: str = ""
+    """The id of the pipeline run that moved it; empty where a command did."""
 
 
 class _Pointer(Move):
@@ -226,11 +242,11 @@ class Registry:
         return Champion(_parse(_Pointer, found[0], f"{CHAMPION} in {self._store.uri}"), found[1])
 
     def set_champion(
-        self, version: str, expected: Champion | None, how: How = "deploy", by: str | None = None, why: str = ""
+        self, version: str, expected: Champion | None, how: How = "deploy", cause: Cause | None = None
     ) -> Champion:
         """Make a published release the champion, if ``expected`` still is it.
 
-        ``by`` (default: `whoami`) and ``why`` are for the history.
+        ``cause`` (default: this process) goes into the history.
 
         Raises:
             Conflict: the pointer has moved meanwhile; nothing was changed.
@@ -243,12 +259,11 @@ class Registry:
             number=expected.pointer.number + 1 if expected else 1,
             undo_to=expected.pointer.number if expected else None,
             how=how,
-            by=whoami() if by is None else by,
-            why=why,
+            **(cause or Cause.of_this_process()).model_dump(),
         )
         return self._move(move, expected)
 
-    def roll_back(self, expected: Champion, by: str | None = None, why: str = "") -> Champion:
+    def roll_back(self, expected: Champion, cause: Cause | None = None) -> Champion:
         """Restore what served before ``expected``, if that still is the champion.
 
         A rollback takes the last move back, and another one the move before that: it never returns to the
@@ -267,8 +282,7 @@ class Registry:
             number=expected.pointer.number + 1,
             undo_to=restored.undo_to if restored else None,
             how="rollback",
-            by=whoami() if by is None else by,
-            why=why,
+            **(cause or Cause.of_this_process()).model_dump(),
         )
         return self._move(move, expected)
 

@@ -1,127 +1,148 @@
-"""The outcome of a run, told truly: promoted, held, rolled back or failed.
+"""The outcome of a run: promoted, held, rolled back, stopped or failed.
 
-The exit step of a KFP pipeline sees none of the run's artifacts, so the steps before it leave what it needs in the
-store, under ``runs/<run>/``.
+The exit step derives it from what the steps before recorded in the store; see `evernear.run_record`.
 """
 
-import json
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from evernear.evaluation.verdict import Rule
+from evernear.run_record import RunRecord, StepRecord
 from evernear.store import Store
 
 SUCCEEDED = ("SUCCEEDED", "COMPLETE")
-"""What kfp's local runner, and its server, call a group of steps that came to its end."""
+"""The states that kfp's local runner, and KFP's server, give to a group whose tasks all ended well."""
+EXIT_STEP = "notify"
+"""The exit step, which is itself running while it looks at the others."""
 
 
 class Outcome(BaseModel):
-    """What a run came to."""
+    """The outcome of a run."""
 
     model_config = ConfigDict(frozen=True)
 
     run: str
-    state: Literal["promoted", "held", "rolled back", "failed"]
+    pipeline: str = ""
+    state: Literal["promoted", "held", "rolled back", "stopped", "failed"]
     release: str | None = None
-    """What serves now because of the run; None where it changed nothing."""
+    """The release that the run made live; None if it changed nothing."""
     candidate: str | None = None
-    """The release that the run packed, whether it serves or was held; None if it packed none."""
+    """The release that the run packed, live or held; None if it packed none."""
+    step: str = ""
+    """The step that failed."""
     reasons: tuple[str, ...] = ()
     metrics: dict[str, float] = {}
 
     def summary(self) -> str:
         """The outcome in one line."""
+        reasons = " ".join(self.reasons)
         match self.state:
             case "promoted":
-                return f"promoted: release {self.release} serves"
+                return f"promoted: release {self.release} is live"
             case "held":
-                return "held: " + " ".join(self.reasons)
+                return f"held: {reasons}"
             case "rolled back":
-                return f"rolled back: release {self.release} serves again. {' '.join(self.reasons)}".strip()
+                return f"rolled back: release {self.release} is live again. {reasons}".strip()
+            case "stopped":
+                return f"stopped {reasons}" + self._live_nevertheless()
             case "failed":
-                told = "failed: " + " ".join(self.reasons)
-                return told + (f" Release {self.release} serves nevertheless." if self.release else "")
+                where = f" at {self.step}" if self.step else ""
+                return f"failed{where}: {reasons}" + self._live_nevertheless()
+
+    def next_command(self) -> str:
+        """The command that most likely comes next; empty where there is nothing to do."""
+        if self.state == "held" and self.candidate:
+            return f"evernear registry promote {self.candidate} --force --why REASON"
+        if self.state in ("stopped", "failed") and self.pipeline:
+            return f"evernear pipeline run {self.pipeline}"
+        return ""
+
+    def markdown(self) -> str:
+        """The outcome as a page for the KFP UI."""
+        parts = [f"## {self.state.capitalize()}" + (f" at {self.step}" if self.step else ""), *self.reasons]
+        if self.release:
+            parts.append(f"Release `{self.release}` is live.")
+        if command := self.next_command():
+            parts.append(f"Next: `{command}`")
+        return "\n\n".join(parts) + "\n"
+
+    def _live_nevertheless(self) -> str:
+        return f" Release {self.release} is live nevertheless." if self.release else ""
 
 
-def remember(store: Store, run: str, **parts: Mapping[str, Any]) -> None:
-    """Leave ``parts`` (name -> JSON tree) of ``run`` in the store for `tell`."""
-    for name, part in parts.items():
-        store.put(_key(run, name), json.dumps(part, indent=2).encode())
+def save_confusion_matrix(record: RunRecord, png: bytes) -> None:
+    """Record the picture of the candidate's confusion matrix, for Slack."""
+    record.store.put(_confusion_key(record.run), png)
 
 
-def remember_confusion(store: Store, run: str, png: bytes) -> None:
-    """Leave the picture of the candidate's confusion matrix, for who tells the outcome elsewhere."""
-    store.put(_confusion_key(run), png)
-
-
-def recall_outcome(store: Store, run: str) -> Outcome | None:
-    """What `tell` told of ``run``; None before that."""
-    found = _recall(store, run, "outcome")
-    return Outcome.model_validate(found) if found else None
-
-
-def recall_rules(store: Store, run: str) -> tuple[Rule, ...]:
-    """The rules of the verdict of ``run``: candidate, champion and bound of each; none before the gate."""
-    return tuple(Rule.model_validate(rule) for rule in _recall(store, run, "verdict").get("rules", ()))
-
-
-def recall_confusion(store: Store, run: str) -> bytes | None:
-    """The picture (PNG) that `remember_confusion` left, if it did."""
+def load_confusion_matrix(store: Store, run: str) -> bytes | None:
+    """The picture (PNG) that `save_confusion_matrix` recorded, if it did."""
     found = store.find(_confusion_key(run))
     return found[0] if found else None
 
 
-def tell(store: Store, run: str, state: str, error_message: str) -> Outcome:
-    """The outcome of ``run``, whose KFP state is ``state`` (COMPLETE, FAILED, RUNNING ...); kept in the store.
+def load_outcome(store: Store, run: str) -> Outcome | None:
+    """The outcome of ``run``; None before `finalize`."""
+    found = RunRecord(store, run).load("outcome")
+    return Outcome.model_validate(found) if found else None
 
-    A run that is held is told by what its steps left, since KFP's server does not count the skipped deployment: it
-    leaves the state at RUNNING, or at FAILED if a step of the run had to be tried again.
+
+def load_rules(store: Store, run: str) -> tuple[Rule, ...]:
+    """The rules of the run's verdict: candidate, champion and bound of each; empty before the gate."""
+    return tuple(Rule.model_validate(rule) for rule in RunRecord(store, run).load("verdict").get("rules", ()))
+
+
+def finalize(record: RunRecord, pipeline: str, state: str, error_message: str) -> Outcome:
+    """Derive the outcome of a run, and record it.
+
+    ``state`` is the run's state according to KFP (COMPLETE, FAILED, RUNNING ...) and ``error_message`` its error,
+    which is mostly empty. A held run is recognized by what its steps recorded: KFP's server does not count the
+    skipped deployment, so it reports RUNNING, or FAILED if a step was retried.
     """
-    verdict = _recall(store, run, "verdict")
-    deployment = _recall(store, run, "deployment")
-    rollback = _recall(store, run, "rollback")
-    promotion = _recall(store, run, "promotion")
-    metrics = _recall(store, run, "metrics")
-    candidate = _recall(store, run, "archived").get("version")
+    verdict = record.load("verdict")
+    rollback, promotion, deployment = (record.load(name) for name in ("rollback", "promotion", "deployment"))
+    candidate = record.load("archived").get("version")
+    outcome = Outcome(
+        run=record.run, pipeline=pipeline, state="failed", candidate=candidate, metrics=record.load("metrics")
+    )
     held = candidate is not None and verdict.get("promote") is False
     if state not in SUCCEEDED and not held:
-        reasons: tuple[str, ...] = (f"{_ended(state)} {error_message}".strip(),)
-        serving = (rollback or promotion or deployment).get("version")
-        outcome = Outcome(run=run, state="failed", release=serving, reasons=reasons, metrics=metrics)
+        live = (rollback or promotion or deployment).get("version")
+        found = _failure(record, state, error_message) | {"release": live}
     elif rollback:
         reasons = (rollback["why"],) if rollback["why"] else ()
-        outcome = Outcome(run=run, state="rolled back", release=rollback["version"], reasons=reasons)
+        found = {"state": "rolled back", "release": rollback["version"], "reasons": reasons}
     elif promotion:
-        outcome = Outcome(run=run, state="promoted", release=promotion["version"], reasons=(promotion["why"],))
+        found = {"state": "promoted", "release": promotion["version"], "reasons": (promotion["why"],)}
     elif verdict.get("promote") and deployment:
-        release = deployment["version"]
-        outcome = Outcome(run=run, state="promoted", release=release, reasons=verdict["reasons"], metrics=metrics)
+        found = {"state": "promoted", "release": deployment["version"], "reasons": tuple(verdict["reasons"])}
     elif verdict.get("promote"):
-        reasons = ("the gate promoted the candidate, but no deployment followed.",)
-        outcome = Outcome(run=run, state="failed", reasons=reasons, metrics=metrics)
+        found = {"reasons": ("The gate promoted the candidate, but it was not deployed.",)}
     else:
-        outcome = Outcome(run=run, state="held", reasons=verdict.get("reasons", ()), metrics=metrics)
-    outcome = outcome.model_copy(update={"candidate": candidate})
-    remember(store, run, outcome=outcome.model_dump(mode="json"))
+        found = {"state": "held", "reasons": tuple(verdict.get("reasons", ()))}
+    outcome = outcome.model_copy(update=found)
+    record.save(outcome=outcome.model_dump(mode="json"))
     return outcome
 
 
-def _ended(state: str) -> str:
-    if state == "RUNNING":  # nobody was left to tell KFP of the step's end
-        return "a step was stopped, or ended without a word."
-    return f"the pipeline ended as {state}."
+def _failure(record: RunRecord, state: str, error_message: str) -> dict[str, object]:
+    """The fields of the outcome of a run that did not reach its end."""
+    if stop := record.stop():
+        return {"state": "stopped", "reasons": (f"by {stop.by}.",)}
+    unfinished = [step for step in record.steps() if step.step != EXIT_STEP and step.state != "finished"]
+    if unfinished:
+        unfinished.sort(key=lambda step: step.state != "failed")  # an error explains more than a silent end
+        (step, message), *others = map(_error_of, unfinished)
+        return {"step": step, "reasons": (message, *(f"{name}: {also}" for name, also in others))}
+    return {"reasons": (error_message or f"Kubeflow Pipelines reports {state}, and no step recorded an error.",)}
 
 
-def _key(run: str, name: str) -> str:
-    return f"runs/{run}/{name}.json"
+def _error_of(step: StepRecord) -> tuple[str, str]:
+    if step.state == "failed":
+        return step.step, step.message
+    return step.step, "It ended without recording an error: it was stopped, evicted, or out of memory."
 
 
 def _confusion_key(run: str) -> str:
     return f"runs/{run}/confusion.png"
-
-
-def _recall(store: Store, run: str, name: str) -> dict[str, Any]:
-    found = store.find(_key(run, name))
-    return json.loads(found[0]) if found else {}

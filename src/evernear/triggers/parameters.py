@@ -1,132 +1,146 @@
-"""The parameters of a run: those that the settings of this process speak of, and those that a person types.
+"""The parameters of a run, from three places: what a person types, this process's own settings, and who starts it.
 
-Both are held against the parameters that the pipeline itself declares.
+Everything is written as in the settings, ``section.key``; the few settings that are pipeline parameters in their own
+right (`evernear.settings.PARAMETERS`) may also be written by the parameter's name. Only what is set is sent: the
+rest keeps the pipeline's defaults, which an upload may have pinned.
 """
 
 import difflib
 import json
+import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evernear.errors import SettingsError
-from evernear.settings import Settings
+from evernear.release.registry import whoami
+from evernear.settings import PARAMETERS, RunSettings, Settings, known_keys, merge, of_run, override
 from evernear.triggers.runs import Parameter
 
-_SECTIONS = {
-    "data": "data",
-    "validation": "validation",
-    "train_settings": "train",
-    "index_settings": "index",
-    "evaluation": "evaluation",
-    "gate_settings": "gate",
-    "serving": "serving",
-    "kubernetes_settings": "kubernetes",
-}
-"""The pipelines' parameters that are sections of the settings."""
+_BY_KEY = {key: name for name, key in PARAMETERS.items()}
 _QUOTES = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'"})
 """Slack's clients turn straight quotes into these."""
+_TYPES = {
+    "STRING": "text",
+    "NUMBER_INTEGER": "a whole number",
+    "NUMBER_DOUBLE": "a number",
+    "BOOLEAN": "true or false",
+    "STRUCT": "a JSON object",
+    "LIST": "a JSON list",
+}
 
 
-def configured(settings: Settings, known: Sequence[Parameter]) -> dict[str, Any]:
-    """What this process is configured to, as far as the pipeline has parameters for it.
+def from_settings(settings: Settings, known: Sequence[Parameter]) -> dict[str, Any]:
+    """The arguments of a run that ``settings`` sets, for the parameters that the pipeline has.
 
-    That is its store, since there the outcome is looked for, and each section that differs from evernear's own
-    defaults, which are the pipeline's too. A target ``local`` is this machine's and no cluster's.
+    The store is always sent, since the caller looks there for the outcome. Target ``local`` is not: it means this
+    machine, not the cluster's.
     """
-    ours, usual = settings.model_dump(mode="json"), Settings().model_dump(mode="json")
-    found = {name: ours[section] for name, section in _SECTIONS.items() if ours[section] != usual[section]}
-    found |= {"store": settings.store_uri} | ({"target": settings.target} if settings.target != "local" else {})
+    sections = set(RunSettings.model_fields) - {"workdir", "store", "target"}
+    tree: dict[str, Any] = settings.model_dump(mode="json", include=sections, exclude_unset=True) | {
+        "store": settings.store_uri
+    }
+    if settings.target != "local":
+        tree["target"] = settings.target
+    found: dict[str, Any] = {}
+    for name, dotted in PARAMETERS.items():
+        section, _, key = dotted.rpartition(".")
+        holder: dict[str, Any] = tree.get(section, {}) if section else tree
+        if value := holder.pop(key, ""):
+            found[name] = value
+    if overrides := {section: values for section, values in tree.items() if values}:
+        found["settings"] = overrides
     names = {parameter.name for parameter in known}
     return {name: value for name, value in found.items() if name in names}
 
 
-def parse(text: str, known: Sequence[Parameter], allowed: Sequence[str]) -> dict[str, Any]:
-    """``name=value name.key=value ...`` as parameters of a run.
-
-    ``name.key`` sets one entry of a parameter that is a STRUCT; the others keep their default.
+def from_words(
+    words: Sequence[str], known: Sequence[Parameter], allowed: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """The arguments of a run that ``key=value`` words set.
 
     Raises:
-        SettingsError: a name is unknown or not among ``allowed``, or a value is of another type.
+        SettingsError: a key is unknown or not among ``allowed``, or a value has the wrong type.
     """
-    try:
-        words = shlex.split(text.translate(_QUOTES))
-    except ValueError:
-        raise SettingsError(f"{text!r} ends in a backslash, or a quote in it is not closed.") from None
     by_name = {parameter.name: parameter for parameter in known}
     found: dict[str, Any] = {}
     for word in words:
-        dotted, equals, value = word.partition("=")
+        key, equals, text = word.partition("=")
         if not equals:
-            raise SettingsError(f"{word!r} has no '='; write name=value.")
-        name, _, key = dotted.partition(".")
-        parameter = by_name.get(name)
-        if parameter is None:
-            near = difflib.get_close_matches(name, by_name, n=1, cutoff=0.0)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise SettingsError(f"The pipeline has no parameter {name!r}{hint}")
-        if name not in allowed:
-            names = ", ".join(name for name in allowed if name in by_name) or "none"
-            raise SettingsError(f"{name!r} cannot be set from Slack; what can is in slack.parameters: {names}.")
-        if key:
-            held = found.get(name, parameter.default)
-            found[name] = _with_key(parameter, held if isinstance(held, dict) else {}, key, value)
+            raise SettingsError(f"{word!r} has no '='; write key=value.")
+        name = key if key in by_name else _BY_KEY.get(key, "settings" if key in _setting_keys() else "")
+        if name not in by_name:
+            raise SettingsError(_unknown(key, by_name))
+        if allowed is not None and key not in allowed:
+            raise SettingsError(f"{key!r} cannot be set from here; slack.parameters allows: {', '.join(allowed)}.")
+        if name == "settings" and key != "settings":
+            override(found.setdefault("settings", {}), key, text)
         else:
-            found[name] = _value(parameter.type, value, name)
+            merge(found, {name: _value(by_name[name], text)})
+    of_run(found.get("settings", {}), preset=found.get("preset", ""))
     return found
 
 
-def _with_key(parameter: Parameter, held: dict[str, Any], key: str, value: str) -> dict[str, Any]:
-    if parameter.type != "STRUCT" or key not in held:
-        near = difflib.get_close_matches(key, held, n=1, cutoff=0.0)
-        hint = f"; did you mean {parameter.name}.{near[0]}?" if near else "."
-        raise SettingsError(f"{parameter.name!r} has no entry {key!r}{hint}")
-    return {**held, key: _value(_type_of(held[key]), value, f"{parameter.name}.{key}")}
+def split_words(text: str) -> list[str]:
+    """A line that a person typed, in words as a shell splits them.
+
+    Raises:
+        SettingsError: a quote is not closed.
+    """
+    try:
+        return shlex.split(text.translate(_QUOTES))
+    except ValueError:
+        raise SettingsError(f"{text!r} ends in a backslash, or a quote in it is not closed.") from None
 
 
-def _type_of(value: Any) -> str:
-    """The type of an entry. KFP tells every number within a STRUCT as a float, so they are all just numbers."""
-    match value:
-        case bool():
-            return "BOOLEAN"
-        case int() | float():
-            return "NUMBER"
-        case dict():
-            return "STRUCT"
-        case list() | tuple():
-            return "LIST"
-        case _:
-            return "STRING"
+def combine(*arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """``arguments`` over one another, later ones winning, JSON objects key by key."""
+    combined: dict[str, Any] = {}
+    for each in arguments:
+        merge(combined, each)
+    return combined
 
 
-def _value(kind: str, text: str, name: str) -> Any:
-    """``text`` as a value of KFP's type ``kind``."""
-    wrong = SettingsError(f"{name} = {text!r} is no {_WORDS.get(kind, kind)}.")
-    if kind == "STRING":
+def caller() -> str:
+    """Who starts a run from this process: a workflow of GitHub Actions and its actor, or user and host."""
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        environment = {name: os.environ.get(f"GITHUB_{name}", "") for name in ("EVENT_NAME", "SHA", "ACTOR", "RUN_ID")}
+        return (
+            f"GitHub Actions ({environment['EVENT_NAME']} of commit {environment['SHA'][:12]} by "
+            f"{environment['ACTOR']}, workflow run {environment['RUN_ID']})"
+        )
+    return whoami()
+
+
+def _setting_keys() -> list[str]:
+    return [key for key in known_keys(RunSettings) if "." in key]
+
+
+def _unknown(key: str, by_name: Mapping[str, Parameter]) -> str:
+    if key in _setting_keys() or key in _BY_KEY:
+        return f"The pipeline takes no {key!r}: it was uploaded by another version of evernear; upload it again."
+    known = [*by_name, *_setting_keys()]
+    near = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    return f"There is no parameter or setting {key!r}; did you mean {near[0]!r}?"
+
+
+def _value(parameter: Parameter, text: str) -> Any:
+    """``text`` as a value of the parameter's KFP type."""
+    if parameter.type == "STRING":
         return text
     try:
         value = json.loads(text)
-        json.dumps(value, allow_nan=False)  # what no JSON holds would be null by the time the run starts
+        json.dumps(value, allow_nan=False)  # NaN would be null by the time the run starts
     except (ValueError, RecursionError):
-        raise wrong from None
-    match kind, value:
+        value = None
+    match parameter.type, value:
         case "BOOLEAN", bool():
             return value
         case "NUMBER_INTEGER", int() if not isinstance(value, bool):
             return value
-        case "NUMBER_DOUBLE" | "NUMBER", int() | float() if not isinstance(value, bool):
+        case "NUMBER_DOUBLE", int() | float() if not isinstance(value, bool):
             return value
         case ("STRUCT", dict()) | ("LIST", list()):
             return value
         case _:
-            raise wrong
-
-
-_WORDS = {
-    "NUMBER_INTEGER": "whole number",
-    "NUMBER_DOUBLE": "number",
-    "NUMBER": "number",
-    "BOOLEAN": "true or false",
-    "STRUCT": "JSON object",
-    "LIST": "JSON list",
-}
+            raise SettingsError(f"{parameter.name} = {text!r} is not {_TYPES.get(parameter.type, parameter.type)}.")

@@ -26,7 +26,7 @@ from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.lease import held
 from evernear.errors import Busy, ClusterError, Conflict, EvernearError, IntegrityError, ServingError, SettingsError
 from evernear.release.parts import open_release
-from evernear.release.registry import Registry
+from evernear.release.registry import Cause, Registry
 from evernear.settings import Settings
 from evernear.store import open_store
 
@@ -148,7 +148,7 @@ def test_releases_follow_each_other_and_go_back(site: Site, releases: tuple[Pack
     with pytest.raises(Conflict, match="run again"):
         site.deploy(first)
 
-    back = deployment.rollback(site.settings, why="a test")
+    back = deployment.rollback(site.settings, cause=Cause(by="ada", why="a test"))
     assert (back.version, back.previous, back.smoke_queries) == (first.version, None, 8)
     assert site.serves[0] == {first.version}
     assert site.champion == first.version

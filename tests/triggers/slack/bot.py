@@ -26,9 +26,10 @@ ADA, BOB, EVE = Person("U0ADA", "ada"), Person("U0BOB", "bob"), Person("U0EVE", 
 CHANNEL = "C0TRAINING"
 PARAMETERS = (
     Parameter(name="store", type="STRING", default="s3://evernear"),
-    Parameter(name="data", type="STRUCT", default={"source": "s3://images/mnist", "size_px": 0}),
-    Parameter(name="train_settings", type="STRUCT", default={"epochs": 12, "learning_rate": 0.01, "augment": "affine"}),
-    Parameter(name="gate_settings", type="STRUCT", default={"accuracy_floor": 0.95}),
+    Parameter(name="source", type="STRING", default="s3://images/mnist"),
+    Parameter(name="preset", type="STRING", default=""),
+    Parameter(name="settings", type="STRUCT", default={"train": {"augment": "none"}}),
+    Parameter(name="started_by", type="STRING", default=""),
 )
 
 

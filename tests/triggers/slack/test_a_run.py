@@ -8,8 +8,9 @@ from bot import ADA, BOB, CHANNEL, Bot, MemoryRuns
 
 from evernear.errors import StoreError
 from evernear.evaluation.verdict import Rule, System, Verdict
-from evernear.reporting.notify import remember, remember_confusion, tell
-from evernear.settings import DataSettings
+from evernear.reporting.notify import finalize, save_confusion_matrix
+from evernear.run_record import RunRecord
+from evernear.settings import DataSettings, IndexSettings
 from evernear.triggers.runs import State
 from evernear.triggers.slack.inbox import Inbox
 from tests.loopback.slack import SlackServer
@@ -41,12 +42,13 @@ def test_the_question_says_what_would_run_on_what_and_how_long_the_last_one_took
     runs.set(State.SUCCEEDED, ended=bot.clock())
     runs.start("continuous-training", {}, "now")
 
-    asked = bot.asks("/retrain train_settings.epochs=3 data.source=s3://images/new")
+    asked = bot.asks("/retrain train.epochs=3 preset=best")
 
     assert asked.channel == CHANNEL
     assert "<@U0ADA>" in asked.text
-    assert "`train_settings.epochs = 3`" in asked.text
-    assert "s3://images/new" in asked.text
+    assert "`train.epochs = 3`" in asked.text
+    assert "`preset = best`" in asked.text
+    assert "s3://images/mnist" in asked.text
     assert "took 1 h 0 min" in asked.text
     assert "continuous-training 2> runs already" in asked.text
     assert asked.buttons == ["Start training", "Not now"]
@@ -56,13 +58,14 @@ def test_the_question_says_what_would_run_on_what_and_how_long_the_last_one_took
 def test_a_run_is_followed_in_one_message_and_ends_with_the_verdict(
     bot: Bot, slack: SlackServer, runs: MemoryRuns
 ) -> None:
-    asked = bot.asks("/retrain train_settings.epochs=3")
+    asked = bot.asks("/retrain train.epochs=3")
     bot.clicked(ADA, asked, "Start training")
     bot.look()
     (run,) = runs.started.values()
     assert run.parameters == {
         "store": bot.settings.store_uri,
-        "train_settings": {"epochs": 3, "learning_rate": 0.01, "augment": "affine"},
+        "settings": {"train": {"epochs": 3}},
+        "started_by": "ada (U0ADA in Slack)",
     }
     assert asked.buttons == ["Open in Kubeflow", "Stop"]
 
@@ -74,9 +77,10 @@ def test_a_run_is_followed_in_one_message_and_ends_with_the_verdict(
     assert progress.text.splitlines() == [":white_check_mark: ingest", ":hourglass_flowing_sand: train"]
     assert "*Running*: train" in asked.text
 
-    remember(bot.store, run.id, verdict=HELD.model_dump(mode="json"), metrics={"accuracy": 0.97})
-    remember_confusion(bot.store, run.id, PNG)
-    tell(bot.store, run.id, "SUCCEEDED", "")
+    record = RunRecord(bot.store, run.id)
+    record.save(verdict=HELD.model_dump(mode="json"), metrics={"accuracy": 0.97})
+    save_confusion_matrix(record, PNG)
+    finalize(record, "continuous-training", "SUCCEEDED", "")
     runs.set(State.SUCCEEDED, ended=bot.clock(), ingest=State.SUCCEEDED, train=State.SUCCEEDED)
     bot.look(5)
 
@@ -102,16 +106,18 @@ def test_what_the_bot_is_configured_to_stands_for_the_pipelines_defaults(
     slack: SlackServer, runs: MemoryRuns, tmp_path: Path
 ) -> None:
     bot = Bot(slack, runs, tmp_path, {"may_start": (ADA.id,)})
-    bot.settings = bot.settings.model_copy(update={"data": DataSettings(source="s3://images/ours")})
+    ours = {"data": DataSettings(source="s3://images/ours", size_px=32), "index": IndexSettings(k=9)}
+    bot.settings = bot.settings.model_copy(update=ours)
     bot.restart()
-    asked = bot.asks("/retrain data.size_px=32")
+    asked = bot.asks("/retrain train.epochs=3")
     assert "s3://images/ours" in asked.text
-    assert "`data.size_px = 32`" in asked.text
+    assert "*Changed settings*\n`train.epochs = 3`" in asked.text
     bot.clicked(ADA, asked, "Start training")
     bot.look()
     (run,) = runs.started.values()
     assert run.parameters["store"] == bot.settings.store_uri
-    assert (run.parameters["data"]["source"], run.parameters["data"]["size_px"]) == ("s3://images/ours", 32)
+    assert run.parameters["source"] == "s3://images/ours"
+    assert run.parameters["settings"] == {"data": {"size_px": 32}, "index": {"k": 9}, "train": {"epochs": 3}}
     assert "target" not in run.parameters, "this pipeline has no such parameter"
 
 
@@ -237,20 +243,24 @@ def test_a_question_that_came_late_tells_when_it_expires(bot: Bot, slack: SlackS
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("epoch=3", "The pipeline has no parameter 'epoch'; did you mean"),
-        ("train_settings.epoch=3", "did you mean train_settings.epochs?"),
-        ("train_settings.epochs=many", "train_settings.epochs = 'many' is no number."),
-        ("train_settings.epochs=true", "is no number"),
-        ("train_settings.learning_rate=NaN", "is no number"),
-        ("train_settings=3", "is no JSON object"),
-        ("train_settings='{\"epochs\": NaN}'", "is no JSON object"),
-        ("train_settings='{\"epochs\": 1e999}'", "is no JSON object"),
-        ("train_settings=" + "[" * 1900, "is no JSON object"),
-        ("gate_settings.accuracy_floor=0", "'gate_settings' cannot be set from Slack"),
-        ("store=s3://mine", "'store' cannot be set from Slack"),
+        ("epoch=3", "There is no parameter or setting 'epoch'; did you mean 'train.epochs'?"),
+        ("train.epoch=3", "did you mean 'train.epochs'?"),
+        ("train.epochs=many", "Setting train.epochs = 'many' cannot be used"),
+        ("train.epochs=1.5", "Setting train.epochs = 1.5 cannot be used"),
+        ("train.learning_rate=NaN", "Setting train.learning_rate = nan cannot be used"),
+        ("train.learning_rate=1e999", "Setting train.learning_rate = inf cannot be used"),
+        ("train.epochs=" + "[" * 1900, "Setting train.epochs = "),
+        ("preset=bset", "There is no preset 'bset'; known: best"),
+        ("settings={}", "'settings' cannot be set from here"),
+        ("gate.accuracy_floor=0", "'gate.accuracy_floor' cannot be set from here; slack.parameters allows: preset"),
+        ("data.size_px=28", "'data.size_px' cannot be set from here"),
+        ("data.source=digits", "'data.source' cannot be set from here"),
+        ("source=digits", "'source' cannot be set from here"),
+        ("started_by=eve", "'started_by' cannot be set from here"),
+        ("store=s3://mine", "'store' cannot be set from here"),
         ("quickly", "'quickly' has no '='"),
-        ("data.source='x", "a quote"),
-        ("data.source=x\\", "ends in a backslash"),
+        ("preset='x", "a quote"),
+        ("preset=x\\", "ends in a backslash"),
         ("x" * 3000, "more than 2000 characters"),
     ],
 )
@@ -268,8 +278,8 @@ def test_parameters_are_checked_against_the_pipeline(
 
 
 def test_curly_quotes_of_slack_are_quotes(bot: Bot) -> None:
-    asked = bot.asks("/retrain data.source=\u201cs3://images/my photos\u201d")
-    assert "s3://images/my photos" in asked.text
+    asked = bot.asks("/retrain index.search=\u201cnprobe=16, efSearch=64\u201d")
+    assert "`index.search = nprobe=16, efSearch=64`" in asked.text
 
 
 def test_a_channel_that_is_closed_to_the_bot_is_answered_directly(bot: Bot, slack: SlackServer) -> None:

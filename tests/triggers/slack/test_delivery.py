@@ -161,7 +161,7 @@ def test_the_second_of_two_people_is_told_who_was_quicker(bot: Bot, slack: Slack
 
 
 def test_a_restart_forgets_neither_question_nor_answer_nor_run(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    bot.told(ADA, "/retrain train_settings.epochs=3")
+    bot.told(ADA, "/retrain train.epochs=3")
     bot.restart()
     bot.look()
     (asked,) = slack.messages
@@ -170,7 +170,7 @@ def test_a_restart_forgets_neither_question_nor_answer_nor_run(bot: Bot, slack: 
     bot.restart()
     bot.look()
     (run,) = runs.started.values()
-    assert run.parameters["train_settings"]["epochs"] == 3
+    assert run.parameters["settings"] == {"train": {"epochs": 3}}
     runs.set(State.RUNNING, ingest=State.RUNNING)
     bot.restart()
     bot.look()

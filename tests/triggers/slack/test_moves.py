@@ -10,7 +10,8 @@ from releases import MakeRelease, PackedRelease
 from evernear import deployment
 from evernear.evaluation.verdict import Verdict
 from evernear.release.registry import Registry
-from evernear.reporting.notify import remember, tell
+from evernear.reporting.notify import finalize
+from evernear.run_record import RunRecord
 from evernear.triggers.runs import State
 from tests.loopback.slack import SlackServer
 from tests.loopback.slack.server import Shown
@@ -43,11 +44,12 @@ def ran(
         (started,) = [run for run in runs.started.values() if run.state is State.PENDING]
         record = registry.publish(release.archive)
         verdict = Verdict.load(release.verdict).model_dump(mode="json")
-        remember(bot.store, started.id, verdict=verdict, archived={"version": record.manifest.version}, metrics={})
+        of_run = RunRecord(bot.store, started.id)
+        of_run.save(verdict=verdict, archived={"version": record.manifest.version}, metrics={})
         if promote:
             moved = registry.set_champion(record.manifest.version, champion)
-            remember(bot.store, started.id, deployment={"version": moved.version})
-        tell(bot.store, started.id, "SUCCEEDED", "")
+            of_run.save(deployment={"version": moved.version})
+        finalize(of_run, "continuous-training", "SUCCEEDED", "")
         runs.set(State.SUCCEEDED, ended=bot.clock(), gate=State.SUCCEEDED)
         bot.look(30)
         return slack.messages[-1]

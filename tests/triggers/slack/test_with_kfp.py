@@ -11,7 +11,8 @@ from releases import MakeRelease
 
 from evernear.evaluation.verdict import Rule, System, Verdict
 from evernear.release.registry import Registry
-from evernear.reporting.notify import remember, tell
+from evernear.reporting.notify import finalize
+from evernear.run_record import RunRecord
 from evernear.settings import PipelineSettings
 from pipelines.client import KfpRuns
 from tests.loopback.kfp import KfpServer
@@ -34,16 +35,14 @@ def bot(slack: SlackServer, kfp: KfpServer, tmp_path: Path) -> Bot:
 
 
 def test_a_bad_model_is_held_and_the_thread_says_why(bot: Bot, slack: SlackServer, kfp: KfpServer) -> None:
-    asked = bot.asks("/retrain train_settings.epochs=3 data.source=s3://images/new")
-    assert "`train_settings.epochs = 3`" in asked.text
-    assert "s3://images/new" in asked.text
+    asked = bot.asks("/retrain train.epochs=3 index.k=9")
+    assert "`train.epochs = 3`" in asked.text
     bot.clicked(ADA, asked, "Start training")
     bot.look()
     run = kfp.wait_for_run()
     started = run.resource["runtime_config"]["parameters"]
-    assert started["train_settings"]["epochs"] == 3
-    assert started["train_settings"]["batch_size"] == 256, "the rest of the section keeps its defaults"
-    assert started["data"]["source"] == "s3://images/new"
+    assert set(started) == {"store", "started_by", "settings", "target"}, "what is not set is not sent"
+    assert started["settings"] == {"train": {"epochs": 3}, "index": {"k": 9}}
 
     run.begin()
     run.task("ingest", "SUCCEEDED")
@@ -54,8 +53,9 @@ def test_a_bad_model_is_held_and_the_thread_says_why(bot: Bot, slack: SlackServe
     rule = Rule(name="no_worse", passed=False, candidate=0.9, champion=0.99, bound=0.1, reason="It is worse.")
     system = System(name="", network_sha256="0", index_digest="1")
     verdict = Verdict.of([rule], system, None, "2").model_dump(mode="json")
-    remember(bot.store, run.id, verdict=verdict, metrics={"accuracy": 0.9})
-    tell(bot.store, run.id, "SUCCEEDED", "")
+    record = RunRecord(bot.store, run.id)
+    record.save(verdict=verdict, metrics={"accuracy": 0.9})
+    finalize(record, "continuous-training", "SUCCEEDED", "")
     run.end("SUCCEEDED")
     bot.look(20)
     assert "*Held* after" in asked.text
@@ -163,7 +163,7 @@ def test_in_a_cluster_a_pipeline_rolls_back_and_the_thread_follows_it(
     bot.look()
     run = kfp.wait_for_run()
     given = run.resource["runtime_config"]["parameters"]
-    assert (given["release"], given["by"]) == (champion.version, "ada (U0ADA in Slack)")
+    assert (given["release"], given["started_by"]) == (champion.version, "ada (U0ADA in Slack)")
     assert (given["target"], given["store"]) == ("kubernetes", bot.settings.store_uri)
     run.begin()
     run.task("rollback", "FAILED", error="The rollout did not come up.")
@@ -177,9 +177,10 @@ def test_in_a_cluster_a_pipeline_rolls_back_and_the_thread_follows_it(
     bot.clicked(ADA, question, "Roll back")
     bot.look()
     assert len(kfp.runs) == 2
-    restored = registry.roll_back(champion, "ada")
-    remember(bot.store, kfp.runs[1].id, rollback={"version": restored.version, "why": ""})
-    tell(bot.store, kfp.runs[1].id, "SUCCEEDED", "")
+    restored = registry.roll_back(champion)
+    record = RunRecord(bot.store, kfp.runs[1].id)
+    record.save(rollback={"version": restored.version, "why": ""})
+    finalize(record, "rollback", "SUCCEEDED", "")
     kfp.runs[1].begin()
     kfp.runs[1].end("SUCCEEDED")
     bot.look(20)
@@ -200,8 +201,9 @@ def test_in_a_cluster_a_pipeline_promotes_what_was_held(bot: Bot, slack: SlackSe
     bot.clicked(ADA, asked, "Start training")
     bot.look()
     run = kfp.wait_for_run()
-    remember(bot.store, run.id, archived={"version": "20261122.090000.0a0b0c0d"})
-    tell(bot.store, run.id, "SUCCEEDED", "")
+    record = RunRecord(bot.store, run.id)
+    record.save(archived={"version": "20261122.090000.0a0b0c0d"})
+    finalize(record, "continuous-training", "SUCCEEDED", "")
     run.begin()
     run.end("SUCCEEDED")
     bot.look(20)
@@ -209,5 +211,5 @@ def test_in_a_cluster_a_pipeline_promotes_what_was_held(bot: Bot, slack: SlackSe
     bot.look()
     given = kfp.wait_for_run(2).resource["runtime_config"]["parameters"]
     assert given["release"] == "20261122.090000.0a0b0c0d"
-    assert given["why"].startswith("asked for in Slack")
-    assert given["by"] == "ada (U0ADA in Slack)"
+    assert given["reason"].startswith("asked for in Slack")
+    assert given["started_by"] == "ada (U0ADA in Slack)"

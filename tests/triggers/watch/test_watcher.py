@@ -213,7 +213,8 @@ def test_the_policy_starts_a_run_with_the_watched_source(world: World) -> None:
     assert (proposal.state, proposal.run, run.key) == ("accepted", run.id, proposal.id)
     assert look.proposal == proposal.id
     assert run.pipeline == "continuous-training"
-    assert run.parameters["data"]["source"] == f"folder:{world.images}"
+    assert run.parameters["source"] == f"folder:{world.images}"
+    assert run.parameters["started_by"] == f"the watcher, proposal {proposal.id}"
     assert run.parameters["store"] == world.store.uri
     world.wait(hours=12)
     assert world.watcher(policy="start").look().reasons[-1] == f"Run {run.name} of continuous-training is running."

@@ -59,7 +59,7 @@ class MemoryRuns:
 
     def parameters(self, pipeline: str) -> Sequence[Parameter]:
         self._reach()
-        return [Parameter(name=name, type=kind) for name, kind in (("store", "STRING"), ("data", "STRUCT"))]
+        return [Parameter(name=name, type="STRING") for name in ("store", "source")]
 
     def start(self, pipeline: str, parameters: Mapping[str, Any], key: str) -> Run:
         self._reach()

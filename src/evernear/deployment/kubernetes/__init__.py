@@ -17,16 +17,31 @@ from evernear.deployment.kubernetes.cluster import Cluster, Tree
 from evernear.deployment.kubernetes.lease import Held, held
 from evernear.deployment.kubernetes.objects import ServedRelease, serving_objects
 from evernear.deployment.kubernetes.proven import Proven, keep_proven, read_proven
+from evernear.deployment.kubernetes.rights import require_rights
 from evernear.deployment.kubernetes.rollout import await_rollout, is_complete
 from evernear.deployment.kubernetes.service import prove, service_client, service_host
 from evernear.errors import ClusterError, EvernearError, StoreError
 from evernear.release.parts import ARCHIVE_FILE, ReleaseParts, open_release
-from evernear.release.registry import Champion, Registry
-from evernear.settings import Settings
+from evernear.release.registry import Cause, Champion, Registry
+from evernear.settings import RunSettings
 from evernear.store import open_store
 
 
-def deploy(archive: Path, verdict_file: Path, settings: Settings) -> Deployment:
+def require_deployable(settings: RunSettings) -> Cluster:
+    """Ask the API server whether a deployment could work: rights first, since a refused apply names only one.
+
+    Raises:
+        SettingsError: a setting that it needs is missing, such as the image.
+        ClusterError: the API server cannot be reached, a right is missing, or it would refuse the objects.
+    """
+    objects = serving_objects(settings, ServedRelease("preflight", archive_sha256=64 * "0", manifest_sha256=64 * "0"))
+    cluster = Cluster.of(settings.kubernetes)
+    require_rights(cluster, objects, settings)
+    require_applicable(cluster, objects, force=settings.kubernetes.take_over)
+    return cluster
+
+
+def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Cause | None = None) -> Deployment:
     """Roll a release out in the cluster of ``settings.kubernetes``.
 
     What serves goes on until the new pods are ready. The release becomes the champion when the Service answered its
@@ -50,14 +65,14 @@ def deploy(archive: Path, verdict_file: Path, settings: Settings) -> Deployment:
         def commit() -> Champion:
             if champion is not None and champion.version == version:  # the same step again
                 return champion
-            return registry.set_champion(version, champion)
+            return registry.set_champion(version, champion, cause=cause)
 
         return site.roll_out(parts, commit)
 
 
 def move(
     version: str,
-    settings: Settings,
+    settings: RunSettings,
     registry: Registry,
     vet: Callable[[ReleaseParts], None],
     commit: Callable[[], Champion],
@@ -74,7 +89,7 @@ def move(
         return site.roll_out(parts, commit)
 
 
-def render(version: str | None, settings: Settings) -> list[Tree]:
+def render(version: str | None, settings: RunSettings) -> list[Tree]:
     """The objects that a deployment of a published release applies; None: of the champion.
 
     Raises:
@@ -90,7 +105,7 @@ def render(version: str | None, settings: Settings) -> list[Tree]:
     return serving_objects(settings, ServedRelease.of(registry.show(version)))
 
 
-def status(settings: Settings) -> dict[str, Any]:
+def status(settings: RunSettings) -> dict[str, Any]:
     """What serves in the cluster and what should, for people and programs.
 
     ``server`` is ``up``, ``rolling out`` (or stuck in that), or ``down`` (there is no Deployment, or no pod is ready).
@@ -126,7 +141,7 @@ def status(settings: Settings) -> dict[str, Any]:
 class _Site:
     """One Deployment, for as long as this process holds its Lease."""
 
-    def __init__(self, settings: Settings, registry: Registry, cluster: Cluster, lease: Held) -> None:
+    def __init__(self, settings: RunSettings, registry: Registry, cluster: Cluster, lease: Held) -> None:
         self._settings = settings
         self._registry = registry
         self._cluster = cluster
@@ -185,14 +200,14 @@ class _Site:
 
 
 @contextlib.contextmanager
-def _site(settings: Settings, registry: Registry) -> Generator[_Site]:
+def _site(settings: RunSettings, registry: Registry) -> Generator[_Site]:
     """The Deployment of ``settings``, for one deployment at a time."""
     cluster = Cluster.of(settings.kubernetes)
     with held(cluster, settings.kubernetes.name, settings.kubernetes.lease_s) as lease:
         yield _Site(settings, registry, cluster, lease)
 
 
-def _url(settings: Settings) -> str:
+def _url(settings: RunSettings) -> str:
     """Where the pods of the cluster ask."""
     return (
         f"http://{service_host(settings)}:{settings.serving.inference_port}/predictions/{settings.serving.model_name}"

@@ -15,7 +15,7 @@ from kubernetes.utils import parse_quantity
 from evernear.errors import SettingsError
 from evernear.release.registry import Record
 from evernear.serving.pod import grace_period_s
-from evernear.settings import KubernetesSettings, ServingSettings, Settings
+from evernear.settings import KubernetesSettings, RunSettings, ServingSettings
 from evernear.store import sha256_bytes
 
 Tree = dict[str, Any]
@@ -53,7 +53,7 @@ class ServedRelease:
         return ServedRelease(record.manifest.version, record.archive_sha256, sha256_bytes(record.manifest.to_json()))
 
 
-def serving_objects(settings: Settings, release: ServedRelease) -> list[Tree]:
+def serving_objects(settings: RunSettings, release: ServedRelease) -> list[Tree]:
     """All objects that serve ``release``, in the order in which they are applied.
 
     Raises:
@@ -100,7 +100,7 @@ def selector(kubernetes: KubernetesSettings) -> dict[str, str]:
     }
 
 
-def _require_usable(settings: Settings) -> None:
+def _require_usable(settings: RunSettings) -> None:
     if not settings.kubernetes.image:
         raise SettingsError(
             "A deployment to Kubernetes needs the serving image by its digest; "
@@ -123,14 +123,14 @@ def _require_usable(settings: Settings) -> None:
         )
 
 
-def _config(settings: Settings) -> str:
+def _config(settings: RunSettings) -> str:
     """The pod's settings file. Only what is no default: an image may be older or younger than this evernear."""
     serving = settings.serving.model_dump(mode="json", exclude_defaults=True) | {"threads": _threads(settings)}
     lines = (f"{name} = {json.dumps(value)}" for name, value in sorted(serving.items()))  # of scalars, JSON is TOML
     return "\n".join(["[serving]", *lines, ""])
 
 
-def _threads(settings: Settings) -> int:
+def _threads(settings: RunSettings) -> int:
     """Threads of each worker, which become its OMP_NUM_THREADS: those of the cpu limit, one of them left to Java.
 
     More threads than cores wait for each other, see benchmarks/results/serving.md.
@@ -141,7 +141,7 @@ def _threads(settings: Settings) -> int:
 
 
 def _pod_template(
-    settings: Settings, release: ServedRelease, labels: dict[str, str], annotations: dict[str, str], config: str
+    settings: RunSettings, release: ServedRelease, labels: dict[str, str], annotations: dict[str, str], config: str
 ) -> Tree:
     annotations = annotations | {SETTINGS_SHA256: sha256_bytes(config.encode())}
     spec = _pod(settings, release)
@@ -149,7 +149,7 @@ def _pod_template(
     return {"metadata": {"labels": labels | {REVISION: revision}, "annotations": annotations}, "spec": spec}
 
 
-def _pod(settings: Settings, release: ServedRelease) -> Tree:
+def _pod(settings: RunSettings, release: ServedRelease) -> Tree:
     kubernetes = settings.kubernetes
     spec: Tree = {
         "serviceAccountName": kubernetes.name,
@@ -181,7 +181,7 @@ def _pod(settings: Settings, release: ServedRelease) -> Tree:
     return spec
 
 
-def _init_container(settings: Settings, release: ServedRelease) -> Tree:
+def _init_container(settings: RunSettings, release: ServedRelease) -> Tree:
     """Fetches the archive; it alone has the keys of the object store."""
     kubernetes = settings.kubernetes
     command = ["fetch", "--release", release.version, "--sha256", release.archive_sha256]
@@ -196,7 +196,7 @@ def _init_container(settings: Settings, release: ServedRelease) -> Tree:
     return container
 
 
-def _shippers(settings: Settings) -> list[Tree]:
+def _shippers(settings: RunSettings) -> list[Tree]:
     """Brings logged queries to the store, with keys of its own. As a sidecar it ends after TorchServe."""
     secret = settings.kubernetes.query_secret
     if not secret or settings.serving.query_log == "off":
@@ -217,7 +217,7 @@ def _shippers(settings: Settings) -> list[Tree]:
     ]
 
 
-def _container(settings: Settings) -> Tree:
+def _container(settings: RunSettings) -> Tree:
     """TorchServe. Its management API listens on loopback, so that nobody outside the pod reaches it."""
     serving, kubernetes = settings.serving, settings.kubernetes
     container = _any_container(
@@ -251,7 +251,7 @@ def _container(settings: Settings) -> Tree:
     }
 
 
-def _any_container(settings: Settings, name: str, command: list[str]) -> Tree:
+def _any_container(settings: RunSettings, name: str, command: list[str]) -> Tree:
     kubernetes = settings.kubernetes
     amount = {"cpu": kubernetes.cpu, "memory": kubernetes.memory}
     return {

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator
 from evernear.deployment.kubernetes.cluster import RESOURCES, Cluster, Tree
 from evernear.deployment.kubernetes.proven import proven_name
 from evernear.errors import ClusterError
-from evernear.settings import Settings
+from evernear.settings import RunSettings
 
 Right = tuple[tuple[str, ...], str, str]
 """Verbs, a kind (with ``/`` and a subresource, where it is one), and the object's name; without one, of all objects."""
 
 
-def require_rights(cluster: Cluster, objects: Iterable[Tree], settings: Settings) -> None:
+def require_rights(cluster: Cluster, objects: Iterable[Tree], settings: RunSettings) -> None:
     """Ask the API server whether these credentials may all that a deployment of ``objects`` does.
 
     Raises:
@@ -33,7 +33,7 @@ def require_rights(cluster: Cluster, objects: Iterable[Tree], settings: Settings
         )
 
 
-def _needed(cluster: Cluster, objects: Iterable[Tree], settings: Settings) -> Iterator[Right]:
+def _needed(cluster: Cluster, objects: Iterable[Tree], settings: RunSettings) -> Iterator[Right]:
     name = settings.kubernetes.name
     for manifest in objects:
         yield ("create", "patch", "delete"), manifest["kind"], manifest["metadata"]["name"]

@@ -12,7 +12,7 @@ from evernear.release.parts import ReleaseParts
 from evernear.serving.client import Client, Target
 from evernear.serving.client.target import token_of_environment
 from evernear.serving.messages import Prediction, Refusal
-from evernear.settings import KubernetesSettings, Settings
+from evernear.settings import KubernetesSettings, RunSettings
 
 PAUSE_S = 0.5
 
@@ -30,12 +30,12 @@ def prove(client: Predicts, settings: KubernetesSettings, parts: ReleaseParts) -
     return smoke(client, parts)
 
 
-def service_host(settings: Settings) -> str:
+def service_host(settings: RunSettings) -> str:
     """The Service's name within the cluster."""
     return f"{settings.kubernetes.name}.{settings.kubernetes.namespace}.svc"
 
 
-def service_client(cluster: Cluster, settings: Settings) -> Predicts:
+def service_client(cluster: Cluster, settings: RunSettings) -> Predicts:
     """Who asks the Service: by its URL where one is set, by its name from inside, else through the API server.
 
     Raises:
@@ -55,7 +55,7 @@ def service_client(cluster: Cluster, settings: Settings) -> Predicts:
     return _ThroughApiServer(cluster, settings)
 
 
-def _target(settings: Settings, host: str, port: int, *, tls: bool = False) -> Target:
+def _target(settings: RunSettings, host: str, port: int, *, tls: bool = False) -> Target:
     return Target(
         host=host,
         port=port,
@@ -94,7 +94,7 @@ def _await_release(client: Predicts, settings: KubernetesSettings, parts: Releas
 class _ThroughApiServer:
     """The ``proxy`` of a Service: reachable wherever the API server is, but without a token of its own."""
 
-    def __init__(self, cluster: Cluster, settings: Settings) -> None:
+    def __init__(self, cluster: Cluster, settings: RunSettings) -> None:
         self._cluster = cluster
         self._service = settings.kubernetes.name
         self._path = f"/predictions/{settings.serving.model_name}"

@@ -8,7 +8,7 @@ from typing import Any
 from evernear.errors import DataError, PredictionRefused, SettingsError
 from evernear.serving.client.target import Format, Target
 from evernear.serving.messages import Metadata, Prediction
-from evernear.settings import Settings
+from evernear.settings import RunSettings
 
 GRPC_FRAME_BYTES = 256  # more than what the message holds beside the image: names and lengths
 
@@ -37,7 +37,7 @@ class Client:
         self.close = weakref.finalize(self, self._transport.close)  # of a client that nobody closed, too
 
     @staticmethod
-    def of(settings: Settings, format: Format = "rest") -> "Client":
+    def of(settings: RunSettings, format: Format = "rest") -> "Client":
         """A client of the server of a working directory.
 
         Raises:
@@ -103,7 +103,7 @@ class AsyncClient:
             self._transport = AsyncHttp(target)
 
     @staticmethod
-    def of(settings: Settings, format: Format = "rest") -> "AsyncClient":
+    def of(settings: RunSettings, format: Format = "rest") -> "AsyncClient":
         """A client of the server of a working directory.
 
         Raises:

@@ -14,7 +14,7 @@ import certifi
 
 from evernear.errors import SettingsError
 from evernear.serving.connection import START_HINT, endpoints, home_of, read_key
-from evernear.settings import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Settings
+from evernear.settings import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, RunSettings
 
 Format = Literal["rest", "grpc", "prep"]
 
@@ -41,7 +41,7 @@ class Target:
     hint: str = "check its host and port"
 
     @staticmethod
-    def local(settings: Settings, format: Format = "rest") -> "Target":
+    def local(settings: RunSettings, format: Format = "rest") -> "Target":
         """The TorchServe of a working directory, or the preprocessing server of its settings.
 
         Raises:
@@ -72,7 +72,7 @@ class Target:
         )
 
     @staticmethod
-    def remote(settings: Settings, host: str, format: Format = "rest", *, tls: bool = False) -> "Target":
+    def remote(settings: RunSettings, host: str, format: Format = "rest", *, tls: bool = False) -> "Target":
         """A server on ``host``, on the ports of ``settings``; its token comes from the environment."""
         serving, prep = settings.serving, settings.prep
         port = {"rest": serving.inference_port, "grpc": serving.grpc_inference_port, "prep": prep.port}[format]

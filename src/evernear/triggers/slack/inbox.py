@@ -97,6 +97,13 @@ class Request(Record):
         """Who has to answer for it: who clicked, else who asked."""
         return self.answered_by or self.asked_by
 
+    @property
+    def started_by(self) -> str:
+        """Who or what starts the run, for the champion's history."""
+        if self.asked_by.id or self.by == self.asked_by:
+            return str(self.by)
+        return f"{self.asked_by}, accepted by {self.by}"
+
 
 class Inbox(Records[Request]):
     """The requests of one store. Every method may raise `StoreError`."""

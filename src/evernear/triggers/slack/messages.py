@@ -9,6 +9,7 @@ from evernear.errors import EvernearError
 from evernear.evaluation.verdict import Rule
 from evernear.release.registry import Champion, Move, Record
 from evernear.reporting.notify import Outcome
+from evernear.settings import DataSettings
 from evernear.triggers.proposals import Proposal
 from evernear.triggers.runs import Run, State, Step
 from evernear.triggers.slack.inbox import Person, Request
@@ -35,7 +36,13 @@ _SIGNS = {
     State.CANCELED: ":octagonal_sign:",
     State.PAUSED: ":double_vertical_bar:",
 }
-_OUTCOME_SIGNS = {"promoted": ":tada:", "held": ":no_entry:", "rolled back": ":rewind:", "failed": ":x:"}
+_OUTCOME_SIGNS = {
+    "promoted": ":tada:",
+    "held": ":no_entry:",
+    "rolled back": ":rewind:",
+    "stopped": ":octagonal_sign:",
+    "failed": ":x:",
+}
 _PIPELINES = {"continuous-training": "train", "reindex": "index the gallery"}
 
 HELP = Message(
@@ -46,7 +53,7 @@ HELP = Message(
             "text": {
                 "type": "mrkdwn",
                 "text": "I start training runs, follow them and tell what became of them.\n"
-                "• `/retrain [name=value ...]` asks before it starts one, e.g. `/retrain train_settings.epochs=8`\n"
+                "• `/retrain [name=value ...]` asks before it starts one, e.g. `/retrain train.epochs=8`\n"
                 "• `/evernear status` what serves, what runs, what waits for an answer\n"
                 "• `/evernear runs` the newest runs\n"
                 "• `/evernear champion` the release that serves, and how it came to\n"
@@ -81,7 +88,7 @@ def question(
 ) -> Message:
     """Ask whether to start what ``request`` wants: what would run, on what data, how long the last one took."""
     changed = [f"`{escape(name)} = {escape(_short(value))}`" for name, value in changes(parameters, defaults)]
-    source = {**_struct(defaults, "data"), **_struct(parameters, "data")}.get("source", "the pipeline's own source")
+    source = parameters.get("source") or defaults.get("source") or DataSettings().source
     fields = [
         f"*Pipeline*\n{escape(request.pipeline)}, newest published version",
         f"*Data*\n{escape(str(source))}",
@@ -162,6 +169,8 @@ def verdict(
     """What the run came to and why, with what can be done about it."""
     sign, word = _ending(run, outcome)
     reasons = outcome.reasons if outcome else ()
+    if outcome and outcome.step:
+        reasons = (f"{outcome.step}: {' '.join(reasons)}",)
     if not reasons:
         failed = [f"{step.name}: {step.error or 'failed'}" for step in run.steps if step.state is State.FAILED]
         reasons = tuple(failed) or ((run.error,) if run.error else ())
@@ -288,16 +297,9 @@ def status(serves: Champion | None, busy: Sequence[Run], waiting: int, watcher: 
 
 
 def changes(parameters: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """What differs from the defaults, entries of a STRUCT one by one."""
-    found: list[tuple[str, Any]] = []
-    for name, value in parameters.items():
-        held = _struct(defaults, name)
-        if isinstance(value, dict) and held:
-            entries: Mapping[str, Any] = value
-            found += [(f"{name}.{key}", entry) for key, entry in entries.items() if held.get(key) != entry]
-        elif value != defaults.get(name):
-            found.append((name, value))
-    return found
+    """The parameters and settings that differ from the defaults; settings by their full name."""
+    ours, theirs = _flat(parameters), _flat(defaults)
+    return [(name.removeprefix("settings."), value) for name, value in ours.items() if theirs.get(name) != value]
 
 
 def escape(text: str) -> str:
@@ -326,7 +328,7 @@ def duration(time: timedelta) -> str:
 
 def _ending(run: Run, outcome: Outcome | None) -> tuple[str, str]:
     """Sign and words for a run that has ended."""
-    if run.state is State.CANCELED:
+    if run.state is State.CANCELED and (outcome is None or outcome.state == "failed"):
         return _SIGNS[State.CANCELED], "Stopped"
     if outcome is not None:
         release = f": {outcome.release}" if outcome.state in ("promoted", "rolled back") else ""
@@ -405,9 +407,11 @@ def _by(asked: Proposal) -> str:
     return escape(asked.answered_by) or "somebody"
 
 
-def _struct(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = tree.get(name)
-    return found if isinstance(found, dict) else {}
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
 
 
 def _short(value: Any) -> str:

@@ -11,14 +11,15 @@ from datetime import datetime, timedelta
 from typing import Literal, TypeAlias
 
 from evernear.errors import Conflict, EvernearError, SettingsError, SlackError
-from evernear.release.registry import Champion, Registry
-from evernear.reporting.notify import Outcome, recall_confusion, recall_outcome, recall_rules
+from evernear.release.registry import Cause, Champion, Registry
+from evernear.reporting.notify import Outcome, load_confusion_matrix, load_outcome, load_rules
+from evernear.run_record import RunRecord
 from evernear.settings import Settings
 from evernear.store import Store
 from evernear.triggers import audit
-from evernear.triggers.parameters import configured, parse
+from evernear.triggers.parameters import combine, from_settings, from_words, split_words
 from evernear.triggers.proposals import Proposal, Proposals
-from evernear.triggers.runs import Parameter, Run, Runs, State
+from evernear.triggers.runs import Run, Runs, State
 from evernear.triggers.slack import messages
 from evernear.triggers.slack.access import Access
 from evernear.triggers.slack.inbox import TEXT_MAX, Inbox, Person, Request
@@ -131,12 +132,12 @@ class Worker:
     # --- a run: asked for, started, followed ---------------------------------------------------------------------
 
     def _ask(self, request: Request) -> None:
-        known = self._known_parameters(request.pipeline)
+        known = self._runs.parameters(request.pipeline)
         try:
             if len(request.text) > TEXT_MAX:
                 said = f"That is more than {TEXT_MAX} characters; put the settings into the pipeline instead."
                 raise SettingsError(said)
-            parameters = parse(request.text, known, self._slack.parameters)
+            parameters = from_words(split_words(request.text), known, self._slack.parameters)
         except SettingsError as error:
             self._web.whisper(request.channel, request.asked_by.id, messages.line(str(error)))
             self._close(request, "failed")
@@ -144,7 +145,7 @@ class Worker:
         newest = self._runs.list(request.pipeline, limit=20)
         last = next((run for run in newest if run.state is State.SUCCEEDED), None)
         busy = [run for run in newest if not run.state.is_final]
-        defaults = {parameter.name: parameter.default for parameter in known}
+        defaults = combine({each.name: each.default for each in known}, from_settings(self._settings, known))
         until = request.created + timedelta(seconds=self._slack.answer_within_s)
         asked = messages.question(request, parameters, defaults, last, busy, until)
         try:
@@ -156,12 +157,6 @@ class Worker:
             return
         self._inbox.change(request, state="asked", message=message, parameters=parameters)
 
-    def _known_parameters(self, pipeline: str) -> list[Parameter]:
-        """The pipeline's parameters; what this bot is configured to stands for their defaults."""
-        known = self._runs.parameters(pipeline)
-        ours = configured(self._settings, known)
-        return [each.model_copy(update={"default": ours.get(each.name, each.default)}) for each in known]
-
     def _expire(self, request: Request) -> None:
         if self._clock() - request.created > timedelta(seconds=self._slack.answer_within_s):
             self._inbox.change(request, state="expired")
@@ -171,8 +166,9 @@ class Worker:
             message = self._web.post(request.channel, messages.starting(request))
             request = self._inbox.change(request, message=message)
         try:
-            ours = configured(self._settings, self._runs.parameters(request.pipeline))
-            run = self._runs.start(request.pipeline, ours | request.parameters, request.key)
+            ours = from_settings(self._settings, self._runs.parameters(request.pipeline))
+            arguments = combine(ours, {"started_by": request.started_by}, request.parameters)
+            run = self._runs.start(request.pipeline, arguments, request.key)
         except SettingsError as error:
             self._not_started(request, str(error))
             return
@@ -188,7 +184,7 @@ class Worker:
 
     def _follow(self, request: Request) -> None:
         run = self._runs.show(request.run)
-        outcome = recall_outcome(self._store, run.id) if run.state.is_final else None
+        outcome = load_outcome(self._store, run.id) if run.state.is_final else None
         is_fresh = run.ended is not None and self._clock() - run.ended < OUTCOME_WITHIN
         if run.state is State.SUCCEEDED and outcome is None and is_fresh:
             return
@@ -210,14 +206,14 @@ class Worker:
                 request,
                 run,
                 outcome,
-                recall_rules(self._store, run.id),
+                load_rules(self._store, run.id),
                 self._registry.champion(),
                 can_promote=self._access.is_open_to_anybody("promote"),
                 can_roll_back=self._access.is_open_to_anybody("roll_back"),
             )
             request = self._inbox.change(request, verdict=self._web.post(channel, told, thread))
         self._show(request.message, self._headline(request, run, outcome), at_once=True)
-        picture = recall_confusion(self._store, run.id)
+        picture = load_confusion_matrix(self._store, run.id)
         if picture:
             title = "Confusion matrix of the candidate"
             alt_text = "Confusion matrix: labels by answers, mistakes in red"
@@ -295,6 +291,7 @@ class Worker:
             return
         run = found[0]
         if not run.state.is_final:
+            RunRecord(self._store, run.id).save_stop(str(request.by), self._clock())
             self._runs.stop(run.id)
             self._audit(request, "stop", "done", run=run.id)
         self._web.post(request.channel, messages.stopping(request, run), request.thread)
@@ -315,7 +312,7 @@ class Worker:
                 self._audit(request, request.kind, "failed", release=request.release, detail=_CHANGED)
                 self._close(request, "failed")
                 return
-            wanted = {"release": request.release, "why": _why(request), "by": str(request.by)}
+            wanted = {"release": request.release, "reason": _why(request)}
             request = self._inbox.change(request, pipeline=_PIPELINES[request.kind], parameters=wanted)
         self._start(request)
 
@@ -337,16 +334,16 @@ class Worker:
 
     def _try_move(self, request: Request) -> str:
         """Promote or roll back; the sentence of what went wrong, or an empty one."""
-        why, by = _why(request), str(request.by)
+        cause = Cause(by=str(request.by), why=_why(request))
         try:  # here, as the bot's image has nothing that serves: there a pipeline does this
             from evernear.deployment import promote, rollback
         except ModuleNotFoundError as error:
             return f"{error.name} is not installed where I run; `evernear registry` does it where a server is."
         try:
             if request.kind == "promote":
-                promote(request.release, self._settings, force=True, why=why, by=by)
+                promote(request.release, self._settings, force=True, cause=cause)
             else:
-                rollback(self._settings, why=why, by=by, expected=request.release)
+                rollback(self._settings, cause=cause, expected=request.release)
         except EvernearError as error:
             _log.warning("%s: %s", request.id, error)
             return str(error)

@@ -11,10 +11,10 @@ from datetime import datetime, timedelta
 from typing import Literal
 
 from evernear.errors import Conflict
-from evernear.reporting.notify import recall_outcome
+from evernear.reporting.notify import load_outcome
 from evernear.settings import Settings
 from evernear.store import Store
-from evernear.triggers.parameters import configured
+from evernear.triggers.parameters import from_settings
 from evernear.triggers.proposals import Proposal, Proposals
 from evernear.triggers.runs import Runs
 from evernear.triggers.watch.decide import Decision
@@ -120,14 +120,15 @@ class Actor:
         """Whether its run ended without a release, and nothing serves since that was not served then."""
         if proposal.run is None or (sight.champion_since and sight.champion_since > proposal.created):
             return False
-        outcome = recall_outcome(self._store, proposal.run)
+        outcome = load_outcome(self._store, proposal.run)
         return outcome is not None and outcome.state == "held"
 
     def _start(self, proposal: Proposal) -> Proposal:
         """Start the run of an accepted proposal; its id is the key, so a start whose answer was lost is harmless."""
         if self._runs is None:
             return proposal
-        parameters = configured(self._settings, self._runs.parameters(proposal.pipeline))
+        parameters = from_settings(self._settings, self._runs.parameters(proposal.pipeline))
+        parameters["started_by"] = f"the watcher, proposal {proposal.id}"
         run = self._runs.start(proposal.pipeline, parameters, proposal.id)
         try:
             return self._proposals.change(proposal, run=run.id)
