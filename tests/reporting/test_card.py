@@ -30,7 +30,7 @@ def recogniser(system: System) -> Recogniser:
 def test_a_card_is_small_self_contained_and_begins_with_the_reasons(
     system: System, recogniser: Recogniser, open_set: OpenSet, told: str
 ) -> None:
-    evaluation = evaluate(recogniser, recogniser, system.dataset, open_set, EvaluationSettings())
+    evaluation = evaluate(recogniser, recogniser, system.dataset, open_set, EvaluationSettings(), system.dataset)
     for floor, title in ((0.5, "Promote: "), (1.0, "Hold: ")):
         verdict = decide(evaluation, GateSettings(accuracy_floor=floor))
         card = verdict_card(verdict, evaluation)

@@ -112,7 +112,7 @@ def test_port_taken(bench: Bench) -> None:
     assert code == 7
     assert str(port) in told
     assert "serving.inference_port" in told
-    assert not list(bench.workdir.glob("runs/*")), "a run was started that could not have ended well"
+    assert not list(bench.workdir.glob("store/datasets/*")), "no image was decoded for a run that could not end well"
 
 
 @pytest.mark.slow

@@ -1,0 +1,68 @@
+"""The arguments of a run, from this process's own settings and from what a person types."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from evernear.errors import SettingsError
+from evernear.settings import load, of_run
+from evernear.triggers.parameters import combine, from_settings, from_words, split_words
+from pipelines.client import arguments_for, parameters_of
+from pipelines.compile import GOLDEN, with_defaults
+
+ROOT = Path(__file__).parents[2]
+IMAGE = "registry.example/evernear-serve@sha256:" + 64 * "a"
+
+
+def uploaded(**pinned: Any) -> Any:
+    """The newest version as KFP describes it, with what the upload pinned."""
+    compiled = with_defaults((GOLDEN / "continuous_training.yaml").read_bytes(), pinned)
+    return SimpleNamespace(pipeline_spec=next(yaml.safe_load_all(compiled)))
+
+
+def deployed_settings() -> dict[str, str]:
+    """The environment of the bot and the watcher, as ``deploy/`` ships it."""
+    lines = (ROOT / "deploy" / "base" / "settings.env").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def test_the_bot_and_the_watcher_as_shipped_start_runs_that_can_deploy() -> None:
+    version = uploaded(serving_image=IMAGE, settings={"kubernetes": {"replicas_min": 3}, "gate": {"significance": 0.2}})
+    ours = from_settings(load(environment=deployed_settings()), parameters_of(version))
+    assert ours["settings"] == {
+        "kubernetes": {"namespace": "evernear", "query_secret": "evernear-s3-queries", "token_secret": "evernear-token"}
+    }, "what is not set is not sent"
+    arguments = arguments_for(version, combine(ours, from_words(["train.epochs=3"], parameters_of(version))))
+    assert "serving_image" not in arguments
+
+    defaults = {parameter.name: parameter.default for parameter in parameters_of(version)} | arguments
+    names = ("preset", "source", "target", "serving_image", "store")
+    chosen = of_run(defaults["settings"], **{name: defaults[name] for name in names})
+    assert (chosen.kubernetes.image, chosen.kubernetes.replicas_min) == (IMAGE, 3)
+    assert (chosen.kubernetes.token_secret, chosen.gate.significance) == ("evernear-token", 0.2)
+    assert (chosen.data.source, chosen.store, chosen.target) == ("s3://evernear-images", "s3://evernear", "kubernetes")
+    assert chosen.train.epochs == 3
+
+
+def test_a_setting_may_be_written_by_its_name_or_by_its_parameters() -> None:
+    known = parameters_of(uploaded())
+    assert from_words(["data.source=s3://x"], known) == from_words(["source=s3://x"], known) == {"source": "s3://x"}
+    assert from_words([f"kubernetes.image={IMAGE}"], known) == {"serving_image": IMAGE}
+    assert from_words(["train.epochs=3", "train.width=8", 'settings={"gate": {"significance": 0.2}}'], known) == {
+        "settings": {"train": {"epochs": 3, "width": 8}, "gate": {"significance": 0.2}}
+    }
+
+
+def test_a_pipeline_of_another_version_of_evernear_is_named_as_such() -> None:
+    older = [parameter for parameter in parameters_of(uploaded()) if parameter.name != "settings"]
+    with pytest.raises(SettingsError, match="uploaded by another version of evernear; upload it again"):
+        from_words(["train.epochs=3"], older)
+
+
+def test_words_are_split_as_a_shell_does_and_curly_quotes_are_quotes() -> None:
+    assert split_words("a=1 b=\u201cx y\u201d") == ["a=1", "b=x y"]
+    with pytest.raises(SettingsError, match="a quote in it is not closed"):
+        split_words("a='x")
