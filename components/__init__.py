@@ -1,11 +1,13 @@
 """One KFP component per step: typed artifacts in, one call into evernear, artifacts out."""
 
-import functools
+from collections.abc import Callable
+from typing import Any
 
 from kfp import dsl
 
-# A cluster gets an image by digest in its place (`evernear pipeline compile --image ...`): the KFP cache key does
-# not see code inside an image, so a moving tag would serve stale results. Run locally, the name is not used.
-IMAGE = "evernear-train@sha256:" + 64 * "0"
+from evernear.kubeflow import PLACEHOLDER_IMAGE
 
-component = functools.partial(dsl.component, base_image=IMAGE, install_kfp_package=False)
+
+def component(function: Callable[..., Any]) -> Callable[..., dsl.PipelineTask]:
+    """``function`` as a lightweight component; a pipeline calls it with the inputs of one task."""
+    return dsl.component(function, base_image=PLACEHOLDER_IMAGE, install_kfp_package=False)

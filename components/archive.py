@@ -1,5 +1,7 @@
 """Network, index, preprocessing and verdict -> one release, one .mar."""
 
+from typing import Any
+
 from kfp import dsl
 
 from components import component
@@ -8,7 +10,7 @@ from components import component
 @component
 def archive(
     run: str,
-    settings: dict,
+    settings: dict[str, Any],
     dataset: dsl.Input[dsl.Dataset],
     network: dsl.Input[dsl.Model],
     index: dsl.Input[dsl.Model],

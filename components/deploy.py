@@ -1,5 +1,7 @@
 """A release -> what serves, once it has proved that it answers."""
 
+from typing import Any
+
 from kfp import dsl
 
 from components import component
@@ -8,7 +10,7 @@ from components import component
 @component
 def deploy(
     run: str,
-    settings: dict,
+    settings: dict[str, Any],
     started_by: str,
     release: dsl.Input[dsl.Model],
     verdict: dsl.Input[dsl.Artifact],

@@ -1,5 +1,7 @@
 """Gallery and query images -> embeddings."""
 
+from typing import Any
+
 from kfp import dsl
 
 from components import component
@@ -8,7 +10,7 @@ from components import component
 @component
 def embed(
     run: str,
-    settings: dict,
+    settings: dict[str, Any],
     dataset: dsl.Input[dsl.Dataset],
     network: dsl.Input[dsl.Model],
     embeddings: dsl.Output[dsl.Artifact],

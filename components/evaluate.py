@@ -1,12 +1,14 @@
 """Candidate and champion, measured as served on the same frozen test split."""
 
+from typing import Any
+
 from kfp import dsl
 
 from components import component
 
 
 @component
-def evaluate(run: str, settings: dict, dataset: dsl.Input[dsl.Dataset], network: dsl.Input[dsl.Model],
+def evaluate(run: str, settings: dict[str, Any], dataset: dsl.Input[dsl.Dataset], network: dsl.Input[dsl.Model],
              index: dsl.Input[dsl.Model], open_set: dsl.Input[dsl.Artifact], evaluation: dsl.Output[dsl.Artifact],
              metrics: dsl.Output[dsl.Metrics], confusion: dsl.Output[dsl.ClassificationMetrics],
              roc: dsl.Output[dsl.ClassificationMetrics]):  # fmt: skip

@@ -1,5 +1,7 @@
 """A trained network -> TorchScript, proved equal to the eager network."""
 
+from typing import Any
+
 from kfp import dsl
 
 from components import component
@@ -8,7 +10,7 @@ from components import component
 @component
 def export(
     run: str,
-    settings: dict,
+    settings: dict[str, Any],
     dataset: dsl.Input[dsl.Dataset],
     trained: dsl.Input[dsl.Model],
     network: dsl.Output[dsl.Model],

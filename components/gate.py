@@ -1,5 +1,7 @@
 """An evaluation -> the verdict: may the candidate replace the champion?"""
 
+from typing import Any
+
 from kfp import dsl
 
 from components import component
@@ -8,7 +10,7 @@ from components import component
 @component
 def gate(
     run: str,
-    settings: dict,
+    settings: dict[str, Any],
     evaluation: dsl.Input[dsl.Artifact],
     verdict: dsl.Output[dsl.Artifact],
     card: dsl.Output[dsl.HTML],

@@ -1,5 +1,7 @@
 """Embeddings -> a FAISS index with its open-set threshold."""
 
+from typing import Any
+
 from kfp import dsl
 
 from components import component
@@ -8,7 +10,7 @@ from components import component
 @component
 def index(
     run: str,
-    settings: dict,
+    settings: dict[str, Any],
     dataset: dsl.Input[dsl.Dataset],
     embeddings: dsl.Input[dsl.Artifact],
     open_set: dsl.Input[dsl.Artifact],

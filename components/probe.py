@@ -1,12 +1,14 @@
 """How well images of classes that no training saw are told apart: the open-set probe."""
 
+from typing import Any
+
 from kfp import dsl
 
 from components import component
 
 
 @component
-def probe(run: str, settings: dict, dataset: dsl.Input[dsl.Dataset], open_set: dsl.Output[dsl.Artifact]):
+def probe(run: str, settings: dict[str, Any], dataset: dsl.Input[dsl.Dataset], open_set: dsl.Output[dsl.Artifact]):
     """Train the same recipe without some classes and measure how they are rejected."""
     from evernear import steps
 

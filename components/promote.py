@@ -1,5 +1,7 @@
 """A release of the registry -> what serves, because a person decided so."""
 
+from typing import Any
+
 from components import component
 
 
@@ -9,7 +11,7 @@ def promote(
     store: str,
     target: str,
     serving_image: str,
-    settings: dict,
+    settings: dict[str, Any],
     release: str,
     reason: str,
     started_by: str,

@@ -1,5 +1,7 @@
 """The champion's network and threshold, for another gallery."""
 
+from typing import Any
+
 from kfp import dsl
 
 from components import component
@@ -8,7 +10,7 @@ from components import component
 @component
 def reuse(
     run: str,
-    settings: dict,
+    settings: dict[str, Any],
     dataset: dsl.Input[dsl.Dataset],
     network: dsl.Output[dsl.Model],
     open_set: dsl.Output[dsl.Artifact],

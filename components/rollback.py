@@ -1,5 +1,7 @@
 """The previous champion -> what serves again."""
 
+from typing import Any
+
 from components import component
 
 
@@ -9,7 +11,7 @@ def rollback(
     store: str,
     target: str,
     serving_image: str,
-    settings: dict,
+    settings: dict[str, Any],
     release: str,
     reason: str,
     started_by: str,

@@ -1,5 +1,7 @@
 """The train split -> an embedding network, with its curves."""
 
+from typing import Any
+
 from kfp import dsl
 
 from components import component
@@ -8,7 +10,7 @@ from components import component
 @component
 def train(
     run: str,
-    settings: dict,
+    settings: dict[str, Any],
     dataset: dsl.Input[dsl.Dataset],
     trained: dsl.Output[dsl.Model],
     curves: dsl.Output[dsl.HTML],

@@ -1,12 +1,14 @@
 """A dataset -> a report of its faults; stops the run at a fault of severity ``error``."""
 
+from typing import Any
+
 from kfp import dsl
 
 from components import component
 
 
 @component
-def validate(run: str, settings: dict, dataset: dsl.Input[dsl.Dataset], report: dsl.Output[dsl.Markdown]):
+def validate(run: str, settings: dict[str, Any], dataset: dsl.Input[dsl.Dataset], report: dsl.Output[dsl.Markdown]):
     """Look for undecodable, conflicting, duplicate, constant and missing images."""
     from evernear import steps
 

@@ -4,6 +4,8 @@ Each step is a component of the same name under ``components/``, and each compon
 the package that does the work. The first step resolves the settings of the run; all others take what it returns.
 """
 
+from typing import Any
+
 from kfp import dsl
 
 from components.archive import archive
@@ -21,7 +23,7 @@ from components.validate import validate
 from pipelines.tasks import CONFIG, RUN, configure_tasks, mount_inference_token, mount_scratch, set_accelerator
 
 
-@dsl.pipeline(
+@dsl.pipeline(  # pyright: ignore[reportUntypedFunctionDecorator]
     name="continuous-training",
     display_name="Continuous training",
     description="New labelled images in, a gated release served by TorchServe.",
@@ -30,7 +32,7 @@ from pipelines.tasks import CONFIG, RUN, configure_tasks, mount_inference_token,
 def continuous_training(
     source: str = "",
     preset: str = "",
-    settings: dict = {},
+    settings: dict[str, Any] = {},
     target: str = "registry",
     serving_image: str = "",
     started_by: str = "",
@@ -76,7 +78,7 @@ def continuous_training(
             serving_image=serving_image,
             settings=settings,
         )
-        dataset, chosen = ingested.outputs["dataset"], ingested.outputs["settings"]
+        dataset, chosen = ingested.outputs["dataset"], ingested.outputs["Output"]
         validated = validate(run=RUN, settings=chosen, dataset=dataset)
 
         trained = train(run=RUN, settings=chosen, dataset=dataset).after(validated)

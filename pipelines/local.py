@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kfp import components, local
 
-from pipelines.compile import GOLDEN
+from evernear.kubeflow import GOLDEN
 
 
 def main() -> int:

@@ -4,6 +4,8 @@ Recognition is embedding + nearest neighbor, so the index alone has to learn a n
 archived and deployed as after a training.
 """
 
+from typing import Any
+
 from kfp import dsl
 
 from components.archive import archive
@@ -19,7 +21,7 @@ from components.validate import validate
 from pipelines.tasks import CONFIG, RUN, configure_tasks, mount_inference_token, mount_scratch
 
 
-@dsl.pipeline(
+@dsl.pipeline(  # pyright: ignore[reportUntypedFunctionDecorator]
     name="reindex",
     display_name="Reindex",
     description="New gallery images in, a gated release of the champion's network.",
@@ -28,7 +30,7 @@ from pipelines.tasks import CONFIG, RUN, configure_tasks, mount_inference_token,
 def reindex(
     source: str = "",
     preset: str = "",
-    settings: dict = {},
+    settings: dict[str, Any] = {},
     target: str = "registry",
     serving_image: str = "",
     started_by: str = "",
@@ -66,7 +68,7 @@ def reindex(
             serving_image=serving_image,
             settings=settings,
         )
-        dataset, chosen = ingested.outputs["dataset"], ingested.outputs["settings"]
+        dataset, chosen = ingested.outputs["dataset"], ingested.outputs["Output"]
         validated = validate(run=RUN, settings=chosen, dataset=dataset)
 
         reused = reuse(run=RUN, settings=chosen, dataset=dataset).after(validated)

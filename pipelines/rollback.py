@@ -1,5 +1,7 @@
 """Makes the previous champion live again, once it has proved that it answers."""
 
+from typing import Any
+
 from kfp import dsl
 
 from components.notify import notify
@@ -7,7 +9,7 @@ from components.rollback import rollback as restore
 from pipelines.tasks import CONFIG, RUN, configure_tasks, mount_inference_token
 
 
-@dsl.pipeline(
+@dsl.pipeline(  # pyright: ignore[reportUntypedFunctionDecorator]
     name="rollback",
     display_name="Rollback",
     description="Makes the previous champion live again, once it has proved that it answers.",
@@ -19,7 +21,7 @@ def rollback(
     started_by: str = "",
     target: str = "registry",
     serving_image: str = "",
-    settings: dict = {},
+    settings: dict[str, Any] = {},
     store: str = "s3://evernear",
     task_cpu: str = "2",
     task_memory: str = "4G",

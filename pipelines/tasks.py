@@ -88,4 +88,4 @@ def set_accelerator(tasks: Iterable[dsl.PipelineTask], accelerator: str, count: 
 
 def _hand_down(task: dsl.PipelineTask, *parameters: str) -> None:
     """kfp 2.17 forgets to hand parameters of a limit to the group that the task stands in."""
-    task.register_pipeline_channels(list(parameters))
+    task.register_pipeline_channels(list(parameters))  # pyright: ignore[reportArgumentType] - at run time channels

@@ -98,7 +98,7 @@ def _cluster(settings: Settings) -> str:
 
 def _pipelines(settings: Settings) -> str:
     """Ask for the newest version of the pipeline."""
-    from pipelines.client import KfpRuns
+    from evernear.kubeflow.client import KfpRuns
 
     runs = KfpRuns(settings.pipeline)
     newest, started = runs.newest(PIPELINE), runs.list(limit=1)

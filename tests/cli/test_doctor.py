@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 from evernear.cli import app, main
 from evernear.doctor import SLACK_SCOPES
 from evernear.errors import SettingsError
-from pipelines import connection
-from pipelines.compile import GOLDEN
+from evernear.kubeflow import GOLDEN, connection
 from tests.loopback.kfp import KfpServer
 from tests.loopback.slack import SlackServer
 from tests.loopback.slack.server import APP_TOKEN, BOT_TOKEN, Fault
@@ -108,13 +107,13 @@ def test_a_command_whose_library_is_not_installed_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("components", "pipelines")]:
+    for name in [name for name in sys.modules if name.startswith("evernear.kubeflow")]:
         monkeypatch.delitem(sys.modules, name)  # imported by another test, they would ask for kfp no more
     monkeypatch.setattr(sys, "argv", ["evernear", "pipeline", "compile", "--image", f"r/x@sha256:{64 * 'a'}"])
-    monkeypatch.setitem(sys.modules, "pipelines.compile", None)
+    monkeypatch.setitem(sys.modules, "evernear.kubeflow.compiled", None)
     with pytest.raises(ModuleNotFoundError):
         main()  # ours: a fault that wants its traceback
-    monkeypatch.delitem(sys.modules, "pipelines.compile")
+    monkeypatch.delitem(sys.modules, "evernear.kubeflow.compiled")
     monkeypatch.setitem(sys.modules, "kfp", None)
     with pytest.raises(SystemExit) as ended:
         main()

@@ -12,13 +12,12 @@ from typer.testing import CliRunner, Result
 
 from evernear.cli import app, pipeline
 from evernear.errors import EvernearError, PipelineServerError, SettingsError
+from evernear.kubeflow import GOLDEN, NAMES, connection
+from evernear.kubeflow.client import KfpRuns
 from evernear.reporting.notify import finalize
 from evernear.run_record import RunRecord, StepRecord
 from evernear.settings import PipelineSettings
 from evernear.store import open_store
-from pipelines import connection
-from pipelines.client import KfpRuns
-from pipelines.compile import GOLDEN, NAMES
 from tests.loopback.kfp import KfpServer, RunControl
 
 IMAGE = "registry.example/evernear-train@sha256:" + "ab" * 32

@@ -32,8 +32,8 @@ from rendered import (
 
 from evernear import settings
 from evernear.cli import app
+from evernear.kubeflow import connection
 from evernear.serving.prep.app import router
-from pipelines import connection
 
 FOREIGN_ACCOUNTS = {"kubeflow/pipeline-runner"}
 """Accounts that a RoleBinding may name though others make them."""

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from evernear.errors import SettingsError
-from pipelines.compile import GOLDEN, MODULES, for_cluster
+from evernear.kubeflow import GOLDEN, MODULES
+from evernear.kubeflow.compiled import for_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPONENTS = sorted(path for path in (ROOT / "components").glob("*.py") if path.name != "__init__.py")

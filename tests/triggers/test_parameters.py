@@ -8,10 +8,11 @@ import pytest
 import yaml
 
 from evernear.errors import SettingsError
+from evernear.kubeflow import GOLDEN
+from evernear.kubeflow.client import arguments_for, parameters_of
+from evernear.kubeflow.compiled import with_defaults
 from evernear.settings import load, of_run
 from evernear.triggers.parameters import combine, from_settings, from_words, split_words
-from pipelines.client import arguments_for, parameters_of
-from pipelines.compile import GOLDEN, with_defaults
 
 ROOT = Path(__file__).parents[2]
 IMAGE = "registry.example/evernear-serve@sha256:" + 64 * "a"

@@ -17,9 +17,11 @@ from evernear.errors import EvernearError, IntegrityError, PipelineServerError, 
 from evernear.settings import PipelineSettings
 
 if TYPE_CHECKING:
+    from evernear.kubeflow.client import KfpRuns
+    from evernear.kubeflow.runs import Run, Step
     from evernear.reporting.notify import Outcome
     from evernear.run_record import RunRecord
-    from evernear.triggers.runs import Run, Runs, Step
+    from evernear.store import Store
 
 DEFAULT = "continuous-training"
 POLL_S = 2.0
@@ -80,8 +82,8 @@ def compile_(
     namespace: NamespaceOption = None,
 ) -> None:
     """Write the pipelines for a cluster, the same bytes each time: DIR/PIPELINE.yaml. The options pin defaults."""
+    from evernear.kubeflow.compiled import as_manifests
     from evernear.store import write_atomically
-    from pipelines.compile import as_manifests
 
     pinned = _words(defaults, source=source, target=target, serving_image=serving_image, store=store)
     compiled = _compiled(pipelines, image, pinned)
@@ -116,7 +118,7 @@ def upload(
     """Upload the pipelines as a new version with this image. The options pin defaults; a repeat changes nothing."""
     settings = _settings(config, endpoint, namespace)
     commit = version or _commit()
-    from pipelines.publish import Publisher
+    from evernear.kubeflow.publish import Publisher
 
     pinned = _words(defaults, source=source, target=target, serving_image=serving_image, store=store)
     compiled = _compiled(pipelines, image, pinned)
@@ -155,7 +157,8 @@ def run(
     runs = _runs(_settings(config, endpoint, namespace))
     words = _words(parameters, source=source, preset=preset, target=target, serving_image=serving_image)
     arguments = combine({"started_by": caller()}, from_words(words, runs.parameters(pipeline)))
-    started = runs.start(pipeline, arguments, key or _new_key())
+    store = _open_store(arguments.get("store") or _default_store(runs, pipeline))
+    started = runs.start(pipeline, arguments, key or _new_key(), store)
     if wait:
         _follow(runs, started, as_json)
     elif as_json:
@@ -190,7 +193,7 @@ def schedule(
     if (cron is None) != off:
         raise SettingsError("Give either --cron '0 3 * * *' (each night at three) or --off.")
     settings = _settings(config, endpoint, namespace)
-    from pipelines.publish import Publisher
+    from evernear.kubeflow.publish import Publisher
 
     publisher = Publisher(settings)
     if cron is None:
@@ -224,7 +227,7 @@ def status(
         found = runs.show(run_id)
         _tell(found, _outcome(found, runs), as_json)
         return
-    from pipelines.publish import Publisher
+    from evernear.kubeflow.publish import Publisher
 
     publisher = Publisher(settings)
     listed, schedules = publisher.runs.list(limit=limit), publisher.schedules()
@@ -275,8 +278,8 @@ def _settings(config: Path | None, endpoint: str | None, namespace: str | None) 
     return settings_of(None, config, flags, None).pipeline
 
 
-def _runs(settings: PipelineSettings) -> "Runs":
-    from pipelines.client import KfpRuns
+def _runs(settings: PipelineSettings) -> "KfpRuns":
+    from evernear.kubeflow.client import KfpRuns
 
     return KfpRuns(settings)
 
@@ -295,8 +298,9 @@ def _new_key() -> str:
 
 def _compiled(pipelines: list[str] | None, image: str, defaults: list[str]) -> dict[str, bytes]:
     """Each pipeline for a cluster; a default goes to all those that have the parameter."""
+    from evernear.kubeflow import NAMES
+    from evernear.kubeflow.compiled import for_cluster, parameters_of, with_defaults
     from evernear.triggers.parameters import from_words
-    from pipelines.compile import NAMES, for_cluster, parameters_of, with_defaults
 
     compiled = {name: for_cluster(name, image) for name in pipelines or NAMES}
     known = {name: parameters_of(content) for name, content in compiled.items()}
@@ -312,7 +316,7 @@ def _words(words: list[str] | None, **options: str | None) -> list[str]:
     return [f"{name}={value}" for name, value in options.items() if value is not None] + list(words or [])
 
 
-def _follow(runs: "Runs", started: "Run", as_json: bool) -> None:
+def _follow(runs: "KfpRuns", started: "Run", as_json: bool) -> None:
     """Show each step as it ends, until the run does; KFP's own wait knows neither CANCELED nor FAILED.
 
     Raises:
@@ -339,7 +343,7 @@ def _follow(runs: "Runs", started: "Run", as_json: bool) -> None:
         raise EvernearError(_why(found, outcome))
 
 
-def _show_patiently(runs: "Runs", run_id: str, attempts: int = 10) -> "Run":
+def _show_patiently(runs: "KfpRuns", run_id: str, attempts: int = 10) -> "Run":
     """A server that restarts does not end the wait for a run of hours."""
     for attempt in range(1, attempts + 1):
         try:
@@ -351,7 +355,7 @@ def _show_patiently(runs: "Runs", run_id: str, attempts: int = 10) -> "Run":
     raise AssertionError("not reached")
 
 
-def _outcome(run: "Run", runs: "Runs") -> "Outcome | None":
+def _outcome(run: "Run", runs: "KfpRuns") -> "Outcome | None":
     """The outcome of a run that ended; None where it recorded none, or its store is not readable from here."""
     from evernear.reporting.notify import load_outcome
 
@@ -362,21 +366,32 @@ def _outcome(run: "Run", runs: "Runs") -> "Outcome | None":
         return None
 
 
-def _record(run: "Run", runs: "Runs") -> "RunRecord | None":
-    """The run's record in its store; None where this process has no keys for the store."""
+def _record(run: "Run", runs: "KfpRuns") -> "RunRecord | None":
+    """The run's record in its store; None where this process cannot open the store."""
     from evernear.run_record import RunRecord
-    from evernear.store import open_store
 
     try:
-        store = run.parameters.get("store") or _default_store(runs, run.pipeline)
-        if store.startswith("s3://") and "AWS_ACCESS_KEY_ID" not in os.environ:
-            return None  # do not ask whoever else has a bucket of that name
-        return RunRecord(open_store(store), run.id)
-    except (SettingsError, PipelineServerError):
+        store = _open_store(run.parameters.get("store") or _default_store(runs, run.pipeline))
+    except PipelineServerError:
+        return None
+    return RunRecord(store, run.id) if store else None
+
+
+def _open_store(uri: str) -> "Store | None":
+    """The store of a run in the cluster; None where this process has no keys for it, or no such directory."""
+    from evernear.store import open_store
+
+    if uri.startswith("s3://") and "AWS_ACCESS_KEY_ID" not in os.environ:
+        return None  # do not ask whoever else has a bucket of that name
+    if uri.startswith("file://") and not Path(uri.removeprefix("file://")).is_dir():
+        return None
+    try:
+        return open_store(uri)
+    except SettingsError:
         return None
 
 
-def _default_store(runs: "Runs", pipeline: str) -> str:
+def _default_store(runs: "KfpRuns", pipeline: str) -> str:
     return next((p.default for p in runs.parameters(pipeline) if p.name == "store"), "")
 
 

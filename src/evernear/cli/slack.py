@@ -29,8 +29,8 @@ def slack(
         return
     settings = settings_of(None, config, overrides, workdir)
     try:
+        from evernear.kubeflow.client import KfpRuns
         from evernear.triggers.slack.server import serve
-        from pipelines.client import KfpRuns
     except ModuleNotFoundError as error:
         raise SlackError(f"{error.name} is not installed; run `pip install evernear[triggers,pipeline]`.") from None
 

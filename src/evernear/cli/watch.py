@@ -14,7 +14,7 @@ from evernear.errors import PipelineServerError
 from evernear.settings import Settings
 
 if TYPE_CHECKING:
-    from evernear.triggers.runs import Runs
+    from evernear.kubeflow.client import KfpRuns
     from evernear.triggers.watch.switch import LastLook, Switch
 
 app = typer.Typer(
@@ -119,12 +119,12 @@ def _switch(config: Path | None, overrides: list[str] | None, workdir: Path | No
     return Switch(open_store(settings_of(None, config, overrides, workdir).store_uri))
 
 
-def _runs(settings: Settings) -> "Runs | None":
+def _runs(settings: Settings) -> "KfpRuns | None":
     """The pipeline server that the settings or the cluster that we are in name; None where there is none."""
     if not settings.pipeline.endpoint and "KUBERNETES_SERVICE_HOST" not in os.environ:
         return None
     try:
-        from pipelines.client import KfpRuns
+        from evernear.kubeflow.client import KfpRuns
     except ModuleNotFoundError as error:
         hint = "run `pip install evernear[triggers,pipeline]`"
         raise PipelineServerError(f"{error.name} is not installed; {hint}.") from None

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evernear.errors import SettingsError
+from evernear.kubeflow.runs import Parameter
 from evernear.release.registry import whoami
 from evernear.settings import PARAMETERS, RunSettings, Settings, known_keys, merge, of_run, override
-from evernear.triggers.runs import Parameter
 
 _BY_KEY = {key: name for name, key in PARAMETERS.items()}
 _QUOTES = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'"})

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from evernear.kubeflow import GOLDEN
+from evernear.kubeflow.client import KfpRuns
+from evernear.kubeflow.runs import State
 from evernear.settings import PipelineSettings
-from evernear.triggers.runs import State
-from pipelines.client import KfpRuns
-from pipelines.compile import GOLDEN
 from tests.loopback.kfp import KfpServer, LocalExecutor
 
 
@@ -17,7 +17,7 @@ def test_the_sentence_of_a_step_that_failed_reaches_the_run(tmp_path: Path) -> N
     with KfpServer(executor=LocalExecutor(tmp_path / "runs", store=store)) as server:
         server.publish(GOLDEN / "continuous_training.yaml", version="first")
         runs = KfpRuns(PipelineSettings(endpoint=server.url))
-        started = runs.start("continuous-training", {"data": {"source": f"folder:{tmp_path / 'nowhere'}"}}, "a")
+        started = runs.start("continuous-training", {"source": f"folder:{tmp_path / 'nowhere'}"}, "a")
         assert server.run(started.id).ended.wait(120)
         told = runs.show(started.id)
     steps = {step.name: step for step in told.steps}

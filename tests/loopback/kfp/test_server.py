@@ -9,7 +9,7 @@ import kfp
 import pytest
 from kfp_server_api.exceptions import ApiException
 
-from pipelines.compile import GOLDEN
+from evernear.kubeflow import GOLDEN
 from tests.loopback.kfp import KfpServer
 
 COMPILED = str(GOLDEN / "continuous_training.yaml")

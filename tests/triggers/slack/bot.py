@@ -11,9 +11,9 @@ from slack_bolt import BoltRequest, BoltResponse
 from slack_sdk.web import WebClient
 
 from evernear.errors import PipelineServerError, StoreError
+from evernear.kubeflow.runs import Parameter, Run, State, Step
 from evernear.settings import Settings, SlackSettings
 from evernear.store import Store, open_store
-from evernear.triggers.runs import Parameter, Run, State, Step
 from evernear.triggers.slack.access import Access
 from evernear.triggers.slack.answers import Answers
 from evernear.triggers.slack.app import Desk, create_app
@@ -47,7 +47,7 @@ class Clock:
 
 
 class MemoryRuns:
-    """Runs of a pipeline server that exists only here; `evernear.triggers.runs.Runs`."""
+    """Runs of a pipeline server that exists only here; `evernear.kubeflow.runs.Runs`."""
 
     def __init__(self) -> None:
         self.started: dict[str, Run] = {}
@@ -59,7 +59,7 @@ class MemoryRuns:
         self._answer()
         return PARAMETERS
 
-    def start(self, pipeline: str, parameters: Mapping[str, Any], key: str) -> Run:
+    def start(self, pipeline: str, parameters: Mapping[str, Any], key: str, store: Store | None = None) -> Run:
         self._answer()
         if key not in self.started:
             number = len(self.started) + 1

@@ -8,10 +8,10 @@ from bot import ADA, BOB, CHANNEL, Bot, MemoryRuns
 
 from evernear.errors import StoreError
 from evernear.evaluation.verdict import Rule, System, Verdict
+from evernear.kubeflow.runs import State
 from evernear.reporting.notify import finalize, save_confusion_matrix
 from evernear.run_record import RunRecord
 from evernear.settings import DataSettings, IndexSettings
-from evernear.triggers.runs import State
 from evernear.triggers.slack.inbox import Inbox
 from tests.loopback.slack import SlackServer
 

@@ -3,7 +3,7 @@
 import pytest
 from bot import ADA, BOB, Bot, MemoryRuns
 
-from evernear.triggers.runs import State
+from evernear.kubeflow.runs import State
 from evernear.triggers.watch.switch import Switch
 from tests.loopback.slack import SlackServer
 

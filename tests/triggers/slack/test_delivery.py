@@ -10,7 +10,7 @@ import pytest
 from bot import ADA, BOB, Bot, MemoryRuns
 from slack_bolt import BoltRequest
 
-from evernear.triggers.runs import Parameter, Run, State
+from evernear.kubeflow.runs import Parameter, Run, State
 from evernear.triggers.slack.inbox import Inbox, Request
 from tests.loopback.slack import SlackServer, signed
 from tests.loopback.slack.server import SIGNING_SECRET, Fault

@@ -9,10 +9,10 @@ from releases import MakeRelease, PackedRelease
 
 from evernear import deployment
 from evernear.evaluation.verdict import Verdict
+from evernear.kubeflow.runs import State
 from evernear.release.registry import Registry
 from evernear.reporting.notify import finalize
 from evernear.run_record import RunRecord
-from evernear.triggers.runs import State
 from tests.loopback.slack import SlackServer
 from tests.loopback.slack.server import Shown
 

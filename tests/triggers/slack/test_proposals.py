@@ -6,8 +6,8 @@ import pytest
 from bot import ADA, BOB, CHANNEL, Bot, MemoryRuns
 
 from evernear.errors import StoreError
+from evernear.kubeflow.runs import State
 from evernear.triggers.proposals import Proposal, Proposals
-from evernear.triggers.runs import State
 from tests.loopback.slack import SlackServer
 from tests.loopback.slack.server import Shown
 

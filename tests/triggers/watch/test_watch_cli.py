@@ -42,7 +42,7 @@ def test_once_tells_what_would_be_done_and_does_nothing(flags: list[str], tmp_pa
 
 
 def test_what_is_not_installed_is_said(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pipelines.client", None)
+    monkeypatch.setitem(sys.modules, "evernear.kubeflow.client", None)
     with pytest.raises(PipelineServerError, match=r"is not installed; run `pip install evernear\[triggers,pipeline\]`"):
         run("once", *flags, "--set", "pipeline.endpoint=http://127.0.0.1:9")
 

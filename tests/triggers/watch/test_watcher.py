@@ -14,13 +14,13 @@ from evernear.data.shards import Dataset
 from evernear.embedding.embed import Embeddings, embed
 from evernear.errors import SettingsError, StoreError
 from evernear.index.build import build
+from evernear.kubeflow.runs import State
 from evernear.release.registry import Registry
 from evernear.serving.configuration import logged_queries
 from evernear.serving.connection import home_of
 from evernear.settings import IndexSettings
 from evernear.store import open_store
 from evernear.triggers.proposals import Proposals
-from evernear.triggers.runs import State
 from evernear.triggers.watch.watcher import Watcher
 
 MANY = [noise(number) for number in range(400)]

@@ -15,6 +15,7 @@ from sklearn.datasets import load_digits
 
 from evernear.data.shards import Dataset
 from evernear.errors import PipelineServerError
+from evernear.kubeflow.runs import Parameter, Run, State
 from evernear.release.parts import open_release
 from evernear.release.registry import Registry
 from evernear.serving.configuration import QueryLogConfiguration
@@ -24,7 +25,6 @@ from evernear.serving.query_log import QueryLog, ship
 from evernear.settings import Settings
 from evernear.store import Store, open_store
 from evernear.triggers.proposals import Proposal, Proposals
-from evernear.triggers.runs import Parameter, Run, State
 from evernear.triggers.watch.watcher import Watcher
 
 NOON = datetime(2027, 3, 1, 12, tzinfo=UTC)
@@ -49,7 +49,7 @@ def noise(number: int) -> bytes:
 
 
 class MemoryRuns:
-    """A pipeline server that keeps the promises of `evernear.triggers.runs.Runs`, or is ``down``."""
+    """A pipeline server that keeps the promises of `evernear.kubeflow.runs.Runs`, or is ``down``."""
 
     def __init__(self) -> None:
         self.runs: list[Run] = []
@@ -61,7 +61,7 @@ class MemoryRuns:
         self._reach()
         return [Parameter(name=name, type="STRING") for name in ("store", "source")]
 
-    def start(self, pipeline: str, parameters: Mapping[str, Any], key: str) -> Run:
+    def start(self, pipeline: str, parameters: Mapping[str, Any], key: str, store: Store | None = None) -> Run:
         self._reach()
         for run in self.runs:
             if run.key == key:

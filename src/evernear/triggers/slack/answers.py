@@ -2,22 +2,25 @@
 
 from collections.abc import Callable
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from evernear.errors import StoreError
 from evernear.release.registry import Registry
 from evernear.store import Store
 from evernear.triggers.proposals import Proposals
-from evernear.triggers.runs import Runs
 from evernear.triggers.slack import messages
 from evernear.triggers.slack.inbox import Inbox
 from evernear.triggers.slack.web import Message
 from evernear.triggers.watch.switch import Switch
 
+if TYPE_CHECKING:
+    from evernear.kubeflow.client import KfpRuns
+
 
 class Answers:
     """What can be asked. Every answer may raise `StoreError` or `PipelineServerError`."""
 
-    def __init__(self, store: Store, runs: Runs, clock: Callable[[], datetime]) -> None:
+    def __init__(self, store: Store, runs: "KfpRuns", clock: Callable[[], datetime]) -> None:
         self._registry = Registry(store)
         self._inbox = Inbox(store)
         self._proposals = Proposals(store)

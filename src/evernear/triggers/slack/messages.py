@@ -7,11 +7,11 @@ from typing import Any
 
 from evernear.errors import EvernearError
 from evernear.evaluation.verdict import Rule
+from evernear.kubeflow.runs import Run, State, Step
 from evernear.release.registry import Champion, Move, Record
 from evernear.reporting.notify import Outcome
 from evernear.settings import DataSettings
 from evernear.triggers.proposals import Proposal
-from evernear.triggers.runs import Run, State, Step
 from evernear.triggers.slack.inbox import Person, Request
 from evernear.triggers.slack.web import Block, Message
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from http.client import HTTPException
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import uvicorn
 from slack_bolt import App
@@ -29,13 +29,15 @@ from starlette.routing import Route
 from evernear.errors import PortTaken, SettingsError
 from evernear.settings import Settings, SlackSettings
 from evernear.store import open_store
-from evernear.triggers.runs import Runs
 from evernear.triggers.slack import health
 from evernear.triggers.slack.access import Access
 from evernear.triggers.slack.answers import Answers
 from evernear.triggers.slack.app import Desk, create_app
 from evernear.triggers.slack.web import RateLimited, Unreached, Web, failure_of
 from evernear.triggers.slack.worker import Clock, Worker
+
+if TYPE_CHECKING:
+    from evernear.kubeflow.client import KfpRuns
 
 PING_S = 5
 """Between two pings; as often the SDK looks whether the connection stands, and makes a new one."""
@@ -92,7 +94,7 @@ def _secret(name: str, prefix: str) -> str:
     return value
 
 
-def serve(settings: Settings, runs: Runs, stop: threading.Event, clock: Clock = lambda: datetime.now(UTC)) -> None:
+def serve(settings: Settings, runs: "KfpRuns", stop: threading.Event, clock: Clock = lambda: datetime.now(UTC)) -> None:
     """Be the bot until ``stop`` is set; what was acknowledged by then is done now or by the next process.
 
     Raises:

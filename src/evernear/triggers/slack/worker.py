@@ -8,9 +8,10 @@ same as doing it once, so that a restart goes on where the last process stopped.
 import logging
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from evernear.errors import Conflict, EvernearError, SettingsError, SlackError
+from evernear.kubeflow.runs import Run, State
 from evernear.release.registry import Cause, Champion, Registry
 from evernear.reporting.notify import Outcome, load_confusion_matrix, load_outcome, load_rules
 from evernear.run_record import RunRecord
@@ -19,11 +20,13 @@ from evernear.store import Store
 from evernear.triggers import audit
 from evernear.triggers.parameters import combine, from_settings, from_words, split_words
 from evernear.triggers.proposals import Proposal, Proposals
-from evernear.triggers.runs import Run, Runs, State
 from evernear.triggers.slack import messages
 from evernear.triggers.slack.access import Access
 from evernear.triggers.slack.inbox import TEXT_MAX, Inbox, Person, Request
 from evernear.triggers.slack.web import Closed, Message, RateLimited, Web
+
+if TYPE_CHECKING:
+    from evernear.kubeflow.client import KfpRuns
 
 Clock: TypeAlias = Callable[[], datetime]
 WATCHER = Person(id="", name="the watcher")
@@ -43,7 +46,9 @@ _log = logging.getLogger(__name__)
 class Worker:
     """One bot's worker. `follow` and `move` may run in two threads; neither raises."""
 
-    def __init__(self, settings: Settings, store: Store, runs: Runs, web: Web, access: Access, clock: Clock) -> None:
+    def __init__(
+        self, settings: Settings, store: Store, runs: "KfpRuns", web: Web, access: Access, clock: Clock
+    ) -> None:
         self._settings = settings
         self._slack = settings.slack
         self._store = store
@@ -168,7 +173,7 @@ class Worker:
         try:
             ours = from_settings(self._settings, self._runs.parameters(request.pipeline))
             arguments = combine(ours, {"started_by": request.started_by}, request.parameters)
-            run = self._runs.start(request.pipeline, arguments, request.key)
+            run = self._runs.start(request.pipeline, arguments, request.key, self._store)
         except SettingsError as error:
             self._not_started(request, str(error))
             return

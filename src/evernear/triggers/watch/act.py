@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from evernear.errors import Conflict
 from evernear.reporting.notify import load_outcome
@@ -16,9 +16,11 @@ from evernear.settings import Settings
 from evernear.store import Store
 from evernear.triggers.parameters import from_settings
 from evernear.triggers.proposals import Proposal, Proposals
-from evernear.triggers.runs import Runs
 from evernear.triggers.watch.decide import Decision
 from evernear.triggers.watch.look import Sight
+
+if TYPE_CHECKING:
+    from evernear.kubeflow.client import KfpRuns
 
 POLICY = "the watcher's policy"
 """Who accepts a proposal that nobody is asked about."""
@@ -39,7 +41,7 @@ class Done:
 class Actor:
     """Acts on the decisions about one store. ``runs`` is None where there is no pipeline server to ask."""
 
-    def __init__(self, settings: Settings, store: Store, runs: Runs | None) -> None:
+    def __init__(self, settings: Settings, store: Store, runs: "KfpRuns | None") -> None:
         self._settings = settings
         self._store = store
         self._runs = runs
@@ -129,7 +131,7 @@ class Actor:
             return proposal
         parameters = from_settings(self._settings, self._runs.parameters(proposal.pipeline))
         parameters["started_by"] = f"the watcher, proposal {proposal.id}"
-        run = self._runs.start(proposal.pipeline, parameters, proposal.id)
+        run = self._runs.start(proposal.pipeline, parameters, proposal.id, self._store)
         try:
             return self._proposals.change(proposal, run=run.id)
         except Conflict:  # another watcher started the same run

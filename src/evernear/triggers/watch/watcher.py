@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from evernear.errors import EvernearError, SettingsError
 from evernear.serving.configuration import logged_queries
@@ -10,12 +11,14 @@ from evernear.serving.connection import home_of
 from evernear.serving.query_log import ship
 from evernear.settings import Settings
 from evernear.store import Store
-from evernear.triggers.runs import Runs
 from evernear.triggers.watch.act import Actor, Done
 from evernear.triggers.watch.decide import decide
 from evernear.triggers.watch.look import Looker
 from evernear.triggers.watch.queries import remove_before
 from evernear.triggers.watch.switch import LastLook, Switch
+
+if TYPE_CHECKING:
+    from evernear.kubeflow.client import KfpRuns
 
 Clock = Callable[[], datetime]
 
@@ -27,7 +30,7 @@ class Watcher:
         self,
         settings: Settings,
         store: Store,
-        runs: Runs | None,
+        runs: "KfpRuns | None",
         cache: Path,
         clock: Clock = lambda: datetime.now(UTC),
     ) -> None:

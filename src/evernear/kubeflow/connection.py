@@ -1,6 +1,7 @@
 """The KFP API through ``kfp.Client``: who asks, how often, and a sentence for everything that goes wrong."""
 
 import ipaddress
+import itertools
 import json
 import os
 import time
@@ -74,9 +75,7 @@ class Connection:
         """
         given = {key: value for key, value in arguments.items() if value not in ("", None)}
         creates = "create" in operation or "upload" in operation
-        for attempt in range(self.settings.attempts):
-            if attempt:
-                time.sleep(min(BACKOFF_S * 2 ** (attempt - 1), BACKOFF_CAP_S))
+        for attempt in itertools.count(1):
             try:
                 return self._ask_once(operation, given)
             except urllib3.exceptions.HTTPError as error:
@@ -85,9 +84,10 @@ class Connection:
                 if error.status and error.status < 500 and error.status != 429:
                     raise Refused(self._refusal(error), error.status) from None
                 sentence, again = self._refusal(error), error.status != 0 and not creates
-            if not again:
-                break
-        raise PipelineServerError(sentence)
+            if not again or attempt == self.settings.attempts:
+                raise PipelineServerError(sentence)
+            time.sleep(min(BACKOFF_S * 2 ** (attempt - 1), BACKOFF_CAP_S))
+        raise AssertionError("not reached")
 
     def pages(self, operation: str, field: str, **arguments: Any) -> Iterator[Any]:
         """The resources under ``field`` of every page of a list."""
@@ -189,7 +189,7 @@ def _client(settings: PipelineSettings, url: str, environment: Mapping[str, str]
             ssl_ca_cert=str(settings.ca_file) if settings.ca_file else None,
         )
     # kfp.Client hands out neither time limits nor answers' headers; the generated API under it does both.
-    api_client = client._run_api.api_client
+    api_client = client._run_api.api_client  # pyright: ignore[reportPrivateUsage]
     api_client.rest_client.pool_manager.connection_pool_kw["retries"] = urllib3.Retry(
         total=None, connect=0, read=0, other=0, redirect=5
     )

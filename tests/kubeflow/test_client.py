@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from evernear.errors import PipelineServerError, SettingsError
+from evernear.kubeflow import GOLDEN, client, connection
+from evernear.kubeflow.client import KfpRuns
+from evernear.kubeflow.runs import Run, State
 from evernear.settings import PipelineSettings
-from evernear.triggers.runs import Run, State
-from pipelines import client, connection
-from pipelines.client import KfpRuns
-from pipelines.compile import GOLDEN
+from evernear.store import Store, open_store
 from tests.loopback.kfp import KfpServer, RunControl
 
 PIPELINE = "continuous-training"
@@ -51,6 +51,11 @@ def runs(server: KfpServer) -> KfpRuns:
     return runs_of(server)
 
 
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store((tmp_path / "store").as_uri())
+
+
 def runs_of(server: KfpServer, **settings: Any) -> KfpRuns:
     return KfpRuns(PipelineSettings.model_validate({"endpoint": server.url, "timeout_s": 5.0, **settings}))
 
@@ -81,21 +86,22 @@ def test_a_run_is_started_once_for_each_key(server: KfpServer, runs: KfpRuns) ->
     assert first.url == f"{server.url}/#/runs/details/{first.id}"
     assert other.id != first.id, "KFP's search does not tell upper from lower case, a key does"
     assert [run.id for run in server.runs] == [first.id, other.id]
-    assert [e["display_name"] for e in server.state.experiments.values()] == ["evernear"], "the locks are gone"
+    assert [e["display_name"] for e in server.state.experiments.values()] == ["evernear"]
 
 
-def test_many_that_start_the_same_at_once_get_one_run(server: KfpServer) -> None:
+def test_many_that_start_the_same_at_once_get_one_run(server: KfpServer, store: Store) -> None:
     barrier = threading.Barrier(6)
 
     def start(_: int) -> str:
         starter = runs_of(server)
         barrier.wait()
-        return starter.start(PIPELINE, {}, "proposal-1").id
+        return starter.start(PIPELINE, {}, "proposal-1", store).id
 
     with ThreadPoolExecutor(6) as pool:
         ids = set(pool.map(start, range(6)))
     assert ids == {run.id for run in server.runs}
     assert len(ids) == 1
+    assert not list(store.list("runs/")), "the lock is gone"
 
 
 def test_a_clone_made_in_the_ui_is_not_taken_for_the_run(server: KfpServer, runs: KfpRuns) -> None:
@@ -115,23 +121,25 @@ def test_who_lost_the_answer_finds_the_run_again(server: KfpServer, runs: KfpRun
     assert [runs.start(PIPELINE, {}, "a").id] == [run.id for run in server.runs]
 
 
-def test_a_starter_that_died_holds_others_up_for_a_lease_only(server: KfpServer) -> None:
+def test_a_starter_that_died_holds_others_up_for_a_lease_only(server: KfpServer, store: Store) -> None:
     impatient = runs_of(server, timeout_s=0.5)
     server.fail(operation=CREATE, status=503)
     with pytest.raises(PipelineServerError, match="answered 503"):
-        impatient.start(PIPELINE, {}, "a")
-    assert len(server.state.experiments) == 2, "nobody knows what became of the request: the lock stays"
+        impatient.start(PIPELINE, {}, "a", store)
+    assert len(list(store.list("runs/"))) == 1, "the request may still be executed: the lock stays"
     began = datetime.now(UTC)
-    assert impatient.start(PIPELINE, {}, "a").id == server.runs[0].id
+    assert impatient.start(PIPELINE, {}, "a", store).id == server.runs[0].id
     assert datetime.now(UTC) - began > timedelta(seconds=1.0), "twice the time limit of a request"
-    assert len(server.runs) == len(server.state.experiments) == 1
+    assert len(server.runs) == 1
+    assert not list(store.list("runs/"))
 
 
-def test_a_refused_start_leaves_no_lock(server: KfpServer, runs: KfpRuns) -> None:
+def test_a_refused_start_leaves_no_lock(server: KfpServer, runs: KfpRuns, store: Store) -> None:
     server.fail(operation=CREATE, status=403)
     with pytest.raises(PipelineServerError, match="does not allow this"):
-        runs.start(PIPELINE, {}, "a")
-    assert runs.start(PIPELINE, {}, "a").state is State.PENDING
+        runs.start(PIPELINE, {}, "a", store)
+    assert not list(store.list("runs/"))
+    assert runs.start(PIPELINE, {}, "a", store).state is State.PENDING
 
 
 @pytest.mark.parametrize(

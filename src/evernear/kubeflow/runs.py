@@ -1,12 +1,7 @@
-"""Pipeline runs as the triggers see them. `pipelines.client.KfpRuns` is what stands behind this in a cluster.
+"""Runs of a Kubeflow Pipelines server, as plain data."""
 
-kfp is imported only under ``components/`` and ``pipelines/``, so here is just what the triggers need of it.
-"""
-
-from collections.abc import Mapping, Sequence
-from datetime import datetime
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict
 
@@ -29,11 +24,11 @@ class State(StrEnum):
         return self in (State.SUCCEEDED, State.SKIPPED, State.FAILED, State.CANCELED)
 
 
-class _Told(BaseModel):
+class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class Step(_Told):
+class Step(_Frozen):
     """One task of a run."""
 
     name: str
@@ -43,7 +38,7 @@ class Step(_Told):
     error: str = ""
 
 
-class Run(_Told):
+class Run(_Frozen):
     """One run of a pipeline."""
 
     id: str
@@ -61,10 +56,10 @@ class Run(_Told):
     url: str = ""
     """The run's page in the KFP UI; empty where that is not known."""
     steps: tuple[Step, ...] = ()
-    """In the order they started; only `Runs.show` fills it."""
+    """In the order they started; only `evernear.kubeflow.client.KfpRuns.show` fills it."""
 
 
-class Parameter(_Told):
+class Parameter(_Frozen):
     """An input of a pipeline."""
 
     name: str
@@ -74,34 +69,3 @@ class Parameter(_Told):
     description: str = ""
     required: bool = False
     """There is no default: a run must be given a value."""
-
-
-class Runs(Protocol):
-    """The runs of one pipeline server.
-
-    Every method raises `evernear.errors.PipelineServerError` where the server cannot be reached or refuses.
-    """
-
-    def parameters(self, pipeline: str) -> Sequence[Parameter]:
-        """The parameters of the pipeline's pinned (newest published) version."""
-        ...
-
-    def start(self, pipeline: str, parameters: Mapping[str, Any], key: str) -> Run:
-        """Start the pinned version of ``pipeline``; a second start with the same ``key`` returns the first's run.
-
-        Raises:
-            SettingsError: a parameter is unknown or of the wrong type.
-        """
-        ...
-
-    def show(self, run_id: str) -> Run:
-        """A run with its steps."""
-        ...
-
-    def list(self, pipeline: str | None = None, limit: int = 10, since: datetime | None = None) -> Sequence[Run]:
-        """The newest runs first, without steps."""
-        ...
-
-    def stop(self, run_id: str) -> None:
-        """Ask a run to end; one that has ended already is left alone."""
-        ...

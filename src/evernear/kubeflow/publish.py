@@ -8,14 +8,17 @@ from typing import Any, Literal
 
 import yaml
 from google.protobuf import json_format
-from kfp.pipeline_spec import pipeline_spec_pb2
+from kfp.pipeline_spec.pipeline_spec_pb2 import (
+    PipelineSpec,  # pyright: ignore[reportAttributeAccessIssue]
+    PlatformSpec,  # pyright: ignore[reportAttributeAccessIssue]
+)
 from pydantic import BaseModel, ConfigDict
 
 from evernear.errors import PipelineServerError
+from evernear.kubeflow.client import KfpRuns, arguments_for, reference_to
+from evernear.kubeflow.compiled import version_name
+from evernear.kubeflow.connection import Connection, Refused
 from evernear.settings import PipelineSettings
-from pipelines.client import KfpRuns, arguments_for, reference_to
-from pipelines.compile import version_name
-from pipelines.connection import Connection, Refused
 
 SECONDS_FIRST_FIELDS = 6
 
@@ -220,6 +223,6 @@ def _documents(compiled: bytes) -> tuple[dict[str, Any], dict[str, Any] | None]:
 def _normal(spec: Mapping[str, Any], platform: Mapping[str, Any] | None) -> tuple[Any, Any]:
     """A pipeline as its protocol buffers have it: the server writes numbers and empty fields in its own way."""
     return (
-        json_format.ParseDict(spec, pipeline_spec_pb2.PipelineSpec()),
-        json_format.ParseDict(platform or {}, pipeline_spec_pb2.PlatformSpec()),
+        json_format.ParseDict(dict(spec), PipelineSpec()),
+        json_format.ParseDict(dict(platform or {}), PlatformSpec()),
     )

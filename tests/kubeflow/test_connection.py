@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from evernear.errors import EvernearError, PipelineServerError, SettingsError
+from evernear.kubeflow import connection
+from evernear.kubeflow.connection import Connection, Refused
 from evernear.settings import PipelineSettings
-from pipelines import connection
-from pipelines.connection import Connection, Refused
 from tests.loopback.kfp import KfpServer
 
 LIST = "run_service_list_runs"

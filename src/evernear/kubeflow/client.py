@@ -4,15 +4,17 @@ import copy
 import difflib
 import re
 import time
+import uuid
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from evernear.errors import PipelineServerError, SettingsError
+from evernear.errors import Conflict, PipelineServerError, SettingsError, StoreError
+from evernear.kubeflow.connection import Connection, Refused
+from evernear.kubeflow.runs import Parameter, Run, State, Step
 from evernear.settings import PipelineSettings, merge
-from evernear.triggers.runs import Parameter, Run, State, Step
-from pipelines.connection import Connection, Refused
+from evernear.store import Store, sha256_bytes
 
 LOCK_POLL_S = 0.5
 KINDS: dict[str, tuple[type, ...]] = {
@@ -28,7 +30,10 @@ NEVER = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class KfpRuns:
-    """Implements `evernear.triggers.runs.Runs`. May be shared by threads.
+    """The runs of one server. May be shared by threads.
+
+    Every method raises `PipelineServerError` where the server cannot be reached
+    or refuses.
 
     Raises:
         SettingsError: the settings name no server, or one that the token must not be sent to.
@@ -60,11 +65,12 @@ class KfpRuns:
             raise PipelineServerError(f"The pipeline {pipeline} has no version; `evernear pipeline upload` makes one.")
         return found.pipeline_versions[0]
 
-    def start(self, pipeline: str, parameters: Mapping[str, Any], key: str) -> Run:
+    def start(self, pipeline: str, parameters: Mapping[str, Any], key: str, store: Store | None = None) -> Run:
         """Start the newest version of ``pipeline``, once for each ``key``.
 
-        The key is part of the run's name. Starts with the same key take turns (see `_lock`), and each looks for a run
-        of that name before it makes one. See `arguments_for` about ``parameters``.
+        The key is part of the run's name, and a start looks for a run of that name before it creates one. With a
+        ``store``, starts of the same key take turns. Without one, two starts at the same moment can create two runs.
+        See `arguments_for` about ``parameters``.
 
         Raises:
             SettingsError: a parameter is unknown or of the wrong type.
@@ -75,7 +81,7 @@ class KfpRuns:
         version = self.newest(pipeline)
         arguments = arguments_for(version, parameters)
         experiment_id = self.experiment_id()
-        with self._lock(name) as held_since_s:
+        with self._lock(name, store) as held_since_s:
             if (found := self._started(name)) is not None:
                 return found
             if time.monotonic() - held_since_s > self._lease_s / 2:
@@ -137,49 +143,39 @@ class KfpRuns:
         )
 
     @contextmanager
-    def _lock(self, name: str) -> Generator[float]:
-        """Hold the right to start ``name``; gives the moment (monotonic seconds) that it began.
+    def _lock(self, name: str, store: Store | None) -> Generator[float]:
+        """Hold the right to start ``name``; yields the moment (monotonic seconds) when the hold began.
 
-        KFP lets no two experiments have the same name, so making one is the only step of its API that exactly one
-        caller can take: that is the lock, and it is removed again. Whoever dies with it in hand, or loses the answer
-        to his request, leaves it for others to remove after the lease, when the request has been obeyed or never
-        will be.
+        A process that dies holding it, or loses the answer to its request, leaves the lock behind. Others take it over
+        after the lease, when the request has been executed or never will be.
         """
-        lock_id = self._take_lock(f"{name} (starting)")
+        if store is None:
+            yield time.monotonic()
+            return
+        key = f"runs/starting/{sha256_bytes(name.encode())[:32]}"
+        self._take_lock(store, key)
         held_since_s = time.monotonic()
         try:
             yield held_since_s
         except Refused:
-            self._drop_lock(lock_id)
+            store.delete(key)
             raise
-        with suppress(PipelineServerError):  # the run is started; the lock is in nobody's way
-            self._drop_lock(lock_id)
+        with suppress(StoreError):  # the run is started, so nobody waits for the lock
+            store.delete(key)
 
-    def _take_lock(self, name: str) -> str:
-        seen, since_s = "", time.monotonic()
-        description = "A start in progress. If it is older than some minutes, it may be deleted."
-        experiment = {"display_name": name, "description": description} | _in(self._namespace)
+    def _take_lock(self, store: Store, key: str) -> None:
+        ours, seen, since_s = uuid.uuid4().bytes, "", time.monotonic()
         while True:
+            expired = seen if time.monotonic() - since_s > self._lease_s else None
             try:
-                return self._kfp.ask("experiment_service_create_experiment", experiment=experiment).experiment_id
-            except Refused as refused:
-                if refused.status != 409:
-                    raise
-            listed = {"field": "experiments", "name": name, "namespace": self._namespace}
-            held = self._kfp.named("experiment_service_list_experiments", **listed)
-            holder = held[0].experiment_id if held else ""
-            if holder != seen:
-                seen, since_s = holder, time.monotonic()
-            elif holder and time.monotonic() - since_s > self._lease_s:
-                self._drop_lock(holder)  # by its id: it cannot be a younger one
-            time.sleep(LOCK_POLL_S)
-
-    def _drop_lock(self, lock_id: str) -> None:
-        try:
-            self._kfp.ask("experiment_service_delete_experiment", experiment_id=lock_id)
-        except Refused as refused:
-            if refused.status != 404:
-                raise
+                store.put_if(key, ours, expired or None)
+            except Conflict:
+                found = store.find(key)
+                if found is not None and found[1] != seen:
+                    seen, since_s = found[1], time.monotonic()
+                time.sleep(LOCK_POLL_S)
+            else:
+                return
 
     def _started(self, name: str) -> Run | None:
         """The run of that name; the oldest, should there be several."""

@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from evernear.errors import PipelineServerError, SettingsError
+from evernear.kubeflow import NAMES, connection
+from evernear.kubeflow.compiled import as_manifests, for_cluster, with_defaults
+from evernear.kubeflow.publish import Publisher, cron_with_seconds
 from evernear.settings import PipelineSettings
-from pipelines import connection
-from pipelines.compile import NAMES, as_manifests, for_cluster, with_defaults
-from pipelines.publish import Publisher, cron_with_seconds
 from tests.loopback.kfp import KfpServer
 
 PIPELINE = "continuous-training"
