@@ -64,7 +64,7 @@ class DataSettings(Section):
         le=89_478_485,
         description="Larger images are refused (decompression bombs).",
     )
-    decode_threads: int = Field(default=0, ge=0, description="Threads that decode images; 0: one per core.")
+    decode_threads: int = Field(default=0, ge=0, description="Threads that decode images; 0: one per available CPU.")
 
     @field_validator("source")
     @classmethod

@@ -14,6 +14,7 @@ from evernear.embedding.history import HISTORY_FILE, Epoch, TrainingResult
 from evernear.errors import TrainingError
 from evernear.settings import TrainSettings
 from evernear.store import Store
+from evernear.threads import environment_of_each
 
 ERROR_FILE = "error.txt"
 
@@ -58,7 +59,8 @@ def launch(
         job_file.write_text(job.model_dump_json())
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         worker = [f"--nproc-per-node={settings.processes}", "-m", "evernear.embedding.worker", str(job_file)]
-        with subprocess.Popen([*torchrun, *worker], stdout=subprocess.PIPE, text=True) as running:
+        environment = environment_of_each(settings.processes)
+        with subprocess.Popen([*torchrun, *worker], env=environment, stdout=subprocess.PIPE, text=True) as running:
             assert running.stdout is not None  # noqa: S101 - as asked for with PIPE
             for line in running.stdout:
                 _report(line, on_epoch)

@@ -1,0 +1,261 @@
+"""What a busy machine costs a step: ``python benchmarks/contention.py --source mnist:DIRECTORY``.
+
+Each work is a process of its own. It is run alone; beside one spinning process per CPU; the same with four times as
+many threads asked for as there are CPUs; and train beside probe, as the pipeline starts them. *After* is evernear as
+it is. *Before* is the same process with the variables of OpenMP cleared and torch, FAISS and NumPy loaded first, so
+that they never see what `evernear.threads` sets; it is ended after ``--limit`` times its quiet time.
+
+All conditions take turns and medians count, since other processes may use the machine meanwhile; the CPUs that they
+took are in the results. They lengthen the quiet times most, and *before* more than *after*.
+"""
+
+import argparse
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import machine
+import numpy as np
+import psutil
+from accuracy import ingested, settings_of
+
+from evernear.data.shards import Dataset
+from evernear.embedding.embed import embed
+from evernear.embedding.export import export
+from evernear.embedding.train import train
+from evernear.evaluation.probe import probe
+from evernear.index.library import faiss
+from evernear.settings import Settings
+from evernear.threads import available_cpus
+
+PAIR = ("train", "probe")
+WORDS = {
+    "train": "train: an epoch",
+    "probe": "probe: an epoch, then as always",
+    "embed": "embed: the train split",
+    "search": "search: a flat index of 1,000,000 vectors, 32 queries at once",
+}
+VECTORS, DIM, QUERIES, BATCHES = 1_000_000, 128, 32, 30
+TIMES_THREADS = 4
+CODE = {
+    "before": "import faiss, numpy, torch; import contention; contention.child()",
+    "after": "import evernear; import contention; contention.child()",
+}
+Work = Callable[[], object]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", default="mnist", help="a source of `evernear run`, as mnist or mnist:DIRECTORY")
+    parser.add_argument("--works", nargs="+", choices=WORDS, default=list(WORDS))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--limit", type=float, default=10.0, help="times the quiet time, then a work is ended")
+    arguments = parser.parse_args()
+
+    here = machine.describe()
+    with tempfile.TemporaryDirectory() as scratch:
+        dataset = ingested(arguments.source, Path(scratch))
+        settings = one_epoch()
+        train(dataset, settings.train, Path(scratch) / "trained")
+        export(Path(scratch) / "trained", dataset, Path(scratch) / "network", settings.train.parity_tolerance)
+        bench = Bench(Path(scratch), arguments.limit)
+        for number in range(arguments.repeats):
+            bench.repeat(arguments.works)
+            print(f"repeat {number + 1}: {dict(bench.seconds)}", flush=True)
+    works = {name: bench.ratios(name) for name in arguments.works}
+    result = {"works": works, "pair": bench.pair_ratios() if set(PAIR) <= set(arguments.works) else {}}
+    everything = {
+        "repeats": arguments.repeats,
+        "limit": arguments.limit,
+        "cpus_of_others": round(statistics.median(bench.cpus_of_others), 2),
+        **result,
+        "seconds": bench.seconds,
+    }
+    machine.write("contention", here, without_infinity(everything), table(result, arguments.limit))
+
+
+class Bench:
+    """Runs the works and keeps their seconds, ``seconds["train after busy"]``; infinity for one that was ended."""
+
+    def __init__(self, scratch: Path, limit: float) -> None:
+        self._scratch = scratch
+        self._limit = limit
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.cpus_of_others: list[float] = []
+
+    def repeat(self, works: Sequence[str]) -> None:
+        for name in works:
+            for version in CODE:
+                self.seconds[f"{name} {version} quiet"].append(self._run(version, name))
+            with spinning():
+                for version in CODE:
+                    self.seconds[f"{name} {version} busy"].append(self._run(version, name))
+                threads = str(TIMES_THREADS * available_cpus())
+                self.seconds[f"{name} after busy, more threads"].append(
+                    self._run("after", name, OMP_NUM_THREADS=threads)
+                )
+        if set(PAIR) <= set(works):
+            for version in CODE:
+                self.seconds[f"pair {version}"].append(self._run(version, *PAIR))
+
+    def ratios(self, name: str) -> dict[str, float]:
+        quiet = self._median(f"{name} after quiet")
+        return {
+            "quiet_s": quiet,
+            "passive_to_active_when_quiet": quiet / self._median(f"{name} before quiet"),
+            "before": self._median(f"{name} before busy") / self._median(f"{name} before quiet"),
+            "after": self._median(f"{name} after busy") / quiet,
+            "after_with_more_threads": self._median(f"{name} after busy, more threads") / quiet,
+        }
+
+    def pair_ratios(self) -> dict[str, float]:
+        return {
+            version: self._median(f"pair {version}") / sum(self._median(f"{name} {version} quiet") for name in PAIR)
+            for version in CODE
+        }
+
+    def _median(self, key: str) -> float:
+        return statistics.median(self.seconds[key])
+
+    def _run(self, version: str, *names: str, **variables: str) -> float:
+        """Seconds from the first begin to the last end of works side by side, without the time to load libraries."""
+        environment = {n: v for n, v in os.environ.items() if not n.startswith(("OMP_", "GOMP_", "KMP_", "_EVERNEAR_"))}
+        quiet = [self.seconds[f"{name} {version} quiet"] for name in names]
+        limit_s = self._limit * sum(map(statistics.median, quiet)) if all(quiet) else None
+        before, started_s = own_and_all_cpu_s(), time.monotonic()
+        running = [
+            subprocess.Popen(
+                [sys.executable, "-c", CODE[version], name, str(self._scratch)],
+                cwd=Path(__file__).parent,
+                env=environment | variables,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for name in names
+        ]
+        try:
+            spans = [process.communicate(timeout=limit_s and limit_s + 60)[0].split() for process in running]
+        except subprocess.TimeoutExpired:
+            return math.inf
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+            after = own_and_all_cpu_s()
+            others_s = (after[1] - before[1]) - (after[0] - before[0])
+            self.cpus_of_others.append(others_s / (time.monotonic() - started_s))
+        begins, ends = zip(*((float(begin), float(end)) for begin, end in spans), strict=True)
+        taken_s = max(ends) - min(begins)
+        return taken_s if limit_s is None or taken_s <= limit_s else math.inf
+
+
+def own_and_all_cpu_s() -> tuple[float, float]:
+    """Processor seconds of this process with its children, ended or not, and of the whole machine."""
+    times, own = psutil.cpu_times(), psutil.Process()
+    alive = [child.cpu_times() for child in own.children()]
+    ended = own.cpu_times()
+    spent = sum(each.user + each.system for each in alive) + ended.children_user + ended.children_system
+    return spent, times.user + times.nice + times.system
+
+
+@contextmanager
+def spinning() -> Generator[None]:
+    """One process per CPU that takes all it gets."""
+    spinners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(available_cpus())]
+    try:
+        yield
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.wait()
+
+
+def child() -> None:
+    """One work, in a process of its own: prints when it began and ended, by a clock that all processes share."""
+    work = {"train": train_work, "probe": probe_work, "embed": embed_work, "search": search_work}[sys.argv[1]]
+    with tempfile.TemporaryDirectory() as out:
+        run = work(Path(sys.argv[2]), Path(out))
+        begin_s = time.monotonic()
+        run()
+        print(begin_s, time.monotonic())
+
+
+def train_work(scratch: Path, out: Path) -> Work:
+    dataset, settings = Dataset.open(scratch), one_epoch()
+    return lambda: train(dataset, settings.train, out)
+
+
+def probe_work(scratch: Path, _: Path) -> Work:
+    dataset, settings = Dataset.open(scratch), one_epoch()
+    return lambda: probe(dataset, settings.train, settings.evaluation, settings.index)
+
+
+def embed_work(scratch: Path, out: Path) -> Work:
+    dataset = Dataset.open(scratch)
+    return lambda: embed(scratch / "network", dataset, out, ("train",))
+
+
+def search_work(_: Path, __: Path) -> Work:
+    randomness = np.random.default_rng(0)
+    index = faiss.IndexFlatIP(DIM)
+    for _ in range(10):
+        index.add(randomness.standard_normal((VECTORS // 10, DIM), dtype=np.float32))
+    queries = randomness.standard_normal((QUERIES, DIM), dtype=np.float32)
+    return lambda: [index.search(queries, 5) for _ in range(BATCHES)]
+
+
+def without_infinity(tree: Any) -> Any:
+    """JSON has none: null stands for a work that was ended."""
+    if isinstance(tree, dict):
+        return {name: without_infinity(value) for name, value in tree.items()}
+    if isinstance(tree, list):
+        return [without_infinity(value) for value in tree]
+    return None if isinstance(tree, float) and math.isinf(tree) else tree
+
+
+def one_epoch() -> Settings:
+    return settings_of("default", "train.epochs=1", "train.min_steps=0", "evaluation.probe_epochs=1")
+
+
+def table(result: dict[str, Any], limit: float) -> list[list[str]]:
+    heading = [
+        "work",
+        "quiet",
+        "beside a spinning process per CPU: before",
+        "after",
+        f"after, {TIMES_THREADS} threads asked for per CPU",
+        "quiet, after to before",
+    ]
+    rows = [
+        [
+            WORDS[name],
+            f"{found['quiet_s']:.1f} s",
+            times(found["before"], limit),
+            times(found["after"], limit),
+            times(found["after_with_more_threads"], limit),
+            f"{found['passive_to_active_when_quiet']:.2f}",
+        ]
+        for name, found in result["works"].items()
+    ]
+    pair = result["pair"]
+    if pair:
+        words = "train beside probe, to the sum of both alone"
+        rows.append([words, "", times(pair["before"], limit), times(pair["after"], limit), "", ""])
+    return [heading, *rows]
+
+
+def times(ratio: float, limit: float) -> str:
+    return f"{ratio:.2f} times" if ratio <= limit else f"more than {limit:.0f} times"
+
+
+if __name__ == "__main__":
+    main()
