@@ -21,6 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from evernear.errors import SettingsError
 
 ENV_PREFIX = "EVERNEAR_"
+TESTS_PREFIX = "EVERNEAR_TEST_"
+"""Variables that opt in to tests, which reach every process that a test starts."""
 TOKEN_VARIABLE = "EVERNEAR_TOKEN"  # noqa: S105 - a name, no token
 TOKEN_FILE_VARIABLE = "EVERNEAR_TOKEN_FILE"  # noqa: S105
 Model = TypeVar("Model", bound=BaseModel)
@@ -492,7 +494,9 @@ def _from_environment(environment: Mapping[str, str]) -> list[tuple[str, str]]:
     return [
         (name.removeprefix(ENV_PREFIX).lower().replace("__", "."), value)
         for name, value in sorted(environment.items())
-        if name.startswith(ENV_PREFIX) and name not in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE)
+        if name.startswith(ENV_PREFIX)
+        and not name.startswith(TESTS_PREFIX)
+        and name not in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE)
     ]
 
 

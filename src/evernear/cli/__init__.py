@@ -5,10 +5,11 @@ from typing import NoReturn
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from evernear.cli import cluster, doctor, inspect, journey, pipeline, pod, predict, prep, releases, server, slack, watch
 from evernear.errors import EvernearError, StoreError
+from evernear.output import printable
 
 OURS = ("evernear", "pipelines", "components")
 EXTRAS = "train,serve,prep,pipeline,triggers"  # each command needs some of them
@@ -61,5 +62,5 @@ def main() -> None:
 
 
 def _refuse(sentence: str, exit_code: int) -> NoReturn:
-    Console(stderr=True).print(f"[bold red]evernear:[/] {escape(sentence)}", highlight=False, soft_wrap=True)
+    Console(stderr=True).print(Text.assemble(("evernear:", "bold red"), " ", printable(sentence)), soft_wrap=True)
     sys.exit(exit_code)

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from evernear.cli.options import ConfigOption, JsonOption, settings_of
 from evernear.cli.tables import print_table
 from evernear.errors import EvernearError, IntegrityError, PipelineServerError, SettingsError, StoreError
+from evernear.output import print_json, print_line, printable
 from evernear.settings import PipelineSettings
 
 if TYPE_CHECKING:
@@ -87,7 +89,7 @@ def compile_(
             write_atomically(path, content)
         except OSError as error:
             raise SettingsError(f"{path} cannot be written: {error.strerror}.") from None
-        print(path)
+        print_line(str(path))
 
 
 @app.command()
@@ -110,11 +112,11 @@ def upload(
     publisher = Publisher(settings)
     uploaded = [publisher.upload(content, commit) for content in compiled.values()]
     if as_json:
-        print(json.dumps([one.model_dump() for one in uploaded]))
+        print_json(uploaded)
         return
     for one in uploaded:
         done = "uploaded" if one.new else "is there already, from the same file"
-        print(f"{one.pipeline} {one.version} {done}.")
+        print_line(f"{one.pipeline} {one.version} {done}.")
 
 
 @app.command()
@@ -139,9 +141,9 @@ def run(
     if wait:
         _follow(runs, started, as_json)
     elif as_json:
-        print(started.model_dump_json())
+        print_json(started)
     else:
-        print(f"{_title(started)} is {started.state}. {started.url}".rstrip())
+        print_line(f"{_title(started)} is {started.state}. {started.url}".rstrip())
 
 
 @app.command()
@@ -171,10 +173,16 @@ def schedule(
     publisher = Publisher(settings)
     if cron is None:
         ended = publisher.unschedule(pipeline)
-        print(json.dumps({"ended": ended}) if as_json else f"{pipeline}: {ended or 'no'} schedule ended.")
+        if as_json:
+            print_json({"ended": ended})
+        else:
+            print_line(f"{pipeline}: {ended or 'no'} schedule ended.")
         return
     made = publisher.schedule(pipeline, cron, _arguments(publisher.runs.parameters(pipeline), parameters))
-    print(made.model_dump_json() if as_json else f"{made.pipeline} runs at {made.cron} (seconds first).")
+    if as_json:
+        print_json(made)
+    else:
+        print_line(f"{made.pipeline} runs at {made.cron} (seconds first).")
 
 
 @app.command()
@@ -200,18 +208,14 @@ def status(
     publisher = Publisher(settings)
     listed, schedules = publisher.runs.list(limit=limit), publisher.schedules()
     if as_json:
-        told = {
-            "runs": [one.model_dump(mode="json") for one in listed],
-            "schedules": [one.model_dump(mode="json") for one in schedules],
-        }
-        print(json.dumps(told))
+        print_json({"runs": listed, "schedules": schedules})
         return
     rows = [
         (one.id, one.pipeline, one.pipeline_version[:12], one.state, _minute(one.created), _span(one)) for one in listed
     ]
     print_table(("run", "pipeline", "version", "state", "started (UTC)", "took"), rows)
     for one in schedules:
-        print(f"{one.pipeline} runs at {one.cron} (seconds first), {one.state}.")
+        print_line(f"{one.pipeline} runs at {one.cron} (seconds first), {one.state}.")
 
 
 @app.command()
@@ -225,10 +229,10 @@ def stop(
     runs = _runs(_settings(config, endpoint, namespace))
     state = runs.show(run_id).state
     if state.is_final:
-        print(f"Run {run_id} had ended already: {state}.")
+        print_line(f"Run {run_id} had ended already: {state}.")
         return
     runs.stop(run_id)
-    print(f"Run {run_id} is ending.")
+    print_line(f"Run {run_id} is ending.")
 
 
 def _settings(config: Path | None, endpoint: str | None, namespace: str | None) -> PipelineSettings:
@@ -287,7 +291,7 @@ def _follow(runs: "Runs", started: "Run", as_json: bool) -> None:
         EvernearError: the run failed or was stopped.
     """
     console = Console(stderr=True)
-    console.print(f"Run {started.id}  {started.url}", highlight=False, soft_wrap=True)
+    console.print(Text(printable(f"Run {started.id}  {started.url}")), soft_wrap=True)
     told: set[str] = set()
     with console.status("waiting for the first step") as shown:
         while True:
@@ -295,11 +299,11 @@ def _follow(runs: "Runs", started: "Run", as_json: bool) -> None:
             for step in found.steps:
                 if step.state.is_final and step.name not in told:
                     told.add(step.name)
-                    console.print(_line(step), highlight=False, markup=False, soft_wrap=True)
+                    console.print(Text(printable(_line(step))), soft_wrap=True)
             if found.state.is_final:
                 break
             working = [step.name for step in found.steps if not step.state.is_final]
-            shown.update(f"{found.state}: {', '.join(working) or 'waiting for the next step'}")
+            shown.update(Text(printable(f"{found.state}: {', '.join(working) or 'waiting for the next step'}")))
             time.sleep(POLL_S)
     outcome = _outcome(found, runs)
     _tell(found, outcome, as_json, steps=False)
@@ -341,15 +345,17 @@ def _default_store(runs: "Runs", pipeline: str) -> str:
 
 def _tell(run: "Run", outcome: "Outcome | None", as_json: bool, steps: bool = True) -> None:
     if as_json:
-        print(json.dumps({**run.model_dump(mode="json"), "outcome": outcome and outcome.model_dump(mode="json")}))
+        print_json({**run.model_dump(), "outcome": outcome})
         return
-    print(f"{_title(run)}: {run.state}. {run.url}".rstrip())
+    print_line(f"{_title(run)}: {run.state}. {run.url}".rstrip())
     for step in run.steps if steps else ():
-        print(_line(step))
+        print_line(_line(step))
     if outcome is not None:
-        print(outcome.summary())
+        print_line(outcome.summary())
     elif run.state == "succeeded":
-        print("What became of its release is not known here: the run's store cannot be read, or holds no word of it.")
+        print_line(
+            "What became of its release is not known here: the run's store cannot be read, or holds no word of it."
+        )
 
 
 def _title(run: "Run") -> str:

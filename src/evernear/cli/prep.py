@@ -2,6 +2,7 @@
 
 from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, settings_of
 from evernear.errors import ServingError
+from evernear.output import print_line
 
 
 def prep(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
@@ -12,5 +13,5 @@ def prep(config: ConfigOption = None, overrides: SetOption = None, workdir: Work
     except ModuleNotFoundError as error:
         raise ServingError(f"{error.name} is not installed; run `pip install evernear[prep]`.") from None
 
-    print(f"Images are taken at http://{settings.prep.host}:{settings.prep.port}/predict; see /docs there.", flush=True)
+    print_line(f"Images are taken at http://{settings.prep.host}:{settings.prep.port}/predict; see /docs there.")
     serve(settings)

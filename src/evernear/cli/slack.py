@@ -9,6 +9,7 @@ import typer
 
 from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, settings_of
 from evernear.errors import SlackError
+from evernear.output import log_to_stderr, print_line
 
 app = typer.Typer(
     rich_markup_mode="markdown",
@@ -34,7 +35,7 @@ def slack(
     except ModuleNotFoundError as error:
         raise SlackError(f"{error.name} is not installed; run `pip install evernear[triggers,pipeline]`.") from None
 
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    log_to_stderr(logging.INFO)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -47,6 +48,6 @@ def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: Wor
     from evernear.triggers.slack.health import is_well
 
     if not is_well(settings_of(None, config, overrides, workdir)):
-        print("The bot does not run, or hangs; its log tells more.", file=sys.stderr)
+        print_line("The bot does not run, or hangs; its log tells more.", sys.stderr)
         raise typer.Exit(1)
-    print("Ready.")
+    print_line("Ready.")

@@ -12,6 +12,7 @@ from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
 from evernear.embedding.history import HISTORY_FILE, Epoch, TrainingResult
 from evernear.errors import TrainingError
+from evernear.output import print_line
 from evernear.settings import TrainSettings
 from evernear.store import Store
 from evernear.threads import environment_of_each
@@ -74,7 +75,7 @@ def _report(line: str, on_epoch: Callable[[Epoch], None] | None) -> None:
     try:
         point = Epoch.model_validate_json(line)
     except ValidationError:
-        print(line, end="", flush=True)
+        print_line(line.removesuffix("\n"))
         return
     if on_epoch is not None:
         on_epoch(point)

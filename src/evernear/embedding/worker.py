@@ -11,6 +11,7 @@ from evernear.embedding.history import Epoch
 from evernear.embedding.launch import Job
 from evernear.embedding.train import train
 from evernear.errors import EvernearError
+from evernear.output import print_json
 from evernear.store import open_store
 
 
@@ -30,7 +31,7 @@ def main(job_file: Path) -> None:
 
 
 def _print_epoch(point: Epoch) -> None:
-    print(point.model_dump_json(), flush=True)
+    print_json(point)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from apscheduler.schedulers.background import BackgroundScheduler
 
 from evernear.errors import EvernearError, PortTaken
+from evernear.output import print_line
 from evernear.settings import Settings
 from evernear.triggers.watch.events import Untold, listen
 from evernear.triggers.watch.watcher import Watcher
@@ -150,7 +151,7 @@ class Service:
 
     def _say(self, sentence: str) -> None:
         self._said = sentence
-        print(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {sentence}", flush=True)
+        print_line(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {sentence}")
 
     @contextmanager
     def _health(self) -> Generator[None]:
