@@ -1,4 +1,4 @@
-"""What a busy machine costs a step: ``python benchmarks/contention.py --source mnist:DIRECTORY``.
+"""What a busy machine costs a step: ``python benchmarks/contention.py``.
 
 Each work is a process of its own. It is run alone; beside one spinning process per CPU; the same with four times as
 many threads asked for as there are CPUs; and train beside probe, as the pipeline starts them. *After* is evernear as
@@ -12,7 +12,6 @@ took on average are in the results.
 import argparse
 import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import machine
@@ -39,12 +39,15 @@ from evernear.threads import available_cpus
 
 PAIR = ("train", "probe")
 WORDS = {
-    "train": "train: an epoch",
-    "probe": "probe: an epoch, then as always",
-    "embed": "embed: the train split",
+    "train": "train: 100 steps",
+    "probe": "probe: 100 steps, then as always",
+    "embed": "embed: 20,000 images",
     "search": "search: a flat index of 200,000 vectors, 32 queries at once",
 }
-VECTORS, DIM, QUERIES, BATCHES = 200_000, 128, 32, 20
+STEPS, IMAGES = 100, 20_000
+VECTORS, DIM, QUERIES, BATCHES = 200_000, 128, 32, 10
+LOAD_S = 30.0
+"""For a process to load its libraries on a busy machine, beside the limit of its work."""
 TIMES_THREADS = 4
 CODE = {
     "after": "import evernear; import contention; contention.child()",
@@ -55,10 +58,10 @@ Work = Callable[[], object]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", default="mnist", help="a source of `evernear run`, as mnist or mnist:DIRECTORY")
+    parser.add_argument("--source", default="digits", help="a source of `evernear run`, as digits or mnist:DIRECTORY")
     parser.add_argument("--works", nargs="+", choices=WORDS, default=list(WORDS))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--limit", type=float, default=20.0, help="times the quiet time, then a work is ended")
+    parser.add_argument("--limit", type=float, default=8.0, help="times the quiet time, then a work is ended")
     arguments = parser.parse_args()
 
     here = machine.describe()
@@ -76,61 +79,58 @@ def main() -> None:
     everything = {
         "repeats": arguments.repeats,
         "limit": arguments.limit,
-        "cpus_of_others": round(statistics.median(bench.cpus_of_others), 2),
+        "cpus_of_others": round(median(bench.cpus_of_others), 2),
         **result,
         "seconds": bench.seconds,
+        "cpu_s": bench.cpu_s,
     }
     machine.write("contention", here, without_infinity(everything), table(result, arguments.limit))
 
 
 class Bench:
-    """Runs the works and keeps their seconds, ``seconds["train after busy"]``; infinity for one that was ended."""
+    """Runs the works; keeps seconds and CPU seconds of each run by name, infinity for one that was ended."""
 
     def __init__(self, scratch: Path, limit: float) -> None:
         self._scratch = scratch
         self._limit = limit
         self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.cpu_s: dict[str, list[float]] = defaultdict(list)
         self.cpus_of_others: list[float] = []
 
     def repeat(self, works: Sequence[str]) -> None:
+        threads = str(TIMES_THREADS * available_cpus())
         for name in works:
             for version in CODE:
-                self.seconds[f"{name} {version} quiet"].append(self._run(version, name))
+                self._run(f"{name} {version} quiet", version, name)
             with spinning():
                 for version in CODE:
-                    self.seconds[f"{name} {version} busy"].append(self._run(version, name))
-                threads = str(TIMES_THREADS * available_cpus())
-                self.seconds[f"{name} after busy, more threads"].append(
-                    self._run("after", name, OMP_NUM_THREADS=threads)
-                )
+                    self._run(f"{name} {version} busy", version, name)
+                self._run(f"{name} after busy, more threads", "after", name, OMP_NUM_THREADS=threads)
         if set(PAIR) <= set(works):
             for version in CODE:
-                self.seconds[f"pair {version}"].append(self._run(version, *PAIR))
+                self._run(f"pair {version}", version, *PAIR)
 
     def ratios(self, name: str) -> dict[str, float]:
-        quiet = self._median(f"{name} after quiet")
+        quiet_s = median(self.seconds[f"{name} after quiet"])
         return {
-            "quiet_s": quiet,
-            "passive_to_active_when_quiet": quiet / self._median(f"{name} before quiet"),
-            "before": self._median(f"{name} before busy") / quiet,
-            "after": self._median(f"{name} after busy") / quiet,
-            "after_with_more_threads": self._median(f"{name} after busy, more threads") / quiet,
+            "quiet_s": quiet_s,
+            "before": median(self.seconds[f"{name} before busy"]) / quiet_s,
+            "after": median(self.seconds[f"{name} after busy"]) / quiet_s,
+            "after_with_more_threads": median(self.seconds[f"{name} after busy, more threads"]) / quiet_s,
+            "quiet_before": median(self.seconds[f"{name} before quiet"]) / quiet_s,
+            "cpu_s_before": median(self.cpu_s[f"{name} before busy"]),
+            "cpu_s_after": median(self.cpu_s[f"{name} after busy"]),
         }
 
     def pair_ratios(self) -> dict[str, float]:
-        return {
-            version: self._median(f"pair {version}") / sum(self._median(f"{name} after quiet") for name in PAIR)
-            for version in CODE
-        }
+        alone_s = sum(median(self.seconds[f"{name} after quiet"]) for name in PAIR)
+        return {version: median(self.seconds[f"pair {version}"]) / alone_s for version in CODE}
 
-    def _median(self, key: str) -> float:
-        return statistics.median(self.seconds[key])
-
-    def _run(self, version: str, *names: str, **variables: str) -> float:
-        """Seconds from the first begin to the last end of works side by side, without the time to load libraries."""
+    def _run(self, key: str, version: str, *names: str, **variables: str) -> None:
+        """Works side by side, from the first begin to the last end, without the time to load libraries."""
         environment = {n: v for n, v in os.environ.items() if not n.startswith(("OMP_", "GOMP_", "KMP_", "_EVERNEAR_"))}
         quiet = [self.seconds[f"{name} after quiet"] for name in names]
-        limit_s = self._limit * sum(map(statistics.median, quiet)) if all(quiet) else None
+        limit_s = self._limit * sum(map(median, quiet)) if all(quiet) else None
         before, started_s = own_and_all_cpu_s(), time.monotonic()
         running = [
             subprocess.Popen(
@@ -142,20 +142,23 @@ class Bench:
             )
             for name in names
         ]
+        taken_s = cpu_s = math.inf
         try:
-            spans = [process.communicate(timeout=limit_s and limit_s + 60)[0].split() for process in running]
+            said = [process.communicate(timeout=limit_s and limit_s + LOAD_S)[0].split() for process in running]
+            begins, ends, cpus = zip(*(map(float, words) for words in said), strict=True)
+            if limit_s is None or max(ends) - min(begins) <= limit_s:
+                taken_s, cpu_s = max(ends) - min(begins), sum(cpus)
         except subprocess.TimeoutExpired:
-            return math.inf
+            pass
         finally:
             for process in running:
                 process.kill()
                 process.wait()
-            after = own_and_all_cpu_s()
-            others_s = (after[1] - before[1]) - (after[0] - before[0])
-            self.cpus_of_others.append(others_s / (time.monotonic() - started_s))
-        begins, ends = zip(*((float(begin), float(end)) for begin, end in spans), strict=True)
-        taken_s = max(ends) - min(begins)
-        return taken_s if limit_s is None or taken_s <= limit_s else math.inf
+        self.seconds[key].append(taken_s)
+        self.cpu_s[key].append(cpu_s)
+        after = own_and_all_cpu_s()
+        others_s = (after[1] - before[1]) - (after[0] - before[0])
+        self.cpus_of_others.append(others_s / (time.monotonic() - started_s))
 
 
 def own_and_all_cpu_s() -> tuple[float, float]:
@@ -180,13 +183,13 @@ def spinning() -> Generator[None]:
 
 
 def child() -> None:
-    """One work, in a process of its own: prints when it began and ended, by a clock that all processes share."""
+    """One work, in a process of its own: prints its begin and end, by a clock that all share, and its CPU seconds."""
     work = {"train": train_work, "probe": probe_work, "embed": embed_work, "search": search_work}[sys.argv[1]]
     with tempfile.TemporaryDirectory() as out:
         run = work(Path(sys.argv[2]), Path(out))
-        begin_s = time.monotonic()
+        begin_s, begin_cpu_s = time.monotonic(), time.process_time()
         run()
-        print(begin_s, time.monotonic())
+        print(begin_s, time.monotonic(), time.process_time() - begin_cpu_s)
 
 
 def train_work(scratch: Path, out: Path) -> Work:
@@ -201,7 +204,8 @@ def probe_work(scratch: Path, _: Path) -> Work:
 
 def embed_work(scratch: Path, out: Path) -> Work:
     dataset = Dataset.open(scratch)
-    return lambda: embed(scratch / "network", dataset, out, ("train",))
+    times = math.ceil(IMAGES / dataset.count("train"))
+    return lambda: [embed(scratch / "network", dataset, out, ("train",)) for _ in range(times)]
 
 
 def search_work(_: Path, __: Path) -> Work:
@@ -223,34 +227,37 @@ def without_infinity(tree: Any) -> Any:
 
 
 def one_epoch() -> Settings:
-    return settings_of("default", "train.epochs=1", "train.min_steps=0", "evaluation.probe_epochs=1")
+    return settings_of("default", "train.epochs=1", f"train.min_steps={STEPS}", "evaluation.probe_epochs=1")
 
 
 def table(result: dict[str, Any], limit: float) -> list[list[str]]:
     heading = [
         "work",
-        "quiet",
+        "alone",
         "beside a spinning process per CPU: before",
         "after",
         f"after, {TIMES_THREADS} threads asked for per CPU",
-        "quiet, after to before",
+        "alone: before",
+        "CPU seconds beside spinning ones: before",
+        "after",
     ]
     rows = [
         [
             WORDS[name],
             f"{found['quiet_s']:.1f} s",
-            times(found["before"], limit),
-            times(found["after"], limit),
-            times(found["after_with_more_threads"], limit),
-            f"{found['passive_to_active_when_quiet']:.2f}",
+            *(times(found[key], limit) for key in ("before", "after", "after_with_more_threads", "quiet_before")),
+            *(seconds(found[key]) for key in ("cpu_s_before", "cpu_s_after")),
         ]
         for name, found in result["works"].items()
     ]
-    pair = result["pair"]
-    if pair:
+    if pair := result["pair"]:
         words = "train beside probe, to the sum of both alone"
-        rows.append([words, "", times(pair["before"], limit), times(pair["after"], limit), "", ""])
+        rows.append([words, "", times(pair["before"], limit), times(pair["after"], limit), "", "", "", ""])
     return [heading, *rows]
+
+
+def seconds(value: float) -> str:
+    return "" if math.isinf(value) else f"{value:.1f} s"
 
 
 def times(ratio: float, limit: float) -> str:
