@@ -10,7 +10,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from evernear.cli import app, pipeline
-from evernear.errors import EvernearError, PipelineServerError, SettingsError
+from evernear.errors import EvernearError, PipelineServerError, SettingsError, UserInterruptError
 from evernear.reporting.notify import remember, tell
 from evernear.settings import PipelineSettings
 from evernear.store import open_store
@@ -177,6 +177,19 @@ def test_a_run_is_stopped(published: KfpServer) -> None:
     assert told("status", started["id"])["state"] == "canceled"
     with pytest.raises(EvernearError, match="was stopped before its end"):
         evernear("run", "--key", "a", "--wait")
+
+
+def test_a_wait_is_interrupted_and_the_run_goes_on(published: KfpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline.time, "sleep", interrupt)
+    with pytest.raises(UserInterruptError, match=r"goes on in Kubeflow Pipelines; `evernear pipeline status [^ ]+`"):
+        evernear("run", "--set", "workdir=wait", "--wait")
+    monkeypatch.undo()
+    (run,) = published.runs
+    assert not run.is_canceling
+    KfpRuns(PipelineSettings(endpoint=published.url)).stop(run.id)
 
 
 def test_a_server_that_restarts_does_not_end_the_wait(published: KfpServer) -> None:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from evernear.cli import cluster, doctor, inspect, journey, pipeline, pod, predict, prep, releases, server, slack, watch
-from evernear.errors import EvernearError, StoreError
+from evernear.errors import EvernearError, StoreError, UserInterruptError
 from evernear.output import printable
 
 OURS = ("evernear", "pipelines", "components")
@@ -45,9 +45,14 @@ app.add_typer(slack.app, name="slack")
 
 
 def main() -> None:
-    """Run the command line; an `EvernearError`, a fault of a file and a missing extra become one sentence each."""
+    """Run the command line; an `EvernearError`, Ctrl-C, a fault of a file and a missing extra become a sentence."""
     try:
         app()
+    except SystemExit as ended:
+        if ended.code == UserInterruptError.exit_code:  # what typer makes of Ctrl-C
+            sentence = "Interrupted. Nothing is half-written; run the command again to continue."
+            _refuse(sentence, UserInterruptError.exit_code)
+        raise
     except EvernearError as error:
         _refuse(str(error), error.exit_code)
     except ModuleNotFoundError as error:

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from evernear.cli.interrupts import interrupt_says
 from evernear.cli.options import ConfigOption, JsonOption, settings_of
 from evernear.cli.tables import print_table
 from evernear.errors import EvernearError, IntegrityError, PipelineServerError, SettingsError, StoreError
@@ -139,7 +140,9 @@ def run(
     arguments = _arguments(runs.parameters(pipeline), parameters)
     started = runs.start(pipeline, arguments, key or _new_key())
     if wait:
-        _follow(runs, started, as_json)
+        goes_on = f"`evernear pipeline status {started.id}` follows it, `evernear pipeline stop {started.id}` ends it"
+        with interrupt_says(f"Interrupted. The run {started.id} goes on in Kubeflow Pipelines; {goes_on}."):
+            _follow(runs, started, as_json)
     elif as_json:
         print_json(started)
     else:

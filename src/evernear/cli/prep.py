@@ -1,5 +1,6 @@
 """``evernear prep``: the preprocessing server in front of TorchServe."""
 
+from evernear.cli.interrupts import interrupt_says
 from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, settings_of
 from evernear.errors import ServingError
 from evernear.output import print_line
@@ -14,4 +15,5 @@ def prep(config: ConfigOption = None, overrides: SetOption = None, workdir: Work
         raise ServingError(f"{error.name} is not installed; run `pip install evernear[prep]`.") from None
 
     print_line(f"Images are taken at http://{settings.prep.host}:{settings.prep.port}/predict; see /docs there.")
-    serve(settings)
+    with interrupt_says("Interrupted. Requests in flight were answered; `evernear prep` starts the server again."):
+        serve(settings)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from evernear.cli.interrupts import interrupt_says
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, settings_of
 from evernear.output import print_json, print_line
 
@@ -40,9 +41,12 @@ def serve(
 
     settings = settings_of(None, config, overrides, workdir)
     home = home_of(settings.workdir)
-    if foreground and not is_running(home):  # one that runs outlives a command that fails
+    was_running = is_running(home)
+    if foreground and not was_running:  # one that runs outlives a command that fails
         adopt(home)
-    version = serve(settings)
+    left = "The TorchServe that was running goes on" if was_running else "No process is left"
+    with interrupt_says(f"Interrupted. {left}; `evernear serve` continues."):
+        version = serve(settings)
     place = f"http://{settings.serving.host}:{settings.serving.inference_port}"
     print_line(
         f"Release {version} answers at {place}/predictions/{settings.serving.model_name}; `evernear stop` ends it."

@@ -1,12 +1,12 @@
 """``evernear slack``: the bot that starts runs when a person in Slack says so."""
 
 import logging
-import signal
 import sys
 import threading
 
 import typer
 
+from evernear.cli.interrupts import stop_on_signals
 from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, settings_of
 from evernear.errors import SlackError
 from evernear.output import log_to_stderr, print_line
@@ -37,9 +37,9 @@ def slack(
 
     log_to_stderr(logging.INFO)
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    serve(settings, KfpRuns(settings.pipeline), stop)
+    remains = "Interrupted. Each request that Slack delivered is stored; the next `evernear slack` continues with them."
+    with stop_on_signals(stop, remains):
+        serve(settings, KfpRuns(settings.pipeline), stop)
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import signal
 import tempfile
 import threading
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from evernear.cli.interrupts import stop_on_signals
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, SourceOption, WorkdirOption, settings_of
 from evernear.errors import PipelineServerError
 from evernear.output import log_to_stderr, print_json, print_line
@@ -35,14 +35,19 @@ def run(
 ) -> None:
     """Watch until SIGTERM or Ctrl-C: on the schedule, and soon after a bucket at MinIO tells of a change."""
     from evernear.store import open_store
-    from evernear.triggers.watch.service import Service, run_until_told
+    from evernear.triggers.watch.service import Service
     from evernear.triggers.watch.watcher import Watcher
 
     settings = settings_of(None, config, overrides, workdir, source)
     log_to_stderr(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="evernear-watch-") as cache:
         watcher = Watcher(settings, open_store(settings.store_uri), _runs(settings), Path(cache))
-        run_until_told(Service(watcher, settings))
+        service = Service(watcher, settings)
+        remains = (
+            "Interrupted after the last look. No process is left; `evernear watch run` continues with the next one."
+        )
+        with stop_on_signals(service.stopping, remains):
+            service.run()
 
 
 @app.command()
@@ -111,9 +116,9 @@ def ship(config: ConfigOption = None, overrides: SetOption = None, workdir: Work
     settings = settings_of(None, config, overrides, workdir)
     log_to_stderr(logging.WARNING)
     ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
-    ship_until(ended, logged_queries(home_of(settings.workdir)), open_store(settings.store_uri))
+    remains = "Interrupted. Queries that are not in the store yet stay here; `evernear watch ship` continues with them."
+    with stop_on_signals(ended, remains):
+        ship_until(ended, logged_queries(home_of(settings.workdir)), open_store(settings.store_uri))
 
 
 def _switch(config: Path | None, overrides: list[str] | None, workdir: Path | None) -> "Switch":

@@ -61,7 +61,13 @@ def launch(
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         worker = [f"--nproc-per-node={settings.processes}", "-m", "evernear.embedding.worker", str(job_file)]
         environment = environment_of_each(settings.processes)
-        with subprocess.Popen([*torchrun, *worker], env=environment, stdout=subprocess.PIPE, text=True) as running:
+        with subprocess.Popen(
+            [*torchrun, *worker],
+            env=environment,
+            stdin=subprocess.PIPE,  # closed when this process ends: the workers read it, and end then
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as running:
             assert running.stdout is not None  # noqa: S101 - as asked for with PIPE
             for line in running.stdout:
                 _report(line, on_epoch)

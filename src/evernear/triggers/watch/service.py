@@ -7,7 +7,6 @@ after half a minute at first and then ever later.
 
 import json
 import logging
-import signal
 import threading
 import time
 from collections.abc import Generator
@@ -185,14 +184,3 @@ class Service:
         finally:
             server.shutdown()
             server.server_close()
-
-
-def run_until_told(service: Service) -> None:
-    """`Service.run`, ended by SIGTERM or Ctrl-C.
-
-    Raises:
-        PortTaken: as `Service.run`.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: service.stopping.set())
-    service.run()
