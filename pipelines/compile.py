@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from evernear.kubeflow import GOLDEN, MODULES
+from evernear.output import print_line
 from evernear.store import write_atomically
 
 
@@ -45,7 +46,7 @@ def _check() -> int:
     with tempfile.TemporaryDirectory() as directory:
         stale = [p.name for p in compile_all(Path(directory)) if p.read_bytes() != _golden(p.name)]
     if stale:
-        print(f"Golden files are stale: {', '.join(stale)}; run `make golden` and commit them.", file=sys.stderr)
+        print_line(f"Golden files are stale: {', '.join(stale)}; run `make golden` and commit them.", sys.stderr)
     return 1 if stale else 0
 
 

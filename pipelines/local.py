@@ -17,6 +17,7 @@ from pathlib import Path
 from kfp import components, local
 
 from evernear.kubeflow import GOLDEN
+from evernear.output import print_line
 
 
 def main() -> int:
@@ -37,7 +38,7 @@ def main() -> int:
     try:
         pipeline(**order["arguments"])
     except RuntimeError as error:  # kfp's word for "a task failed"; the step has said why
-        print(error, file=sys.stderr)
+        print_line(str(error), sys.stderr)
         return 1
     return 0
 

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 
+import environment  # noqa: F401 - first, since libraries and `evernear` read the environment when they are loaded
 import pytest
 from minio import Minio
 from moto.server import ThreadedMotoServer

@@ -2,4 +2,8 @@
 
 from importlib.metadata import version
 
+from evernear import threads
+
+threads.configure()  # before a numerical library is loaded
+
 __version__ = version("evernear")

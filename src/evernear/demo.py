@@ -1,19 +1,19 @@
 """The whole journey on one laptop, told as it happens: what ``make demo`` runs."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from evernear.data.shards import Dataset
 from evernear.deployment.local import stop
 from evernear.local_run import RunResult, run
+from evernear.output import printable
 from evernear.progress import Event
 from evernear.serving.client import Client
 from evernear.settings import Settings
@@ -23,7 +23,8 @@ SHOWN_NEIGHBORS = 3
 
 def demo(settings: Settings, console: Console, show: Callable[[Event], None], *, keep: bool) -> None:
     """Run the pipeline, deploy the release on a real TorchServe, and recognise images it never saw."""
-    console.print(f"[bold]1. The pipeline[/], each step its own process, on [cyan]{escape(settings.data.source)}[/]")
+    source = (printable(settings.data.source), "cyan")
+    console.print(Text.assemble(("1. The pipeline", "bold"), ", each step its own process, on ", source))
     try:
         result = run(settings, show)
         _tell_verdict(result, console)
@@ -36,9 +37,10 @@ def demo(settings: Settings, console: Console, show: Callable[[Event], None], *,
 
 
 def _tell_verdict(result: RunResult, console: Console) -> None:
-    console.print(f"\n[bold]2. The verdict[/]: {result.state}" + (f", release {result.release}" * result.promoted))
+    what = f": {result.state}" + f", release {result.release}" * result.promoted
+    console.print(Text.assemble(("\n2. The verdict", "bold"), printable(what)))
     for reason in result.reasons:
-        console.print(f"  - {reason}", highlight=False, markup=False, soft_wrap=True)
+        console.print(Text(printable(f"  - {reason}")), soft_wrap=True)
 
 
 def _recognise(settings: Settings, result: RunResult, console: Console) -> None:
@@ -51,9 +53,8 @@ def _recognise(settings: Settings, result: RunResult, console: Console) -> None:
         near = " ".join(f"{n['label']}:{n['dist']:.2f}" for n in answer["neighbors"][:SHOWN_NEIGHBORS])
         shown = f"{answer['pred']} (unknown)" if answer["unknown"] else answer["pred"]
         colour = "green" if answer["pred"] == label else "red"
-        table.add_row(
-            escape(path.name), escape(label), f"[{colour}]{escape(shown)}[/]", f"{answer['dist']:.3f}", escape(near)
-        )
+        cells = (path.name, ""), (label, ""), (shown, colour), (f"{answer['dist']:.3f}", ""), (near, "")
+        table.add_row(*(Text(printable(text), style) for text, style in cells))
     console.print(table)
 
 
@@ -66,7 +67,7 @@ def unseen_images(dataset: Dataset, directory: Path) -> Iterator[tuple[str, Path
             label = int(block.labels[row])
             if label in wanted:
                 wanted.remove(label)
-                path = directory / f"{dataset.labels[label]}-{bytes(block.digests[row]).hex()[:8]}.png"
+                path = directory / f"{printable(dataset.labels[label])}-{bytes(block.digests[row]).hex()[:8]}.png"
                 Image.fromarray(np.squeeze(block.images[row])).save(path)
                 yield dataset.labels[label], path
         if not wanted:
@@ -78,7 +79,10 @@ def _tell_places(settings: Settings, result: RunResult, console: Console, *, kee
     console.print(
         f"\n[bold]4. What it took[/]: {result.wall_s:.1f} s for the pipeline, {own_s:.1f} s of it its steps' own work"
     )
-    tell = partial(console.print, highlight=False, markup=False, soft_wrap=True)  # to be copied as it is
+
+    def tell(line: str) -> None:  # to be copied as it is
+        console.print(Text(printable(line)), soft_wrap=True)
+
     tell(f"   artifacts and log  {Path(result.paths['log']).parent}")
     tell(f"   releases           {settings.store_uri}/releases")
     command = "evernear" if settings.workdir == Settings().workdir else f"EVERNEAR_WORKDIR={settings.workdir} evernear"

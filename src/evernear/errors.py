@@ -18,7 +18,8 @@
     ├── Busy                 10    another run holds the working directory, or another deployment the Lease
     ├── ClusterError         12    Kubernetes cannot be reached, refused, or the rollout did not come up
     ├── PipelineServerError  13    Kubeflow Pipelines cannot be reached or refused
-    └── SlackError           14    Slack cannot be reached or refused
+    ├── SlackError           14    Slack cannot be reached or refused
+    └── UserInterruptError  130    Ctrl-C, as of a shell: 128 + SIGINT
 """
 
 
@@ -116,3 +117,9 @@ class SlackError(EvernearError):
     """Slack cannot be reached or refused."""
 
     exit_code = 14
+
+
+class UserInterruptError(EvernearError):
+    """Ctrl-C ended the command; the sentence says what was stopped, what remains and how to continue."""
+
+    exit_code = 130

@@ -8,22 +8,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
+import psutil
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict
 
-from evernear.errors import Busy, EvernearError, SettingsError, StoreError
+from evernear.errors import Busy, EvernearError, SettingsError, StoreError, UserInterruptError
 from evernear.progress import EVENTS_VARIABLE, Event, read_events
 from evernear.release.registry import whoami
 from evernear.reporting.notify import Outcome
 from evernear.settings import RunSettings, Settings
 
 POLL_S = 0.1
+CLEAN_UP_S = 10.0
+"""What interrupted steps get for cleaning up; then they are killed."""
 ROOM_FOR_EVENTS_BYTES = 64 * 1024
 Pipeline = Literal["continuous_training", "reindex"]
 
@@ -57,6 +60,7 @@ def run(settings: Settings, show: Callable[[Event], None], pipeline: Pipeline = 
     Raises:
         Busy: another run holds the working directory.
         RunFailed: a step failed.
+        UserInterruptError: Ctrl-C; what the run made so far is kept for the next one.
     """
     with _sole_run(settings.workdir):
         started_s = time.monotonic()
@@ -89,27 +93,47 @@ def _sole_run(workdir: Path) -> Generator[None]:
 def _follow(
     settings: Settings, pipeline: Pipeline, directory: Path, show: Callable[[Event], None]
 ) -> tuple[list[Event], dict[str, float]]:
-    """Run the pipeline's process to its end; returns the failed events and each step's own work in seconds."""
+    """Run the pipeline's process to its end; returns the failed events and each step's own work in seconds.
+
+    Raises:
+        UserInterruptError: Ctrl-C; no process is left then.
+    """
     events_path = directory / "events.jsonl"
     failures: list[Event] = []
     steps_s: dict[str, float] = {}
     offset = 0
-    with _pipeline_process(settings, pipeline, directory, events_path) as process:
-        while True:
-            ended = process.poll() is not None  # before the read, so that the last events are read too
-            events, offset = read_events(events_path, offset)
-            for event in events:
-                show(event)
-                if event.kind in ("finished", "failed"):
-                    steps_s[event.step] = event.own_work_s
-                if event.kind == "failed":
-                    failures.append(event)
-            if ended:
-                break
-            time.sleep(POLL_S)
+    try:
+        with _pipeline_process(settings, pipeline, directory, events_path) as process:
+            while True:
+                ended = process.poll() is not None  # before the read, so that the last events are read too
+                events, offset = read_events(events_path, offset)
+                for event in events:
+                    show(event)
+                    if event.kind in ("finished", "failed"):
+                        steps_s[event.step] = event.own_work_s
+                    if event.kind == "failed":
+                        failures.append(event)
+                if ended:
+                    break
+                time.sleep(POLL_S)
+    except KeyboardInterrupt:
+        raise UserInterruptError(_interrupted(read_events(events_path)[0])) from None
     if process.returncode != 0 and not failures:
         failures.append(_silent_failure(directory))
     return failures, steps_s
+
+
+def _interrupted(events: Sequence[Event]) -> str:
+    """What to say of a run that was interrupted after ``events``."""
+    started = [event.step for event in events if event.kind == "started"]
+    finished = [event.step for event in events if event.kind == "finished"]
+    running = " and ".join(step for step in started if step not in finished)
+    where = f"during {running}" if running else "between two steps" if started else "before the first step"
+    serving = "`evernear status` tells what serves" if "deploy" in started else "what serves is unchanged"
+    return (
+        f"Interrupted {where}: no process of the run is left, {serving}. Ingested images and finished epochs are kept; "
+        "the same command continues from there."
+    )
 
 
 def _silent_failure(directory: Path) -> Event:
@@ -148,15 +172,43 @@ def _pipeline_process(
             process.stdin.write(json.dumps(order) + "\n")
             process.stdin.flush()
             yield process
+        except KeyboardInterrupt:
+            _interrupt(process)
+            raise
         finally:
             _end(process)
 
 
+def _interrupt(process: "subprocess.Popen[str]") -> None:
+    """Let the steps clean up: a deployment takes back what it began, temporary files go."""
+    steps = _descendants(process)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGINT)
+    _, left = psutil.wait_procs(steps, timeout=CLEAN_UP_S)
+    _kill(left)
+
+
 def _end(process: "subprocess.Popen[str]") -> None:
     """Leave no step behind, whether the run ended or was interrupted."""
+    steps = _descendants(process)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    _kill(steps)
     process.wait()
+
+
+def _descendants(process: "subprocess.Popen[str]") -> list[psutil.Process]:
+    """The steps and their children, also those that torchrun puts into sessions of their own."""
+    try:
+        return psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def pipeline_arguments(settings: Settings) -> dict[str, object]:

@@ -21,6 +21,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from evernear.errors import EvernearError, StoreError
+from evernear.output import print_line, printable
 from evernear.run_record import RunRecord, StepRecord
 from evernear.store import open_store
 
@@ -58,6 +59,7 @@ class Step:
 
     def emit(self, kind: Literal["started", "progress", "finished", "failed"], message: str, code: int = 0) -> None:
         """Append one event to the run's event file, to the step's log and, but for progress, to the run's record."""
+        message = printable(message)
         event = Event(
             at=datetime.now(UTC),
             step=self.name,
@@ -66,7 +68,7 @@ class Step:
             own_work_s=time.monotonic() - self._started_s,
             exit_code=code,
         )
-        print(f"[{self.name}] {kind}: {message}", flush=True)
+        print_line(f"[{self.name}] {kind}: {message}")
         if path := os.environ.get(EVENTS_VARIABLE):
             with suppress(OSError), Path(path).open("a") as file:  # a full disk: the step's own sentence matters more
                 file.write(event.model_dump_json() + "\n")
@@ -86,7 +88,7 @@ def step(name: str, run: str, store_uri: str) -> Generator[Step]:
         yield running
     except EvernearError as error:
         running.emit("failed", str(error), error.exit_code)
-        print(f"evernear: {error}", file=sys.stderr)
+        print_line(f"evernear: {error}", sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

@@ -21,6 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from evernear.errors import SettingsError
 
 ENV_PREFIX = "EVERNEAR_"
+TESTS_PREFIX = "EVERNEAR_TEST_"
+"""Variables that opt in to tests, which reach every process that a test starts."""
 TOKEN_VARIABLE = "EVERNEAR_TOKEN"  # noqa: S105 - a name, no token
 TOKEN_FILE_VARIABLE = "EVERNEAR_TOKEN_FILE"  # noqa: S105
 Model = TypeVar("Model", bound=BaseModel)
@@ -64,7 +66,7 @@ class DataSettings(Section):
         le=89_478_485,
         description="Larger images are refused (decompression bombs).",
     )
-    decode_threads: int = Field(default=0, ge=0, description="Threads that decode images; 0: one per core.")
+    decode_threads: int = Field(default=0, ge=0, description="Threads that decode images; 0: one per available CPU.")
 
     @field_validator("source")
     @classmethod
@@ -547,7 +549,9 @@ def _from_environment(environment: Mapping[str, str]) -> list[tuple[str, str]]:
     return [
         (name.removeprefix(ENV_PREFIX).lower().replace("__", "."), value)
         for name, value in sorted(environment.items())
-        if name.startswith(ENV_PREFIX) and name not in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE)
+        if name.startswith(ENV_PREFIX)
+        and not name.startswith(TESTS_PREFIX)
+        and name not in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE)
     ]
 
 

@@ -37,7 +37,7 @@ def image(packed: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 def evernear(*words: object, store: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from evernear.cli import main; main()", *map(str, words)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "EVERNEAR_STORE": store or "file:///nowhere/at/all"}
+    environment = os.environ | {"EVERNEAR_STORE": store or "file:///nowhere/at/all"}
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd)
 
 

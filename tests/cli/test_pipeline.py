@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from evernear.cli import app, pipeline
-from evernear.errors import EvernearError, PipelineServerError, SettingsError
+from evernear.errors import EvernearError, PipelineServerError, SettingsError, UserInterruptError
 from evernear.kubeflow import GOLDEN, NAMES, connection
 from evernear.kubeflow.client import KfpRuns
 from evernear.reporting.notify import finalize
@@ -215,6 +215,19 @@ def test_a_stopped_run_says_by_whom_although_kfp_calls_it_failed(
     looked = told("status", started["id"])
     assert (looked["state"], looked["outcome"]["state"]) == ("failed", "stopped")
     assert "stopped by GitHub Actions (push of commit 5b67dc9f1c0b by ada" in evernear("status", started["id"])
+
+
+def test_a_wait_is_interrupted_and_the_run_goes_on(published: KfpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline.time, "sleep", interrupt)
+    with pytest.raises(UserInterruptError, match=r"goes on in Kubeflow Pipelines; `evernear pipeline status [^ ]+`"):
+        evernear("run", "--set", "task_cpu=wait", "--wait")
+    monkeypatch.undo()
+    (run,) = published.runs
+    assert not run.is_canceling
+    KfpRuns(PipelineSettings(endpoint=published.url)).stop(run.id)
 
 
 def test_a_server_that_restarts_does_not_end_the_wait(published: KfpServer) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from environment import of_the_shell
 from loopback.kubernetes import ImageMissing, LoopbackCluster
 from minio import Minio
 
@@ -53,11 +54,12 @@ def loopback_site(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def real_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """Never run where this was written, which has no cluster; the nightly workflow runs it on kind."""
-    if os.environ.get(IMAGE) and not os.environ.get(KUBECONFIG):
+    image, kubeconfig = os.environ.get(IMAGE), of_the_shell(KUBECONFIG).get(KUBECONFIG)
+    if image and not kubeconfig:
         pytest.fail(f"{IMAGE} is set, {KUBECONFIG} is not; a default kubeconfig is not taken for granted")
-    if not os.environ.get(KUBECONFIG) or not os.environ.get(IMAGE):
+    if not image or not kubeconfig:
         pytest.skip(f"needs {KUBECONFIG} and {IMAGE}")
-    with administrator(Path(os.environ[KUBECONFIG])) as admin, namespace_of_our_own(admin) as namespace:
+    with administrator(Path(kubeconfig)) as admin, namespace_of_our_own(admin) as namespace:
         install_deployer(admin, namespace)
         environment = install_store(admin, namespace)
         install_store_secret(admin, namespace, environment)
@@ -70,4 +72,4 @@ def real_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]
         pace = Pace(rollout_timeout_s=300, patience_s=30, settle_s=60)
         # 9000 is where MinIO listens, the other one where the node sends it on.
         ports = (9000, endpoint.port or 443)
-        yield Site(namespace, os.environ[IMAGE], "s3://evernear/store", ports, admin, pace)
+        yield Site(namespace, image, "s3://evernear/store", ports, admin, pace)

@@ -139,10 +139,13 @@ def test_a_report_survives_names_of_any_kind(tree, take) -> None:
     (tree / "a|b" / "x\ny.png").write_text("words")
     (tree / "a|b" / "\x1b[31m.png").write_text("words")
     (tree / "2").rename(tree / "<b>")
+    (tree / "1").rename(tree / "![x](evil.example) *_`")
     report = check(take(tree))
     table = [line for line in report.markdown().splitlines() if line.startswith("| ")]
     assert {line.replace("\\|", "").count("|") for line in table} <= {4, 6}
     with pytest.raises(ValidationFailed, match=r"mend or remove a\|b/\\x1b\[31m\.png, a\|b/x\\ny\.png\."):
         require_valid(report)
     assert "| <b>" not in report.markdown()
+    assert r"| \!\[x\](evil.example) \*\_\` |" in report.markdown()
+    assert all(line.isprintable() for line in report.markdown().splitlines())
     assert Report.model_validate_json(report.model_dump_json()) == report

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -19,22 +20,35 @@ from evernear.settings import Settings
 from evernear.store import open_store
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+def start(settings: Settings, *words: str) -> subprocess.Popen[str]:
+    """`evernear serve` with ``words``, in a process of its own."""
+    ports = {
+        f"EVERNEAR_SERVING__{name.upper()}": str(value)
+        for name, value in settings.serving.model_dump().items()
+        if name.endswith("_port")
+    }
+    command = [Path(sys.executable).with_name("evernear"), "serve", *words, "--workdir", settings.workdir]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=os.environ | ports, text=True, **pipes)
+
+
+@pytest.mark.parametrize(
+    ("end", "exit_code"),
+    [
+        (signal.SIGTERM, 0),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
 def test_a_server_in_the_foreground_ends_with_its_command(
-    make_release: MakeRelease, tmp_path: Path, end: signal.Signals
+    make_release: MakeRelease, tmp_path: Path, end: signal.Signals, exit_code: int
 ) -> None:
     release = make_release()
     settings = Settings(workdir=tmp_path, serving=settings_on_free_ports())
     registry = Registry(open_store(settings.store_uri))
     registry.publish(release.archive)
     registry.set_champion(release.version, None)
-    ports = {
-        f"EVERNEAR_SERVING__{name.upper()}": str(value)
-        for name, value in settings.serving.model_dump().items()
-        if name.endswith("_port")
-    }
-    command = [Path(sys.executable).with_name("evernear"), "serve", "--foreground", "--workdir", tmp_path]
-    server = subprocess.Popen(command, env=os.environ | ports, stdout=subprocess.PIPE, text=True)
+    server = start(settings, "--foreground")
     home = home_of(tmp_path)
     try:
         assert server.stdout is not None
@@ -43,11 +57,34 @@ def test_a_server_in_the_foreground_ends_with_its_command(
         assert Client.of(settings).predict(image).pred == query.pred
         assert torchserve.processes(home)
         server.send_signal(end)
-        server.communicate(timeout=60)
-        assert server.returncode == (0 if end == signal.SIGTERM else -signal.SIGKILL)
+        _, told = server.communicate(timeout=60)
+        assert server.returncode == exit_code
+        assert ("Interrupted. TorchServe answered the requests in flight" in told) is (end == signal.SIGINT)
+        assert "Traceback" not in told
         _, left = psutil.wait_procs(torchserve.processes(home), timeout=30)
         assert left == []
     finally:
         server.kill()
         server.communicate()
         torchserve.stop(home)
+
+
+@pytest.mark.slow
+def test_an_interrupted_start_leaves_nothing(make_release: MakeRelease, tmp_path: Path) -> None:
+    release = make_release()
+    settings = Settings(workdir=tmp_path, serving=settings_on_free_ports())
+    registry = Registry(open_store(settings.store_uri))
+    registry.publish(release.archive)
+    registry.set_champion(release.version, None)
+    home = home_of(tmp_path)
+    with start(settings) as server:
+        while not torchserve.processes(home):
+            assert server.poll() is None
+            time.sleep(0.05)
+        server.send_signal(signal.SIGINT)
+        _, told = server.communicate(timeout=60)
+    assert (server.returncode, told) == (
+        130,
+        "evernear: Interrupted. No process is left; `evernear serve` continues.\n",
+    )
+    assert torchserve.processes(home) == []

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from evernear import threads
 from evernear.data.shards import Dataset
 from evernear.embedding.checkpoint import checkpoint_key
 from evernear.embedding.history import Epoch, TrainingResult
@@ -321,3 +322,17 @@ def test_a_failing_process_says_why(digits: Dataset, tiny: TrainSettings, tmp_pa
     settings = tiny.model_copy(update={"processes": 2, "learning_rate": 1e38, "optimizer": "sgd", "device": "cpu"})
     with pytest.raises(TrainingError, match="not a finite number"):
         train(digits, settings, tmp_path)
+
+
+@pytest.mark.slow
+def test_processes_divide_the_cpus(
+    digits: Dataset, tiny: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(threads, "available_cpus", lambda: 6)
+    monkeypatch.setenv(threads.THREADS, "6")
+    monkeypatch.setenv(threads.CHOSEN_THREADS, "6")
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "TRUE")
+    train(digits, tiny.model_copy(update={"processes": 2, "epochs": 1, "device": "cpu"}), tmp_path)
+    said = capfd.readouterr().err
+    assert "OMP_NUM_THREADS = '3'" in said
+    assert "OMP_NUM_THREADS = '6'" not in said

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from dockerfile import ROOT, Stage, line_of
+from environment import of_the_shell
 from releases import MakeRelease, settings_on_free_ports
 
 from evernear.release.registry import Registry
@@ -32,7 +33,7 @@ SERVE, TRAIN, TRIGGERS = (
     {"torch-model-archiver", "scikit-learn"},
     {"slack-bolt", "apscheduler"},
 )
-
+WAY_TO_THE_INDEX = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "ssl_cert_file", "ssl_cert_dir")
 
 EVERY_MODULE = """
 import importlib, pkgutil, sys
@@ -101,7 +102,7 @@ class Image:
                         shutil.copy(source, here / target)
             elif word == "RUN":
                 command = text.replace("/opt/", f"{self._opt}/")
-                environment = os.environ | variables | {"PATH": self._path}
+                environment = os.environ | of_the_shell(*WAY_TO_THE_INDEX) | variables | {"PATH": self._path}
                 done = subprocess.run(
                     ["/bin/sh", "-c", command], cwd=here, env=environment, capture_output=True, text=True
                 )

@@ -47,11 +47,19 @@ def test_a_card_is_small_self_contained_and_begins_with_the_reasons(
 def test_a_class_may_have_any_name(system: System, recogniser: Recogniser, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two dollars would be a formula to matplotlib, and what cannot be read as one an error after hours of training."""
     evaluation = evaluate(recogniser, recogniser, system.dataset, OpenSet(held_out=()), EvaluationSettings())
-    matrix = (["$1_$2", "a<b&c"], [[3, 1], [0, 4]])
+    matrix = (
+        ["$1_$2", "a<b&c", "\x1b[31m\x00", "\u202egod\nline"],
+        [[3, 1, 0, 0], [0, 4, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]],
+    )
     monkeypatch.setattr(type(evaluation.candidate), "confusion_matrix", lambda _: matrix)
-    card = verdict_card(decide(evaluation, GateSettings()), evaluation)
+    reason = "<script>alert(1)</script> \x1b[31m \u202egod"
+    verdict = decide(evaluation, GateSettings()).model_copy(update={"reasons": [reason]})
+    card = verdict_card(verdict, evaluation)
     assert "$1_$2" in card
     assert "a&lt;b&amp;c" in card
+    assert card.count(r"\x1b[31m\x00") == card.count(r"\u202egod\nline") == 2, "an axis each"
+    assert r"<li>&lt;script&gt;alert(1)&lt;/script&gt; \x1b[31m \u202egod</li>" in card
+    assert all(line.isprintable() for line in card.splitlines())
     assert confusion_png(evaluation).startswith(b"\x89PNG")
 
 

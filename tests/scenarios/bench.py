@@ -29,7 +29,6 @@ class Bench:
         self.workdir = directory / "work"
         self.environment = {
             **os.environ,
-            "OMP_NUM_THREADS": "1",
             # The runs are short and the test splits small; what the gate holds has tests of its own.
             "EVERNEAR_GATE__ACCURACY_FLOOR": "0.8",
             "EVERNEAR_TRAIN__EPOCHS": "6",

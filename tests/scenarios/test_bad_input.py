@@ -136,3 +136,21 @@ def test_a_bucket_is_a_source_and_a_store(bench: Bench, bucket: str, s3_endpoint
     assert "evernear/releases/champion.json" in keys
     assert not (bench.workdir / "store").exists()
     assert "not-a-secret" not in Path(done["paths"]["log"]).read_text()
+
+
+ODD_NAMES = {"0": "\x1b]0;owned\x07", "1": "[red]one", "2": "\u202eowt", "3": "three\nevernear: fine"}
+
+
+@pytest.mark.slow
+def test_classes_of_any_name_make_a_release(bench: Bench) -> None:
+    images = bench.directory / "images"
+    write_digits(images)
+    for label, name in ODD_NAMES.items():
+        (images / label).rename(images / name)
+    done = bench.command("run", "--preset", "quick")
+    assert done.returncode == 0, done.stderr
+    shown = bench.command("registry", "show", bench.command("registry", "champion").stdout.strip())
+    for text in (done.stdout, done.stderr, shown.stdout):
+        assert all(line.isprintable() for line in text.split("\n")), text
+    for name in (r"\x1b]0;owned\x07", "[red]one", r"\u202eowt", r"three\nevernear: fine"):
+        assert name in shown.stdout

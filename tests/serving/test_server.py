@@ -140,7 +140,7 @@ def test_models_come_from_the_model_store_only(served: Served, address: str) -> 
 def test_workers_use_one_thread_and_see_no_secret(served: Served) -> None:
     worker = next(process for process in torchserve.processes(served.home) if "java" not in process.name())
     environment = worker.environ()
-    assert environment["OMP_NUM_THREADS"] == "1"
+    assert (environment["OMP_NUM_THREADS"], environment["OMP_WAIT_POLICY"]) == ("1", "PASSIVE")
     assert not [name for name in environment if name.startswith(("AWS_", "EVERNEAR_"))]
 
 

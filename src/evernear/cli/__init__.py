@@ -5,10 +5,11 @@ from typing import NoReturn
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from evernear.cli import cluster, doctor, inspect, journey, pipeline, pod, predict, prep, releases, server, slack, watch
-from evernear.errors import EvernearError, StoreError
+from evernear.errors import EvernearError, StoreError, UserInterruptError
+from evernear.output import printable
 
 OURS = ("evernear", "pipelines", "components")
 EXTRAS = "train,serve,prep,pipeline,triggers"  # each command needs some of them
@@ -44,9 +45,14 @@ app.add_typer(slack.app, name="slack")
 
 
 def main() -> None:
-    """Run the command line; an `EvernearError`, a fault of a file and a missing extra become one sentence each."""
+    """Run the command line; an `EvernearError`, Ctrl-C, a fault of a file and a missing extra become a sentence."""
     try:
         app()
+    except SystemExit as ended:
+        if ended.code == UserInterruptError.exit_code:  # what typer makes of Ctrl-C
+            sentence = "Interrupted. Nothing is half-written; run the command again to continue."
+            _refuse(sentence, UserInterruptError.exit_code)
+        raise
     except EvernearError as error:
         _refuse(str(error), error.exit_code)
     except ModuleNotFoundError as error:
@@ -61,5 +67,5 @@ def main() -> None:
 
 
 def _refuse(sentence: str, exit_code: int) -> NoReturn:
-    Console(stderr=True).print(f"[bold red]evernear:[/] {escape(sentence)}", highlight=False, soft_wrap=True)
+    Console(stderr=True).print(Text.assemble(("evernear:", "bold red"), " ", printable(sentence)), soft_wrap=True)
     sys.exit(exit_code)

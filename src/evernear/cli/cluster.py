@@ -1,6 +1,7 @@
 """``evernear deployment``: what a deployment to Kubernetes applies."""
 
 import json
+import sys
 from typing import Annotated
 
 import typer
@@ -33,4 +34,4 @@ def render(
 
     objects = cluster().render(release, settings_of(None, config, overrides, workdir))
     unshared = json.loads(json.dumps(objects))  # else YAML writes what occurs twice as an alias
-    print(yaml.safe_dump_all(unshared, sort_keys=False, width=120), end="")
+    sys.stdout.write(yaml.safe_dump_all(unshared, sort_keys=False, width=120))  # which escapes what is not ASCII

@@ -1,11 +1,11 @@
 """``evernear doctor``: whether what evernear depends on is there and lets it do its work."""
 
-import json
 from typing import Annotated, cast
 
 import typer
 
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, settings_of
+from evernear.output import print_json, print_line
 
 
 def doctor(
@@ -30,8 +30,8 @@ def doctor(
     for found in examine(settings, cast("list[Part]", parts) or configured(settings)):
         ill = ill or not found.well
         if as_json:
-            print(json.dumps(found.model_dump()), flush=True)
+            print_json(found)
         else:
-            print(f"{'ok ' if found.well else 'ILL'} {found.part:<10} {found.message}", flush=True)
+            print_line(f"{'ok ' if found.well else 'ILL'} {found.part:<10} {found.message}")
     if ill:
         raise typer.Exit(1)

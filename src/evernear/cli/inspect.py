@@ -1,6 +1,5 @@
 """``evernear inspect``: what a release takes and gives, and what it answers, from its archive alone."""
 
-import json
 import shutil
 import sys
 import tempfile
@@ -14,6 +13,7 @@ import typer
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption
 from evernear.cli.releases import StoreOption, registry_of
 from evernear.errors import DataError, IntegrityError, PredictionRefused
+from evernear.output import print_json, print_line, printable
 
 if TYPE_CHECKING:
     from evernear.release.describe import Description, Signature
@@ -43,7 +43,7 @@ def show(
     with _archive(release, lambda: registry_of(store, config, overrides, workdir)) as archive:
         described = describe(archive)
     if as_json:
-        print(described.model_dump_json())
+        print_json(described)
     else:
         _show(described)
 
@@ -117,50 +117,52 @@ def _tell(file: Path, answer: "Prediction | Refusal", as_json: bool) -> bool:
     told = answer.model_dump(mode="json")
     refused = "message" in told
     if as_json:
-        print(json.dumps({"image": str(file), **({"error": told["message"]} if refused else told)}))
+        print_json({"image": str(file), **({"error": told["message"]} if refused else told)})
     elif refused:
-        print(f"{file}: {told['message']}")
+        print_line(f"{file}: {told['message']}")
     else:
         near = ", ".join(f"{_safe(n['label'])} at {n['dist']:.3f}" for n in told["neighbors"])
         label = f"unknown (nearest {_safe(told['pred'])})" if told["unknown"] else _safe(told["pred"])
-        print(f"{file}: {label}, distance {told['dist']:.3f}, neighbours {near}, release {told['version']}")
+        print_line(f"{file}: {label}, distance {told['dist']:.3f}, neighbours {near}, release {told['version']}")
     return refused
 
 
 def _show(told: "Description") -> None:
     index, lineage, shape = told.index, told.lineage, told.preprocessing
-    print(f"release {told.version}, {told.archive_size_bytes / 1e6:.1f} MB, sha256 {told.archive_sha256}")
+    print_line(f"release {told.version}, {told.archive_size_bytes / 1e6:.1f} MB, sha256 {told.archive_sha256}")
     _show_signature("POST /predictions/MODEL", told.request)
     _show_signature("network", told.network)
-    print("\npreprocessing")
-    print(f"  {shape.height_px} x {shape.width_px} pixels, {'grey' if shape.channels == 1 else 'RGB'}, ", end="")
-    print(f"{shape.interpolation}; in the network: mean {_numbers(shape.mean)}, std {_numbers(shape.std)}")
-    print("\nindex")
+    _heading("preprocessing")
+    print_line(
+        f"  {shape.height_px} x {shape.width_px} pixels, {'grey' if shape.channels == 1 else 'RGB'}, "
+        f"{shape.interpolation}; in the network: mean {_numbers(shape.mean)}, std {_numbers(shape.std)}"
+    )
+    _heading("index")
     search = f" ({_safe(index.search)})" if index.search else ""
-    print(f"  {_safe(index.factory)}{search}, {index.size:,} vectors of {index.dim}, metric {index.metric}")
-    print(f"  label by {index.label_by} of {index.k}, unknown beyond {index.threshold:.3f}")
-    print(f"\nlabels ({len(told.labels)})")
+    print_line(f"  {_safe(index.factory)}{search}, {index.size:,} vectors of {index.dim}, metric {index.metric}")
+    print_line(f"  label by {index.label_by} of {index.k}, unknown beyond {index.threshold:.3f}")
+    _heading(f"labels ({len(told.labels)})")
     more = f" and {len(told.labels) - SHOWN_LABELS:,} more" if len(told.labels) > SHOWN_LABELS else ""
-    print("  " + " ".join(_safe(label) for label in told.labels[:SHOWN_LABELS]) + more)
-    print("\nlineage")
+    print_line("  " + " ".join(_safe(label) for label in told.labels[:SHOWN_LABELS]) + more)
+    _heading("lineage")
     for name, value in lineage.model_dump(mode="json", exclude={"own_handler"}).items():
-        print(f"  {name.replace('_', ' '):<18} {_safe(str(value or '-'))}")
+        print_line(f"  {name.replace('_', ' '):<18} {_safe(str(value or '-'))}")
     own = "that of this evernear" if lineage.own_handler else "not that of this evernear; TorchServe would run it"
-    print(f"  {'handler':<18} {own}")
-    print(f"\nverdict: {'promote' if told.verdict.promote else 'hold'}")
+    print_line(f"  {'handler':<18} {own}")
+    _heading(f"verdict: {'promote' if told.verdict.promote else 'hold'}")
     for reason in told.verdict.reasons:
-        print(f"  - {_safe(reason, 500)}")
-    print("\nmetrics")
+        print_line(f"  - {_safe(reason, 500)}")
+    _heading("metrics")
     for name, value in sorted(told.metrics.items()):
-        print(f"  {_safe(name):<28} {value:g}")
+        print_line(f"  {_safe(name):<28} {value:g}")
 
 
 def _show_signature(title: str, signature: "Signature") -> None:
-    print(f"\n{title}")
+    _heading(f"{title}")
     for side, values in (("in", signature.inputs), ("out", signature.outputs)):
         for value in values:
             shape = f"({', '.join(map(str, value.shape))}{',' * (len(value.shape) == 1)})"
-            print(f"  {side:<4}{value.name:<16} {value.dtype:<8} {shape:<16} {_safe(value.meaning)}")
+            print_line(f"  {side:<4}{value.name:<16} {value.dtype:<8} {shape:<16} {_safe(value.meaning)}")
 
 
 def _numbers(values: tuple[float, ...]) -> str:
@@ -168,7 +170,10 @@ def _numbers(values: tuple[float, ...]) -> str:
 
 
 def _safe(text: str, limit: int = 100) -> str:
-    """What an archive says, without what would steer the terminal."""
-    from evernear.release.manifest import printable
-
+    """What an archive says, without what would steer the terminal or fill it."""
     return printable(text, limit)
+
+
+def _heading(text: str) -> None:
+    print_line()
+    print_line(text)

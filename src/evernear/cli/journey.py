@@ -16,6 +16,7 @@ from evernear.cli.options import (
     WorkdirOption,
     settings_of,
 )
+from evernear.output import print_json, print_line, printable
 from evernear.settings import Settings
 
 
@@ -77,12 +78,12 @@ class _Progress:
     def __call__(self, event: Any) -> None:
         match event.kind:
             case "started" | "progress":
-                self._status.update(Text.assemble((event.step, "bold"), " ", event.message))
+                self._status.update(Text.assemble((event.step, "bold"), " ", printable(event.message)))
                 if not self._console.is_terminal and event.kind == "progress":
-                    self._console.print(f"  .. {event.step:<10} {event.message}", highlight=False, markup=False)
+                    self._console.print(Text(f"  .. {event.step:<10} {printable(event.message)}"))
             case _:
                 mark, colour = ("ok", "green") if event.kind == "finished" else ("!!", "red")
-                rest = f" {event.step:<10} {event.own_work_s:6.1f} s  {event.message}"
+                rest = f" {event.step:<10} {event.own_work_s:6.1f} s  {printable(event.message)}"
                 # At once: the step at work, shown below, is drawn anew after each print, over a line that goes on.
                 self._console.print(Text.assemble("  ", (mark, colour), rest), soft_wrap=True)
         if event.step == "notify" and event.kind == "finished":
@@ -95,13 +96,15 @@ def _run_and_show(settings: Settings, pipeline: Literal["continuous_training", "
     with _Progress(Console(stderr=True)) as show:
         result = run(settings, show, pipeline)
     if as_json:
-        print(result.model_dump_json())
+        print_json(result)
     else:
         _show_result(result)
 
 
 def _show_result(result: Any) -> None:
-    print(f"{result.state}: " + (f"release {result.release} serves" if result.promoted else "nothing was deployed"))
+    print_line(
+        f"{result.state}: " + (f"release {result.release} serves" if result.promoted else "nothing was deployed")
+    )
     for reason in result.reasons:
-        print(f"  - {reason}")
-    print(f"artifacts and log: {Path(result.paths['log']).parent}")
+        print_line(f"  - {reason}")
+    print_line(f"artifacts and log: {Path(result.paths['log']).parent}")

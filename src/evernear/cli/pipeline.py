@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
+from evernear.cli.interrupts import interrupt_says
 from evernear.cli.options import ConfigOption, JsonOption, PresetOption, settings_of
 from evernear.cli.tables import print_table
 from evernear.errors import EvernearError, IntegrityError, PipelineServerError, SettingsError, StoreError
+from evernear.output import print_json, print_line, printable
 from evernear.settings import PipelineSettings
 
 if TYPE_CHECKING:
@@ -97,7 +100,7 @@ def compile_(
             write_atomically(path, content)
         except OSError as error:
             raise SettingsError(f"{path} cannot be written: {error.strerror}.") from None
-        print(path)
+        print_line(str(path))
 
 
 @app.command()
@@ -125,11 +128,11 @@ def upload(
     publisher = Publisher(settings)
     uploaded = [publisher.upload(content, commit) for content in compiled.values()]
     if as_json:
-        print(json.dumps([one.model_dump() for one in uploaded]))
+        print_json(uploaded)
         return
     for one in uploaded:
         done = "uploaded" if one.new else "already exists, unchanged"
-        print(f"{one.pipeline} {one.version}: {done}.")
+        print_line(f"{one.pipeline} {one.version}: {done}.")
 
 
 @app.command()
@@ -160,11 +163,13 @@ def run(
     store = _open_store(arguments.get("store") or _default_store(runs, pipeline))
     started = runs.start(pipeline, arguments, key or _new_key(), store)
     if wait:
-        _follow(runs, started, as_json)
+        goes_on = f"`evernear pipeline status {started.id}` follows it, `evernear pipeline stop {started.id}` ends it"
+        with interrupt_says(f"Interrupted. The run {started.id} goes on in Kubeflow Pipelines; {goes_on}."):
+            _follow(runs, started, as_json)
     elif as_json:
-        print(started.model_dump_json())
+        print_json(started)
     else:
-        print(f"{_title(started)} is {started.state}. {started.url}".rstrip())
+        print_line(f"{_title(started)} is {started.state}. {started.url}".rstrip())
 
 
 @app.command()
@@ -198,7 +203,10 @@ def schedule(
     publisher = Publisher(settings)
     if cron is None:
         ended = publisher.unschedule(pipeline)
-        print(json.dumps({"ended": ended}) if as_json else f"{pipeline}: {ended or 'no'} schedule ended.")
+        if as_json:
+            print_json({"ended": ended})
+        else:
+            print_line(f"{pipeline}: {ended or 'no'} schedule ended.")
         return
     from evernear.triggers.parameters import caller, combine, from_words
 
@@ -206,7 +214,10 @@ def schedule(
     arguments = from_words(words, publisher.runs.parameters(pipeline))
     started_by = f"the schedule {cron} of {caller()}"
     made = publisher.schedule(pipeline, cron, combine({"started_by": started_by}, arguments))
-    print(made.model_dump_json() if as_json else f"{made.pipeline} runs at {made.cron} (seconds first).")
+    if as_json:
+        print_json(made)
+    else:
+        print_line(f"{made.pipeline} runs at {made.cron} (seconds first).")
 
 
 @app.command()
@@ -232,18 +243,14 @@ def status(
     publisher = Publisher(settings)
     listed, schedules = publisher.runs.list(limit=limit), publisher.schedules()
     if as_json:
-        told = {
-            "runs": [one.model_dump(mode="json") for one in listed],
-            "schedules": [one.model_dump(mode="json") for one in schedules],
-        }
-        print(json.dumps(told))
+        print_json({"runs": listed, "schedules": schedules})
         return
     rows = [
         (one.id, one.pipeline, one.pipeline_version[:12], one.state, _minute(one.created), _span(one)) for one in listed
     ]
     print_table(("run", "pipeline", "version", "state", "started (UTC)", "took"), rows)
     for one in schedules:
-        print(f"{one.pipeline} runs at {one.cron} (seconds first), {one.state}.")
+        print_line(f"{one.pipeline} runs at {one.cron} (seconds first), {one.state}.")
 
 
 @app.command()
@@ -259,7 +266,7 @@ def stop(
     runs = _runs(_settings(config, endpoint, namespace))
     found = runs.show(run_id)
     if found.state.is_final:
-        print(f"Run {run_id} had ended already: {found.state}.")
+        print_line(f"Run {run_id} had ended already: {found.state}.")
         return
     by, record = caller(), _record(found, runs)
     try:
@@ -269,7 +276,7 @@ def stop(
         record = None
     runs.stop(run_id)
     unnamed = "" if record else " The run's store is not writable from here, so its record will not say who stopped it."
-    print(f"Run {run_id} is stopping.{unnamed}")
+    print_line(f"Run {run_id} is stopping.{unnamed}")
 
 
 def _settings(config: Path | None, endpoint: str | None, namespace: str | None) -> PipelineSettings:
@@ -323,7 +330,7 @@ def _follow(runs: "KfpRuns", started: "Run", as_json: bool) -> None:
         EvernearError: the run failed or was stopped.
     """
     console = Console(stderr=True)
-    console.print(f"Run {started.id}  {started.url}", highlight=False, soft_wrap=True)
+    console.print(Text(printable(f"Run {started.id}  {started.url}")), soft_wrap=True)
     told: set[str] = set()
     with console.status("waiting for the first step") as shown:
         while True:
@@ -331,11 +338,11 @@ def _follow(runs: "KfpRuns", started: "Run", as_json: bool) -> None:
             for step in found.steps:
                 if step.state.is_final and step.name not in told:
                     told.add(step.name)
-                    console.print(_line(step), highlight=False, markup=False, soft_wrap=True)
+                    console.print(Text(printable(_line(step))), soft_wrap=True)
             if found.state.is_final:
                 break
             working = [step.name for step in found.steps if not step.state.is_final]
-            shown.update(f"{found.state}: {', '.join(working) or 'waiting for the next step'}")
+            shown.update(Text(printable(f"{found.state}: {', '.join(working) or 'waiting for the next step'}")))
             time.sleep(POLL_S)
     outcome = _outcome(found, runs)
     _tell(found, outcome, as_json, steps=False)
@@ -397,17 +404,17 @@ def _default_store(runs: "KfpRuns", pipeline: str) -> str:
 
 def _tell(run: "Run", outcome: "Outcome | None", as_json: bool, steps: bool = True) -> None:
     if as_json:
-        print(json.dumps({**run.model_dump(mode="json"), "outcome": outcome and outcome.model_dump(mode="json")}))
+        print_json({**run.model_dump(), "outcome": outcome})
         return
-    print(f"{_title(run)}: {run.state}. {run.url}".rstrip())
+    print_line(f"{_title(run)}: {run.state}. {run.url}".rstrip())
     for step in run.steps if steps else ():
-        print(_line(step))
+        print_line(_line(step))
     if outcome is not None:
-        print(outcome.summary())
+        print_line(outcome.summary())
         if command := outcome.next_command():
-            print(f"Next: {command}")
+            print_line(f"Next: {command}")
     elif run.state == "succeeded":
-        print("The outcome is unknown: the run's store is not readable from here, or has no record of this run.")
+        print_line("The outcome is unknown: the run's store is not readable from here, or has no record of this run.")
 
 
 def _title(run: "Run") -> str:

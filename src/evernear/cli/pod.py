@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, settings_of
+from evernear.output import print_line
 
 app = typer.Typer(
     rich_markup_mode="markdown",
@@ -26,7 +27,7 @@ def fetch(
     from evernear.serving import pod
 
     fetched = pod.fetch(release, sha256, settings_of(None, config, overrides, workdir))
-    print(f"Release {fetched.version} is here, sha256 {sha256}.")
+    print_line(f"Release {fetched.version} is here, sha256 {sha256}.")
 
 
 @app.command()
@@ -53,7 +54,7 @@ def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: Wor
     settings = settings_of(None, config, overrides, workdir)
     with pod.client(settings) as client:
         asked = smoke(client, pod.release(settings))
-    print(f"Ready: {asked} stored queries are answered.")
+    print_line(f"Ready: {asked} stored queries are answered.")
 
 
 @app.command()

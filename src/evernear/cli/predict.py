@@ -1,6 +1,5 @@
 """``evernear predict``: ask what serves. Imports neither torch nor FAISS."""
 
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import typer
 
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, settings_of
 from evernear.errors import DataError, EvernearError, PredictionRefused, SettingsError
+from evernear.output import print_json, print_line, printable
 from evernear.settings import Settings
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _print_json(answers: Iterator[Answer]) -> int:
     for file, answer in answers:
         if isinstance(answer, EvernearError):
             exit_code, answer = answer.exit_code, {"error": str(answer)}
-        print(json.dumps({"image": str(file), **answer}), flush=True)
+        print_json({"image": str(file), **answer})
     return exit_code
 
 
@@ -137,8 +137,8 @@ def _print_table(answers: Iterator[Answer], *, alone: bool) -> int:
     """One table of all answers, those before the server's fault too; the exit code."""
     from rich import box
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     exit_code = 0
     table = Table(box=box.SIMPLE_HEAD)
@@ -150,13 +150,12 @@ def _print_table(answers: Iterator[Answer], *, alone: bool) -> int:
                 if alone:
                     raise answer
                 exit_code = answer.exit_code
-                table.add_row(escape(str(file)), f"[red]{escape(str(answer))}[/]")
+                table.add_row(Text(printable(str(file))), Text(printable(str(answer)), "red"))
                 continue
             near = " ".join(f"{n['label']}:{n['dist']:.2f}" for n in answer["neighbors"][:SHOWN_NEIGHBORS])
             label = f"unknown (nearest {answer['pred']})" if answer["unknown"] else answer["pred"]
-            table.add_row(
-                *(escape(text) for text in (str(file), label, f"{answer['dist']:.3f}", near, answer["version"]))
-            )
+            cells = (str(file), label, f"{answer['dist']:.3f}", near, answer["version"])
+            table.add_row(*(Text(printable(text)) for text in cells))
     finally:
         if table.row_count:
             # A file or a pipe has no width: there a row stays one line.
@@ -179,8 +178,8 @@ def _local_metadata(settings: Settings, version: str | None) -> "Metadata":
 
 def _show_metadata(metadata: "Metadata", as_json: bool) -> None:
     if as_json:
-        print(metadata.model_dump_json())
+        print_json(metadata)
         return
     for name, value in metadata.model_dump().items():
         shown = ", ".join(map(str, value)) if isinstance(value, tuple) else value
-        print(f"{name:<14} {shown}")
+        print_line(f"{name:<14} {shown}")

@@ -1,7 +1,9 @@
 """``evernear prep``: the preprocessing server in front of TorchServe."""
 
+from evernear.cli.interrupts import interrupt_says
 from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, settings_of
 from evernear.errors import ServingError
+from evernear.output import print_line
 
 
 def prep(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
@@ -12,5 +14,6 @@ def prep(config: ConfigOption = None, overrides: SetOption = None, workdir: Work
     except ModuleNotFoundError as error:
         raise ServingError(f"{error.name} is not installed; run `pip install evernear[prep]`.") from None
 
-    print(f"Images are taken at http://{settings.prep.host}:{settings.prep.port}/predict; see /docs there.", flush=True)
-    serve(settings)
+    print_line(f"Images are taken at http://{settings.prep.host}:{settings.prep.port}/predict; see /docs there.")
+    with interrupt_says("Interrupted. Requests in flight were answered; `evernear prep` starts the server again."):
+        serve(settings)

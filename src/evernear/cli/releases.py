@@ -8,6 +8,7 @@ import typer
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, settings_of
 from evernear.cli.tables import print_table
 from evernear.errors import StoreError
+from evernear.output import print_json, print_line
 from evernear.settings import Settings
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def list_(
     champion = registry.champion()
     told = [_told(registry.show(version), champion) for version in registry.list()]
     if as_json:
-        print(json.dumps(told))
+        print_json(told)
         return
     rows = [
         (
@@ -72,23 +73,23 @@ def show(
     told: dict[str, Any] = _told(registry.trace(version), registry.champion())
     told["pruned"] = version not in registry.list()
     if as_json:
-        print(json.dumps(told))
+        print_json(told)
         return
     verdict = told.pop("verdict")
     metrics, labels, parts = told.pop("metrics"), told.pop("labels"), told.pop("parts")
     for key, value in told.items():
-        print(f"{key.replace('_', ' '):<20} {_word(value)}")
-    print(f"{'labels':<20} {len(labels)}: {' '.join(labels[:20])}{' ...' * (len(labels) > 20)}")
+        print_line(f"{key.replace('_', ' '):<20} {_word(value)}")
+    print_line(f"{'labels':<20} {len(labels)}: {' '.join(labels[:20])}{' ...' * (len(labels) > 20)}")
     if verdict:
-        print(f"{'verdict':<20} {'promote' if verdict['promote'] else 'hold'}")
+        print_line(f"{'verdict':<20} {'promote' if verdict['promote'] else 'hold'}")
         for reason in verdict["reasons"]:
-            print(f"  - {reason}")
-    print("metrics")
+            print_line(f"  - {reason}")
+    print_line("metrics")
     for name, value in sorted(metrics.items()):
-        print(f"  {name:<28} {value:g}")
-    print("parts")
+        print_line(f"  {name:<28} {value:g}")
+    print_line("parts")
     for name, part in sorted(parts.items()):
-        print(f"  {name:<20} {part['sha256']} {part['size_bytes']:>12,} bytes")
+        print_line(f"  {name:<20} {part['sha256']} {part['size_bytes']:>12,} bytes")
 
 
 @app.command()
@@ -104,7 +105,10 @@ def champion(
     found = registry.champion()
     if found is None:
         raise StoreError(f"No release has been promoted in {registry.uri} yet; run `evernear run` first.")
-    print(found.move.model_dump_json() if as_json else found.version)
+    if as_json:
+        print_json(found.move)
+    else:
+        print_line(found.version)
 
 
 @app.command()
@@ -118,7 +122,7 @@ def history(
     """Every move of the champion's pointer, oldest first: when, what, how, by whom and why."""
     moves = list(registry_of(store, config, overrides, workdir).history())
     if as_json:
-        print(json.dumps([move.model_dump(mode="json") for move in moves]))
+        print_json(moves)
         return
     rows = [(f"{m.since:%Y-%m-%d %H:%M:%S}", m.version, m.previous or "-", m.how, m.by, m.run, m.why) for m in moves]
     print_table(("since (UTC)", "version", "before it", "how", "by", "run", "why"), rows)
@@ -173,9 +177,9 @@ def prune(
     """Remove old releases; never the champion, its parent, or what a rollback leads to."""
     removed = registry_of(store, config, overrides, workdir).prune(keep)
     if as_json:
-        print(json.dumps({"removed": removed}))
+        print_json({"removed": removed})
     else:
-        print(f"Removed {', '.join(removed)}." if removed else "Nothing to remove.")
+        print_line(f"Removed {', '.join(removed)}." if removed else "Nothing to remove.")
 
 
 def registry_of(store: StoreOption, config: ConfigOption, overrides: SetOption, workdir: WorkdirOption) -> "Registry":
@@ -201,11 +205,11 @@ def _told(record: "Record", champion: "Champion | None") -> dict[str, Any]:
 
 def _tell(deployed: "Deployment", as_json: bool) -> None:
     if as_json:
-        print(deployed.model_dump_json())
+        print_json(deployed)
         return
     place = f"serves at {deployed.url}" if deployed.url else "is the champion; servers take it up when they start"
     before = f" A rollback would lead to {deployed.previous}." if deployed.previous else ""
-    print(f"Release {deployed.version} {place}.{before}")
+    print_line(f"Release {deployed.version} {place}.{before}")
 
 
 def _percent(value: float | None) -> str:

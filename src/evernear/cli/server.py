@@ -1,12 +1,13 @@
 """``evernear status``, ``serve``, ``ready``, ``stop`` and ``token``: the TorchServe of a working directory."""
 
-import json
 import sys
 from typing import Annotated
 
 import typer
 
+from evernear.cli.interrupts import interrupt_says
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, settings_of
+from evernear.output import print_json, print_line
 
 
 def status(
@@ -18,11 +19,11 @@ def status(
     settings = settings_of(None, config, overrides, workdir)
     found = (cluster() if settings.target == "kubernetes" else local).status(settings)
     if as_json:
-        print(json.dumps(found))
+        print_json(found)
     else:
         for key, value in found.items():
             shown = ", ".join(map(str, value)) if isinstance(value, list) else value
-            print(f"{key.replace('_', ' '):<12} {'-' if shown in (None, '') else shown}")
+            print_line(f"{key.replace('_', ' '):<12} {'-' if shown in (None, '') else shown}")
 
 
 def serve(
@@ -40,11 +41,16 @@ def serve(
 
     settings = settings_of(None, config, overrides, workdir)
     home = home_of(settings.workdir)
-    if foreground and not is_running(home):  # one that runs outlives a command that fails
+    was_running = is_running(home)
+    if foreground and not was_running:  # one that runs outlives a command that fails
         adopt(home)
-    version = serve(settings)
+    left = "The TorchServe that was running goes on" if was_running else "No process is left"
+    with interrupt_says(f"Interrupted. {left}; `evernear serve` continues."):
+        version = serve(settings)
     place = f"http://{settings.serving.host}:{settings.serving.inference_port}"
-    print(f"Release {version} answers at {place}/predictions/{settings.serving.model_name}; `evernear stop` ends it.")
+    print_line(
+        f"Release {version} answers at {place}/predictions/{settings.serving.model_name}; `evernear stop` ends it."
+    )
     if foreground:
         adopt(home)
         follow(settings)
@@ -57,9 +63,9 @@ def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: Wor
 
     settings = settings_of(None, config, overrides, workdir)
     if not is_ready(home_of(settings.workdir), settings.serving.model_name):
-        print("Not ready; `evernear status` tells more.", file=sys.stderr)
+        print_line("Not ready; `evernear status` tells more.", sys.stderr)
         raise typer.Exit(1)
-    print("Ready.")
+    print_line("Ready.")
 
 
 def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
@@ -68,11 +74,11 @@ def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: Work
     from evernear.serving.connection import home_of
 
     settings = settings_of(None, config, overrides, workdir)
-    print("TorchServe stopped." if stop(settings) else f"No TorchServe runs in {home_of(settings.workdir)}.")
+    print_line("TorchServe stopped." if stop(settings) else f"No TorchServe runs in {home_of(settings.workdir)}.")
 
 
 def token(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
     """Print the bearer token of the inference API, for curl and other clients."""
     from evernear.serving.connection import home_of, read_key
 
-    print(read_key(home_of(settings_of(None, config, overrides, workdir).workdir), "inference"))
+    print_line(read_key(home_of(settings_of(None, config, overrides, workdir).workdir), "inference"))

@@ -1,14 +1,15 @@
 """``evernear slack``: the bot that starts runs when a person in Slack says so."""
 
 import logging
-import signal
 import sys
 import threading
 
 import typer
 
+from evernear.cli.interrupts import stop_on_signals
 from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, settings_of
 from evernear.errors import SlackError
+from evernear.output import log_to_stderr, print_line
 
 app = typer.Typer(
     rich_markup_mode="markdown",
@@ -34,11 +35,11 @@ def slack(
     except ModuleNotFoundError as error:
         raise SlackError(f"{error.name} is not installed; run `pip install evernear[triggers,pipeline]`.") from None
 
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    log_to_stderr(logging.INFO)
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    serve(settings, KfpRuns(settings.pipeline), stop)
+    remains = "Interrupted. Each request that Slack delivered is stored; the next `evernear slack` continues with them."
+    with stop_on_signals(stop, remains):
+        serve(settings, KfpRuns(settings.pipeline), stop)
 
 
 @app.command()
@@ -47,6 +48,6 @@ def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: Wor
     from evernear.triggers.slack.health import is_well
 
     if not is_well(settings_of(None, config, overrides, workdir)):
-        print("The bot does not run, or hangs; its log tells more.", file=sys.stderr)
+        print_line("The bot does not run, or hangs; its log tells more.", sys.stderr)
         raise typer.Exit(1)
-    print("Ready.")
+    print_line("Ready.")

@@ -1,7 +1,7 @@
 """``evernear watch``: see what is new and what drifted, and propose or start a training or a new index."""
 
+import logging
 import os
-import signal
 import tempfile
 import threading
 from pathlib import Path
@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from evernear.cli.interrupts import stop_on_signals
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, SourceOption, WorkdirOption, settings_of
 from evernear.errors import PipelineServerError
+from evernear.output import log_to_stderr, print_json, print_line
 from evernear.settings import Settings
 
 if TYPE_CHECKING:
@@ -33,13 +35,19 @@ def run(
 ) -> None:
     """Watch until SIGTERM or Ctrl-C: on the schedule, and soon after a bucket at MinIO tells of a change."""
     from evernear.store import open_store
-    from evernear.triggers.watch.service import Service, run_until_told
+    from evernear.triggers.watch.service import Service
     from evernear.triggers.watch.watcher import Watcher
 
     settings = settings_of(None, config, overrides, workdir, source)
+    log_to_stderr(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="evernear-watch-") as cache:
         watcher = Watcher(settings, open_store(settings.store_uri), _runs(settings), Path(cache))
-        run_until_told(Service(watcher, settings))
+        service = Service(watcher, settings)
+        remains = (
+            "Interrupted after the last look. No process is left; `evernear watch run` continues with the next one."
+        )
+        with stop_on_signals(service.stopping, remains):
+            service.run()
 
 
 @app.command()
@@ -68,14 +76,14 @@ def status(
     """Tell whether the watcher is switched on, and what its last look came to."""
     watching = _switch(config, overrides, workdir).read()
     if as_json:
-        print(watching.model_dump_json())
+        print_json(watching)
         return
     by = f" by {watching.by}" if watching.by else ""
-    print(f"{'on' if watching.on else 'off'} since {watching.since:%Y-%m-%d %H:%M:%S} UTC{by}")
+    print_line(f"{'on' if watching.on else 'off'} since {watching.since:%Y-%m-%d %H:%M:%S} UTC{by}")
     if watching.last is None:
-        print("It never looked; `evernear watch run` is the process that does.")
+        print_line("It never looked; `evernear watch run` is the process that does.")
     else:
-        print(f"last look {watching.last.at:%Y-%m-%d %H:%M:%S} UTC")
+        print_line(f"last look {watching.last.at:%Y-%m-%d %H:%M:%S} UTC")
         _show(watching.last, as_json)
 
 
@@ -85,7 +93,7 @@ def start(config: ConfigOption = None, overrides: SetOption = None, workdir: Wor
     from evernear.release.registry import whoami
 
     _switch(config, overrides, workdir).turn(True, whoami())
-    print("The watcher is on.")
+    print_line("The watcher is on.")
 
 
 @app.command()
@@ -94,7 +102,7 @@ def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: Work
     from evernear.release.registry import whoami
 
     _switch(config, overrides, workdir).turn(False, whoami())
-    print("The watcher is off.")
+    print_line("The watcher is off.")
 
 
 @app.command()
@@ -106,10 +114,11 @@ def ship(config: ConfigOption = None, overrides: SetOption = None, workdir: Work
     from evernear.store import open_store
 
     settings = settings_of(None, config, overrides, workdir)
+    log_to_stderr(logging.WARNING)
     ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
-    ship_until(ended, logged_queries(home_of(settings.workdir)), open_store(settings.store_uri))
+    remains = "Interrupted. Queries that are not in the store yet stay here; `evernear watch ship` continues with them."
+    with stop_on_signals(ended, remains):
+        ship_until(ended, logged_queries(home_of(settings.workdir)), open_store(settings.store_uri))
 
 
 def _switch(config: Path | None, overrides: list[str] | None, workdir: Path | None) -> "Switch":
@@ -134,14 +143,14 @@ def _runs(settings: Settings) -> "KfpRuns | None":
 
 def _show(look: "LastLook", as_json: bool) -> None:
     if as_json:
-        print(look.model_dump_json())
+        print_json(look)
         return
-    print(look.action)
+    print_line(look.action)
     for reason in look.reasons:
-        print(f"  - {reason}")
+        print_line(f"  - {reason}")
     for fault in look.faults:
-        print(f"  ! {fault}")
+        print_line(f"  ! {fault}")
     for name, value in look.figures.items():
-        print(f"    {name.replace('_', ' '):<24} {value:,.4g}")
+        print_line(f"    {name.replace('_', ' '):<24} {value:,.4g}")
     if look.proposal:
-        print(f"proposal {look.proposal}")
+        print_line(f"proposal {look.proposal}")

@@ -7,7 +7,6 @@ the image.
 
 import json
 import math
-import os
 import re
 import tempfile
 import time
@@ -30,6 +29,7 @@ from evernear.data.writer import ShardWriter
 from evernear.errors import Conflict, DataError, IntegrityError, SettingsError
 from evernear.settings import DataSettings
 from evernear.store import Store, disk_errors, open_store, sha256_file
+from evernear.threads import available_cpus
 
 Say = Callable[[str], None]
 Shape = tuple[int, int, int]
@@ -311,7 +311,7 @@ def _decode_all(
     source: FileSource, files: Iterator[Listed], shape: Shape, settings: DataSettings
 ) -> Generator[_Decoded | _Fault]:
     """Decode on all cores, a bounded number of images ahead, and give them back in order."""
-    threads = settings.decode_threads or len(os.sched_getaffinity(0))
+    threads = settings.decode_threads or available_cpus()
     most = max(threads, min(4 * threads, _batch_size(shape)))
     ahead: deque[Future[_Decoded | _Fault]] = deque()
     pool = ThreadPoolExecutor(threads, "decode")

@@ -1,6 +1,7 @@
 """Faults of a dataset, each a rule with its severity: what stops a run, what only warns, named by file."""
 
 import html
+import re
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -9,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from evernear.data.manifest import SPLITS, Manifest, Split
 from evernear.data.shards import Dataset
 from evernear.errors import ValidationFailed
+from evernear.output import printable
 from evernear.settings import ValidationSettings
 
 Counts = dict[Split, dict[str, int]]
@@ -191,10 +193,10 @@ def _finding(rule: str, message: str, names: Sequence[str], count: int, details:
     return Finding(
         rule=rule,
         severity="error",
-        message=_one_line(message),
+        message=printable(message),
         names=tuple(names),
         count=count,
-        details=tuple(_one_line(detail) for detail in details),
+        details=tuple(printable(detail) for detail in details),
     )
 
 
@@ -203,11 +205,6 @@ def _listed(names: Sequence[str]) -> str:
     return shown if len(names) <= _MAX_NAMES else f"{shown} and more"
 
 
-def _one_line(text: str) -> str:
-    """Text whose names may hold line breaks, or what a terminal takes for a command."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def _cell(text: str) -> str:
-    """Text as it may stand in a Markdown table, which may hold HTML."""
-    return html.escape(_one_line(text), quote=False).replace("|", "\\|")
+    """Text as it may stand in a Markdown table, where it makes no link, no image, no emphasis and no HTML."""
+    return re.sub(r"([\\`*_~|!\[\]])", r"\\\1", html.escape(printable(text), quote=False))

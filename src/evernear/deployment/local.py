@@ -7,6 +7,7 @@ next `deploy` makes them agree again.
 import contextlib
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator
@@ -15,7 +16,7 @@ from typing import Any
 
 from evernear.deployment.admission import Deployment, admit
 from evernear.deployment.smoke import smoke
-from evernear.errors import IntegrityError, ServingError, StoreError
+from evernear.errors import IntegrityError, ServingError, StoreError, UserInterruptError
 from evernear.release.parts import ReleaseParts, open_release
 from evernear.release.registry import Cause, Champion, Registry
 from evernear.serving import torchserve
@@ -111,19 +112,26 @@ def serve(settings: RunSettings) -> str:
 
 
 def follow(settings: RunSettings) -> None:
-    """Stay as long as the server does; SIGTERM and Ctrl-C end both.
+    """Stay as long as the server does; SIGTERM and Ctrl-C drain it and end both.
 
     Raises:
         ServingError: the server died.
+        SystemExit: SIGTERM, with exit code 0.
+        UserInterruptError: Ctrl-C.
     """
     home = home_of(settings.workdir)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         while torchserve.is_running(home):
             time.sleep(FOLLOW_S)
+    except SystemExit:
+        torchserve.stop(home)
+        raise
     except KeyboardInterrupt:
         torchserve.stop(home)
-        return
+        raise UserInterruptError(
+            "Interrupted. TorchServe answered the requests in flight and ended; `evernear serve` starts it again."
+        ) from None
     if read_state(home) is not None:  # nobody stopped it
         raise ServingError(f"TorchServe died; see {home}/logs.")
 

@@ -12,8 +12,10 @@ from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
 from evernear.embedding.history import HISTORY_FILE, Epoch, TrainingResult
 from evernear.errors import TrainingError
+from evernear.output import print_line
 from evernear.settings import TrainSettings
 from evernear.store import Store
+from evernear.threads import environment_of_each
 
 ERROR_FILE = "error.txt"
 
@@ -58,7 +60,14 @@ def launch(
         job_file.write_text(job.model_dump_json())
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         worker = [f"--nproc-per-node={settings.processes}", "-m", "evernear.embedding.worker", str(job_file)]
-        with subprocess.Popen([*torchrun, *worker], stdout=subprocess.PIPE, text=True) as running:
+        environment = environment_of_each(settings.processes)
+        with subprocess.Popen(
+            [*torchrun, *worker],
+            env=environment,
+            stdin=subprocess.PIPE,  # closed when this process ends: the workers read it, and end then
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as running:
             assert running.stdout is not None  # noqa: S101 - as asked for with PIPE
             for line in running.stdout:
                 _report(line, on_epoch)
@@ -72,7 +81,7 @@ def _report(line: str, on_epoch: Callable[[Epoch], None] | None) -> None:
     try:
         point = Epoch.model_validate_json(line)
     except ValidationError:
-        print(line, end="", flush=True)
+        print_line(line.removesuffix("\n"))
         return
     if on_epoch is not None:
         on_epoch(point)

@@ -10,7 +10,10 @@ from evernear.data.preprocess import Preprocessing
 from evernear.errors import IntegrityError
 from evernear.index.description import DESCRIPTION_FILE as INDEX_FILE
 from evernear.index.description import PARTS as INDEX_PARTS
+from evernear.output import printable
 
+QUOTED_MAX = 100
+"""Characters that an error quotes of an archive or a manifest."""
 VERSION_PATTERN = r"^\d{8}\.\d{6}\.[0-9a-f]{8}$"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Version = Annotated[str, Field(pattern=VERSION_PATTERN)]
@@ -107,7 +110,7 @@ def parse_manifest(data: bytes, place: str) -> ReleaseManifest:
         return ReleaseManifest.model_validate_json(data)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
-        where = printable(".".join(str(part) for part in fault["loc"])) or "the whole"
+        where = printable(".".join(str(part) for part in fault["loc"]), QUOTED_MAX) or "the whole"
         what = fault["msg"].removeprefix("Value error, ")
         raise IntegrityError(f"{place} is no release manifest: {where}: {what}.") from None
 
@@ -123,9 +126,3 @@ def new_version(created: datetime, content_sha256: str) -> str:
 def is_version(text: str) -> bool:
     """Whether ``text`` has the form of a version."""
     return re.fullmatch(VERSION_PATTERN.strip("^$"), text) is not None
-
-
-def printable(text: str, limit: int = 100) -> str:
-    """``text`` of a stranger as it may be shown on a terminal: no control characters, no end of it far away."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:limit])
-    return shown + "..." * (len(text) > limit)

@@ -19,17 +19,18 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from evernear.errors import IntegrityError
 from evernear.index.description import CENTROIDS_FILE, LABELS_FILE, VECTORS_FILE
+from evernear.output import printable
 from evernear.release.manifest import (
     HANDLER_FILE,
     MODEL_CONFIG_FILE,
     NETWORK_FILE,
     PREPROCESSING_FILE,
+    QUOTED_MAX,
     SMOKE_FILE,
     VERDICT_FILE,
     PartName,
     ReleaseManifest,
     parse_manifest,
-    printable,
 )
 from evernear.store import disk_errors, sha256_file
 
@@ -206,7 +207,7 @@ def _zip(archive: Path) -> Generator[zipfile.ZipFile]:
         with zipfile.ZipFile(archive) as members:
             yield members
     except (zipfile.BadZipFile, OSError, RuntimeError, EOFError, ValueError, struct.error) as error:
-        raise IntegrityError(f"{archive} cannot be read as a release: {printable(str(error))}.") from None
+        raise IntegrityError(f"{archive} cannot be read as a release: {printable(str(error), QUOTED_MAX)}.") from None
 
 
 def _check_directory(archive: Path) -> None:
@@ -254,7 +255,7 @@ def _check_members(members: zipfile.ZipFile, manifest: ReleaseManifest, archive:
     found = [info.filename for info in infos]
     if sorted(found) != sorted(expected):
         odd = sorted(expected.symmetric_difference(found)) or ["a name twice"]
-        names = ", ".join(printable(name) for name in odd[:3])
+        names = ", ".join(printable(name, QUOTED_MAX) for name in odd[:3])
         raise IntegrityError(f"{archive} does not hold what its manifest names: {names}.")
     for info in infos:
         _require_plain(info, archive)
@@ -293,7 +294,7 @@ def _check_layout(members: zipfile.ZipFile, archive: Path) -> None:
 
 
 def _require_plain(info: zipfile.ZipInfo, archive: Path) -> None:
-    name = printable(info.filename)
+    name = printable(info.filename, QUOTED_MAX)
     if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG):
         raise IntegrityError(f"{name} in {archive} is not a plain file.")
     # Nothing is compressed, so that no member can be larger than the file that holds it: no bomb.

@@ -1,6 +1,5 @@
 """The verdict's card: what was decided and why, on one small page."""
 
-import html
 import io
 
 from matplotlib.figure import Figure
@@ -9,7 +8,8 @@ from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.gate import Rule, Verdict
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.statistics import Share
-from evernear.reporting.plots import page, svg
+from evernear.output import printable
+from evernear.reporting.plots import escape, page, svg
 
 LONGEST_NAME = 30
 """Letters of a class's name beside the confusion matrix."""
@@ -39,12 +39,12 @@ def _champion_name(evaluation: Evaluation) -> str:
 
 
 def _list(sentences: list[str]) -> str:
-    return "<ul>" + "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences) + "</ul>"
+    return "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
 
 
 def _rules(rules: list[Rule]) -> str:
     rows = (
-        f'<tr><td>{html.escape(rule.name)}</td><td class="{"yes" if rule.passed else "no"}">'
+        f'<tr><td>{escape(rule.name)}</td><td class="{"yes" if rule.passed else "no"}">'
         f"{'kept' if rule.passed else 'broken'}</td>"
         f"<td class=n>{_number(rule.candidate)}</td><td class=n>{_number(rule.champion)}</td>"
         f"<td class=n>{_number(rule.bound)}</td></tr>"
@@ -64,11 +64,11 @@ def _figures(evaluation: Evaluation) -> str:
         "index recall": (candidate.index_recall, champion.index_recall if champion else None),
     }
     rows = "".join(
-        f"<tr><td>{name}</td><td>{html.escape(str(ours))}</td><td>{html.escape(str(theirs or '-'))}</td></tr>"
+        f"<tr><td>{name}</td><td>{escape(ours)}</td><td>{escape(theirs or '-')}</td></tr>"
         for name, (ours, theirs) in shares.items()
     )
     head = "<tr><th></th><th>candidate</th><th>champion</th></tr>"
-    unseen = f"<p>{html.escape(_unseen(evaluation.open_set, candidate.threshold))}</p>"
+    unseen = f"<p>{escape(_unseen(evaluation.open_set, candidate.threshold))}</p>"
     return f"<h2>Figures on {candidate.accuracy.total:,} test images</h2><table>{head}{rows}</table>{unseen}"
 
 
@@ -107,6 +107,7 @@ def _confusion(evaluation: Evaluation) -> Figure:
 
 def _short(label: str) -> str:
     """``label`` with its middle left out, if beside the matrix there is no room for all of it."""
+    label = printable(label)
     return label if len(label) <= LONGEST_NAME else f"{label[: LONGEST_NAME // 2]}…{label[-LONGEST_NAME // 2 + 1 :]}"
 
 

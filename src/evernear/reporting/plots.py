@@ -8,6 +8,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from evernear.embedding.history import Epoch
+from evernear.output import printable
 
 # Text stays text: smaller, searchable, and read out by a screen reader. A fixed salt makes the SVG byte-stable.
 mpl.rcParams["svg.fonttype"] = "none"
@@ -41,6 +42,11 @@ def svg(figure: Figure) -> str:
     return text[text.index("<svg") :]
 
 
+def escape(text: object) -> str:
+    """``text`` for HTML, on one line and without control characters."""
+    return html.escape(printable(str(text)))
+
+
 def page(title: str, *parts: str) -> str:
     """A self-contained HTML page of ``parts``; ``title`` is escaped, the parts are HTML already."""
     style = (
@@ -49,6 +55,6 @@ def page(title: str, *parts: str) -> str:
         "text-align:left}td.n{text-align:right;font-variant-numeric:tabular-nums}"
         ".yes{color:#116b3a}.no{color:#a11223}svg{max-width:100%;height:auto}"
     )
-    name = html.escape(title)
+    name = escape(title)
     head = f'<meta charset="utf-8"><title>{name}</title><style>{style}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body><h1>{name}</h1>{"".join(parts)}</body></html>'

@@ -4,7 +4,6 @@ import base64
 import contextlib
 import importlib.util
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -67,7 +66,7 @@ class Server:
         command = [PYTHON, "-m", f"evernear.serving.kserve.{self._module}", *ports, *self._options, *options]
         self._client = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def await_answer(self, path: str) -> None:
         """Wait until GET ``path`` answers at all."""

@@ -217,7 +217,8 @@ def process(published: Settings) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """``evernear prep``, as a user starts it."""
     port = settings_on_free_ports().inference_port
     environment = os.environ | {"EVERNEAR_WORKDIR": str(published.workdir), "EVERNEAR_PREP__PORT": str(port)}
-    with subprocess.Popen([EVERNEAR, "prep"], env=environment, stdout=subprocess.PIPE, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([EVERNEAR, "prep"], env=environment, text=True, **pipes) as process:
         try:
             assert process.stdout is not None
             assert f":{port}/predict" in process.stdout.readline()
@@ -248,6 +249,16 @@ def test_its_process_has_no_torch_listens_on_loopback_and_ends_in_peace(
     assert f"Port {port} on 127.0.0.1 is in use" in second.stderr
     running.send_signal(signal.SIGTERM)
     assert running.wait(30) in (0, -signal.SIGTERM)
+
+
+def test_ctrl_c_ends_its_process_with_a_sentence(process: tuple[subprocess.Popen[str], int]) -> None:
+    running, _ = process
+    running.send_signal(signal.SIGINT)
+    _, told = running.communicate(timeout=60)
+    assert (running.returncode, told) == (
+        130,
+        "evernear: Interrupted. Requests in flight were answered; `evernear prep` starts the server again.\n",
+    )
 
 
 def test_without_a_predictor_it_does_not_start(tmp_path: Path) -> None:

@@ -197,6 +197,22 @@ def test_a_port_that_is_taken_is_named(slack: SlackServer, settings: Settings) -
             serve(taken, MemoryRuns(), threading.Event())
 
 
+def test_ctrl_c_ends_the_command_with_a_sentence(slack: SlackServer, tmp_path: Path) -> None:
+    config = tmp_path / "evernear.toml"
+    slack_settings = f'may_start = ["{ADA.id}"]\napi_url = "{slack.api_url}"'
+    config.write_text(
+        f'workdir = "{tmp_path}"\n[slack]\n{slack_settings}\n[pipeline]\nendpoint = "http://127.0.0.1:1"\n'
+    )
+    command = [sys.executable, "-c", "from evernear.cli import main; main()", "slack", "--config", str(config)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        until(lambda: slack.links == 1, timeout_s=60)
+        process.send_signal(signal.SIGINT)
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert log.splitlines()[-1].startswith("evernear: Interrupted. Each request that Slack delivered is stored;")
+    assert "Traceback" not in log
+
+
 def test_nothing_that_the_bot_starts_inherits_its_tokens(
     slack: SlackServer, settings: Settings, runs: MemoryRuns
 ) -> None:

@@ -236,7 +236,10 @@ def test_the_probe_tells_whether_looks_come_to_an_end(
         assert not service.stopping.is_set()
 
 
-def test_the_process_ends_by_sigterm_with_exit_code_0(settings: Settings, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_the_process_ends_after_its_look(
+    settings: Settings, tmp_path: Path, number: signal.Signals, exit_code: int
+) -> None:
     command = [
         *(sys.executable, "-c", "from evernear.cli import main; main()", "watch", "run"),
         *("--workdir", str(tmp_path / "work"), "--source", settings.data.source),
@@ -248,7 +251,9 @@ def test_the_process_ends_by_sigterm_with_exit_code_0(settings: Settings, tmp_pa
         lines = [run.stdout.readline()]
         while not lines[-1].split(" ", 1)[-1].startswith("retrain") and run.poll() is None:
             lines.append(run.stdout.readline())
-        run.send_signal(signal.SIGTERM)
-        assert run.wait(timeout=30) == 0
-        assert "Traceback" not in "".join(lines) + run.stdout.read()
+        run.send_signal(number)
+        assert run.wait(timeout=30) == exit_code
+        rest = run.stdout.read()
+        assert "Traceback" not in "".join(lines) + rest
+        assert rest.count("evernear: Interrupted after the last look. No process is left") == (number == signal.SIGINT)
     assert len(list(Proposals(open_store(settings.store_uri)).list())) == 1

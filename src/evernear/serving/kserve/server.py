@@ -32,6 +32,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from evernear.errors import EvernearError, PortTaken, SettingsError
+from evernear.output import print_line
 from evernear.serving.kserve.model import ReleaseModel
 from evernear.settings import ServingSettings
 
@@ -75,7 +76,7 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
     try:
         main(parser.parse_args())
     except EvernearError as error:
-        print(f"evernear: {error}", file=sys.stderr)
+        print_line(f"evernear: {error}", sys.stderr)
         sys.exit(error.exit_code)
 
 

@@ -31,6 +31,7 @@ from pydantic import TypeAdapter
 
 from evernear.data.preprocess import Pixels, decode, to_array
 from evernear.errors import DataError, SettingsError
+from evernear.output import printable
 from evernear.release.manifest import ReleaseManifest
 from evernear.serving.kserve.messages import Images, Tensors, ask_v1, ask_v2, read_answers
 from evernear.serving.kserve.model import ReleaseModel
@@ -57,7 +58,7 @@ class Transformer(ReleaseModel):
         try:
             await self._ask(blank, None)
         except GrpcException as error:
-            _log.warning("Not ready: %s", error.details)
+            _log.warning("Not ready: %s", printable(str(error.details)))
             return False
         return True
 

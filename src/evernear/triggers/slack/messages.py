@@ -1,13 +1,16 @@
 """Everything that the bot shows, as Block Kit: functions from what is known to a `Message`, which ask nobody."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
+from itertools import accumulate
 from typing import Any
 
 from evernear.errors import EvernearError
 from evernear.evaluation.verdict import Rule
 from evernear.kubeflow.runs import Run, State, Step
+from evernear.output import printable
 from evernear.release.registry import Champion, Move, Record
 from evernear.reporting.notify import Outcome
 from evernear.settings import DataSettings
@@ -87,7 +90,7 @@ def question(
     until: datetime,
 ) -> Message:
     """Ask whether to start what ``request`` wants: what would run, on what data, how long the last one took."""
-    changed = [f"`{escape(name)} = {escape(_short(value))}`" for name, value in changes(parameters, defaults)]
+    changed = [_code(f"{name} = {_short(value)}") for name, value in changes(parameters, defaults)]
     source = parameters.get("source") or defaults.get("source") or DataSettings().source
     fields = [
         f"*Pipeline*\n{escape(request.pipeline)}, newest published version",
@@ -104,7 +107,8 @@ def question(
         ),
         _context(f"Nothing runs before somebody says so. This question expires {date(until)}."),
     ]
-    return Message(text=f"Train again? {request.asked_by.name or 'Somebody'} asks for it.", blocks=tuple(blocks))
+    who = escape(request.asked_by.name) or "Somebody"
+    return Message(text=f"Train again? {who} asks for it.", blocks=tuple(blocks))
 
 
 def answered(request: Request) -> Message:
@@ -134,7 +138,7 @@ def headline(request: Request, run: Run, outcome: Outcome | None, can_stop: bool
     """The run in a few words: the message in the channel, over the thread."""
     if run.state.is_final:
         sign, word = _ending(run, outcome)
-        text = f"{sign} *{word}* after {duration(_age(run))}. The thread has the verdict."
+        text = f"{sign} *{escape(word)}* after {duration(_age(run))}. The thread has the verdict."
     else:
         now = [escape(step.name) for step in run.steps if step.state is State.RUNNING]
         text = f"{_SIGNS[run.state]} *{run.state.capitalize()}*" + (f": {', '.join(now)}" if now else "")
@@ -143,7 +147,7 @@ def headline(request: Request, run: Run, outcome: Outcome | None, can_stop: bool
         confirm = _confirm("Stop this run?", f"{run.name} ends without a release.", "Stop it")
         buttons.append(_button("Stop", STOP, run.id, style="danger", confirm=confirm))
     blocks = [
-        _section(f"{text}\n{escape(run.name)}, `{run.id}`"),
+        _section(f"{text}\n{escape(run.name)}, {_code(run.id)}"),
         *([_actions(*buttons)] if buttons else []),
         _context(_who(request)),
     ]
@@ -154,7 +158,7 @@ def progress(run: Run) -> Message:
     """The run step by step."""
     shown = run.steps[-STEPS_MAX:]
     lines = [_step(step) for step in shown] or ["No step has started yet."]
-    return Message(text=f"{len(run.steps)} steps so far", blocks=(_section("\n".join(lines)),))
+    return Message(text=f"{len(run.steps)} steps so far", blocks=(_section(_joined(lines)),))
 
 
 def verdict(
@@ -175,8 +179,8 @@ def verdict(
         failed = [f"{step.name}: {step.error or 'failed'}" for step in run.steps if step.state is State.FAILED]
         reasons = tuple(failed) or ((run.error,) if run.error else ())
     blocks: list[Block] = [
-        {"type": "header", "text": {"type": "plain_text", "text": _cut(f"{sign} {word}", HEADER_MAX), "emoji": True}},
-        _section(_serves(outcome, champion) + "\n" + "\n".join(f"• {escape(reason)}" for reason in reasons)),
+        {"type": "header", "text": _plain(_cut(printable(f"{sign} {word}"), HEADER_MAX)) | {"emoji": True}},
+        _section(_joined([_serves(outcome, champion), *(f"• {escape(reason)}" for reason in reasons)])),
     ]
     if rules:
         blocks.append(_section(_table(rules)))
@@ -198,8 +202,8 @@ def verdict(
         buttons.append(_button("Open in Kubeflow", LINK, run.id, url=run.url))
     if buttons:
         blocks.append(_actions(*buttons))
-    blocks.append(_context(f"{mention(request.by)} · run `{run.id}` · {escape(run.pipeline_version)}"))
-    return Message(text=f"{word} {mention(request.by)}", blocks=tuple(blocks))
+    blocks.append(_context(f"{mention(request.by)} · run {_code(run.id)} · {escape(run.pipeline_version)}"))
+    return Message(text=f"{escape(word)} {mention(request.by)}", blocks=tuple(blocks))
 
 
 def roll_back_button(champion: Champion) -> list[Block]:
@@ -214,9 +218,9 @@ def roll_back_button(champion: Champion) -> list[Block]:
 
 def proposal(asked: Proposal, open_: bool = True) -> Message:
     """What the watcher found, with a question; or what became of that."""
-    what = _PIPELINES.get(asked.pipeline, asked.pipeline)
-    reasons = "\n".join(f"• {escape(reason)}" for reason in asked.reasons)
-    blocks = [_section(f":eyes: *Time to {what}?*\n{reasons}")]
+    what = _PIPELINES.get(asked.pipeline) or escape(asked.pipeline)
+    reasons = [f"• {escape(reason)}" for reason in asked.reasons]
+    blocks = [_section(_joined([f":eyes: *Time to {what}?*", *reasons]))]
     if open_:
         yes = "Train" if asked.pipeline == "continuous-training" else "Index"
         blocks.append(_actions(_button(yes, ACCEPT, asked.id, style="primary"), _button("Not now", NOT_NOW, asked.id)))
@@ -230,8 +234,8 @@ def proposal(asked: Proposal, open_: bool = True) -> Message:
 def moved(request: Request, move: Move) -> Message:
     """That another release serves."""
     how = {"promote": "promoted", "roll_back": "rolled back"}[request.kind]
-    text = f":white_check_mark: {mention(request.by)} {how}: *{move.version}* serves now" + (
-        f", before it {move.previous}." if move.previous else "."
+    text = f":white_check_mark: {mention(request.by)} {how}: *{escape(move.version)}* serves now" + (
+        f", before it {escape(move.previous)}." if move.previous else "."
     )
     return Message(text=text, blocks=(_section(text),))
 
@@ -248,18 +252,18 @@ def stopping(request: Request, run: Run) -> Message:
     if run.state.is_final:
         text = f"{escape(run.name)} had ended already: {run.state}."
     else:
-        text = f":octagonal_sign: {mention(request.by)} stops {escape(run.name)}, `{run.id}`."
+        text = f":octagonal_sign: {mention(request.by)} stops {escape(run.name)}, {_code(run.id)}."
     return Message(text=text, blocks=(_section(text),))
 
 
 def runs(newest: Sequence[Run], now: datetime) -> Message:
     """The newest runs, a line each."""
     lines = [
-        f"{_SIGNS[run.state]} `{run.id[:8]}` {_link(run.url, run.name)}: {run.state}, "
+        f"{_SIGNS[run.state]} {_code(run.id[:8])} {_link(run.url, run.name)}: {run.state}, "
         f"{duration((run.ended or now) - run.created)}, {date(run.created)}"
         for run in newest
     ]
-    return Message(text="The newest runs", blocks=(_section("\n".join(lines) or "There are no runs yet."),))
+    return Message(text="The newest runs", blocks=(_section(_joined(lines) or "There are no runs yet."),))
 
 
 def champion(found: Champion | None, record: Record | None) -> Message:
@@ -267,31 +271,32 @@ def champion(found: Champion | None, record: Record | None) -> Message:
     if found is None or record is None:
         return line("No release has been promoted yet.")
     move, accuracy = found.move, record.manifest.metrics.get("accuracy")
-    text = f"*{move.version}* serves since {date(move.since)}: {move.how} by {escape(move.by or 'nobody named')}."
+    by = escape(move.by) or "nobody named"
+    text = f"*{escape(move.version)}* serves since {date(move.since)}: {escape(move.how)} by {by}."
     if move.why:
         text += f"\n_{escape(move.why)}_"
     facts = [
         f"*Accuracy*\n{accuracy:.2%}" if accuracy is not None else "*Accuracy*\nnot measured",
         f"*Classes*\n{len(record.manifest.labels)}",
-        f"*A rollback leads to*\n{move.previous or 'nothing: it is the first'}",
+        "*A rollback leads to*\n" + (escape(move.previous or "") or "nothing: it is the first"),
     ]
     blocks = (_section(text), {"type": "section", "fields": [_mrkdwn(fact) for fact in facts]})
-    return Message(text=f"{move.version} serves", blocks=blocks)
+    return Message(text=f"{escape(move.version)} serves", blocks=blocks)
 
 
 def roll_back_question(found: Champion) -> Message:
     """Ask whether to roll back; only who asked sees it."""
-    text = f"*{found.version}* serves. A rollback leads to *{found.previous}*."
+    text = f"*{escape(found.version)}* serves. A rollback leads to *{escape(found.previous or '')}*."
     return Message(text=text, blocks=(_section(text), _actions(*roll_back_button(found))))
 
 
 def status(serves: Champion | None, busy: Sequence[Run], waiting: int, watcher: str, now: datetime) -> Message:
     """What serves, what runs, what waits for an answer."""
     lines = [
-        f"*Serves* {serves.version} since {date(serves.move.since)}" if serves else "*Serves* nothing yet",
+        f"*Serves* {escape(serves.version)} since {date(serves.move.since)}" if serves else "*Serves* nothing yet",
         "*Runs* " + (", ".join(f"{_link(r.url, r.name)} for {duration(now - r.created)}" for r in busy) or "nothing"),
         f"*Waits for an answer* {waiting or 'nothing'}",
-        f"*Watcher* {watcher}",
+        f"*Watcher* {escape(watcher)}",
     ]
     return Message(text="Status", blocks=(_section("\n".join(lines)),))
 
@@ -303,13 +308,17 @@ def changes(parameters: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[
 
 
 def escape(text: str) -> str:
-    """Plain text for mrkdwn: no links and no mentions come of it."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    """Text from outside for mrkdwn: on one line, and no link and no mention comes of it.
+
+    Every text that Slack parses is built of our own words and of what went through this: of names, versions, sentences
+    and ids of any origin. https://docs.slack.dev/messaging/formatting-message-text#escaping
+    """
+    return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def mention(person: Person) -> str:
     """A person's name as Slack shows it; not everybody has an id, such as the watcher."""
-    return f"<@{person.id}>" if person.id else escape(person.name)
+    return f"<@{person.id}>" if re.fullmatch(r"[UW]\w+", person.id, re.ASCII) else escape(person.name)
 
 
 def date(at: datetime) -> str:
@@ -340,7 +349,7 @@ def _serves(outcome: Outcome | None, champion: Champion | None) -> str:
     if champion is None:
         return "No release serves yet."
     new = outcome is not None and outcome.release == champion.version
-    return f"*{champion.version}* {'serves' if new else 'serves as before'}."
+    return f"*{escape(champion.version)}* {'serves' if new else 'serves as before'}."
 
 
 def _step(step: Step) -> str:
@@ -353,7 +362,7 @@ def _table(rules: Sequence[Rule]) -> str:
     rows = [("", "candidate", "champion", "bound", "")]
     rows += [
         (
-            rule.name.replace("_", " "),
+            printable(rule.name.replace("_", " ").replace("`", "'")),
             _number(rule.candidate),
             _number(rule.champion),
             _number(rule.bound),
@@ -366,7 +375,7 @@ def _table(rules: Sequence[Rule]) -> str:
         f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}  {row[4]}".rstrip()
         for row in rows
     ]
-    return "```\n" + escape(_cut("\n".join(lines), TEXT_MAX - 200)) + "\n```"
+    return _cut("```\n" + "\n".join(map(escape, lines)), TEXT_MAX - 200) + "\n```"
 
 
 def _figures(metrics: Mapping[str, float]) -> str:
@@ -422,12 +431,31 @@ def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 2] + " …"
 
 
+def _joined(lines: Sequence[str]) -> str:
+    """As many whole lines as a section holds; one that is cut could end within a link."""
+    ends = accumulate(len(line) + 1 for line in lines)
+    kept = [line for line, end in zip(lines, ends, strict=True) if end < TEXT_MAX]
+    return "\n".join([*kept, "…"] if len(kept) < len(lines) else kept)
+
+
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
 def _link(url: str, name: str) -> str:
-    return f"<{escape(url)}|{escape(name).replace('|', '/')}>" if url.startswith("http") else escape(name)
+    if not url.startswith("http"):
+        return escape(name)
+    return f"<{escape(url).replace('|', '%7C')}|{escape(name).replace('|', '/')}>"
+
+
+def _code(text: str) -> str:
+    shown = escape(text).replace("`", "'")
+    return f"`{shown}`"
+
+
+def _plain(text: str) -> Block:
+    """Text in which Slack parses nothing."""
+    return {"type": "plain_text", "text": printable(text)}
 
 
 def _mrkdwn(text: str) -> Block:
@@ -452,7 +480,7 @@ def _button(
     button: Block = {
         "type": "button",
         "action_id": action,
-        "text": {"type": "plain_text", "text": text},
+        "text": _plain(text),
         "value": value,
     }
     return (
@@ -465,9 +493,9 @@ def _button(
 
 def _confirm(title: str, text: str, yes: str) -> Block:
     return {
-        "title": {"type": "plain_text", "text": title},
-        "text": {"type": "plain_text", "text": _cut(text, 300)},
-        "confirm": {"type": "plain_text", "text": yes},
-        "deny": {"type": "plain_text", "text": "Cancel"},
+        "title": _plain(title),
+        "text": _plain(_cut(printable(text), 300)),
+        "confirm": _plain(yes),
+        "deny": _plain("Cancel"),
         "style": "danger",
     }

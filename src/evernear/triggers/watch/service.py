@@ -7,7 +7,6 @@ after half a minute at first and then ever later.
 
 import json
 import logging
-import signal
 import threading
 import time
 from collections.abc import Generator
@@ -18,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from apscheduler.schedulers.background import BackgroundScheduler
 
 from evernear.errors import EvernearError, PortTaken
+from evernear.output import print_line
 from evernear.settings import Settings
 from evernear.triggers.watch.events import Untold, listen
 from evernear.triggers.watch.watcher import Watcher
@@ -150,7 +150,7 @@ class Service:
 
     def _say(self, sentence: str) -> None:
         self._said = sentence
-        print(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {sentence}", flush=True)
+        print_line(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {sentence}")
 
     @contextmanager
     def _health(self) -> Generator[None]:
@@ -184,14 +184,3 @@ class Service:
         finally:
             server.shutdown()
             server.server_close()
-
-
-def run_until_told(service: Service) -> None:
-    """`Service.run`, ended by SIGTERM or Ctrl-C.
-
-    Raises:
-        PortTaken: as `Service.run`.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: service.stopping.set())
-    service.run()

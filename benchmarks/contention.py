@@ -1,0 +1,268 @@
+"""What a busy machine costs a step: ``python benchmarks/contention.py``.
+
+Each work is a process of its own. It is run alone; beside one spinning process per CPU; the same with four times as
+many threads asked for as there are CPUs; and train beside probe, as the pipeline starts them. *After* is evernear as
+it is. *Before* is the same process with the variables of OpenMP cleared and torch, FAISS and NumPy loaded first, so
+that they never see what `evernear.threads` sets; it is ended after ``--limit`` times the quiet time of *after*.
+
+All conditions take turns and medians count, since other processes may use the machine meanwhile; the CPUs that they
+took on average are in the results.
+"""
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import machine
+import numpy as np
+import psutil
+from accuracy import ingested, settings_of
+
+from evernear.data.shards import Dataset
+from evernear.embedding.embed import embed
+from evernear.embedding.export import export
+from evernear.embedding.train import train
+from evernear.evaluation.probe import probe
+from evernear.index.library import faiss
+from evernear.settings import Settings
+from evernear.threads import available_cpus
+
+PAIR = ("train", "probe")
+WORDS = {
+    "train": "train: 100 steps",
+    "probe": "probe: 100 steps, then as always",
+    "embed": "embed: 20,000 images",
+    "search": "search: a flat index of 200,000 vectors, 32 queries at once",
+}
+STEPS, IMAGES = 100, 20_000
+VECTORS, DIM, QUERIES, BATCHES = 200_000, 128, 32, 10
+LOAD_S = 30.0
+"""For a process to load its libraries on a busy machine, beside the limit of its work."""
+TIMES_THREADS = 4
+CODE = {
+    "after": "import evernear; import contention; contention.child()",
+    "before": "import faiss, numpy, torch; import contention; contention.child()",
+}
+Work = Callable[[], object]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", default="digits", help="a source of `evernear run`, as digits or mnist:DIRECTORY")
+    parser.add_argument("--works", nargs="+", choices=WORDS, default=list(WORDS))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--limit", type=float, default=8.0, help="times the quiet time, then a work is ended")
+    arguments = parser.parse_args()
+
+    here = machine.describe()
+    with tempfile.TemporaryDirectory() as scratch:
+        dataset = ingested(arguments.source, Path(scratch))
+        settings = one_epoch()
+        train(dataset, settings.train, Path(scratch) / "trained")
+        export(Path(scratch) / "trained", dataset, Path(scratch) / "network", settings.train.parity_tolerance)
+        bench = Bench(Path(scratch), arguments.limit)
+        for number in range(arguments.repeats):
+            bench.repeat(arguments.works)
+            print(f"repeat {number + 1}: {dict(bench.seconds)}", flush=True)
+    works = {name: bench.ratios(name) for name in arguments.works}
+    result = {"works": works, "pair": bench.pair_ratios() if set(PAIR) <= set(arguments.works) else {}}
+    everything = {
+        "repeats": arguments.repeats,
+        "limit": arguments.limit,
+        "cpus_of_others": round(median(bench.cpus_of_others), 2),
+        **result,
+        "seconds": bench.seconds,
+        "cpu_s": bench.cpu_s,
+    }
+    machine.write("contention", here, without_infinity(everything), table(result, arguments.limit))
+
+
+class Bench:
+    """Runs the works; keeps seconds and CPU seconds of each run by name, infinity for one that was ended."""
+
+    def __init__(self, scratch: Path, limit: float) -> None:
+        self._scratch = scratch
+        self._limit = limit
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.cpu_s: dict[str, list[float]] = defaultdict(list)
+        self.cpus_of_others: list[float] = []
+
+    def repeat(self, works: Sequence[str]) -> None:
+        threads = str(TIMES_THREADS * available_cpus())
+        for name in works:
+            for version in CODE:
+                self._run(f"{name} {version} quiet", version, name)
+            with spinning():
+                for version in CODE:
+                    self._run(f"{name} {version} busy", version, name)
+                self._run(f"{name} after busy, more threads", "after", name, OMP_NUM_THREADS=threads)
+        if set(PAIR) <= set(works):
+            for version in CODE:
+                self._run(f"pair {version}", version, *PAIR)
+
+    def ratios(self, name: str) -> dict[str, float]:
+        quiet_s = median(self.seconds[f"{name} after quiet"])
+        return {
+            "quiet_s": quiet_s,
+            "before": median(self.seconds[f"{name} before busy"]) / quiet_s,
+            "after": median(self.seconds[f"{name} after busy"]) / quiet_s,
+            "after_with_more_threads": median(self.seconds[f"{name} after busy, more threads"]) / quiet_s,
+            "quiet_before": median(self.seconds[f"{name} before quiet"]) / quiet_s,
+            "cpu_s_before": median(self.cpu_s[f"{name} before busy"]),
+            "cpu_s_after": median(self.cpu_s[f"{name} after busy"]),
+        }
+
+    def pair_ratios(self) -> dict[str, float]:
+        alone_s = sum(median(self.seconds[f"{name} after quiet"]) for name in PAIR)
+        return {version: median(self.seconds[f"pair {version}"]) / alone_s for version in CODE}
+
+    def _run(self, key: str, version: str, *names: str, **variables: str) -> None:
+        """Works side by side, from the first begin to the last end, without the time to load libraries."""
+        environment = {n: v for n, v in os.environ.items() if not n.startswith(("OMP_", "GOMP_", "KMP_", "_EVERNEAR_"))}
+        quiet = [self.seconds[f"{name} after quiet"] for name in names]
+        limit_s = self._limit * sum(map(median, quiet)) if all(quiet) else None
+        before, started_s = own_and_all_cpu_s(), time.monotonic()
+        running = [
+            subprocess.Popen(
+                [sys.executable, "-c", CODE[version], name, str(self._scratch)],
+                cwd=Path(__file__).parent,
+                env=environment | variables,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for name in names
+        ]
+        taken_s = cpu_s = math.inf
+        try:
+            said = [process.communicate(timeout=limit_s and limit_s + LOAD_S)[0].split() for process in running]
+            begins, ends, cpus = zip(*(map(float, words) for words in said), strict=True)
+            if limit_s is None or max(ends) - min(begins) <= limit_s:
+                taken_s, cpu_s = max(ends) - min(begins), sum(cpus)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+        self.seconds[key].append(taken_s)
+        self.cpu_s[key].append(cpu_s)
+        after = own_and_all_cpu_s()
+        others_s = (after[1] - before[1]) - (after[0] - before[0])
+        self.cpus_of_others.append(others_s / (time.monotonic() - started_s))
+
+
+def own_and_all_cpu_s() -> tuple[float, float]:
+    """Processor seconds of this process with its children, ended or not, and of the whole machine."""
+    times, own = psutil.cpu_times(), psutil.Process()
+    alive = [child.cpu_times() for child in own.children()]
+    ended = own.cpu_times()
+    spent = sum(each.user + each.system for each in alive) + ended.children_user + ended.children_system
+    return spent, times.user + times.nice + times.system
+
+
+@contextmanager
+def spinning() -> Generator[None]:
+    """One process per CPU that takes all it gets."""
+    spinners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(available_cpus())]
+    try:
+        yield
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.wait()
+
+
+def child() -> None:
+    """One work, in a process of its own: prints its begin and end, by a clock that all share, and its CPU seconds."""
+    work = {"train": train_work, "probe": probe_work, "embed": embed_work, "search": search_work}[sys.argv[1]]
+    with tempfile.TemporaryDirectory() as out:
+        run = work(Path(sys.argv[2]), Path(out))
+        begin_s, begin_cpu_s = time.monotonic(), time.process_time()
+        run()
+        print(begin_s, time.monotonic(), time.process_time() - begin_cpu_s)
+
+
+def train_work(scratch: Path, out: Path) -> Work:
+    dataset, settings = Dataset.open(scratch), one_epoch()
+    return lambda: train(dataset, settings.train, out)
+
+
+def probe_work(scratch: Path, _: Path) -> Work:
+    dataset, settings = Dataset.open(scratch), one_epoch()
+    return lambda: probe(dataset, settings.train, settings.evaluation, settings.index)
+
+
+def embed_work(scratch: Path, out: Path) -> Work:
+    dataset = Dataset.open(scratch)
+    times = math.ceil(IMAGES / dataset.count("train"))
+    return lambda: [embed(scratch / "network", dataset, out, ("train",)) for _ in range(times)]
+
+
+def search_work(_: Path, __: Path) -> Work:
+    randomness = np.random.default_rng(0)
+    index = faiss.IndexFlatIP(DIM)
+    for _ in range(10):
+        index.add(randomness.standard_normal((VECTORS // 10, DIM), dtype=np.float32))
+    queries = randomness.standard_normal((QUERIES, DIM), dtype=np.float32)
+    return lambda: [index.search(queries, 5) for _ in range(BATCHES)]
+
+
+def without_infinity(tree: Any) -> Any:
+    """JSON has none: null stands for a work that was ended."""
+    if isinstance(tree, dict):
+        return {name: without_infinity(value) for name, value in tree.items()}
+    if isinstance(tree, list):
+        return [without_infinity(value) for value in tree]
+    return None if isinstance(tree, float) and math.isinf(tree) else tree
+
+
+def one_epoch() -> Settings:
+    return settings_of("default", "train.epochs=1", f"train.min_steps={STEPS}", "evaluation.probe_epochs=1")
+
+
+def table(result: dict[str, Any], limit: float) -> list[list[str]]:
+    heading = [
+        "work",
+        "alone",
+        "beside a spinning process per CPU: before",
+        "after",
+        f"after, {TIMES_THREADS} threads asked for per CPU",
+        "alone: before",
+        "CPU seconds beside spinning ones: before",
+        "after",
+    ]
+    rows = [
+        [
+            WORDS[name],
+            f"{found['quiet_s']:.1f} s",
+            *(times(found[key], limit) for key in ("before", "after", "after_with_more_threads", "quiet_before")),
+            *(seconds(found[key]) for key in ("cpu_s_before", "cpu_s_after")),
+        ]
+        for name, found in result["works"].items()
+    ]
+    if pair := result["pair"]:
+        words = "train beside probe, to the sum of both alone"
+        rows.append([words, "", times(pair["before"], limit), times(pair["after"], limit), "", "", "", ""])
+    return [heading, *rows]
+
+
+def seconds(value: float) -> str:
+    return "" if math.isinf(value) else f"{value:.1f} s"
+
+
+def times(ratio: float, limit: float) -> str:
+    return f"{ratio:.2f} times" if ratio <= limit else f"more than {limit:.0f} times"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""What Ctrl-C gets: a sentence that says what was stopped and what remains, exit code 130, and no process left."""
+
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.scenarios.bench import Bench, write_digits
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    write_digits(tmp_path / "images")
+    return Bench(tmp_path, EVERNEAR_TARGET="registry")
+
+
+def interrupted(process: subprocess.Popen[str]) -> str:
+    """What the command says after Ctrl-C; nothing that it started is left."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    assert not [child for child in children if child.is_running()], "a process outlived its command"
+    (told,) = [line for line in output.splitlines() if line.startswith("evernear: ")]
+    return told
+
+
+def test_a_run_is_interrupted(bench: Bench) -> None:
+    temporary = bench.directory / "tmp"
+    temporary.mkdir()
+    bench.environment["TMPDIR"] = str(temporary)
+    with bench.start("run", "--preset", "quick") as process:
+        bench.await_step("train", process)
+        told = interrupted(process)
+    assert told.startswith("evernear: Interrupted during ")
+    assert "train" in told
+    assert told.endswith(
+        ": no process of the run is left, what serves is unchanged. Ingested images and finished epochs are kept; "
+        "the same command continues from there."
+    )
+    assert not list(temporary.glob("evernear-*")), "the steps clean up"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["ingest", "train", "deploy"])
+def test_a_run_goes_on_after_it_was_interrupted(bench: Bench, step: str) -> None:
+    bench.environment["EVERNEAR_TARGET"] = "local"
+    with bench.start("run", "--preset", "quick") as process:
+        bench.await_step(step, process)
+        told = interrupted(process)
+    assert step in told
+    assert ("`evernear status` tells what serves" in told) is (step == "deploy")
+    words = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
+    assert not [line for line in words if str(bench.workdir) in line], "a TorchServe that was begun is ended"
+    try:
+        assert bench.run()["promoted"]
+    finally:
+        bench.command("stop")
+
+
+def training_processes(directory: Path) -> list[psutil.Process]:
+    """Those whose job lies in ``directory``, without torchrun itself."""
+    found = [(process, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    worker = ["-u", "-m", "evernear.embedding.worker"]
+    return [process for process, words in found if words[1:4] == worker and words[4].startswith(str(directory))]
+
+
+@pytest.mark.slow
+def test_training_processes_end_with_their_run(bench: Bench) -> None:
+    """torchrun puts them into sessions of their own, where no signal to the run reaches them."""
+    bench.environment["TMPDIR"] = str(bench.directory)
+    words = ("--set", "train.processes=2", "--set", "train.epochs=1000", "--set", "train.device=cpu")
+    for end in (signal.SIGINT, signal.SIGKILL):
+        with bench.start("run", "--preset", "quick", *words) as process:
+            bench.await_step("train", process)
+            workers: list[psutil.Process] = []
+            while len(workers) < 2:
+                assert process.poll() is None
+                workers = training_processes(bench.directory)
+            process.send_signal(end)
+            process.communicate(timeout=60)
+        _, alive = psutil.wait_procs(workers, timeout=30)
+        assert not alive, end
+
+
+def test_any_other_command_is_interrupted(bench: Bench) -> None:
+    image = next((bench.directory / "images").rglob("*.png"))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = str(silent.getsockname()[1])
+        words = ("--target", "127.0.0.1", "--port", port, "--format", "prep", "--timeout-s", "300")
+        with bench.start("predict", str(image), *words) as process, silent.accept()[0]:
+            told = interrupted(process)
+    assert told == "evernear: Interrupted. Nothing is half-written; run the command again to continue."

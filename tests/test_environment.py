@@ -1,0 +1,50 @@
+"""Tests do not see the shell that they are started from; see `environment`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HOSTILE = {
+    "EVERNEAR_PIPELINE__ENDPOINT": "http://kfp.example",
+    "EVERNEAR_STORE": "s3://someone",
+    "_EVERNEAR_EVENTS": "/dev/full",
+    "AWS_ENDPOINT_URL": "http://s3.example",
+    "AWS_SECRET_ACCESS_KEY": "not-a-secret",
+    "KFP_TOKEN": "not-a-secret",
+    "SLACK_BOT_TOKEN": "xoxb-not-a-secret",
+    "KUBECONFIG": "/nowhere",
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    "HTTP_PROXY": "http://127.0.0.1:1",
+    "https_proxy": "http://127.0.0.1:1",
+    "SSL_CERT_FILE": "/nowhere",
+    "OMP_NUM_THREADS": "64",
+    "FORCE_COLOR": "1",
+}
+OPTS_IN = {"EVERNEAR_TEST_IMAGE": "registry.example/image"}
+LOOK = """
+import json, os, subprocess, sys
+import environment
+inherited = subprocess.run([sys.executable, "-c", sys.argv[1]], capture_output=True, check=True, text=True).stdout
+print(json.dumps({"here": dict(os.environ), "child": json.loads(inherited)}))
+"""
+LOOK_IN_CHILD = """
+import json, environment
+print(json.dumps([environment.of_the_shell("KUBECONFIG"), environment.of_the_shell("http_proxy", "https_proxy")]))
+"""
+
+
+def test_variables_of_the_shell_reach_no_test() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK, LOOK_IN_CHILD],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parent), **HOSTILE, **OPTS_IN},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    assert {name: value for name, value in found["here"].items() if name in HOSTILE} == {"OMP_NUM_THREADS": "1"}
+    assert OPTS_IN.items() <= found["here"].items()
+    proxies = {name: HOSTILE[name] for name in ("HTTP_PROXY", "https_proxy")}
+    assert found["child"] == [{"KUBECONFIG": "/nowhere"}, proxies], "put aside, also for workers that inherit"
