@@ -89,14 +89,17 @@ final class Admission extends ChannelDuplexHandler {
         }
         List<String> headers = request.headers().getAll(HttpHeaderNames.AUTHORIZATION);
         String token = headers.size() == 1 ? TokenAuthorization.parseTokenFromBearerTokenHeader(headers.get(0)) : "";
-        if (tokens.stream().noneMatch(type -> TokenAuthorization.checkTokenAuthorization(token, type))) {
-            throw new Refused(
-                            HttpResponseStatus.UNAUTHORIZED,
-                            "Unauthorized",
-                            "Token Authorization failed: the token is missing or wrong; send it in the header"
-                                    + " Authorization: Bearer TOKEN.")
-                    .with(HttpHeaderNames.WWW_AUTHENTICATE, "Bearer");
+        for (TokenType type : tokens) {
+            if (TokenAuthorization.checkTokenAuthorization(token, type)) {
+                return;
+            }
         }
+        throw new Refused(
+                        HttpResponseStatus.UNAUTHORIZED,
+                        "Unauthorized",
+                        "Token Authorization failed: the token is missing or wrong; send it in the header"
+                                + " Authorization: Bearer TOKEN.")
+                .with(HttpHeaderNames.WWW_AUTHENTICATE, "Bearer");
     }
 
     /** Makes room for a body of so many bytes, if there is less yet. */

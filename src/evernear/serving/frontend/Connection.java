@@ -16,7 +16,7 @@ import io.netty.handler.codec.http.HttpUtil;
 import io.netty.handler.codec.http.LastHttpContent;
 import io.netty.util.ReferenceCountUtil;
 import java.io.IOException;
-import java.util.concurrent.Future;
+import java.util.concurrent.ScheduledFuture;
 import java.util.concurrent.TimeUnit;
 
 /**
@@ -39,7 +39,8 @@ final class Connection extends ChannelDuplexHandler {
     private HttpRequest request;
     private boolean responded;
     private boolean last; // the answer says that the connection ends with it
-    private Future<?> timer;
+    private long deadline; // of the state
+    private ScheduledFuture<?> timer; // due then or before
 
     Connection(Traffic traffic) {
         this.traffic = traffic;
@@ -179,15 +180,28 @@ final class Connection extends ChannelDuplexHandler {
         }
     }
 
+    /** A deadline moves with every state, a timer only where it would be late: to set one takes time. */
     private void enter(State next, long limitSeconds, ChannelHandlerContext context) {
         state = next;
+        deadline = System.nanoTime() + TimeUnit.SECONDS.toNanos(limitSeconds);
+        if (timer == null || timer.getDelay(TimeUnit.NANOSECONDS) > deadline - System.nanoTime()) {
+            setTimer(context);
+        }
+    }
+
+    private void setTimer(ChannelHandlerContext context) {
         if (timer != null) {
             timer.cancel(false);
         }
-        timer = context.executor().schedule(() -> expire(context), limitSeconds, TimeUnit.SECONDS);
+        long left = deadline - System.nanoTime();
+        timer = context.executor().schedule(() -> expire(context), left, TimeUnit.NANOSECONDS);
     }
 
     private void expire(ChannelHandlerContext context) {
+        if (deadline - System.nanoTime() > 0) {
+            setTimer(context);
+            return;
+        }
         if (state == State.RECEIVING && !responded) {
             refuse(
                     context,

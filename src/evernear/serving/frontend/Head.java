@@ -65,17 +65,19 @@ final class Head {
 
     /** RFC 9112, section 3.2.2: a server takes whole URLs as well. */
     private static void checkTarget(HttpRequest request) {
-        String target = AUTHORITY.matcher(request.uri()).replaceFirst("");
+        if (!request.uri().startsWith("/")) {
+            request.setUri(AUTHORITY.matcher(request.uri()).replaceFirst(""));
+        }
+        if (!request.uri().startsWith("/")) {
+            throw malformed("The request names no path.");
+        }
         try {
-            QueryStringDecoder decoder = new QueryStringDecoder(target);
+            QueryStringDecoder decoder = new QueryStringDecoder(request.uri());
+            decoder.path();
             decoder.parameters();
-            if (!decoder.path().startsWith("/")) {
-                throw malformed("The request names no path.");
-            }
         } catch (IllegalArgumentException fault) {
             throw malformed("The request names a path with a bad escape (%).");
         }
-        request.setUri(target);
     }
 
     private static void checkFraming(HttpRequest request) {
@@ -89,7 +91,7 @@ final class Head {
         if (!codings.isEmpty() && !(isNew(request) && codings.size() == 1 && isChunked(codings.get(0)))) {
             throw malformed("Transfer-Encoding can be chunked alone, and in HTTP/1.1.");
         }
-        if (lengths.size() + codings.size() > 1 || !lengths.stream().allMatch(each -> LENGTH.matcher(each).matches())) {
+        if (lengths.size() + codings.size() > 1 || lengths.size() == 1 && !LENGTH.matcher(lengths.get(0)).matches()) {
             throw malformed("Content-Length can be one number, and without Transfer-Encoding.");
         }
     }

@@ -12,8 +12,8 @@ import io.netty.handler.codec.http.HttpMessage;
 import io.netty.handler.codec.http.HttpMethod;
 import io.netty.handler.codec.http.HttpRequestDecoder;
 import io.netty.handler.codec.http.HttpVersion;
+import java.util.BitSet;
 import java.util.List;
-import java.util.regex.Pattern;
 
 /**
  * Decodes one request at a time: after {@link #hold} the next one waits, as bytes, for {@link #next}.
@@ -25,7 +25,14 @@ final class Requests extends HttpRequestDecoder {
     // One receive buffer and a bit; more arrives only from a client that has also shut its side (EPOLLRDHUP).
     private static final int MAX_AHEAD_BYTES = 128 * 1024;
 
-    private static final Pattern TOKEN = Pattern.compile("[!#$%&'*+.^_`|~0-9A-Za-z-]+"); // RFC 9110, section 5.6.2
+    // RFC 9110, section 5.6.2; each header of each request is looked at, so it is no regular expression.
+    private static final BitSet TOKEN_CHARACTERS = new BitSet();
+
+    static {
+        "!#$%&'*+-.^_`|~0123456789".chars().forEach(TOKEN_CHARACTERS::set);
+        TOKEN_CHARACTERS.set('A', 'Z' + 1);
+        TOKEN_CHARACTERS.set('a', 'z' + 1);
+    }
 
     private enum Mode {
         DECODE,
@@ -63,7 +70,9 @@ final class Requests extends HttpRequestDecoder {
         if (reading) {
             return; // channelRead goes on by itself
         }
-        channelRead(context, Unpooled.EMPTY_BUFFER);
+        if (actualReadableBytes() > 0) {
+            channelRead(context, Unpooled.EMPTY_BUFFER); // decodes what is here already
+        }
         if (mode == Mode.HOLD) {
             return;
         }
@@ -134,7 +143,11 @@ final class Requests extends HttpRequestDecoder {
 
     /** Netty's own takes control characters in some places. */
     private static void requireToken(CharSequence word, String what) {
-        if (!TOKEN.matcher(word).matches()) {
+        boolean isToken = word.length() > 0;
+        for (int at = 0; at < word.length(); at++) {
+            isToken &= TOKEN_CHARACTERS.get(word.charAt(at));
+        }
+        if (!isToken) {
             throw new IllegalArgumentException("the " + what + " is no token");
         }
     }
