@@ -5,7 +5,9 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 
 import pytest
 import requests
@@ -13,9 +15,9 @@ from raw import Answer, Raw, bearer, request
 from releases import MakeRelease, PackedRelease
 from served import Served, serving
 
-from evernear.errors import ServingError, SettingsError
+from evernear.errors import PredictionRefused, ServingError, SettingsError
 from evernear.serving import java, torchserve
-from evernear.serving.client import Client
+from evernear.serving.client import Client, Target
 from evernear.settings import ServingSettings, load
 
 CLIENTS = 150
@@ -156,6 +158,19 @@ def test_grpcs_calls_are_counted_as_well(small: Served) -> None:
         assert all(is_taken(client, small) for client in clients)
         with pytest.raises(ServingError, match="as many bytes of requests as it may"):
             grpc.predict(bytes(LARGEST - 10_000))
+    assert predicts(small)
+
+
+def test_grpcs_messages_of_those_without_a_token_are_kept_nowhere(small: Served) -> None:
+    target = replace(Target.local(small.settings, "grpc"), token=lambda: "x")
+
+    def ask(_: int) -> str:
+        with Client(target) as stranger, pytest.raises(PredictionRefused) as refusal:
+            stranger.predict(bytes(LARGEST - 10_000))
+        return str(refusal.value)
+
+    with ThreadPoolExecutor(40) as pool:
+        assert all("Token Authorization failed" in refusal for refusal in pool.map(ask, range(CLIENTS)))
     assert predicts(small)
 
 
