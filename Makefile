@@ -64,7 +64,7 @@ format: .venv/.installed
 golden: .venv/.installed
 	$(BIN)/python -m pipelines.compile
 
-# After a change of Frontend.java; needs a JDK.
+# After a change of the frontend's Java; needs a JDK.
 frontend: .venv/.installed
 	$(BIN)/python -m evernear.serving.frontend.build
 

@@ -22,7 +22,9 @@ from evernear.errors import Busy, EvernearError, SettingsError, StoreError, User
 from evernear.progress import EVENTS_VARIABLE, Event, read_events
 from evernear.release.registry import whoami
 from evernear.reporting.notify import Outcome
+from evernear.scratch import scratch, scratch_name
 from evernear.settings import RunSettings, Settings
+from evernear.store import disk_errors
 
 POLL_S = 0.1
 CLEAN_UP_S = 10.0
@@ -60,17 +62,23 @@ def run(settings: Settings, show: Callable[[Event], None], pipeline: Pipeline = 
     Raises:
         Busy: another run holds the working directory.
         RunFailed: a step failed.
+        StoreError: the temporary directory cannot be made.
         UserInterruptError: Ctrl-C; what the run made so far is kept for the next one.
     """
-    with _sole_run(settings.workdir):
+    with _sole_run(settings.workdir), scratch(_temporary_directory(settings.workdir)) as temporary:
         started_s = time.monotonic()
         directory = settings.workdir.resolve() / "runs" / datetime.now(UTC).strftime("%Y%m%d-%H%M%S.%f")
         directory.mkdir(parents=True)
-        failures, steps_s = _follow(settings, pipeline, directory, show)
+        failures, steps_s = _follow(settings, pipeline, directory, temporary, show)
         wall_s = time.monotonic() - started_s
         if failures:
             raise RunFailed(failures[0].message, failures[0].exit_code)
         return _result(directory, steps_s, wall_s)
+
+
+def _temporary_directory(workdir: Path) -> Path:
+    """What the steps have for /tmp: kfp leaves one directory per step, and a killed step whatever it had there."""
+    return Path(tempfile.gettempdir()) / scratch_name(workdir.resolve())
 
 
 @contextmanager
@@ -91,7 +99,7 @@ def _sole_run(workdir: Path) -> Generator[None]:
 
 
 def _follow(
-    settings: Settings, pipeline: Pipeline, directory: Path, show: Callable[[Event], None]
+    settings: Settings, pipeline: Pipeline, directory: Path, temporary: Path, show: Callable[[Event], None]
 ) -> tuple[list[Event], dict[str, float]]:
     """Run the pipeline's process to its end; returns the failed events and each step's own work in seconds.
 
@@ -103,7 +111,7 @@ def _follow(
     steps_s: dict[str, float] = {}
     offset = 0
     try:
-        with _pipeline_process(settings, pipeline, directory, events_path) as process:
+        with _pipeline_process(settings, pipeline, directory, temporary, events_path) as process:
             while True:
                 ended = process.poll() is not None  # before the read, so that the last events are read too
                 events, offset = read_events(events_path, offset)
@@ -148,14 +156,17 @@ def _silent_failure(directory: Path) -> Event:
 
 @contextmanager
 def _pipeline_process(
-    settings: Settings, pipeline: Pipeline, directory: Path, events: Path
+    settings: Settings, pipeline: Pipeline, directory: Path, temporary: Path, events: Path
 ) -> Generator[subprocess.Popen[str]]:
     # From an empty directory, so that nothing is found by accident that an image would not hold.
-    with tempfile.TemporaryDirectory(prefix="evernear-") as empty, (directory / "log.txt").open("w") as log:
+    empty = temporary / "empty"
+    with disk_errors(empty):
+        empty.mkdir()
+    with (directory / "log.txt").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "pipelines.local"],
             cwd=empty,
-            env={**os.environ, EVENTS_VARIABLE: str(events)},
+            env={**os.environ, EVENTS_VARIABLE: str(events), "TMPDIR": str(temporary)},
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,

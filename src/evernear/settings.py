@@ -214,7 +214,11 @@ class ServingSettings(Section):
         le=89_478_485,
         description="Larger images are refused (decompression bombs).",
     )
-    heap_size_bytes: int = Field(default=512 * 2**20, ge=128 * 2**20)
+    heap_size_bytes: int = Field(
+        default=512 * 2**20,
+        ge=128 * 2**20,
+        description="Heap of TorchServe's Java. Requests in flight may hold a quarter of it; further ones get 503.",
+    )
     keep: int = Field(default=3, ge=1, description="Releases that stay registered for a rollback.")
     smoke_queries: int = Field(
         default=8, ge=1, le=64, description="Stored queries a release must answer before it serves."
@@ -227,6 +231,15 @@ class ServingSettings(Section):
     query_log_size_bytes: int = Field(
         default=64 * 2**20, ge=2**20, description="Files that wait on this machine; the oldest go first."
     )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.max_request_size_bytes > self.heap_size_bytes // 4:
+            raise ValueError(
+                f"max_request_size_bytes is {self.max_request_size_bytes}; it can be at most a quarter of "
+                f"heap_size_bytes, {self.heap_size_bytes // 4}"
+            )
+        return self
 
 
 class PrepSettings(Section):

@@ -6,12 +6,15 @@ import pickle
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from no_files import NO_FILES
 from releases import MakeRelease, PackedRelease, System, forge
 
+from evernear.errors import DataError, IntegrityError, StoreError
 from evernear.index.description import describe_index
 from evernear.release.registry import Registry
 from evernear.store import open_store
@@ -216,3 +219,17 @@ def test_an_index_of_an_unknown_kind_is_refused_with_a_sentence(packed: PackedRe
     told = sentence(evernear("inspect", "show", archive), 5)
     assert "index.json in" in told
     assert "is none that this evernear understands" in told
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("make", NO_FILES)
+def test_what_is_no_file_is_refused(
+    packed: PackedRelease, image: Path, tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / "x")
+    told = sentence(evernear("inspect", "show", tmp_path / "x"), IntegrityError.exit_code)
+    assert "x cannot be read as a release" in told
+    told = sentence(evernear("inspect", "run", tmp_path / "x", "--trust", "--image", image), StoreError.exit_code)
+    assert "x cannot be read" in told
+    done = evernear("inspect", "run", packed.archive, "--trust", "--image", tmp_path / "x")
+    assert "x cannot be read" in sentence(done, DataError.exit_code)

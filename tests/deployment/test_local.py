@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -185,6 +187,34 @@ def test_a_promotion_that_loses_the_race_is_undone(site: Site, monkeypatch: pyte
     # The server follows the registry as soon as it is looked after, as after a kill before `set-default`:
     assert local.serve(site.settings) == rival.version
     assert site.default == rival.version
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from evernear.deployment import local
+from evernear.settings import Settings
+
+def die(source, target):
+    Path(target).write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+local.shutil.copyfile = die
+local.deploy(Path(sys.argv[1]), Path(sys.argv[2]), Settings.model_validate_json(sys.argv[3]))
+"""
+
+
+def test_the_files_of_a_killed_deployment_go_with_the_next(site: Site) -> None:
+    killed, candidate = site.candidate(), site.candidate()
+    words = [sys.executable, "-c", KILLED, killed.archive, killed.verdict, site.settings.model_dump_json()]
+    assert subprocess.run(words, timeout=120).returncode == -signal.SIGKILL
+    assert left_behind(site)
+    site.deploy(candidate)
+    assert left_behind(site) == []
+
+
+def left_behind(site: Site) -> list[Path]:
+    return [*site.home.glob(".*"), *torchserve.model_store(site.home).glob("*.part")]
 
 
 def test_what_a_killed_deployment_left_is_removed_by_the_next(site: Site) -> None:

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from no_files import NO_FILES
 from releases import MakeRelease, PackedRelease, forge
 
 from evernear.embedding import export
 from evernear.errors import IntegrityError
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE, NETWORK_FILE
-from evernear.release.parts import open_parts, open_release
+from evernear.release.parts import open_parts, open_release, read_part, read_release, read_release_manifest
 from evernear.store import sha256_bytes
 
 TORCHSERVE = "MAR-INF/MANIFEST.json"
@@ -372,3 +373,16 @@ def test_unpacked_parts_are_checked_again_when_they_are_loaded(packed: PackedRel
     network.write_bytes(network.read_bytes()[:-1] + b"x")
     with pytest.raises(IntegrityError, match=r"network\.pt"):
         open_parts(parts.directory)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", NO_FILES)
+@pytest.mark.parametrize("read", [open_release, read_release, read_part, read_release_manifest, open_parts])
+def test_what_is_no_file_is_no_release(
+    tmp_path: Path, make: Callable[[Path], None], read: Callable[..., object]
+) -> None:
+    make(tmp_path / "x.mar")
+    more = {open_release: [tmp_path / "opened"], read_part: ["network.pt"]}.get(read, [])
+    with pytest.raises(IntegrityError, match=r"x\.mar (cannot be read as a release|is no release)"):
+        read(tmp_path / "x.mar", *more)
+    assert not (tmp_path / "opened").exists()

@@ -89,6 +89,17 @@ def test_a_killed_step_fails_the_run_with_a_sentence(bench: Bench) -> None:
     assert "log.txt" in output
 
 
+def test_a_run_leaves_nothing_in_tmp_and_removes_what_a_killed_one_left(bench: Bench) -> None:
+    """Each step of kfp's unpacks its program there, by mktemp, and removes it never."""
+    temporary = bench.directory / "tmp"
+    temporary.mkdir()
+    bench.environment["TMPDIR"] = str(temporary)
+    kill_at(bench, "validate", "command")
+    assert list(temporary.rglob("tmp.*"))
+    bench.run()
+    assert list(temporary.iterdir()) == []
+
+
 def test_two_runs_at_once_on_one_working_directory(bench: Bench) -> None:
     with bench.start("run", "--preset", "quick") as process:
         try:

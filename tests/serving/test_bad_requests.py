@@ -38,6 +38,10 @@ class Answer:
         return json.loads(self.body)["message"]
 
 
+def is_chunked(request: Request) -> bool:
+    return any(name == b"Transfer-Encoding" for name, _ in request.headers)
+
+
 class Sender:
     """Sends requests as they are, many at once, each on a connection of its own."""
 
@@ -57,7 +61,7 @@ class Sender:
             (b"Host", b"localhost"),
             (b"Authorization", b"Bearer " + self._key),
             (b"Connection", b"close"),
-            (b"Content-Length", b"%d" % len(request.body)),
+            *([] if is_chunked(request) else [(b"Content-Length", b"%d" % len(request.body))]),
             *request.headers,
         )
         head = b"".join(b"%s: %s\r\n" % header for header in headers)

@@ -7,11 +7,13 @@ import ssl
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
+from no_files import NO_FILES
 from served import Served
 from stand_ins import ANSWER, grpc_server, http_server
 
@@ -238,6 +240,14 @@ def test_only_the_preprocessing_server_tells_its_metadata(served: Served) -> Non
 def test_a_file_that_is_absent_is_named(served: Served, tmp_path: Path) -> None:
     with Client.of(served.settings) as client, pytest.raises(DataError, match=r"absent\.png cannot be read"):
         client.predict_file(tmp_path / "absent.png")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", NO_FILES)
+def test_what_is_no_file_is_no_image(served: Served, tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "x.png")
+    with Client.of(served.settings) as client, pytest.raises(DataError, match=r"x\.png cannot be read"):
+        client.predict_file(tmp_path / "x.png")
 
 
 def test_without_a_server_it_says_how_to_start_one(tmp_path: Path) -> None:

@@ -107,9 +107,9 @@ def test_without_the_right_key_nobody_is_answered(served: Served) -> None:
     image, _ = served.parts.smoke_queries()[0]
     management = Endpoints.of(served.settings.serving).management_url
     for wrong in ({}, {"Authorization": "Bearer x"}, headers(served, "management")):
-        assert requests.post(url(served), data=image, headers=wrong, timeout=10).status_code == 400
+        assert requests.post(url(served), data=image, headers=wrong, timeout=10).status_code == 401
     for wrong in ({}, headers(served, "inference")):
-        assert requests.get(f"{management}/models", headers=wrong, timeout=10).status_code == 400
+        assert requests.get(f"{management}/models", headers=wrong, timeout=10).status_code == 401
 
 
 def test_only_the_owner_can_read_the_keys(served: Served) -> None:

@@ -4,9 +4,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from no_files import NO_FILES
 
 from evernear.errors import Conflict, IntegrityError, SettingsError, StoreError
 from evernear.store import Store, disk_errors, open_store, sha256_bytes, sha256_file, write_atomically
@@ -222,3 +224,22 @@ def test_hashes_agree(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"abc")
     expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert sha256_file(tmp_path / "x") == sha256_bytes(b"abc") == expected
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", NO_FILES)
+def test_what_is_no_file_is_no_object(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    store = open_store((tmp_path / "store").as_uri())
+    store.put("releases/a.mar", b"x")
+    (tmp_path / "store" / "releases" / "a.mar").unlink()
+    make(tmp_path / "store" / "releases" / "a.mar")
+    with pytest.raises(StoreError, match=r"a\.mar cannot be read"):
+        store.find("releases/a.mar")
+    with pytest.raises(StoreError, match=r"a\.mar cannot be read"):
+        store.fetch("releases/a.mar", tmp_path / "fetched")
+    with pytest.raises(StoreError):
+        store.put("releases/b.mar", tmp_path / "store" / "releases" / "a.mar")
+    with pytest.raises(StoreError, match=r"a\.mar cannot be read"):
+        sha256_file(tmp_path / "store" / "releases" / "a.mar")
+    assert store.find("releases/b.mar") is None
+    assert not (tmp_path / "fetched").exists()

@@ -12,6 +12,7 @@ import typer
 
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption
 from evernear.cli.releases import StoreOption, registry_of
+from evernear.disk import open_regular
 from evernear.errors import DataError, IntegrityError, PredictionRefused
 from evernear.output import print_json, print_line, printable
 
@@ -69,7 +70,9 @@ def run(
         tempfile.TemporaryDirectory(prefix="evernear-inspect-") as temporary,
     ):
         # A copy, so that what was vouched for is what is loaded.
-        copy = Path(shutil.copyfile(archive, Path(temporary) / "release.mar"))
+        copy = Path(temporary) / "release.mar"
+        with open_regular(archive) as source, copy.open("wb") as target:
+            shutil.copyfileobj(source, target)
         if not trust and not registry.vouches_for(copy):
             raise IntegrityError(
                 f"{release} is not a release that {registry.uri} holds, and loading a network or an index can run "
@@ -107,7 +110,8 @@ def _archive(release: str, registry: "Callable[[], Registry]") -> Generator[Path
 
 def _read(image: Path) -> bytes:
     try:
-        return image.read_bytes()
+        with open_regular(image) as file:
+            return file.read()
     except OSError as error:
         raise DataError(f"{image} cannot be read: {error.strerror}.") from None
 

@@ -30,6 +30,8 @@ from evernear.store import disk_errors, open_store, sha256_file
 DRAIN_TIMEOUT_S = 30
 FOLLOW_S = 0.5
 LAST_BATCH_S = 0.5  # a batch that left the queue is answered in far less
+_STAGING = ".release-"
+_PARTIAL = ".part"
 
 
 def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Cause | None = None) -> Deployment:
@@ -185,11 +187,19 @@ class _Site:
         self.model = settings.serving.model_name
         self.management = Management(self.home)
 
+    def remove_remains(self) -> None:
+        """Remove the files that a killed deployment left."""
+        with disk_errors(self.home):
+            for directory in self.home.glob(f"{_STAGING}*"):
+                shutil.rmtree(directory)
+            for file in torchserve.model_store(self.home).glob(f"*{_PARTIAL}"):
+                file.unlink()
+
     @contextlib.contextmanager
     def temporary_directory(self) -> Generator[Path]:
         """A directory on the server's own disk that is gone afterwards."""
         with disk_errors(self.home):
-            temporary = tempfile.TemporaryDirectory(dir=self.home, prefix=".release-")
+            temporary = tempfile.TemporaryDirectory(dir=self.home, prefix=_STAGING)
         with temporary as name:
             yield Path(name)
 
@@ -275,7 +285,7 @@ class _Site:
         """Register a release, without making it the default unless it is the only one; a broken one goes again."""
         stored = self._stored(version)
         with disk_errors(stored):
-            staged = stored.with_suffix(".part")
+            staged = stored.with_suffix(_PARTIAL)
             shutil.copyfile(archive, staged)
             staged.replace(stored)
         try:
@@ -320,6 +330,7 @@ def _site(settings: RunSettings) -> Generator[_Site]:
     site = _Site(settings)
     busy = f"Another deployment into {settings.workdir} is under way; wait for it and try again."
     with exclusively(site.home / "deploy.lock", busy):
+        site.remove_remains()
         yield site
 
 

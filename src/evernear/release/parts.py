@@ -13,10 +13,11 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
+from evernear.disk import open_regular
 from evernear.errors import IntegrityError
 from evernear.index.description import CENTROIDS_FILE, LABELS_FILE, VECTORS_FILE
 from evernear.output import printable
@@ -203,23 +204,23 @@ def _checked(archive: Path, max_size_bytes: int) -> Generator[tuple[zipfile.ZipF
 @contextmanager
 def _zip(archive: Path) -> Generator[zipfile.ZipFile]:
     try:
-        _check_directory(archive)
-        with zipfile.ZipFile(archive) as members:
-            yield members
+        with open_regular(archive) as file:
+            _check_directory(file)
+            with zipfile.ZipFile(file) as members:
+                yield members
     except (zipfile.BadZipFile, OSError, RuntimeError, EOFError, ValueError, struct.error) as error:
         raise IntegrityError(f"{archive} cannot be read as a release: {printable(str(error), QUOTED_MAX)}.") from None
 
 
-def _check_directory(archive: Path) -> None:
+def _check_directory(file: BinaryIO) -> None:
     """Bound the zip's central directory before `zipfile` reads it into memory, some 20 times its size.
 
     It is told where `zipfile` looks first: at the very end of the file, without a comment, after the records
     of zip64 where there are any (APPNOTE 4.3.14 to 4.3.16).
     """
-    with archive.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(-min(98, size), 2)
-        tail = file.read().rjust(98)
+    size = file.seek(0, 2)
+    file.seek(-min(98, size), 2)
+    tail = file.read().rjust(98)
     zip64, locator, end = tail[:56], tail[56:76], tail[76:]
     if end[:4] != b"PK\x05\x06" or end[-2:] != b"\0\0":
         raise zipfile.BadZipFile("it is no zip file, or not a whole one")
@@ -278,7 +279,7 @@ def _check_layout(members: zipfile.ZipFile, archive: Path) -> None:
     """
     scattered = IntegrityError(f"{archive} does not hold its members one behind the other, or not them alone.")
     end = 0
-    with archive.open("rb") as file:
+    with open_regular(archive) as file:
         for info in sorted(members.infolist(), key=lambda info: info.header_offset):
             file.seek(info.header_offset)
             flags, kind, *sizes, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))

@@ -1,16 +1,15 @@
 """What a TorchServe reads when it starts, written from settings into its home directory."""
 
-import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from evernear.scratch import scratch_name
 from evernear.serving.metrics import metrics_file
 from evernear.settings import ServingSettings
 from evernear.store import write_atomically
@@ -59,12 +58,14 @@ def model_store(home: Path) -> Path:
 
 
 def temporary_directory(home: Path) -> Path:
-    """Where the server unpacks archives and binds its workers' sockets, whose paths must be short."""
+    """Where the server unpacks archives and binds its workers' sockets, whose paths must be short.
+
+    The same for every process: not TMPDIR's, which differs between them. `make_private` has to make it.
+    """
     inside = home / "tmp"
     if len(os.fsencode(inside / ".ts.sock.99999")) <= UNIX_SOCKET_PATH_BYTES:
         return inside
-    name = hashlib.sha256(os.fsencode(home)).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"evernear-{os.getuid()}-{name}"
+    return Path("/tmp") / scratch_name(home)  # noqa: S108 - made by make_private
 
 
 def _configure_query_log(settings: ServingSettings, home: Path) -> None:

@@ -1,6 +1,7 @@
 """The Java that runs TorchServe, and the command line it is started with."""
 
 import importlib.util
+import math
 import os
 import re
 import shutil
@@ -16,6 +17,12 @@ from evernear.settings import ServingSettings
 MAIN_CLASS = "evernear.Frontend"
 FRONTEND_ARCHIVE = Path(__file__).parent / "frontend" / "frontend.jar"
 JAVA_MAJOR_VERSION = 17  # the oldest that runs TorchServe 0.12
+
+# The longest that the frontend waits for a client.
+IDLE_TIMEOUT_S = 75  # for the next request's head; longer than the 60 s that proxies keep a connection
+UPLOAD_TIMEOUT_S = 60  # from the head to the end of the body: 6.5 MB at 1 Mbit/s
+# A connection's share of the heap, of which one takes less than a tenth: 8 KiB of headers and what parsing adds.
+CONNECTION_BYTES = 512 * 2**10
 
 # Read from the environment by TorchServe whatever its configuration says, or secrets that it has no need of.
 _WITHHELD = re.compile(
@@ -64,8 +71,7 @@ def java_command(settings: ServingSettings, home: Path, frontend: Mapping[str, o
         f"-Djava.io.tmpdir={temporary_directory(home)}",
         f"-Dmodel_server_home={packages}",
         f"-Dlog4j.configurationFile={(home / 'log4j2.xml').as_uri()}",
-        f"-Devernear.drain_timeout_s={settings.drain_timeout_s}",
-        *(f"-Devernear.{name}={value}" for name, value in frontend.items()),
+        *(f"-Devernear.{name}={value}" for name, value in {**frontend_limits(settings), **frontend}.items()),
         "-cp",
         os.pathsep.join([str(FRONTEND_ARCHIVE), str(packages / "ts" / "frontend" / "*")]),
         MAIN_CLASS,
@@ -77,6 +83,23 @@ def java_command(settings: ServingSettings, home: Path, frontend: Mapping[str, o
         "model-store",
         "--no-config-snapshot",
     ]
+
+
+def frontend_limits(settings: ServingSettings) -> dict[str, int]:
+    """What clients may take of the frontend: seconds, connections, bytes of all requests together.
+
+    A byte of a request is on Java's heap once. Outside it, where Java's bound is as large as the heap, it is twice at
+    most: while it is sent to a worker, in a buffer that grows by copying. A quarter leaves room for both.
+    """
+    batches_ahead = math.ceil(settings.queue_size / settings.batch_size)
+    return {
+        "drain_timeout_s": settings.drain_timeout_s,
+        "idle_timeout_s": IDLE_TIMEOUT_S,
+        "upload_timeout_s": UPLOAD_TIMEOUT_S,
+        "answer_timeout_s": settings.response_timeout_s * (1 + batches_ahead),
+        "max_connections": settings.heap_size_bytes // CONNECTION_BYTES,
+        "max_in_flight_bytes": min(settings.heap_size_bytes // 4, 2**31 - 1),  # an int of Java
+    }
 
 
 def java_environment(settings: ServingSettings, home: Path) -> dict[str, str]:

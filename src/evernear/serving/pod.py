@@ -66,7 +66,7 @@ def fetch(version: str, sha256: str, settings: Settings) -> ReleaseManifest:
         StoreError: there is no such release, the store cannot be reached, or the disk is full.
     """
     home, archive = home_of(settings.workdir), _archive(settings)
-    if archive.is_file() and sha256_file(archive) == sha256:  # what belongs to it was written before it
+    if _lies_alone(archive) and sha256_file(archive) == sha256:  # what belongs to it was written before it
         return release(settings).manifest
     registry = Registry(open_store(settings.store_uri))
     record = registry.show(version)
@@ -102,8 +102,10 @@ def serve(settings: Settings, *, without_token: bool = False) -> NoReturn:
         ServingError: nothing was fetched, or Java or TorchServe is not installed.
         PortTaken: a port is in use.
     """
-    if not _archive(settings).is_file():
-        raise ServingError(f"No release lies in {settings.workdir}; run `evernear pod fetch` before.")
+    if not _lies_alone(_archive(settings)):
+        raise ServingError(
+            f"No release lies in {settings.workdir}, or something beside it; run `evernear pod fetch` before."
+        )
     token_file = _token_file(without_token)
     serving = settings.serving
     host = ANYWHERE if serving.host == LOOPBACK else serving.host
@@ -149,12 +151,18 @@ def _release_dir(settings: Settings) -> Path:
     return settings.workdir.resolve() / "release"
 
 
+def _lies_alone(archive: Path) -> bool:
+    """Whether the archive is in the model store and nothing else: the server loads all that it finds."""
+    return archive.is_file() and list(archive.parent.iterdir()) == [archive]
+
+
 def _remove_remains(home: Path) -> None:
-    """Remove what a killed fetch left, and any archive: the server loads all that it finds."""
-    for left in home.glob(f"{_STAGING}*"):
-        shutil.rmtree(left)
-    for old in model_store(home).glob("*"):
-        old.unlink()
+    """Remove what a killed fetch left, and all of the model store."""
+    for left in (*home.glob(f"{_STAGING}*"), *model_store(home).glob("*")):
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left)
+        else:
+            left.unlink()
 
 
 def _keep_for_probes(parts: ReleaseParts) -> None:

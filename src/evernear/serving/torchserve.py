@@ -8,7 +8,6 @@ keeps one process id per machine. Verified against TorchServe 0.12.0 on Java 17 
 import contextlib
 import errno
 import os
-import shutil
 import socket
 import subprocess
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from evernear.errors import PortTaken, ServingError
+from evernear.scratch import make_private, remove_own
 from evernear.serving.configuration import LOOPBACK, model_store, temporary_directory, write_configuration
 from evernear.serving.connection import KEY_FILE, OWNER_FILE, STATE_FILE, Endpoints, ServerState, read_state
 from evernear.serving.java import find_java, java_command, java_environment
@@ -53,6 +53,7 @@ def start(settings: ServingSettings, home: Path) -> Endpoints:
         PortTaken: a port is in use by another program.
         ServingError: Java or TorchServe is not installed, the server runs with other ports, or it does not
             come up within ``settings.startup_timeout_s``.
+        StoreError: ``home``, or the server's directory in /tmp, cannot be made.
         Busy: another process starts or stops this server and does not end.
     """
     _make_home(home)
@@ -85,15 +86,14 @@ def become(settings: ServingSettings, home: Path, frontend: Mapping[str, object]
     Raises:
         PortTaken: a port is in use by another program.
         ServingError: Java or TorchServe is not installed.
-        StoreError: ``home`` cannot be written.
+        StoreError: ``home``, or the server's directory in /tmp, cannot be made.
     """
     _make_home(home)
     _require_free_ports(Endpoints.of(settings))
     _clear_remains(home)
     command = java_command(settings, home, frontend)
     write_configuration(settings, home, tokens=tokens)
-    with disk_errors(home):
-        temporary_directory(home).mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(temporary_directory(home))
     os.umask(0o077)
     os.chdir(home)
     os.execve(command[0], command, java_environment(settings, home))  # noqa: S606 - a list of our own words
@@ -237,7 +237,7 @@ def _bind_error(error: OSError, host: str, port: int, setting: str) -> ServingEr
 
 
 def _spawn_detached(command: list[str], settings: ServingSettings, home: Path) -> int:
-    temporary_directory(home).mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(temporary_directory(home))
     # The shell ends at once, so Java belongs to no process that could wait for it or take it along.
     script = 'umask 077; "$@" </dev/null >logs/console.log 2>&1 & echo $!'
     shell = subprocess.run(
@@ -286,7 +286,7 @@ def _clear_remains(home: Path) -> None:
         (home / name).unlink(missing_ok=True)
     if _owner(home) != os.getpid():
         (home / OWNER_FILE).unlink(missing_ok=True)
-    shutil.rmtree(temporary_directory(home), ignore_errors=True)
+    remove_own(temporary_directory(home))
 
 
 def _owner(home: Path) -> int | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from evernear.disk import open_regular
 from evernear.errors import IntegrityError, StoreError
 
 CHUNK_BYTES = 2**20
@@ -81,7 +82,7 @@ def sha256_bytes(data: bytes) -> str:
 
 def sha256_file(path: Path) -> str:
     """Hex sha256 of a file, in flat memory."""
-    with disk_errors(path), path.open("rb") as file:
+    with disk_errors(path), open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

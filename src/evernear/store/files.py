@@ -9,6 +9,7 @@ from typing import BinaryIO
 
 from filelock import FileLock
 
+from evernear.disk import open_regular
 from evernear.errors import Conflict, StoreError
 from evernear.store.base import (
     CHUNK_BYTES,
@@ -64,7 +65,8 @@ class FileStore:
         path = self.path(key)
         with disk_errors(path):
             try:
-                data = path.read_bytes()
+                with open_regular(path) as file:
+                    data = file.read()
             except FileNotFoundError:
                 return None
         return data, sha256_bytes(data)
@@ -73,7 +75,7 @@ class FileStore:
         """Copy the object to ``path``, whole or not at all."""
         with disk_errors(self.path(key)):
             try:
-                source = self.path(key).open("rb")
+                source = open_regular(self.path(key))
             except FileNotFoundError:
                 raise StoreError(missing(self.uri, key)) from None
         with source:
@@ -143,7 +145,7 @@ def _copy(data: bytes | Path, file: BinaryIO) -> str:
         file.write(data)
         return sha256_bytes(data)
     sha256 = hashlib.sha256()
-    with data.open("rb") as source:
+    with open_regular(data) as source:
         while chunk := source.read(CHUNK_BYTES):
             sha256.update(chunk)
             file.write(chunk)

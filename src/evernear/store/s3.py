@@ -10,6 +10,7 @@ import urllib3
 from minio.error import S3Error
 from minio.helpers import check_bucket_name
 
+from evernear.disk import open_regular
 from evernear.errors import IntegrityError, SettingsError, StoreError
 from evernear.store.base import (
     CHUNK_BYTES,
@@ -53,7 +54,7 @@ class S3Store:
         check_key(key)
         if isinstance(data, bytes):
             return self._put(key, BytesIO(data), len(data), sha256_bytes(data))
-        with disk_errors(data), data.open("rb") as file:
+        with disk_errors(data), open_regular(data) as file:
             return self._put(key, file, data.stat().st_size, sha256_file(data))
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> str:

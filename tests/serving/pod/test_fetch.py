@@ -1,9 +1,11 @@
 """The init container: a release that is what the deployer and the registry say, or a sentence and nothing."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from kubelet import Pod, can_contain
+from no_files import NO_FILES
 from releases import MakeRelease, PackedRelease, forge
 
 from evernear.errors import IntegrityError, ServingError, SettingsError, StoreError
@@ -115,6 +117,20 @@ def test_what_a_killed_fetch_left_is_removed_and_so_is_another_archive(
     assert [path.name for path in (home / "model-store").iterdir()] == ["embedding.mar"]
     assert not left[0].parent.exists()
     assert archive_in(settings).read_bytes() == release.archive.read_bytes()
+
+
+@pytest.mark.parametrize("make", [*NO_FILES, Path.touch])
+def test_what_lies_beside_the_release_is_not_served_and_goes_with_the_next_fetch(
+    release: PackedRelease, settings: Settings, make: Callable[[Path], None]
+) -> None:
+    """The server would load it, and wait at a pipe for ever."""
+    sha256 = sha256_file(release.archive)
+    pod.fetch(release.version, sha256, settings)
+    make(archive_in(settings).with_name("x.mar"))
+    with pytest.raises(ServingError, match="or something beside it; run `evernear pod fetch` before"):
+        pod.serve(settings, without_token=True)
+    pod.fetch(release.version, sha256, settings)
+    assert list(archive_in(settings).parent.iterdir()) == [archive_in(settings)]
 
 
 def test_without_a_release_nothing_is_started(tmp_path: Path) -> None:

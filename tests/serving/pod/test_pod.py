@@ -13,6 +13,7 @@ import requests
 from balancer import Balancer
 from callers import Calls, calling, calling_grpc
 from kubelet import Pod, can_contain
+from raw import Raw, request
 from shipped import TOKEN, Shipped, StartPod
 
 from evernear.errors import PredictionRefused
@@ -73,7 +74,7 @@ def test_no_model_can_be_registered_not_even_with_the_key_that_lies_in_the_pod(p
     key = read_key(home_of(pod.workdir), "management")
     url = f"http://127.0.0.1:{pod.serving.management_port}/models"
     headers = {"Authorization": f"Bearer {key}"}
-    assert requests.get(url, timeout=10).status_code == 400
+    assert requests.get(url, timeout=10).status_code == 401
     assert [model["modelName"] for model in requests.get(url, headers=headers, timeout=10).json()["models"]]
     refused = requests.post(url, params={"url": "embedding.mar"}, headers=headers, timeout=10)
     assert (refused.status_code, refused.json()["type"]) == (405, "MethodNotAllowedException")
@@ -112,6 +113,21 @@ def test_ready_is_asked_without_a_token_and_tells_nothing_else(pod: Pod, shipped
     url = f"http://127.0.0.1:{pod.port}/ready/predictions"
     assert requests.get(url, timeout=10).status_code != 200
     assert requests.post(f"http://127.0.0.1:{pod.port}/ready", shipped.image, timeout=10).status_code != 200
+
+
+def test_ready_is_answered_in_its_turn_and_only_a_bare_question_needs_no_token(pod: Pod, shipped: Shipped) -> None:
+    time.sleep(2.5)  # for the probe to ask by itself
+    token = b"Authorization: Bearer %s\r\n" % TOKEN.encode()
+    predict = request(b"POST /predictions/embedding", token, shipped.image)
+    ready = request(b"GET /ready")
+    for order in ((ready, predict, ready), (predict, ready, predict)):
+        with Raw.to(pod.port) as connection:
+            answers = connection.send(b"".join(order)).end().all_answers()
+        assert [b"Ready" in answer.body for answer in answers] == [each is ready for each in order]
+        assert {answer.status for answer in answers} == {200}
+    for other in (request(b"GET /ready", body=b"x"), request(b"POST /ready"), request(b"GET /ready?x")):
+        with Raw.to(pod.port) as connection:
+            assert [answer.status for answer in connection.send(ready + other).all_answers()] == [200, 401]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from contextlib import aclosing, closing
 from pathlib import Path
 from typing import Any
 
+from evernear.disk import open_regular
 from evernear.errors import DataError, PredictionRefused, SettingsError
 from evernear.serving.client.target import Format, Target
 from evernear.serving.messages import Metadata, Prediction
@@ -64,7 +65,8 @@ class Client:
             DataError: the file cannot be read.
         """
         try:
-            image = path.read_bytes()
+            with open_regular(path) as file:
+                image = file.read()
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}.") from None
         return self.predict(image, version).model_dump(mode="json")

@@ -1,0 +1,118 @@
+package evernear;
+
+import io.netty.handler.codec.TooLongFrameException;
+import io.netty.handler.codec.http.FullHttpRequest;
+import io.netty.handler.codec.http.HttpHeaderNames;
+import io.netty.handler.codec.http.HttpHeaderValues;
+import io.netty.handler.codec.http.HttpHeaders;
+import io.netty.handler.codec.http.HttpRequest;
+import io.netty.handler.codec.http.HttpResponseStatus;
+import io.netty.handler.codec.http.HttpVersion;
+import io.netty.handler.codec.http.QueryStringDecoder;
+import java.util.List;
+import java.util.Set;
+import java.util.regex.Pattern;
+
+/**
+ * Checks the head of a request: what RFC 9112 does not allow is refused, and so is what two servers on its way could
+ * understand in two ways.
+ */
+final class Head {
+    private static final String METHODS = "DELETE, GET, HEAD, OPTIONS, POST, PUT";
+    private static final Set<String> ALLOWED = Set.of(METHODS.split(", "));
+    private static final Pattern LENGTH = Pattern.compile("[0-9]{1,18}");
+    private static final Pattern AUTHORITY = Pattern.compile("(?i)^https?://[^/?#]*");
+
+    private Head() {}
+
+    /** Throws {@link Refused}; brings the target to its origin-form. */
+    static void check(HttpRequest request) {
+        checkDecoded(request);
+        checkMethod(request);
+        checkTarget(request);
+        checkFraming(request);
+        checkExpectation(request);
+    }
+
+    private static void checkDecoded(HttpRequest request) {
+        Throwable fault = request.decoderResult().cause();
+        if (fault instanceof TooLongFrameException && request instanceof FullHttpRequest) { // made up, without a head
+            throw new Refused(HttpResponseStatus.REQUEST_URI_TOO_LONG, "TooLong", "The request line is too long.");
+        }
+        if (fault instanceof TooLongFrameException) {
+            throw new Refused(
+                    HttpResponseStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+                    "TooLarge",
+                    "The headers are too large or too many.");
+        }
+        if (fault != null) {
+            throw malformed("This is no request of HTTP/1.1: " + fault.getMessage() + ".");
+        }
+        if (!isNew(request) && !request.protocolVersion().equals(HttpVersion.HTTP_1_0)) {
+            throw malformed("This API speaks HTTP/1.1.");
+        }
+    }
+
+    private static void checkMethod(HttpRequest request) {
+        if (!ALLOWED.contains(request.method().name())) {
+            throw new Refused(
+                            HttpResponseStatus.METHOD_NOT_ALLOWED,
+                            "MethodNotAllowed",
+                            "The method is none of " + METHODS + ".")
+                    .with(HttpHeaderNames.ALLOW, METHODS);
+        }
+    }
+
+    /** RFC 9112, section 3.2.2: a server takes whole URLs as well. */
+    private static void checkTarget(HttpRequest request) {
+        if (!request.uri().startsWith("/")) {
+            request.setUri(AUTHORITY.matcher(request.uri()).replaceFirst(""));
+        }
+        if (!request.uri().startsWith("/")) {
+            throw malformed("The request names no path.");
+        }
+        try {
+            QueryStringDecoder decoder = new QueryStringDecoder(request.uri());
+            decoder.path();
+            decoder.parameters();
+        } catch (IllegalArgumentException fault) {
+            throw malformed("The request names a path with a bad escape (%).");
+        }
+    }
+
+    private static void checkFraming(HttpRequest request) {
+        HttpHeaders headers = request.headers();
+        List<String> hosts = headers.getAll(HttpHeaderNames.HOST);
+        List<String> lengths = headers.getAll(HttpHeaderNames.CONTENT_LENGTH);
+        List<String> codings = headers.getAll(HttpHeaderNames.TRANSFER_ENCODING);
+        if (hosts.size() > 1 || hosts.isEmpty() && isNew(request)) {
+            throw malformed("The request needs one header Host.");
+        }
+        if (!codings.isEmpty() && !(isNew(request) && codings.size() == 1 && isChunked(codings.get(0)))) {
+            throw malformed("Transfer-Encoding can be chunked alone, and in HTTP/1.1.");
+        }
+        if (lengths.size() + codings.size() > 1 || lengths.size() == 1 && !LENGTH.matcher(lengths.get(0)).matches()) {
+            throw malformed("Content-Length can be one number, and without Transfer-Encoding.");
+        }
+    }
+
+    private static void checkExpectation(HttpRequest request) {
+        List<String> expectations = request.headers().getAll(HttpHeaderNames.EXPECT);
+        if (!expectations.stream().allMatch(HttpHeaderValues.CONTINUE::contentEqualsIgnoreCase)) {
+            throw new Refused(
+                    HttpResponseStatus.EXPECTATION_FAILED, "Expectation", "Expect can be 100-continue alone.");
+        }
+    }
+
+    private static boolean isNew(HttpRequest request) {
+        return request.protocolVersion().equals(HttpVersion.HTTP_1_1);
+    }
+
+    private static boolean isChunked(String coding) {
+        return HttpHeaderValues.CHUNKED.contentEqualsIgnoreCase(coding);
+    }
+
+    private static Refused malformed(String message) {
+        return new Refused(HttpResponseStatus.BAD_REQUEST, "BadRequest", message);
+    }
+}

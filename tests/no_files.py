@@ -1,0 +1,34 @@
+"""What a path may lead to instead of a file; to open some of them the usual way takes for ever."""
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _socket(path: Path) -> None:
+    before = Path.cwd()
+    os.chdir(path.parent)  # for a name that is short enough
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path.name)
+    os.chdir(before)
+
+
+def _device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _directory(path: Path) -> None:
+    path.mkdir()
+
+
+def _link_to_a_fifo(path: Path) -> None:
+    os.mkfifo(path.with_suffix(".fifo"))
+    path.symlink_to(path.with_suffix(".fifo"))
+
+
+NO_FILES: tuple[Callable[[Path], None], ...] = (_fifo, _socket, _device, _directory, _link_to_a_fifo)

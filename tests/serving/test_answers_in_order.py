@@ -1,0 +1,129 @@
+"""Requests that are sent ahead on one connection are answered in their order, whatever each takes and comes to."""
+
+import itertools
+import json
+import socket
+import struct
+
+import pytest
+from raw import Answer, Raw, bearer, request
+from served import Served
+
+PREDICT = b"POST /predictions/embedding"
+KINDS = ("prediction", "ping", "unknown path", "wrong method", "not an image", "too large", "no token", "malformed")
+ENDINGS = KINDS[2:]  # an error's answer ends the connection, and says so
+
+
+def made(served: Served, kind: str) -> bytes:
+    token = bearer(served)
+    image, _ = served.parts.smoke_queries()[0]
+    return {
+        "prediction": request(PREDICT, token, image),
+        "ping": request(b"GET /ping", token),
+        "unknown path": request(b"GET /nothing", token),
+        "wrong method": request(b"TRACE /ping", token),
+        "not an image": request(PREDICT, token, b"nonsense"),
+        "too large": request(PREDICT, token, bytes(7_000_000)),
+        "no token": request(PREDICT, b"", image),
+        "malformed": b"nonsense\r\n\r\n",
+    }[kind]
+
+
+def kind_of(answer: Answer) -> str:
+    told = json.loads(answer.body)
+    if answer.status == 200:
+        return "prediction" if "pred" in told else "ping"
+    return {
+        (404, "ResourceNotFoundException"): "unknown path",
+        (405, "MethodNotAllowed"): "wrong method",
+        (400, "BadImage"): "not an image",
+        (413, "TooLarge"): "too large",
+        (401, "Unauthorized"): "no token",
+        (400, "BadRequest"): "malformed",
+    }[answer.status, told["type"]]
+
+
+def orders() -> list[tuple[str, ...]]:
+    """All orders of a prediction, what is answered without the worker, and one of what ends a connection."""
+    return [order for ending in ENDINGS for order in itertools.permutations(("prediction", "ping", ending))] + [
+        ("prediction", "ping") * 3,
+        ("ping", "prediction") * 3,
+    ]
+
+
+def answered(order: tuple[str, ...]) -> list[str]:
+    """All, up to the first with which the connection ends."""
+    ends = [number for number, kind in enumerate(order, start=1) if kind in ENDINGS]
+    return list(order[: ends[0]] if ends else order)
+
+
+@pytest.mark.parametrize("order", orders(), ids=" - ".join)
+def test_answers_come_in_the_order_of_the_requests(served: Served, order: tuple[str, ...]) -> None:
+    requests = b"".join(made(served, kind) for kind in order)
+    expected = answered(order)
+    with Raw.to(served.settings.serving.inference_port) as connection:
+        connection.send(requests)
+        answers = [connection.answer() for _ in expected]
+        assert [kind_of(answer) for answer in answers] == expected
+        assert [answer.headers["connection"] for answer in answers] == [
+            "close" if kind in ENDINGS else "keep-alive" for kind in expected
+        ]
+
+
+@pytest.mark.parametrize("order", orders(), ids=" - ".join)
+def test_a_client_that_ended_its_side_gets_all_its_answers(served: Served, order: tuple[str, ...]) -> None:
+    requests = b"".join(made(served, kind) for kind in order)
+    with Raw.to(served.settings.serving.inference_port) as connection:
+        answers = connection.send(requests).end().all_answers()
+    assert [kind_of(answer) for answer in answers] == answered(order)
+
+
+@pytest.mark.parametrize("api", ["management", "metrics"])
+def test_the_other_apis_answer_in_order_as_well(served: Served, api: str) -> None:
+    port = getattr(served.settings.serving, f"{api}_port")
+    token = bearer(served, api) if api == "management" else b""
+    path, _ = paths = (b"/models/embedding", b"/nothing") if api == "management" else (b"/metrics", b"/nothing")
+    with Raw.to(port) as connection:
+        connection.send(b"".join(request(b"GET " + each, token) for each in (path, *paths, path))).end()
+        assert [answer.status for answer in connection.all_answers()] == [200, 200, 404]
+
+
+def test_requests_may_come_byte_by_byte(served: Served) -> None:
+    with Raw.to(served.settings.serving.inference_port) as connection:
+        connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in made(served, "prediction") + made(served, "ping") + made(served, "prediction"):
+            connection.send(bytes([byte]))
+        assert [kind_of(connection.answer()) for _ in range(3)] == ["prediction", "ping", "prediction"]
+
+
+def test_hundreds_of_requests_may_be_sent_ahead(served: Served) -> None:
+    order = ["ping"] * 400 + ["prediction"] * 20 + ["ping"] * 5
+    with Raw.to(served.settings.serving.inference_port) as connection:
+        connection.send(b"".join(made(served, kind) for kind in order))
+        assert [kind_of(connection.answer()) for _ in order] == order
+
+
+def test_a_large_body_may_be_sent_ahead(served: Served) -> None:
+    image, _ = served.parts.smoke_queries()[0]
+    large = request(PREDICT, bearer(served), image + bytes(5_000_000))  # what follows an image is ignored
+    with Raw.to(served.settings.serving.inference_port) as connection:
+        connection.send(made(served, "prediction") + large + made(served, "ping"))
+        assert [kind_of(connection.answer()) for _ in range(3)] == ["prediction", "prediction", "ping"]
+
+
+def test_the_connection_ends_where_the_client_wants_it(served: Served) -> None:
+    last = request(b"GET /ping", bearer(served) + b"Connection: close\r\n")
+    old = request(b"GET /ping HTTP/1.0", bearer(served))
+    for ending in (last, old):
+        with Raw.to(served.settings.serving.inference_port) as connection:
+            first, second = connection.send(made(served, "ping") + ending + made(served, "ping")).all_answers()
+        assert (first.headers["connection"], second.headers["connection"]) == ("keep-alive", "close")
+
+
+def test_who_goes_away_unanswered_costs_nobody_else(served: Served) -> None:
+    with Raw.to(served.settings.serving.inference_port) as stays:
+        for _ in range(50):
+            with Raw.to(served.settings.serving.inference_port) as goes:
+                goes.send(made(served, "prediction") * 3)
+                goes.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+        assert kind_of(stays.send(made(served, "prediction")).answer()) == "prediction"

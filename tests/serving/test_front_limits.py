@@ -1,0 +1,246 @@
+"""What clients may take of a server: with Java's smallest heap, all of it taken, and it serves on."""
+
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+
+import pytest
+import requests
+from raw import Answer, Raw, bearer, request
+from releases import MakeRelease, PackedRelease
+from served import Served, serving
+
+from evernear.errors import PredictionRefused, ServingError, SettingsError
+from evernear.serving import java, torchserve
+from evernear.serving.client import Client, Target
+from evernear.settings import ServingSettings, load
+
+CLIENTS = 150
+LARGEST = ServingSettings.model_fields["max_request_size_bytes"].default
+SMALLEST_HEAP = 128 * 2**20
+FORM = (b'--x\r\nContent-Disposition: form-data; name="data"; filename="a"\r\n\r\n', b"\r\n--x--\r\n")
+FORM_TYPE = b"Content-Type: multipart/form-data; boundary=x\r\n"
+
+
+@pytest.fixture(scope="module")
+def release(make_release: MakeRelease) -> PackedRelease:
+    return make_release()
+
+
+@pytest.fixture(scope="module")
+def small(release: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server with the smallest heap that the settings allow."""
+    with serving(release, tmp_path_factory.mktemp("small"), heap_size_bytes=SMALLEST_HEAP) as served:
+        yield served
+        assert not [log for log in (served.home / "logs").iterdir() if b"OutOfMemory" in log.read_bytes()]
+
+
+@contextmanager
+def connections(served: Served, count: int) -> Iterator[list[Raw]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(Raw.to(served.settings.serving.inference_port)) for _ in range(count)]
+
+
+def upload(token: bytes, headers: bytes = b"") -> bytes:
+    """The head of a prediction's request with the largest body."""
+    return request(b"POST /predictions/embedding", token + headers + b"Content-Length: %d\r\n" % LARGEST)
+
+
+def is_taken(client: Raw, served: Served, headers: bytes = b"") -> bool:
+    """Whether the server wants the largest body from ``client``, or has no room for it."""
+    answer = client.send(upload(bearer(served), b"Expect: 100-continue\r\n" + headers)).answer()
+    return answer.status == 100 or not is_overload(answer)
+
+
+def is_overload(answer: Answer) -> bool:
+    assert (answer.status, answer.headers["retry-after"], answer.headers["connection"]) == (503, "1", "close")
+    return "as many bytes of requests as it may" in answer.sentence
+
+
+def most_uploads(served: Served) -> int:
+    return java.frontend_limits(served.settings.serving)["max_in_flight_bytes"] // LARGEST
+
+
+def predicts(served: Served) -> bool:
+    image, query = served.parts.smoke_queries()[0]
+    with Client.of(served.settings) as client, Client.of(served.settings, "grpc") as grpc:
+        return client.predict(image).pred == query.pred == grpc.predict(image).pred
+
+
+def test_who_has_no_token_is_refused_before_the_body_comes(small: Served) -> None:
+    with connections(small, 1) as (client,):
+        answer = client.send(upload(b"")).answer()
+        assert (answer.status, answer.headers["connection"]) == (401, "close")
+
+
+def test_bodies_of_those_without_a_token_are_kept_nowhere(small: Served) -> None:
+    with connections(small, CLIENTS) as clients:
+        for client in clients:
+            client.send(upload(b"") + bytes(LARGEST - 1))
+        assert {client.answer().status for client in clients} == {401}
+        assert predicts(small)
+
+
+def test_the_heap_holds_all_that_may_be_in_flight_and_more_is_refused(small: Served) -> None:
+    """As forms, which are taken apart twice on their way."""
+    begin, end = FORM
+    body = begin + bytes(LARGEST - len(begin) - len(end)) + end
+    for _ in range(2):  # what was held is free again
+        with connections(small, CLIENTS) as clients:
+            taken = [client for client in clients if is_taken(client, small, FORM_TYPE)]
+            assert len(taken) == most_uploads(small) == 5
+            for client in taken:
+                client.send(body[:-1])
+            assert predicts(small)  # for an image of the usual size there is room
+            for client in taken:
+                client.send(body[-1:])
+            for client in taken:
+                answer = client.answer()
+                assert (answer.status, "is not a PNG or JPEG" in answer.sentence) == (400, True)
+    assert predicts(small)
+
+
+def test_chunks_are_counted_as_they_come(small: Served) -> None:
+    chunk = b"%x\r\n%s\r\n" % (1_000_000, bytes(1_000_000))
+    head = request(b"POST /predictions/embedding", bearer(small) + b"Transfer-Encoding: chunked\r\n")
+    with connections(small, 6) as clients:
+        for client in clients:
+            client.send(head + 6 * chunk)
+        for client in clients:
+            client.send(b"0\r\n\r\n")
+        answers = [client.answer() for client in clients]
+    assert {answer.status for answer in answers} == {400, 503}
+    assert all(is_overload(answer) for answer in answers if answer.status == 503)
+    assert predicts(small)
+
+
+def test_what_clients_leave_behind_in_the_queue_is_counted(small: Served) -> None:
+    (worker,) = [process for process in torchserve.processes(small.home) if "java" not in process.name()]
+    before = asked(small)
+    worker.send_signal(signal.SIGSTOP)
+    try:
+        with connections(small, most_uploads(small)) as clients:
+            assert all(is_taken(client, small) for client in clients)
+            for client in clients:
+                client.send(bytes(LARGEST))
+            await_true(lambda: asked(small) == before + len(clients))
+            for client in clients:
+                client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+        for _ in range(10):
+            assert not has_room(small)
+            time.sleep(0.1)
+    finally:
+        worker.send_signal(signal.SIGCONT)
+    await_true(lambda: has_room(small))
+    assert predicts(small)
+
+
+def asked(served: Served) -> int:
+    """Requests for a prediction that TorchServe ever took."""
+    url = f"http://127.0.0.1:{served.settings.serving.metrics_port}/metrics"
+    lines = requests.get(url, timeout=30).text.splitlines()
+    return sum(int(float(line.split()[-1])) for line in lines if line.startswith("ts_inference_requests_total{"))
+
+
+def has_room(served: Served) -> bool:
+    with connections(served, 1) as (client,):
+        return is_taken(client, served)
+
+
+def test_grpcs_calls_are_counted_as_well(small: Served) -> None:
+    await_true(lambda: has_room(small))
+    with connections(small, most_uploads(small)) as clients, Client.of(small.settings, "grpc") as grpc:
+        assert all(is_taken(client, small) for client in clients)
+        with pytest.raises(ServingError, match="as many bytes of requests as it may"):
+            grpc.predict(bytes(LARGEST - 10_000))
+    assert predicts(small)
+
+
+def test_grpcs_messages_of_those_without_a_token_are_kept_nowhere(small: Served) -> None:
+    target = replace(Target.local(small.settings, "grpc"), token=lambda: "x")
+
+    def ask(_: int) -> str:
+        with Client(target) as stranger, pytest.raises(PredictionRefused) as refusal:
+            stranger.predict(bytes(LARGEST - 10_000))
+        return str(refusal.value)
+
+    with ThreadPoolExecutor(40) as pool:
+        assert all("Token Authorization failed" in refusal for refusal in pool.map(ask, range(CLIENTS)))
+    assert predicts(small)
+
+
+def test_a_request_that_could_never_be_taken_is_no_setting() -> None:
+    with pytest.raises(SettingsError, match="at most a quarter of heap_size_bytes"):
+        load(
+            overrides=[
+                f"serving.heap_size_bytes={SMALLEST_HEAP}",
+                f"serving.max_request_size_bytes={SMALLEST_HEAP // 2}",
+            ]
+        )
+
+
+@pytest.fixture(scope="module")
+def hasty(release: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server that waits for nobody for long, and has few connections."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(java, "UPLOAD_TIMEOUT_S", 2)
+        patch.setattr(java, "IDLE_TIMEOUT_S", 3)
+        patch.setattr(java, "CONNECTION_BYTES", SMALLEST_HEAP // 20)
+        with serving(release, tmp_path_factory.mktemp("hasty"), heap_size_bytes=SMALLEST_HEAP) as served:
+            yield served
+
+
+def test_a_body_that_comes_too_slowly_is_given_up(hasty: Served) -> None:
+    with connections(hasty, 1) as (client,):
+        client.send(upload(bearer(hasty)))
+        client.socket.settimeout(0.1)
+        answer = None
+        while answer is None:
+            client.send(b"x")  # each byte alone would be in time
+            with suppress(TimeoutError):
+                answer = client.answer()
+        assert (answer.status, answer.headers["connection"]) == (408, "close")
+        assert "did not arrive within 2 s" in answer.sentence
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /ping HTTP/1.1\r\nHost: x\r\n"])
+def test_a_connection_without_a_request_ends(hasty: Served, sent: bytes) -> None:
+    with connections(hasty, 1) as (client,):
+        assert client.send(sent).all_answers() == []
+
+
+def test_a_kept_connection_lasts_as_long_as_it_is_used(hasty: Served) -> None:
+    with connections(hasty, 1) as (client,):
+        deadline_s = time.monotonic() + 5
+        while time.monotonic() < deadline_s:
+            assert client.send(request(b"GET /ping", bearer(hasty))).answer().status == 200
+            time.sleep(0.2)
+        assert client.all_answers() == []
+
+
+def test_connections_beyond_the_most_wait_until_another_ends(hasty: Served) -> None:
+    ping = request(b"GET /ping", bearer(hasty))
+    with connections(hasty, 20) as clients:
+        for client in clients:
+            assert client.send(ping).answer().status == 200
+        with connections(hasty, 1) as (late,):
+            late.send(ping).socket.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                late.answer()
+            late.socket.settimeout(30)
+            with Raw.to(hasty.settings.serving.metrics_port) as metrics:
+                assert metrics.send(request(b"GET /metrics")).answer().status == 200
+            clients[0].socket.close()
+            assert late.answer().status == 200
+
+
+def await_true(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)

@@ -1,0 +1,137 @@
+"""Directories in /tmp, where anybody may have been before."""
+
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from releases import settings_on_free_ports
+
+from evernear.errors import StoreError
+from evernear.scratch import make_private, scratch, scratch_name
+from evernear.serving import torchserve
+from evernear.serving.configuration import temporary_directory
+
+SOMEBODY, ANOTHER = 12345, 23456
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+
+
+@contextmanager
+def user(uid: int) -> Iterator[None]:
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def everybodys(tmp_path: Path) -> Path:
+    """A directory as /tmp is, with all its parents open."""
+    for each in (tmp_path, *tmp_path.parents):
+        if each.owner() == "root" and each != Path("/tmp"):
+            each.chmod(each.stat().st_mode | 0o711)
+    shared = tmp_path / "tmp"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    return shared
+
+
+def plain(directory: Path) -> None:
+    directory.mkdir()
+    (directory / "library.so").write_text("theirs")
+
+
+def open_to_all(directory: Path) -> None:
+    plain(directory)
+    directory.chmod(0o777)
+
+
+def link(directory: Path) -> None:
+    plain(directory.with_name("elsewhere"))
+    directory.with_name("elsewhere").chmod(0o777)
+    directory.symlink_to(directory.with_name("elsewhere"))
+
+
+def file(directory: Path) -> None:
+    directory.write_text("theirs")
+
+
+def fifo(directory: Path) -> None:
+    os.mkfifo(directory)
+
+
+TRAPS = (plain, open_to_all, link, file, fifo)
+
+
+@as_root
+@pytest.mark.parametrize("trap", TRAPS)
+def test_what_another_user_prepared_is_not_used(everybodys: Path, trap: Callable[[Path], None]) -> None:
+    directory = everybodys / "evernear-known"
+    with user(ANOTHER):
+        trap(directory)
+    with user(SOMEBODY), pytest.raises(StoreError, match="evernear-known is not a directory of this user"):
+        make_private(directory)
+
+
+@as_root
+@pytest.mark.parametrize("trap", TRAPS)
+def test_a_server_does_not_start_in_what_another_user_prepared(tmp_path: Path, trap: Callable[[Path], None]) -> None:
+    """Java would load a native library from there."""
+    home = tmp_path / ("d" * 100)
+    directory = temporary_directory(home)
+    assert directory.parent == Path("/tmp")
+    try:
+        with user(ANOTHER):
+            trap(directory)
+        with pytest.raises(StoreError, match=rf"{directory} is not a directory of this user; remove it"):
+            torchserve.start(settings_on_free_ports(), home)
+        assert not torchserve.processes(home)
+    finally:
+        remove(directory)
+        remove(directory.with_name("elsewhere"))
+
+
+def remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_nothing_that_lay_there_before_stays(everybodys: Path, trap: Callable[[Path], None]) -> None:
+    """Of one's own making; a link or a file is nobody's leftover."""
+    directory = everybodys / "evernear-known"
+    trap(directory)
+    if trap in (plain, open_to_all):
+        make_private(directory)
+        assert (stat.S_IMODE(directory.stat().st_mode), list(directory.iterdir())) == (0o700, [])
+    else:
+        with pytest.raises(StoreError):
+            make_private(directory)
+
+
+def test_scratch_begins_empty_and_leaves_nothing(tmp_path: Path) -> None:
+    directory = tmp_path / "scratch"
+    plain(directory)  # a killed process's
+    with scratch(directory) as made:
+        assert list(made.iterdir()) == []
+        (made / "file").touch()
+    assert not directory.exists()
+
+
+def test_the_name_is_short_and_its_owners(tmp_path: Path) -> None:
+    assert len(scratch_name(tmp_path)) < 25
+    assert scratch_name(tmp_path) == scratch_name(tmp_path) != scratch_name(tmp_path / "other")
+
+
+def test_every_process_finds_the_same_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of a pipeline, which has a TMPDIR of its own, starts the server that `evernear stop` ends."""
+    home = tmp_path / ("d" * 100)
+    before = temporary_directory(home)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert temporary_directory(home) == before == Path("/tmp") / before.name
