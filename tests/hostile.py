@@ -1,0 +1,236 @@
+"""PNG and JPEG files made to cost a decoder time or memory, byte by byte: what no library would write.
+
+`REFUSED` are those that have to be refused by their structure, `heaviest` those that just keep every limit.
+"""
+
+import random
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from io import BytesIO
+
+import numpy as np
+from PIL import Image, ImageFile
+
+from evernear.data.image_file import MAX_SCANS, MAX_SEGMENTS, MAX_TABLES_SIZE_BYTES
+
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+GRAY, RGB, PALETTE, GRAY_ALPHA, RGBA = 0, 2, 3, 4, 6
+_CHANNELS = {GRAY: 1, RGB: 3, PALETTE: 1, GRAY_ALPHA: 2, RGBA: 4}
+_ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+PAETH = 4
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    """A PNG chunk."""
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(
+    width: int,
+    height: int,
+    depth: int = 8,
+    color: int = GRAY,
+    *,
+    interlaced: bool = False,
+    row_filter: int = 0,
+    before: bytes = b"",
+    after: bytes = b"",
+) -> bytes:
+    """A black PNG file, about a thousandth of its pixels; ``before`` and ``after`` stand around the pixels."""
+
+    def rows(width: int, height: int) -> Iterator[bytes]:
+        row = bytes([row_filter]) + bytes((width * _CHANNELS[color] * depth + 7) // 8)
+        yield from (row for _ in range(height if width else 0))
+
+    packer = zlib.compressobj(9)
+    passes = [((width - x + dx - 1) // dx, (height - y + dy - 1) // dy) for x, y, dx, dy in _ADAM7]
+    parts = [packer.compress(row) for size in (passes if interlaced else [(width, height)]) for row in rows(*size)]
+    pixels = b"".join([*parts, packer.flush()])
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, interlaced))
+    palette = chunk(b"PLTE", bytes(range(256)) * 3) if color == PALETTE else b""
+    return b"".join([SIGNATURE, header, palette, before, chunk(b"IDAT", pixels), after, chunk(b"IEND", b"")])
+
+
+def segment(marker: int, data: bytes) -> bytes:
+    """A JPEG segment."""
+    return bytes([0xFF, marker]) + struct.pack(">H", len(data) + 2) + data
+
+
+def jpeg(mode: str = "L", size: tuple[int, int] = (8, 8), **options: object) -> bytes:
+    """A JPEG file of one color, as Pillow writes it."""
+    buffer = BytesIO()
+    Image.new(mode, size).save(buffer, "JPEG", **options)
+    return buffer.getvalue()
+
+
+def insert(data: bytes, *segments: bytes) -> bytes:
+    """A JPEG file with more segments right at its beginning."""
+    return b"".join([data[:2], *segments, data[2:]])
+
+
+EMPTY_SCAN = bytes.fromhex("FFDA0008010100000010")
+"""One component, a refinement of its DC coefficients, no data."""
+
+
+def with_empty_scans(data: bytes, count: int) -> bytes:
+    """A progressive JPEG file that goes ``count`` times more over its coefficients."""
+    return data[:-2] + EMPTY_SCAN * count + data[-2:]
+
+
+def progressive(width: int, height: int, components: int, scans: int) -> bytes:
+    """A progressive JPEG file in which a few bytes a scan make the decoder look at every coefficient.
+
+    The Huffman tables have one code each: no change (DC), and the longest run of blocks that end (AC).
+    """
+    blocks = -(-width // 8) * -(-height // 8)
+    names = range(1, components + 1)
+    quantization = segment(0xDB, bytes([0]) + bytes([1] * 64))
+    frame = segment(
+        0xC2, struct.pack(">BHHB", 8, height, width, components) + b"".join(bytes([n, 0x11, 0]) for n in names)
+    )
+    tables = _huffman(0x00, 0x00) + _huffman(0x10, 0xE0)
+    direct = segment(0xDA, bytes([components]) + b"".join(bytes([n, 0]) for n in names) + bytes([0, 0, 0x01]))
+    direct += bytes(-(-blocks * components // 8))
+    runs = _bits(("0" + "1" * 14) * -(-blocks // 32767))
+    first = [segment(0xDA, bytes([1, n, 0, 1, 63, 0x01])) + runs for n in names]
+    refined = [
+        segment(0xDA, bytes([1, number % components + 1, 0, 1, 63, 0x10])) + runs
+        for number in range(scans - 1 - components)
+    ]
+    return b"".join([b"\xff\xd8", quantization, frame, tables, direct, *first, *refined, b"\xff\xd9"])
+
+
+def _huffman(table: int, symbol: int) -> bytes:
+    return segment(0xC4, bytes([table, 1, *[0] * 15, symbol]))
+
+
+def _bits(text: str) -> bytes:
+    text += "1" * (-len(text) % 8)
+    return int(text, 2).to_bytes(len(text) // 8).replace(b"\xff", b"\xff\x00")
+
+
+def exif(entries: int, size_bytes: int) -> bytes:
+    """EXIF data of which each of many tags claims everything as its value."""
+    tags = b"".join(struct.pack("<HHII", n, 7, size_bytes, 0) for n in range(entries))
+    return (b"II*\0" + struct.pack("<IH", 8, entries) + tags).ljust(size_bytes, b"\0")
+
+
+def noise(mode: str, side: int, **options: object) -> bytes:
+    """A JPEG file of noise at full quality: as many bytes as its pixels can take."""
+    size = min(side, 512)
+    tile = np.random.default_rng(0).integers(0, 256, (size, size, len(mode)), np.uint8)
+    pixels = np.tile(tile, (-(-side // size), -(-side // size), 1))[:side, :side]
+    image = Image.frombytes(mode, (side, side), np.ascontiguousarray(pixels).tobytes())
+    buffer, block = BytesIO(), ImageFile.MAXBLOCK
+    ImageFile.MAXBLOCK = 8 * side * side + 2**16  # a progressive file is written in one piece
+    try:
+        image.save(buffer, "JPEG", quality=100, subsampling=0, **options)
+    finally:
+        ImageFile.MAXBLOCK = block
+    return buffer.getvalue()
+
+
+def animated(frames: int = 3) -> bytes:
+    """An animated PNG file."""
+    images = [Image.new("L", (8, 8), shade) for shade in range(frames)]
+    buffer = BytesIO()
+    images[0].save(buffer, "PNG", save_all=True, append_images=images[1:])
+    return buffer.getvalue()
+
+
+def arithmetic(marker: int = 0xC9) -> bytes:
+    """A JPEG file that says it is coded in another way than by Huffman's tables."""
+    return jpeg().replace(b"\xff\xc0", bytes([0xFF, marker]), 1)
+
+
+@dataclass(frozen=True)
+class Bomb:
+    """A file that has to be refused by its structure; ``sentence`` stands in the error."""
+
+    make: Callable[[], bytes]
+    sentence: str
+
+
+TEXT = chunk(b"tEXt", b"a\0b")
+REFUSED = {
+    "10,000 by 10,000 in 1 bit": Bomb(lambda: png(10_000, 10_000, 1), "is too large"),
+    "5,001 by 5,001 in 64 bits": Bomb(lambda: png(5_001, 5_001, 16, RGBA), "is too large"),
+    "65,535 by 65,535 by its header": Bomb(
+        lambda: jpeg().replace(b"\xff\xc0\x00\x0b\x08\x00\x08\x00\x08", b"\xff\xc0\x00\x0b\x08\xff\xff\xff\xff"),
+        "is too large",
+    ),
+    "9,000 scans": Bomb(lambda: with_empty_scans(jpeg(size=(2_000, 2_000), progressive=True), 9_000), "scans"),
+    "one scan too many": Bomb(lambda: progressive(512, 512, 3, MAX_SCANS + 1), "scans"),
+    "quantization tables": Bomb(
+        lambda: insert(jpeg(), *[segment(0xDB, bytes(65) * 1_000)] * (MAX_TABLES_SIZE_BYTES // 65_000 + 1)), "tables"
+    ),
+    "segments": Bomb(lambda: insert(jpeg(), segment(0xE1, b"Exif\0\0ab") * MAX_SEGMENTS), "segments"),
+    "chunks": Bomb(lambda: png(8, 8, before=TEXT * MAX_SEGMENTS), "chunks"),
+    "empty chunks of pixels": Bomb(lambda: png(8, 8, before=chunk(b"IDAT", b"") * MAX_SEGMENTS), "chunks"),
+    "animation": Bomb(animated, "is animated"),
+    "arithmetic coding": Bomb(lambda: arithmetic(0xC9), "arithmetic or lossless"),
+    "progressive arithmetic coding": Bomb(lambda: arithmetic(0xCA), "arithmetic or lossless"),
+    "lossless coding": Bomb(lambda: arithmetic(0xC3), "arithmetic or lossless"),
+}
+
+
+def heaviest(max_pixels: int) -> dict[str, Callable[[], bytes]]:
+    """Files of ``max_pixels`` in every kind that is decoded, each with as much in it as the limits leave it."""
+    side = int(max_pixels**0.5)
+    made: dict[str, Callable[[], bytes]] = {
+        "PNG, RGBA, 16 bits": lambda: png(side, side, 16, RGBA),
+        "PNG, RGBA, 16 bits, interlaced": lambda: png(side, side, 16, RGBA, interlaced=True),
+        "PNG, RGBA, 16 bits, Paeth filter": lambda: png(side, side, 16, RGBA, row_filter=PAETH),
+        "PNG, gray and alpha, 16 bits": lambda: png(side, side, 16, GRAY_ALPHA),
+        "PNG, gray, 16 bits, interlaced": lambda: png(side, side, 16, GRAY, interlaced=True),
+        "PNG, palette with transparency": lambda: png(side, side, 8, PALETTE, before=chunk(b"tRNS", bytes(range(256)))),
+        "PNG, gray, 1 bit": lambda: png(side, side, 1),
+        "PNG, metadata of 6 MB in 60,000 chunks": lambda: png(
+            side, side, before=chunk(b"tEXt", b"a\0" + bytes(90)) * 60_000
+        ),
+        "PNG, 60 compressed texts of 1 MiB": lambda: png(
+            side, side, before=chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(2**20), 9)) * 60
+        ),
+        "PNG, color profile of 64 MiB": lambda: png(
+            side, side, before=chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(2**26), 9))
+        ),
+        "PNG, EXIF of 6 MB": lambda: png(side, side, before=chunk(b"eXIf", exif(60_000, 6_000_000))),
+        "JPEG, RGB, noise": lambda: noise("RGB", side),
+        "JPEG, RGB, progressive, noise": lambda: noise("RGB", side, progressive=True),
+        "JPEG, CMYK": lambda: jpeg("CMYK", (side, side), subsampling=0),
+        "JPEG, EXIF of 60,000 segments": lambda: insert(
+            jpeg("RGB", (side, side)), segment(0xE1, b"Exif\0\0" + exif(8, 90)) * 60_000
+        ),
+        "JPEG, color profile of 16 MB": lambda: insert(
+            jpeg("RGB", (side, side)),
+            *[segment(0xE2, b"ICC_PROFILE\0" + bytes([n, 255]) + bytes(65_000)) for n in range(1, 256)],
+        ),
+    }
+    for components, name in ((1, "gray"), (3, "RGB"), (4, "CMYK")):
+        made[f"JPEG, {name}, progressive, {MAX_SCANS} scans"] = lambda components=components: progressive(
+            side, side, components, MAX_SCANS
+        )
+    return made
+
+
+def mutated(dice: random.Random, image: bytes) -> bytes:
+    """An image file with one fault in it, or a few."""
+    data = bytearray(image)
+    for _ in range(dice.randint(1, 4)):
+        at = dice.randrange(len(data)) if data else 0
+        match dice.choice(["flip", "cut", "drop", "repeat", "insert", "marker"]):
+            case "flip" if data:
+                data[at] ^= 1 << dice.randrange(8)
+            case "cut":
+                del data[at:]
+            case "drop":
+                del data[at : at + dice.randrange(1, 64)]
+            case "repeat":
+                data[at:at] = data[at : at + dice.randrange(1, 64)]
+            case "marker":
+                data[at:at] = bytes([0xFF, dice.randrange(256)])
+            case _:
+                data[at:at] = dice.randbytes(dice.randrange(64))
+    return bytes(data)
