@@ -6,6 +6,7 @@ import socket
 import uvicorn
 
 from evernear.errors import PortTaken, ServingError
+from evernear.serving.http_limits import PromptH11Protocol
 from evernear.serving.prep.app import create_app
 from evernear.serving.prep.service import target_of
 from evernear.settings import Settings
@@ -21,15 +22,22 @@ def serve(settings: Settings) -> None:
         Unreachable: the predictor is to be that of the working directory, and none was started there.
     """
     target_of(settings)
+    with bound(settings.prep.host, settings.prep.port) as listening:
+        server_of(settings).run(sockets=[listening])
+
+
+def server_of(settings: Settings) -> uvicorn.Server:
+    """The server, which listens on the sockets that it is run with."""
     config = uvicorn.Config(
         create_app(settings),
+        http=PromptH11Protocol,
+        ws="none",
         log_level="warning",
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
     )
-    with bound(settings.prep.host, settings.prep.port) as listening:
-        uvicorn.Server(config).run(sockets=[listening])
+    return uvicorn.Server(config)
 
 
 def bound(host: str, port: int) -> socket.socket:
