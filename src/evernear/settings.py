@@ -86,6 +86,7 @@ class ValidationSettings(Section):
     empty_split: Severity = "error"
     missing_in_split: Severity = "warn"
     vanished_class: Severity = "error"
+    hidden_folder: Severity = "warn"
     constant_image: Severity = "warn"
     imbalance: Severity = "warn"
     min_class_images: int = Field(default=10, ge=1, description="A class with fewer images is tiny.")

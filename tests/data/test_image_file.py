@@ -123,5 +123,5 @@ def test_damage_never_gets_past_the_limits_and_the_errors() -> None:
             decoded += 1
         with contextlib.suppress(DataError):
             file = inspect(data, 10_000)
-            assert file.format == "PNG" or file.data.count(b"\xff\xda") <= MAX_SCANS
+            assert inspect(file.data, 10_000).data == file.data, "what is decoded keeps the limits itself"
     assert decoded > 100
