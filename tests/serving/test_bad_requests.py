@@ -9,6 +9,7 @@ import zlib
 from dataclasses import dataclass
 from io import BytesIO
 
+import hostile
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -167,6 +168,22 @@ REFUSED = {
         "is larger than 6553500 bytes",
     ),
 }
+
+
+@pytest.mark.parametrize("name", hostile.REFUSED)
+def test_a_bomb_is_refused_alone_in_its_batch(served: Served, sender: Sender, name: str) -> None:
+    bomb = hostile.REFUSED[name]
+    image, query = served.parts.smoke_queries()[0]
+    bomb_answer, *good = sender.send([Request(bomb.make()), *[Request(image)] * 15])
+    assert bomb_answer.status == 400, bomb_answer.body
+    assert bomb.sentence in bomb_answer.sentence
+    assert [json.loads(answer.body)["pred"] for answer in good] == [query.pred] * 15
+
+
+def test_json_of_anything_but_an_image_is_not_built(sender: Sender) -> None:
+    bodies = [b'{"data": [' + b"{}," * 2_000_000 + b"{}]}", b'{"x": ' + b"[" * 6_000_000]
+    for answer in sender.send([Request(body) for body in bodies]):
+        assert answer.status == 400, answer.body
 
 
 @pytest.mark.parametrize("name", TAKEN)
