@@ -13,7 +13,7 @@ from io import BytesIO
 import numpy as np
 from PIL import Image, ImageFile
 
-from evernear.data.image_file import MAX_SCANS, MAX_SEGMENTS, MAX_TABLES_SIZE_BYTES
+from evernear.data.image_file import MAX_SCANS, MAX_TABLES_SIZE_BYTES
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 GRAY, RGB, PALETTE, GRAY_ALPHA, RGBA = 0, 2, 3, 4, 6
@@ -51,6 +51,46 @@ def png(
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, interlaced))
     palette = chunk(b"PLTE", bytes(range(256)) * 3) if color == PALETTE else b""
     return b"".join([SIGNATURE, header, palette, before, chunk(b"IDAT", pixels), after, chunk(b"IEND", b"")])
+
+
+def empty_blocks(size_bytes: int) -> bytes:
+    """A deflate stream of blocks that hold nothing but a Huffman table for the decoder to build (RFC 1951, 3.2.7)."""
+    order = (16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15)
+    lengths = dict.fromkeys((*range(1, 16), 18), 4)
+    codes = _canonical(lengths)
+    header = "0" + _number(2, 2) + _number(0, 5) + _number(0, 5) + _number(15, 4)
+    header += "".join(_number(lengths.get(symbol, 0), 3) for symbol in order)
+    # Symbols 0 to 14 have 1 to 15 bits, the end of the block has 15, all between have none, and so has the distance 1.
+    table = "".join(codes[length] for length in range(1, 16))
+    table += codes[18] + _number(138 - 11, 7) + codes[18] + _number(103 - 11, 7) + codes[15] + codes[1]
+    end = _canonical({**{symbol: symbol + 1 for symbol in range(15)}, 256: 15})[256]
+    bits = (header + table + end) * 8
+    blocks = bytes(int(bits[at : at + 8][::-1], 2) for at in range(0, len(bits), 8))
+    return blocks * (size_bytes // len(blocks))
+
+
+def _canonical(lengths: dict[int, int]) -> dict[int, str]:
+    """The Huffman codes of symbols by their lengths, first bit first."""
+    codes: dict[int, str] = {}
+    code = 0
+    for length in range(1, 16):
+        for symbol in sorted(symbol for symbol, each in lengths.items() if each == length):
+            codes[symbol] = format(code, f"0{length}b")
+            code += 1
+        code <<= 1
+    return codes
+
+
+def _number(value: int, bits: int) -> str:
+    return format(value, f"0{bits}b")[::-1]
+
+
+def packed_with_empty_blocks(side: int, size_bytes: int) -> bytes:
+    """A gray PNG file whose pixels come after ``size_bytes`` of `empty_blocks`."""
+    whole = png(side, side)
+    packed = whole[whole.index(b"IDAT") + 4 : -16]
+    pixels = packed[:2] + empty_blocks(size_bytes) + packed[2:]
+    return whole[: whole.index(b"IDAT") - 4] + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
 def segment(marker: int, data: bytes) -> bytes:
@@ -166,9 +206,9 @@ REFUSED = {
     "quantization tables": Bomb(
         lambda: insert(jpeg(), *[segment(0xDB, bytes(65) * 1_000)] * (MAX_TABLES_SIZE_BYTES // 65_000 + 1)), "tables"
     ),
-    "segments": Bomb(lambda: insert(jpeg(), segment(0xE1, b"Exif\0\0ab") * MAX_SEGMENTS), "segments"),
-    "chunks": Bomb(lambda: png(8, 8, before=TEXT * MAX_SEGMENTS), "chunks"),
-    "empty chunks of pixels": Bomb(lambda: png(8, 8, before=chunk(b"IDAT", b"") * MAX_SEGMENTS), "chunks"),
+    "segments": Bomb(lambda: insert(jpeg(), segment(0xE1, b"Exif\0\0ab") * 60_000), "segments"),
+    "chunks": Bomb(lambda: png(8, 8, before=TEXT * 60_000), "chunks"),
+    "empty chunks of pixels": Bomb(lambda: png(8, 8, before=chunk(b"IDAT", b"") * 60_000), "chunks"),
     "animation": Bomb(animated, "is animated"),
     "arithmetic coding": Bomb(lambda: arithmetic(0xC9), "arithmetic or lossless"),
     "progressive arithmetic coding": Bomb(lambda: arithmetic(0xCA), "arithmetic or lossless"),
@@ -187,8 +227,9 @@ def heaviest(max_pixels: int) -> dict[str, Callable[[], bytes]]:
         "PNG, gray, 16 bits, interlaced": lambda: png(side, side, 16, GRAY, interlaced=True),
         "PNG, palette with transparency": lambda: png(side, side, 8, PALETTE, before=chunk(b"tRNS", bytes(range(256)))),
         "PNG, gray, 1 bit": lambda: png(side, side, 1),
-        "PNG, metadata of 6 MB in 60,000 chunks": lambda: png(
-            side, side, before=chunk(b"tEXt", b"a\0" + bytes(90)) * 60_000
+        "PNG, gray, 6 MB of Huffman tables": lambda: packed_with_empty_blocks(side, 6_000_000),
+        "PNG, metadata of 6 MB in 11,000 chunks": lambda: png(
+            side, side, before=chunk(b"tEXt", b"a\0" + bytes(530)) * 11_000
         ),
         "PNG, 60 compressed texts of 1 MiB": lambda: png(
             side, side, before=chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(2**20), 9)) * 60
@@ -200,8 +241,8 @@ def heaviest(max_pixels: int) -> dict[str, Callable[[], bytes]]:
         "JPEG, RGB, noise": lambda: noise("RGB", side),
         "JPEG, RGB, progressive, noise": lambda: noise("RGB", side, progressive=True),
         "JPEG, CMYK": lambda: jpeg("CMYK", (side, side), subsampling=0),
-        "JPEG, EXIF of 60,000 segments": lambda: insert(
-            jpeg("RGB", (side, side)), segment(0xE1, b"Exif\0\0" + exif(8, 90)) * 60_000
+        "JPEG, EXIF of 11,000 segments": lambda: insert(
+            jpeg("RGB", (side, side)), segment(0xE1, b"Exif\0\0" + exif(8, 530)) * 11_000
         ),
         "JPEG, color profile of 16 MB": lambda: insert(
             jpeg("RGB", (side, side)),

@@ -3,6 +3,7 @@
 import contextlib
 import random
 import struct
+import time
 from io import BytesIO
 
 import hostile
@@ -66,6 +67,12 @@ def test_the_pixels_of_a_png_become_one_chunk(passes: list[bytes]) -> None:
     assert passes[0] == whole
 
 
+def test_a_large_png_may_have_as_many_chunks_as_libpng_writes() -> None:
+    """8 KiB of pixels in each: an RGBA file of 16 bits that no compression makes small."""
+    chunks = hostile.chunk(b"IDAT", bytes(8192)) * 3_000
+    assert inspect(hostile.png(8, 8, before=chunks), LIMIT).data.count(b"IDAT") == 1
+
+
 @pytest.mark.parametrize("limit", [99, 100])
 def test_the_limit_is_width_times_height(limit: int) -> None:
     if limit < 100:
@@ -114,14 +121,30 @@ def test_damage_never_gets_past_the_limits_and_the_errors() -> None:
         hostile.progressive(20, 20, 3, MAX_SCANS),
         hostile.insert(hostile.jpeg(), hostile.segment(0xE1, b"Exif\0\0" + hostile.exif(4, 100))),
     ]
-    decoded = 0
-    for _ in range(3_000):
-        data = hostile.mutated(dice, dice.choice(whole))
-        with contextlib.suppress(DataError):
-            image = decode(data, 10_000)
-            assert image.width * image.height <= 10_000
-            decoded += 1
-        with contextlib.suppress(DataError):
-            file = inspect(data, 10_000)
-            assert inspect(file.data, 10_000).data == file.data, "what is decoded keeps the limits itself"
+    decoded = sum(damage_keeps_the_limits(dice, whole, str(number)) for number in range(3_000))
     assert decoded > 100
+
+
+def damage_keeps_the_limits(dice: random.Random, whole: list[bytes], note: str) -> bool:
+    """Decode one damaged file; whether that gave an image."""
+    data = hostile.mutated(dice, dice.choice(whole))
+    with contextlib.suppress(DataError):
+        file = inspect(data, 10_000)
+        assert file.pixels <= 10_000, note
+        assert inspect(file.data, 10_000).data == file.data, f"what is decoded keeps the limits itself: {note}"
+    try:
+        image = decode(data, 10_000)
+    except DataError:
+        return False
+    assert image.mode in ("L", "RGB"), note
+    assert image.width * image.height <= 10_000, note
+    return True
+
+
+@pytest.mark.slow
+def test_a_minute_of_new_damage_never_gets_past_the_limits_and_the_errors() -> None:
+    whole = [make() for make in hostile.heaviest(10_000).values()] + [hostile.jpeg("RGB", (300, 200), quality=90)]
+    end_s = time.monotonic() + 60
+    while time.monotonic() < end_s:
+        seed = random.SystemRandom().getrandbits(64)
+        damage_keeps_the_limits(random.Random(seed), whole, f"seed {seed}")

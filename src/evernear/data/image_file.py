@@ -19,8 +19,10 @@ from evernear.settings import MAX_PIXELS
 
 MAX_SCANS = 32
 """Scans of a JPEG file. libjpeg writes 10 for color and 18 for CMYK, MozJPEG up to about 20."""
-MAX_SEGMENTS = 2**16
-"""PNG chunks or JPEG segments. libpng writes 8 KiB of pixels into a chunk."""
+SEGMENTS = 256
+MEAN_SEGMENT_SIZE_BYTES = 512
+"""A file may have so many PNG chunks or JPEG segments, and more if they have that size on average: each costs half a
+microsecond. libpng writes 8 KiB of pixels into a chunk."""
 MAX_TABLES_SIZE_BYTES = 2**16
 """Quantization and Huffman tables of a JPEG file. Four and eight of them fit into 2.8 KiB; each scan may bring new
 Huffman tables."""
@@ -120,7 +122,7 @@ def _inspect_png(data: bytes, name: str) -> EncodedImage:
 def _png_chunks(data: bytes, name: str) -> Iterator[tuple[bytes, int, int]]:
     """Type, start and end of each chunk's data; a file that is cut short has a last chunk that is cut short."""
     at = len(_PNG_SIGNATURE)
-    for _ in range(MAX_SEGMENTS):
+    for _ in range(max_segments(len(data))):
         if at + 8 > len(data):
             return
         length, kind = struct.unpack_from(">I4s", data, at)
@@ -128,7 +130,7 @@ def _png_chunks(data: bytes, name: str) -> Iterator[tuple[bytes, int, int]]:
         if kind == b"IEND":
             return
         at += 12 + length
-    raise _too_many_segments(name, "chunks")
+    raise _too_many_segments(name, "chunks", len(data))
 
 
 def _png_chunk(kind: bytes, data: bytes) -> bytes:
@@ -179,7 +181,7 @@ def _jpeg_segments(data: bytes, name: str) -> Iterator[tuple[int, int, int]]:
     A scan's data follow its segment.
     """
     at = 2
-    for _ in range(MAX_SEGMENTS):
+    for _ in range(max_segments(len(data))):
         found = _JPEG_MARKER.search(data, at)
         if found is None:
             return
@@ -194,7 +196,7 @@ def _jpeg_segments(data: bytes, name: str) -> Iterator[tuple[int, int, int]]:
         if marker == _SOI or length < 2 or at > len(data):
             return
         yield marker, start, at
-    raise _too_many_segments(name, "segments")
+    raise _too_many_segments(name, "segments", len(data))
 
 
 def _jpeg_frame(data: bytes, marker: int, start: int, earlier: tuple[int, int] | None, name: str) -> tuple[int, int]:
@@ -209,8 +211,13 @@ def _jpeg_frame(data: bytes, marker: int, start: int, earlier: tuple[int, int] |
     return width_px, height_px
 
 
-def _too_many_segments(name: str, kind: str) -> DataError:
-    return DataError(f"{name} consists of more than {MAX_SEGMENTS} {kind}; save it again.")
+def max_segments(size_bytes: int) -> int:
+    """Chunks or segments that a file of ``size_bytes`` may have."""
+    return SEGMENTS + size_bytes // MEAN_SEGMENT_SIZE_BYTES
+
+
+def _too_many_segments(name: str, kind: str, size_bytes: int) -> DataError:
+    return DataError(f"{name} consists of more than {max_segments(size_bytes)} {kind}; save it again.")
 
 
 def _orientation(tiff: bytes) -> int:

@@ -15,6 +15,7 @@ import hostile
 import numpy as np
 import psutil
 import pytest
+from hostile_requests import fuzz, kserve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from inference_service import (
@@ -504,3 +505,11 @@ def test_a_wrong_start_ends_with_a_sentence_and_the_transformer_needs_no_torch(
         assert sentence in stderr
         assert "Traceback" not in stderr
     assert taken.get("/").status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["predictor", "grpc-v2"])
+def test_a_minute_of_new_bodies_is_no_5xx(
+    service: dict[str, Server], images: list[bytes], known: list[dict[str, Any]], name: str
+) -> None:
+    assert fuzz(kserve(service[name].http_port, images[0], known[0]["pred"]), seconds=60) > 100

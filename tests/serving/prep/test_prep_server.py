@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import http.client
+import json
 import os
 import signal
 import subprocess
@@ -13,10 +14,13 @@ from contextlib import closing, suppress
 from io import BytesIO
 from pathlib import Path
 
+import hostile
+import hostile_requests
 import httpx
 import psutil
 import pytest
 from front import front, make_champion
+from hostile_requests import fuzz
 from PIL import Image
 from releases import settings_on_free_ports
 from served import Served
@@ -25,6 +29,7 @@ from evernear.release.registry import Registry
 from evernear.serving import torchserve
 from evernear.serving.client import AsyncClient, Client, Target
 from evernear.serving.messages import Metadata
+from evernear.serving.prep.server import memory_size_bytes
 from evernear.settings import Settings
 from evernear.store import open_store
 
@@ -192,7 +197,22 @@ def test_the_api_page_has_every_path_with_its_errors_and_examples(prep: httpx.Cl
     assert prep.post("/predict", json={"data": example}).status_code == 200
 
 
+@pytest.mark.slow
+def test_a_minute_of_new_bodies_is_no_5xx(served: Served, prep: httpx.Client) -> None:
+    image, query = served.parts.smoke_queries()[0]
+    assert fuzz(hostile_requests.prep(prep.base_url.port or 0, image, query.pred), seconds=60) > 100
+
+
+@pytest.mark.slow
+def test_schemathesis_finds_nothing_in_a_minute(prep: httpx.Client, tmp_path: Path) -> None:
+    schemathesis(prep, tmp_path, "--max-examples", "100000", "--max-time", "60")
+
+
 def test_schemathesis_finds_nothing(prep: httpx.Client, tmp_path: Path) -> None:
+    schemathesis(prep, tmp_path, "--max-examples", "10", "--max-time", "15", "--generation-deterministic")
+
+
+def schemathesis(prep: httpx.Client, tmp_path: Path, *options: str) -> None:
     # What is an image no schema can say: any text is of the right type, and most of it is answered with 400.
     accepted = '"2xx", "400", "401", "403", "404", "409"'
     (tmp_path / "schemathesis.toml").write_text(
@@ -202,7 +222,7 @@ def test_schemathesis_finds_nothing(prep: httpx.Client, tmp_path: Path) -> None:
         [
             str(Path(sys.executable).parent / "schemathesis"),
             *("--config-file", "schemathesis.toml", "run", f"{prep.base_url}/openapi.json"),
-            *("--max-examples", "10", "--max-time", "15", "--generation-deterministic", "--no-shrink"),
+            *("--no-shrink", *options),
         ],
         cwd=tmp_path,
         capture_output=True,
@@ -249,6 +269,23 @@ def test_its_process_has_no_torch_listens_on_loopback_and_ends_in_peace(
     assert f"Port {port} on 127.0.0.1 is in use" in second.stderr
     running.send_signal(signal.SIGTERM)
     assert running.wait(30) in (0, -signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_its_memory_stays_below_what_a_pod_is_given(
+    process: tuple[subprocess.Popen[str], int], published: Settings
+) -> None:
+    running, port = process
+    limit = published.prep.max_request_size_bytes
+    images = [make() for make in hostile.heaviest(published.serving.max_pixels).values()]
+    bodies = [body for image in images if len(body := json.dumps(encoded(image)).encode()) <= limit]
+    bodies += [json.dumps(encoded(jpeg())).encode().ljust(limit)] * 8
+    with ThreadPoolExecutor(12) as pool, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        answers = [*pool.map(lambda body: client.post("/predict", content=body), bodies * 3)]
+    assert {answer.status_code for answer in answers} <= {200, 503, 504}
+    assert 200 in {answer.status_code for answer in answers}
+    status = Path(f"/proc/{running.pid}/status").read_text()
+    assert int(status.partition("VmHWM:")[2].split()[0]) * 1024 <= memory_size_bytes(published)
 
 
 def test_without_a_predictor_it_does_not_start(tmp_path: Path) -> None:
