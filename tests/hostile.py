@@ -193,6 +193,12 @@ class Bomb:
     sentence: str
 
 
+def forged(width: int, height: int) -> bytes:
+    """A PNG file of 8 x 8 pixels whose header says otherwise."""
+    whole = png(8, 8)
+    return whole[:8] + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, GRAY, 0, 0, 0)) + whole[33:]
+
+
 TEXT = chunk(b"tEXt", b"a\0b")
 REFUSED = {
     "10,000 by 10,000 in 1 bit": Bomb(lambda: png(10_000, 10_000, 1), "is too large"),
@@ -201,6 +207,8 @@ REFUSED = {
         lambda: jpeg().replace(b"\xff\xc0\x00\x0b\x08\x00\x08\x00\x08", b"\xff\xc0\x00\x0b\x08\xff\xff\xff\xff"),
         "is too large",
     ),
+    "a column of 20,000,000 pixels": Bomb(lambda: forged(1, 20_000_000), "is too long"),
+    "a row of 20,000,000 pixels": Bomb(lambda: forged(20_000_000, 1), "is too long"),
     "9,000 scans": Bomb(lambda: with_empty_scans(jpeg(size=(2_000, 2_000), progressive=True), 9_000), "scans"),
     "one scan too many": Bomb(lambda: progressive(512, 512, 3, MAX_SCANS + 1), "scans"),
     "quantization tables": Bomb(
@@ -249,6 +257,11 @@ def heaviest(max_pixels: int) -> dict[str, Callable[[], bytes]]:
             *[segment(0xE2, b"ICC_PROFILE\0" + bytes([n, 255]) + bytes(65_000)) for n in range(1, 256)],
         ),
     }
+    short = max_pixels // 32_767
+    if short:
+        made["PNG, RGBA, 16 bits, 32,767 rows"] = lambda: png(short, 32_767, 16, RGBA)
+        made["PNG, RGBA, 16 bits, 32,767 columns"] = lambda: png(32_767, short, 16, RGBA)
+        made["PNG, one column of 32,767 pixels"] = lambda: png(1, 32_767, 16, RGBA)
     for components, name in ((1, "gray"), (3, "RGB"), (4, "CMYK")):
         made[f"JPEG, {name}, progressive, {MAX_SCANS} scans"] = lambda components=components: progressive(
             side, side, components, MAX_SCANS

@@ -17,6 +17,8 @@ from typing import Literal
 from evernear.errors import DataError
 from evernear.settings import MAX_PIXELS
 
+MAX_SIDE_PX = 2**15 - 1
+"""Each row costs a pointer, and resizing takes memory for each column."""
 MAX_SCANS = 32
 """Scans of a JPEG file. libjpeg writes 10 for color and 18 for CMYK, MozJPEG up to about 20."""
 SEGMENTS = 256
@@ -78,6 +80,8 @@ def inspect(data: bytes, max_pixels: int, name: str = "The image") -> EncodedIma
     limit = min(max_pixels, MAX_PIXELS)
     if image.pixels > limit:
         raise DataError(f"{name} is too large: {image.width_px} x {image.height_px} pixels, {limit} are allowed.")
+    if max(image.width_px, image.height_px) > MAX_SIDE_PX:
+        raise DataError(f"{name} is too long: {image.width_px} x {image.height_px} pixels, a side has {MAX_SIDE_PX}.")
     if not image.pixels:
         raise broken(name, "it has no pixels")
     return image
@@ -114,8 +118,7 @@ def _inspect_png(data: bytes, name: str) -> EncodedImage:
     if not pixels:
         raise broken(name, "it has no pixels")
     width_px, height_px = struct.unpack_from(">II", kept[b"IHDR"], 8)
-    image_data = b"".join(pixels)
-    chunks = [*kept.values(), _png_chunk(b"IDAT", image_data), _png_chunk(b"IEND", b"")]
+    chunks = [*kept.values(), *_png_chunk(b"IDAT", pixels), *_png_chunk(b"IEND", [])]
     return EncodedImage(name, "PNG", width_px, height_px, orientation, b"".join([_PNG_SIGNATURE, *chunks]))
 
 
@@ -133,8 +136,14 @@ def _png_chunks(data: bytes, name: str) -> Iterator[tuple[bytes, int, int]]:
     raise _too_many_segments(name, "chunks", len(data))
 
 
-def _png_chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(data, zlib.crc32(kind)))
+def _png_chunk(kind: bytes, data: list[memoryview]) -> Iterator[bytes | memoryview]:
+    """The pieces of a chunk, whose data are not copied."""
+    yield struct.pack(">I4s", sum(map(len, data)), kind)
+    yield from data
+    checksum = zlib.crc32(kind)
+    for part in data:
+        checksum = zlib.crc32(part, checksum)
+    yield struct.pack(">I", checksum)
 
 
 def _inspect_jpeg(data: bytes, name: str) -> EncodedImage:

@@ -97,7 +97,7 @@ def decode_inspected(file: EncodedImage) -> Image.Image:
 
 
 def decode_size_bytes(max_pixels: int) -> int:
-    """The most memory that `decode_inspected` and `to_array` take for an image of ``max_pixels``, besides its file."""
+    """Memory of `decode_inspected` and `to_array` at its most, for an image of ``max_pixels`` and besides its file."""
     return max_pixels * DECODE_BYTES_PER_PIXEL
 
 

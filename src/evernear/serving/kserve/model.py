@@ -140,10 +140,12 @@ def _pixels(file: EncodedImage | Refusal) -> int:
 def _groups(files: list[EncodedImage | Refusal]) -> Iterator[list[EncodedImage | Refusal]]:
     """The files in their order: small ones together, up to the pixels of a small image; large ones alone."""
     group: list[EncodedImage | Refusal] = []
+    pixels = 0
     for file in files:
-        if group and sum(map(_pixels, group)) + _pixels(file) > SMALL_PIXELS:
+        if group and pixels + _pixels(file) > SMALL_PIXELS:
             yield group
-            group = []
+            group, pixels = [], 0
         group.append(file)
+        pixels += _pixels(file)
     if group:
         yield group
