@@ -34,6 +34,9 @@ _SHAPES = {
 }
 """What pydantic's own words would leave unsaid: how to write it."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+MAX_PIXELS = 89_478_485
+"""Upper bound of ``max_pixels``: Pillow takes larger images for decompression bombs."""
+PixelLimit = Annotated[int, Field(ge=64, le=MAX_PIXELS)]
 
 
 class Section(BaseModel):
@@ -60,11 +63,8 @@ class DataSettings(Section):
         default=0.05, description="Share of images the open-set threshold is calibrated on."
     )
     shard_size_bytes: int = Field(default=32 * 2**20, ge=2**16, description="Upper bound of one shard.")
-    max_pixels: int = Field(
-        default=50_000_000,
-        ge=64,
-        le=89_478_485,
-        description="Larger images are refused (decompression bombs).",
+    max_pixels: PixelLimit = Field(
+        default=25_000_000, description="Width times height of an image; larger ones are refused."
     )
     decode_threads: int = Field(default=0, ge=0, description="Threads that decode images; 0: one per available CPU.")
 
@@ -88,6 +88,7 @@ class ValidationSettings(Section):
     empty_split: Severity = "error"
     missing_in_split: Severity = "warn"
     vanished_class: Severity = "error"
+    hidden_folder: Severity = "warn"
     constant_image: Severity = "warn"
     imbalance: Severity = "warn"
     min_class_images: int = Field(default=10, ge=1, description="A class with fewer images is tiny.")
@@ -208,11 +209,8 @@ class ServingSettings(Section):
         "false: it serves what lies in its model store when it starts.",
     )
     max_request_size_bytes: int = Field(default=6_553_500, ge=1024, description="Larger requests get 413.")
-    max_pixels: int = Field(
-        default=50_000_000,
-        ge=64,
-        le=89_478_485,
-        description="Larger images are refused (decompression bombs).",
+    max_pixels: PixelLimit = Field(
+        default=25_000_000, description="Width times height of an image; larger ones are refused."
     )
     heap_size_bytes: int = Field(
         default=512 * 2**20,
@@ -257,6 +255,19 @@ class PrepSettings(Section):
     failures: int = Field(default=5, ge=1, description="Failures in a row that open the circuit breaker.")
     recovery_s: float = Field(default=5.0, gt=0.0, description="Rest of an open breaker before it lets a call pass.")
     max_request_size_bytes: int = Field(default=10 * 2**20, ge=1024, description="Of the JSON; base64 is 4/3.")
+    max_bodies_size_bytes: int = Field(
+        default=64 * 2**20, ge=1024, description="Bodies of all requests that are being answered; more get 503."
+    )
+    upload_timeout_s: float = Field(default=10.0, gt=0.0, description="For the arrival of a request's body.")
+    large_decodes: int = Field(
+        default=1, ge=1, description="Images of more than a megapixel that are decoded together; each adds memory."
+    )
+
+    @model_validator(mode="after")
+    def _one_body_fits(self) -> Self:
+        if self.max_bodies_size_bytes < self.max_request_size_bytes:
+            raise ValueError("max_bodies_size_bytes is smaller than max_request_size_bytes, a single body")
+        return self
 
 
 class KubernetesSettings(Section):

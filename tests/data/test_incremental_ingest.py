@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from evernear.data.image_file import EncodedImage
 from evernear.data.ingest import ingest
-from evernear.data.preprocess import decode
+from evernear.data.preprocess import decode_inspected
 from evernear.errors import DataError, IntegrityError
 from evernear.settings import DataSettings
 
@@ -26,11 +27,11 @@ def test_a_second_ingest_adds_only_what_is_new(tree, take, draw, contents, monke
         (tree / ("1", "2", "7")[number % 3] / f"{number}.png").write_bytes(draw(number))
     decoded: list[str] = []
 
-    def counting(data: bytes, max_pixels: int, name: str) -> Image.Image:
-        decoded.append(name)
-        return decode(data, max_pixels, name)
+    def counting(file: EncodedImage) -> Image.Image:
+        decoded.append(file.name)
+        return decode_inspected(file)
 
-    monkeypatch.setattr("evernear.data.ingest.decode", counting)
+    monkeypatch.setattr("evernear.data.ingest.decode_inspected", counting)
     # Other shares apply to new images only.
     second = take(tree, test_fraction=0.5)
     new = contents(second)

@@ -1,14 +1,18 @@
 import os
+import threading
 import tracemalloc
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
+import hostile
 import numpy as np
 import pytest
 from PIL import Image
 
+from evernear.data.image_file import EncodedImage
 from evernear.data.ingest import split_of
+from evernear.data.preprocess import decode_inspected
 from evernear.errors import DataError, SettingsError, StoreError
 from evernear.settings import DataSettings
 
@@ -182,9 +186,66 @@ def test_what_is_no_image_by_its_name_is_passed_over(tree, take) -> None:
     (tree / "1" / "._000.png").write_text("a Mac's fork")
     Path(os.fsdecode(os.fsencode(tree / "1") + b"/\xff.txt")).write_text("notes")
     (tree / ".git").mkdir()
-    (tree / ".git" / "x.png").write_text("x")
+    (tree / ".git" / "config").write_text("x")
     (tree / "screenshot.png").write_text("x")
     assert take(tree) == before
+
+
+def test_a_class_folder_whose_name_begins_with_a_dot_is_named(tree, take, draw, contents) -> None:
+    for name in (".net", ".empty", os.fsdecode(b".\xff")):
+        (tree / name / "deeper").mkdir(parents=True)
+    (tree / ".net" / "deeper" / "1.png").write_bytes(draw(500))
+    (tree / os.fsdecode(b".\xff") / "1.png").write_bytes(draw(501))
+    manifest = take(tree)
+    assert len(contents(manifest)) == 120
+    assert manifest.problem_counts == {"hidden_folder": 2}
+    assert [problem.names for problem in manifest.problems] == [(".\\xff",), (".net",)]
+    (tree / ".net").rename(tree / "dotnet")
+    (tree / os.fsdecode(b".\xff")).rename(tree / "other")
+    assert take(tree).problem_counts == {}
+
+
+def test_a_class_folder_with_a_dot_below_a_given_split_is_named(tmp_path: Path, take, draw) -> None:
+    for number, name in enumerate(["train/a", "train/b", "train/.c", "test/a", "test/b", ".old/a"] * 2):
+        path = tmp_path / "given" / name / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(draw(number))
+    manifest = take(tmp_path / "given")
+    assert [problem.names for problem in manifest.problems if problem.kind == "hidden_folder"] == [
+        (".old",),
+        ("train/.c",),
+    ]
+
+
+def test_a_file_that_costs_a_decoder_too_much_is_named_like_a_broken_one(tree, take, contents) -> None:
+    for name, bomb in hostile.REFUSED.items():
+        (tree / "1" / f"{name}.jpg").write_bytes(bomb.make())
+    manifest = take(tree)
+    assert len(contents(manifest)) == 120
+    assert manifest.problem_counts == {"undecodable": len(hostile.REFUSED)}
+    details = {problem.names[0]: problem.detail for problem in manifest.problems}
+    for name, bomb in hostile.REFUSED.items():
+        assert bomb.sentence in details[f"1/{name}.jpg"]
+
+
+def test_however_many_threads_a_few_largest_images_are_decoded_together(tree, take, draw, monkeypatch) -> None:
+    for number in range(24):
+        (tree / "1" / f"large-{number}.png").write_bytes(draw(1000 + number, (100, 100)))
+    lock, now, most = threading.Lock(), 0, 0
+
+    def counting(file: EncodedImage) -> Image.Image:
+        nonlocal now, most
+        with lock:
+            now += file.pixels
+            most = max(most, now)
+        image = decode_inspected(file)
+        with lock:
+            now -= file.pixels
+        return image
+
+    monkeypatch.setattr("evernear.data.ingest.decode_inspected", counting)
+    assert take(tree, max_pixels=10_000, decode_threads=16).problem_counts == {"wrong_size": 24}
+    assert 0 < most <= 4 * 10_000
 
 
 def test_broken_files_are_named_and_the_rest_is_taken(tree, take, contents, draw) -> None:

@@ -18,6 +18,11 @@ def upload(bucket: str, tree: Path, prefix: str) -> Store:
     return store
 
 
+def client() -> Minio:
+    """It takes keys that a `Store` does not."""
+    return Minio(os.environ["AWS_ENDPOINT_URL"].removeprefix("http://"), "tester", "not-a-secret", secure=False)
+
+
 def test_a_bucket_gives_what_the_tree_gives(tree, take, bucket: str, contents) -> None:
     (tree / "1" / "words.png").write_text("no image")
     (tree / "2" / "notes.txt").write_text("notes")
@@ -27,6 +32,20 @@ def test_a_bucket_gives_what_the_tree_gives(tree, take, bucket: str, contents) -
     assert there.name == f"{bucket}-some-images"
     assert there.digest == here.digest
     assert there.problems[0].names == ("1/words.png",)
+
+
+def test_hidden_class_folders_of_a_bucket_are_named_as_those_of_a_tree(tree, take, bucket: str, draw) -> None:
+    for name in (".net/1.png", ".net/deeper/2.png", "1/.thumbs/3.png", "1/._4.png", ".git/config"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_bytes(draw(len(name)))
+    here = take(tree)
+    images = client()
+    for path in tree.rglob("*"):
+        if path.is_file():
+            images.fput_object(bucket, f"images/{path.relative_to(tree).as_posix()}", str(path))
+    there = take(f"s3://{bucket}/images")
+    assert there.digest == here.digest
+    assert [problem.names for problem in there.problems] == [(".net",)]
 
 
 def test_a_bucket_is_ingested_incrementally_into_a_store_in_s3(tree, bucket: str, draw, contents, digest_of) -> None:
@@ -60,7 +79,7 @@ def test_keys_of_any_kind_are_read(take, draw, bucket: str, contents) -> None:
         "back\\slash",
         "x" * 500,
     ]
-    images = Minio(os.environ["AWS_ENDPOINT_URL"].removeprefix("http://"), "tester", "not-a-secret", secure=False)
+    images = client()
     for number, name in enumerate(names * 2):
         data = draw(number)
         images.put_object(bucket, f"some #1?/{number // len(names)}/{name}.png", BytesIO(data), len(data))

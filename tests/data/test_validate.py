@@ -53,6 +53,16 @@ def test_warnings_go_on(tree, take, draw) -> None:
     assert "| warn | duplicate | 1 image is there more than once" in report.markdown()
 
 
+def test_a_hidden_class_folder_is_a_warning(tree, take, draw) -> None:
+    (tree / ".net").mkdir()
+    (tree / ".net" / "1.png").write_bytes(draw(500))
+    (finding,) = check(take(tree)).findings
+    assert (finding.rule, finding.severity, finding.names) == ("hidden_folder", "warn", (".net",))
+    assert finding.message == (
+        "1 class folder has a name that begins with a dot, and was left out; rename or remove .net."
+    )
+
+
 def test_severities_are_settings(tree, take) -> None:
     (tree / "2" / "words.png").write_text("no image")
     (tree / "1" / "again.png").write_bytes((tree / "1" / "000.png").read_bytes())

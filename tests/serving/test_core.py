@@ -1,10 +1,15 @@
 import random
 
+import hostile
 import pytest
 
+from evernear.data.image_file import EncodedImage
+from evernear.data.preprocess import Pixels, Preprocessing
 from evernear.errors import IntegrityError
 from evernear.release.parts import ReleaseParts
+from evernear.serving import core as core_module
 from evernear.serving.core import Core
+from evernear.serving.decoding import read_image
 from evernear.serving.messages import Prediction, Refusal
 
 
@@ -47,6 +52,50 @@ def test_a_bad_image_fails_alone_wherever_it_stands(core: Core, parts: ReleasePa
                 assert isinstance(same, Prediction)
                 assert (answer.pred, answer.unknown) == (same.pred, same.unknown)
                 assert answer.dist == pytest.approx(same.dist, abs=1e-4), "its neighbours in the batch matter"
+
+
+def test_bombs_fail_alone(core: Core, parts: ReleaseParts) -> None:
+    good = [image for image, _ in parts.smoke_queries()]
+    bombs = [bomb.make() for bomb in hostile.REFUSED.values()]
+    answers = core.predict([*good, *bombs])
+    assert [each.pred for each in answers[: len(good)] if isinstance(each, Prediction)] == [
+        query.pred for _, query in parts.smoke_queries()
+    ]
+    for bomb, answer in zip(hostile.REFUSED.values(), answers[len(good) :], strict=True):
+        assert isinstance(answer, Refusal)
+        assert (answer.code, bomb.sentence in answer.message) == (400, True)
+
+
+def test_small_images_come_first_and_none_begins_after_the_time(
+    core: Core, parts: ReleaseParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock on which a decode takes a second for each hundred pixels of its width."""
+    now_s = 0.0
+    widths: list[int] = []
+
+    def reading(file: EncodedImage, shape: Preprocessing) -> Pixels:
+        nonlocal now_s
+        now_s += file.width_px // 100
+        widths.append(file.width_px)
+        return read_image(file, shape)
+
+    monkeypatch.setattr(core_module, "read_image", reading)
+    monkeypatch.setattr(core_module.time, "perf_counter", lambda: now_s)
+    (image, query), *_ = parts.smoke_queries()
+    large = [hostile.png(width, 10) for width in (900, 500, 700)]
+    batch = [large[0], b"no image", image, large[1], large[2], image]
+    answers = core.answer(batch, decode_timeout_s=10).answers
+    assert widths == [8, 8, 500, 700]
+    assert answers[0] == Refusal(
+        code=503, type="Overloaded", message="Large images took all the time for decoding; send the image again."
+    )
+    assert isinstance(answers[1], Refusal)
+    assert answers[1].code == 400
+    for place in (2, 5):
+        answer = answers[place]
+        assert isinstance(answer, Prediction)
+        assert answer.pred == query.pred
+    assert all(isinstance(answers[place], Prediction) for place in (3, 4))
 
 
 def test_a_batch_of_bad_images_and_an_empty_one(core: Core) -> None:

@@ -9,11 +9,12 @@ import json
 import math
 import re
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,9 +22,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from evernear.data.image_file import EncodedImage, inspect
 from evernear.data.ledger import Ledger, Listed, NewImage
 from evernear.data.manifest import SPLITS, Manifest, Split, ledger_key, manifest_key, parse_manifest
-from evernear.data.preprocess import Pixels, decode, image_digest, pixels_digest, to_array
+from evernear.data.preprocess import Pixels, decode_inspected, image_digest, pixels_digest, to_array
 from evernear.data.sources import Arrays, ArraySource, FileSource, open_source
 from evernear.data.writer import ShardWriter
 from evernear.errors import Conflict, DataError, IntegrityError, SettingsError
@@ -37,6 +39,8 @@ Shape = tuple[int, int, int]
 # Images on their way into a shard: a few of large ones, many of small ones.
 _BATCH = 256
 _BATCH_BYTES = 16 * 2**20
+# Images of the largest size that are decoded together, by as many threads as there may be.
+_LARGEST_TOGETHER = 4
 _SAY_EVERY_S = 1.0
 
 
@@ -149,6 +153,7 @@ def _list(source: FileSource, ledger: Ledger, place: str) -> None:
     ledger.list_files(source.files())
     ledger.forget_unlisted()
     ledger.note_empty_folders(source.empty_folders)
+    ledger.note_hidden_folders(source.hidden_folders)
     if not ledger.count_listed():
         raise DataError(
             f"{place} holds no image in a class folder; put PNG or JPEG files under <class>/ or <split>/<class>/."
@@ -194,9 +199,9 @@ def _times(shape: Shape) -> str:
 
 def _first_file(source: FileSource, ledger: Ledger, settings: DataSettings) -> Shape:
     fault = ""
-    for name in ledger.names_in_order():
+    for file in ledger.in_order():
         try:
-            image = decode(source.read(name), settings.max_pixels, name)
+            image = decode_inspected(_open(source, file, settings.max_pixels))
         except DataError as error:
             fault = fault or str(error)
         else:
@@ -313,11 +318,12 @@ def _decode_all(
     """Decode on all cores, a bounded number of images ahead, and give them back in order."""
     threads = settings.decode_threads or available_cpus()
     most = max(threads, min(4 * threads, _batch_size(shape)))
+    decoder = _Decoder(source, shape, settings.max_pixels)
     ahead: deque[Future[_Decoded | _Fault]] = deque()
     pool = ThreadPoolExecutor(threads, "decode")
     try:
         for file in files:
-            ahead.append(pool.submit(_decode_file, source, file, shape, settings.max_pixels))
+            ahead.append(pool.submit(decoder.decode, file))
             if len(ahead) >= most:
                 yield ahead.popleft().result()
         while ahead:
@@ -326,22 +332,66 @@ def _decode_all(
         pool.shutdown(cancel_futures=True)
 
 
-def _decode_file(source: FileSource, file: Listed, shape: Shape, max_pixels: int) -> _Decoded | _Fault:
-    # A file of more bytes than its pixels could take, were they not compressed at all, is not worth reading.
-    if file.size_bytes > 8 * max_pixels:
-        return _Fault(file, f"{file.name} is too large: {file.size_bytes} bytes.")
-    try:
-        image = decode(source.read(file.name), max_pixels, file.name)
-    except DataError as error:
-        return _Fault(file, str(error))
-    extrema = np.asarray(image.getextrema()).reshape(-1, 2)
-    return _Decoded(
-        file=file,
-        digest=image_digest(image),
-        size=image.size,
-        constant=bool((extrema[:, 0] == extrema[:, 1]).all()),
-        pixels=to_array(image, *shape),
-    )
+class _Decoder:
+    """Decodes files in many threads, in memory that does not grow with their number."""
+
+    def __init__(self, source: FileSource, shape: Shape, max_pixels: int) -> None:
+        self._source, self._shape, self._max_pixels = source, shape, max_pixels
+        self._files_size_bytes = _Budget(_LARGEST_TOGETHER * _max_file_size_bytes(max_pixels))
+        self._pixels = _Budget(_LARGEST_TOGETHER * max_pixels)
+
+    def decode(self, file: Listed) -> _Decoded | _Fault:
+        """The image of a file, or what is wrong with it."""
+        # One size is that in the listing: a file that is too large is refused before it is read.
+        with self._files_size_bytes.taken(min(file.size_bytes, _max_file_size_bytes(self._max_pixels))):
+            try:
+                encoded = _open(self._source, file, self._max_pixels)
+                with self._pixels.taken(encoded.pixels):
+                    return self._decoded(file, decode_inspected(encoded))
+            except DataError as error:
+                return _Fault(file, str(error))
+
+    def _decoded(self, file: Listed, image: Image.Image) -> _Decoded:
+        extrema = np.asarray(image.getextrema()).reshape(-1, 2)
+        return _Decoded(
+            file=file,
+            digest=image_digest(image),
+            size=image.size,
+            constant=bool((extrema[:, 0] == extrema[:, 1]).all()),
+            pixels=to_array(image, *self._shape),
+        )
+
+
+class _Budget:
+    """Lets threads go on together as long as they take no more than ``limit`` in all."""
+
+    def __init__(self, limit: int) -> None:
+        self._left = limit
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, amount: int) -> Generator[None]:
+        """Wait until ``amount``, which is at most the limit, is left, and take it for the context."""
+        with self._changed:
+            self._changed.wait_for(lambda: amount <= self._left)
+            self._left -= amount
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._left += amount
+                self._changed.notify_all()
+
+
+def _open(source: FileSource, file: Listed, max_pixels: int) -> EncodedImage:
+    if file.size_bytes > _max_file_size_bytes(max_pixels):
+        raise DataError(f"{file.name} is too large: {file.size_bytes} bytes.")
+    return inspect(source.read(file.name), max_pixels, file.name)
+
+
+def _max_file_size_bytes(max_pixels: int) -> int:
+    """The size of the pixels, were they not compressed at all: 4 channels of 16 bits."""
+    return 8 * max_pixels
 
 
 def _parts(results: Iterable[_Decoded | _Fault], size: int) -> Iterator[list[_Decoded | _Fault]]:

@@ -108,6 +108,8 @@ class Ledger:
             if fresh:
                 for statement in _SCHEMA.split(";\n"):
                     self._db.execute(statement)
+            # Ledgers of earlier versions lack it.
+            self._db.execute("CREATE TABLE IF NOT EXISTS hidden_folders (source INTEGER NOT NULL, name TEXT NOT NULL)")
             self._db.execute("UPDATE state SET run = run + 1")
             self._run = cast(int, self._db.execute("SELECT run FROM state").fetchone()[0])
             self._db.execute("INSERT OR IGNORE INTO sources (uri) VALUES (?)", (_place(source),))
@@ -162,6 +164,11 @@ class Ledger:
         self._all("DELETE FROM empty_folders WHERE source = ?", self._source)
         self._many("INSERT INTO empty_folders VALUES (?, ?)", ((self._source, name) for name in names))
 
+    def note_hidden_folders(self, names: Iterable[str]) -> None:
+        """Replace the class folders whose images are left out because their names begin with a dot."""
+        self._all("DELETE FROM hidden_folders WHERE source = ?", self._source)
+        self._many("INSERT INTO hidden_folders VALUES (?, ?)", ((self._source, name) for name in names))
+
     def count_listed(self) -> int:
         """Files that the source lists."""
         return self._int("SELECT COUNT(*) FROM files WHERE source = ?", self._source)
@@ -182,13 +189,16 @@ class Ledger:
             after = (rows[-1][5], rows[-1][0])
             yield from (Listed(*row[:5]) for row in rows)
 
-    def names_in_order(self) -> Iterator[str]:
-        """Names of the source's files, sorted."""
-        query = "SELECT name FROM files WHERE source = ? AND name > ? ORDER BY name LIMIT 64"
+    def in_order(self) -> Iterator[Listed]:
+        """The source's files by name."""
+        query = (
+            "SELECT name, etag, label, given, size_bytes FROM files"
+            " WHERE source = ? AND name > ? ORDER BY name LIMIT 64"
+        )
         after = ""
         while rows := self._all(query, self._source, after):
             after = rows[-1][0]
-            yield from (row[0] for row in rows)
+            yield from (Listed(*row) for row in rows)
 
     def settle(self, decoded: Iterable[tuple[str, bytes | None, str | None]]) -> None:
         """Note what decoding gave: (name, digest or None, fault or None)."""
@@ -293,6 +303,8 @@ class Ledger:
         """Kind, query for (name, digest where several files share it, what is wrong), the query's values."""
         yield "undecodable", "SELECT name, NULL, fault FROM named WHERE fault IS NOT NULL", ()
         yield "tiny_class", "SELECT name, NULL, 'holds no image' FROM empty_folders", ()
+        hidden = "'begins with a dot, so its images were left out'"
+        yield "hidden_folder", f"SELECT name, NULL, {hidden} FROM hidden_folders", ()  # noqa: S608 - our own words
         twins = "SELECT name, digest, {} FROM twins WHERE {}"
         yield "conflicting_labels", twins.format("'are one image under several labels'", "labels > 1"), ()
         across = twins.format("'are one image given in several splits'", "labels = 1 AND splits > 1")

@@ -2,23 +2,24 @@
 
 import hashlib
 import struct
-import warnings
 import zlib
+from collections.abc import Callable, Iterable, Iterator
 from io import BytesIO
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ExifTags, Image
+from PIL import Image
 from pydantic import BaseModel, ConfigDict
 
-from evernear.errors import DataError
+from evernear.data.image_file import EncodedImage, broken, inspect
 
 Pixels = NDArray[np.uint8]
 
-# Pillow warns from this size on; `decode` refuses such images, so let it raise as Pillow's manual advises.
-MAX_PIXELS = 89_478_485
-warnings.filterwarnings("error", category=Image.DecompressionBombWarning)
+DECODE_BYTES_PER_PIXEL = 12
+"""Memory of a decode at its most: a progressive CMYK JPEG, whose 8 bytes of coefficients and 4 of pixels are held
+together (``benchmarks/decode_limits.py`` measures it)."""
+_BAND_PIXELS = 2**20
 
 # What Pillow raises for broken files, by reading its decoders.
 _BROKEN = (
@@ -68,31 +69,36 @@ class Preprocessing(BaseModel):
 
 
 def decode(data: bytes, max_pixels: int, name: str = "The image") -> Image.Image:
-    """A PNG or JPEG file as an 8-bit image of mode ``L`` (grey) or ``RGB``.
-
-    The format is told by the content, never by a name. EXIF orientation is applied; transparency is laid over
-    white, as a viewer shows it; 16-bit grey keeps its upper 8 bits; palette and CMYK become RGB.
+    """A PNG or JPEG file as an 8-bit image of mode ``L`` (gray) or ``RGB``.
 
     Raises:
-        DataError: not PNG or JPEG, broken, animated, or of more than ``max_pixels``; the sentence begins with
-            ``name``.
+        DataError: as `inspect` and `decode_inspected`.
+    """
+    return decode_inspected(inspect(data, max_pixels, name))
+
+
+def decode_inspected(file: EncodedImage) -> Image.Image:
+    """An inspected file as an 8-bit image of mode ``L`` (gray) or ``RGB``.
+
+    EXIF orientation is applied; transparency is laid over white, as a viewer shows it; 16-bit gray keeps its upper
+    8 bits; palette and CMYK become RGB. Memory stays below `decode_size_bytes`.
+
+    Raises:
+        DataError: the file is broken.
     """
     try:
-        image = Image.open(BytesIO(data), formats=("PNG", "JPEG"))
-        if image.width * image.height > max_pixels:
-            raise DataError(f"{name} is too large: {image.width} x {image.height} pixels, {max_pixels} are allowed.")
-        # A phone's multi-picture JPEG shows its first picture; an animated PNG shows no single one.
-        if image.format == "PNG" and getattr(image, "is_animated", False):
-            raise DataError(f"{name} is animated; a single image is wanted.")
+        image = Image.open(BytesIO(file.data), formats=(file.format,))
         image.load()
-        return _eight_bit(_upright(image))
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise DataError(f"{name} is too large: {max_pixels} pixels are allowed.") from None
-    except Image.UnidentifiedImageError:
-        raise DataError(f"{name} is not a PNG or JPEG image.") from None
+        if (turn := _TURNS.get(file.orientation)) is not None:
+            image = image.transpose(turn)
+        return _eight_bit(image)
     except _BROKEN as error:
-        reason = str(error).rstrip(".") or type(error).__name__
-        raise DataError(f"{name} is a broken image ({reason}).") from None
+        raise broken(file.name, str(error).rstrip(".") or type(error).__name__) from None
+
+
+def decode_size_bytes(max_pixels: int) -> int:
+    """Memory of `decode_inspected` and `to_array` at its most, for an image of ``max_pixels`` and besides its file."""
+    return max_pixels * DECODE_BYTES_PER_PIXEL
 
 
 def to_array(image: Image.Image, height_px: int, width_px: int, channels: int) -> Pixels:
@@ -105,33 +111,52 @@ def to_array(image: Image.Image, height_px: int, width_px: int, channels: int) -
 
 def pixels_digest(mode: str, width_px: int, height_px: int, pixels: bytes) -> bytes:
     """The identity of an image: sha256 of mode, size and raw 8-bit pixels as decoded, before any resize."""
-    return hashlib.sha256(b"%s %d %d\n" % (mode.encode(), width_px, height_px) + pixels).digest()
+    return _digest(mode, width_px, height_px, [pixels])
 
 
 def image_digest(image: Image.Image) -> bytes:
     """`pixels_digest` of an image of `decode`."""
-    return pixels_digest(image.mode, image.width, image.height, image.tobytes())
+    return _digest(image.mode, image.width, image.height, (image.crop(band).tobytes() for band in _bands(image)))
 
 
-def _upright(image: Image.Image) -> Image.Image:
-    """Turned as EXIF says; EXIF data that cannot be read says nothing, as in a viewer."""
-    # ImageOps.exif_transpose would also write the EXIF data anew, and fails where a tag is not to the letter.
-    try:
-        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except _BROKEN:
-        return image
-    return image if turn is None else image.transpose(turn)
+def _digest(mode: str, width_px: int, height_px: int, pixels: Iterable[bytes]) -> bytes:
+    digest = hashlib.sha256(b"%s %d %d\n" % (mode.encode(), width_px, height_px))
+    for part in pixels:
+        digest.update(part)
+    return digest.digest()
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:
+    gray = image.mode in ("L", "LA", "1")
     if image.mode.startswith("I"):
-        return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
+        return _by_bands(image, "L", _upper_byte)
     if image.mode in ("LA", "RGBA", "PA") or "transparency" in image.info:
-        grey = image.mode in ("L", "LA", "1")
-        image = image.convert("RGBA")
-        background = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(background, image).convert("L" if grey else "RGB")
-    return _as_mode(image, "L" if image.mode in ("L", "1") else "RGB")
+        return _by_bands(image, "L" if gray else "RGB", _over_white)
+    return _as_mode(image, "L" if gray else "RGB")
+
+
+def _by_bands(image: Image.Image, mode: str, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
+    """``convert`` applied to a band of rows at a time, so that its intermediate images stay small."""
+    converted = Image.new(mode, image.size)
+    for band in _bands(image):
+        converted.paste(_as_mode(convert(image.crop(band)), mode), band)
+    return converted
+
+
+def _bands(image: Image.Image) -> Iterator[tuple[int, int, int, int]]:
+    """Boxes (left, top, right, bottom) that cover an image from top to bottom."""
+    rows = max(1, _BAND_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        yield 0, top, image.width, min(top + rows, image.height)
+
+
+def _upper_byte(band: Image.Image) -> Image.Image:
+    return Image.fromarray((np.asarray(band).astype(np.uint32) >> 8).astype(np.uint8))
+
+
+def _over_white(band: Image.Image) -> Image.Image:
+    band = band.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", band.size, "white"), band)
 
 
 def _as_mode(image: Image.Image, mode: str) -> Image.Image:

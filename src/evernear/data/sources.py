@@ -70,12 +70,14 @@ class FileSource(Protocol):
     """A source of image files in class folders: ``<label>/<file>`` or ``<split>/<label>/<file>``.
 
     ``hashed`` are the splits that the content hash chooses from for files without a given split; it is known
-    once `files` has been read to its end, and so is ``empty_folders``.
+    once `files` has been read to its end, and so are ``empty_folders`` and ``hidden_folders``: class folders that
+    hold no image, and those that do but are left out because their names begin with a dot.
     """
 
     name: str
     hashed: tuple[Split, ...]
     empty_folders: list[str]
+    hidden_folders: list[str]
 
     def files(self) -> Iterator[Listed]:
         """The image files, without reading them."""
@@ -269,10 +271,12 @@ class _ClassFolders:
 
     hashed: tuple[Split, ...] = SPLITS
     empty_folders: list[str]
+    hidden_folders: list[str]
 
     def __init__(self, name: str) -> None:
         self.name = _slug(name)
         self.empty_folders = []
+        self.hidden_folders = []
         self._splits_given = False
 
     def _set_layout(self, top: set[str]) -> None:
@@ -298,7 +302,7 @@ class _ClassFolders:
         given = as_split(parts[0]) if self._splits_given else None
         folders = parts[1:-1] if given else parts[:-1]
         hidden = any(part.startswith(".") for part in parts)
-        if hidden or not folders or PurePosixPath(path).suffix.lower() not in _IMAGE_SUFFIXES:
+        if hidden or not folders or not _is_image_name(path):
             return None
         return Listed(path, etag, folders[0], None if given in self.hashed else given, size_bytes)
 
@@ -320,6 +324,8 @@ class Folder(_ClassFolders):
         classes = [folder for top in tops for folder in _visible_folders(top)] if self._splits_given else tops
         for folder in classes:
             yield from self._files_of(folder)
+        for parent in [self._directory, *(tops if self._splits_given else ())]:
+            self._note_hidden_folders(parent)
 
     def _files_of(self, folder: Path) -> Iterator[Listed]:
         count = 0
@@ -333,6 +339,11 @@ class Folder(_ClassFolders):
                 yield listed._replace(etag=f"{stat.st_size}-{stat.st_mtime_ns}", size_bytes=stat.st_size)
         if not count:
             self.empty_folders.append(folder.relative_to(self._directory).as_posix())
+
+    def _note_hidden_folders(self, parent: Path) -> None:
+        for folder in _folders(parent):
+            if folder.name.startswith(".") and any(_is_image_name(entry.name) for entry in _walk(folder)):
+                self.hidden_folders.append(_printable(folder.relative_to(self._directory)))
 
     def read(self, name: str) -> bytes:
         """A file's content."""
@@ -351,9 +362,20 @@ class Bucket(_ClassFolders):
     def files(self) -> Iterator[Listed]:
         """The image files; an etag is S3's."""
         self._set_layout(set(self._store.folders()))
+        hidden: set[str] = set()
         for info in self._store.list(""):
             if listed := self._listed(info.key, info.etag, info.size_bytes):
                 yield listed
+            elif _is_image_name(info.key):
+                hidden.update(self._hidden_folder(PurePosixPath(info.key).parts))
+        self.hidden_folders = sorted(hidden)
+
+    def _hidden_folder(self, parts: tuple[str, ...]) -> Iterator[str]:
+        """The class folder of a key, where its name begins with a dot."""
+        for depth in (1, 2) if self._splits_given else (1,):
+            if len(parts) > depth and parts[depth - 1].startswith("."):
+                yield "/".join(parts[:depth])
+                return
 
     def read(self, name: str) -> bytes:
         """A file's content."""
@@ -380,12 +402,25 @@ def _check_utf8(name: str) -> None:
         raise DataError(f"The name of {os.fsencode(name)!r} is not UTF-8; rename it.") from None
 
 
-def _visible_folders(directory: Path) -> list[Path]:
+def _is_image_name(name: str) -> bool:
+    return PurePosixPath(name).suffix.lower() in _IMAGE_SUFFIXES
+
+
+def _folders(directory: Path) -> list[Path]:
     with disk_errors(directory):
-        folders = sorted(p for p in directory.iterdir() if p.is_dir() and not p.name.startswith("."))
+        return sorted(p for p in directory.iterdir() if p.is_dir())
+
+
+def _visible_folders(directory: Path) -> list[Path]:
+    folders = [folder for folder in _folders(directory) if not folder.name.startswith(".")]
     for folder in folders:
         _check_utf8(folder.name)
     return folders
+
+
+def _printable(path: Path) -> str:
+    """A path that need not be UTF-8, as text that is."""
+    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def _slug(name: str) -> str:

@@ -40,6 +40,11 @@ _PROBLEMS = {
         "images stand under several labels and were left out",
         "keep the right one of",
     ),
+    "hidden_folder": (
+        "class folder has a name that begins with a dot, and was left out",
+        "class folders have names that begin with a dot, and were left out",
+        "rename or remove",
+    ),
     "constant_image": (
         "image has one value in all its pixels",
         "images have one value in all their pixels",

@@ -1,6 +1,6 @@
 """The prediction core: image files in, answers out, whatever server stands around it."""
 
-import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,17 +9,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evernear.data.preprocess import decode, to_array
+from evernear.data.image_file import EncodedImage
+from evernear.data.preprocess import Pixels
 from evernear.embedding.embed import embed_images
 from evernear.embedding.export import NETWORK_FILE, load_network
 from evernear.errors import DataError
 from evernear.index.search import Gallery
 from evernear.release.manifest import ReleaseManifest
 from evernear.release.parts import ReleaseParts
+from evernear.serving.decoding import inspect_image, read_image
 from evernear.serving.messages import Neighbor, Prediction, Refusal
 
 WARM_UP_BATCHES = (1, 1, 32, 32)
-_log = logging.getLogger(__name__)
+_OUT_OF_TIME = Refusal(
+    code=503, type="Overloaded", message="Large images took all the time for decoding; send the image again."
+)
 
 
 @dataclass(frozen=True)
@@ -66,20 +70,17 @@ class Core:
         """
         return self.answer(images).answers
 
-    def answer(self, images: Sequence[bytes | Refusal]) -> Answered:
-        """`predict`, with the time it took."""
+    def answer(self, images: Sequence[bytes | Refusal], decode_timeout_s: float = math.inf) -> Answered:
+        """`predict`, with the time it took.
+
+        Small images are decoded first. After ``decode_timeout_s`` no further one is: those left get a `Refusal`
+        with code 503.
+        """
         begin_s = time.perf_counter()
-        answers: list[Prediction | Refusal | None] = []
-        arrays: list[NDArray[np.uint8]] = []
-        for image in images:
-            read = image if isinstance(image, Refusal) else self._read(image)
-            if isinstance(read, Refusal):
-                answers.append(read)
-            else:
-                answers.append(None)
-                arrays.append(read)
+        read = self._read(images, begin_s + decode_timeout_s)
         decoded_s = embedded_s = found_s = time.perf_counter()
         predictions: list[Prediction] = []
+        arrays = [each for each in read if not isinstance(each, Refusal)]
         stacked = np.stack(arrays) if arrays else None
         embeddings = None
         if stacked is not None:
@@ -89,7 +90,7 @@ class Core:
             found_s = time.perf_counter()
         following = iter(predictions)
         return Answered(
-            answers=[next(following) if answer is None else answer for answer in answers],
+            answers=[each if isinstance(each, Refusal) else next(following) for each in read],
             images=stacked,
             embeddings=embeddings,
             decode_s=decoded_s - begin_s,
@@ -113,13 +114,29 @@ class Core:
             for found in self._gallery.recognise(embeddings)
         ]
 
-    def _read(self, image: bytes) -> NDArray[np.uint8] | Refusal:
-        shape = self._manifest.preprocessing
+    def _read(self, images: Sequence[bytes | Refusal], deadline_s: float) -> list[Pixels | Refusal]:
+        files = [image if isinstance(image, Refusal) else self._inspect(image) for image in images]
+        read: list[Pixels | Refusal] = [_OUT_OF_TIME] * len(files)
+        for number in sorted(range(len(files)), key=lambda number: _pixels(files[number])):
+            file = files[number]
+            if isinstance(file, Refusal):
+                read[number] = file
+            elif time.perf_counter() < deadline_s:
+                read[number] = self._decode(file)
+        return read
+
+    def _inspect(self, image: bytes) -> EncodedImage | Refusal:
         try:
-            decoded = decode(image, self._manifest.max_pixels)
-            return to_array(decoded, shape.height_px, shape.width_px, shape.channels)
+            return inspect_image(image, self._manifest.max_pixels)
         except DataError as error:
             return Refusal(message=str(error))
-        except Exception:  # whatever a decoder makes of a hostile file, its neighbours get their answers
-            _log.exception("An image of %d bytes raised what its decoder never should.", len(image))
-            return Refusal(message="The image cannot be decoded.")
+
+    def _decode(self, file: EncodedImage) -> Pixels | Refusal:
+        try:
+            return read_image(file, self._manifest.preprocessing)
+        except DataError as error:
+            return Refusal(message=str(error))
+
+
+def _pixels(file: EncodedImage | Refusal) -> int:
+    return 0 if isinstance(file, Refusal) else file.pixels

@@ -1,17 +1,21 @@
 """Transformer and predictor as processes, asked over real sockets in every protocol they speak."""
 
 import base64
+import http.client
 import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import grpc
+import hostile
 import numpy as np
 import psutil
 import pytest
+from hostile_requests import fuzz, kserve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from inference_service import (
@@ -161,6 +165,23 @@ class TestBadImages:
         assert told["predictions"][0]["code"] == 400
         assert_same(told["predictions"][1:], known[:1])
 
+    @pytest.mark.parametrize("name", hostile.REFUSED)
+    def test_in_v1_a_bomb_fails_alone(
+        self, server: Server, images: list[bytes], known: list[dict[str, Any]], name: str
+    ) -> None:
+        bomb = hostile.REFUSED[name]
+        told = server.predict([images[0], bomb.make(), images[1]]).json()["predictions"]
+        assert_same([told[0], told[2]], known[:2])
+        assert (told[1]["code"], bomb.sentence in told[1]["message"]) == (400, True)
+
+    def test_large_and_small_images_are_answered_in_their_order(
+        self, server: Server, images: list[bytes], known: list[dict[str, Any]]
+    ) -> None:
+        large = hostile.png(1001, 1000, 1)
+        told = server.predict([large, images[0], b"", large, *images[1:]]).json()["predictions"]
+        assert_same([told[1], *told[4:]], known)
+        assert_same([told[0]], [told[3]])
+
     def test_in_v1_nothing_but_bad_images_is_400(self, server: Server) -> None:
         response = server.predict([BAD, b""])
         assert (response.status_code, response.json()) == (400, {"error": IMAGE_SENTENCE})
@@ -256,15 +277,21 @@ class TestBadRequests:
 
 class TestLimits:
     def test_a_body_that_is_too_large_is_413(self, server: Server) -> None:
-        sentence = {"error": "The request is larger than 6553500 bytes."}
-
-        def chunks() -> Iterator[bytes]:
-            yield from [b" " * 1_000_000] * 8
-
+        sentence = {"error": "The request is larger than the 6553500 bytes that are allowed."}
         for path in ("/v1/models/embedding:predict", "/v2/models/embedding/infer"):
-            for body in (b" " * 7_000_000, chunks()):
-                response = server.post(path, content=body, headers={"Content-Type": "application/json"})
-                assert (response.status_code, response.json()) == (413, sentence)
+            with closing(http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)) as connection:
+                connection.putrequest("POST", path)
+                connection.putheader("Content-Length", "6553501")
+                connection.endheaders()  # and not a byte more
+                response = connection.getresponse()
+                assert (response.status, json.load(response)) == (413, sentence)
+            with closing(http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)) as connection:
+                connection.putrequest("POST", path)
+                connection.putheader("Transfer-Encoding", "chunked")
+                connection.endheaders()
+                connection.send(b"%x\r\n%s\r\n" % (6_553_501, bytes(6_553_501)))  # and not the last chunk
+                response = connection.getresponse()
+                assert (response.status, json.load(response)) == (413, sentence)
         with pytest.raises(grpc.RpcError) as caught:
             server.infer_grpc("images", "BYTES", [1], bytes_contents=[b" " * 7_000_000])
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -273,6 +300,56 @@ class TestLimits:
         for response in (server.predict([b""] * 1025), server.infer(files([b""] * 1025))):
             assert response.status_code == 413
             assert response.json() == {"error": "The request holds 1025 images, of 1024 that are taken at once."}
+
+    def test_too_many_pixels_together_are_413(self, server: Server) -> None:
+        largest = hostile.png(5_000, 5_000, 1)
+        sentence = {"error": "The images of the request have more than 100000000 pixels together; send fewer."}
+        for response in (server.predict([largest] * 5), server.infer(files([largest] * 5))):
+            assert (response.status_code, response.json()) == (413, sentence)
+        with pytest.raises(grpc.RpcError) as caught:
+            server.infer_grpc("images", "BYTES", [5], bytes_contents=[largest] * 5)
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    @pytest.mark.parametrize(
+        "body",
+        [b'{"inputs": [' + b"{}," * 2_000_000 + b"{}]}", b'{"inputs": [' + b"1," * 3_000_000 + b"1]}"],
+    )
+    def test_faults_by_the_million_cost_no_more_than_one(self, server: Server, body: bytes) -> None:
+        assert server.process is not None
+        for path in ("/v2/models/embedding/infer", "/v2/models/embedding/versions/1/infer"):
+            response = server.post(path, content=body)
+            assert response.status_code == 400
+            assert len(response.json()["error"]) < 300
+        # KServe's own parser took 3 GB.
+        status = Path(f"/proc/{server.process.pid}/status").read_text()
+        peak_bytes = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+        assert peak_bytes < 1.5 * 2**30
+
+    def test_tensors_by_the_million_are_an_invalid_argument(self, server: Server) -> None:
+        protocol = open_inference_protocol()
+        for many in ({"inputs": [{}] * 1_000_000}, {"outputs": [{}] * 1_000_000}):
+            with pytest.raises(grpc.RpcError) as caught:
+                server.grpc(
+                    "ModelInfer", protocol.ModelInferRequest(model_name="embedding", **many), "ModelInferResponse"
+                )
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert "more than 64 inputs or outputs" in caught.value.details()
+
+    def test_a_body_that_arrives_too_slowly_is_408(self, release: PackedRelease, tmp_path: Path) -> None:
+        model = ("--model_dir", str(release.archive.parent))
+        hasty = Server("predictor", tmp_path / "log", *model, "--upload_timeout_seconds", "1", "--enable_grpc=false")
+        hasty.start()
+        try:
+            hasty.await_answer("/")
+            with closing(http.client.HTTPConnection("127.0.0.1", hasty.http_port, timeout=60)) as connection:
+                connection.putrequest("POST", "/v1/models/embedding:predict")
+                connection.putheader("Content-Length", "1000")
+                connection.endheaders()
+                response = connection.getresponse()
+                assert response.status == 408
+                assert json.load(response) == {"error": "The request's body did not arrive within 1 s."}
+        finally:
+            hasty.stop()
 
     def test_nobody_unloads_the_model(self, server: Server, images: list[bytes]) -> None:
         for verb in ("load", "unload"):
@@ -428,3 +505,11 @@ def test_a_wrong_start_ends_with_a_sentence_and_the_transformer_needs_no_torch(
         assert sentence in stderr
         assert "Traceback" not in stderr
     assert taken.get("/").status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["predictor", "grpc-v2"])
+def test_a_minute_of_new_bodies_is_no_5xx(
+    service: dict[str, Server], images: list[bytes], known: list[dict[str, Any]], name: str
+) -> None:
+    assert fuzz(kserve(service[name].http_port, images[0], known[0]["pred"]), seconds=60) > 100

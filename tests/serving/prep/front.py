@@ -9,13 +9,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
-import uvicorn
 
 from evernear.data.preprocess import Preprocessing
 from evernear.release.manifest import ReleaseManifest
 from evernear.release.registry import CHAMPION, MANIFESTS, Move, Record
-from evernear.serving.prep.app import create_app
-from evernear.serving.prep.server import bound
+from evernear.serving.prep.server import bound, server_of
 from evernear.settings import PrepSettings, ServingSettings, Settings
 from evernear.store import open_store
 
@@ -23,8 +21,7 @@ from evernear.store import open_store
 @contextmanager
 def front(settings: Settings) -> Iterator[httpx.Client]:
     """A client of a preprocessing server with ``settings``, on a free port."""
-    config = uvicorn.Config(create_app(settings), log_level="warning", access_log=False)
-    server = uvicorn.Server(config)
+    server = server_of(settings)
     with bound("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()

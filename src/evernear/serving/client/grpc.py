@@ -1,12 +1,13 @@
 """Over TorchServe's gRPC API.
 
-Seen on TorchServe 0.12: what the handler answers with status 400 arrives as OK, with the `Refusal` as its
+Seen on TorchServe 0.12: what the handler answers with status 400 or 503 arrives as OK, with the `Refusal` as its
 content; an unknown model or version is INTERNAL, told by the Java exception in its second line; a message
 beyond ``max_request_size`` ends the stream with CANCELLED.
 """
 
 import json
 from collections.abc import Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,8 @@ def _prediction(target: Target, answer: PredictionResponse) -> Prediction:
         refusal = Refusal.model_validate_json(answer.prediction)
     except ValidationError:
         raise ServingError(f"What answers at {target.address} is no evernear release.") from None
+    if refusal.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        raise ServingError(f"{target.address} failed: {refusal.message}")
     raise PredictionRefused(refusal.message)
 
 

@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 from uuid import uuid4
 
+import msgspec
 import numpy as np
 from grpc_interceptor.exceptions import InvalidArgument, ResourceExhausted
 from kserve import InferInput, InferOutput, InferRequest, InferResponse
+from kserve.protocol.infer_type import RequestedOutput
 from numpy.typing import NDArray
 
 from evernear.data.preprocess import Pixels, Preprocessing
@@ -32,6 +34,35 @@ Tensors = list[dict[str, Any]]
 IMAGES, PIXELS = "images", "pixels"
 _NOBODY = Neighbor(label="", dist=-1.0)
 """Stands in ``neighbor_labels`` and ``neighbor_dists`` where an approximate index found fewer neighbours."""
+
+
+MAX_TENSORS = 64
+"""Inputs or outputs that a v2 request may name; it needs one input and has six outputs."""
+
+
+class _Input(msgspec.Struct):
+    name: str
+    shape: list[int]
+    datatype: str
+    data: list[Any]
+    parameters: dict[str, Any] | None = None
+
+
+class _Output(msgspec.Struct):
+    name: str
+    parameters: dict[str, Any] | None = None
+
+
+class _Infer(msgspec.Struct):
+    """A v2 request over REST. Decoding ends at the first fault, where KServe's pydantic model collects them all."""
+
+    inputs: list[_Input]
+    id: str | None = None
+    parameters: dict[str, Any] | None = None
+    outputs: list[_Output] | None = None
+
+
+_INFER = msgspec.json.Decoder(_Infer)
 
 
 @dataclass(frozen=True)
@@ -54,6 +85,39 @@ def read_question(payload: Any, shape: Preprocessing, max_images: int) -> Questi
     instances = _instances_of(payload)
     _require_few(len(instances), max_images)
     return Question([_image_of(instance) for instance in instances], None)
+
+
+def read_infer_request(body: bytes, model_name: str) -> InferRequest:
+    """The JSON of a v2 request.
+
+    Raises:
+        InvalidArgument: it is none of the protocol.
+    """
+    try:
+        request = _INFER.decode(body)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"The request is none of the Open Inference Protocol: {error}.") from None
+    require_few_tensors(len(request.inputs), len(request.outputs or ()))
+    return InferRequest(
+        model_name=model_name,
+        request_id=request.id,
+        parameters=request.parameters,
+        infer_inputs=[
+            InferInput(each.name, each.shape, each.datatype, each.data, each.parameters or {})
+            for each in request.inputs
+        ],
+        request_outputs=[RequestedOutput(each.name, each.parameters or {}) for each in request.outputs or ()] or None,
+    )
+
+
+def require_few_tensors(inputs: int, outputs: int) -> None:
+    """Stop a v2 request before its tensors become objects.
+
+    Raises:
+        InvalidArgument: it names more than `MAX_TENSORS`.
+    """
+    if max(inputs, outputs) > MAX_TENSORS:
+        raise InvalidArgument(f"The request names more than {MAX_TENSORS} inputs or outputs.")
 
 
 def write_answer(

@@ -7,6 +7,9 @@
 
 import argparse
 
+import numpy as np
+
+from evernear.data.preprocess import Pixels
 from evernear.release.manifest import ReleaseManifest
 from evernear.serving.core import Core
 from evernear.serving.kserve.messages import Images
@@ -19,29 +22,31 @@ from evernear.serving.messages import Prediction, Refusal
 class Predictor(ReleaseModel):
     """The prediction core as a KServe model; ``core`` is loaded and warmed up."""
 
-    def __init__(self, name: str, core: Core, manifest: ReleaseManifest, max_images: int) -> None:
-        super().__init__(name, manifest, max_images)
+    def __init__(self, core: Core, manifest: ReleaseManifest, args: argparse.Namespace) -> None:
+        super().__init__(manifest, args)
         self._core = core
 
-    async def prepare(self, images: Images) -> Images:
-        """The core takes them as they are."""
-        return images
+    async def prepare(self, images: Images) -> list[Pixels | Refusal] | Pixels:
+        """Image files as pixels; pixels that a transformer prepared as they are."""
+        return await self.decode(images) if isinstance(images, list) else images
 
-    async def answer(self, prepared: Images, headers: dict[str, str] | None) -> list[Prediction | Refusal]:
-        """Recognise image files, or pixels that a transformer prepared."""
+    async def answer(
+        self, prepared: list[Pixels | Refusal] | Pixels, headers: dict[str, str] | None
+    ) -> list[Prediction | Refusal]:
+        """Recognize those that could be read."""
         return await self.in_worker(self._recognise, prepared)
 
-    def _recognise(self, images: Images) -> list[Prediction | Refusal]:
-        if isinstance(images, list):
-            return self._core.predict(images)
-        return [*self._core.recognise(images)] if len(images) else []
+    def _recognise(self, prepared: list[Pixels | Refusal] | Pixels) -> list[Prediction | Refusal]:
+        pixels = [image for image in prepared if not isinstance(image, Refusal)]
+        predictions = iter(self._core.recognise(np.stack(pixels)) if pixels else [])
+        return [image if isinstance(image, Refusal) else next(predictions) for image in prepared]
 
 
 def main(args: argparse.Namespace) -> None:
     """Load the release, then listen."""
     with opened_release(args) as parts:
         core = Core.open(parts)
-    serve(Predictor(args.model_name, core, parts.manifest, args.max_images), args)
+    serve(Predictor(core, parts.manifest, args), args)
 
 
 if __name__ == "__main__":

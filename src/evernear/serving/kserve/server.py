@@ -8,7 +8,7 @@ import argparse
 import asyncio
 import socket
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from struct import error as StructError
 from typing import Any, cast
@@ -20,24 +20,30 @@ from kserve import ModelServer, model_server
 from kserve.errors import InferenceError
 from kserve.predictor_config import PredictorConfig
 from kserve.protocol.dataplane import DataPlane
+from kserve.protocol.grpc.grpc_predict_v2_pb2 import ModelInferRequest
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from kserve.protocol.grpc.interceptors import ExceptionToStatusInterceptor
 from kserve.protocol.grpc.server import GRPCServer
 from kserve.protocol.grpc.servicer import InferenceServicer
 from kserve.protocol.model_repository_extension import ModelRepositoryExtension
 from kserve.protocol.rest.server import RESTServer
+from kserve.protocol.rest.v2_endpoints import V2Endpoints
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.responses import JSONResponse, Response
 
 from evernear.errors import EvernearError, PortTaken, SettingsError
 from evernear.output import print_line
+from evernear.serving.http_limits import BoundedBodies, PromptH11Protocol
+from evernear.serving.kserve.messages import read_infer_request, require_few_tensors
 from evernear.serving.kserve.model import ReleaseModel
-from evernear.settings import ServingSettings
+from evernear.settings import PrepSettings, ServingSettings
 
 MAX_IMAGES = 1024
 """Images of one request: a tiny file may become a large array."""
+MAX_RPCS = 64
+"""gRPC calls that are answered together; each may hold a message of the largest size."""
+_BINARY_HEADER = "inference-header-content-length"
 _HTTP_STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.PERMISSION_DENIED: 403,
@@ -54,7 +60,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
         description=description,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    defaults = ServingSettings()
+    defaults, bounds = ServingSettings(), PrepSettings()
     parser.set_defaults(
         model_name=defaults.model_name,
         predictor_request_timeout_seconds=defaults.response_timeout_s,
@@ -68,6 +74,18 @@ def arguments(description: str) -> argparse.ArgumentParser:
         "--max_request_size_bytes", type=int, default=defaults.max_request_size_bytes, help="Of a body."
     )
     parser.add_argument("--max_images", type=int, default=MAX_IMAGES, help="Images in one request.")
+    parser.add_argument(
+        "--max_pixels", type=int, default=defaults.max_pixels, help="Of an image; the release may allow fewer."
+    )
+    parser.add_argument(
+        "--max_bodies_size_bytes", type=int, default=bounds.max_bodies_size_bytes, help="Of all requests together."
+    )
+    parser.add_argument(
+        "--upload_timeout_seconds", type=float, default=bounds.upload_timeout_s, help="For the arrival of a body."
+    )
+    parser.add_argument(
+        "--large_decodes", type=int, default=bounds.large_decodes, help="Images above a megapixel decoded together."
+    )
     return parser
 
 
@@ -125,8 +143,15 @@ class _Server(ModelServer):
         app = model_server.app
         app.add_exception_handler(GrpcException, _answer_error)
         app.add_exception_handler(RequestValidationError, _answer_invalid)
-        app.add_exception_handler(413, _answer_http)
-        app.add_middleware(_BoundedBody, max_size_bytes=self._args.max_request_size_bytes)
+        for status in (408, 413, 503):
+            app.add_exception_handler(status, _answer_http)
+        app.add_middleware(
+            BoundedBodies,
+            max_size_bytes=self._args.max_request_size_bytes,
+            max_total_size_bytes=self._args.max_bodies_size_bytes,
+            timeout_s=self._args.upload_timeout_seconds,
+        )
+        self._add_infer_endpoint()
         _require_free(self._args.host, self.http_port)
         rest = RESTServer(
             "kserve.model_server:app",
@@ -140,6 +165,8 @@ class _Server(ModelServer):
             ssl_keyfile=self.ssl_keyfile,
         )
         rest.config.host = self._args.host
+        rest.config.http = PromptH11Protocol
+        rest.config.ws = "none"
         self.servers = [rest.start()]
         if self.enable_grpc:
             _require_free(self._args.host, self.grpc_port)
@@ -150,6 +177,19 @@ class _Server(ModelServer):
         self.register_signal_handler()
         asyncio.run(self._serve())
 
+    def _add_infer_endpoint(self) -> None:
+        """Take the place of KServe's v2 endpoint, whose parser needs 3 GB for 6 MB of faults in a request."""
+        endpoints = V2Endpoints(self.dataplane, self.model_repository_extension)
+
+        async def infer(request: Request, response: Response, model_name: str, model_version: str | None = None) -> Any:
+            body = await request.body()
+            question = body if _BINARY_HEADER in request.headers else read_infer_request(body, model_name)
+            return await endpoints.infer(request, response, model_name, cast(Any, question), model_version)
+
+        path = "/v2/models/{model_name}"
+        for route in (f"{path}/infer", f"{path}/versions/{{model_version}}/infer"):
+            model_server.app.add_api_route(route, infer, methods=["POST"], response_model=None)
+
 
 class _GrpcServer(GRPCServer):
     """`GRPCServer` on one address."""
@@ -158,17 +198,27 @@ class _GrpcServer(GRPCServer):
         self._server = grpc.aio.server(
             ThreadPoolExecutor(max_workers),
             interceptors=[ExceptionToStatusInterceptor()],
+            maximum_concurrent_rpcs=MAX_RPCS,
             options=[
                 (f"grpc.{name}", self._kwargs[f"grpc_{name}"])
                 for name in ("max_send_message_length", "max_receive_message_length")
             ],
         )
         add_GRPCInferenceServiceServicer_to_server(
-            InferenceServicer(self._data_plane, self._model_repository_extension), self._server
+            _Servicer(self._data_plane, self._model_repository_extension), self._server
         )
         self._server.add_insecure_port(f"{self._kwargs['host']}:{self._port}")
         await self._server.start()
         await self._server.wait_for_termination()
+
+
+class _Servicer(InferenceServicer):
+    """`InferenceServicer` that counts tensors before it makes objects of them."""
+
+    @classmethod
+    def validate_grpc_request(cls, request: ModelInferRequest) -> None:
+        require_few_tensors(len(request.inputs), len(request.outputs))
+        super().validate_grpc_request(request)
 
 
 class _DataPlane(DataPlane):
@@ -204,33 +254,6 @@ class _SealedRepository(ModelRepositoryExtension):
         raise PermissionDenied("Models are not unloaded by request; stop the server.")
 
 
-class _BoundedBody:
-    """ASGI middleware: a body beyond the limit gets 413, announced or not."""
-
-    def __init__(self, app: ASGIApp, max_size_bytes: int) -> None:
-        self._app = app
-        self._max_size_bytes = max_size_bytes
-        self._sentence = f"The request is larger than {max_size_bytes} bytes."
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        announced = dict(scope["headers"]).get(b"content-length", b"0")
-        if not announced.isdigit() or int(announced) > self._max_size_bytes:
-            return await JSONResponse({"error": self._sentence}, 413)(scope, receive, send)
-        received = 0
-
-        async def bounded() -> Message:
-            nonlocal received
-            message: MutableMapping[str, Any] = await receive()
-            received += len(message.get("body", b""))
-            if received > self._max_size_bytes:
-                raise HTTPException(413, self._sentence)
-            return message
-
-        return await self._app(scope, bounded, send)
-
-
 async def _answer_error(_: Request, error: Exception) -> JSONResponse:
     told = cast(GrpcException, error)
     return JSONResponse({"error": told.details}, _HTTP_STATUS.get(told.status_code, 500))
@@ -238,7 +261,7 @@ async def _answer_error(_: Request, error: Exception) -> JSONResponse:
 
 async def _answer_http(_: Request, error: Exception) -> JSONResponse:
     told = cast(HTTPException, error)
-    return JSONResponse({"error": told.detail}, told.status_code)
+    return JSONResponse({"error": told.detail}, told.status_code, told.headers)
 
 
 async def _answer_invalid(_: Request, error: Exception) -> JSONResponse:

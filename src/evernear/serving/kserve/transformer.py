@@ -25,12 +25,11 @@ from grpc_interceptor.exceptions import (
     Unavailable,
 )
 from kserve import InferenceGRPCClient, InferResponse, Model
-from kserve.predictor_config import PredictorConfig
 from PIL import Image
 from pydantic import TypeAdapter
 
-from evernear.data.preprocess import Pixels, decode, to_array
-from evernear.errors import DataError, SettingsError
+from evernear.data.preprocess import Pixels
+from evernear.errors import SettingsError
 from evernear.output import printable
 from evernear.release.manifest import ReleaseManifest
 from evernear.serving.kserve.messages import Images, Tensors, ask_v1, ask_v2, read_answers
@@ -47,9 +46,9 @@ _log = logging.getLogger("kserve")
 class Transformer(ReleaseModel):
     """The release's preprocessing as a KServe model, in front of a predictor of the same release."""
 
-    def __init__(self, name: str, manifest: ReleaseManifest, max_images: int, predictor: PredictorConfig) -> None:
-        super().__init__(name, manifest, max_images)
-        self._predictor = predictor
+    def __init__(self, manifest: ReleaseManifest, args: argparse.Namespace) -> None:
+        super().__init__(manifest, args)
+        self._predictor = predictor_of(args)
         self._client: InferenceGRPCClient | None = None
 
     async def can_answer(self) -> bool:
@@ -66,7 +65,7 @@ class Transformer(ReleaseModel):
         """The images as pixels (H, W, C) of uint8."""
         if not isinstance(images, list):
             raise InvalidArgument("Send image files; pixels are for the predictor.")
-        return await self.in_worker(self._prepare, images)
+        return await self.decode(images)
 
     async def answer(
         self, prepared: list[Pixels | Refusal], headers: dict[str, str] | None
@@ -98,16 +97,6 @@ class Transformer(ReleaseModel):
                 ],
             )
         return self._client
-
-    def _prepare(self, images: list[bytes | Refusal]) -> list[Pixels | Refusal]:
-        return [image if isinstance(image, Refusal) else self._read(image) for image in images]
-
-    def _read(self, image: bytes) -> Pixels | Refusal:
-        try:
-            decoded = decode(image, self.manifest.max_pixels)
-        except DataError as error:
-            return Refusal(message=str(error))
-        return to_array(decoded, self.shape.height_px, self.shape.width_px, self.shape.channels)
 
     async def _ask(self, pixels: Pixels, headers: dict[str, str] | None) -> list[Prediction]:
         """The predictor's answers for pixels (N, H, W, C).
@@ -190,7 +179,7 @@ def main(args: argparse.Namespace) -> None:
     if not args.predictor_host:
         raise SettingsError("The transformer needs --predictor_host HOST:PORT.")
     manifest = manifest_of_release(args)
-    serve(Transformer(args.model_name, manifest, args.max_images, predictor_of(args)), args)
+    serve(Transformer(manifest, args), args)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,12 @@ from typing import TypeVar
 
 from PIL import Image
 
-from evernear.data.preprocess import decode, to_array
+from evernear.data.image_file import EncodedImage
 from evernear.errors import ServingError
 from evernear.release.manifest import ReleaseManifest
 from evernear.release.parts import SmokeQuery, open_release
 from evernear.release.registry import Registry
+from evernear.serving.decoding import read_image
 from evernear.store import open_store
 
 KEPT = 8  # of each kind; a rollout and its rollback go between two
@@ -70,8 +71,8 @@ class Releases:
         return known[version]
 
 
-def prepare(image: bytes, manifest: ReleaseManifest) -> bytes:
-    """An image file, prepared as a release prescribes it, as a PNG file.
+def prepare(file: EncodedImage, manifest: ReleaseManifest) -> bytes:
+    """An inspected file, prepared as a release prescribes it, as a PNG file.
 
     PNG because it is lossless and what the predictor takes from everybody: decoding it there and bringing it
     to the size and channels that it already has changes no pixel.
@@ -80,7 +81,7 @@ def prepare(image: bytes, manifest: ReleaseManifest) -> bytes:
         DataError: the image cannot be used.
     """
     shape = manifest.preprocessing
-    pixels = to_array(decode(image, manifest.max_pixels), shape.height_px, shape.width_px, shape.channels)
+    pixels = read_image(file, shape)
     return as_png(Image.fromarray(pixels[:, :, 0] if shape.channels == 1 else pixels))
 
 

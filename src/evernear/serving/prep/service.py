@@ -2,19 +2,22 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
 
 from circuitbreaker import CircuitBreaker
 
+from evernear.data.image_file import EncodedImage
 from evernear.errors import EvernearError, IntegrityError, PredictionRefused, ServingError, StoreError, Timeout
 from evernear.release.manifest import ReleaseManifest
 from evernear.serving.client import AsyncClient, Target
+from evernear.serving.decoding import DecodePool, inspect_image
 from evernear.serving.messages import Metadata, Prediction
 from evernear.serving.metadata import metadata_of
 from evernear.serving.prep.metrics import Metrics
 from evernear.serving.prep.releases import Releases, blank, prepare
+from evernear.serving.prep.requests import inspect_request
 from evernear.settings import Settings
 
 MATCHING_ATTEMPTS = 3  # releases that may follow one another while one request is answered
@@ -49,29 +52,32 @@ class Service:
         self._predictor = AsyncClient(target_of(settings))
         self._releases = Releases(settings.store_uri)
         self._last: ReleaseManifest | None = None  # the release that answered last
+        self._max_pixels = settings.serving.max_pixels
+        self._decoding = DecodePool(settings.prep.large_decodes)
         self._slots = asyncio.Semaphore(settings.prep.in_flight)
         self._breaker = CircuitBreaker(settings.prep.failures, settings.prep.recovery_s, _is_failure)
         self.metrics = Metrics()
         self.metrics.breaker_open.set_function(lambda: float(self._breaker.opened))
 
-    async def predict(self, image: bytes) -> Prediction:
-        """Recognise the content of a PNG or JPEG file.
+    async def predict(self, body: bytes) -> Prediction:
+        """Recognize the image in a request's body.
 
         Raises:
-            DataError: the image cannot be used.
+            RequestError, DataError: the request or its image cannot be used.
             Timeout: it takes longer than ``prep.timeout_s``.
+            OverloadedError: too many large images wait.
             ServingError: the predictor cannot be reached, fails, is left alone for a while, or answers with a
                 release whose preprocessing is not known here.
             StoreError: the registry cannot be reached.
         """
-        return await self._in_time(self._predict(image))
+        return await self._in_time(self._predict(inspect_request, body))
 
     async def test(self) -> Prediction:
         """Have a stored image of the release that serves answered. Raises as `predict`."""
 
         async def ask() -> Prediction:
             image, _ = await self._releases.test_query((await self._serving()).version)
-            return await self._predict(image)
+            return await self._predict(inspect_image, image)
 
         return await self._in_time(ask())
 
@@ -87,7 +93,8 @@ class Service:
         return metadata_of(await self.serving(), self._model)
 
     async def close(self) -> None:
-        """End the connection to the predictor."""
+        """End the connection to the predictor, and the threads."""
+        self._decoding.close()
         await self._predictor.close()
 
     async def _in_time(self, work: Awaitable[Answer]) -> Answer:
@@ -98,14 +105,16 @@ class Service:
             raise Timeout(f"No prediction within {self._prep.timeout_s:g} s.") from None
 
     async def _serving(self) -> ReleaseManifest:
-        answer = await self._predict(blank(await self._prescribing()))
+        answer = await self._predict(inspect_image, blank(await self._prescribing()))
         return await self._releases.manifest(answer.version)
 
-    async def _predict(self, image: bytes) -> Prediction:
+    async def _predict(self, inspect: Callable[[bytes, int], EncodedImage], data: bytes) -> Prediction:
         prescribing = await self._prescribing()
+        # Not more than the release allows, nor more than this server has memory for.
+        file = await self._decoding.run(inspect, data, min(prescribing.max_pixels, self._max_pixels))
         for _ in range(MATCHING_ATTEMPTS):
             with self.metrics.prepare_s.time():
-                prepared = await asyncio.to_thread(prepare, image, prescribing)
+                prepared = await self._decoding.run_sized(file.pixels, prepare, file, prescribing)
             answer = await self._ask(prepared)
             answering = await self._answering(answer.version)
             if answering.preprocessing == prescribing.preprocessing:

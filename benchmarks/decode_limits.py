@@ -1,0 +1,86 @@
+"""What the heaviest file of each kind costs that decoding allows: ``python benchmarks/decode_limits.py``.
+
+Each file has as many pixels as ``max_pixels`` allows, and of scans, chunks and metadata as many as fit. Each is
+decoded in a process of its own, as a server does it, to 28 x 28 and to 1024 x 1024, the largest size that
+``data.size_px`` has. Time is the processor's, so that neighbors on the machine count little; memory is the rise of the
+process's high-water mark (VmHWM) less the file itself, of which decoding makes one copy.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import hostile
+import machine
+
+from evernear.data.preprocess import DECODE_BYTES_PER_PIXEL
+from evernear.settings import ServingSettings
+
+SIDES_PX = (28, 1024)
+DECODE = """
+import json, sys, time
+from io import BytesIO
+from pathlib import Path
+from evernear.data.preprocess import decode, to_array
+from PIL import Image
+
+def status(name):
+    return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").open() if line.startswith(name))
+
+Image.preinit()
+data, max_pixels, side_px = Path(sys.argv[1]).read_bytes(), int(sys.argv[2]), int(sys.argv[3])
+before_bytes, before_s = status("VmRSS"), time.process_time()
+to_array(decode(data, max_pixels), side_px, side_px, 3)
+print(json.dumps({"cpu_s": time.process_time() - before_s, "peak_bytes": status("VmHWM") - before_bytes}))
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--max-pixels", type=int, default=ServingSettings().max_pixels)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    here, rows = machine.describe(), []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, make in hostile.heaviest(arguments.max_pixels).items():
+            file = Path(scratch) / "image"
+            file.write_bytes(make())
+            row = {"file": name, "size_bytes": file.stat().st_size}
+            row["to"] = {side: measure(file, arguments, side) for side in SIDES_PX}
+            rows.append(row)
+            print(row, flush=True)
+    heading = ["file", "size", *(f"to {side} x {side}: time, memory, bytes per pixel" for side in SIDES_PX)]
+    table = [heading] + [
+        [row["file"], f"{row['size_bytes'] / 1e6:.2f} MB", *(cell(row["to"][side]) for side in SIDES_PX)]
+        for row in rows
+    ]
+    machine.write("decode_limits", here, {"max_pixels": arguments.max_pixels, "rows": rows}, table)
+    if any(each["bytes_per_pixel"] > DECODE_BYTES_PER_PIXEL for row in rows for each in row["to"].values()):
+        sys.exit(f"A file takes more than {DECODE_BYTES_PER_PIXEL} bytes of memory for a pixel.")
+
+
+def measure(file: Path, arguments: argparse.Namespace, side_px: int) -> dict[str, float]:
+    command = [sys.executable, "-c", DECODE, str(file), str(arguments.max_pixels), str(side_px)]
+    rounds = [
+        json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        for _ in range(arguments.rounds)
+    ]
+    peak_bytes = max(each["peak_bytes"] for each in rounds) - file.stat().st_size
+    return {
+        "cpu_s": round(min(each["cpu_s"] for each in rounds), 3),
+        "peak_bytes": peak_bytes,
+        "bytes_per_pixel": round(peak_bytes / arguments.max_pixels, 1),
+    }
+
+
+def cell(cost: dict[str, float]) -> str:
+    return f"{cost['cpu_s']:.2f} s, {cost['peak_bytes'] / 2**20:.0f} MiB, {cost['bytes_per_pixel']:.1f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""Good requests beside hostile ones: ``python benchmarks/hostile.py``.
+
+Each server gets batches of requests, all of a batch at once: 8 good ones beside 8 generated bodies (hostile), 16 good
+ones (quiet), and 8 good ones (half). Blocks of these alternate, so what else the machine does counts for all. Every
+good request has to be answered rightly, no answer may be 5xx, and no process may die. The p99 of good requests beside
+hostile ones is compared with that of batches of the same size, and, for what a smaller batch saves, of half. Then 15
+good requests go beside one of the heaviest image files that are allowed, of each kind.
+
+The servers are real processes on loopback: TorchServe, the preprocessing server in front of it, and KServe's predictor
+(if ``.venv/kserve`` is there).
+"""
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # before this folder, whose hostile.py is this file
+sys.path.extend(f"{sys.path[0]}/serving{room}" for room in ("", "/prep", "/kserve"))
+
+import hostile
+import httpx
+import machine
+import psutil
+from front import make_champion
+from hostile_requests import Answer, Front, Request, is_refusal, kserve, prep, torchserve, with_image
+from inference_service import PYTHON, Server
+from releases import PackedRelease, build_system, release_maker, settings_on_free_ports
+from served import Served, serving
+
+from evernear.release.registry import Registry
+from evernear.serving.connection import read_key
+from evernear.serving.torchserve import processes
+from evernear.store import open_store
+
+GOOD = 8
+BLOCK = 25
+"""Batches of one kind in a row."""
+RATIO_TARGET = 2.0
+Malformed = Callable[[random.Random], Request]
+
+
+@dataclass
+class Seen:
+    """What came back; latencies are those of good requests."""
+
+    latencies_s: dict[str, list[float]] = field(default_factory=lambda: {"hostile": [], "quiet": [], "half": []})
+    statuses: Counter[int] = field(default_factory=Counter[int])
+    lost: int = 0
+    faults: list[str] = field(default_factory=list[str])
+
+    def percentile_ms(self, kind: str, share: float) -> float:
+        ordered = sorted(self.latencies_s[kind])
+        return round(1e3 * ordered[int(share * (len(ordered) - 1))], 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bodies", type=int, default=10_000, help="through each server")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    here, rows, heavy_rows = machine.describe(), [], []
+    heaviest = {name: make() for name, make in hostile.heaviest(25_000_000).items()}
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        numbers = iter(range(100))
+        release = release_maker(build_system(scratch / "system"), lambda: new_directory(scratch, next(numbers)))()
+        served = stack.enter_context(serving(release, scratch / "served"))
+        for name, front, pids in fronts(stack, served, release, scratch):
+            rows.append({"server": name, **measure(front, pids, arguments)})
+            print(rows[-1], flush=True)
+            if name != "TorchServe, no forms":
+                heavy_rows += [{"server": name, **each} for each in beside_heavy_ones(front, pids, heaviest)]
+    table = [
+        [
+            "server",
+            "generated bodies",
+            "answers with 4xx, 200",
+            "5xx or none",
+            "good requests beside them",
+            "lost or wrong",
+            "processes that died",
+            "p50 / p99 of good ones: hostile",
+            "quiet",
+            "half",
+            "p99 to quiet, to half",
+            "peak memory",
+        ]
+    ] + [
+        [
+            row["server"],
+            f"{row['bodies']:,}",
+            f"{row['refused']:,}, {row['answered']:,}",
+            str(row["failed"]),
+            f"{row['good']:,}",
+            str(row["lost"]),
+            str(row["died"]),
+            *(f"{row['p50_ms'][kind]} / {row['p99_ms'][kind]} ms" for kind in ("hostile", "quiet", "half")),
+            f"**{row['p99_to_quiet']}**, {row['p99_to_half']}",
+            f"{row['peak_bytes'] / 2**20:.0f} MiB",
+        ]
+        for row in rows
+    ]
+    heavy_table = [["server", "one beside 15 good ones", "status", "slowest good answer", "lost or wrong"]] + [
+        [row["server"], row["file"], str(row["status"]), f"{row['slowest_s']:.2f} s", str(row["lost"])]
+        for row in heavy_rows
+    ]
+    machine.write("hostile", here, {"rows": rows, "heaviest": heavy_rows}, table)
+    result = machine.RESULTS / "hostile.md"
+    result.write_text(result.read_text() + "\n" + machine.markdown(heavy_table))
+    print(machine.markdown(heavy_table))
+    if any(row["failed"] or row["lost"] or row["died"] for row in rows) or any(row["lost"] for row in heavy_rows):
+        sys.exit("A request was lost, or answered with 5xx, or a process died.")
+    if any(row["p99_to_quiet"] > RATIO_TARGET for row in rows):
+        sys.exit(f"A ratio of p99 is above {RATIO_TARGET}.")
+
+
+def new_directory(scratch: Path, number: int) -> Path:
+    directory = scratch / f"release-{number}"
+    directory.mkdir()
+    return directory
+
+
+def fronts(
+    stack: ExitStack, served: Served, release: PackedRelease, scratch: Path
+) -> Iterator[tuple[str, Front, list[int]]]:
+    """Name, front and processes of each server."""
+    image, query = served.parts.smoke_queries()[0]
+    token = read_key(served.home, "inference")
+    running = [process.pid for process in processes(served.home)]
+    front = torchserve(served.settings.serving.inference_port, token, image, query.pred)
+    yield "TorchServe", front, running
+    yield "TorchServe, no forms", replace(front, malformed=without_forms(front.malformed)), running
+    port, pid = stack.enter_context(prep_process(served))
+    yield "preprocessing server", prep(port, image, query.pred), [pid]
+    if PYTHON.exists():
+        predictor = Server("predictor", scratch / "kserve.log", "--model_dir", str(release.archive.parent))
+        predictor.start()
+        stack.callback(predictor.stop)
+        predictor.await_answer("/")
+        assert predictor.process is not None
+        yield "KServe predictor", kserve(predictor.http_port, image, query.pred), [predictor.process.pid]
+
+
+def without_forms(malformed: Malformed) -> Malformed:
+    """Bodies that TorchServe's frontend hands on as they are; forms it parses itself."""
+
+    def make(dice: random.Random) -> Request:
+        request = malformed(dice)
+        while any(b"form" in value for _, value in request.headers):
+            request = malformed(dice)
+        return request
+
+    return make
+
+
+@contextmanager
+def prep_process(served: Served) -> Iterator[tuple[int, int]]:
+    """Port and process of a preprocessing server in front of a TorchServe."""
+    settings = served.settings
+    Registry(open_store(settings.store_uri)).publish(served.home / "model-store" / "release.mar")
+    make_champion(settings.store_uri, served.manifest.version)
+    port = settings_on_free_ports().inference_port
+    environment = os.environ | {"EVERNEAR_WORKDIR": str(settings.workdir), "EVERNEAR_PREP__PORT": str(port)}
+    with subprocess.Popen([Path(sys.executable).parent / "evernear", "prep"], env=environment) as process:
+        try:
+            with httpx.Client(transport=httpx.HTTPTransport(retries=10), trust_env=False) as client:
+                client.get(f"http://127.0.0.1:{port}/health", timeout=60).raise_for_status()
+            yield port, process.pid
+        finally:
+            process.terminate()
+
+
+def measure(front: Front, pids: list[int], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Send batches of all kinds until every body was sent."""
+    dice, seen, sent = random.Random(arguments.seed), Seen(), 0
+    for _ in range(BLOCK):
+        front.send([front.good] * GOOD)
+    while sent < arguments.bodies:
+        for kind, others in (("hostile", GOOD), ("quiet", GOOD), ("half", 0)):
+            for _ in range(BLOCK):
+                beside = [front.malformed(dice) for _ in range(others)] if kind == "hostile" else [front.good] * others
+                sent += len(beside) if kind == "hostile" else 0
+                send(front, kind, beside, dice, seen)
+    for fault in seen.faults[:20]:
+        print(fault, flush=True)
+    p50 = {kind: seen.percentile_ms(kind, 0.50) for kind in seen.latencies_s}
+    p99 = {kind: seen.percentile_ms(kind, 0.99) for kind in seen.latencies_s}
+    return {
+        "bodies": sent,
+        "refused": sum(count for status, count in seen.statuses.items() if 400 <= status < 500),
+        "answered": seen.statuses[200],
+        "failed": sum(count for status, count in seen.statuses.items() if status == 0 or status >= 500),
+        "good": len(seen.latencies_s["hostile"]),
+        "lost": seen.lost,
+        "died": sum(not psutil.pid_exists(pid) for pid in pids),
+        "p50_ms": p50,
+        "p99_ms": p99,
+        "p99_to_quiet": round(p99["hostile"] / p99["quiet"], 2),
+        "p99_to_half": round(p99["hostile"] / p99["half"], 2),
+        "peak_bytes": peak_bytes(pids),
+    }
+
+
+def send(front: Front, kind: str, beside: list[Request], dice: random.Random, seen: Seen) -> None:
+    batch = [(False, request) for request in beside] + [(True, front.good)] * GOOD
+    dice.shuffle(batch)
+    answers = front.send([request for _, request in batch])
+    for (is_good, request), answer in zip(batch, answers, strict=True):
+        if is_good:
+            seen.latencies_s[kind].append(answer.latency_s)
+            if not front.is_right(answer):
+                seen.lost += 1
+                seen.faults.append(f"lost: {answer}")
+        elif kind == "hostile":
+            seen.statuses[answer.status] += 1
+            if not is_refusal(answer):
+                seen.faults.append(f"{answer} for {request.body[:100]!r} {request.headers}")
+
+
+def beside_heavy_ones(front: Front, pids: list[int], heaviest: dict[str, bytes]) -> Iterator[dict[str, Any]]:
+    for name, image in heaviest.items():
+        request = with_image(front, image)
+        if len(request.body) > 6_553_500:
+            continue
+        begin_s = time.perf_counter()
+        heavy, *good = front.send([request, *[front.good] * 15])
+        yield {
+            "file": name,
+            "status": heavy.status,
+            "slowest_s": round(max(answer.latency_s for answer in good), 3),
+            "lost": sum(not front.is_right(answer) for answer in good) + (not _is_answer(heavy)),
+            "died": sum(not psutil.pid_exists(pid) for pid in pids),
+            "all_s": round(time.perf_counter() - begin_s, 3),
+            "peak_bytes": peak_bytes(pids),
+        }
+
+
+def _is_answer(answer: Answer) -> bool:
+    return answer.status == 200
+
+
+def peak_bytes(pids: list[int]) -> int:
+    """The sum of the processes' high-water marks."""
+    status = [Path(f"/proc/{pid}/status").read_text() for pid in pids if psutil.pid_exists(pid)]
+    return sum(int(each.partition("VmHWM:")[2].split()[0]) * 1024 for each in status)
+
+
+if __name__ == "__main__":
+    main()

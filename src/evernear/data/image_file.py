@@ -1,0 +1,251 @@
+"""The structure of PNG and JPEG files: what decoding one costs, and the parts that its pixels depend on.
+
+A few kilobytes can claim gigabytes of pixels, thousands of passes over them, or metadata that takes longer to read
+than the image. `inspect` walks a file's chunks or segments without decoding anything, refuses what would cost too
+much, and rewrites the rest without its metadata. So the decoder sees one header, one palette, one stream of pixels.
+
+Sources: PNG specification (third edition), sections 5 and 11; ITU-T T.81, annex B; Exif 2.32, section 4.6.
+"""
+
+import re
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from evernear.errors import DataError
+from evernear.settings import MAX_PIXELS
+
+MAX_SIDE_PX = 2**15 - 1
+"""Each row costs a pointer, and resizing takes memory for each column."""
+MAX_SCANS = 32
+"""Scans of a JPEG file. libjpeg writes 10 for color and 18 for CMYK, MozJPEG up to about 20."""
+SEGMENTS = 256
+MEAN_SEGMENT_SIZE_BYTES = 512
+"""A file may have so many PNG chunks or JPEG segments, and more if they have that size on average: each costs half a
+microsecond. libpng writes 8 KiB of pixels into a chunk."""
+MAX_TABLES_SIZE_BYTES = 2**16
+"""Quantization and Huffman tables of a JPEG file. Four and eight of them fit into 2.8 KiB; each scan may bring new
+Huffman tables."""
+
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_JPEG_SIGNATURE = b"\xff\xd8\xff"
+# A marker; stuffed zeros and restart markers belong to the scan in which they stand.
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
+_TEM, _SOI, _EOI, _SOS, _APP1 = 0x01, 0xD8, 0xD9, 0xDA, 0xE1
+_COLOR_SPACE = {0xE0: b"JFIF\0", 0xEE: b"Adobe"}  # APP0, APP14
+_TABLES = frozenset({0xC4, 0xDB, 0xDD})  # DHT, DQT, DRI
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15
+_HUFFMAN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended sequential, progressive
+_EXIF = b"Exif\0\0"
+_ORIENTATION_TAG = 0x0112
+_EXIF_SHORT, _EXIF_LONG = 3, 4
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """A PNG or JPEG file whose decoding is bounded.
+
+    ``data`` is the file without its metadata. ``orientation`` is that of EXIF, 1 to 8. ``name`` begins the
+    sentences about it.
+    """
+
+    name: str
+    format: Literal["PNG", "JPEG"]
+    width_px: int
+    height_px: int
+    orientation: int
+    data: bytes
+
+    @property
+    def pixels(self) -> int:
+        """The number of its pixels, which decides what decoding costs."""
+        return self.width_px * self.height_px
+
+
+def inspect(data: bytes, max_pixels: int, name: str = "The image") -> EncodedImage:
+    """Read the structure of a PNG or JPEG file, which its content tells, never a name.
+
+    Raises:
+        DataError: it is another format, broken, animated, of more than ``max_pixels``, or coded in a way whose
+            decoding is not bounded; the sentence begins with ``name``.
+    """
+    if data.startswith(_PNG_SIGNATURE):
+        image = _inspect_png(data, name)
+    elif data.startswith(_JPEG_SIGNATURE):
+        image = _inspect_jpeg(data, name)
+    else:
+        raise DataError(f"{name} is not a PNG or JPEG image.")
+    limit = min(max_pixels, MAX_PIXELS)
+    if image.pixels > limit:
+        raise DataError(f"{name} is too large: {image.width_px} x {image.height_px} pixels, {limit} are allowed.")
+    if max(image.width_px, image.height_px) > MAX_SIDE_PX:
+        raise DataError(f"{name} is too long: {image.width_px} x {image.height_px} pixels, a side has {MAX_SIDE_PX}.")
+    if not image.pixels:
+        raise broken(name, "it has no pixels")
+    return image
+
+
+def broken(name: str, reason: str) -> DataError:
+    """The error for a file that does not follow its format."""
+    return DataError(f"{name} is a broken image ({reason}).")
+
+
+def _inspect_png(data: bytes, name: str) -> EncodedImage:
+    """Keep IHDR, PLTE, tRNS and the pixels, which become one chunk."""
+    kept: dict[bytes, memoryview] = {}
+    pixels: list[memoryview] = []
+    pixels_ended = False
+    orientation = 1
+    view = memoryview(data)
+    for number, (kind, start, stop) in enumerate(_png_chunks(data, name)):
+        if (kind == b"IHDR") != (number == 0):
+            raise broken(name, "its header is not its first chunk")
+        if kind == b"IDAT":
+            if not pixels_ended:
+                pixels.append(view[start:stop])
+            continue
+        pixels_ended = bool(pixels)
+        if kind == b"acTL" and not pixels and int.from_bytes(data[start : start + 4]) > 1:
+            raise DataError(f"{name} is animated; a single image is wanted.")
+        if kind == b"eXIf":
+            orientation = _orientation(data[start:stop].removeprefix(_EXIF))
+        elif kind == b"IHDR" or (kind in (b"PLTE", b"tRNS") and not pixels):
+            kept.setdefault(kind, view[start - 8 : stop + 4])
+    if b"IHDR" not in kept or len(kept[b"IHDR"]) != 25:
+        raise broken(name, "it has no header")
+    if not pixels:
+        raise broken(name, "it has no pixels")
+    width_px, height_px = struct.unpack_from(">II", kept[b"IHDR"], 8)
+    chunks = [*kept.values(), *_png_chunk(b"IDAT", pixels), *_png_chunk(b"IEND", [])]
+    return EncodedImage(name, "PNG", width_px, height_px, orientation, b"".join([_PNG_SIGNATURE, *chunks]))
+
+
+def _png_chunks(data: bytes, name: str) -> Iterator[tuple[bytes, int, int]]:
+    """Type, start and end of each chunk's data; a file that is cut short has a last chunk that is cut short."""
+    at = len(_PNG_SIGNATURE)
+    for _ in range(max_segments(len(data))):
+        if at + 8 > len(data):
+            return
+        length, kind = struct.unpack_from(">I4s", data, at)
+        yield kind, at + 8, min(at + 8 + length, len(data))
+        if kind == b"IEND":
+            return
+        at += 12 + length
+    raise _too_many_segments(name, "chunks", len(data))
+
+
+def _png_chunk(kind: bytes, data: list[memoryview]) -> Iterator[bytes | memoryview]:
+    """The pieces of a chunk, whose data are not copied."""
+    yield struct.pack(">I4s", sum(map(len, data)), kind)
+    yield from data
+    checksum = zlib.crc32(kind)
+    for part in data:
+        checksum = zlib.crc32(part, checksum)
+    yield struct.pack(">I", checksum)
+
+
+def _inspect_jpeg(data: bytes, name: str) -> EncodedImage:
+    """Keep tables, frame, scans, and what says which colors the components are (JFIF, Adobe)."""
+    parts: list[memoryview] = []
+    color_space: dict[int, memoryview] = {}
+    frame: tuple[int, int] | None = None
+    orientation: int | None = None
+    tables_size_bytes = scans = 0
+    view = memoryview(data)
+    for marker, start, stop in _jpeg_segments(data, name):
+        if marker == _SOS:
+            scans += 1
+            if scans > MAX_SCANS:
+                raise DataError(f"{name} is a JPEG file of more than {MAX_SCANS} scans; save it again.")
+            following = _JPEG_MARKER.search(data, stop)
+            parts.append(view[start : following.start() if following else len(data)])
+        elif marker == _EOI:
+            parts.append(view[start:stop])
+        elif marker in _TABLES:
+            tables_size_bytes += stop - start
+            if tables_size_bytes > MAX_TABLES_SIZE_BYTES:
+                raise DataError(
+                    f"{name} is a JPEG file with more than {MAX_TABLES_SIZE_BYTES} bytes of tables; save it again."
+                )
+            parts.append(view[start:stop])
+        elif marker in _FRAMES:
+            frame = _jpeg_frame(data, marker, start, frame, name)
+            parts.append(view[start:stop])
+        elif marker in _COLOR_SPACE and data.startswith(_COLOR_SPACE[marker], start + 4) and not scans:
+            color_space[marker] = view[start:stop]
+        elif marker == _APP1 and orientation is None and data.startswith(_EXIF, start + 4):
+            orientation = _orientation(data[start + 4 + len(_EXIF) : stop])
+    if frame is None or not scans:
+        raise broken(name, "it has no pixels")
+    width_px, height_px = frame
+    image_data = b"".join([b"\xff\xd8", *color_space.values(), *parts])
+    return EncodedImage(name, "JPEG", width_px, height_px, orientation or 1, image_data)
+
+
+def _jpeg_segments(data: bytes, name: str) -> Iterator[tuple[int, int, int]]:
+    """Marker, start and end of each segment, up to the end of the image or the first fault, where libjpeg stops, too.
+
+    A scan's data follow its segment.
+    """
+    at = 2
+    for _ in range(max_segments(len(data))):
+        found = _JPEG_MARKER.search(data, at)
+        if found is None:
+            return
+        marker, start, at = data[found.end() - 1], found.start(), found.end()
+        if marker == _EOI:
+            yield marker, start, at
+            return
+        if marker == _TEM:
+            continue
+        length = int.from_bytes(data[at : at + 2])
+        at += length
+        if marker == _SOI or length < 2 or at > len(data):
+            return
+        yield marker, start, at
+    raise _too_many_segments(name, "segments", len(data))
+
+
+def _jpeg_frame(data: bytes, marker: int, start: int, earlier: tuple[int, int] | None, name: str) -> tuple[int, int]:
+    """Width and height."""
+    if earlier is not None:
+        raise broken(name, "it has two headers")
+    if marker not in _HUFFMAN_FRAMES:
+        raise DataError(
+            f"{name} is a JPEG file with arithmetic or lossless coding; save it as a baseline or progressive one."
+        )
+    height_px, width_px = struct.unpack_from(">HH", data[start + 5 : start + 9].ljust(4, b"\0"))
+    return width_px, height_px
+
+
+def max_segments(size_bytes: int) -> int:
+    """Chunks or segments that a file of ``size_bytes`` may have."""
+    return SEGMENTS + size_bytes // MEAN_SEGMENT_SIZE_BYTES
+
+
+def _too_many_segments(name: str, kind: str, size_bytes: int) -> DataError:
+    return DataError(f"{name} consists of more than {max_segments(size_bytes)} {kind}; save it again.")
+
+
+def _orientation(tiff: bytes) -> int:
+    """The orientation in EXIF data, 1 to 8; data that cannot be read say nothing, as in a viewer.
+
+    Only the first directory is read. Pillow would load every tag of it, and a few bytes each can claim the whole
+    of the data as their value.
+    """
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
+    if order is None:
+        return 1
+    try:
+        (at,) = struct.unpack_from(f"{order}I", tiff, 4)
+        (count,) = struct.unpack_from(f"{order}H", tiff, at)
+        for entry in range(at + 2, at + 2 + 12 * count, 12):
+            tag, kind = struct.unpack_from(f"{order}HH", tiff, entry)
+            if tag == _ORIENTATION_TAG and kind in (_EXIF_SHORT, _EXIF_LONG):
+                (value,) = struct.unpack_from(f"{order}{'H' if kind == _EXIF_SHORT else 'I'}", tiff, entry + 8)
+                return value if value in range(1, 9) else 1
+    except struct.error:
+        pass
+    return 1

@@ -1,0 +1,150 @@
+"""What a decode may cost is known before it begins."""
+
+import contextlib
+import random
+import struct
+import time
+from io import BytesIO
+
+import hostile
+import pytest
+from PIL import Image, ImageFile
+from PIL.ExifTags import Base
+
+from evernear.data import image_file
+from evernear.data.image_file import MAX_SCANS, inspect
+from evernear.data.preprocess import decode
+from evernear.errors import DataError
+
+LIMIT = 25_000_000
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The data of every file that Pillow is asked to decode."""
+    opened: list[bytes] = []
+    real = Image.open
+
+    def recording(file: BytesIO, formats: tuple[str, ...]) -> ImageFile.ImageFile:
+        opened.append(file.getvalue())
+        return real(file, formats=formats)
+
+    monkeypatch.setattr(Image, "open", recording)
+    return opened
+
+
+@pytest.mark.parametrize("name", hostile.REFUSED)
+def test_a_bomb_is_refused_before_anything_is_decoded(name: str, passes: list[bytes]) -> None:
+    bomb = hostile.REFUSED[name]
+    data = bomb.make()
+    with pytest.raises(DataError, match=bomb.sentence) as caught:
+        decode(data, LIMIT, "x.png")
+    assert str(caught.value).startswith("x.png ")
+    assert str(caught.value).endswith(".")
+    assert passes == []
+
+
+@pytest.mark.parametrize("name", hostile.heaviest(10_000))
+def test_what_keeps_the_limits_is_decoded_without_its_metadata(name: str, passes: list[bytes]) -> None:
+    data = hostile.heaviest(10_000)[name]()
+    assert decode(data, LIMIT).size == (100, 100)
+    (decoded,) = passes
+    assert not [mark for mark in (b"Exif", b"eXIf", b"tEXt", b"zTXt", b"iCCP", b"ICC_PROFILE") if mark in decoded]
+    assert len(decoded) <= len(data)
+
+
+def test_a_jpeg_of_as_many_scans_as_allowed_has_them_all(passes: list[bytes]) -> None:
+    decode(hostile.progressive(64, 64, 3, MAX_SCANS), LIMIT)
+    assert passes[0].count(b"\xff\xda") == MAX_SCANS
+
+
+def test_the_pixels_of_a_png_become_one_chunk(passes: list[bytes]) -> None:
+    whole = hostile.png(40, 30)
+    at = whole.index(b"IDAT")
+    pixels = whole[at + 4 : -16]
+    split = b"".join(hostile.chunk(b"IDAT", pixels[n : n + 1]) for n in range(len(pixels)))
+    decode(whole[: at - 4] + split + whole[-12:], LIMIT)
+    assert passes[0] == whole
+
+
+def test_a_large_png_may_have_as_many_chunks_as_libpng_writes() -> None:
+    """8 KiB of pixels in each: an RGBA file of 16 bits that no compression makes small."""
+    chunks = hostile.chunk(b"IDAT", bytes(8192)) * 3_000
+    assert inspect(hostile.png(8, 8, before=chunks), LIMIT).data.count(b"IDAT") == 1
+
+
+@pytest.mark.parametrize("limit", [99, 100])
+def test_the_limit_is_width_times_height(limit: int) -> None:
+    if limit < 100:
+        with pytest.raises(DataError, match="10 x 10 pixels, 99 are allowed"):
+            inspect(hostile.png(10, 10), limit)
+    else:
+        assert inspect(hostile.png(10, 10), limit).pixels == 100
+
+
+def test_no_setting_lifts_the_limit_above_that_of_pillow() -> None:
+    with pytest.raises(DataError, match=f"{image_file.MAX_PIXELS} are allowed"):
+        inspect(hostile.png(10_000, 9_000, 1), 10**12)
+    assert Image.MAX_IMAGE_PIXELS == image_file.MAX_PIXELS
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("kind", [3, 4])
+def test_an_orientation_is_found_among_other_tags(order: str, kind: int) -> None:
+    value = struct.pack(f"{order}I" if kind == 4 else f"{order}HH", *([6] if kind == 4 else [6, 0]))
+    tags = struct.pack(f"{order}HHII", 0x0100, 4, 1, 9) + struct.pack(f"{order}HHI", Base.Orientation, kind, 1) + value
+    tiff = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(f"{order}IH", 8, 2) + tags + bytes(4)
+    assert inspect(hostile.insert(hostile.jpeg(), hostile.segment(0xE1, b"Exif\0\0" + tiff)), LIMIT).orientation == 6
+    assert inspect(hostile.png(8, 8, before=hostile.chunk(b"eXIf", tiff)), LIMIT).orientation == 6
+    assert inspect(hostile.png(8, 8, after=hostile.chunk(b"eXIf", b"Exif\0\0" + tiff)), LIMIT).orientation == 6
+
+
+@pytest.mark.parametrize("tiff", [b"", b"II*\0", b"II*\0\xff\xff\xff\xff", hostile.exif(5_000, 60)])
+def test_exif_data_that_end_early_say_nothing(tiff: bytes) -> None:
+    data = hostile.insert(hostile.jpeg(), hostile.segment(0xE1, b"Exif\0\0" + tiff[:60_000]))
+    assert inspect(data, LIMIT).orientation == 1
+
+
+def test_an_adobe_segment_after_the_first_scan_changes_no_color() -> None:
+    plain = hostile.jpeg("RGB", progressive=True)
+    late = plain[:-2] + hostile.segment(0xEE, b"Adobe\0d\0\0\0\0\x00") + plain[-2:]
+    assert decode(late, LIMIT).tobytes() == decode(plain, LIMIT).tobytes()
+
+
+def test_damage_never_gets_past_the_limits_and_the_errors() -> None:
+    dice = random.Random(0)
+    whole = [
+        hostile.png(9, 7, 16, hostile.RGBA, interlaced=True),
+        hostile.png(9, 7, 8, hostile.PALETTE, before=hostile.chunk(b"tRNS", b"\0\1")),
+        hostile.jpeg("RGB", (20, 20), progressive=True),
+        hostile.jpeg("CMYK", (20, 20)),
+        hostile.progressive(20, 20, 3, MAX_SCANS),
+        hostile.insert(hostile.jpeg(), hostile.segment(0xE1, b"Exif\0\0" + hostile.exif(4, 100))),
+    ]
+    decoded = sum(damage_keeps_the_limits(dice, whole, str(number)) for number in range(3_000))
+    assert decoded > 100
+
+
+def damage_keeps_the_limits(dice: random.Random, whole: list[bytes], note: str) -> bool:
+    """Decode one damaged file; whether that gave an image."""
+    data = hostile.mutated(dice, dice.choice(whole))
+    with contextlib.suppress(DataError):
+        file = inspect(data, 10_000)
+        assert file.pixels <= 10_000, note
+        assert inspect(file.data, 10_000).data == file.data, f"what is decoded keeps the limits itself: {note}"
+    try:
+        image = decode(data, 10_000)
+    except DataError:
+        return False
+    assert image.mode in ("L", "RGB"), note
+    assert image.width * image.height <= 10_000, note
+    return True
+
+
+@pytest.mark.slow
+def test_a_minute_of_new_damage_never_gets_past_the_limits_and_the_errors() -> None:
+    whole = [make() for make in hostile.heaviest(10_000).values()] + [hostile.jpeg("RGB", (300, 200), quality=90)]
+    end_s = time.monotonic() + 60
+    while time.monotonic() < end_s:
+        seed = random.SystemRandom().getrandbits(64)
+        damage_keeps_the_limits(random.Random(seed), whole, f"seed {seed}")

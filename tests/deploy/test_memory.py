@@ -1,0 +1,75 @@
+"""The memory limits of the pods that decode what clients send: not below what their settings may take."""
+
+import argparse
+import re
+
+import pytest
+from rendered import PARTS, Object, containers, named, objects, pod_specs
+
+from evernear import settings
+from evernear.data.preprocess import decode_size_bytes
+from evernear.serving.decoding import pool_size_bytes
+from evernear.serving.prep.server import memory_size_bytes
+from evernear.settings import PrepSettings, ServingSettings, Settings
+
+MIB = 2**20
+# Processes before their first large image, by benchmarks/hostile.py: network and index are those of the digits.
+TORCHSERVE_WORKER, JAVA_BESIDES_HEAP, PREDICTOR, TRANSFORMER = 480 * MIB, 200 * MIB, 720 * MIB, 220 * MIB
+
+
+def size_bytes(quantity: str) -> int:
+    number, unit = re.fullmatch(r"(\d+)([MG]i)", quantity).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    return int(number) * {"Mi": MIB, "Gi": 1024 * MIB}[unit]
+
+
+def limit_bytes(container: Object) -> int:
+    return size_bytes(container["resources"]["limits"]["memory"])
+
+
+def running(part: str, *command: str) -> list[Object]:
+    found = [container for spec in pod_specs(objects(part)).values() for container in containers(spec)]
+    return [each for each in found if each.get("command", [])[: len(command)] == list(command)]
+
+
+def settings_in(part: str, container: Object) -> Settings:
+    """Those that the container reads from its environment."""
+    (name,) = (name for name in named(objects(part), "ConfigMap") if name.startswith("evernear-settings"))
+    environment = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    return settings.load(environment=named(objects(part), "ConfigMap")[name]["data"] | environment)
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if not part.startswith("kserve")])
+def test_the_preprocessing_server_has_memory_for_its_settings(part: str) -> None:
+    (container,) = running(part, "evernear", "prep")
+    assert memory_size_bytes(settings_in(part, container)) <= limit_bytes(container)
+
+
+def test_more_pixels_or_more_decodes_want_more_memory() -> None:
+    few = memory_size_bytes(Settings())
+    more = Settings(serving=ServingSettings(max_pixels=50_000_000))
+    assert memory_size_bytes(more) - few == decode_size_bytes(25_000_000)
+    two = Settings(prep=PrepSettings(large_decodes=2))
+    assert memory_size_bytes(two) - few == decode_size_bytes(25_000_000)
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if part.startswith("kserve")])
+@pytest.mark.parametrize(("module", "process_size_bytes"), [("predictor", PREDICTOR), ("transformer", TRANSFORMER)])
+def test_kserve_has_memory_for_its_arguments(part: str, module: str, process_size_bytes: int) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--max_pixels", type=int, default=ServingSettings().max_pixels)
+    parser.add_argument("--large_decodes", type=int, default=PrepSettings().large_decodes)
+    parser.add_argument("--max_bodies_size_bytes", type=int, default=PrepSettings().max_bodies_size_bytes)
+    servers = running(part, "python", "-m", f"evernear.serving.kserve.{module}")
+    assert servers or "canary" in part, "a canary is a predictor alone"
+    for container in servers:
+        args, _ = parser.parse_known_args(container["args"])
+        decoding = pool_size_bytes(args.large_decodes, args.max_pixels)
+        assert process_size_bytes + decoding + 2 * args.max_bodies_size_bytes <= limit_bytes(container)
+
+
+def test_torchserve_has_memory_for_a_batch_of_the_largest_requests() -> None:
+    serving, pod = Settings().serving, Settings().kubernetes
+    batch = 2 * serving.batch_size * serving.max_request_size_bytes  # as they came, and rewritten without metadata
+    worker = TORCHSERVE_WORKER + decode_size_bytes(serving.max_pixels) + batch
+    needed = serving.heap_size_bytes + JAVA_BESIDES_HEAP + serving.workers * worker
+    assert needed <= size_bytes(pod.memory)

@@ -1,0 +1,290 @@
+"""PNG and JPEG files made to cost a decoder time or memory, byte by byte: what no library would write.
+
+`REFUSED` are those that have to be refused by their structure, `heaviest` those that just keep every limit.
+"""
+
+import random
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from io import BytesIO
+
+import numpy as np
+from PIL import Image, ImageFile
+
+from evernear.data.image_file import MAX_SCANS, MAX_TABLES_SIZE_BYTES
+
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+GRAY, RGB, PALETTE, GRAY_ALPHA, RGBA = 0, 2, 3, 4, 6
+_CHANNELS = {GRAY: 1, RGB: 3, PALETTE: 1, GRAY_ALPHA: 2, RGBA: 4}
+_ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+PAETH = 4
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    """A PNG chunk."""
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(
+    width: int,
+    height: int,
+    depth: int = 8,
+    color: int = GRAY,
+    *,
+    interlaced: bool = False,
+    row_filter: int = 0,
+    before: bytes = b"",
+    after: bytes = b"",
+) -> bytes:
+    """A black PNG file, about a thousandth of its pixels; ``before`` and ``after`` stand around the pixels."""
+
+    def rows(width: int, height: int) -> Iterator[bytes]:
+        row = bytes([row_filter]) + bytes((width * _CHANNELS[color] * depth + 7) // 8)
+        yield from (row for _ in range(height if width else 0))
+
+    packer = zlib.compressobj(9)
+    passes = [((width - x + dx - 1) // dx, (height - y + dy - 1) // dy) for x, y, dx, dy in _ADAM7]
+    parts = [packer.compress(row) for size in (passes if interlaced else [(width, height)]) for row in rows(*size)]
+    pixels = b"".join([*parts, packer.flush()])
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, interlaced))
+    palette = chunk(b"PLTE", bytes(range(256)) * 3) if color == PALETTE else b""
+    return b"".join([SIGNATURE, header, palette, before, chunk(b"IDAT", pixels), after, chunk(b"IEND", b"")])
+
+
+def empty_blocks(size_bytes: int) -> bytes:
+    """A deflate stream of blocks that hold nothing but a Huffman table for the decoder to build (RFC 1951, 3.2.7)."""
+    order = (16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15)
+    lengths = dict.fromkeys((*range(1, 16), 18), 4)
+    codes = _canonical(lengths)
+    header = "0" + _number(2, 2) + _number(0, 5) + _number(0, 5) + _number(15, 4)
+    header += "".join(_number(lengths.get(symbol, 0), 3) for symbol in order)
+    # Symbols 0 to 14 have 1 to 15 bits, the end of the block has 15, all between have none, and so has the distance 1.
+    table = "".join(codes[length] for length in range(1, 16))
+    table += codes[18] + _number(138 - 11, 7) + codes[18] + _number(103 - 11, 7) + codes[15] + codes[1]
+    end = _canonical({**{symbol: symbol + 1 for symbol in range(15)}, 256: 15})[256]
+    bits = (header + table + end) * 8
+    blocks = bytes(int(bits[at : at + 8][::-1], 2) for at in range(0, len(bits), 8))
+    return blocks * (size_bytes // len(blocks))
+
+
+def _canonical(lengths: dict[int, int]) -> dict[int, str]:
+    """The Huffman codes of symbols by their lengths, first bit first."""
+    codes: dict[int, str] = {}
+    code = 0
+    for length in range(1, 16):
+        for symbol in sorted(symbol for symbol, each in lengths.items() if each == length):
+            codes[symbol] = format(code, f"0{length}b")
+            code += 1
+        code <<= 1
+    return codes
+
+
+def _number(value: int, bits: int) -> str:
+    return format(value, f"0{bits}b")[::-1]
+
+
+def packed_with_empty_blocks(side: int, size_bytes: int) -> bytes:
+    """A gray PNG file whose pixels come after ``size_bytes`` of `empty_blocks`."""
+    whole = png(side, side)
+    packed = whole[whole.index(b"IDAT") + 4 : -16]
+    pixels = packed[:2] + empty_blocks(size_bytes) + packed[2:]
+    return whole[: whole.index(b"IDAT") - 4] + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+def segment(marker: int, data: bytes) -> bytes:
+    """A JPEG segment."""
+    return bytes([0xFF, marker]) + struct.pack(">H", len(data) + 2) + data
+
+
+def jpeg(mode: str = "L", size: tuple[int, int] = (8, 8), **options: object) -> bytes:
+    """A JPEG file of one color, as Pillow writes it."""
+    buffer = BytesIO()
+    Image.new(mode, size).save(buffer, "JPEG", **options)
+    return buffer.getvalue()
+
+
+def insert(data: bytes, *segments: bytes) -> bytes:
+    """A JPEG file with more segments right at its beginning."""
+    return b"".join([data[:2], *segments, data[2:]])
+
+
+EMPTY_SCAN = bytes.fromhex("FFDA0008010100000010")
+"""One component, a refinement of its DC coefficients, no data."""
+
+
+def with_empty_scans(data: bytes, count: int) -> bytes:
+    """A progressive JPEG file that goes ``count`` times more over its coefficients."""
+    return data[:-2] + EMPTY_SCAN * count + data[-2:]
+
+
+def progressive(width: int, height: int, components: int, scans: int) -> bytes:
+    """A progressive JPEG file in which a few bytes a scan make the decoder look at every coefficient.
+
+    The Huffman tables have one code each: no change (DC), and the longest run of blocks that end (AC).
+    """
+    blocks = -(-width // 8) * -(-height // 8)
+    names = range(1, components + 1)
+    quantization = segment(0xDB, bytes([0]) + bytes([1] * 64))
+    frame = segment(
+        0xC2, struct.pack(">BHHB", 8, height, width, components) + b"".join(bytes([n, 0x11, 0]) for n in names)
+    )
+    tables = _huffman(0x00, 0x00) + _huffman(0x10, 0xE0)
+    direct = segment(0xDA, bytes([components]) + b"".join(bytes([n, 0]) for n in names) + bytes([0, 0, 0x01]))
+    direct += bytes(-(-blocks * components // 8))
+    runs = _bits(("0" + "1" * 14) * -(-blocks // 32767))
+    first = [segment(0xDA, bytes([1, n, 0, 1, 63, 0x01])) + runs for n in names]
+    refined = [
+        segment(0xDA, bytes([1, number % components + 1, 0, 1, 63, 0x10])) + runs
+        for number in range(scans - 1 - components)
+    ]
+    return b"".join([b"\xff\xd8", quantization, frame, tables, direct, *first, *refined, b"\xff\xd9"])
+
+
+def _huffman(table: int, symbol: int) -> bytes:
+    return segment(0xC4, bytes([table, 1, *[0] * 15, symbol]))
+
+
+def _bits(text: str) -> bytes:
+    text += "1" * (-len(text) % 8)
+    return int(text, 2).to_bytes(len(text) // 8).replace(b"\xff", b"\xff\x00")
+
+
+def exif(entries: int, size_bytes: int) -> bytes:
+    """EXIF data of which each of many tags claims everything as its value."""
+    tags = b"".join(struct.pack("<HHII", n, 7, size_bytes, 0) for n in range(entries))
+    return (b"II*\0" + struct.pack("<IH", 8, entries) + tags).ljust(size_bytes, b"\0")
+
+
+def noise(mode: str, side: int, **options: object) -> bytes:
+    """A JPEG file of noise at full quality: as many bytes as its pixels can take."""
+    size = min(side, 512)
+    tile = np.random.default_rng(0).integers(0, 256, (size, size, len(mode)), np.uint8)
+    pixels = np.tile(tile, (-(-side // size), -(-side // size), 1))[:side, :side]
+    image = Image.frombytes(mode, (side, side), np.ascontiguousarray(pixels).tobytes())
+    buffer, block = BytesIO(), ImageFile.MAXBLOCK
+    ImageFile.MAXBLOCK = 8 * side * side + 2**16  # a progressive file is written in one piece
+    try:
+        image.save(buffer, "JPEG", quality=100, subsampling=0, **options)
+    finally:
+        ImageFile.MAXBLOCK = block
+    return buffer.getvalue()
+
+
+def animated(frames: int = 3) -> bytes:
+    """An animated PNG file."""
+    images = [Image.new("L", (8, 8), shade) for shade in range(frames)]
+    buffer = BytesIO()
+    images[0].save(buffer, "PNG", save_all=True, append_images=images[1:])
+    return buffer.getvalue()
+
+
+def arithmetic(marker: int = 0xC9) -> bytes:
+    """A JPEG file that says it is coded in another way than by Huffman's tables."""
+    return jpeg().replace(b"\xff\xc0", bytes([0xFF, marker]), 1)
+
+
+@dataclass(frozen=True)
+class Bomb:
+    """A file that has to be refused by its structure; ``sentence`` stands in the error."""
+
+    make: Callable[[], bytes]
+    sentence: str
+
+
+def forged(width: int, height: int) -> bytes:
+    """A PNG file of 8 x 8 pixels whose header says otherwise."""
+    whole = png(8, 8)
+    return whole[:8] + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, GRAY, 0, 0, 0)) + whole[33:]
+
+
+TEXT = chunk(b"tEXt", b"a\0b")
+REFUSED = {
+    "10,000 by 10,000 in 1 bit": Bomb(lambda: png(10_000, 10_000, 1), "is too large"),
+    "5,001 by 5,001 in 64 bits": Bomb(lambda: png(5_001, 5_001, 16, RGBA), "is too large"),
+    "65,535 by 65,535 by its header": Bomb(
+        lambda: jpeg().replace(b"\xff\xc0\x00\x0b\x08\x00\x08\x00\x08", b"\xff\xc0\x00\x0b\x08\xff\xff\xff\xff"),
+        "is too large",
+    ),
+    "a column of 20,000,000 pixels": Bomb(lambda: forged(1, 20_000_000), "is too long"),
+    "a row of 20,000,000 pixels": Bomb(lambda: forged(20_000_000, 1), "is too long"),
+    "9,000 scans": Bomb(lambda: with_empty_scans(jpeg(size=(2_000, 2_000), progressive=True), 9_000), "scans"),
+    "one scan too many": Bomb(lambda: progressive(512, 512, 3, MAX_SCANS + 1), "scans"),
+    "quantization tables": Bomb(
+        lambda: insert(jpeg(), *[segment(0xDB, bytes(65) * 1_000)] * (MAX_TABLES_SIZE_BYTES // 65_000 + 1)), "tables"
+    ),
+    "segments": Bomb(lambda: insert(jpeg(), segment(0xE1, b"Exif\0\0ab") * 60_000), "segments"),
+    "chunks": Bomb(lambda: png(8, 8, before=TEXT * 60_000), "chunks"),
+    "empty chunks of pixels": Bomb(lambda: png(8, 8, before=chunk(b"IDAT", b"") * 60_000), "chunks"),
+    "animation": Bomb(animated, "is animated"),
+    "arithmetic coding": Bomb(lambda: arithmetic(0xC9), "arithmetic or lossless"),
+    "progressive arithmetic coding": Bomb(lambda: arithmetic(0xCA), "arithmetic or lossless"),
+    "lossless coding": Bomb(lambda: arithmetic(0xC3), "arithmetic or lossless"),
+}
+
+
+def heaviest(max_pixels: int) -> dict[str, Callable[[], bytes]]:
+    """Files of ``max_pixels`` in every kind that is decoded, each with as much in it as the limits leave it."""
+    side = int(max_pixels**0.5)
+    made: dict[str, Callable[[], bytes]] = {
+        "PNG, RGBA, 16 bits": lambda: png(side, side, 16, RGBA),
+        "PNG, RGBA, 16 bits, interlaced": lambda: png(side, side, 16, RGBA, interlaced=True),
+        "PNG, RGBA, 16 bits, Paeth filter": lambda: png(side, side, 16, RGBA, row_filter=PAETH),
+        "PNG, gray and alpha, 16 bits": lambda: png(side, side, 16, GRAY_ALPHA),
+        "PNG, gray, 16 bits, interlaced": lambda: png(side, side, 16, GRAY, interlaced=True),
+        "PNG, palette with transparency": lambda: png(side, side, 8, PALETTE, before=chunk(b"tRNS", bytes(range(256)))),
+        "PNG, gray, 1 bit": lambda: png(side, side, 1),
+        "PNG, gray, 6 MB of Huffman tables": lambda: packed_with_empty_blocks(side, 6_000_000),
+        "PNG, metadata of 6 MB in 11,000 chunks": lambda: png(
+            side, side, before=chunk(b"tEXt", b"a\0" + bytes(530)) * 11_000
+        ),
+        "PNG, 60 compressed texts of 1 MiB": lambda: png(
+            side, side, before=chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(2**20), 9)) * 60
+        ),
+        "PNG, color profile of 64 MiB": lambda: png(
+            side, side, before=chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(2**26), 9))
+        ),
+        "PNG, EXIF of 6 MB": lambda: png(side, side, before=chunk(b"eXIf", exif(60_000, 6_000_000))),
+        "JPEG, RGB, noise": lambda: noise("RGB", side),
+        "JPEG, RGB, progressive, noise": lambda: noise("RGB", side, progressive=True),
+        "JPEG, CMYK": lambda: jpeg("CMYK", (side, side), subsampling=0),
+        "JPEG, EXIF of 11,000 segments": lambda: insert(
+            jpeg("RGB", (side, side)), segment(0xE1, b"Exif\0\0" + exif(8, 530)) * 11_000
+        ),
+        "JPEG, color profile of 16 MB": lambda: insert(
+            jpeg("RGB", (side, side)),
+            *[segment(0xE2, b"ICC_PROFILE\0" + bytes([n, 255]) + bytes(65_000)) for n in range(1, 256)],
+        ),
+    }
+    short = max_pixels // 32_767
+    if short:
+        made["PNG, RGBA, 16 bits, 32,767 rows"] = lambda: png(short, 32_767, 16, RGBA)
+        made["PNG, RGBA, 16 bits, 32,767 columns"] = lambda: png(32_767, short, 16, RGBA)
+        made["PNG, one column of 32,767 pixels"] = lambda: png(1, 32_767, 16, RGBA)
+    for components, name in ((1, "gray"), (3, "RGB"), (4, "CMYK")):
+        made[f"JPEG, {name}, progressive, {MAX_SCANS} scans"] = lambda components=components: progressive(
+            side, side, components, MAX_SCANS
+        )
+    return made
+
+
+def mutated(dice: random.Random, image: bytes) -> bytes:
+    """An image file with one fault in it, or a few."""
+    data = bytearray(image)
+    for _ in range(dice.randint(1, 4)):
+        at = dice.randrange(len(data)) if data else 0
+        match dice.choice(["flip", "cut", "drop", "repeat", "insert", "marker"]):
+            case "flip" if data:
+                data[at] ^= 1 << dice.randrange(8)
+            case "cut":
+                del data[at:]
+            case "drop":
+                del data[at : at + dice.randrange(1, 64)]
+            case "repeat":
+                data[at:at] = data[at : at + dice.randrange(1, 64)]
+            case "marker":
+                data[at:at] = bytes([0xFF, dice.randrange(256)])
+            case _:
+                data[at:at] = dice.randbytes(dice.randrange(64))
+    return bytes(data)

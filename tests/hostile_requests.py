@@ -1,0 +1,332 @@
+"""Generated requests, most of them malformed, and clients that send them beside good ones."""
+
+import asyncio
+import base64
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import hostile
+from PIL import Image
+
+Headers = tuple[tuple[bytes, bytes], ...]
+TIMEOUT_S = 120
+BOUNDARY = b"a-boundary"
+JSON: Headers = ((b"Content-Type", b"application/json"),)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A POST; ``path`` is that of the `Front` if it is empty."""
+
+    body: bytes
+    headers: Headers = ()
+    path: bytes = b""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``status`` is 0 where none came; ``body`` then says why."""
+
+    status: int
+    body: bytes
+    latency_s: float
+
+    @property
+    def sentence(self) -> str:
+        return json.loads(self.body)["message"]
+
+
+def is_chunked(request: Request) -> bool:
+    return any(name == b"Transfer-Encoding" for name, _ in request.headers)
+
+
+@dataclass(frozen=True)
+class Front:
+    """A server on loopback: a request that it can answer, and how malformed ones look to it."""
+
+    port: int
+    path: bytes
+    good: Request
+    is_right: Callable[[Answer], bool]
+    malformed: Callable[[random.Random], Request]
+    headers: Headers = ()
+
+    def send(self, requests: Sequence[Request]) -> list[Answer]:
+        """Send requests as they are, all at once, each on a connection of its own."""
+        return asyncio.run(self._send_all(requests))
+
+    async def _send_all(self, requests: Sequence[Request]) -> list[Answer]:
+        return await asyncio.wait_for(asyncio.gather(*map(self._send, requests)), TIMEOUT_S)
+
+    async def _send(self, request: Request) -> Answer:
+        begin_s = time.perf_counter()
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=2**22)
+        headers = (
+            (b"Host", b"localhost"),
+            (b"Connection", b"close"),
+            *([] if is_chunked(request) else [(b"Content-Length", b"%d" % len(request.body))]),
+            *self.headers,
+            *request.headers,
+        )
+        head = b"".join(b"%s: %s\r\n" % header for header in headers)
+        writer.write(b"POST %s HTTP/1.1\r\n" % (request.path or self.path) + head + b"\r\n" + request.body)
+        try:
+            status, length = 100, 0
+            while status == 100:
+                status = int((await reader.readline()).split()[1])
+                while (line := await reader.readline()).strip():
+                    name, _, value = line.partition(b":")
+                    length = int(value) if name.lower() == b"content-length" else length
+            return Answer(status, await reader.readexactly(length), time.perf_counter() - begin_s)
+        except (OSError, EOFError, IndexError) as fault:
+            return Answer(0, repr(fault).encode(), time.perf_counter() - begin_s)
+        finally:
+            writer.close()
+
+
+def torchserve(port: int, token: str, image: bytes, pred: str) -> Front:
+    """TorchServe's REST API."""
+    return Front(
+        port=port,
+        path=b"/predictions/embedding",
+        good=Request(image),
+        is_right=lambda answer: answer.status == 200 and json.loads(answer.body)["pred"] == pred,
+        malformed=malformed_form,
+        headers=((b"Authorization", b"Bearer " + token.encode()),),
+    )
+
+
+def prep(port: int, image: bytes, pred: str) -> Front:
+    """The preprocessing server."""
+    return Front(
+        port=port,
+        path=b"/predict",
+        good=json_request({"data": _base64(image)}),
+        is_right=lambda answer: answer.status == 200 and json.loads(answer.body)["pred"] == pred,
+        malformed=malformed_data,
+    )
+
+
+def kserve(port: int, image: bytes, pred: str) -> Front:
+    """KServe's predictor or transformer."""
+    return Front(
+        port=port,
+        path=b"/v1/models/embedding:predict",
+        good=json_request({"instances": [{"data": _base64(image)}]}),
+        is_right=lambda answer: (
+            answer.status == 200 and [each["pred"] for each in json.loads(answer.body)["predictions"]] == [pred]
+        ),
+        malformed=malformed_instances,
+    )
+
+
+def with_image(front: Front, image: bytes) -> Request:
+    """A well-formed request with another image."""
+    if front.good.body[:1] != b"{":
+        return Request(image)
+    value = {"data": _base64(image)}
+    return json_request(value if front.path == b"/predict" else {"instances": [value]})
+
+
+def is_refusal(answer: Answer) -> bool:
+    """Whether a request was answered with a sentence, or with a prediction after all."""
+    if answer.status == 200:
+        return True
+    if not 400 <= answer.status < 500:
+        return False
+    told = json.loads(answer.body)
+    return bool(told.get("message") or told.get("error"))
+
+
+def json_request(value: object) -> Request:
+    return Request(json.dumps(value).encode(), JSON)
+
+
+def form(name: bytes, content: bytes, boundary: bytes = BOUNDARY) -> Request:
+    body = b'--%s\r\nContent-Disposition: form-data; name="%s"; filename="a.png"\r\n\r\n' % (boundary, name)
+    return Request(
+        body + content + b"\r\n--%s--\r\n" % boundary,
+        ((b"Content-Type", b"multipart/form-data; boundary=" + BOUNDARY),),
+    )
+
+
+def _base64(image: bytes) -> str:
+    return base64.b64encode(image).decode()
+
+
+def _picture(mode: str = "L", kind: str = "PNG", size: tuple[int, int] = (40, 30), **options: object) -> bytes:
+    buffer = BytesIO()
+    Image.effect_noise(size, 64).convert(mode).save(buffer, format=kind, **options)
+    return buffer.getvalue()
+
+
+REAL = (
+    _picture(),
+    _picture("P"),
+    _picture("RGBA"),
+    _picture("RGB", "JPEG", (300, 200)),
+    _picture("RGB", "JPEG", progressive=True),
+    _picture("CMYK", "JPEG"),
+    hostile.png(40, 30, 16, interlaced=True),
+    hostile.animated(),
+    hostile.progressive(64, 64, 3, 12),
+)
+BOMBS = tuple(bomb.make() for bomb in hostile.REFUSED.values())
+CONTENT_TYPES = (
+    b"",
+    b"image/png",
+    b"application/json",
+    b"application/json; charset=utf-16",
+    b"application/cloudevents+json",
+    b"text/plain; charset=none",
+    b"multipart/form-data",
+    b"multipart/form-data; boundary=",
+    b"multipart/form-data; boundary=" + BOUNDARY,
+    b"multipart/form-data; boundary=" + BOUNDARY,
+    b"multipart/form-data; boundary=%s; charset=none" % BOUNDARY,
+    b"multipart/mixed; boundary=" + BOUNDARY,
+    b"application/x-www-form-urlencoded",
+    b"application/x-www-form-urlencoded; charset=none",
+    b"\xff\xfe",
+    b"a" * 300,
+)
+ODD_HEADERS: tuple[Headers, ...] = (
+    (),
+    ((b"Content-Encoding", b"gzip"),),
+    ((b"Expect", b"100-continue"),),
+    ((b"X-Odd", b"\xc3\xa4\xff"),),
+    ((b"Accept", b"\xf0\x9f\x98\x80"),),
+    ((b"explain", b"True"),),
+)
+
+
+def image(dice: random.Random) -> bytes:
+    """An image file with a fault, a bomb, or no image at all."""
+    match dice.randrange(8):
+        case 0:
+            return dice.choice(BOMBS)
+        case 1:
+            return junk(dice)
+        case 2:
+            return _with_header(dice)
+        case _:
+            return hostile.mutated(dice, dice.choice(REAL))
+
+
+def junk(dice: random.Random, most: int = 24) -> bytes:
+    return dice.randbytes(dice.randrange(most + 1))
+
+
+def _with_header(dice: random.Random) -> bytes:
+    """A PNG whose header says something else, with a checksum that agrees."""
+    whole = REAL[0]
+    side = dice.choice([1, 600, 20_000])
+    size = (dice.randrange(side).to_bytes(4), dice.randrange(side).to_bytes(4))
+    kind = bytes([dice.choice([1, 2, 4, 8, 16, 3]), dice.choice([0, 2, 3, 4, 6, 5]), 0, 0, dice.randrange(3)])
+    return whole[:8] + hostile.chunk(b"IHDR", b"".join(size) + kind) + whole[33:]
+
+
+def json_value(dice: random.Random, names: Sequence[str], depth: int = 0) -> Any:
+    """Any JSON, with the names of a protocol in it."""
+    inner = [json_value(dice, names, depth + 1) for _ in range(dice.randrange(3))] if depth < 3 else []
+    leaves = [None, True, dice.random(), -1e400, junk(dice).decode("latin-1"), dice.randrange(10**30), _base64(REAL[0])]
+    return dice.choice([dict(zip(dice.choices(names, k=2), inner, strict=False)), inner, dice.choice(leaves)])
+
+
+def _broken_json(dice: random.Random) -> bytes:
+    """JSON that ends early, never begins to end, or is no text."""
+    whole = dice.choice([b'{"data": "AAAA"}', b'{"instances": [{"data": "AAAA"}]}', b'{"inputs": []}'])
+    match dice.randrange(5):
+        case 0:
+            return whole[: dice.randrange(len(whole))]
+        case 1:
+            return dice.choice([b"[", b'{"data":', b'{"instances":[']) * dice.choice([10, 100_000])
+        case 2:
+            return dice.choice([b'{"data":[', b'{"instances":[', b'{"inputs":[']) + b"{}," * 50_000 + b"{}]}"
+        case 3:
+            return hostile.mutated(dice, whole)
+        case _:
+            return whole.decode().encode(dice.choice(["utf-16", "utf-32"]))
+
+
+def malformed_form(dice: random.Random) -> Request:
+    """For TorchServe: a body, a form or JSON."""
+    match dice.randrange(10):
+        case 0 | 1 | 2:
+            body = image(dice)
+        case 3:
+            body = _broken_json(dice)
+        case 4:
+            body = json.dumps(json_value(dice, ("data", "x"))).encode()
+        case 5:
+            body = json.dumps({"data": _base64(image(dice))}).encode()
+        case 6:
+            body = form(b"data", image(dice)).body
+        case 7:
+            body = form(junk(dice), junk(dice), dice.choice([BOUNDARY, junk(dice)])).body
+        case 8:
+            body = form(b"image", junk(dice)).body[: dice.randrange(120)]
+        case _:
+            body = b"data=%" + junk(dice) + b"&=&%%"
+    return Request(body, ((b"Content-Type", dice.choice(CONTENT_TYPES)), *dice.choice(ODD_HEADERS)))
+
+
+def malformed_data(dice: random.Random) -> Request:
+    """For the preprocessing server."""
+    path = dice.choice([b"/predict", b"/predict/label"])
+    match dice.randrange(6):
+        case 0:
+            body = _broken_json(dice)
+        case 1:
+            body = json.dumps(json_value(dice, ("data", "x"))).encode()
+        case 2:
+            body = image(dice)
+        case _:
+            body = json.dumps({"data": _base64(image(dice))}).encode()
+    return Request(body, ((b"Content-Type", dice.choice(CONTENT_TYPES[:6])), *dice.choice(ODD_HEADERS)), path)
+
+
+def malformed_instances(dice: random.Random) -> Request:
+    """For KServe, by v1 and v2."""
+    v1, v2 = b"/v1/models/embedding:predict", b"/v2/models/embedding/infer"
+    names = ("instances", "inputs", "data", "name", "shape", "datatype", "parameters", "outputs", "id")
+    images = [_base64(image(dice)) for _ in range(dice.randrange(1, 4))]
+    path = dice.choice([v1, v2])
+    match dice.randrange(7):
+        case 0:
+            body = _broken_json(dice)
+        case 1:
+            body = json.dumps(json_value(dice, names)).encode()
+        case 2:
+            body = image(dice)
+        case 3 | 4:
+            path, body = v1, json.dumps({"instances": [{"data": each} for each in images]}).encode()
+        case _:
+            tensor = {"name": "images", "datatype": "BYTES", "shape": [len(images)], "data": images}
+            if dice.randrange(3) == 0:
+                tensor[dice.choice([*tensor])] = json_value(dice, names)
+            path, body = v2, json.dumps({"inputs": [tensor]}).encode()
+    return Request(body, ((b"Content-Type", dice.choice(CONTENT_TYPES[:6])), *dice.choice(ODD_HEADERS)), path)
+
+
+def fuzz(front: Front, seconds: float, batch: int = 24) -> int:
+    """Send new bodies for a while, each batch beside good requests; how many there were.
+
+    A failure names the seed of its batch.
+    """
+    sent, end_s = 0, time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        seed = random.SystemRandom().getrandbits(64)
+        dice = random.Random(seed)
+        requests = [front.malformed(dice) for _ in range(batch)]
+        answers = front.send([*requests, *[front.good] * 8])
+        for request, answer in zip(requests, answers, strict=False):
+            assert is_refusal(answer), (seed, request, answer)
+        assert all(front.is_right(answer) for answer in answers[batch:]), seed
+        sent += batch
+    return sent

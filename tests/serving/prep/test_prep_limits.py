@@ -1,0 +1,261 @@
+"""What a client may cost the preprocessing server, and that others do not notice."""
+
+import base64
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Self
+
+import hostile
+import httpx
+import pytest
+from front import Shelf, front
+from stand_ins import ANSWER, grpc_server
+
+from evernear.data.image_file import EncodedImage
+from evernear.release.manifest import ReleaseManifest
+from evernear.release.parts import ReleaseParts
+from evernear.serving import http_limits
+from evernear.serving.decoding import MAX_WAITING_LARGE, SMALL_PIXELS
+from evernear.serving.prep import service
+from evernear.serving.prep.releases import prepare
+
+
+@pytest.fixture
+def shelf(parts: ReleaseParts, tmp_path: Path) -> Shelf:
+    return Shelf(tmp_path / "store", parts.manifest)
+
+
+@pytest.fixture
+def port(shelf: Shelf) -> Iterator[int]:
+    version = shelf.release(1, champion=True)
+    with grpc_server(lambda *_: json.dumps(ANSWER | {"version": version}).encode()) as port:
+        yield port
+
+
+@pytest.fixture
+def prep(shelf: Shelf, port: int) -> Iterator[httpx.Client]:
+    with front(shelf.settings(port)) as client:
+        yield client
+
+
+def encoded(image: bytes) -> dict[str, str]:
+    return {"data": base64.b64encode(image).decode()}
+
+
+SMALL = encoded(hostile.png(28, 28))
+LARGE = encoded(hostile.png(1001, 1000, 1))
+
+
+def refusal(answer: httpx.Response, status: int) -> str:
+    assert answer.status_code == status, answer.text
+    assert answer.json()["code"] == status
+    assert answer.json()["message"].endswith(".")
+    return answer.json()["message"]
+
+
+@pytest.mark.parametrize("name", hostile.REFUSED)
+def test_a_bomb_is_refused_with_a_sentence(prep: httpx.Client, name: str) -> None:
+    bomb = hostile.REFUSED[name]
+    assert bomb.sentence in refusal(prep.post("/predict", json=encoded(bomb.make())), 400)
+
+
+class Gate:
+    """Holds the decoding of large images until it is opened."""
+
+    def __init__(self) -> None:
+        self.opened, self.reached = threading.Event(), threading.Semaphore(0)
+
+    def prepare(self, file: EncodedImage, manifest: ReleaseManifest) -> bytes:
+        if file.pixels > SMALL_PIXELS:
+            self.reached.release()
+            self.opened.wait()
+        return prepare(file, manifest)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate()
+    monkeypatch.setattr(service, "prepare", gate.prepare)
+    yield gate
+    gate.opened.set()
+
+
+def test_small_images_do_not_wait_for_large_ones(prep: httpx.Client, gate: Gate) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        large = [pool.submit(prep.post, "/predict", json=LARGE) for _ in range(4)]
+        gate.reached.acquire()
+        for _ in range(20):
+            assert prep.post("/predict", json=SMALL).status_code == 200
+        assert not any(answer.done() for answer in large)
+        gate.opened.set()
+        assert {answer.result().status_code for answer in large} == {200}
+
+
+def test_more_large_images_than_can_wait_are_refused_at_once(shelf: Shelf, port: int, gate: Gate) -> None:
+    places = 2 + MAX_WAITING_LARGE
+    with front(shelf.settings(port, large_decodes=2)) as prep, ThreadPoolExecutor(places) as pool:
+        waiting: list[Future[httpx.Response]] = []
+        for _ in range(places):
+            waiting.append(pool.submit(prep.post, "/predict", json=LARGE))
+        gate.reached.acquire()
+        gate.reached.acquire()
+        answer = until(lambda: prep.post("/predict", json=LARGE, timeout=1), 503, waiting)
+        assert "Too many large images" in refusal(answer, 503)
+        assert answer.headers["retry-after"] == "1"
+        assert prep.post("/predict", json=SMALL).status_code == 200
+        gate.opened.set()
+        statuses = [each.result().status_code for each in waiting]
+        assert prep.post("/predict", json=LARGE).status_code == 200
+    assert set(statuses) <= {200, 503}
+    assert statuses.count(200) >= 2 + MAX_WAITING_LARGE - 1
+
+
+def until(ask: Callable[[], httpx.Response], status: int, waiting: list[Future[httpx.Response]]) -> httpx.Response:
+    """Ask again until the answer has ``status``: those sent before may still be on their way."""
+    while True:
+        try:
+            answer = ask()
+        except httpx.ReadTimeout:  # it took one of the places itself
+            continue
+        if answer.status_code == status:
+            return answer
+        assert not all(each.done() for each in waiting)
+
+
+def test_an_image_that_waits_too_long_for_its_decoding_is_given_up(shelf: Shelf, port: int, gate: Gate) -> None:
+    with front(shelf.settings(port, timeout_s=2)) as prep:
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(lambda _: prep.post("/predict", json=LARGE), range(2)))
+        assert [refusal(answer, 504) == "No prediction within 2 s." for answer in answers] == [True, True]
+        assert prep.post("/predict", json=SMALL).status_code == 200
+        gate.opened.set()
+    # The one that was decoded went on; the one that waited was never begun.
+    assert gate.reached.acquire(blocking=False)
+    assert not gate.reached.acquire(blocking=False)
+
+
+def test_the_server_allows_no_more_pixels_than_it_has_memory_for(shelf: Shelf, port: int) -> None:
+    settings = shelf.settings(port)
+    few = settings.model_copy(update={"serving": settings.serving.model_copy(update={"max_pixels": 1_000})})
+    with front(few) as prep:
+        assert "1000 are allowed" in refusal(prep.post("/predict", json=encoded(hostile.png(40, 40))), 400)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"data": [' + b"{}," * 3_000_000 + b"{}]}",
+        b'{"more": [' + b"{}," * 3_000_000 + b'{}], "data": "AAAA"}',
+        b'{"' + b"k" * 9_000_000 + b'": 1}',
+        b'{"data":' * 1_000_000,
+    ],
+)
+def test_json_of_anything_but_an_image_is_not_built(prep: httpx.Client, body: bytes) -> None:
+    message = refusal(prep.post("/predict", content=body), 422)
+    assert len(message) < 300
+
+
+class Slow:
+    """A client that sends what it is told to, and no more."""
+
+    def __init__(self, prep: httpx.Client) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", prep.base_url.port or 0), timeout=30)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def head(self, size_bytes: int) -> None:
+        self.socket.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size_bytes)
+
+    def answer(self) -> tuple[int, dict[str, str], str]:
+        """Status, headers and message; the server has closed the connection behind it."""
+        received = b""
+        while part := self.socket.recv(2**16):
+            received += part
+        head, _, body = received.partition(b"\r\n\r\n")
+        status, *headers = head.decode().split("\r\n")
+        named = dict(line.lower().split(": ", 1) for line in headers)
+        return int(status.split()[1]), named, json.loads(body)["message"]
+
+
+def test_a_body_that_arrives_too_slowly_is_refused(shelf: Shelf, port: int) -> None:
+    with front(shelf.settings(port, upload_timeout_s=1)) as prep, Slow(prep) as slow:
+        slow.head(1_000)
+        slow.socket.sendall(b'{"data"')
+        status, _, message = slow.answer()
+        assert (status, message) == (408, "The request's body did not arrive within 1 s.")
+        assert prep.post("/predict", json=SMALL).status_code == 200
+        assert 'path="/predict",status="408"' in prep.get("/metrics").text
+
+
+def test_bodies_are_held_up_to_a_bound_for_all_requests_together(shelf: Shelf, port: int) -> None:
+    size_bytes = 60_000
+    body = json.dumps(SMALL).encode().ljust(size_bytes)
+    settings = shelf.settings(port, max_request_size_bytes=size_bytes, max_bodies_size_bytes=100_000)
+    with front(settings) as prep, Slow(prep) as held:
+        held.head(size_bytes)
+        held.socket.sendall(body[:-1])
+        status = 0
+        while status != 503:  # what is held is on its way through the kernel
+            with Slow(prep) as refused:
+                refused.head(size_bytes)
+                refused.socket.sendall(body[:-1])
+                status, headers, message = refused.answer()
+        assert (message, headers["retry-after"]) == (
+            "The server is busy with other requests; try again in a second.",
+            "1",
+        )
+        assert prep.post("/predict", json=SMALL).status_code == 200, "a small one still fits"
+        held.socket.sendall(body[-1:])
+        assert held.socket.recv(15) == b"HTTP/1.1 200 OK"
+        answer = prep.post("/predict", content=body)
+        assert answer.status_code == 200, "what was held is free again"
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /predict HTTP/1.1\r\nHost:"])
+def test_a_client_that_does_not_say_what_it_wants_is_hung_up_on(
+    shelf: Shelf, port: int, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 1.0)
+    with front(shelf.settings(port)) as prep, Slow(prep) as silent:
+        silent.socket.sendall(sent)
+        assert silent.socket.recv(1) == b""
+        assert prep.post("/predict", json=SMALL).status_code == 200
+
+
+def test_a_client_that_stalls_within_its_second_request_is_hung_up_on(
+    shelf: Shelf, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 1.0)
+    with front(shelf.settings(port)) as prep, Slow(prep) as client:
+        client.socket.sendall(b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert client.socket.recv(2**16).startswith(b"HTTP/1.1 404")
+        client.socket.sendall(b"GET /nothing HTTP/1.1\r\n")
+        while part := client.socket.recv(2**16):
+            assert b"HTTP" not in part
+
+
+def test_a_request_that_takes_long_outlives_the_time_for_its_head(
+    shelf: Shelf, port: int, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 1.0)
+    with front(shelf.settings(port)) as prep, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(prep.post, "/predict", json=LARGE)
+        gate.reached.acquire()
+        with Slow(prep) as silent:
+            assert silent.socket.recv(1) == b"", "the time for a head has passed by now"
+        gate.opened.set()
+        assert answer.result().status_code == 200
+
+
+def test_a_head_without_end_is_refused(prep: httpx.Client) -> None:
+    with Slow(prep) as endless:
+        endless.socket.sendall(b"GET /label HTTP/1.1\r\nX: " + b"x" * 70_000)
+        assert endless.socket.recv(12) == b"HTTP/1.1 400"
