@@ -17,12 +17,13 @@ from typing import Literal
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict
 
-from evernear.errors import Busy, EvernearError, SettingsError, StoreError
+from evernear.errors import Busy, EvernearError, SettingsError, StoreError, no_space
 from evernear.progress import EVENTS_VARIABLE, Event, read_events
 from evernear.reporting.notify import Outcome
 from evernear.serving.connection import home_of
 from evernear.serving.torchserve import require_startable
 from evernear.settings import Settings
+from evernear.store import disk_errors, write_atomically
 
 POLL_S = 0.1
 ROOM_FOR_EVENTS_BYTES = 64 * 1024
@@ -65,7 +66,8 @@ def run(settings: Settings, show: Callable[[Event], None], pipeline: Pipeline = 
             require_startable(settings.serving, home_of(settings.workdir))
         started_s = time.monotonic()
         directory = settings.workdir.resolve() / "runs" / datetime.now(UTC).strftime("%Y%m%d-%H%M%S.%f")
-        directory.mkdir(parents=True)
+        with disk_errors(directory):
+            directory.mkdir(parents=True)
         failures, steps_s = _follow(settings, pipeline, directory, show)
         wall_s = time.monotonic() - started_s
         if failures:
@@ -78,11 +80,13 @@ def _sole_run(workdir: Path) -> Generator[None]:
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        if full := no_space(error, workdir):
+            raise StoreError(full) from None
         raise SettingsError(f"The working directory {workdir} cannot be made: {error.strerror}.") from None
     holder = workdir / "run.pid"
     try:
         with FileLock(workdir / "run.lock", timeout=0):
-            holder.write_text(str(os.getpid()))
+            write_atomically(holder, str(os.getpid()))
             yield
     except Timeout:
         pid = holder.read_text() if holder.exists() else "unknown"

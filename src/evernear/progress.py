@@ -4,7 +4,6 @@ A step writes events as JSON lines to the file that `EVENTS_VARIABLE` names, if 
 that file to show progress. In a cluster the same lines are the step's log.
 """
 
-import errno
 import gc
 import json
 import os
@@ -19,7 +18,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from evernear.errors import EvernearError, StoreError
+from evernear.errors import EvernearError, StoreError, no_space
 
 EVENTS_VARIABLE = "_EVERNEAR_EVENTS"
 
@@ -81,12 +80,12 @@ def step(name: str) -> Generator[Step]:
         print(f"evernear: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        sentence = no_space(error, error.filename or os.environ.get("TMPDIR", "/tmp"))  # noqa: S108 - only named
+        if sentence is None:
             _emit_fault(running, error)
             raise
-        place = error.filename or os.environ.get("TMPDIR", "/tmp")  # noqa: S108 - only named, never opened
-        sentence = f"The disk that holds {place} is full; free some space and run again."
         running.emit("failed", sentence, StoreError.exit_code)
+        print(f"evernear: {sentence}", file=sys.stderr)
         sys.exit(StoreError.exit_code)
     except Exception as error:
         _emit_fault(running, error)

@@ -56,11 +56,12 @@ def test_keys_of_any_kind_are_read(take, draw, bucket: str, contents) -> None:
         "\xfc\u732b",
         "it's",
         "<lt>",
-        "d//ouble",
         "back\\slash",
-        "x" * 500,
     ]
-    images = Minio(os.environ["AWS_ENDPOINT_URL"].removeprefix("http://"), "tester", "not-a-secret", secure=False)
+    if "TEST_S3_URL" not in os.environ:  # MinIO refuses both, SeaweedFS the second
+        names += ["d//ouble", "x" * 500]
+    keys = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
+    images = Minio(os.environ["AWS_ENDPOINT_URL"].removeprefix("http://"), *keys, secure=False, region="us-east-1")
     for number, name in enumerate(names * 2):
         data = draw(number)
         images.put_object(bucket, f"some #1?/{number // len(names)}/{name}.png", BytesIO(data), len(data))
