@@ -1,7 +1,10 @@
 """What tests of several rooms share: an S3 that answers on loopback, and a system to be released."""
 
 import itertools
+import os
+import time
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 import environment  # noqa: F401 - first, since libraries and `evernear` read the environment when they are loaded
 import pytest
@@ -9,7 +12,7 @@ from minio import Minio
 from moto.server import ThreadedMotoServer
 from releases import MakeRelease, System, build_system, release_maker
 
-_bucket_numbers = itertools.count()
+_bucket_numbers = itertools.count(time.time_ns())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -19,7 +22,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
-    """The URL of an S3 server."""
+    """The URL of an S3 server: moto, or the one at ``TEST_S3_URL``.
+
+    ``TEST_S3_ACCESS_KEY`` and ``TEST_S3_SECRET_KEY`` have to be allowed to make buckets there.
+    """
+    if url := os.environ.get("TEST_S3_URL"):
+        yield url
+        return
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -28,16 +37,22 @@ def s3_endpoint() -> Iterator[str]:
 
 
 @pytest.fixture
-def bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The name of a new, empty bucket; the environment leads clients to it."""
+    access_key = os.environ.get("TEST_S3_ACCESS_KEY", "tester")
+    secret_key = os.environ.get("TEST_S3_SECRET_KEY", "not-a-secret")
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tester")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-a-secret")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret_key)
     monkeypatch.setenv("AWS_REGION", "us-east-1")
-    name = f"bucket-{next(_bucket_numbers)}"
-    client = Minio(s3_endpoint.removeprefix("http://"), "tester", "not-a-secret", secure=False, region="us-east-1")
+    name, parts = f"bucket-{next(_bucket_numbers)}", urlsplit(s3_endpoint)
+    client = Minio(parts.netloc, access_key, secret_key, secure=parts.scheme == "https", region="us-east-1")
     client.make_bucket(name)
-    return name
+    yield name
+    if "TEST_S3_URL" in os.environ:  # a real server goes on
+        for found in client.list_objects(name, recursive=True):
+            client.remove_object(name, str(found.object_name))
+        client.remove_bucket(name)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,8 @@
 """What a step does beyond the function it calls."""
 
+import os
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +13,7 @@ from releases import MakeRelease
 from evernear import steps
 from evernear.data.ingest import ingest
 from evernear.data.manifest import save_manifest
+from evernear.progress import step
 from evernear.release.registry import Registry
 from evernear.run_record import RunRecord
 from evernear.settings import DataSettings, RunSettings
@@ -43,6 +47,25 @@ def test_a_champion_of_another_image_size_stops_a_run_before_it_trains(
         steps.validate("run", settings, str(tmp_path), str(tmp_path / "report.md"))
     assert stopped.value.code == 3
     assert f"{release.version} takes images of (8, 8, 1)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        (lambda: os.write(os.open("/dev/full", os.O_WRONLY), b"x"), "The disk that holds /scratch is full; free some"),
+        (tempfile.mkdtemp, "No usable temporary directory found in ['/proc']: full or read-only; free some space, or"),
+    ],
+)
+def test_a_fault_of_the_disk_that_nobody_expected_is_a_sentence(
+    fault: Callable[[], object], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TMPDIR", "/scratch")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
+    with pytest.raises(SystemExit) as stopped, step("index"):
+        fault()
+    assert stopped.value.code == 4
+    assert f"evernear: {sentence}" in capsys.readouterr().err
 
 
 def test_two_classes_leave_none_for_the_probe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

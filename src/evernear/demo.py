@@ -17,6 +17,7 @@ from evernear.output import printable
 from evernear.progress import Event
 from evernear.serving.client import Client
 from evernear.settings import Settings
+from evernear.store import disk_errors
 
 SHOWN_NEIGHBORS = 3
 
@@ -68,7 +69,8 @@ def unseen_images(dataset: Dataset, directory: Path) -> Iterator[tuple[str, Path
             if label in wanted:
                 wanted.remove(label)
                 path = directory / f"{printable(dataset.labels[label])}-{bytes(block.digests[row]).hex()[:8]}.png"
-                Image.fromarray(np.squeeze(block.images[row])).save(path)
+                with disk_errors(path):
+                    Image.fromarray(np.squeeze(block.images[row])).save(path)
                 yield dataset.labels[label], path
         if not wanted:
             return

@@ -7,7 +7,8 @@
     ├── DataError             3    images or labels that cannot be used
     │   └── ValidationFailed       a validation rule of severity "error" fired
     ├── StoreError            4    the object store cannot be reached, refused, or holds something else
-    │   └── Conflict               somebody else wrote first (compare-and-swap lost)
+    │   ├── Conflict               somebody else wrote first (compare-and-swap lost)
+    │   └── TransientStoreError    the store is unreachable or overloaded; the same request may succeed later
     ├── IntegrityError        5    a hash, a stamp or a manifest does not match what it describes
     ├── TrainingError         6    training cannot go on (loss not finite, checkpoint of another run)
     ├── ServingError          7    TorchServe does not start, died, or refused
@@ -21,6 +22,9 @@
     ├── SlackError           14    Slack cannot be reached or refused
     └── UserInterruptError  130    Ctrl-C, as of a shell: 128 + SIGINT
 """
+
+import errno
+from pathlib import Path
 
 
 class EvernearError(Exception):
@@ -53,6 +57,10 @@ class StoreError(EvernearError):
 
 class Conflict(StoreError):
     """A conditional write lost: the object is not what the writer last saw."""
+
+
+class TransientStoreError(StoreError):
+    """The store is unreachable, overloaded or broke off: the request was neither refused nor known to be done."""
 
 
 class IntegrityError(EvernearError):
@@ -123,3 +131,15 @@ class UserInterruptError(EvernearError):
     """Ctrl-C ended the command; the sentence says what was stopped, what remains and how to continue."""
 
     exit_code = 130
+
+
+def no_space(error: OSError, place: Path | str) -> str | None:
+    """The sentence of a disk, a quota or a limit that leaves no space at ``place``; None: it is another error."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"The disk that holds {place} is full; free some space and run again."
+    if error.errno == errno.EFBIG:
+        return f"{place} would be larger than this process may write (ulimit -f); raise the limit."
+    # `tempfile` writes to a directory before it takes it, and does not say why it took none.
+    if error.errno == errno.ENOENT and "No usable temporary directory" in str(error):
+        return f"{error.strerror}: full or read-only; free some space, or name another one with TMPDIR."
+    return None

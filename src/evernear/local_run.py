@@ -18,13 +18,13 @@ import psutil
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict
 
-from evernear.errors import Busy, EvernearError, SettingsError, StoreError, UserInterruptError
+from evernear.errors import Busy, EvernearError, SettingsError, StoreError, UserInterruptError, no_space
 from evernear.progress import EVENTS_VARIABLE, Event, read_events
 from evernear.release.registry import whoami
 from evernear.reporting.notify import Outcome
 from evernear.scratch import scratch, scratch_name
 from evernear.settings import RunSettings, Settings
-from evernear.store import disk_errors
+from evernear.store import disk_errors, write_atomically
 
 POLL_S = 0.1
 CLEAN_UP_S = 10.0
@@ -68,7 +68,8 @@ def run(settings: Settings, show: Callable[[Event], None], pipeline: Pipeline = 
     with _sole_run(settings.workdir), scratch(_temporary_directory(settings.workdir)) as temporary:
         started_s = time.monotonic()
         directory = settings.workdir.resolve() / "runs" / datetime.now(UTC).strftime("%Y%m%d-%H%M%S.%f")
-        directory.mkdir(parents=True)
+        with disk_errors(directory):
+            directory.mkdir(parents=True)
         failures, steps_s = _follow(settings, pipeline, directory, temporary, show)
         wall_s = time.monotonic() - started_s
         if failures:
@@ -86,11 +87,13 @@ def _sole_run(workdir: Path) -> Generator[None]:
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        if full := no_space(error, workdir):
+            raise StoreError(full) from None
         raise SettingsError(f"The working directory {workdir} cannot be made: {error.strerror}.") from None
     holder = workdir / "run.pid"
     try:
         with FileLock(workdir / "run.lock", timeout=0):
-            holder.write_text(str(os.getpid()))
+            write_atomically(holder, str(os.getpid()))
             yield
     except Timeout:
         pid = holder.read_text() if holder.exists() else "unknown"

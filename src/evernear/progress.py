@@ -5,7 +5,6 @@ that file to show progress. In a cluster the same lines are the step's log. Its 
 in the store (`evernear.run_record`).
 """
 
-import errno
 import gc
 import json
 import os
@@ -20,7 +19,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from evernear.errors import EvernearError, StoreError
+from evernear.errors import EvernearError, StoreError, no_space
 from evernear.output import print_line, printable
 from evernear.run_record import RunRecord, StepRecord
 from evernear.store import open_store
@@ -91,12 +90,12 @@ def step(name: str, run: str, store_uri: str) -> Generator[Step]:
         print_line(f"evernear: {error}", sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        sentence = no_space(error, error.filename or os.environ.get("TMPDIR", "/tmp"))  # noqa: S108 - only named
+        if sentence is None:
             _emit_bug(running, error)
             raise
-        place = error.filename or os.environ.get("TMPDIR", "/tmp")  # noqa: S108 - only named, never opened
-        sentence = f"The disk that holds {place} is full; free some space and run again."
         running.emit("failed", sentence, StoreError.exit_code)
+        print_line(f"evernear: {sentence}", sys.stderr)
         sys.exit(StoreError.exit_code)
     except Exception as error:
         _emit_bug(running, error)

@@ -313,7 +313,8 @@ class KubernetesSettings(Section):
     )
     metrics_namespaces: tuple[str, ...] = Field(default=("monitoring",), description="Whose pods may read metrics.")
     egress_ports: tuple[int, ...] = Field(
-        default=(443, 9000), description="TCP ports that a pod may connect to, for the object store."
+        default=(443, 8333, 9000),
+        description="TCP ports that a pod may connect to, for the object store: HTTPS, SeaweedFS, MinIO.",
     )
     service_url: str = Field(
         default="",

@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 import pytest
 from environment import of_the_shell
 from loopback.kubernetes import ImageMissing, LoopbackCluster
-from minio import Minio
 
 from cluster.pods import Pods
 from cluster.site import (
@@ -66,10 +65,8 @@ def real_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         endpoint = urlsplit(environment["AWS_ENDPOINT_URL"])
-        keys = (environment["AWS_ACCESS_KEY_ID"], environment["AWS_SECRET_ACCESS_KEY"])
-        Minio(endpoint.netloc, *keys, secure=False, region=environment["AWS_REGION"]).make_bucket("evernear")
         monkeypatch.setenv(KUBECONFIG, str(kubeconfig_of_deployer(admin, namespace, tmp_path)))
         pace = Pace(rollout_timeout_s=300, patience_s=30, settle_s=60)
-        # 9000 is where MinIO listens, the other one where the node sends it on.
-        ports = (9000, endpoint.port or 443)
+        # 8333 is where SeaweedFS listens, the other one where the node sends it on.
+        ports = (8333, endpoint.port or 443)
         yield Site(namespace, image, "s3://evernear/store", ports, admin, pace)

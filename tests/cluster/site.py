@@ -102,33 +102,37 @@ def install_store_secret(admin: ApiClient, namespace: str, environment: dict[str
 
 
 def install_store(admin: ApiClient, namespace: str) -> dict[str, str]:
-    """The trial's MinIO with a disk of its pod, on a port of the node: the same URL for pods and for this process.
+    """The trial's SeaweedFS with a disk of its pod, on a port of the node: the same URL for pods and for this process.
 
     Returns the ``AWS_`` variables of its administrator.
     """
     key, secret = secrets.token_hex(10), secrets.token_hex(20)
-    root = {"MINIO_ROOT_USER": key, "MINIO_ROOT_PASSWORD": secret}
-    named = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "evernear-minio-root"}}
+    keys = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
+    admin_keys = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "evernear-s3-admin"}, "stringData": keys}
+    files = {file.name: file.read_text() for file in (DEPLOY / "overlays/local/seaweedfs").iterdir()}
+    setup = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "evernear-seaweedfs"}, "data": files}
     wanted = ("ServiceAccount", "Service", "Deployment")
-    manifests = [one for one in _manifests(DEPLOY / "overlays/local/minio.yaml") if one["kind"] in wanted]
+    manifests = [one for one in _manifests(DEPLOY / "overlays/local/seaweedfs.yaml") if one["kind"] in wanted]
     for manifest in manifests:
         if manifest["kind"] == "Service":
             manifest["spec"]["type"] = "NodePort"
         elif manifest["kind"] == "Deployment":
-            volumes = manifest["spec"]["template"]["spec"]["volumes"]
-            next(volume for volume in volumes if volume["name"] == "data").pop("persistentVolumeClaim")
-            next(volume for volume in volumes if volume["name"] == "data")["emptyDir"] = {"sizeLimit": "1Gi"}
-    create(admin, namespace, {**named, "stringData": root}, *manifests)
+            spec = manifest["spec"]["template"]["spec"]
+            next(volume for volume in spec["volumes"] if volume["name"] == "data").pop("persistentVolumeClaim")
+            next(volume for volume in spec["volumes"] if volume["name"] == "data")["emptyDir"] = {"sizeLimit": "1Gi"}
+            (identities,) = spec["initContainers"]
+            identities["command"] = [*identities["command"][:3], "admin"]
+            identities["env"] = [each for each in identities["env"] if each["name"].startswith("ADMIN_")]
+    create(admin, namespace, admin_keys, setup, *manifests)
     core = CoreV1Api(admin)
-    until(lambda: _is_ready(core, namespace, "app.kubernetes.io/name=minio"), timeout_s=300)
-    port = core.read_namespaced_service("evernear-minio", namespace).spec.ports[0].node_port
+    until(lambda: _is_ready(core, namespace, "app.kubernetes.io/name=seaweedfs"), timeout_s=300)
+    port = core.read_namespaced_service("evernear-seaweedfs", namespace).spec.ports[0].node_port
     addresses = core.list_node().items[0].status.addresses
     host = next(address.address for address in addresses if address.type == "InternalIP")
     return {
         "AWS_ENDPOINT_URL": f"http://{host}:{port}",
         "AWS_REGION": "us-east-1",
-        "AWS_ACCESS_KEY_ID": key,
-        "AWS_SECRET_ACCESS_KEY": secret,
+        **keys,
     }
 
 

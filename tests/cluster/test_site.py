@@ -39,5 +39,5 @@ def test_the_object_store_is_admitted_and_reachable_at_the_node(admin: ApiClient
     with namespace_of_our_own(admin) as name:
         environment = install_store(admin, name)
         assert environment["AWS_ENDPOINT_URL"].startswith("http://192.0.2.10:3")
-        store = AppsV1Api(admin).read_namespaced_deployment("evernear-minio", name)
+        store = AppsV1Api(admin).read_namespaced_deployment("evernear-seaweedfs", name)
         assert "@sha256:" in store.spec.template.spec.containers[0].image

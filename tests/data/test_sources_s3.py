@@ -75,10 +75,10 @@ def test_keys_of_any_kind_are_read(take, draw, bucket: str, contents) -> None:
         "\xfc\u732b",
         "it's",
         "<lt>",
-        "d//ouble",
         "back\\slash",
-        "x" * 500,
     ]
+    if "TEST_S3_URL" not in os.environ:  # MinIO refuses both, SeaweedFS the second
+        names += ["d//ouble", "x" * 500]
     images = client()
     for number, name in enumerate(names * 2):
         data = draw(number)

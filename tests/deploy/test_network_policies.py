@@ -121,26 +121,30 @@ def test_who_starts_runs_reaches_kfp_and_the_internet_but_no_prediction(found: l
 def test_every_pod_finds_names_and_its_store(found: list[Object]) -> None:
     for name, spec in pod_specs(found).items():
         pod = Peer(spec["labels"])
-        if spec["labels"]["app.kubernetes.io/component"] != "minio":
+        if spec["labels"]["app.kubernetes.io/component"] != "object-store":
             assert reaches(found, pod, DNS, 53, "UDP"), name
             assert reaches(found, pod, DNS, 53), name
-            if "minio-users" not in name:
-                assert reaches(found, pod, INTERNET, 443), name
+            assert reaches(found, pod, INTERNET, 443), name
 
 
 def test_the_trial_store_is_reached_by_those_who_have_keys() -> None:
     rendered = objects("local")
     found = [*rendered, *serving(rendered)]
-    minio = component(found, "minio")
-    (port,) = (each["targetPort"] for each in named(found, "Service")["evernear-minio"]["spec"]["ports"])
+    store = component(found, "object-store")
+    (port,) = (each["targetPort"] for each in named(found, "Service")["evernear-seaweedfs"]["spec"]["ports"])
     assert port == "s3"
+    (container,) = named(found, "Deployment")["evernear-seaweedfs"]["spec"]["template"]["spec"]["containers"]
+    assert container["ports"] == [{"name": "s3", "containerPort": 8333}]
     for name, spec in pod_specs(found).items():
-        if spec["labels"]["app.kubernetes.io/component"] != "minio":
-            assert reaches(found, Peer(spec["labels"]), minio, 9000), name
-    assert reaches(found, STEP, minio, 9000)
-    assert not reaches(found, STRANGER, minio, 9000)
-    assert not reaches(found, CLIENT, minio, 9000)
-    assert not reaches(found, minio, INTERNET, 443)
+        if spec["labels"]["app.kubernetes.io/component"] != "object-store":
+            assert reaches(found, Peer(spec["labels"]), store, 8333), name
+    assert reaches(found, STEP, store, 8333)
+    assert not reaches(found, STRANGER, store, 8333)
+    assert not reaches(found, CLIENT, store, 8333)
+    assert not reaches(found, store, INTERNET, 443)
+    # Master, filer, volume server, and the gRPC port of the gateway.
+    for unguarded in (9333, 19333, 8888, 18888, 8080, 18080, 18333):
+        assert not any(reaches(found, peer, store, unguarded) for peer in (STEP, CLIENT, component(found, "prep")))
 
 
 def test_prometheus_reads_metrics_and_strangers_do_not() -> None:

@@ -24,6 +24,7 @@ from evernear.errors import (
     ServingError,
     SettingsError,
     StoreError,
+    TransientStoreError,
     Unreachable,
 )
 from evernear.release.parts import ReleaseParts, open_release
@@ -196,10 +197,10 @@ from evernear.deployment import local
 from evernear.settings import Settings
 
 def die(source, target):
-    Path(target).write_bytes(b"half")
+    target.write(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
 
-local.shutil.copyfile = die
+local.shutil.copyfileobj = die
 local.deploy(Path(sys.argv[1]), Path(sys.argv[2]), Settings.model_validate_json(sys.argv[3]))
 """
 
@@ -214,7 +215,44 @@ def test_the_files_of_a_killed_deployment_go_with_the_next(site: Site) -> None:
 
 
 def left_behind(site: Site) -> list[Path]:
-    return [*site.home.glob(".*"), *torchserve.model_store(site.home).glob("*.part")]
+    return [*site.home.glob(".*"), *torchserve.model_store(site.home).glob(".*")]
+
+
+def test_a_proved_release_stays_loaded_where_the_store_cannot_be_reached_to_record_it(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    champion, candidate = site.champion, site.candidate()
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise TransientStoreError("http://s3 cannot be reached.")
+
+    with monkeypatch.context() as patched, site.hammered() as versions:
+        patched.setattr(Registry, "set_champion", unreachable)
+        with pytest.raises(
+            TransientStoreError, match=r"stays in place, but it may not be recorded .* cannot be reached"
+        ):
+            site.deploy(candidate)
+    assert versions == {champion}
+    assert candidate.version in site.registered
+    with nothing_is_loaded(monkeypatch), site.hammered():
+        promote(candidate.version, site.settings)
+    assert site.default == site.champion == candidate.version
+    rollback(site.settings)
+
+
+def test_a_release_that_torchserve_has_no_room_to_unpack_leaves_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    champion, candidate, registered = site.champion, site.candidate(), site.registered
+    before = sorted(torchserve.model_store(site.home).iterdir())
+    full = shutil.disk_usage(site.home)._replace(free=candidate.archive.stat().st_size)
+    with monkeypatch.context() as patched, site.hammered() as versions:
+        patched.setattr(shutil, "disk_usage", lambda _: full)
+        with pytest.raises(StoreError, match=r"The disk that holds .* is full; free some space and run again\."):
+            site.deploy(candidate)
+    assert versions == {champion}
+    assert site.registered == registered
+    assert sorted(torchserve.model_store(site.home).iterdir()) == before
 
 
 def test_what_a_killed_deployment_left_is_removed_by_the_next(site: Site) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from limits import largest_file
 
 from evernear import threads
 from evernear.data.shards import Dataset
@@ -20,7 +21,7 @@ from evernear.embedding.network import Architecture
 from evernear.embedding.state import TrainingState
 from evernear.embedding.train import train
 from evernear.embedding.trained import load_trained
-from evernear.errors import IntegrityError, TrainingError
+from evernear.errors import IntegrityError, StoreError, TrainingError
 from evernear.settings import TrainSettings
 from evernear.store import open_store
 
@@ -315,6 +316,16 @@ def test_two_processes_train_together(digits: Dataset, tiny: TrainSettings, tmp_
     assert result.epochs == tuple(seen)
     assert result.epochs[-1].gallery_accuracy > 0.7
     assert len(list(store.list("checkpoints/"))) == 1
+
+
+@pytest.mark.slow
+def test_a_process_that_cannot_write_its_checkpoint_says_so(
+    digits: Dataset, tiny: TrainSettings, tmp_path: Path
+) -> None:
+    settings = tiny.model_copy(update={"processes": 2, "device": "cpu"})
+    store = open_store((tmp_path / "store").as_uri())
+    with largest_file(2**12), pytest.raises(StoreError, match=r"checkpoints/.* would be larger than"):
+        train(digits, settings, tmp_path / "trained", store)
 
 
 @pytest.mark.slow

@@ -2,8 +2,9 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from limits import largest_file
 
-from evernear.errors import DataError, IntegrityError, SettingsError
+from evernear.errors import DataError, IntegrityError, SettingsError, StoreError
 from evernear.index.build import build
 from evernear.index.description import describe_index
 from evernear.settings import IndexSettings
@@ -34,6 +35,21 @@ def test_the_same_embeddings_make_the_same_index(make_embeddings: MakeEmbeddings
     digests = {build(embeddings, LABELS, IndexSettings(), tmp_path / name).digest for name in ("a", "b")}
     assert len(digests) == 1
     assert build(embeddings, LABELS, IndexSettings(k=1), tmp_path / "c").digest not in digests
+
+
+@pytest.mark.parametrize("missing_bytes", [100, 50_000], ids=["on closing", "before"])
+def test_a_disk_that_is_found_too_small_leaves_no_index(make_embeddings: MakeEmbeddings, tmp_path, missing_bytes: int):
+    embeddings = make_embeddings({"gallery": blobs(1, 1500), "query": blobs(2, 50)})
+    build(embeddings, LABELS, IndexSettings(), tmp_path)
+    size_bytes = (tmp_path / "index.faiss").stat().st_size
+    with (
+        largest_file(size_bytes - missing_bytes),
+        pytest.raises(StoreError, match=r"index\.faiss would be larger than"),
+    ):
+        build(embeddings, LABELS, IndexSettings(), tmp_path)
+    with pytest.raises(IntegrityError, match="holds no"):
+        describe_index(tmp_path)
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from limits import largest_file
 from releases import MakeRelease, System
 
 from evernear.embedding.embed import embed_images
 from evernear.embedding.export import load_network
-from evernear.errors import IntegrityError
+from evernear.errors import IntegrityError, StoreError
 from evernear.index.search import Gallery
 from evernear.release.archive import archive, git_commit
 from evernear.release.champion import open_champion
@@ -31,6 +32,12 @@ def test_an_archive_opens_to_what_went_into_it(system: System, make_release: Mak
     assert packed.manifest.dataset_digest == system.dataset.digest
     assert packed.manifest.labels == system.dataset.labels
     assert json.loads(parts.read("preprocessing.json")) == packed.manifest.preprocessing.model_dump(mode="json")
+
+
+def test_an_archive_that_does_not_fit_onto_the_disk_is_a_sentence(make_release: MakeRelease) -> None:
+    size_bytes = make_release().archive.stat().st_size
+    with largest_file(size_bytes - 1), pytest.raises(StoreError, match="would be larger than this process may write"):
+        make_release()
 
 
 def test_torchserve_is_told_the_same_version(make_release: MakeRelease) -> None:

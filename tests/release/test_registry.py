@@ -2,6 +2,7 @@ import json
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.synchronize import Barrier as ProcessBarrier
 from pathlib import Path
 from threading import Barrier
@@ -9,8 +10,9 @@ from threading import Barrier
 import pytest
 from releases import MakeRelease, PackedRelease, forge
 
-from evernear.errors import Conflict, IntegrityError, StoreError
-from evernear.release.registry import Cause, Champion, Registry
+from evernear.errors import Conflict, IntegrityError, StoreError, TransientStoreError
+from evernear.release import registry as registry_module
+from evernear.release.registry import CHAMPION, Cause, Champion, Registry
 from evernear.store import Store, open_store
 
 
@@ -283,6 +285,90 @@ def test_what_an_older_evernear_stored_is_understood(store: Store, releases: lis
     back = registry.roll_back(champion)
     assert (back.version, back.previous) == (one, None)
     assert [move.version for move in registry.history()] == [two, one]
+
+
+class Unreachable:
+    """A store of which some conditional writes fail: before they are carried out, or after."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.failures = 0
+        self.executed = False
+        self.tries = 0
+        self._put_if = store.put_if
+        monkeypatch.setattr(store, "put_if", self.put_if)
+        monkeypatch.setattr(registry_module, "_PAUSE_S", (0.0, 0.0))
+
+    def fail(self, failures: int, executed: bool) -> None:
+        self.failures, self.executed, self.tries = failures, executed, 0
+
+    def put_if(self, key: str, data: bytes, etag: str | None) -> str:
+        self.tries += 1
+        if key == CHAMPION and self.failures:
+            self.failures -= 1
+            if self.executed:
+                with suppress(Conflict):
+                    self._put_if(key, data, etag)
+            raise TransientStoreError("The store cannot be reached.")
+        return self._put_if(key, data, etag)
+
+
+@pytest.mark.parametrize("executed", [False, True], ids=["not carried out", "carried out"])
+def test_a_move_waits_for_a_store_that_is_away_and_counts_once(
+    store: Store, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch, executed: bool
+) -> None:
+    registry = Registry(store)
+    champion = champions(registry, releases[:2])
+    unreachable = Unreachable(store, monkeypatch)
+    publish(registry, releases[2])
+    unreachable.fail(3, executed)
+    champion = registry.set_champion(releases[2].version, champion)
+    unreachable.fail(3, executed)
+    champion = registry.roll_back(champion)
+    assert registry.champion() == champion
+    assert [move.version for move in registry.history()] == [releases[n].version for n in (0, 1, 2, 1)]
+
+    unreachable.fail(10**6, executed)
+    monkeypatch.setattr(registry_module, "_PATIENCE_S", 0.0)
+    with pytest.raises(TransientStoreError):
+        registry.set_champion(releases[2].version, champion)
+    assert unreachable.tries == 2, "the history's entry, and the pointer, once"
+
+
+def test_a_move_that_was_overtaken_before_its_answer_came_is_told_as_done(
+    store: Store, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry, other = Registry(store), Registry(store)
+    champion = champions(registry, releases[:2])
+    publish(registry, releases[2])
+    put_if = store.put_if
+
+    def overtake(key: str, data: bytes, etag: str | None) -> str:
+        if key != CHAMPION:
+            return put_if(key, data, etag)
+        monkeypatch.setattr(store, "put_if", put_if)
+        put_if(key, data, etag)
+        other.set_champion(releases[0].version, other.champion())
+        raise Conflict("Somebody else has written since.")
+
+    monkeypatch.setattr(store, "put_if", overtake)
+    done = registry.set_champion(releases[2].version, champion)
+    assert (done.version, done.previous) == (releases[2].version, releases[1].version)
+    assert [move.version for move in registry.history()] == [releases[n].version for n in (0, 1, 2, 0)]
+    with pytest.raises(Conflict, match="champion changed"):
+        registry.set_champion(releases[1].version, done)
+
+
+def test_a_move_that_nobody_made_is_not_in_the_history(
+    store: Store, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entry of the move before is written first; with a pointer that then does not move it must not count twice."""
+    registry = Registry(store)
+    champion = champions(registry, releases[:2])
+    Unreachable(store, monkeypatch).fail(1, executed=False)
+    monkeypatch.setattr(registry_module, "_PATIENCE_S", -1.0)
+    with pytest.raises(TransientStoreError):
+        registry.set_champion(releases[0].version, champion)
+    assert [move.number for move in registry.history()] == [1, 2]
 
 
 @pytest.fixture(scope="module")

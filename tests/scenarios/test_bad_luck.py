@@ -177,7 +177,7 @@ def test_a_server_that_dies_is_told_and_comes_back(bench: Bench) -> None:
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(bench.workdir) in " ".join(p.info["cmdline"] or ())]
 
 
-@pytest.mark.parametrize("size_kb", [60, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size_kb", [4, 60, pytest.param(600, marks=pytest.mark.slow)])
 def test_disk_full(bench: Bench, size_kb: int) -> None:
     """The working directory lies on a disk that is too small for the dataset, or for the training."""
     bench.workdir.mkdir()

@@ -13,7 +13,7 @@ import pytest
 from faulty import Front, front_of
 from minio import Minio
 
-from evernear.store import connection, s3
+from evernear.store import connection, s3, swap
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Swift wants its own Python environment; `make test` makes it.
@@ -51,9 +51,17 @@ def front(s3_endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 @pytest.fixture
+def altering_front(front: Front) -> Front:
+    """The front, where it may change requests: a real server checks their signatures."""
+    if "TEST_S3_URL" in os.environ:
+        pytest.skip("the server at TEST_S3_URL checks signatures")
+    return front
+
+
+@pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that do not wait between two tries."""
-    for module in (connection, s3):
+    for module in (connection, s3, swap):
         monkeypatch.setattr(module, "BACKOFF_S", 0.01)
 
 

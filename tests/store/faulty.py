@@ -31,6 +31,8 @@ class Front:
     upstream: str
     seen: list[Request] = field(default_factory=list[Request])
     ignored_headers: frozenset[str] = frozenset()
+    refuses_early: bool = False
+    """As MinIO: a conditional PUT that loses is answered before its body is read, and the connection is reset."""
     url: str = ""
     closing: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -95,9 +97,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.path = path
         self.front.seen.append(Request(self.command, path, dict(self.headers)))
         fault = self.front.fault(self.command)
+        if self.front.refuses_early and self.command == "PUT" and self._loses():
+            fault = refuse_early
         if fault is reset_upload:
             self.rfile.read(int(self.headers.get("Content-Length") or 0) // 2)
-        else:
+        elif fault is not refuse_early:
             self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         fault(self)
 
@@ -105,6 +109,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Quiet."""
+
+    def _loses(self) -> bool:
+        """Whether the condition of this PUT does not hold now."""
+        connection = http.client.HTTPConnection(urlsplit(self.front.upstream).netloc, timeout=30)
+        try:
+            with self.front.lock:
+                connection.request("HEAD", self.path, headers={"Authorization": self.headers["Authorization"]})
+                answer = connection.getresponse()
+        finally:
+            connection.close()
+        etag = answer.headers.get("etag") if answer.status == 200 else None
+        wanted = self.headers.get("If-Match")
+        return etag != wanted if wanted else etag is not None and self.headers.get("If-None-Match") == "*"
 
     def forward(self) -> tuple[http.client.HTTPResponse, bytes]:
         """The answer of the server behind."""
@@ -180,6 +197,30 @@ def reset_download(handler: _Handler) -> None:
 def reset_upload(handler: _Handler) -> None:
     """The connection is reset when half of the body has come."""
     handler.hang_up()
+
+
+def refuse_early(handler: _Handler) -> None:
+    """A condition that does not hold: 412 before the body is read, then the connection is reset."""
+    _answer(handler, 412, "application/xml", b"<Error><Code>PreconditionFailed</Code></Error>", {})
+    handler.hang_up()
+
+
+class Postponed:
+    """A request whose connection breaks, and which is carried out only before the next request of its method."""
+
+    def __init__(self) -> None:
+        self._handler: _Handler | None = None
+
+    def hang_up(self, handler: _Handler) -> None:
+        """The fault of the first request."""
+        self._handler = handler
+        handler.hang_up()
+
+    def catch_up(self, handler: _Handler) -> None:
+        """The fault of the second."""
+        assert self._handler is not None
+        self._handler.forward()
+        pass_on(handler)
 
 
 def lose_answer(handler: _Handler) -> None:

@@ -1,4 +1,4 @@
-"""The policies that docs/object-store.md publishes, at a moto that enforces them: each does its job and no more."""
+"""The policies that docs/object-store.md publishes, at servers that enforce them: each does its job and no more."""
 
 import json
 import os
@@ -6,13 +6,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 import boto3
 import pytest
 import requests
 from conftest import REPOSITORY, free_ports, wait_for_port
+from minio import Minio
+from seaweedfs import seaweedfs
 
 from evernear.errors import Conflict, StoreError
 from evernear.serving.query_log import ship
@@ -38,14 +42,21 @@ class Guarded:
     keys: dict[str, tuple[str, str]]
 
 
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+@pytest.fixture(scope="module", params=["moto", "seaweedfs"])
+def guarded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    start = moto_with_users if request.param == "moto" else seaweedfs_with_users
+    with start(tmp_path_factory.mktemp(request.param)) as running:
+        yield running
+
+
+@contextmanager
+def moto_with_users(directory: Path) -> Iterator[Guarded]:
     (port,) = free_ports(1)
     # A process of its own: authorization is a state of the whole of moto.
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     environment = os.environ | {"INITIAL_NO_AUTH_ACTION_COUNT": "inf"}
     with (
-        (tmp_path_factory.mktemp("moto") / "log").open("wb") as log,
+        (directory / "log").open("wb") as log,
         subprocess.Popen(command, stdout=log, stderr=log, env=environment) as server,
     ):
         try:
@@ -66,16 +77,40 @@ def _set_up(endpoint: str) -> dict[str, tuple[str, str]]:
         s3.create_bucket(Bucket=bucket)
         for name in names:
             s3.put_object(Bucket=bucket, Key=name, Body=b"content")
-    text = (REPOSITORY / "docs/object-store.md").read_text()
-    policies = re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL)
     iam = boto3.client("iam", endpoint_url=endpoint, **anyone)
     keys = {}
-    for user, policy in zip(USERS, policies, strict=True):
+    for user, policy in published_policies().items():
         iam.create_user(UserName=user)
         iam.put_user_policy(UserName=user, PolicyName=user, PolicyDocument=json.dumps(json.loads(policy)))
         key = iam.create_access_key(UserName=user)["AccessKey"]
         keys[user] = (key["AccessKeyId"], key["SecretAccessKey"])
     return keys
+
+
+@contextmanager
+def seaweedfs_with_users(directory: Path) -> Iterator[Guarded]:
+    policies = published_policies()
+    keys = {user: (f"{user}-key", f"{user}-secret") for user in (*policies, "admin")}
+    rights = {user: {"policyNames": [user]} for user in policies} | {"admin": {"actions": ["Admin"]}}
+    identities = [
+        {"name": user, "credentials": [{"accessKey": key, "secretKey": secret}], **rights[user]}
+        for user, (key, secret) in keys.items()
+    ]
+    listed = [{"name": user, "content": policy} for user, policy in policies.items()]
+    (directory / "s3.json").write_text(json.dumps({"identities": identities, "policies": listed}))
+    with seaweedfs(directory / "data", directory / "s3.json") as server:
+        admin = Minio(server.endpoint.removeprefix("http://"), *keys["admin"], secure=False, region="us-east-1")
+        for bucket, names in OBJECTS.items():
+            admin.make_bucket(bucket)
+            for name in names:
+                admin.put_object(bucket, name, BytesIO(b"content"), 7)
+        yield Guarded(server.endpoint, keys)
+
+
+def published_policies() -> dict[str, str]:
+    """By user, as docs/object-store.md has them."""
+    text = (REPOSITORY / "docs/object-store.md").read_text()
+    return dict(zip(USERS, re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL), strict=True))
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from evernear.errors import Conflict, IntegrityError, SettingsError, StoreError
 from evernear.store import Store, disk_errors, open_store, sha256_bytes, sha256_file, write_atomically
 
 
-@pytest.fixture(params=["file", "moto", "swift"])
+@pytest.fixture(params=["file", "s3", "swift"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "file":
         return open_store((tmp_path / "store").as_uri())
-    bucket = request.getfixturevalue("bucket" if request.param == "moto" else "swift_bucket")
+    bucket = request.getfixturevalue("bucket" if request.param == "s3" else "swift_bucket")
     return open_store(f"s3://{bucket}/some/prefix")
 
 
@@ -58,15 +58,17 @@ def test_a_conditional_put_takes_only_what_it_saw(store: Store) -> None:
     assert store.find("never-written") is None
 
 
-def test_a_listing_has_whole_keys_in_order(store: Store) -> None:
+def test_a_listing_has_whole_keys_and_each_folder_in_order(store: Store) -> None:
     keys = ["a.b/x", "a/b/c", "a/b.c", "a/z", "ab/x", "b"]
     for key in keys:
         store.put(key, key.encode())
     listed = list(store.list(""))
-    assert [info.key for info in listed] == sorted(keys)
+    # S3 sorts whole keys; SeaweedFS lists folder by folder, a/b/c before a/b.c.
+    assert sorted(info.key for info in listed) == sorted(keys)
+    assert [info.key for info in listed if info.key in ("a/b.c", "a/z")] == ["a/b.c", "a/z"]
     assert all(info.size_bytes == len(info.key) for info in listed)
     assert all(store.find(info.key) == (info.key.encode(), info.etag) for info in listed)
-    assert [info.key for info in store.list("a/b")] == ["a/b.c", "a/b/c"]
+    assert sorted(info.key for info in store.list("a/b")) == ["a/b.c", "a/b/c"]
     assert list(store.list("nothing/")) == []
     assert sorted(store.folders()) == ["a", "a.b", "ab"]
 
@@ -125,12 +127,10 @@ def test_spaces_in_a_path_are_kept(tmp_path: Path) -> None:
 
 def test_an_s3_without_the_bucket_is_a_sentence(bucket: str) -> None:
     store = open_store(f"s3://{bucket}-missing/prefix")
-    for act in (
-        lambda: store.get("x"),
-        lambda: store.put("x", b""),
-        lambda: store.put_if("x", b"", None),
-        lambda: list(store.list("")),
-    ):
+    reads = (lambda: store.get("x"), lambda: list(store.list("")))
+    writes = (lambda: store.put("x", b""), lambda: store.put_if("x", b"", None))
+    # The keys there are an administrator's, for whom SeaweedFS makes a bucket that is missing.
+    for act in reads if "TEST_S3_URL" in os.environ else (*reads, *writes):
         with pytest.raises(StoreError, match=f"There is no bucket '{bucket}-missing'"):
             act()
 

@@ -5,12 +5,24 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from io import BytesIO
+from typing import Any
 
 import pytest
-from faulty import Front, empty_listing, front_of, lose_answer, refuse, reset_upload
+from faulty import (
+    Fault,
+    Front,
+    Postponed,
+    empty_listing,
+    front_of,
+    lose_answer,
+    page,
+    pass_on,
+    refuse,
+    reset_upload,
+)
 
-from evernear.errors import Conflict, StoreError
-from evernear.store import S3Store, swap
+from evernear.errors import Conflict, StoreError, TransientStoreError
+from evernear.store import S3Store, connection, swap
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -24,10 +36,17 @@ def atomic(front: Front) -> Front:
 
 
 @pytest.fixture
-def ignoring(front: Front) -> Front:
+def ignoring(altering_front: Front) -> Front:
     """A server that overwrites whatever the condition, as SeaweedFS did before 3.97."""
-    front.ignored_headers = frozenset({"If-Match", "If-None-Match"})
-    return front
+    altering_front.ignored_headers = frozenset({"If-Match", "If-None-Match"})
+    return altering_front
+
+
+@pytest.fixture
+def early(altering_front: Front) -> Front:
+    """A server that refuses the loser of a race before it has read its body, and resets, as MinIO does."""
+    altering_front.refuses_early = True
+    return altering_front
 
 
 @pytest.fixture(params=SERVERS)
@@ -154,23 +173,96 @@ def test_a_listing_that_lags_is_refused(ignoring: Front, bucket: str) -> None:
     assert store.find("head") is None
 
 
-def test_a_write_whose_answer_is_lost_is_not_repeated(atomic: Front, bucket: str) -> None:
+def time_out(handler: Any) -> None:
+    """The request is carried out, and an ingress gives up on the answer."""
+    handler.forward()
+    page(504)(handler)
+
+
+@pytest.mark.parametrize("fault", [lose_answer, time_out])
+def test_a_write_whose_answer_is_lost_is_read_back_and_not_repeated(atomic: Front, bucket: str, fault: Fault) -> None:
     store = S3Store(bucket, "prefix")
     first = store.put_if("head", b"1", None)
     atomic.forget()
-    atomic.harm("PUT", lose_answer)
-    with pytest.raises(StoreError, match=r"broke off while .*/head was written, so it is not known whether it was"):
-        store.put_if("head", b"2", first)
-    assert atomic.count("PUT") == 1
-    assert store.get("head") == b"2"
+    atomic.harm("PUT", fault)
+    second = store.put_if("head", b"2", first)
+    assert (atomic.count("PUT"), atomic.count("HEAD")) == (1, 1)
+    assert store.find("head") == (b"2", second)
 
 
-def test_a_write_that_breaks_off_changes_nothing(atomic: Front, bucket: str) -> None:
+@pytest.mark.parametrize("fault", [reset_upload, page(502)])
+def test_a_write_that_breaks_off_is_sent_again(atomic: Front, bucket: str, fault: Fault) -> None:
     store = S3Store(bucket, "prefix")
     first = store.put_if("head", b"1", None)
-    atomic.harm("PUT", reset_upload)
-    with pytest.raises(StoreError, match="not known"):
-        store.put_if("head", b"2" * 10**6, first)
+    atomic.forget()
+    atomic.harm("PUT", fault)
+    second = store.put_if("head", b"2" * 10**6, first)
+    assert atomic.count("PUT") == 2
+    assert store.find("head") == (b"2" * 10**6, second)
+
+    atomic.harm("PUT", *[fault] * 4)
+    with pytest.raises(TransientStoreError, match=r"broke off whenever .*/head was written, and the object is un"):
+        store.put_if("head", b"3" * 10**6, second)
+    assert store.find("head") == (b"2" * 10**6, second)
+
+
+def test_a_write_that_is_executed_late_is_not_taken_for_somebody_elses(atomic: Front, bucket: str) -> None:
+    store, late = S3Store(bucket, "prefix"), Postponed()
+    first = store.put_if("head", b"1", None)
+    atomic.harm("PUT", late.hang_up, late.catch_up)
+    second = store.put_if("head", b"2", first)
+    assert store.find("head") == (b"2", second)
+
+
+def test_of_two_who_write_the_same_one_wins_even_if_the_answer_is_lost(atomic: Front, bucket: str) -> None:
+    one, other = S3Store(bucket, "prefix"), S3Store(bucket, "prefix")
+    one.put_if("claim", b"mine", None)
+    assert other._swapper.winners
+    atomic.harm("PUT", lose_answer)
+    with pytest.raises(Conflict):
+        other.put_if("claim", b"mine", None)
+
+
+def test_who_was_overtaken_before_it_could_look_is_told_of_a_conflict(atomic: Front, bucket: str) -> None:
+    store, other = S3Store(bucket, "prefix"), S3Store(bucket, "prefix")
+    first = store.put_if("head", b"1", None)
+
+    def overtake(handler: Any) -> None:
+        other.put("head", b"3")
+        pass_on(handler)
+
+    atomic.harm("PUT", lose_answer)
+    atomic.harm("HEAD", overtake)
+    with pytest.raises(Conflict):
+        store.put_if("head", b"2", first)
+    assert store.get("head") == b"3"
+
+
+def test_the_outcome_is_unknown_only_if_the_object_cannot_be_read_back(atomic: Front, bucket: str) -> None:
+    store = S3Store(bucket, "prefix")
+    first = store.put_if("head", b"1", None)
+    atomic.harm("PUT", lose_answer)
+    atomic.harm("HEAD", *[lose_answer] * connection.TRIES)
+    with pytest.raises(TransientStoreError, match=r"not known whether it was, since it cannot be read either: http://"):
+        store.put_if("head", b"2", first)
+
+
+def test_a_probe_whose_connections_break_is_resolved(atomic: Front, bucket: str) -> None:
+    atomic.harm("PUT", *[lose_answer] * 12)
+    assert S3Store(bucket, "prefix")._swapper.winners == (1, 1)
+    atomic.harm("DELETE", *[lose_answer] * connection.TRIES)
+    assert S3Store(bucket, "prefix")._swapper.winners == (1, 1)
+
+
+def test_a_loser_that_is_refused_before_its_body_is_read_is_told_of_a_conflict(early: Front, bucket: str) -> None:
+    for _ in range(5):
+        assert S3Store(bucket, "prefix")._swapper.winners == (1, 1)
+    store = S3Store(bucket, "prefix")
+    first = store.put_if("head", b"1", None)
+    for etag in (None, "0" * 32):
+        # Larger than what the sockets buffer, so that the reset comes while it is sent.
+        with pytest.raises(Conflict):
+            store.put_if("head", b"2" * 2**24, etag)
     assert store.find("head") == (b"1", first)
 
 
@@ -187,6 +279,18 @@ def test_a_write_that_was_put_off_is_repeated(atomic: Front, bucket: str) -> Non
     with pytest.raises(StoreError, match=r"overloaded or broken \(503 SlowDown\) after 4 tries; run again later"):
         store.put_if("head", b"3", None)
     assert store.get("head") == b"2"
+
+
+def test_a_leased_write_whose_answer_is_lost_is_read_back(ignoring: Front, bucket: str) -> None:
+    store = S3Store(bucket, "prefix")
+    first = store.put_if("head", b"1", None)
+    ignoring.harm("PUT", pass_on, *[lose_answer] * connection.TRIES)  # after the lease
+    second = store.put_if("head", b"2", first)
+    assert store.find("head") == (b"2", second)
+    ignoring.harm("PUT", pass_on, *[reset_upload] * connection.TRIES)
+    with pytest.raises(TransientStoreError):
+        store.put_if("head", b"3" * 10**6, second)
+    assert store.find("head") == (b"2", second)
 
 
 def test_the_sum_of_many_writers_is_right_where_conditions_are_ignored(ignoring: Front, bucket: str) -> None:

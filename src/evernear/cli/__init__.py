@@ -1,6 +1,7 @@
 """The ``evernear`` command. Heavy libraries are imported by the commands that need them, never here."""
 
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import typer
@@ -8,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from evernear.cli import cluster, doctor, inspect, journey, pipeline, pod, predict, prep, releases, server, slack, watch
-from evernear.errors import EvernearError, StoreError, UserInterruptError
+from evernear.errors import EvernearError, StoreError, UserInterruptError, no_space
 from evernear.output import printable
 
 OURS = ("evernear", "pipelines", "components")
@@ -61,9 +62,10 @@ def main() -> None:
             raise
         _refuse(f"{package} is not installed; run `pip install 'evernear[{EXTRAS}]'`.", EvernearError.exit_code)
     except OSError as error:
-        if error.filename is None:
+        full = no_space(error, error.filename or Path.cwd())
+        if full is None and error.filename is None:
             raise
-        _refuse(f"{error.filename} cannot be read or written: {error.strerror}.", StoreError.exit_code)
+        _refuse(full or f"{error.filename} cannot be read or written: {error.strerror}.", StoreError.exit_code)
 
 
 def _refuse(sentence: str, exit_code: int) -> NoReturn:

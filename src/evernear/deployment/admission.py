@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from evernear.errors import Conflict, IntegrityError
+from evernear.errors import Conflict, IntegrityError, TransientStoreError
 from evernear.evaluation.verdict import Verdict
 from evernear.index.description import describe_index
 from evernear.release.parts import VERDICT_FILE, ReleaseParts, open_release
@@ -76,6 +76,19 @@ def publish(archive: Path, verdict_file: Path, store: Store, cause: Cause | None
     if champion is None or champion.version != manifest.version:
         champion = registry.set_champion(manifest.version, champion, cause=cause)
     return Deployment(version=champion.version, previous=champion.previous)
+
+
+def unrecorded(version: str, error: TransientStoreError) -> TransientStoreError:
+    """The error of a release that was proved and stays in place though the store did not take it as the champion.
+
+    Taking it back would replace what answers by what may not even start: its archive comes from the same store. And
+    the pointer may have moved.
+    """
+    return TransientStoreError(
+        f"Release {version} answered its stored queries and stays in place, but it may not be recorded as the champion:"
+        f" {error} When the store can be reached, `evernear registry champion` shows what is recorded; if that is not "
+        f"{version}, run `evernear registry promote {version}` or this step again."
+    )
 
 
 def _read_verdict(path: Path, parts: ReleaseParts) -> Verdict:

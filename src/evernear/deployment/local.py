@@ -5,6 +5,8 @@ next `deploy` makes them agree again.
 """
 
 import contextlib
+import errno
+import os
 import shutil
 import signal
 import sys
@@ -14,9 +16,9 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from evernear.deployment.admission import Deployment, admit
+from evernear.deployment.admission import Deployment, admit, unrecorded
 from evernear.deployment.smoke import smoke
-from evernear.errors import IntegrityError, ServingError, StoreError, UserInterruptError
+from evernear.errors import IntegrityError, ServingError, StoreError, TransientStoreError, UserInterruptError
 from evernear.release.parts import ReleaseParts, open_release
 from evernear.release.registry import Cause, Champion, Registry
 from evernear.serving import torchserve
@@ -25,21 +27,22 @@ from evernear.serving.connection import Endpoints, home_of, read_state
 from evernear.serving.lock import exclusively
 from evernear.serving.management import Management
 from evernear.settings import RunSettings
-from evernear.store import disk_errors, open_store, sha256_file
+from evernear.store import atomic_file, disk_errors, open_store, sha256_file
 
 DRAIN_TIMEOUT_S = 30
 FOLLOW_S = 0.5
+SPARE_BYTES = 2**20  # files take whole blocks, and TorchServe writes logs
 LAST_BATCH_S = 0.5  # a batch that left the queue is answered in far less
 _STAGING = ".release-"
-_PARTIAL = ".part"
 
 
 def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Cause | None = None) -> Deployment:
     """Roll a release out on the TorchServe of ``settings.workdir``, which is started if it is not up.
 
     The champion answers all the while. The release is registered beside it, has to answer its stored queries
-    on its own URL, and only then becomes champion and default. A release that fails is removed again. A
-    champion that cannot be brought up, since its archive is damaged, does not stand in the way.
+    on its own URL, and only then becomes champion and default. A release that fails is removed again; one that is
+    proved stays registered if the store cannot be reached then. A champion that cannot be brought up, since its
+    archive is damaged, does not stand in the way.
 
     Raises:
         IntegrityError, Conflict: it may not serve, see `evernear.deployment.admission.admit`.
@@ -192,7 +195,7 @@ class _Site:
         with disk_errors(self.home):
             for directory in self.home.glob(f"{_STAGING}*"):
                 shutil.rmtree(directory)
-            for file in torchserve.model_store(self.home).glob(f"*{_PARTIAL}"):
+            for file in torchserve.model_store(self.home).glob(".*"):
                 file.unlink()
 
     @contextlib.contextmanager
@@ -245,6 +248,8 @@ class _Site:
         try:
             queries = smoke(Client.of(self.settings), parts)
             champion = commit()
+        except TransientStoreError as error:  # the pointer may have moved to it
+            raise unrecorded(version, error) from None
         except BaseException:
             if loaded:
                 self.unload(version)
@@ -284,11 +289,13 @@ class _Site:
     def load(self, archive: Path, version: str) -> None:
         """Register a release, without making it the default unless it is the only one; a broken one goes again."""
         stored = self._stored(version)
-        with disk_errors(stored):
-            staged = stored.with_suffix(_PARTIAL)
-            shutil.copyfile(archive, staged)
-            staged.replace(stored)
+        with atomic_file(stored) as file, archive.open("rb") as source:
+            shutil.copyfileobj(source, file)
         try:
+            with disk_errors(self.home):
+                # TorchServe unpacks it there, and would only say that it failed to save the model.
+                if shutil.disk_usage(self.home).free < stored.stat().st_size + SPARE_BYTES:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.management.register(stored.name, self.settings.serving)
             torchserve.await_ready(self.settings.serving, self.home, version)
         except BaseException:  # TorchServe answers 500 to a broken release and keeps it, without workers

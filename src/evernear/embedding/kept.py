@@ -50,7 +50,7 @@ class KeptEmbeddings:
             earlier, path = np.empty(0, self._dtype), Path(scratch) / "rows.npy"
             if key in self._keys:
                 earlier = self._open(self._store.fetch(key, Path(scratch) / "earlier.npy"), key)
-            with path.open("wb") as file:
+            with disk_errors(path), path.open("wb") as file:
                 header = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False}
                 np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
                 kept = KeptShard(earlier, file)
@@ -90,13 +90,12 @@ class KeptShard:
         return vectors, found
 
     def add(self, vectors: Vectors, digests: NDArray[np.uint8], new: int) -> None:
-        """Write the next embeddings of the shard, ``new`` of them made just now."""
+        """Write the next embeddings of the shard, ``new`` of them made just now; an `OSError` if the disk is full."""
         self.added += new
         if self._file is not None:
             rows = np.empty(len(digests), self._earlier.dtype)
             rows["embedding"], rows["digest"] = vectors, digests
-            with disk_errors(self._file.name):
-                self._file.write(rows.tobytes())
+            self._file.write(rows.tobytes())
 
 
 def _as_bytes(digests: NDArray[np.uint8]) -> NDArray[np.bytes_]:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -11,13 +12,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
 from evernear.embedding.history import HISTORY_FILE, Epoch, TrainingResult
-from evernear.errors import TrainingError
+from evernear.errors import StoreError, TrainingError
 from evernear.output import print_line
 from evernear.settings import TrainSettings
-from evernear.store import Store
+from evernear.store import Store, write_atomically
 from evernear.threads import environment_of_each
-
-ERROR_FILE = "error.txt"
 
 
 class Job(BaseModel):
@@ -30,7 +29,15 @@ class Job(BaseModel):
     out_dir: Path
     store_uri: str | None
     exclude_labels: frozenset[str]
-    error_file: Path
+
+
+class Failure(BaseModel):
+    """How a training process failed: the sentence and the exit code of its error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    failure: str
+    exit_code: int
 
 
 def launch(
@@ -44,7 +51,8 @@ def launch(
     """Run `train` in ``settings.processes`` processes; they leave the same files in ``out_dir``.
 
     Raises:
-        TrainingError: a process failed; the sentence is its own where it had one.
+        StoreError: a process could not write to the store or to its disk.
+        TrainingError: a process failed in another way; the sentence is its own where it had one.
     """
     with tempfile.TemporaryDirectory(prefix="evernear-train-") as scratch:
         job = Job(
@@ -53,11 +61,10 @@ def launch(
             out_dir=out_dir.resolve(),
             store_uri=store.uri if store is not None else None,
             exclude_labels=exclude_labels,
-            error_file=Path(scratch) / ERROR_FILE,
         )
         save_manifest(dataset.manifest, job.dataset_dir)
         job_file = Path(scratch) / "job.json"
-        job_file.write_text(job.model_dump_json())
+        write_atomically(job_file, job.model_dump_json())
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         worker = [f"--nproc-per-node={settings.processes}", "-m", "evernear.embedding.worker", str(job_file)]
         environment = environment_of_each(settings.processes)
@@ -69,19 +76,24 @@ def launch(
             text=True,
         ) as running:
             assert running.stdout is not None  # noqa: S101 - as asked for with PIPE
-            for line in running.stdout:
-                _report(line, on_epoch)
+            failures = [failure for line in running.stdout if (failure := _report(line, on_epoch))]
+        if failures:
+            kind = StoreError if failures[0].exit_code == StoreError.exit_code else TrainingError
+            raise kind(failures[0].failure)
         if running.returncode != 0:
-            said = job.error_file.read_text() if job.error_file.exists() else ""
-            raise TrainingError(said or f"A training process of {settings.processes} died; its log tells why.")
+            raise TrainingError(f"A training process of {settings.processes} died; its log tells why.")
     return TrainingResult.model_validate_json((out_dir / HISTORY_FILE).read_bytes())
 
 
-def _report(line: str, on_epoch: Callable[[Epoch], None] | None) -> None:
+def _report(line: str, on_epoch: Callable[[Epoch], None] | None) -> Failure | None:
+    """Pass on what a process printed; a failure is returned."""
+    with suppress(ValidationError):
+        return Failure.model_validate_json(line)
     try:
         point = Epoch.model_validate_json(line)
     except ValidationError:
         print_line(line.removesuffix("\n"))
-        return
+        return None
     if on_epoch is not None:
         on_epoch(point)
+    return None

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from evernear.data.shards import Dataset
 from evernear.embedding.history import Epoch
-from evernear.embedding.launch import Job
+from evernear.embedding.launch import Failure, Job
 from evernear.embedding.train import train
 from evernear.errors import EvernearError
 from evernear.output import print_json
@@ -18,7 +18,7 @@ from evernear.store import open_store
 
 
 def main(job_file: Path) -> None:
-    """Join the other processes, train with them, print each epoch as a line of JSON."""
+    """Join the other processes, train with them, print each epoch, or the failure, as a line of JSON."""
     threading.Thread(target=_end_with_step, daemon=True).start()
     job = Job.model_validate_json(job_file.read_bytes())
     gpus = torch.cuda.device_count() if job.settings.device != "cpu" else 0
@@ -27,7 +27,7 @@ def main(job_file: Path) -> None:
     try:
         train(Dataset.open(job.dataset_dir), job.settings, job.out_dir, store, job.exclude_labels, _print_epoch)
     except EvernearError as error:
-        job.error_file.write_text(str(error))
+        print_json(Failure(failure=str(error), exit_code=error.exit_code))
         sys.exit(error.exit_code)
     finally:
         dist.destroy_process_group()

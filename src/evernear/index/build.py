@@ -2,7 +2,9 @@
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +20,9 @@ from evernear.index.description import (
     VECTORS_FILE,
     IndexDescription,
 )
-from evernear.index.library import faiss
+from evernear.index.library import faiss, write_index
 from evernear.settings import IndexSettings
-from evernear.store import disk_errors, sha256_file, write_atomically
+from evernear.store import atomic_file, disk_errors, sha256_file, write_atomically
 
 TRAINING_VECTORS = 262_144
 """Vectors that an index with a trained part (IVF, PQ) is trained on at most: 128 MB at 128 dimensions."""
@@ -41,6 +43,7 @@ def build(
     written last: a directory without ``index.json`` is an index that never was finished.
 
     Raises:
+        StoreError: the disk is full, or ``out_dir`` cannot be written.
         DataError: no gallery, fewer than two classes in it, or no query.
         SettingsError: FAISS does not know the index type or its search parameters, or has too few vectors for
             it. IntegrityError: an embedding is not finite.
@@ -53,12 +56,12 @@ def build(
         numbers, sums = _add(index, embeddings, known)
         calibration = calibrate(embeddings, known, index, settings.false_accept_rate, threshold)
 
-    out_dir.mkdir(parents=True, exist_ok=True)
-    (out_dir / DESCRIPTION_FILE).unlink(missing_ok=True)
     with disk_errors(out_dir):
-        faiss.write_index(index, str(out_dir / VECTORS_FILE))
-        np.save(out_dir / LABELS_FILE, numbers)
-        np.save(out_dir / CENTROIDS_FILE, _unit_rows(sums))
+        (out_dir / DESCRIPTION_FILE).unlink(missing_ok=True)
+    with atomic_file(out_dir / VECTORS_FILE) as file:
+        write_index(index, file)
+    write_atomically(out_dir / LABELS_FILE, _npy(numbers))
+    write_atomically(out_dir / CENTROIDS_FILE, _npy(_unit_rows(sums)))
     description = IndexDescription(
         network_sha256=embeddings.network_sha256,
         dataset_digest=embeddings.description.dataset_digest,
@@ -132,6 +135,13 @@ def _sample(embeddings: Embeddings, known: NDArray[np.bool_]) -> NDArray[np.floa
     step = -(-embeddings.count("gallery") // TRAINING_VECTORS)
     # Copies, for a view would keep the whole block in memory.
     return np.concatenate([block.embeddings[::step].copy() for block in of_known(embeddings.blocks("gallery"), known)])
+
+
+def _npy(array: NDArray[Any]) -> bytes:
+    """``array`` in numpy's file format."""
+    buffer = BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    return buffer.getvalue()
 
 
 def _unit_rows(sums: NDArray[np.float64]) -> NDArray[np.float32]:

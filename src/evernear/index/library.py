@@ -1,6 +1,7 @@
 """FAISS, imported in this one place and told how to search."""
 
 import warnings
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,15 @@ with warnings.catch_warnings():
 # which is still exact. From three queries of 128 dimensions on that is the faster way.
 faiss.cvar.distance_compute_blas_threshold = 300
 
-__all__ = ["faiss", "nearest_rows"]
+__all__ = ["faiss", "nearest_rows", "write_index"]
+
+
+def write_index(index: faiss.Index, file: BinaryIO) -> None:
+    """Write ``index`` to ``file``; an `OSError` says what is wrong with the disk.
+
+    Given a path, FAISS raises a RuntimeError for a disk that is full, and nothing if it is found full on closing.
+    """
+    faiss.write_index(index, faiss.PyCallbackIOWriter(file.write))  # pyright: ignore[reportAttributeAccessIssue] (its stubs lack it)
 
 
 def nearest_rows(

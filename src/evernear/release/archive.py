@@ -45,7 +45,17 @@ from evernear.store import disk_errors, sha256_bytes, sha256_file, write_atomica
 
 SMOKE_BLOCK = 512  # images of the query split that the smoke queries are chosen from
 # The script of torch-model-archiver; ``python -m model_archiver...`` warns that the module is imported twice.
-_ARCHIVER = "from model_archiver.model_packaging import generate_model_archive as main; main()"
+# Its exit code says which OSError ended it, a full disk for one.
+_OS_ERROR = 100
+_ARCHIVER = f"""
+import sys
+from model_archiver.model_packaging import generate_model_archive
+try:
+    generate_model_archive()
+except OSError as error:
+    print(error, file=sys.stderr)
+    sys.exit({_OS_ERROR} + (error.errno or 0))
+"""
 
 
 @dataclass(frozen=True)
@@ -250,6 +260,9 @@ def _pack(directory: Path, model_name: str, version: str) -> None:
     command = [sys.executable, "-c", _ARCHIVER, *(word for option in options.items() for word in option)]
     environment = os.environ | {"TMPDIR": str(staging)}
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+    if done.returncode > _OS_ERROR:
+        number = done.returncode - _OS_ERROR
+        raise OSError(number, os.strerror(number), str(directory))
     if done.returncode:
         last = (done.stderr.strip() or "no message").splitlines()[-1]
         raise EvernearError(f"torch-model-archiver failed: {last}.")

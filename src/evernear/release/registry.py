@@ -10,7 +10,9 @@
 """
 
 import getpass
+import logging
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from typing import Literal, TypeVar
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
-from evernear.errors import Conflict, IntegrityError, StoreError
+from evernear.errors import Conflict, IntegrityError, StoreError, TransientStoreError
 from evernear.evaluation.verdict import Verdict
 from evernear.release.manifest import VERDICT_FILE, ReleaseManifest, Sha256, Version, is_version
 from evernear.release.parts import read_release, read_release_manifest
@@ -32,6 +34,13 @@ CHAMPION = "releases/champion.json"
 HISTORY = "releases/history/"
 PRUNED = "releases/pruned/"
 How = Literal["deploy", "promote", "force", "rollback"]
+
+# A release was rolled out before the pointer moves, and a store that restarts may be away for minutes.
+_PATIENCE_S = 300.0
+_PAUSE_S = (1.0, 15.0)
+# The etag of a state of the pointer that is gone: no move can build on it.
+_SUPERSEDED = "superseded"
+_log = logging.getLogger(__name__)
 
 
 class _Stored(BaseModel):
@@ -246,10 +255,11 @@ class Registry:
     ) -> Champion:
         """Make a published release the champion, if ``expected`` still is it.
 
-        ``cause`` (default: this process) goes into the history.
+        ``cause`` (default: this process) goes into the history. An unreachable store is retried for 5 minutes.
 
         Raises:
             Conflict: the pointer has moved meanwhile; nothing was changed.
+            TransientStoreError: the store cannot be reached; the pointer may have moved.
             StoreError: there is no such release, or it is being pruned.
         """
         move = Move(
@@ -267,10 +277,11 @@ class Registry:
         """Restore what served before ``expected``, if that still is the champion.
 
         A rollback takes the last move back, and another one the move before that: it never returns to the
-        release it just left.
+        release it just left. An unreachable store is retried for 5 minutes.
 
         Raises:
             Conflict: the pointer has moved meanwhile; nothing was changed.
+            TransientStoreError: the store cannot be reached; the pointer may have moved.
             StoreError: nothing served before it, or what did is pruned.
         """
         undo_to = expected.pointer.undo_to
@@ -288,11 +299,14 @@ class Registry:
 
     def history(self) -> Iterator[Move]:
         """All moves of the champion's pointer, oldest first; the last one is where it stands."""
-        for found in self._store.list(HISTORY):
-            yield _parse(Move, self._store.get(found.key), f"{found.key} in {self._store.uri}")
         champion = self.champion()
-        if champion is not None:
-            yield champion.move
+        if champion is None:
+            return
+        for found in self._store.list(HISTORY):
+            # The last move is there, too, once somebody wanted to make another one.
+            if found.key < _past_key(champion.pointer.number):
+                yield _parse(Move, self._store.get(found.key), f"{found.key} in {self._store.uri}")
+        yield champion.move
 
     def prune(self, keep: int) -> tuple[str, ...]:
         """Remove all but the newest ``keep`` releases; returns the versions that went.
@@ -332,16 +346,41 @@ class Registry:
             self._store.delete(f"{ARCHIVES}{archive_sha256}.mar")
 
     def _move(self, move: Move, expected: Champion | None) -> Champion:
+        """`_try_move`, until the store can be reached or `_PATIENCE_S` are over."""
+        deadline_s, (pause_s, longest_s) = time.monotonic() + _PATIENCE_S, _PAUSE_S
+        while True:
+            try:
+                return self._try_move(move, expected)
+            except TransientStoreError as error:
+                if time.monotonic() + pause_s > deadline_s:
+                    raise
+                _log.warning("The champion is not recorded yet: %s Trying again in %.0f s.", error, pause_s)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+
+    def _try_move(self, move: Move, expected: Champion | None) -> Champion:
         self.show(move.version)
-        if expected is None:
-            return self._write(_Pointer.model_validate(move.model_dump()), None)
-        if move.version in expected.pointer.pruning:
-            raise StoreError(f"Release {move.version} is being pruned from {self._store.uri}.")
-        # Where the pointer stands goes into the history before it moves, so that no kill leaves a gap there.
-        with suppress(Conflict):  # another one who wants to move it was quicker
-            self._store.put_if(_past_key(expected.pointer.number), _json(expected.move), None)
-        kept = {"pruning": expected.pointer.pruning, "prunes": expected.pointer.prunes}
-        return self._write(_Pointer.model_validate(move.model_dump() | kept), expected)
+        pointer = _Pointer.model_validate(move.model_dump())
+        if expected is not None:
+            if move.version in expected.pointer.pruning:
+                raise StoreError(f"Release {move.version} is being pruned from {self._store.uri}.")
+            # Where the pointer stands goes into the history before it moves, so that no kill leaves a gap there.
+            with suppress(Conflict):  # another one who wants to move it was quicker
+                self._store.put_if(_past_key(expected.pointer.number), _json(expected.move), None)
+            kept = {"pruning": expected.pointer.pruning, "prunes": expected.pointer.prunes}
+            pointer = pointer.model_copy(update=kept)
+        try:
+            return self._write(pointer, expected)
+        except Conflict:
+            # An earlier attempt may have moved the pointer before its answer was lost. Whoever moved it on since has
+            # put that into the history first.
+            champion = self.champion()
+            if champion is not None and champion.move == move:
+                return champion
+            past = self._store.find(_past_key(move.number))
+            if past and _parse(Move, past[0], f"{_past_key(move.number)} in {self._store.uri}") == move:
+                return Champion(pointer, _SUPERSEDED)
+            raise
 
     def _write(self, pointer: _Pointer, expected: Champion | None) -> Champion:
         try:

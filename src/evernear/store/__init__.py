@@ -11,6 +11,7 @@ from evernear.errors import SettingsError
 from evernear.store.base import (
     ObjectInfo,
     Store,
+    atomic_file,
     disk_errors,
     sha256_bytes,
     sha256_file,
@@ -24,6 +25,7 @@ __all__ = [
     "ObjectInfo",
     "S3Store",
     "Store",
+    "atomic_file",
     "disk_errors",
     "open_store",
     "sha256_bytes",

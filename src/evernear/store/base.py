@@ -1,6 +1,5 @@
 """What a store is, and what both kinds of store share: hashes, whole writes, sentences."""
 
-import errno
 import hashlib
 import os
 import tempfile
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from evernear.disk import open_regular
-from evernear.errors import IntegrityError, StoreError
+from evernear.errors import IntegrityError, StoreError, no_space
 
 CHUNK_BYTES = 2**20
 
@@ -63,7 +62,7 @@ class Store(Protocol):
         ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose key starts with ``prefix``, by key, one page in memory at a time."""
+        """Objects whose key starts with ``prefix``, each folder by name, one page in memory at a time."""
         ...
 
     def folders(self) -> Iterator[str]:
@@ -92,10 +91,21 @@ def write_atomically(path: Path, data: bytes | str) -> None:
     Raises:
         StoreError: disk full, permission denied, ...
     """
+    with atomic_file(path) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Generator[BinaryIO]:
+    """A new file to write, which replaces ``path`` when the body ends, and is removed if it fails.
+
+    Raises:
+        StoreError: disk full, permission denied, ...
+    """
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with staged_file(path.parent, path.name) as (file, staged):
-            file.write(data.encode() if isinstance(data, str) else data)
+            yield file
             sync(file)
             staged.replace(path)
 
@@ -106,12 +116,7 @@ def disk_errors(place: Path | str) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            sentence = f"The disk that holds {place} is full; free some space and run again."
-        elif error.errno == errno.EFBIG:
-            sentence = f"{place} would be larger than this process may write (ulimit -f); raise the limit."
-        else:
-            sentence = f"{place} cannot be read or written: {error.strerror or error}."
+        sentence = no_space(error, place) or f"{place} cannot be read or written: {error.strerror or error}."
         raise StoreError(sentence) from error
 
 

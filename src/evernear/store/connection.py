@@ -20,7 +20,7 @@ from minio.error import InvalidResponseError, MinioException, S3Error
 from minio.helpers import BaseURL, DictType
 from minio.signer import sign_v4_s3
 
-from evernear.errors import SettingsError, StoreError
+from evernear.errors import SettingsError, StoreError, TransientStoreError
 from evernear.store.base import sha256_bytes
 
 CONNECT_TIMEOUT_S = 10.0
@@ -88,8 +88,7 @@ class Connection:
     def put(self, bucket: str, name: str, data: bytes, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
         """One signed PUT with ``headers`` that the client's own ``put_object`` does not pass on.
 
-        Only what surely was not executed is sent again: a write whose answer was lost must not be taken for
-        another writer's.
+        Sent again only if it was certainly not executed. After any other failure the caller reads the object back.
         """
         url = BaseURL(self.endpoint, self.region).build(
             method="PUT", region=self.region, bucket_name=bucket, object_name=name
@@ -127,26 +126,34 @@ class Connection:
         """Turn what the client raises into a `StoreError`; ``permission`` is what the body's requests need.
 
         Raises:
-            StoreError: in one sentence, whatever went wrong.
+            TransientStoreError: the server is unreachable, overloaded, or the transfer broke off.
+            StoreError: the server refused the request.
         """
         place = f"s3://{bucket}/{name}".rstrip("/")
         try:
             yield
         except S3Error as error:
-            raise StoreError(self._explain(error, permission, bucket, place)) from error
+            transient = error.response.status in _OVERLOADED or error.code in _DAMAGED
+            kind = TransientStoreError if transient else StoreError
+            raise kind(self._explain(error, permission, bucket, place)) from error
         except InvalidResponseError as error:
+            # Also an ingress whose backend is down, so it is not the store that refuses.
             said = " ".join(str(error).split())[:160]
-            raise StoreError(f"{self.endpoint} does not answer as S3 does ({said}); check AWS_ENDPOINT_URL.") from error
+            raise TransientStoreError(
+                f"{self.endpoint} does not answer as S3 does ({said}); check AWS_ENDPOINT_URL."
+            ) from error
         except (MinioException, ParseError, ValueError) as error:
-            raise StoreError(f"{self.endpoint} gave a broken answer about {place} ({error}); run again.") from error
+            raise TransientStoreError(
+                f"{self.endpoint} gave a broken answer about {place} ({error}); run again."
+            ) from error
         except urllib3.exceptions.MaxRetryError as error:
             if isinstance(error.reason, urllib3.exceptions.SSLError):
-                raise StoreError(
+                raise TransientStoreError(
                     f"{self.endpoint} cannot be trusted: {_plain(error.reason)}; AWS_CA_BUNDLE may name its authority."
                 ) from error
-            raise StoreError(f"{self.endpoint} cannot be reached: {_plain(error.reason)}.") from error
+            raise TransientStoreError(f"{self.endpoint} cannot be reached: {_plain(error.reason)}.") from error
         except urllib3.exceptions.HTTPError as error:
-            raise StoreError(f"The transfer of {place} broke off ({_plain(error)}); run again.") from error
+            raise TransientStoreError(f"The transfer of {place} broke off ({_plain(error)}); run again.") from error
 
     def _explain(self, error: S3Error, permission: str, bucket: str, place: str) -> str:
         code, status = error.code or "", error.response.status

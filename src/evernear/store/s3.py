@@ -90,7 +90,10 @@ class S3Store:
         return taken
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose key starts with ``prefix``, by key, a page of 1,000 at a time."""
+        """Objects whose key starts with ``prefix``, each folder by name, a page of 1,000 at a time.
+
+        S3 sorts whole keys; SeaweedFS lists folder by folder, so that ``a/b`` comes before ``a.b``.
+        """
         with self._connection.errors("s3:ListBucket", self.bucket, self._prefix + prefix):
             for found in self._client.list_objects(self.bucket, self._prefix + prefix, recursive=True):
                 key = str(found.object_name).removeprefix(self._prefix)

@@ -5,13 +5,18 @@ AWS, MinIO and newer SeaweedFS write under ``If-None-Match`` and ``If-Match``. O
 several writers win at once (SeaweedFS 4.16, Swift). So the server is tried first, by a race of our own; where
 it lets more than one writer win, writers take a lease. docs/decisions/0011-object-store.md says what either
 way guarantees.
+
+A connection that breaks before the answer arrives does not leave the outcome open: each write carries an id, and
+reading the object back shows whether that write made it. MinIO breaks such connections by itself: it refuses the
+loser of a race before it has read the body, and resets.
 """
 
+import math
 import random
 import time
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from functools import cached_property
@@ -21,9 +26,9 @@ from uuid import uuid4
 import urllib3
 from minio.error import S3Error
 
-from evernear.errors import Conflict, StoreError
+from evernear.errors import Conflict, StoreError, TransientStoreError
 from evernear.store.base import lost
-from evernear.store.connection import ABSENT, Connection
+from evernear.store.connection import ABSENT, BACKOFF_S, TRIES, Connection
 
 # Probes and leases lie under this word, which no key of a store can start with.
 OWN = ".swap/"
@@ -37,6 +42,12 @@ _PATIENCE_S = 20.0
 _PAUSE_S = (0.05, 0.4)
 
 _CREATE = {"If-None-Match": "*"}
+# Not the content: two writers may write the same, and only one of them wins.
+_WRITE_ID = "x-amz-meta-write-id"
+
+
+class _AnswerLostError(Exception):
+    """A conditional PUT was sent, and whether the server executed it is unknown."""
 
 
 class Swapper:
@@ -50,9 +61,10 @@ class Swapper:
         """Write ``data`` with ``headers`` only if the object has ``etag`` (None: there is none); its new etag.
 
         Raises:
-            Conflict: somebody else wrote first; nothing was changed.
-            StoreError: the server cannot be reached or refuses, another writer's lease does not end, or the answer
-                was lost, and with it whether the object was written.
+            Conflict: somebody else wrote first and nothing was changed; or, where the answer was lost, somebody else
+                has written since.
+            TransientStoreError: the server cannot be reached, or another writer's lease does not end.
+            StoreError: the server refuses.
         """
         write = self._conditional if self.winners == (1, 1) else self._leased
         written = write(self._prefix + key, data, etag, headers)
@@ -74,7 +86,8 @@ class Swapper:
         try:
             return len(created), len(self._race(name, created[0]))
         finally:
-            self._remove(name)
+            with suppress(TransientStoreError):  # the answer counts; 16 bytes that are never listed stay
+                self._remove(name)
 
     def _race(self, name: str, etag: str | None) -> list[str]:
         """The etags of those who were told that they won."""
@@ -84,51 +97,107 @@ class Swapper:
             told = racers.map(lambda data: self._conditional(name, data, etag, {}), entries)
             return [etag for etag in told if etag is not None]
 
-    def _conditional(self, name: str, data: bytes, etag: str | None, headers: dict[str, str]) -> str | None:
-        """The etag of what the server wrote; None where the condition did not hold or is not known to it."""
-        condition = _CREATE if etag is None else {"If-Match": f'"{etag}"'}
+    def _conditional(
+        self, name: str, data: bytes, etag: str | None, headers: dict[str, str], send_before: float = math.inf
+    ) -> str | None:
+        """The etag of what the server wrote; None where the condition did not hold or is not known to it.
+
+        Where the answer is lost the object is read back. If it is still unchanged, the write is sent again, but not
+        after ``send_before`` (`time.monotonic`): the condition lets at most one of both through.
+        """
+        write_id = uuid4().hex
+        conditional = {
+            **headers,
+            **(_CREATE if etag is None else {"If-Match": f'"{etag}"'}),
+            _WRITE_ID: write_id,
+        }
+        for attempt in range(TRIES):
+            time.sleep(BACKOFF_S * attempt)
+            if attempt and time.monotonic() > send_before:
+                break
+            try:
+                written = self._send(name, data, conditional)
+                if written or attempt == 0:
+                    return written
+            except _AnswerLostError:
+                pass
+            current, made_by = self._read_back(name)
+            if made_by == write_id:
+                return current
+            if current != etag:
+                return None
+        raise TransientStoreError(
+            f"{self._connection.endpoint} broke off whenever s3://{self._bucket}/{name} was written, and the object is"
+            " unchanged; run again."
+        )
+
+    def _send(self, name: str, data: bytes, headers: dict[str, str]) -> str | None:
+        """One conditional PUT: the new etag; None where the condition did not hold or is not known to the server.
+
+        Raises:
+            _AnswerLostError: the server may have executed it, or may still do so.
+        """
         with self._connection.errors("s3:PutObject", self._bucket, name):
             try:
-                answer = self._connection.put(self._bucket, name, data, {**headers, **condition})
+                answer = self._connection.put(self._bucket, name, data, headers)
             except (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError) as error:
-                raise StoreError(self._unknown(name)) from error
+                raise _AnswerLostError from error
             if answer.status == 200:
                 return answer.headers["etag"].strip('"')
             if answer.status in (409, 412, 501):
                 return None
             if answer.status in (500, 502, 504):
-                raise StoreError(self._unknown(name))
+                raise _AnswerLostError
             refusal = S3Error.fromxml(answer)
             if refusal.code in ABSENT:
                 return None
             raise refusal
 
-    def _unknown(self, name: str) -> str:
-        return (
-            f"{self._connection.endpoint} broke off while s3://{self._bucket}/{name} was written, so it is not known"
-            " whether it was; run again."
-        )
+    def _read_back(self, name: str) -> tuple[str | None, str | None]:
+        """`_stat` after a lost answer."""
+        try:
+            return self._stat(name)
+        except StoreError as error:
+            raise TransientStoreError(
+                f"{self._connection.endpoint} broke off while s3://{self._bucket}/{name} was written, and it is not"
+                f" known whether it was, since it cannot be read either: {error}"
+            ) from error
+
+    def _stat(self, name: str) -> tuple[str | None, str | None]:
+        """The etag of an object and the id of the write that made it; None and None where there is none."""
+        with self._connection.errors("s3:GetObject", self._bucket, name):
+            try:
+                found = self._connection.client.stat_object(self._bucket, name)
+            except S3Error as error:
+                if error.code in ABSENT:
+                    return None, None
+                raise
+        return str(found.etag), found.metadata.get(_WRITE_ID) if found.metadata else None
 
     def _leased(self, name: str, data: bytes, etag: str | None, headers: dict[str, str]) -> str | None:
         """The etag of what was written while no other writer held a lease; None where ``etag`` is not the held one."""
         client = self._connection.client
         with self._lease(name) as since:
-            with self._connection.errors("s3:GetObject", self._bucket, name):
-                try:
-                    held = str(client.stat_object(self._bucket, name).etag)
-                except S3Error as error:
-                    if error.code not in ABSENT:
-                        raise
-                    held = None
-            if held != etag:
+            if self._stat(name)[0] != etag:
                 return None
             if time.monotonic() - since > _HOLD_S:
-                raise StoreError(f"{self._connection.endpoint} is too slow to hold a lease there; nothing was written.")
+                raise TransientStoreError(
+                    f"{self._connection.endpoint} is too slow to hold a lease there; nothing was written."
+                )
             if all(self.winners):
                 # Where the condition is at least looked at, it stops a writer that takes the server for atomic.
-                return self._conditional(name, data, etag, headers)
+                return self._conditional(name, data, etag, headers, since + _HOLD_S)
+            write_id = uuid4().hex
             with self._connection.errors("s3:PutObject", self._bucket, name):
-                written = client.put_object(self._bucket, name, BytesIO(data), len(data), metadata=dict(headers))
+                try:
+                    written = client.put_object(
+                        self._bucket, name, BytesIO(data), len(data), metadata={**headers, _WRITE_ID: write_id}
+                    )
+                except urllib3.exceptions.HTTPError:
+                    current, made_by = self._read_back(name)
+                    if made_by != write_id:
+                        raise
+                    return current
                 return str(written.etag)
 
     @contextmanager
@@ -148,7 +217,7 @@ class Swapper:
                     return
             # All who see each other step back; chance decides who is alone the next time.
             if time.monotonic() > deadline:
-                raise StoreError(
+                raise TransientStoreError(
                     f"Another writer holds s3://{self._bucket}/{min(others)}; run again. If none is running, one was"
                     f" killed: its lease ends by itself after {_STALE_AFTER.seconds // 60} minutes."
                 )
@@ -180,7 +249,8 @@ class Swapper:
                 self._remove(name)
             yield [name for name in flags if name not in stale]
         finally:
-            self._remove(mine)
+            with suppress(TransientStoreError):  # a lease ends by itself, and the write is done
+                self._remove(mine)
 
     def _remove(self, name: str) -> None:
         with self._connection.errors("s3:DeleteObject", self._bucket, name):

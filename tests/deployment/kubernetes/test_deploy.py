@@ -24,11 +24,22 @@ from evernear.deployment import kubernetes
 from evernear.deployment.kubernetes import rollout
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.lease import held
-from evernear.errors import Busy, ClusterError, Conflict, EvernearError, IntegrityError, ServingError, SettingsError
+from evernear.errors import (
+    Busy,
+    ClusterError,
+    Conflict,
+    EvernearError,
+    IntegrityError,
+    ServingError,
+    SettingsError,
+    StoreError,
+    TransientStoreError,
+)
+from evernear.release import registry
 from evernear.release.parts import open_release
-from evernear.release.registry import Cause, Registry
+from evernear.release.registry import CHAMPION, Cause, Registry
 from evernear.settings import Settings
-from evernear.store import open_store
+from evernear.store import FileStore, open_store
 
 NAME = "evernear-serving"
 RELEASE = "evernear.dev/release"
@@ -358,6 +369,81 @@ def test_a_champion_that_moves_meanwhile_stays(
         site.deploy(second)
     assert site.champion == rival.version
     assert site.serves[0] == {rival.version}
+
+
+def fail_to_record(
+    error: EvernearError,
+    monkeypatch: pytest.MonkeyPatch,
+    times: int = 1,
+    patience_s: float = 0.0,
+    executed: bool = False,
+) -> Iterator[int]:
+    """Let the store fail when the champion's pointer is written, before that is carried out or after; what is left."""
+    put_if, left = FileStore.put_if, iter(range(times))
+
+    def fail(store: FileStore, key: str, data: bytes, etag: str | None) -> str:
+        if key != CHAMPION or next(left, None) is None:
+            return put_if(store, key, data, etag)
+        if executed:
+            put_if(store, key, data, etag)
+        raise error
+
+    monkeypatch.setattr(FileStore, "put_if", fail)
+    monkeypatch.setattr(registry, "_PATIENCE_S", patience_s)
+    monkeypatch.setattr(registry, "_PAUSE_S", (0.01, 0.01))
+    return left
+
+
+@pytest.mark.parametrize("executed", [False, True], ids=["not carried out", "carried out"])
+def test_a_proved_release_stays_where_the_store_cannot_be_reached_to_record_it(
+    site: Site, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch, executed: bool
+) -> None:
+    first, second, _ = releases
+    site.deploy(first)
+    with monkeypatch.context() as patched:
+        fail_to_record(TransientStoreError("http://s3 cannot be reached."), patched, executed=executed)
+        with pytest.raises(
+            TransientStoreError,
+            match=rf"^Release {second.version} answered its stored queries and stays in place, but it may not be "
+            rf"recorded as the champion: http://s3 cannot be reached\. .*`evernear registry promote {second.version}`",
+        ):
+            site.deploy(second)
+    assert site.serves == ({second.version}, {IMAGE})
+    assert site.champion == (second.version if executed else first.version)
+    if executed:
+        site.deploy(second)
+    else:
+        deployment.promote(second.version, site.settings)
+    assert site.serves == ({second.version}, {IMAGE})
+    assert [move.version for move in site.registry.history()] == [first.version, second.version]
+    assert deployment.rollback(site.settings).version == first.version
+
+
+def test_a_rollback_waits_for_the_store_and_is_not_taken_back(
+    site: Site, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, _ = releases
+    site.deploy(first)
+    site.deploy(second)
+    with monkeypatch.context() as patched:
+        left = fail_to_record(TransientStoreError("http://s3 cannot be reached."), patched, times=3, patience_s=60.0)
+        assert deployment.rollback(site.settings).version == first.version
+    assert list(left) == []
+    assert site.champion == first.version
+    assert site.serves == ({first.version}, {IMAGE})
+    assert [move.how for move in site.registry.history()] == ["deploy", "deploy", "rollback"]
+
+
+def test_a_store_that_refuses_brings_the_release_before_back(
+    site: Site, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, _ = releases
+    site.deploy(first)
+    fail_to_record(StoreError("s3:PutObject is not permitted."), monkeypatch)
+    with pytest.raises(StoreError, match=rf"is not permitted\. Release {first.version} was put back and serves"):
+        site.deploy(second)
+    assert site.champion == first.version
+    assert site.serves == ({first.version}, {IMAGE})
 
 
 @SLOW

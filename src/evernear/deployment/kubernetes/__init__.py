@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from evernear.deployment.admission import Deployment, admit
+from evernear.deployment.admission import Deployment, admit, unrecorded
 from evernear.deployment.kubernetes import objects
 from evernear.deployment.kubernetes.apply import apply, remove, require_applicable
 from evernear.deployment.kubernetes.cluster import Cluster, Tree
@@ -20,7 +20,7 @@ from evernear.deployment.kubernetes.proven import Proven, keep_proven, read_prov
 from evernear.deployment.kubernetes.rights import require_rights
 from evernear.deployment.kubernetes.rollout import await_rollout, is_complete
 from evernear.deployment.kubernetes.service import prove, service_client, service_host
-from evernear.errors import ClusterError, EvernearError, StoreError
+from evernear.errors import ClusterError, EvernearError, StoreError, TransientStoreError
 from evernear.release.parts import ARCHIVE_FILE, ReleaseParts, open_release
 from evernear.release.registry import Cause, Champion, Registry
 from evernear.settings import RunSettings
@@ -46,6 +46,7 @@ def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Caus
 
     What serves goes on until the new pods are ready. The release becomes the champion when the Service answered its
     stored queries with it. If anything fails before that, the revision before it is put back, and the error says so.
+    A store that cannot be reached after that changes nothing in the cluster: the release stays, and the error says so.
 
     Raises:
         IntegrityError, Conflict: it may not serve, see `evernear.deployment.admission.admit`.
@@ -53,6 +54,7 @@ def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Caus
         ServingError: the Service does not answer as the release did when it was archived.
         SettingsError: a setting that it needs is missing.
         StoreError: the registry cannot be reached, or another release became champion meanwhile.
+        TransientStoreError: the release is live and proved, and may not be recorded as the champion.
         Busy: another deployment into the namespace is under way.
     """
     registry = Registry(open_store(settings.store_uri))
@@ -148,7 +150,10 @@ class _Site:
         self._lease = lease
 
     def roll_out(self, parts: ReleaseParts, commit: Callable[[], Champion]) -> Deployment:
-        """Bring a published release up, prove it and ``commit`` to it; or put back what was there."""
+        """Bring a published release up, prove it and ``commit`` to it; or put back what was there.
+
+        Once it is proved, only a store that refuses puts the old release back, not one that cannot be reached.
+        """
         version = parts.manifest.version
         wanted = self._revision(version)
         require_applicable(self._cluster, wanted.objects, force=self._settings.kubernetes.take_over)
@@ -159,18 +164,27 @@ class _Site:
             await_rollout(self._cluster, self._settings.kubernetes)
             queries = prove(client, self._settings.kubernetes, parts)
             self._lease.require()
-            champion = commit()
         except EvernearError as error:
-            sentence = f"Release {version} was not deployed: {str(error).rstrip('.')}. {self._put_back(wanted)}"
-            raise type(error)(sentence) from None
+            raise self._undone(wanted, error) from None
         except BaseException:
             self._put_back(wanted)
             raise
+        try:
+            champion = commit()
+        except TransientStoreError as error:
+            raise unrecorded(version, error) from None
+        except EvernearError as error:
+            raise self._undone(wanted, error) from None
         with contextlib.suppress(ClusterError):  # what is remembered is then older than the champion, and not used
             keep_proven(self._cluster, self._settings.kubernetes, wanted)
         return Deployment(
             version=champion.version, previous=champion.previous, url=_url(self._settings), smoke_queries=queries
         )
+
+    def _undone(self, failed: Proven, error: EvernearError) -> EvernearError:
+        """Restore what served before; the error that says so."""
+        sentence = f"Release {failed.version} was not deployed: {str(error).rstrip('.')}. {self._put_back(failed)}"
+        return type(error)(sentence)
 
     def _put_back(self, failed: Proven) -> str:
         """Restore what served before, or remove what was made where nothing did; tells what was done."""

@@ -1,0 +1,235 @@
+"""The trial's object store: its scripts, and a real SeaweedFS as the overlay runs it where ``TEST_WEED`` names one."""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+import yaml
+from minio import Minio
+from minio.error import S3Error
+from rendered import DEPLOY, ROOT, named, objects
+from seaweedfs import SERVER, SeaweedFS, seaweedfs
+
+from evernear.store import S3Store
+
+SETUP = DEPLOY / "overlays/local/seaweedfs"
+USERS = {
+    "admin": None,
+    "pipeline": ["images", "pipeline"],
+    "reader": ["reader"],
+    "queries": ["queries"],
+    "watch": ["images", "watch"],
+}
+SECRETS = {
+    "admin": "evernear-s3-admin",
+    "pipeline": "evernear-s3",
+    "reader": "evernear-s3-reader",
+    "queries": "evernear-s3-queries",
+    "watch": "evernear-s3-watch",
+}
+PLACES = (
+    "evernear/releases/champion.json",
+    "evernear/datasets/head",
+    "evernear/queries/old",
+    "evernear/triggers/watch.json",
+    "evernear/.swap/probe",
+    "evernear-images/1/a.png",
+)
+ALLOWED: dict[str, dict[str, set[str]]] = {
+    "pipeline": {
+        "read": {*PLACES},
+        "list": {"evernear", "evernear-images"},
+        "write": {*PLACES[:5]},
+        "delete": {"evernear/.swap/probe"},
+    },
+    "reader": {"read": {PLACES[0]}, "list": {"evernear"}, "write": set(), "delete": set()},
+    "queries": {"read": set(), "list": set(), "write": {"evernear/queries/old"}, "delete": set()},
+    "watch": {
+        "read": {*PLACES},
+        "list": {"evernear", "evernear-images"},
+        "write": {"evernear/triggers/watch.json", "evernear/.swap/probe"},
+        "delete": {"evernear/queries/old", "evernear/.swap/probe"},
+    },
+}
+
+
+def identities(file: Path, *users: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    """Run the init container's script."""
+    keys = {f"{user.upper()}_ACCESS_KEY": f"{user}-key" for user in users}
+    keys |= {f"{user.upper()}_SECRET_KEY": f"{user}-secret/+=" for user in users}
+    command = ["sh", str(SETUP / "identities.sh"), str(file), *users]
+    return subprocess.run(command, env={"PATH": os.environ["PATH"]} | keys | changes, capture_output=True, text=True)
+
+
+def test_the_users_have_the_rights_of_the_documentation(tmp_path: Path) -> None:
+    done = identities(tmp_path / "s3.json", *USERS)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "s3.json").stat().st_mode & 0o077 == 0
+    written = json.loads((tmp_path / "s3.json").read_text())
+    assert {each["name"]: each.get("policyNames") for each in written["identities"]} == USERS
+    assert [each["name"] for each in written["identities"] if "actions" in each] == ["admin"]
+    for each in written["identities"]:
+        name = each["name"]
+        assert each["credentials"] == [{"accessKey": f"{name}-key", "secretKey": f"{name}-secret/+="}]
+    blocks = (ROOT / "docs/object-store.md").read_text().split("```json\n")[1:]
+    documented = [
+        block.partition("```")[0].replace("evernear-store/prod", "evernear").replace("evernear-store", "evernear")
+        for block in blocks
+    ]
+    policies = {each["name"]: json.loads(each["content"]) for each in written["policies"]}
+    for name, block in zip(("images", "pipeline", "reader", "queries", "watch"), documented, strict=True):
+        statements = json.loads(block)["Statement"]
+        # MinIO's own.
+        wanted = [each for each in statements if each["Action"] != "s3:ListenBucketNotification"]
+        assert policies[name]["Statement"] == wanted, name
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"READER_SECRET_KEY": ""}, "A key of the user reader is empty"),
+        ({"READER_ACCESS_KEY": 'a", "actions": ["Admin"], "x": "'}, "A key of the user reader is empty, or has other"),
+    ],
+)
+def test_keys_that_would_not_be_what_they_seem_are_refused(
+    tmp_path: Path, changes: dict[str, str], sentence: str
+) -> None:
+    done = identities(tmp_path / "s3.json", "reader", **changes)
+    assert done.returncode == 1
+    assert sentence in done.stderr
+    assert not (tmp_path / "s3.json").exists()
+
+
+def test_each_user_gets_its_own_secret_and_the_pod_all_files_that_it_runs() -> None:
+    (init,) = SERVER["initContainers"]
+    assert init["command"][:3] == ["/bin/sh", "/setup/identities.sh", "/identities/s3.json"]
+    assert init["command"][3:] == list(USERS)
+    told = {each["name"]: each["valueFrom"]["secretKeyRef"] for each in init["env"]}
+    for user, secret in SECRETS.items():
+        assert told[f"{user.upper()}_ACCESS_KEY"] == {"name": secret, "key": "AWS_ACCESS_KEY_ID"}
+        assert told[f"{user.upper()}_SECRET_KEY"] == {"name": secret, "key": "AWS_SECRET_ACCESS_KEY"}
+    (volume,) = (each for each in SERVER["volumes"] if each["name"] == "setup")
+    del volume["configMap"]["name"]
+    deployment = named(objects("local"), "Deployment")["evernear-seaweedfs"]["spec"]["template"]["spec"]
+    (volume,) = (each for each in deployment["volumes"] if each["name"] == "setup")
+    files = named(objects("local"), "ConfigMap")[volume["configMap"]["name"]]["data"]
+    assert files == {path.name: path.read_text() for path in SETUP.iterdir()}
+    for script in ("identities.sh", "buckets.sh"):
+        assert subprocess.run(["sh", "-n"], input=files[script], text=True).returncode == 0
+
+
+def test_compose_runs_the_server_in_the_same_way() -> None:
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["seaweedfs"]
+    (container,) = SERVER["containers"]
+    assert compose["image"] == container["image"]
+    ours = {word for word in container["args"] if "config" not in word}
+    assert ours <= {*compose["command"][0].split()}
+    guarded = {each["name"]: each["value"] for each in container["env"]}
+    assert guarded.items() <= compose["environment"].items()
+
+
+@contextmanager
+def trial(directory: Path, **changes: str) -> Iterator[SeaweedFS]:
+    done = identities(directory / "s3.json", *USERS, **changes)
+    assert done.returncode == 0, done.stderr
+    with seaweedfs(directory / "data", directory / "s3.json") as server:
+        server.make_buckets("evernear", "evernear-images")
+        yield server
+
+
+def client(server: SeaweedFS, user: str) -> Minio:
+    keys = f"{user}-key", f"{user}-secret/+="
+    return Minio(server.endpoint.removeprefix("http://"), *keys, secure=False, region="us-east-1")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
+    with trial(tmp_path_factory.mktemp("trial")) as running:
+        yield running
+
+
+def fill(server: SeaweedFS) -> None:
+    admin = client(server, "admin")
+    for place in PLACES:
+        bucket, _, key = place.partition("/")
+        admin.put_object(bucket, key, BytesIO(b"content"), 7)
+
+
+def permitted(act: Callable[[], object]) -> bool:
+    try:
+        act()
+    except S3Error as error:
+        if error.code != "AccessDenied":
+            raise
+        return False
+    return True
+
+
+@pytest.mark.parametrize("user", ALLOWED)
+def test_a_user_may_do_its_job_and_nothing_else(server: SeaweedFS, user: str) -> None:
+    found: dict[str, set[str]] = {}
+    asked = client(server, user)
+    for what, act in {
+        "read": lambda bucket, key: asked.get_object(bucket, key).read(),
+        "write": lambda bucket, key: asked.put_object(bucket, key, BytesIO(b"other"), 5),
+        "delete": lambda bucket, key: asked.remove_object(bucket, key),
+    }.items():
+        fill(server)
+        found[what] = {place for place in PLACES if permitted(lambda: act(*place.split("/", 1)))}  # noqa: B023
+    buckets = ("evernear", "evernear-images")
+    found["list"] = {name for name in buckets if permitted(lambda: list(asked.list_objects(name, recursive=True)))}  # noqa: B023
+    assert found == ALLOWED[user]
+    assert not permitted(lambda: asked.make_bucket("another"))
+    assert not permitted(lambda: asked.put_object("another", "x", BytesIO(b"x"), 1))
+    assert not permitted(lambda: asked.remove_bucket("evernear"))
+    assert not permitted(lambda: asked.set_bucket_policy("evernear", '{"Version": "2012-10-17", "Statement": []}'))
+
+
+def test_nobody_gets_in_without_keys(server: SeaweedFS) -> None:
+    fill(server)
+    anonymous = Minio(server.endpoint.removeprefix("http://"), secure=False, region="us-east-1")
+    for act in (
+        lambda: anonymous.get_object("evernear", "releases/champion.json"),
+        lambda: anonymous.put_object("evernear", "releases/champion.json", BytesIO(b"x"), 1),
+        lambda: list(anonymous.list_objects("evernear")),
+    ):
+        assert not permitted(act)
+
+
+def test_only_the_s3_port_is_of_use_from_outside_of_the_pod(server: SeaweedFS) -> None:
+    listening = [each.laddr for each in psutil.Process(server.pid).net_connections("tcp") if each.status == "LISTEN"]
+    outside = {address.port for address in listening if address.ip != "127.0.0.1"}
+    assert outside == {server.ports["s3.port"], server.ports["s3.port.grpc"]}
+    assert {address.port for address in listening} == {*server.ports.values()}
+    # Unguarded, it would list the policies to anybody, and take new users.
+    with grpc.insecure_channel(f"127.0.0.1:{server.ports['s3.port.grpc']}") as channel:
+        ask = channel.unary_unary("/messaging_pb.SeaweedS3IamCache/ListPolicies")
+        with pytest.raises(grpc.RpcError) as refused:
+            ask(b"", timeout=10)
+    assert refused.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+
+
+def test_the_champion_moves_there_by_conditional_writes(server: SeaweedFS, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "pipeline-key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "pipeline-secret/+=")
+    assert S3Store("evernear", "")._swapper.winners == (1, 1)
+
+
+def test_a_restart_keeps_objects_and_takes_other_keys(tmp_path: Path) -> None:
+    with trial(tmp_path) as first:
+        fill(first)
+        assert client(first, "reader").get_object("evernear", "releases/champion.json").read() == b"content"
+    with trial(tmp_path, READER_SECRET_KEY="another") as second:
+        with pytest.raises(S3Error, match="SignatureDoesNotMatch"):
+            client(second, "reader").get_object("evernear", "releases/champion.json")
+        assert client(second, "pipeline").get_object("evernear", "releases/champion.json").read() == b"content"
+        second.make_buckets("evernear", "evernear-images")  # once more
+        assert client(second, "pipeline").get_object("evernear-images", "1/a.png").read() == b"content"

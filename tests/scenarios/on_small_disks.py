@@ -1,0 +1,91 @@
+"""Run one step with all that it writes on ever larger disks, until it has room: ``STEP RESULT IMAGES DIRECTORY``.
+
+Prints a line of JSON for each disk. Needs the right to mount, as in a namespace made by ``unshare``.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from evernear import settings as knobs
+from evernear import steps
+from tests.scenarios.bench import PORTS, free_ports
+
+SIZES_KB = (4, 16, 24, 32, 64, 96, 160, 256, 384, 640, 1024, 1536, 2048, 4096)
+NO_MOUNT = 77
+
+
+def calls(made: dict[str, str], images: Path, disk: Path) -> dict[str, Callable[[], object]]:
+    """Each step with outputs and store on ``disk``; ``made`` is what an earlier run made, elsewhere."""
+
+    def tree(section: str, **changes: Any) -> dict[str, Any]:
+        return getattr(knobs.Settings(), section).model_dump(mode="json") | changes
+
+    def out(name: str) -> str:
+        return str(disk / "out" / name)
+
+    store, earlier = (disk / "store").as_uri(), Path(made["log"]).parents[2].joinpath("store").as_uri()
+    dataset, network, index = made["ingest.dataset"], made["export.network"], made["index.index"]
+    evaluation, verdict, release = made["evaluate.evaluation"], made["gate.verdict"], made["archive.release"]
+    unseen = made["probe.open_set"]
+    recipe = tree("train", epochs=1, batch_size=64, width=8)
+    serving = tree("serving", **dict(zip(PORTS, free_ports(), strict=True)))
+    return {
+        "ingest": lambda: steps.ingest(store, tree("data", source=f"folder:{images}"), out("dataset")),
+        "train": lambda: steps.train(store, recipe, dataset, out("trained"), out("curves")),
+        "train, two processes": lambda: steps.train(
+            store, recipe | {"processes": 2, "device": "cpu"}, dataset, out("trained"), out("curves")
+        ),
+        "export": lambda: steps.export(recipe, dataset, made["train.trained"], out("network")),
+        "reuse": lambda: steps.reuse(earlier, dataset, out("network"), out("open_set")),
+        "embed": lambda: steps.embed(store, dataset, network, out("embeddings")),
+        "probe": lambda: steps.probe(recipe, tree("index"), tree("evaluation"), dataset, out("open_set")),
+        "index": lambda: steps.index(tree("index"), dataset, made["embed.embeddings"], unseen, out("index")),
+        "evaluate": lambda: steps.evaluate(
+            earlier, tree("evaluation"), dataset, network, index, unseen, out("evaluation")
+        ),
+        "gate": lambda: steps.gate("run", store, tree("gate"), evaluation, out("verdict"), out("card")),
+        "archive": lambda: steps.archive(
+            "run", store, serving, dataset, network, index, evaluation, verdict, out("release")
+        ),
+        "deploy": lambda: steps.deploy(
+            "run", store, "registry", str(disk / "work"), serving, tree("kubernetes"), release, verdict
+        ),
+        "notify": lambda: steps.notify("run", store, "SUCCEEDED", "", out("outcome")),
+    }
+
+
+def main(step: str, result: Path, images: Path, directory: Path) -> int:
+    """The exit code is 77 where nothing can be mounted."""
+    made, disk = json.loads(result.read_text())["paths"], directory / "disk"
+    disk.mkdir()
+    for size_kb in SIZES_KB:
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_kb}k", "none", disk]).returncode:
+            return NO_MOUNT
+        said, code = StringIO(), 0
+        with redirect_stdout(StringIO()), redirect_stderr(said):
+            try:
+                (disk / "temporary").mkdir()
+                tempfile.tempdir = str(disk / "temporary")
+                calls(made, images, disk)[step]()
+            except SystemExit as ended:
+                code = int(ended.code or 0)
+            except Exception as error:
+                code = -1
+                said.write(f"\n{type(error).__name__}: {error}")
+        subprocess.run(["umount", "--lazy", disk], check=True)
+        print(json.dumps({"size_kb": size_kb, "code": code, "said": said.getvalue()}), flush=True)
+        if code == 0:
+            break
+    return 0
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        sys.exit(main(sys.argv[1], *map(Path, sys.argv[2:])))

@@ -1,0 +1,65 @@
+"""Every step on disks that are too small for it, from nothing at all to just enough: always the one sentence."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios.bench import Bench, write_digits
+from tests.scenarios.on_small_disks import NO_MOUNT
+
+pytestmark = pytest.mark.slow
+# What writes nothing of its own but a report of a page, `validate`, has room on the smallest disk.
+STEPS = (
+    "ingest",
+    "train",
+    "train, two processes",
+    "export",
+    "reuse",
+    "embed",
+    "probe",
+    "index",
+    "evaluate",
+    "gate",
+    "archive",
+    "deploy",
+    "notify",
+)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """A run that has ended well."""
+    directory = tmp_path_factory.mktemp("earlier")
+    write_digits(directory / "images")
+    bench = Bench(directory, EVERNEAR_TARGET="registry")
+    (directory / "result.json").write_text(json.dumps(bench.run()))
+    return bench
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_without_room_says_that_the_disk_is_full(bench: Bench, tmp_path: Path, step: str) -> None:
+    script = ["-m", "tests.scenarios.on_small_disks", step]
+    places = [str(bench.directory / "result.json"), str(bench.directory / "images"), str(tmp_path)]
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--mount", sys.executable, *script, *places],
+        cwd=Path(__file__).parents[2],
+        env=bench.environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    if done.returncode == NO_MOUNT or "unshare" in done.stderr:
+        pytest.skip("no disk can be mounted here")
+    assert done.returncode == 0, done.stderr
+    tries = [json.loads(line) for line in done.stdout.splitlines()]
+    assert tries[-1]["code"] == 0, tries[-1]
+    assert len(tries) > 1, "the smallest disk was large enough"
+    for each in tries[:-1]:
+        last = each["said"].splitlines()[-1]
+        assert each["code"] == 4, each
+        assert last.startswith("evernear: "), each
+        assert " full" in last, each
+        assert "Traceback" not in each["said"], each

@@ -1,0 +1,98 @@
+"""A real SeaweedFS, started as ``deploy/overlays/local`` starts it; ``TEST_WEED`` names its binary, ``weed``."""
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+import yaml
+
+LOCAL = Path(__file__).parents[1] / "deploy/overlays/local"
+SERVER = next(
+    each["spec"]["template"]["spec"]
+    for each in yaml.safe_load_all((LOCAL / "seaweedfs.yaml").read_text())
+    if each["kind"] == "Deployment"
+)
+PORTS = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
+S3_PORTS = ("s3.port", "s3.port.grpc")
+
+
+@dataclass
+class SeaweedFS:
+    """A server that answers."""
+
+    ports: dict[str, int]
+    pid: int
+    binary: Path
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.ports['s3.port']}"
+
+    def make_buckets(self, *names: str) -> str:
+        """Run what the pod runs when it has started; what it says."""
+        environment = {
+            **os.environ,
+            "PATH": f"{self.binary.parent}:{os.environ['PATH']}",
+            "SEAWEEDFS_S3": self.endpoint,
+            "SEAWEEDFS_MASTER": f"127.0.0.1:{self.ports['master.port']}.{self.ports['master.port.grpc']}",
+        }
+        done = subprocess.run(
+            ["sh", str(LOCAL / "seaweedfs/buckets.sh"), *names],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+
+@contextmanager
+def seaweedfs(directory: Path, config: Path) -> Iterator[SeaweedFS]:
+    """The server with its data in ``directory`` and the S3 identities in ``config``, on ports that nobody uses."""
+    if "TEST_WEED" not in os.environ:
+        pytest.skip("no binary of SeaweedFS is named by TEST_WEED")
+    binary = Path(os.environ["TEST_WEED"])
+    assert binary.name == "weed", "TEST_WEED has to end in /weed"
+    (container,) = SERVER["containers"]
+    names = (*PORTS, *S3_PORTS)
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in names]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        ports = {name: each.getsockname()[1] for name, each in zip(names, sockets, strict=True)}
+    places = {"/usr/bin/weed": str(binary), "-dir=/data": f"-dir={directory}"}
+    places["-s3.config=/identities/s3.json"] = f"-s3.config={config}"
+    words = [*container["command"], *container["args"]]
+    assert places.keys() <= {*words}, "the manifest has changed"
+    command = [*(places.get(word, word) for word in words), *(f"-{name}={port}" for name, port in ports.items())]
+    environment = os.environ | {each["name"]: each["value"] for each in container["env"]}
+    directory.mkdir(exist_ok=True)
+    log = directory.with_suffix(".log")
+    with log.open("ab") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:
+        try:
+            running = SeaweedFS(ports, process.pid, binary)
+            deadline_s = time.monotonic() + 120
+            while not _answers(running.endpoint):
+                assert process.poll() is None, log.read_text()[-2000:]
+                assert time.monotonic() < deadline_s, log.read_text()[-2000:]
+                time.sleep(0.1)
+            yield running
+        finally:
+            process.kill()  # it takes 10 s to end by itself
+
+
+def _answers(endpoint: str) -> bool:
+    try:
+        with urlopen(f"{endpoint}/healthz", timeout=5):
+            return True
+    except (URLError, OSError):
+        return False
