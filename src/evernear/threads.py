@@ -4,7 +4,7 @@ torch and FAISS each load an OpenMP runtime of their own (GNU's; LLVM's on macOS
 FAISS and of NumPy read OMP_NUM_THREADS, too. By default they start one thread per CPU of the node, whatever the limit
 of the container, and a thread that waits for the others spins before it sleeps [1]. When another process needs the
 CPU, the spinning thread takes it from the very thread that it waits for: an epoch of 6 s took 164 s
-(docs/decisions/00T1-threads.md, benchmarks/contention.py). OMP_WAIT_POLICY=PASSIVE ends that in both runtimes [1, 2].
+(docs/decisions/0026-threads.md, benchmarks/contention.py). OMP_WAIT_POLICY=PASSIVE ends that in both runtimes [1, 2].
 
 The libraries read the environment when they are loaded, and child processes inherit it. Importing any part of
 evernear therefore calls `configure` before anything else.
