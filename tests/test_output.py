@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from evernear.triggers.runs import Run, State, Step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
@@ -21,6 +20,7 @@ from evernear import cli, demo
 from evernear.cli import journey, pipeline, predict, watch
 from evernear.cli.tables import print_table
 from evernear.errors import DataError, EvernearError
+from evernear.kubeflow.runs import Run, State, Step
 from evernear.local_run import RunResult
 from evernear.output import LogFormatter, print_json, print_line, printable
 from evernear.progress import EVENTS_VARIABLE, Event, read_events, step
@@ -108,7 +108,7 @@ def test_a_step_and_its_events(
     monkeypatch.setenv(EVENTS_VARIABLE, str(events))
 
     def fail(error: Exception) -> None:
-        with step("ingest") as running:
+        with step("ingest", "run", tmp_path.as_uri()) as running:
             running.say(HOSTILE)
             raise error
 

@@ -57,12 +57,16 @@ def test_a_champion_of_another_image_size_stops_a_run_before_it_trains(
     ],
 )
 def test_a_fault_of_the_disk_that_nobody_expected_is_a_sentence(
-    fault: Callable[[], object], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fault: Callable[[], object],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("TMPDIR", "/scratch")
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
-    with pytest.raises(SystemExit) as stopped, step("index"):
+    with pytest.raises(SystemExit) as stopped, step("index", "run", tmp_path.as_uri()):
         fault()
     assert stopped.value.code == 4
     assert f"evernear: {sentence}" in capsys.readouterr().err

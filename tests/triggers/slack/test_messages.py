@@ -7,9 +7,8 @@ from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any, cast
 
-from evernear.triggers.runs import Run, State, Step
-
 from evernear.evaluation.verdict import Rule
+from evernear.kubeflow.runs import Run, State, Step
 from evernear.release.registry import Champion, Move, Record
 from evernear.reporting.notify import Outcome
 from evernear.triggers.proposals import Proposal
