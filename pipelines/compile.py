@@ -9,9 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from evernear.disk import write_atomically
 from evernear.kubeflow import GOLDEN, MODULES
 from evernear.output import print_line
-from evernear.store import write_atomically
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,6 +13,7 @@ from typing import Protocol
 from evernear.data.ingest import ingest
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
+from evernear.disk import sha256_bytes
 from evernear.embedding.embed import Embeddings, embed
 from evernear.embedding.export import describe_network, export
 from evernear.embedding.train import train
@@ -23,7 +24,6 @@ from evernear.index.description import describe_index
 from evernear.release.archive import archive
 from evernear.release.manifest import Part, ReleaseManifest
 from evernear.settings import DataSettings, IndexSettings, ServingSettings, TrainSettings
-from evernear.store import sha256_bytes
 
 
 @dataclass(frozen=True)

@@ -101,4 +101,4 @@ def test_the_first_step_refuses_what_the_last_one_would(
     assert first_step(tmp_path, preset="bset", target="registry") == 2
     (record,) = RunRecord(open_store((tmp_path / "store").as_uri()), "run").steps()
     assert (record.step, record.state) == ("ingest", "failed")
-    assert "There is no preset 'bset'" in record.message
+    assert "No preset 'bset'" in record.message

@@ -12,12 +12,12 @@ from rich.text import Text
 
 from evernear.data.shards import Dataset
 from evernear.deployment.local import stop
+from evernear.disk import disk_errors
 from evernear.local_run import RunResult, run
 from evernear.output import printable
 from evernear.progress import Event
 from evernear.serving.client import Client
 from evernear.settings import Settings
-from evernear.store import disk_errors
 
 SHOWN_NEIGHBORS = 3
 

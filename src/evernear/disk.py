@@ -1,10 +1,17 @@
-"""Files of whoever names them: they may be anything that a disk can hold."""
+"""Files: opened safely, hashed, and written whole or not at all."""
 
 import errno
+import hashlib
 import os
 import stat
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
+from typing import BinaryIO
+
+from evernear.errors import StoreError, no_space
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -22,3 +29,68 @@ def open_regular(path: Path) -> BufferedReader:
 
 def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)  # to a regular file it makes no difference
+
+
+def sha256_bytes(data: bytes) -> str:
+    """Hex sha256 of ``data``."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """Hex sha256 of a file, in flat memory."""
+    with disk_errors(path), open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_atomically(path: Path, data: bytes | str) -> None:
+    """Write a file so that a reader, or a crash, sees the old content or the new one and nothing between.
+
+    Raises:
+        StoreError: disk full, permission denied, ...
+    """
+    with atomic_file(path) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Generator[BinaryIO]:
+    """A new file to write, which replaces ``path`` when the body ends, and is removed if it fails.
+
+    Raises:
+        StoreError: disk full, permission denied, ...
+    """
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with staged_file(path.parent, path.name) as (file, staged):
+            yield file
+            sync(file)
+            staged.replace(path)
+
+
+@contextmanager
+def disk_errors(place: Path | str) -> Generator[None]:
+    """Turn an `OSError` on ``place`` into a `StoreError` of one sentence."""
+    try:
+        yield
+    except OSError as error:
+        sentence = no_space(error, place) or f"{place} cannot be read or written: {error.strerror or error}."
+        raise StoreError(sentence) from error
+
+
+@contextmanager
+def staged_file(directory: Path, name: str) -> Generator[tuple[BinaryIO, Path]]:
+    """A new file under a hidden name in ``directory``, removed unless the body renames it."""
+    handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{name}.")
+    staged = Path(temporary)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            staged.chmod(0o644)
+            yield file, staged
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def sync(file: BinaryIO) -> None:
+    """Bring the content to the disk before the name, so that power loss cannot leave an empty object."""
+    file.flush()
+    os.fsync(file.fileno())

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Literal, get_args
 
-from pydantic import BaseModel, ConfigDict
-
 from evernear.errors import Conflict, EvernearError, SlackError, StoreError
+from evernear.frozen import Frozen
 from evernear.settings import Settings
 
 Part = Literal["store", "cluster", "pipelines", "slack"]
@@ -24,10 +23,8 @@ PIPELINE = "continuous-training"
 PROBE = "doctor.json"
 
 
-class Finding(BaseModel):
+class Finding(Frozen):
     """What was found of one part."""
-
-    model_config = ConfigDict(frozen=True)
 
     part: Part
     well: bool

@@ -16,15 +16,15 @@ from typing import Literal
 
 import psutil
 from filelock import FileLock, Timeout
-from pydantic import BaseModel, ConfigDict
 
+from evernear.disk import disk_errors, write_atomically
 from evernear.errors import Busy, EvernearError, SettingsError, StoreError, UserInterruptError, no_space
+from evernear.frozen import Frozen
 from evernear.progress import EVENTS_VARIABLE, Event, read_events
 from evernear.release.registry import whoami
 from evernear.reporting.notify import Outcome
 from evernear.scratch import scratch, scratch_name
 from evernear.settings import RunSettings, Settings
-from evernear.store import disk_errors, write_atomically
 
 POLL_S = 0.1
 CLEAN_UP_S = 10.0
@@ -33,10 +33,8 @@ ROOM_FOR_EVENTS_BYTES = 64 * 1024
 Pipeline = Literal["continuous_training", "reindex"]
 
 
-class RunResult(BaseModel):
+class RunResult(Frozen):
     """What ``evernear run --json`` prints."""
-
-    model_config = ConfigDict(frozen=True)
 
     release: str | None
     promoted: bool

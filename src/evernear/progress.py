@@ -17,9 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from evernear.errors import EvernearError, StoreError, no_space
+from evernear.frozen import Frozen
 from evernear.output import print_line, printable
 from evernear.run_record import RunRecord, StepRecord
 from evernear.store import open_store
@@ -30,10 +29,8 @@ TERMINATION_MESSAGE_MAX_CHARACTERS = 1000
 """The kubelet reads 4,096 bytes; UTF-8 has up to four to a character."""
 
 
-class Event(BaseModel):
+class Event(Frozen):
     """One line of a run's event file."""
-
-    model_config = ConfigDict(frozen=True)
 
     at: datetime
     step: str

@@ -13,18 +13,17 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Literal, TypeVar
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
+from pydantic import AwareDatetime, BaseModel, ValidationError
 
 from evernear.errors import IntegrityError
+from evernear.frozen import Frozen
 from evernear.store import Store
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
-class StepRecord(BaseModel):
+class StepRecord(Frozen):
     """The last recorded state of one step. A retried step overwrites the state of the attempt before."""
-
-    model_config = ConfigDict(frozen=True)
 
     step: str
     state: Literal["running", "finished", "failed"]
@@ -35,10 +34,8 @@ class StepRecord(BaseModel):
     ended: AwareDatetime | None = None
 
 
-class StopRecord(BaseModel):
+class StopRecord(Frozen):
     """A request to stop a run."""
-
-    model_config = ConfigDict(frozen=True)
 
     by: str
     at: AwareDatetime

@@ -8,8 +8,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from evernear.disk import disk_errors
 from evernear.errors import StoreError
-from evernear.store import disk_errors
 
 
 def scratch_name(owner: Path) -> str:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evernear import settings as knobs
+from evernear.disk import write_atomically
 from evernear.progress import Step, step
 from evernear.run_record import RunRecord
 from evernear.settings import RunSettings
-from evernear.store import open_store, write_atomically
+from evernear.store import open_store
 
 if TYPE_CHECKING:
     from evernear.evaluation.evaluate import Evaluation
@@ -176,7 +177,7 @@ def evaluate(
         seen = trained_on(Path(network), data, opened)
         with open_champion(opened) as (champion, made_from):
             result = evaluate(candidate, champion, data, probed, chosen.evaluation, made_from, seen)
-        result.save(Path(evaluation))
+        result.write(Path(evaluation))
         running.summary = f"accuracy {result.candidate.accuracy}"
     return result
 
@@ -189,7 +190,7 @@ def gate(run: str, settings: Tree, evaluation: str, verdict: str, card: str) -> 
         from evernear.reporting.card import confusion_png, verdict_card
         from evernear.reporting.notify import save_confusion_matrix
 
-        measured = Evaluation.load(Path(evaluation))
+        measured = Evaluation.open(Path(evaluation))
         decided = decide(measured, chosen.gate)
         write_atomically(Path(verdict), decided.model_dump_json(indent=2))
         write_atomically(Path(card), verdict_card(decided, measured))
@@ -211,7 +212,7 @@ def archive(
         from evernear.release.archive import archive
         from evernear.release.registry import Registry
 
-        measured = Evaluation.load(Path(evaluation))
+        measured = Evaluation.open(Path(evaluation))
         packed = archive(
             dataset=Dataset.open(Path(dataset)),
             network_dir=Path(network),

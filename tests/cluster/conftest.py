@@ -45,7 +45,7 @@ def loopback_site(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) 
             install_deployer(admin, namespace)
             install_store_secret(admin, namespace, environment)
             monkeypatch.setenv(KUBECONFIG, str(kubeconfig_of_deployer(admin, namespace, tmp_path)))
-            pace = Pace(rollout_timeout_s=60, patience_s=1, settle_s=5)
+            pace = Pace(rollout_timeout_s=60, failure_grace_s=1, convergence_timeout_s=5)
             yield Site(namespace, LOOPBACK_IMAGE, store, (443,), admin, pace)
     pods.stop()
 
@@ -66,7 +66,7 @@ def real_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]
             monkeypatch.setenv(name, value)
         endpoint = urlsplit(environment["AWS_ENDPOINT_URL"])
         monkeypatch.setenv(KUBECONFIG, str(kubeconfig_of_deployer(admin, namespace, tmp_path)))
-        pace = Pace(rollout_timeout_s=300, patience_s=30, settle_s=60)
+        pace = Pace(rollout_timeout_s=300, failure_grace_s=30, convergence_timeout_s=60)
         # 8333 is where SeaweedFS listens, the other one where the node sends it on.
         ports = (8333, endpoint.port or 443)
         yield Site(namespace, image, "s3://evernear/store", ports, admin, pace)

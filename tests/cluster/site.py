@@ -33,8 +33,8 @@ class Pace:
     """How long things may take: a real cluster pulls images and loads networks, loopback does neither."""
 
     rollout_timeout_s: int
-    patience_s: int
-    settle_s: int
+    failure_grace_s: int
+    convergence_timeout_s: int
 
 
 @dataclass(frozen=True)

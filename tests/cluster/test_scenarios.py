@@ -85,7 +85,7 @@ def test_a_field_that_somebody_else_set_is_named_with_who_did(site: Site, make_r
     with pytest.raises(ClusterError, match=r'"somebody" using apps/v1 set \.spec\.revisionHistoryLimit'):
         deploy(second, site.settings())
     assert serving(site) == first.version
-    assert deploy(second, site.settings(take_over=True)).version == second.version
+    assert deploy(second, site.settings(force_conflicts=True)).version == second.version
 
 
 def test_of_two_deployments_one_is_told_who_deploys(site: Site, make_release: MakeRelease) -> None:

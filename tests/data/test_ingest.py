@@ -75,7 +75,7 @@ def test_sizes_and_colours_are_brought_to_one_shape(tmp_path: Path, take, draw, 
     assert "300 x 200" in manifest.problems[0].detail
     assert Counter(contents(manifest).label.values()) == {"a": 2, "b": 3}
 
-    asked = take(root, dataset="asked", size_px=16, channels="grey")
+    asked = take(root, dataset="asked", size_px=16, channels="gray")
     assert asked.shape == (16, 16, 1)
     assert asked.problem_counts == {}
 

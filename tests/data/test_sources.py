@@ -74,7 +74,7 @@ def test_idx_files_keep_their_test_images(idx: Path, take, contents) -> None:
 
 def test_idx_images_may_be_brought_to_another_shape(idx: Path, take, contents) -> None:
     same = contents(take(f"mnist:{idx}"))
-    other = contents(take(f"mnist:{idx}", dataset="other", size_px=8, channels="colour"))
+    other = contents(take(f"mnist:{idx}", dataset="other", size_px=8, channels="color"))
     assert other.split == same.split
     assert next(iter(other.image.values())).shape == (8, 8, 3)
 

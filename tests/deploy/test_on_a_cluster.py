@@ -125,7 +125,12 @@ def test_what_runs_of_the_pipeline_may_is_just_that(cluster: LoopbackCluster) ->
 
 def _settings() -> Settings:
     loaded = settings_of(LOCAL)
-    chosen = {"image": f"registry.invalid/evernear-serve@{DIGEST}", "patience_s": 1, "lease_s": 2, "token_secret": ""}
+    chosen = {
+        "image": f"registry.invalid/evernear-serve@{DIGEST}",
+        "failure_grace_s": 1,
+        "lease_s": 2,
+        "token_secret": "",
+    }
     return loaded.model_copy(update={"kubernetes": loaded.kubernetes.model_copy(update=chosen)})
 
 

@@ -260,7 +260,7 @@ def test_what_a_killed_deployment_left_is_removed_by_the_next(site: Site) -> Non
     shutil.copy(killed.archive, torchserve.model_store(site.home) / f"embedding-{killed.version}.mar")
     Management(site.home).register(f"embedding-{killed.version}.mar", site.settings.serving)
     assert killed.version in site.registered
-    serving = site.settings.serving.model_copy(update={"keep": 1})
+    serving = site.settings.serving.model_copy(update={"keep_registered": 1})
     with site.hammered():
         site.deploy(candidate, site.settings.model_copy(update={"serving": serving}))
     assert site.registered == [candidate.version], "keep=1 leaves the champion alone"
@@ -380,7 +380,7 @@ def test_of_two_promotions_at_once_one_loses_and_the_server_follows_the_other(si
 
 @pytest.mark.slow
 def test_a_prune_of_the_registry_is_not_felt_by_clients(site: Site) -> None:
-    serving = site.settings.serving.model_copy(update={"keep": 2})
+    serving = site.settings.serving.model_copy(update={"keep_registered": 2})
     for _ in range(2):  # beyond the champion and its parent, which stay
         site.deploy(site.candidate())
     candidate = site.candidate()

@@ -7,6 +7,7 @@ import pytest
 
 from evernear.data.ingest import ingest
 from evernear.data.shards import Dataset
+from evernear.disk import sha256_file
 from evernear.embedding.embed import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription, embed
 from evernear.errors import IntegrityError
 from evernear.evaluation.evaluate import Evaluation, evaluate
@@ -17,7 +18,7 @@ from evernear.evaluation.recogniser import Recogniser
 from evernear.evaluation.statistics import auroc, roc, share
 from evernear.index.build import build
 from evernear.settings import DataSettings, EvaluationSettings, GateSettings, IndexSettings
-from evernear.store import open_store, sha256_file
+from evernear.store import open_store
 from tests.conftest import System
 
 SETTINGS = EvaluationSettings()
@@ -58,8 +59,8 @@ def collapsed(system: System, embeddings: Path, tmp_path_factory: pytest.TempPat
 
 def test_an_evaluation_survives_the_disk(system: System, full: Recogniser, collapsed: Recogniser, tmp_path):
     evaluation = evaluate(collapsed, full, system.dataset, PROBED, SETTINGS, system.dataset)
-    evaluation.save(tmp_path)
-    loaded = Evaluation.load(tmp_path)
+    evaluation.write(tmp_path)
+    loaded = Evaluation.open(tmp_path)
     assert loaded.model_dump() == evaluation.model_dump()
     for name, outcomes in evaluation.outcomes.items():
         assert (loaded.outcomes[name].right == outcomes.right).all()
@@ -69,7 +70,7 @@ def test_an_evaluation_survives_the_disk(system: System, full: Recogniser, colla
 
 @pytest.fixture
 def saved(system: System, full: Recogniser, collapsed: Recogniser, tmp_path) -> Path:
-    evaluate(collapsed, full, system.dataset, PROBED, SETTINGS).save(tmp_path)
+    evaluate(collapsed, full, system.dataset, PROBED, SETTINGS).write(tmp_path)
     return tmp_path
 
 
@@ -89,7 +90,7 @@ def test_figures_that_were_prettied_do_not_load(saved: Path):
         place[path[-1]] = value
         (saved / "evaluation.json").write_text(json.dumps(changed))
         with pytest.raises(IntegrityError, match="contradicts its own outcomes"):
-            Evaluation.load(saved)
+            Evaluation.open(saved)
 
 
 @pytest.mark.parametrize("name", ["evaluation.json", "outcomes.npz"])
@@ -99,15 +100,15 @@ def test_what_is_no_evaluation_does_not_load(saved: Path, name, content):
     if content is not None:
         (saved / name).write_bytes(content)
     with pytest.raises(IntegrityError, match="run the evaluate step again"):
-        Evaluation.load(saved)
+        Evaluation.open(saved)
 
 
 def test_a_figure_that_is_no_number_does_not_load(saved: Path):
     tree = json.loads((saved / "evaluation.json").read_text())
     tree["candidate"]["accuracy"]["low"] = math.nan
     (saved / "evaluation.json").write_text(json.dumps(tree))
-    with pytest.raises(IntegrityError, match="holds no evaluation"):
-        Evaluation.load(saved)
+    with pytest.raises(IntegrityError, match="not a valid evaluation: candidate"):
+        Evaluation.open(saved)
 
 
 def test_metrics_are_flat_finite_numbers(system: System, full: Recogniser, collapsed: Recogniser):

@@ -259,7 +259,7 @@ def test_what_is_no_verdict_is_refused(stored: Path, content):
     stored.unlink()
     if content is not None:
         stored.write_text(content)
-    with pytest.raises(IntegrityError, match="nothing is promoted without one"):
+    with pytest.raises(IntegrityError, match="run the gate step again"):
         Verdict.load(stored)
 
 

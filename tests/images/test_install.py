@@ -18,8 +18,9 @@ from dockerfile import ROOT, Stage, line_of
 from environment import of_the_shell
 from releases import MakeRelease, settings_on_free_ports
 
+from evernear.disk import sha256_file
 from evernear.release.registry import Registry
-from evernear.store import open_store, sha256_file
+from evernear.store import open_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

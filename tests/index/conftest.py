@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from evernear.data.manifest import Split
+from evernear.disk import sha256_file
 from evernear.embedding.embed import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription, EmbeddingShard
-from evernear.store import sha256_file
 
 NETWORK = "n" * 64
 Vectors = NDArray[np.float32]

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from limits import largest_file
 
+from evernear.disk import sha256_file
 from evernear.errors import DataError, IntegrityError, SettingsError, StoreError
 from evernear.index.build import build
 from evernear.index.description import describe_index
 from evernear.settings import IndexSettings
-from evernear.store import sha256_file
 
 from .conftest import NETWORK, MakeEmbeddings, blobs
 

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from evernear.disk import sha256_file
 from evernear.errors import IntegrityError
 from evernear.index.build import build
 from evernear.index.description import DESCRIPTION_FILE, describe_index
 from evernear.index.library import faiss
 from evernear.index.search import FARTHEST, NOBODY, Gallery, vote
 from evernear.settings import IndexSettings
-from evernear.store import sha256_file
 
 from .conftest import NETWORK, MakeEmbeddings, blobs
 

@@ -8,6 +8,7 @@ import pytest
 from limits import largest_file
 from releases import MakeRelease, System
 
+from evernear.disk import sha256_file
 from evernear.embedding.embed import embed_images
 from evernear.embedding.export import load_network
 from evernear.errors import IntegrityError, StoreError
@@ -17,7 +18,7 @@ from evernear.release.champion import open_champion
 from evernear.release.parts import open_release, read_release_manifest
 from evernear.release.registry import Registry
 from evernear.settings import ServingSettings
-from evernear.store import open_store, sha256_file
+from evernear.store import open_store
 
 
 def test_an_archive_opens_to_what_went_into_it(system: System, make_release: MakeRelease, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evernear.errors import IntegrityError
-from evernear.release.manifest import is_version, new_version, parse_manifest
+from evernear.release.manifest import ReleaseManifest, is_version, new_version
 
 MOMENTS = st.datetimes(datetime(2020, 1, 1), datetime(2100, 1, 1), timezones=st.just(UTC))
 DIGESTS = st.text("0123456789abcdef", min_size=64, max_size=64)
@@ -37,5 +37,5 @@ def test_other_texts_are_no_versions(text: str) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"format": 2}', b"\xff"])
 def test_what_is_no_manifest_is_refused_with_its_place(data: bytes) -> None:
-    with pytest.raises(IntegrityError, match="somewhere is no release manifest"):
-        parse_manifest(data, "somewhere")
+    with pytest.raises(IntegrityError, match="somewhere is not a valid release manifest"):
+        ReleaseManifest.from_json(data, "somewhere")

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from no_files import NO_FILES
 from releases import MakeRelease, PackedRelease, forge
 
+from evernear.disk import sha256_bytes
 from evernear.embedding import export
 from evernear.errors import IntegrityError
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE, NETWORK_FILE
 from evernear.release.parts import open_parts, open_release, read_part, read_release, read_release_manifest
-from evernear.store import sha256_bytes
 
 TORCHSERVE = "MAR-INF/MANIFEST.json"
 
@@ -82,10 +82,10 @@ def edit_manifest(change: Callable[[dict], None]) -> Callable[[dict[str, bytes]]
         (set_member("manifest.json", b" " * (5 * 2**20)), "larger than"),
         (
             edit_manifest(lambda m: m["parts"].update({"../x": m["parts"]["smoke.json"]})),
-            "no release manifest",
+            "not a valid release manifest",
         ),
-        (edit_manifest(lambda m: m.update(version="../../x")), "no release manifest: version"),
-        (edit_manifest(lambda m: m.update(unknown=1)), "no release manifest: unknown"),
+        (edit_manifest(lambda m: m.update(version="../../x")), "not a valid release manifest: version"),
+        (edit_manifest(lambda m: m.update(unknown=1)), "not a valid release manifest: unknown"),
     ],
 )
 def test_a_tampered_archive_is_refused_and_leaves_nothing(
@@ -293,7 +293,7 @@ def test_a_part_that_no_release_has_is_refused_although_its_manifest_names_it(
 @pytest.mark.parametrize("name", ["manifest.json", TORCHSERVE])
 def test_json_of_any_depth_is_refused_with_a_sentence(packed: PackedRelease, tmp_path: Path, name: str) -> None:
     archive = rewrite(packed, tmp_path / "deep.mar", set_member(name, b"[" * 10**6))
-    with pytest.raises(IntegrityError, match=r"is no release manifest|does not describe"):
+    with pytest.raises(IntegrityError, match=r"is not a valid release manifest|does not describe"):
         open_release(archive, tmp_path / "opened")
 
 

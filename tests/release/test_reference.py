@@ -10,7 +10,7 @@ from evernear.embedding.embed import embed_images
 from evernear.embedding.export import load_network
 from evernear.errors import IntegrityError
 from evernear.index.search import Gallery
-from evernear.release.manifest import REFERENCE_FILE, parse_manifest
+from evernear.release.manifest import REFERENCE_FILE, ReleaseManifest
 from evernear.release.parts import read_part
 from evernear.release.reference import PROJECTED_DIM, Reference, evenly, random_projection
 
@@ -87,4 +87,4 @@ def test_a_release_from_before_there_were_references_is_a_release(make_release: 
     old = manifest.model_dump(mode="json")
     del old["parts"][REFERENCE_FILE]
     text = type(manifest).model_validate(old).to_json()
-    assert REFERENCE_FILE not in parse_manifest(text, "here").parts
+    assert REFERENCE_FILE not in ReleaseManifest.from_json(text, "here").parts

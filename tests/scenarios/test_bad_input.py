@@ -24,7 +24,7 @@ def run_refused(bench: Bench, *words: str) -> tuple[int, str]:
 def test_config_typo(bench: Bench) -> None:
     assert bench.refused("run", "--set", "train.epoch=3") == (
         2,
-        "evernear: There is no setting 'train.epoch'; did you mean 'train.epochs'?",
+        "evernear: No setting 'train.epoch'; did you mean 'train.epochs'?",
     )
     assert not bench.workdir.exists()
 

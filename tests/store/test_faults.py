@@ -28,8 +28,9 @@ from faulty import (
     truncate,
 )
 
+from evernear.disk import sha256_bytes
 from evernear.errors import EvernearError, IntegrityError, SettingsError, StoreError
-from evernear.store import S3Store, connection, open_store, sha256_bytes
+from evernear.store import S3Store, connection, open_store
 
 pytestmark = pytest.mark.usefixtures("quick")
 

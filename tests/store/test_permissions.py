@@ -18,9 +18,10 @@ from conftest import REPOSITORY, free_ports, wait_for_port
 from minio import Minio
 from seaweedfs import seaweedfs
 
+from evernear.disk import sha256_bytes
 from evernear.errors import Conflict, StoreError
 from evernear.serving.query_log import ship
-from evernear.store import S3Store, Store, open_store, sha256_bytes
+from evernear.store import S3Store, Store, open_store
 from evernear.triggers.proposals import Proposals
 from evernear.triggers.watch.switch import Switch
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from no_files import NO_FILES
 
+from evernear.disk import disk_errors, sha256_bytes, sha256_file, write_atomically
 from evernear.errors import Conflict, IntegrityError, SettingsError, StoreError
-from evernear.store import Store, disk_errors, open_store, sha256_bytes, sha256_file, write_atomically
+from evernear.store import Store, open_store
 
 
 @pytest.fixture(params=["file", "s3", "swift"])
@@ -160,7 +161,8 @@ def _in_small_files(statement: str, *arguments: str) -> subprocess.CompletedProc
     script = f"""
 import resource, sys
 from pathlib import Path
-from evernear.store import open_store, write_atomically
+from evernear.disk import write_atomically
+from evernear.store import open_store
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
 {statement}
 """

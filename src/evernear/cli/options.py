@@ -1,6 +1,5 @@
 """Options that several commands share, and the settings that they add up to."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +31,7 @@ def settings_of(
     """The settings of one command: preset, file, environment and flags."""
     flags = list(overrides or [])
     if workdir is not None:
-        flags.append(f"workdir={json.dumps(str(workdir))}")
+        flags.append(f"workdir={workdir}")
     if source is not None:
-        flags.append(f"data.source={json.dumps(source)}")
+        flags.append(f"data.source={source}")
     return knobs.load(preset=preset, config=config, overrides=flags)

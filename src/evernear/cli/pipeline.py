@@ -1,6 +1,5 @@
 """``evernear pipeline``: compile the pipelines, and run them on Kubeflow Pipelines."""
 
-import json
 import os
 import secrets
 import time
@@ -85,8 +84,8 @@ def compile_(
     namespace: NamespaceOption = None,
 ) -> None:
     """Write the pipelines for a cluster, the same bytes each time: DIR/PIPELINE.yaml. The options pin defaults."""
+    from evernear.disk import write_atomically
     from evernear.kubeflow.compiled import as_manifests
-    from evernear.store import write_atomically
 
     pinned = _words(defaults, source=source, target=target, serving_image=serving_image, store=store)
     compiled = _compiled(pipelines, image, pinned)
@@ -281,7 +280,7 @@ def stop(
 
 def _settings(config: Path | None, endpoint: str | None, namespace: str | None) -> PipelineSettings:
     given = {"endpoint": endpoint, "namespace": namespace}
-    flags = [f"pipeline.{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    flags = [f"pipeline.{key}={value}" for key, value in given.items() if value is not None]
     return settings_of(None, config, flags, None).pipeline
 
 

@@ -1,6 +1,5 @@
 """``evernear registry``: the releases of a store, and the pointer to the one that serves."""
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -192,7 +191,7 @@ def registry_of(store: StoreOption, config: ConfigOption, overrides: SetOption, 
 
 def _settings(store: StoreOption, config: ConfigOption, overrides: SetOption, workdir: WorkdirOption) -> Settings:
     """With ``--store``, that store alone: what serves in the working directory may belong to another one."""
-    flags = [f"store={json.dumps(store)}", "target=registry"] if store else []
+    flags = [f"store={store}", "target=registry"] if store else []
     return settings_of(None, config, [*(overrides or []), *flags], workdir)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from evernear.errors import DataError
-from evernear.settings import MAX_PIXELS
+from evernear.settings.section import MAX_PIXELS
 
 MAX_SIDE_PX = 2**15 - 1
 """Each row costs a pointer, and resizing takes memory for each column."""

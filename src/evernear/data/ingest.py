@@ -24,13 +24,14 @@ from PIL import Image
 
 from evernear.data.image_file import EncodedImage, inspect
 from evernear.data.ledger import Ledger, Listed, NewImage
-from evernear.data.manifest import SPLITS, Manifest, Split, ledger_key, manifest_key, parse_manifest
+from evernear.data.manifest import SPLITS, Manifest, Split, ledger_key, manifest_key
 from evernear.data.preprocess import Pixels, decode_inspected, image_digest, pixels_digest, to_array
 from evernear.data.sources import Arrays, ArraySource, FileSource, open_source
 from evernear.data.writer import ShardWriter
+from evernear.disk import disk_errors, sha256_file
 from evernear.errors import Conflict, DataError, IntegrityError, SettingsError
 from evernear.settings import DataSettings
-from evernear.store import Store, disk_errors, open_store, sha256_file
+from evernear.store import Store, open_store
 from evernear.threads import available_cpus
 
 Say = Callable[[str], None]
@@ -175,7 +176,7 @@ def _natural(label: str) -> tuple[list[str | int], str]:
 
 def _shape(settings: DataSettings, source: ArraySource | FileSource, ledger: Ledger, parent: Manifest | None) -> Shape:
     """(H, W, C) of the dataset: the settings', else the earlier snapshot's, else the first image's."""
-    wanted_channels = {"auto": None, "grey": 1, "colour": 3}[settings.channels]
+    wanted_channels = {"auto": None, "gray": 1, "color": 3}[settings.channels]
     if parent is not None:
         height, width, channels = parent.shape
     elif settings.size_px and wanted_channels:
@@ -425,7 +426,7 @@ class _Snapshots:
         except (ValueError, KeyError, TypeError):
             raise IntegrityError(f"{self.store.uri}/{self._head_key} is no pointer to a snapshot.") from None
         key = self._manifest_key(digest)
-        manifest = parse_manifest(self.store.get(key), f"{self.store.uri}/{key}")
+        manifest = Manifest.from_json(self.store.get(key), f"{self.store.uri}/{key}")
         if manifest.digest != digest:
             raise IntegrityError(f"{self.store.uri}/{key} does not hold the snapshot of that digest.")
         return manifest
@@ -448,7 +449,7 @@ class _Snapshots:
         try:
             self.store.put_if(key, manifest.to_json(), None)
         except Conflict:  # an earlier run made the same snapshot, and a snapshot never changes
-            manifest = parse_manifest(self.store.get(key), f"{self.store.uri}/{key}")
+            manifest = Manifest.from_json(self.store.get(key), f"{self.store.uri}/{key}")
         self._move_head(manifest)
         return manifest
 

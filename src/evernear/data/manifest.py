@@ -4,10 +4,8 @@ import json
 from pathlib import Path
 from typing import Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from evernear.errors import IntegrityError
-from evernear.store import disk_errors, sha256_bytes, write_atomically
+from evernear.disk import sha256_bytes
+from evernear.frozen import Frozen
 
 Split = Literal["train", "test", "gallery", "query"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -15,11 +13,7 @@ FILE_NAME = "manifest.json"
 _IDENTITY = {"format", "shape", "labels", "shards", "problems", "problem_counts"}
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Shard(_Frozen):
+class Shard(Frozen):
     """One file of images of one split: ``datasets/<name>/shards/<sha256>.npy``."""
 
     sha256: str
@@ -29,7 +23,7 @@ class Shard(_Frozen):
     label_counts: dict[str, int]
 
 
-class Problem(_Frozen):
+class Problem(Frozen):
     """A fault that ingest met; ``kind`` is a rule of `evernear.settings.ValidationSettings`.
 
     ``names`` are files of the source, a few where there are many.
@@ -40,12 +34,14 @@ class Problem(_Frozen):
     detail: str
 
 
-class Manifest(_Frozen):
+class Manifest(Frozen):
     """A snapshot of a dataset. It never changes; the next ingest makes another one with this as ``parent``.
 
     ``labels`` only ever grows at its end, so that a label's number is the same in every snapshot.
     ``problems`` lists some of each kind, ``problem_counts`` counts them all. ``created`` is UTC, ISO 8601.
     """
+
+    remedy = "run the ingest step again"
 
     format: Literal[1] = 1
     name: str
@@ -79,10 +75,6 @@ class Manifest(_Frozen):
                     counts[label] += count
         return counts
 
-    def to_json(self) -> bytes:
-        """The manifest as it is stored."""
-        return self.model_dump_json(indent=1).encode() + b"\n"
-
 
 def manifest_key(name: str, digest: str) -> str:
     """Where the store has the snapshot ``digest`` of the dataset ``name``."""
@@ -94,23 +86,9 @@ def ledger_key(name: str, sha256: str) -> str:
     return f"datasets/{name}/ledgers/{sha256}.sqlite"
 
 
-def parse_manifest(data: bytes, place: str) -> Manifest:
-    """A stored manifest.
-
-    Raises:
-        IntegrityError: ``data``, which came from ``place``, is no manifest.
-    """
-    try:
-        return Manifest.model_validate_json(data)
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in fault["loc"])
-        raise IntegrityError(f"{place} is no dataset manifest: {where} {fault['msg'].lower()}.") from None
-
-
 def save_manifest(manifest: Manifest, directory: Path) -> None:
     """Write ``manifest.json`` into ``directory``: all that a pipeline step hands on of a dataset."""
-    write_atomically(directory / FILE_NAME, manifest.to_json())
+    manifest.save(directory / FILE_NAME)
 
 
 def load_manifest(directory: Path) -> Manifest:
@@ -119,11 +97,7 @@ def load_manifest(directory: Path) -> Manifest:
     Raises:
         IntegrityError: the directory holds none, or a broken one.
     """
-    path = directory / FILE_NAME
-    if not path.is_file():
-        raise IntegrityError(f"{directory} is no dataset: it holds no {FILE_NAME}.")
-    with disk_errors(path):
-        return parse_manifest(path.read_bytes(), str(path))
+    return Manifest.load(directory / FILE_NAME)
 
 
 def as_split(name: str) -> Split | None:

@@ -10,9 +10,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from pydantic import BaseModel, ConfigDict
 
 from evernear.data.image_file import EncodedImage, broken, inspect
+from evernear.frozen import Frozen
 
 Pixels = NDArray[np.uint8]
 
@@ -46,14 +46,12 @@ _TURNS = {
 }
 
 
-class Preprocessing(BaseModel):
+class Preprocessing(Frozen):
     """What is done to an image before the network sees it; part of every release.
 
     `to_array` applies size and channels and gives uint8. ``mean`` and ``std``, one per channel and in units
     of 0..1, are applied inside the exported network.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     height_px: int
     width_px: int

@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from evernear.data.manifest import Manifest, Shard, Split, load_manifest, manifest_key, parse_manifest
+from evernear.data.manifest import Manifest, Shard, Split, load_manifest, manifest_key
 from evernear.data.preprocess import Pixels
 from evernear.data.writer import Rows, check_header, row_dtype, shard_key
+from evernear.disk import disk_errors
 from evernear.errors import DataError, IntegrityError
-from evernear.store import FileStore, Store, disk_errors, open_store
+from evernear.store import FileStore, Store, open_store
 
 # A shuffle reads pieces of this size from all over a group of shards, and mixes a buffer of them.
 _PIECE_BYTES = 256 * 2**10
@@ -68,7 +69,7 @@ class Dataset:
         """
         key = manifest_key(name, digest)
         found = store.find(key)
-        return Dataset(parse_manifest(found[0], f"{store.uri}/{key}"), store) if found else None
+        return Dataset(Manifest.from_json(found[0], f"{store.uri}/{key}"), store) if found else None
 
     def count(self, split: Split) -> int:
         """Images of a split."""

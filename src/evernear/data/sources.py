@@ -19,8 +19,9 @@ import numpy as np
 from evernear.data.ledger import Listed
 from evernear.data.manifest import SPLITS, Split, as_split
 from evernear.data.preprocess import Pixels
+from evernear.disk import disk_errors
 from evernear.errors import DataError, SettingsError
-from evernear.store import disk_errors, open_store
+from evernear.store import open_store
 
 # Files of these kinds are taken for images by their name; whether they are PNG or JPEG their content tells.
 _IMAGE_SUFFIXES = frozenset(

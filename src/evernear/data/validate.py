@@ -5,11 +5,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from evernear.data.manifest import SPLITS, Manifest, Split
 from evernear.data.shards import Dataset
 from evernear.errors import ValidationFailed
+from evernear.frozen import Frozen
 from evernear.output import printable
 from evernear.settings import ValidationSettings
 
@@ -53,11 +52,7 @@ _PROBLEMS = {
 }
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Finding(_Frozen):
+class Finding(Frozen):
     """One rule that fired; ``names`` are some of the ``count`` files, classes or splits at fault."""
 
     rule: str
@@ -68,7 +63,7 @@ class Finding(_Frozen):
     details: tuple[str, ...] = ()
 
 
-class Report(_Frozen):
+class Report(Frozen):
     """What validation found in one snapshot; ``counts`` are images by split and label."""
 
     dataset_digest: str

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from evernear.data.ledger import Ledger
 from evernear.data.manifest import SPLITS, Shard, Split
 from evernear.data.preprocess import Pixels
+from evernear.disk import disk_errors, sha256_file
 from evernear.errors import DataError, IntegrityError
-from evernear.store import Store, disk_errors, sha256_file
+from evernear.store import Store
 
 Rows = NDArray[np.void]
 _BLOCK_BYTES = 2**20

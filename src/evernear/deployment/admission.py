@@ -3,23 +3,21 @@
 import tempfile
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
+from evernear.disk import sha256_bytes
 from evernear.errors import Conflict, IntegrityError, TransientStoreError
 from evernear.evaluation.verdict import Verdict
+from evernear.frozen import Frozen
 from evernear.index.description import describe_index
 from evernear.release.parts import VERDICT_FILE, ReleaseParts, open_release
 from evernear.release.registry import Cause, Champion, Registry
-from evernear.store import Store, sha256_bytes
+from evernear.store import Store
 
 
-class Deployment(BaseModel):
+class Deployment(Frozen):
     """A release that became the champion; ``url`` takes images, where a server was brought up for it.
 
     ``champion_fault`` tells why the release it replaced could not be brought up beside it, if it could not.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     version: str
     previous: str | None
@@ -58,7 +56,7 @@ def readmit(parts: ReleaseParts, force: bool) -> None:
     Raises:
         IntegrityError: its verdict holds it, or is none.
     """
-    verdict = Verdict.parse(parts.read(VERDICT_FILE), f"{VERDICT_FILE} of release {parts.manifest.version}")
+    verdict = Verdict.from_json(parts.read(VERDICT_FILE), f"{VERDICT_FILE} of release {parts.manifest.version}")
     if not verdict.promote and not force:
         raise IntegrityError(f"{_held(parts, verdict)} To promote it anyway, add --force and --why.")
 
@@ -100,7 +98,7 @@ def _read_verdict(path: Path, parts: ReleaseParts) -> Verdict:
         raise IntegrityError(f"{path} holds no verdict, so nothing is deployed.") from None
     if sha256_bytes(data) != manifest.verdict_sha256:
         raise IntegrityError(f"{path} is not the verdict that the release was archived with.")
-    verdict = Verdict.parse(data, str(path))
+    verdict = Verdict.from_json(data, path)
     measured = (verdict.candidate.network_sha256, verdict.candidate.index_digest)
     if measured != (manifest.network_sha256, describe_index(parts.directory).digest):
         raise IntegrityError(

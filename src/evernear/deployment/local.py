@@ -18,6 +18,7 @@ from typing import Any
 
 from evernear.deployment.admission import Deployment, admit, unrecorded
 from evernear.deployment.smoke import smoke
+from evernear.disk import atomic_file, disk_errors, sha256_file
 from evernear.errors import IntegrityError, ServingError, StoreError, TransientStoreError, UserInterruptError
 from evernear.release.parts import ReleaseParts, open_release
 from evernear.release.registry import Cause, Champion, Registry
@@ -27,7 +28,7 @@ from evernear.serving.connection import Endpoints, home_of, read_state
 from evernear.serving.lock import exclusively
 from evernear.serving.management import Management
 from evernear.settings import RunSettings
-from evernear.store import atomic_file, disk_errors, open_store, sha256_file
+from evernear.store import open_store
 
 DRAIN_TIMEOUT_S = 30
 FOLLOW_S = 0.5
@@ -313,10 +314,10 @@ class _Site:
                 self.management.unregister(self.model, version)
 
     def prune(self, champion: Champion) -> None:
-        """Keep ``serving.keep`` releases registered: the champion, what a rollback leads to, the newest."""
+        """Keep ``serving.keep_registered`` releases registered: the champion, what a rollback leads to, the newest."""
         found = [found.version for found in self.management.versions(self.model)]
         by_worth = sorted(found, key=lambda v: (v == champion.version, v == champion.previous, v), reverse=True)
-        for version in by_worth[self.settings.serving.keep :]:
+        for version in by_worth[self.settings.serving.keep_registered :]:
             self._drain(version)
             self.unload(version)
 

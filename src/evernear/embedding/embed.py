@@ -12,16 +12,18 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from torch import nn
 
 from evernear.data.manifest import Shard, Split
 from evernear.data.shards import Block, Dataset
+from evernear.disk import sha256_bytes, sha256_file, write_atomically
 from evernear.embedding.export import ExportResult, describe_network, load_network
 from evernear.embedding.images import to_tensor
 from evernear.embedding.kept import KeptEmbeddings, KeptShard, Rows, Vectors
 from evernear.errors import IntegrityError
-from evernear.store import Store, sha256_bytes, sha256_file, write_atomically
+from evernear.frozen import Frozen
+from evernear.store import Store
 
 DESCRIPTION_FILE = "embeddings.json"
 SHARD_SIZE = 8_192
@@ -30,10 +32,8 @@ BATCH_SIZE = 256
 Found = NDArray[np.bool_]
 
 
-class EmbeddingShard(BaseModel):
+class EmbeddingShard(Frozen):
     """One file of embeddings."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     file: str
     sha256: str
@@ -41,10 +41,8 @@ class EmbeddingShard(BaseModel):
     count: int
 
 
-class EmbeddingsDescription(BaseModel):
+class EmbeddingsDescription(Frozen):
     """`DESCRIPTION_FILE`: which network made the embeddings of which dataset."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     network_sha256: str
     dataset_digest: str

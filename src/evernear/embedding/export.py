@@ -5,27 +5,27 @@ from typing import Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from torch import Tensor
 
 from evernear.data.preprocess import Preprocessing
 from evernear.data.shards import Dataset
+from evernear.disk import sha256_bytes, sha256_file, write_atomically
 from evernear.embedding import torchscript
 from evernear.embedding.images import to_tensor
 from evernear.embedding.network import Architecture, EmbeddingNetwork
 from evernear.embedding.trained import load_trained
 from evernear.errors import IntegrityError, TrainingError
-from evernear.store import Store, sha256_bytes, sha256_file, write_atomically
+from evernear.frozen import Frozen
+from evernear.store import Store
 
 NETWORK_FILE = "network.pt"
 DESCRIPTION_FILE = "network.json"
 PARITY_IMAGES = 256
 
 
-class ExportResult(BaseModel):
+class ExportResult(Frozen):
     """`DESCRIPTION_FILE`: what the TorchScript file beside it takes and gives, and how well it was proved."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     sha256: str
     input: Literal["uint8 NCHW, 0..255"] = "uint8 NCHW, 0..255"

@@ -1,14 +1,12 @@
 """The curves of a training."""
 
-from pydantic import BaseModel, ConfigDict
+from evernear.frozen import Frozen
 
 HISTORY_FILE = "history.json"
 
 
-class Epoch(BaseModel):
+class Epoch(Frozen):
     """One point of the curves; the gallery split is never trained on."""
-
-    model_config = ConfigDict(frozen=True)
 
     epoch: int
     learning_rate: float
@@ -20,10 +18,8 @@ class Epoch(BaseModel):
     duration_s: float
 
 
-class TrainingResult(BaseModel):
+class TrainingResult(Frozen):
     """What a training came to; `HISTORY_FILE` holds the same."""
-
-    model_config = ConfigDict(frozen=True)
 
     key: str
     kept_epoch: int

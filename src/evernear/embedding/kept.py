@@ -19,8 +19,9 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from evernear.disk import disk_errors
 from evernear.errors import IntegrityError
-from evernear.store import Store, disk_errors
+from evernear.store import Store
 
 Rows = NDArray[np.void]
 Vectors = NDArray[np.float32]

@@ -7,22 +7,22 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
+from evernear.disk import write_atomically
 from evernear.embedding.history import HISTORY_FILE, Epoch, TrainingResult
 from evernear.errors import StoreError, TrainingError
+from evernear.frozen import Frozen
 from evernear.output import print_line
 from evernear.settings import TrainSettings
-from evernear.store import Store, write_atomically
+from evernear.store import Store
 from evernear.threads import environment_of_each
 
 
-class Job(BaseModel):
+class Job(Frozen):
     """What a training process is told; `evernear.embedding.worker` reads it."""
-
-    model_config = ConfigDict(frozen=True)
 
     dataset_dir: Path
     settings: TrainSettings
@@ -31,10 +31,8 @@ class Job(BaseModel):
     exclude_labels: frozenset[str]
 
 
-class Failure(BaseModel):
+class Failure(Frozen):
     """How a training process failed: the sentence and the exit code of its error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     failure: str
     exit_code: int

@@ -3,9 +3,10 @@
 import math
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from evernear.frozen import Frozen
 
 LAST_GRID = 3
 """Stages follow until the grid is at most so many cells a side: enough to keep where a feature was."""
@@ -16,10 +17,8 @@ WIDEST = 8
 """Channels double from stage to stage, up to so many times the first stage's."""
 
 
-class Architecture(BaseModel):
+class Architecture(Frozen):
     """All that is needed to build a network again, without its weights."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     shape: tuple[int, int, int]
     """Height, width and channels of an image."""

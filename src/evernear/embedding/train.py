@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from evernear.data.shards import Dataset
+from evernear.disk import write_atomically
 from evernear.embedding.augment import random_affine
 from evernear.embedding.checkpoint import Checkpoints, checkpoint_key
 from evernear.embedding.history import HISTORY_FILE, Epoch, TrainingResult
@@ -36,7 +37,7 @@ from evernear.embedding.state import TrainingState
 from evernear.embedding.trained import save_trained
 from evernear.errors import TrainingError
 from evernear.settings import TrainSettings
-from evernear.store import Store, write_atomically
+from evernear.store import Store
 
 
 def train(

@@ -2,23 +2,22 @@
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from torch import Tensor
 
+from evernear.disk import sha256_bytes, write_atomically
 from evernear.embedding.checkpoint import from_bytes, to_bytes
 from evernear.embedding.network import Architecture, EmbeddingNetwork, build
 from evernear.errors import IntegrityError
+from evernear.frozen import Frozen
 from evernear.settings import TrainSettings
-from evernear.store import sha256_bytes, write_atomically
 
 WEIGHTS_FILE = "weights.pt"
 DESCRIPTION_FILE = "network.json"
 
 
-class Trained(BaseModel):
+class Trained(Frozen):
     """`DESCRIPTION_FILE`: the network that the weights belong to, and what they were trained on."""
-
-    model_config = ConfigDict(frozen=True)
 
     architecture: Architecture
     dataset_digest: str

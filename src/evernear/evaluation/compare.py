@@ -3,17 +3,16 @@
 from collections.abc import Iterable
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from scipy.stats import binomtest
 
 from evernear.errors import IntegrityError
 from evernear.evaluation.measure import Outcomes
+from evernear.frozen import Frozen
 
 
-class Pairs(BaseModel):
+class Pairs(Frozen):
     """Queries by who answered them rightly; those that both or neither did tell nothing of who is better."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     queries: int = Field(ge=0)
     regressions: int = Field(ge=0)
@@ -27,10 +26,8 @@ class Pairs(BaseModel):
         return mcnemar_worse(self.regressions, self.improvements)
 
 
-class Comparison(BaseModel):
+class Comparison(Frozen):
     """Candidate against champion over all queries and within each class that has any."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     overall: Pairs
     classes: dict[str, Pairs]

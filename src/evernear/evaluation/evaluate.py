@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING
 from zipfile import BadZipFile
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation
+from pydantic import Field, SkipValidation
 
 from evernear.data.shards import Dataset
+from evernear.disk import write_atomically
 from evernear.errors import IntegrityError
 from evernear.evaluation.compare import Comparison, compare
 from evernear.evaluation.leaks import count_leaks
 from evernear.evaluation.measure import Measurement, Outcomes, measure
 from evernear.evaluation.open_set import OpenSet
+from evernear.frozen import Frozen
 from evernear.settings import EvaluationSettings
-from evernear.store import write_atomically
 
 if TYPE_CHECKING:  # who only reads an evaluation loads neither torch nor FAISS
     from evernear.evaluation.recogniser import Recogniser
@@ -27,10 +28,10 @@ OUTCOMES_FILE = "outcomes.npz"
 SYSTEMS = ("candidate", "champion")
 
 
-class Evaluation(BaseModel):
+class Evaluation(Frozen, arbitrary_types_allowed=True):
     """Candidate, and champion if there is one, on the same queries."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    remedy = "run the evaluate step again"
 
     candidate: Measurement
     champion: Measurement | None
@@ -72,23 +73,23 @@ class Evaluation(BaseModel):
             found["p_worse"] = pairs.p_worse
         return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
 
-    def save(self, directory: Path) -> None:
+    def write(self, directory: Path) -> None:
         """Write `EVALUATION_FILE` and, beside it, who was right on which query."""
         systems = [self.outcomes[name] for name in SYSTEMS if name in self.outcomes]
         buffer = io.BytesIO()
         np.savez(buffer, labels=systems[0].labels, right=np.stack([system.right for system in systems]))
         write_atomically(directory / OUTCOMES_FILE, buffer.getvalue())
-        write_atomically(directory / EVALUATION_FILE, self.model_dump_json(indent=2))
+        self.save(directory / EVALUATION_FILE)
 
     @staticmethod
-    def load(directory: Path) -> "Evaluation":
-        """What `save` wrote, its counts checked against the queries they count.
+    def open(directory: Path) -> "Evaluation":
+        """What `write` wrote, its counts checked against the queries they count.
 
         Raises:
             IntegrityError: nothing is there, or the two files contradict each other.
         """
         try:
-            evaluation = Evaluation.model_validate_json((directory / EVALUATION_FILE).read_bytes())
+            evaluation = Evaluation.load(directory / EVALUATION_FILE)
             archive = io.BytesIO((directory / OUTCOMES_FILE).read_bytes())
             with np.load(archive, allow_pickle=False) as columns:
                 systems = (Outcomes(right, columns["labels"]) for right in columns["right"])

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
 
 from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
 from evernear.errors import DataError
 from evernear.evaluation.statistics import Share, share
+from evernear.frozen import Frozen
 from evernear.settings import EvaluationSettings
 
 if TYPE_CHECKING:  # who only reads an evaluation loads neither torch nor FAISS
@@ -24,10 +24,8 @@ RECALL_AT = 5
 ELSEWHERE = "(a label that the dataset does not have)"
 
 
-class Measurement(BaseModel):
+class Measurement(Frozen):
     """What `measure` found. Shares are of all queries of the split, unless they say otherwise."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     network_sha256: str

@@ -1,17 +1,14 @@
 """What a probe found out about unknown images; see `evernear.evaluation.probe`."""
 
-from pydantic import BaseModel, ConfigDict
-
 from evernear.evaluation.statistics import Auroc, Roc, Share
+from evernear.frozen import Frozen
 
 
-class OpenSet(BaseModel):
+class OpenSet(Frozen):
     """What a probe found; all but ``held_out`` is None where too few classes leave nothing to hold out.
 
     ``threshold`` alone, where it was taken over with a release's network.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     held_out: tuple[str, ...]
     auroc: Auroc | None = None

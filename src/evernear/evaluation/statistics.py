@@ -5,18 +5,18 @@ from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from scipy.optimize import root_scalar
 from scipy.special import expit, logit
 from scipy.stats import rankdata
 
+from evernear.frozen import Frozen
+
 ROC_POINTS = 200
 
 
-class Share(BaseModel):
+class Share(Frozen):
     """``count`` of ``total`` with the interval of Wilson (1927), which holds near 0 and 1 and for few."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     count: int = Field(ge=0)
     total: int = Field(ge=1)
@@ -32,10 +32,8 @@ class Share(BaseModel):
         return f"{self.value:.2%} ({self.low:.2%} to {self.high:.2%})"
 
 
-class Auroc(BaseModel):
+class Auroc(Frozen):
     """Area under the ROC curve: how often an unknown image lies further away than a known one."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     value: float = Field(ge=0, le=1, allow_inf_nan=False)
     low: float = Field(ge=0, le=1, allow_inf_nan=False)
@@ -47,10 +45,8 @@ class Auroc(BaseModel):
         return f"{self.value:.4f} ({self.low:.4f} to {self.high:.4f})"
 
 
-class Roc(BaseModel):
+class Roc(Frozen):
     """Accepting what is nearer than each of ``thresholds``: at most `ROC_POINTS` points, all finite."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     false_accepts: tuple[float, ...]
     """Share of unknown images within the threshold (the curve's x, FAR)."""

@@ -2,19 +2,15 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
+from evernear.disk import sha256_bytes
 from evernear.errors import IntegrityError
-from evernear.store import sha256_bytes
-
-_NO_VERDICT = "{} is no verdict; nothing is promoted without one."
+from evernear.frozen import Frozen
 
 
-class Rule(BaseModel):
+class Rule(Frozen):
     """One question and its answer; ``reason`` is a sentence, whether it passed or not."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     passed: bool
@@ -24,23 +20,20 @@ class Rule(BaseModel):
     reason: str
 
 
-class System(BaseModel):
+class System(Frozen):
     """Which network and which index were measured; a release is the measured one if its parts have these
     hashes.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     network_sha256: str
     index_digest: str
 
 
-class Verdict(BaseModel):
-    """May the candidate serve?"""
+class Verdict(Frozen):
+    """Whether the candidate may replace the champion."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+    remedy = "run the gate step again"
     promote: bool
     reasons: list[str]
     """Of the rules that failed; of all rules, if none did."""
@@ -67,28 +60,16 @@ class Verdict(BaseModel):
         )
         return verdict.model_copy(update={"digest": _digest(verdict)})
 
-    @staticmethod
-    def load(path: Path) -> "Verdict":
-        """A stored verdict that holds together.
+    @classmethod
+    def from_json(cls, data: bytes | str, source: Path | str) -> Self:
+        """A stored verdict that is consistent.
 
         Raises:
-            IntegrityError: there is none, it was changed, or it promotes against its own rules.
+            IntegrityError: it is invalid, it was changed, or it promotes against its own rules.
         """
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise IntegrityError(_NO_VERDICT.format(path)) from error
-        return Verdict.parse(data, str(path))
-
-    @staticmethod
-    def parse(data: bytes, path: str) -> "Verdict":
-        """`load`, for the content of the file ``path``."""
-        try:
-            verdict = Verdict.model_validate_json(data)
-        except ValidationError as error:
-            raise IntegrityError(_NO_VERDICT.format(path)) from error
+        verdict = super().from_json(data, source)
         if verdict.digest != _digest(verdict) or verdict.promote != _all_passed(verdict.rules):
-            raise IntegrityError(f"The verdict {path} was changed after the gate; run the gate step again.")
+            raise IntegrityError(f"The verdict {source} was changed after the gate; {cls.remedy}.")
         return verdict
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from evernear.disk import atomic_file, disk_errors, sha256_file, write_atomically
 from evernear.embedding.embed import Embeddings
 from evernear.errors import DataError, IntegrityError, SettingsError
 from evernear.index.calibrate import calibrate, of_known
@@ -22,7 +23,6 @@ from evernear.index.description import (
 )
 from evernear.index.library import faiss, write_index
 from evernear.settings import IndexSettings
-from evernear.store import atomic_file, disk_errors, sha256_file, write_atomically
 
 TRAINING_VECTORS = 262_144
 """Vectors that an index with a trained part (IVF, PQ) is trained on at most: 128 MB at 128 dimensions."""

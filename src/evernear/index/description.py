@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
+from evernear.disk import sha256_bytes, sha256_file
 from evernear.errors import IntegrityError
-from evernear.store import sha256_bytes, sha256_file
+from evernear.frozen import Frozen
 
 DESCRIPTION_FILE = "index.json"
 VECTORS_FILE = "index.faiss"
@@ -17,10 +18,8 @@ FARTHEST = 2.0
 PARTS = (VECTORS_FILE, LABELS_FILE, CENTROIDS_FILE)
 
 
-class Calibration(BaseModel):
+class Calibration(Frozen):
     """How the open-set threshold was found, and what the index does at it on the query split."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     found_by: Literal["unseen classes", "impostors"]
     stated_false_accept_rate: float
@@ -34,10 +33,8 @@ class Calibration(BaseModel):
     """Queries whose nearest vector of all the index found: recall@1 against exact search."""
 
 
-class IndexDescription(BaseModel):
+class IndexDescription(Frozen):
     """All of ``index.json``. Distances are L2 between unit vectors, not squared: 0 to 2."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal[1] = 1
     network_sha256: str

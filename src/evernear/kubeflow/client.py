@@ -10,11 +10,12 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
+from evernear.disk import sha256_bytes
 from evernear.errors import Conflict, PipelineServerError, SettingsError, StoreError
 from evernear.kubeflow.connection import Connection, Refused
 from evernear.kubeflow.runs import Parameter, Run, State, Step
 from evernear.settings import PipelineSettings, merge
-from evernear.store import Store, sha256_bytes
+from evernear.store import Store
 
 LOCK_POLL_S = 0.5
 KINDS: dict[str, tuple[type, ...]] = {

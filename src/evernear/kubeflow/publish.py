@@ -12,9 +12,9 @@ from kfp.pipeline_spec.pipeline_spec_pb2 import (
     PipelineSpec,  # pyright: ignore[reportAttributeAccessIssue]
     PlatformSpec,  # pyright: ignore[reportAttributeAccessIssue]
 )
-from pydantic import BaseModel, ConfigDict
 
 from evernear.errors import PipelineServerError
+from evernear.frozen import Frozen
 from evernear.kubeflow.client import KfpRuns, arguments_for, reference_to
 from evernear.kubeflow.compiled import version_name
 from evernear.kubeflow.connection import Connection, Refused
@@ -23,10 +23,8 @@ from evernear.settings import PipelineSettings
 SECONDS_FIRST_FIELDS = 6
 
 
-class Uploaded(BaseModel):
+class Uploaded(Frozen):
     """A version of a pipeline, as it is on the server now."""
-
-    model_config = ConfigDict(frozen=True)
 
     pipeline: str
     version: str
@@ -35,10 +33,8 @@ class Uploaded(BaseModel):
     """False: it was there already, from the same file."""
 
 
-class Schedule(BaseModel):
+class Schedule(Frozen):
     """A pipeline that runs by the clock."""
-
-    model_config = ConfigDict(frozen=True)
 
     id: str
     pipeline: str

@@ -3,7 +3,9 @@
 from enum import StrEnum
 from typing import Any
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict
+from pydantic import AwareDatetime
+
+from evernear.frozen import Frozen
 
 
 class State(StrEnum):
@@ -24,11 +26,7 @@ class State(StrEnum):
         return self in (State.SUCCEEDED, State.SKIPPED, State.FAILED, State.CANCELED)
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class Step(_Frozen):
+class Step(Frozen):
     """One task of a run."""
 
     name: str
@@ -38,7 +36,7 @@ class Step(_Frozen):
     error: str = ""
 
 
-class Run(_Frozen):
+class Run(Frozen):
     """One run of a pipeline."""
 
     id: str
@@ -59,7 +57,7 @@ class Run(_Frozen):
     """In the order they started; only `evernear.kubeflow.client.KfpRuns.show` fills it."""
 
 
-class Parameter(_Frozen):
+class Parameter(Frozen):
     """An input of a pipeline."""
 
     name: str

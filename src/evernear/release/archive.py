@@ -19,6 +19,7 @@ from PIL import Image
 
 from evernear import __version__
 from evernear.data.shards import Dataset
+from evernear.disk import disk_errors, sha256_bytes, sha256_file, write_atomically
 from evernear.embedding.embed import embed_images
 from evernear.embedding.export import DESCRIPTION_FILE as NETWORK_DESCRIPTION
 from evernear.embedding.export import NETWORK_FILE, ExportResult, describe_network, load_network
@@ -41,7 +42,6 @@ from evernear.release.parts import (
 )
 from evernear.release.reference import Reference, evenly, random_projection
 from evernear.settings import ServingSettings
-from evernear.store import disk_errors, sha256_bytes, sha256_file, write_atomically
 
 SMOKE_BLOCK = 512  # images of the query split that the smoke queries are chosen from
 # The script of torch-model-archiver; ``python -m model_archiver...`` warns that the module is imported twice.

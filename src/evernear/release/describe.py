@@ -5,25 +5,22 @@ from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from evernear.data.preprocess import Preprocessing
+from evernear.disk import sha256_file
 from evernear.errors import IntegrityError
 from evernear.evaluation.verdict import Verdict
+from evernear.frozen import Frozen
 from evernear.index.description import DESCRIPTION_FILE, IndexDescription
 from evernear.release.manifest import HANDLER_FILE, PREPROCESSING_FILE, VERDICT_FILE, ReleaseManifest
 from evernear.release.parts import read_release
 from evernear.release.registry import Decision
-from evernear.store import sha256_file
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class Value(_Frozen):
+class Value(Frozen):
     """One input or output. ``shape`` is empty for a single value; ``N`` is the size of the batch."""
 
     name: str
@@ -32,14 +29,14 @@ class Value(_Frozen):
     meaning: str
 
 
-class Signature(_Frozen):
+class Signature(Frozen):
     """What goes in and what comes out."""
 
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
 
 
-class Index(_Frozen):
+class Index(Frozen):
     """The FAISS index and how it answers; ``threshold`` is the L2 distance beyond which an image is unknown."""
 
     factory: str
@@ -52,7 +49,7 @@ class Index(_Frozen):
     threshold: float
 
 
-class Lineage(_Frozen):
+class Lineage(Frozen):
     """What the release was made of, when, and by which source code."""
 
     created: datetime
@@ -66,7 +63,7 @@ class Lineage(_Frozen):
     """Whether `HANDLER_FILE`, which TorchServe runs, is that of this installation of evernear."""
 
 
-class Description(_Frozen):
+class Description(Frozen):
     """All of ``evernear inspect show``."""
 
     version: str
@@ -96,7 +93,7 @@ def describe(archive: Path) -> Description:
     manifest, texts = read_release(archive)
     index = _parsed(IndexDescription, texts, DESCRIPTION_FILE, archive)
     preprocessing = _parsed(Preprocessing, texts, PREPROCESSING_FILE, archive)
-    verdict = Verdict.parse(texts[VERDICT_FILE], f"{VERDICT_FILE} in {archive}")
+    verdict = Verdict.from_json(texts[VERDICT_FILE], f"{VERDICT_FILE} in {archive}")
     _require_agreement(manifest, index, preprocessing, verdict, archive)
     return Description(
         version=manifest.version,

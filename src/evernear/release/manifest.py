@@ -4,13 +4,12 @@ import re
 from datetime import UTC, datetime
 from typing import Annotated, Literal, Self
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AwareDatetime, Field, model_validator
 
 from evernear.data.preprocess import Preprocessing
-from evernear.errors import IntegrityError
+from evernear.frozen import Frozen
 from evernear.index.description import DESCRIPTION_FILE as INDEX_FILE
 from evernear.index.description import PARTS as INDEX_PARTS
-from evernear.output import printable
 
 QUOTED_MAX = 100
 """Characters that an error quotes of an archive or a manifest."""
@@ -45,18 +44,14 @@ LATER_PARTS = frozenset({MODEL_CONFIG_FILE, REFERENCE_FILE})
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Part(_Frozen):
+class Part(Frozen):
     """One file of a release."""
 
     sha256: Sha256
     size_bytes: int = Field(ge=0)
 
 
-class ReleaseManifest(_Frozen):
+class ReleaseManifest(Frozen):
     """Everything that is known of a release; it never changes once it is archived.
 
     ``network_sha256`` is that of the TorchScript file, which also made the index's vectors. ``threshold`` is
@@ -94,25 +89,6 @@ class ReleaseManifest(_Frozen):
                     f"{name} has the sha256 {self.parts[name].sha256[:12]}, but is said to be {sha256[:12]}"
                 )
         return self
-
-    def to_json(self) -> bytes:
-        """The manifest as it is stored."""
-        return self.model_dump_json(indent=2).encode() + b"\n"
-
-
-def parse_manifest(data: bytes, place: str) -> ReleaseManifest:
-    """A stored manifest.
-
-    Raises:
-        IntegrityError: ``data``, which came from ``place``, is no release manifest.
-    """
-    try:
-        return ReleaseManifest.model_validate_json(data)
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        where = printable(".".join(str(part) for part in fault["loc"]), QUOTED_MAX) or "the whole"
-        what = fault["msg"].removeprefix("Value error, ")
-        raise IntegrityError(f"{place} is no release manifest: {where}: {what}.") from None
 
 
 def new_version(created: datetime, content_sha256: str) -> str:

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 
-from evernear.disk import open_regular
+from evernear.disk import disk_errors, open_regular, sha256_file
 from evernear.errors import IntegrityError
+from evernear.frozen import Frozen
 from evernear.index.description import CENTROIDS_FILE, LABELS_FILE, VECTORS_FILE
 from evernear.output import printable
 from evernear.release.manifest import (
@@ -31,9 +32,7 @@ from evernear.release.manifest import (
     VERDICT_FILE,
     PartName,
     ReleaseManifest,
-    parse_manifest,
 )
-from evernear.store import disk_errors, sha256_file
 
 __all__ = [
     "ARCHIVE_FILE",
@@ -69,10 +68,8 @@ _ZIP64 = struct.Struct("<2H2Q")  # the extra field of a member beyond 2 GB, whic
 _SEE_EXTRA = 2**32 - 1
 
 
-class SmokeQuery(BaseModel):
+class SmokeQuery(Frozen):
     """An image of the query split and what the release answered for it when it was archived."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     file: PartName
     label: str
@@ -121,7 +118,7 @@ def open_parts(directory: Path) -> ReleaseParts:
     path = directory / MANIFEST_FILE
     if not path.is_file() or path.stat().st_size > MAX_MANIFEST_BYTES:
         raise IntegrityError(f"{directory} is no release: it holds no {MANIFEST_FILE} of a sound size.")
-    manifest = parse_manifest(path.read_bytes(), str(path))
+    manifest = ReleaseManifest.from_json(path.read_bytes(), str(path))
     for name, part in manifest.parts.items():
         file = directory / name
         if not file.is_file() or sha256_file(file) != part.sha256:
@@ -234,7 +231,7 @@ def _check_directory(file: BinaryIO) -> None:
 
 
 def _read_manifest(members: zipfile.ZipFile, archive: Path) -> ReleaseManifest:
-    return parse_manifest(_read_small(members, MANIFEST_FILE, archive), f"{MANIFEST_FILE} in {archive}")
+    return ReleaseManifest.from_json(_read_small(members, MANIFEST_FILE, archive), f"{MANIFEST_FILE} in {archive}")
 
 
 def _read_small(members: zipfile.ZipFile, name: str, archive: Path) -> bytes:

@@ -18,15 +18,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Literal, TypeVar
+from typing import Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, Field
 
-from evernear.errors import Conflict, IntegrityError, StoreError, TransientStoreError
+from evernear.disk import sha256_file
+from evernear.errors import Conflict, StoreError, TransientStoreError
 from evernear.evaluation.verdict import Verdict
+from evernear.frozen import Frozen
 from evernear.release.manifest import VERDICT_FILE, ReleaseManifest, Sha256, Version, is_version
 from evernear.release.parts import read_release, read_release_manifest
-from evernear.store import Store, sha256_file
+from evernear.store import Store
 
 MANIFESTS = "releases/manifests/"
 ARCHIVES = "releases/archives/"
@@ -43,21 +45,14 @@ _SUPERSEDED = "superseded"
 _log = logging.getLogger(__name__)
 
 
-class _Stored(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-Model = TypeVar("Model", bound=_Stored)
-
-
-class Decision(_Stored):
+class Decision(Frozen):
     """What the release's verdict said, in short; the whole of it is in the archive."""
 
     promote: bool
     reasons: tuple[str, ...]
 
 
-class Record(_Stored):
+class Record(Frozen):
     """One published release."""
 
     manifest: ReleaseManifest
@@ -72,7 +67,7 @@ class Record(_Stored):
         return f"{ARCHIVES}{self.archive_sha256}.mar"
 
 
-class Cause(_Stored):
+class Cause(Frozen):
     """Why the champion moves: who or what decided it, the reason, and the pipeline run that did it."""
 
     by: str
@@ -86,7 +81,7 @@ class Cause(_Stored):
         return cls(by=whoami(), why=why)
 
 
-class Move(_Stored):
+class Move(Frozen):
     """Where the pointer stands, and who brought it there. ``previous`` is what a rollback leads to."""
 
     version: Version
@@ -173,7 +168,7 @@ class Registry:
             IntegrityError: the archive is no sound release.
         """
         manifest, texts = read_release(archive)
-        verdict = Verdict.parse(texts[VERDICT_FILE], f"{VERDICT_FILE} in {archive}")
+        verdict = Verdict.from_json(texts[VERDICT_FILE], f"{VERDICT_FILE} in {archive}")
         record = Record(
             manifest=manifest,
             archive_sha256=sha256_file(archive),
@@ -186,7 +181,7 @@ class Registry:
         # The record comes last, and the archive is named by its content: no kill leaves half a release.
         self._store.put(record.archive_key, archive)
         try:
-            self._store.put_if(key, record.model_dump_json(indent=2).encode(), None)
+            self._store.put_if(key, record.to_json(), None)
         except Conflict:
             if self.show(manifest.version).archive_sha256 != record.archive_sha256:
                 raise Conflict(f"Another release of version {manifest.version} is published already.") from None
@@ -248,7 +243,7 @@ class Registry:
         found = self._store.find(CHAMPION)
         if found is None:
             return None
-        return Champion(_parse(_Pointer, found[0], f"{CHAMPION} in {self._store.uri}"), found[1])
+        return Champion(_Pointer.from_json(found[0], f"{CHAMPION} in {self._store.uri}"), found[1])
 
     def set_champion(
         self, version: str, expected: Champion | None, how: How = "deploy", cause: Cause | None = None
@@ -305,7 +300,7 @@ class Registry:
         for found in self._store.list(HISTORY):
             # The last move is there, too, once somebody wanted to make another one.
             if found.key < _past_key(champion.pointer.number):
-                yield _parse(Move, self._store.get(found.key), f"{found.key} in {self._store.uri}")
+                yield Move.from_json(self._store.get(found.key), f"{found.key} in {self._store.uri}")
         yield champion.move
 
     def prune(self, keep: int) -> tuple[str, ...]:
@@ -366,7 +361,7 @@ class Registry:
                 raise StoreError(f"Release {move.version} is being pruned from {self._store.uri}.")
             # Where the pointer stands goes into the history before it moves, so that no kill leaves a gap there.
             with suppress(Conflict):  # another one who wants to move it was quicker
-                self._store.put_if(_past_key(expected.pointer.number), _json(expected.move), None)
+                self._store.put_if(_past_key(expected.pointer.number), expected.move.to_json(), None)
             kept = {"pruning": expected.pointer.pruning, "prunes": expected.pointer.prunes}
             pointer = pointer.model_copy(update=kept)
         try:
@@ -378,23 +373,23 @@ class Registry:
             if champion is not None and champion.move == move:
                 return champion
             past = self._store.find(_past_key(move.number))
-            if past and _parse(Move, past[0], f"{_past_key(move.number)} in {self._store.uri}") == move:
+            if past and Move.from_json(past[0], f"{_past_key(move.number)} in {self._store.uri}") == move:
                 return Champion(pointer, _SUPERSEDED)
             raise
 
     def _write(self, pointer: _Pointer, expected: Champion | None) -> Champion:
         try:
-            etag = self._store.put_if(CHAMPION, _json(pointer), expected.etag if expected else None)
+            etag = self._store.put_if(CHAMPION, pointer.to_json(), expected.etag if expected else None)
         except Conflict:
             raise Conflict("The champion changed meanwhile, so nothing was done; look at it and run again.") from None
         return Champion(pointer, etag)
 
     def _past(self, number: int) -> Move:
-        return _parse(Move, self._store.get(_past_key(number)), f"{_past_key(number)} in {self._store.uri}")
+        return Move.from_json(self._store.get(_past_key(number)), f"{_past_key(number)} in {self._store.uri}")
 
     def _record(self, folder: str, version: str) -> Record | None:
         found = self._store.find(_key(folder, version)) if is_version(version) else None
-        return _parse(Record, found[0], f"The record {_key(folder, version)} in {self._store.uri}") if found else None
+        return Record.from_json(found[0], f"The record {_key(folder, version)} in {self._store.uri}") if found else None
 
 
 def _key(folder: str, version: str) -> str:
@@ -403,14 +398,3 @@ def _key(folder: str, version: str) -> str:
 
 def _past_key(number: int) -> str:
     return f"{HISTORY}{number:08d}.json"
-
-
-def _json(model: BaseModel) -> bytes:
-    return model.model_dump_json(indent=2).encode()
-
-
-def _parse(model: type[Model], data: bytes, place: str) -> Model:
-    try:
-        return model.model_validate_json(data)
-    except ValidationError:
-        raise IntegrityError(f"{place} is damaged.") from None

@@ -5,9 +5,8 @@ The exit step derives it from what the steps before recorded in the store; see `
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from evernear.evaluation.verdict import Rule
+from evernear.frozen import Frozen
 from evernear.run_record import RunRecord, StepRecord
 from evernear.store import Store
 
@@ -17,10 +16,8 @@ EXIT_STEP = "notify"
 """The exit step, which is itself running while it looks at the others."""
 
 
-class Outcome(BaseModel):
+class Outcome(Frozen):
     """The outcome of a run."""
-
-    model_config = ConfigDict(frozen=True)
 
     run: str
     pipeline: str = ""

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
+from evernear.disk import write_atomically
+from evernear.frozen import Frozen
 from evernear.scratch import scratch_name
 from evernear.serving.metrics import metrics_file
 from evernear.settings import ServingSettings
-from evernear.store import write_atomically
 
 LOOPBACK = "127.0.0.1"
 GRPC_CONNECTION_AGE_MS = 60_000  # then clients connect anew, and so find servers that came after
@@ -23,10 +22,8 @@ QUERY_LOG_VARIABLE = "_EVERNEAR_QUERY_LOG"
 QUERY_LOG_FILE = "query-log.json"
 
 
-class QueryLogConfiguration(BaseModel):
+class QueryLogConfiguration(Frozen):
     """What workers are to log of the queries, see `evernear.serving.query_log`: they do not see our settings."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     directory: Path
     images: bool

@@ -8,9 +8,10 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from evernear.errors import ServingError, Unreachable
+from evernear.frozen import Frozen
 from evernear.settings import ServingSettings
 
 STATE_FILE = "server.json"
@@ -24,10 +25,8 @@ def home_of(workdir: Path) -> Path:
     return workdir.resolve() / "torchserve"
 
 
-class Endpoints(BaseModel):
+class Endpoints(Frozen):
     """The addresses of one server."""
-
-    model_config = ConfigDict(frozen=True)
 
     host: str
     inference_port: int
@@ -57,10 +56,8 @@ class Endpoints(BaseModel):
         return f"http://127.0.0.1:{self.management_port}"
 
 
-class ServerState(BaseModel):
+class ServerState(Frozen):
     """What is remembered of a started server."""
-
-    model_config = ConfigDict(frozen=True)
 
     pid: int
     endpoints: Endpoints

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from evernear.disk import disk_errors
 from evernear.errors import Busy
-from evernear.store import disk_errors
 
 TIMEOUT_S = 300  # longer than a server or a release takes to come up
 

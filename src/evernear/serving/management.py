@@ -5,34 +5,29 @@ from pathlib import Path
 from typing import Any
 
 import requests
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from evernear.errors import ServingError, Unreachable
+from evernear.frozen import Frozen
 from evernear.serving.connection import START_HINT, endpoints, read_key
 from evernear.settings import ServingSettings
 
 TIMEOUT_S = 30
 
 
-class Worker(BaseModel):
+class Worker(Frozen, extra="ignore"):
     """One Python process of a registered version."""
-
-    model_config = ConfigDict(frozen=True)
 
     status: str
     pid: int = 0
 
 
-class _Queue(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
+class _Queue(Frozen, extra="ignore"):
     pending: int = Field(alias="pendingRequests")
 
 
-class Registered(BaseModel):
+class Registered(Frozen, extra="ignore"):
     """One version of a model, as TorchServe knows it."""
-
-    model_config = ConfigDict(frozen=True)
 
     version: str = Field(alias="modelVersion")
     archive: str = Field(alias="modelUrl")

@@ -2,26 +2,22 @@
 
 from datetime import datetime
 
-from pydantic import BaseModel, ConfigDict
+from evernear.frozen import Frozen
 
 
-class Neighbor(BaseModel):
+class Neighbor(Frozen, extra="ignore"):
     """A gallery image near the query."""
-
-    model_config = ConfigDict(frozen=True)
 
     label: str
     dist: float
 
 
-class Prediction(BaseModel):
+class Prediction(Frozen, extra="ignore"):
     """The answer for one image.
 
     ``dist`` is the L2 distance of unit vectors (0..2) to the nearest gallery image; beyond the release's
     threshold the image is ``unknown`` and ``pred`` only a guess. ``neighbors`` are sorted by distance.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     pred: str
     dist: float
@@ -30,25 +26,21 @@ class Prediction(BaseModel):
     version: str
 
 
-class Refusal(BaseModel):
+class Refusal(Frozen, extra="ignore"):
     """Why one request gets no prediction; the shape of TorchServe's own errors."""
-
-    model_config = ConfigDict(frozen=True)
 
     code: int = 400
     type: str = "BadImage"
     message: str
 
 
-class Metadata(BaseModel):
+class Metadata(Frozen, extra="ignore"):
     """What the release that serves takes and gives.
 
     Images are PNG or JPEG of at most ``max_pixels``, and are brought to ``height_px`` x ``width_px`` with
     ``channels`` (1: grey, 3: RGB) before the network sees them. Beyond ``threshold`` (L2 of unit vectors, 0..2)
     an image is unknown. ``metrics`` are those that the release was let through with.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     model: str
     version: str

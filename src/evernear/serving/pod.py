@@ -26,8 +26,9 @@ import tempfile
 from pathlib import Path
 from typing import NoReturn
 
+from evernear.disk import disk_errors, sha256_file
 from evernear.errors import IntegrityError, ServingError, SettingsError
-from evernear.release.manifest import ReleaseManifest, parse_manifest
+from evernear.release.manifest import ReleaseManifest
 from evernear.release.parts import (
     ARCHIVE_FILE,
     MANIFEST_FILE,
@@ -41,8 +42,9 @@ from evernear.serving import torchserve
 from evernear.serving.client import Client, Target
 from evernear.serving.configuration import LOOPBACK, model_store
 from evernear.serving.connection import home_of
-from evernear.settings import TOKEN_FILE_VARIABLE, ServingSettings, Settings
-from evernear.store import disk_errors, open_store, sha256_file
+from evernear.settings import ServingSettings, Settings
+from evernear.settings.sources import TOKEN_FILE_VARIABLE
+from evernear.store import open_store
 
 ANYWHERE = "0.0.0.0"  # noqa: S104 - of the pod; a NetworkPolicy says who gets there
 JAVA_ENDS_S = 5  # after the last answer
@@ -132,7 +134,7 @@ def release(settings: Settings) -> ReleaseParts:
     manifest = directory / MANIFEST_FILE
     if not manifest.is_file():
         raise ServingError(f"No release lies in {settings.workdir}; run `evernear pod fetch` before.")
-    return ReleaseParts(parse_manifest(manifest.read_bytes(), str(manifest)), directory)
+    return ReleaseParts(ReleaseManifest.from_json(manifest.read_bytes(), str(manifest)), directory)
 
 
 def client(settings: Settings) -> Client:

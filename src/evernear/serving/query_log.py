@@ -29,16 +29,18 @@ from uuid import uuid4
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, Field, ValidationError
 
 from evernear.data.preprocess import Pixels
+from evernear.disk import disk_errors, write_atomically
 from evernear.errors import EvernearError, IntegrityError
+from evernear.frozen import Frozen
 from evernear.release.manifest import REFERENCE_FILE
 from evernear.release.parts import ReleaseParts
 from evernear.release.reference import PROJECTED_DIM, Reference
 from evernear.serving.configuration import QUERY_LOG_VARIABLE, QueryLogConfiguration
 from evernear.serving.messages import Prediction
-from evernear.store import Store, disk_errors, write_atomically
+from evernear.store import Store
 
 QUERIES = "queries/"
 MAX_FILE_BYTES = 8 * 2**20
@@ -48,8 +50,8 @@ _IMAGE_BYTES = MAX_FILE_BYTES // 2  # of images in one file, before base64 makes
 _log = logging.getLogger(__name__)
 
 
-class _Logged(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+class _Logged(Frozen, allow_inf_nan=False):
+    """A value in the log."""
 
 
 class Period(_Logged):

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from evernear.disk import disk_errors, write_atomically
 from evernear.errors import PortTaken, ServingError
 from evernear.scratch import make_private, remove_own
 from evernear.serving.configuration import LOOPBACK, model_store, temporary_directory, write_configuration
@@ -24,7 +25,6 @@ from evernear.serving.lock import exclusively
 from evernear.serving.management import Management
 from evernear.serving.processes import end_processes, is_java_of, processes
 from evernear.settings import ServingSettings
-from evernear.store import disk_errors, write_atomically
 
 __all__ = [
     "adopt",

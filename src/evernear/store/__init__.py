@@ -8,15 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from evernear.errors import SettingsError
-from evernear.store.base import (
-    ObjectInfo,
-    Store,
-    atomic_file,
-    disk_errors,
-    sha256_bytes,
-    sha256_file,
-    write_atomically,
-)
+from evernear.store.base import ObjectInfo, Store
 from evernear.store.files import FileStore
 from evernear.store.s3 import S3Store
 
@@ -25,12 +17,7 @@ __all__ = [
     "ObjectInfo",
     "S3Store",
     "Store",
-    "atomic_file",
-    "disk_errors",
     "open_store",
-    "sha256_bytes",
-    "sha256_file",
-    "write_atomically",
 ]
 
 

@@ -20,8 +20,8 @@ from minio.error import InvalidResponseError, MinioException, S3Error
 from minio.helpers import BaseURL, DictType
 from minio.signer import sign_v4_s3
 
+from evernear.disk import sha256_bytes
 from evernear.errors import SettingsError, StoreError, TransientStoreError
-from evernear.store.base import sha256_bytes
 
 CONNECT_TIMEOUT_S = 10.0
 # Between two packets, not for a whole transfer.

@@ -9,22 +9,9 @@ from typing import BinaryIO
 
 from filelock import FileLock
 
-from evernear.disk import open_regular
+from evernear.disk import disk_errors, open_regular, sha256_bytes, sha256_file, staged_file, sync
 from evernear.errors import Conflict, StoreError
-from evernear.store.base import (
-    CHUNK_BYTES,
-    ObjectInfo,
-    check_key,
-    disk_errors,
-    lost,
-    missing,
-    present,
-    receive,
-    sha256_bytes,
-    sha256_file,
-    staged_file,
-    sync,
-)
+from evernear.store.base import CHUNK_BYTES, ObjectInfo, check_key, lost, missing, present, receive
 
 _STALE_AFTER_S = 24 * 3600
 

@@ -10,20 +10,9 @@ import urllib3
 from minio.error import S3Error
 from minio.helpers import check_bucket_name
 
-from evernear.disk import open_regular
+from evernear.disk import disk_errors, open_regular, sha256_bytes, sha256_file
 from evernear.errors import IntegrityError, SettingsError, StoreError
-from evernear.store.base import (
-    CHUNK_BYTES,
-    ObjectInfo,
-    check_key,
-    check_sha256,
-    disk_errors,
-    missing,
-    present,
-    receive,
-    sha256_bytes,
-    sha256_file,
-)
+from evernear.store.base import CHUNK_BYTES, ObjectInfo, check_key, check_sha256, missing, present, receive
 from evernear.store.connection import ABSENT, BACKOFF_S, TRIES, Connection
 from evernear.store.swap import OWN, Swapper
 

@@ -9,19 +9,18 @@ import logging
 from contextlib import suppress
 from typing import Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict
+from pydantic import AwareDatetime
 
 from evernear.errors import Conflict
+from evernear.frozen import Frozen
 from evernear.store import Store
 
 AUDIT = "triggers/audit/"
 _log = logging.getLogger(__name__)
 
 
-class Line(BaseModel):
+class Line(Frozen):
     """One action of a person."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     request: str
     """The id of the request; what is repeated after a crash leaves the same line."""

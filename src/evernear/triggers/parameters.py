@@ -15,7 +15,7 @@ from typing import Any
 from evernear.errors import SettingsError
 from evernear.kubeflow.runs import Parameter
 from evernear.release.registry import whoami
-from evernear.settings import PARAMETERS, RunSettings, Settings, known_keys, merge, of_run, override
+from evernear.settings import PARAMETERS, RunSettings, Settings, known_keys, merge, of_run, overrides_from, parse
 
 _BY_KEY = {key: name for name, key in PARAMETERS.items()}
 _QUOTES = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'"})
@@ -74,7 +74,7 @@ def from_words(
         if allowed is not None and key not in allowed:
             raise SettingsError(f"{key!r} cannot be set from here; slack.parameters allows: {', '.join(allowed)}.")
         if name == "settings" and key != "settings":
-            override(found.setdefault("settings", {}), key, text)
+            merge(found, {"settings": _typed(word)})
         else:
             merge(found, {name: _value(by_name[name], text)})
     of_run(found.get("settings", {}), preset=found.get("preset", ""))
@@ -110,6 +110,11 @@ def caller() -> str:
             f"{environment['ACTOR']}, workflow run {environment['RUN_ID']})"
         )
     return whoami()
+
+
+def _typed(word: str) -> dict[str, Any]:
+    """One ``section.key=value`` as JSON of the setting's own type."""
+    return parse(RunSettings, overrides_from([word])).model_dump(mode="json", exclude_unset=True)
 
 
 def _setting_keys() -> list[str]:

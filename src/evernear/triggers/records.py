@@ -3,16 +3,15 @@
 from collections.abc import Iterator
 from typing import Annotated, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from evernear.errors import Conflict, IntegrityError, StoreError
+from evernear.frozen import Frozen
 from evernear.store import Store
 
 
-class Record(BaseModel):
+class Record(Frozen):
     """One of them; ``id`` names its object."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: Annotated[str, Field(pattern=r"^[^/\\.][^/\\]{0,127}$")]
 

@@ -60,7 +60,7 @@ def make_settings(tmp_path: Path) -> MakeSettings:
     """Settings of a deployment whose store is a directory on the claim ``store``."""
 
     def make(**kubernetes: Any) -> Settings:
-        quick = {"replicas_min": 1, "patience_s": 1, "settle_s": 1, "lease_s": 2}
+        quick = {"replicas_min": 1, "failure_grace_s": 1, "convergence_timeout_s": 1, "lease_s": 2}
         chosen = {"image": IMAGE, "store_claim": "store"} | quick | kubernetes
         tree = {"store": (tmp_path / "store").as_uri(), "target": "kubernetes", "kubernetes": chosen}
         return parse(Settings, tree)

@@ -255,12 +255,12 @@ def test_somebody_elses_fields_are_named_before_anything_changes(
     with pytest.raises(
         ClusterError,
         match=r'^Deployment evernear-serving: "kubectl-edit".* set \.spec\.template\.spec\.terminationGrace\w+; '
-        r"let go of that there, or take it with --set kubernetes\.take_over=true\.$",
+        r"let go of that there, or take it with --set kubernetes\.force_conflicts=true\.$",
     ):
         site.deploy(second)
     settings = client.CoreV1Api(apps.api_client).read_namespaced_config_map(NAME, "evernear")
     assert settings.metadata.annotations[RELEASE] == first.version
-    assert site.deploy(second, take_over=True).version == second.version
+    assert site.deploy(second, force_conflicts=True).version == second.version
 
 
 class Killed(BaseException):
@@ -503,8 +503,8 @@ def test_the_command_line_tells_what_serves_and_what_would(
             "kubernetes.image": IMAGE,
             "kubernetes.store_claim": "store",
             "kubernetes.lease_s": 2,
-            "kubernetes.settle_s": 1,
-            "kubernetes.patience_s": 1,
+            "kubernetes.convergence_timeout_s": 1,
+            "kubernetes.failure_grace_s": 1,
             "kubernetes.replicas_min": 1,
         }.items()
     ]

@@ -193,7 +193,7 @@ def test_a_store_on_a_claim_is_mounted_where_it_is_looked_for() -> None:
         ),
         (["kubernetes.image=registry.example/evernear-serve:latest"], "kubernetes.image"),
         (["kubernetes.image=registry.example/evernear-serve@sha256:abc"], "kubernetes.image"),
-        (["kubernetes.replicas_max=1"], "replicas_max is less than the 2 of replicas_min"),
+        (["kubernetes.replicas_max=1"], "replicas_max is less than replicas_min, 2"),
         (["kubernetes.cpu=two"], "kubernetes.cpu"),
         (["kubernetes.memory=2GB"], "kubernetes.memory"),
         (["kubernetes.name=Evernear"], "kubernetes.name"),
@@ -220,7 +220,7 @@ def test_logged_queries_are_shipped_by_a_sidecar_whose_keys_are_its_own() -> Non
     assert "envFrom" not in serve
     assert {mount["name"] for mount in ship["volumeMounts"]} == {mount["name"] for mount in serve["volumeMounts"]}
     assert len(pod(objects())["initContainers"]) == 1
-    off = objects("kubernetes.query_secret=evernear-s3-queries", 'serving.query_log="off"')
+    off = objects("kubernetes.query_secret=evernear-s3-queries", "serving.query_log=off")
     assert len(pod(off)["initContainers"]) == 1
 
 

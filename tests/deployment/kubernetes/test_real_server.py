@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def settings(make_settings: MakeSettings, bucket: str) -> Settings:
-    made = make_settings(settle_s=10, store_claim="", s3_secret="")
+    made = make_settings(convergence_timeout_s=10, store_claim="", s3_secret="")
     return made.model_copy(update={"store": f"s3://{bucket}/store"})
 
 

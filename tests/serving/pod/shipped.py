@@ -6,8 +6,8 @@ from typing import Protocol
 from kubelet import Pod
 from releases import PackedRelease
 
+from evernear.disk import sha256_file
 from evernear.release.parts import ReleaseParts
-from evernear.store import sha256_file
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 

@@ -8,12 +8,13 @@ from kubelet import Pod, can_contain
 from no_files import NO_FILES
 from releases import MakeRelease, PackedRelease, forge
 
+from evernear.disk import sha256_file
 from evernear.errors import IntegrityError, ServingError, SettingsError, StoreError
 from evernear.release.registry import Registry
 from evernear.serving import pod
 from evernear.serving.connection import home_of
 from evernear.settings import TOKEN_FILE_VARIABLE, ServingSettings, Settings
-from evernear.store import open_store, sha256_file
+from evernear.store import open_store
 
 
 @pytest.fixture(scope="module")

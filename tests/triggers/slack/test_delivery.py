@@ -311,7 +311,7 @@ def test_one_damaged_request_does_not_hold_up_the_others(
 
 
 def test_old_requests_are_forgotten_and_open_ones_kept(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    bot.restart(answer_within_s=10**8)
+    bot.restart(prompt_timeout_s=10**8)
     first, second = bot.asks(), bot.asks()
     bot.clicked(ADA, first, "Not now")
     bot.look()

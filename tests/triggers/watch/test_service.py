@@ -39,7 +39,7 @@ def settings(tmp_path: Path) -> Settings:
 
 
 def made(directory: Path, **watch: object) -> Settings:
-    chosen: dict[str, object] = {"interval_s": 3600, "settle_s": 0.3, "health_port": 0, **watch}
+    chosen: dict[str, object] = {"interval_s": 3600, "debounce_s": 0.3, "health_port": 0, **watch}
     return Settings.model_validate(
         {
             "workdir": directory / "work",
@@ -98,7 +98,7 @@ def test_a_burst_of_changes_is_one_look_after_it_has_settled(
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     with telling_minio() as minio:
         monkeypatch.setenv("AWS_ENDPOINT_URL", minio.url)
-        bucket = made(tmp_path, settle_s=1.0)
+        bucket = made(tmp_path, debounce_s=1.0)
         bucket = bucket.model_copy(update={"data": bucket.data.model_copy(update={"source": "s3://images"})})
         # The source cannot be listed there (it is all stream), which a look tells as a fault.
         with running(bucket, tmp_path) as (_, watcher):
@@ -124,7 +124,7 @@ def test_a_source_that_never_settles_is_looked_at_nevertheless(settings: Setting
             service.changed()
             time.sleep(0.02)
             assert time.monotonic() - begin_s < 15
-        assert watcher.looks_s[1] - begin_s > 2  # 10 times settle_s
+        assert watcher.looks_s[1] - begin_s > 2  # 10 times debounce_s
 
 
 def test_a_change_during_a_look_is_looked_at_after_it(

@@ -37,7 +37,7 @@ def require_deployable(settings: RunSettings) -> Cluster:
     objects = serving_objects(settings, ServedRelease("preflight", archive_sha256=64 * "0", manifest_sha256=64 * "0"))
     cluster = Cluster.of(settings.kubernetes)
     require_rights(cluster, objects, settings)
-    require_applicable(cluster, objects, force=settings.kubernetes.take_over)
+    require_applicable(cluster, objects, force=settings.kubernetes.force_conflicts)
     return cluster
 
 
@@ -156,11 +156,11 @@ class _Site:
         """
         version = parts.manifest.version
         wanted = self._revision(version)
-        require_applicable(self._cluster, wanted.objects, force=self._settings.kubernetes.take_over)
+        require_applicable(self._cluster, wanted.objects, force=self._settings.kubernetes.force_conflicts)
         client = service_client(self._cluster, self._settings)
         self._lease.require()
         try:
-            apply(self._cluster, wanted.objects, force=self._settings.kubernetes.take_over)
+            apply(self._cluster, wanted.objects, force=self._settings.kubernetes.force_conflicts)
             await_rollout(self._cluster, self._settings.kubernetes)
             queries = prove(client, self._settings.kubernetes, parts)
             self._lease.require()
@@ -194,7 +194,7 @@ class _Site:
             if before is None:
                 remove(self._cluster, failed.objects)
                 return "Nothing served before it, so all that was made for it was removed."
-            apply(self._cluster, before.objects, force=self._settings.kubernetes.take_over)
+            apply(self._cluster, before.objects, force=self._settings.kubernetes.force_conflicts)
             await_rollout(self._cluster, self._settings.kubernetes)
         except EvernearError as error:
             return f"What served before was not put back: {error}"

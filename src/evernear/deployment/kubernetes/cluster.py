@@ -325,7 +325,7 @@ def _conflict(status: Tree, said: str) -> str:
     if not held:
         return f"The API server refuses: {said}."
     fields = "; ".join(f"{manager} set {', '.join(names)}" for manager, names in held.items())
-    return f"{fields}; let go of that there, or take it with --set kubernetes.take_over=true."
+    return f"{fields}; let go of that there, or take it with --set kubernetes.force_conflicts=true."
 
 
 def _kubeconfig() -> str:

@@ -12,11 +12,11 @@ from urllib.parse import unquote, urlsplit
 
 from kubernetes.utils import parse_quantity
 
+from evernear.disk import sha256_bytes
 from evernear.errors import SettingsError
 from evernear.release.registry import Record
 from evernear.serving.pod import grace_period_s
 from evernear.settings import KubernetesSettings, RunSettings, ServingSettings
-from evernear.store import sha256_bytes
 
 Tree = dict[str, Any]
 

@@ -15,7 +15,7 @@ PAUSE_S = 0.2
 def await_rollout(cluster: Cluster, settings: KubernetesSettings) -> None:
     """Wait until all pods are of the newest revision and ready, and those before it are gone or on their way out.
 
-    What seldom mends itself, such as an image that cannot be pulled, is waited for ``patience_s`` and not
+    What seldom mends itself, such as an image that cannot be pulled, is waited for ``failure_grace_s`` and not
     ``rollout_timeout_s``. That Kubernetes gave a rollout up is not looked at: its ``ProgressDeadlineExceeded`` stays
     from the rollout before until this one makes progress, and could not come of this one before the time is out here.
 
@@ -36,7 +36,7 @@ def await_rollout(cluster: Cluster, settings: KubernetesSettings) -> None:
         if stall is None or not stall.hopeless:
             hopeful_s = now_s
         why = stall.reason if stall else "nothing tells why"
-        if now_s - hopeful_s > settings.patience_s:
+        if now_s - hopeful_s > settings.failure_grace_s:
             raise ClusterError(f"it does not come up: {why}.")
         if now_s - started_s > settings.rollout_timeout_s:
             raise ClusterError(f"it is not up after {settings.rollout_timeout_s} s: {why}.")

@@ -20,8 +20,8 @@ PAUSE_S = 0.5
 def prove(client: Predicts, settings: KubernetesSettings, parts: ReleaseParts) -> int:
     """Ask the Service the release's stored queries; the number that were answered.
 
-    A Service follows a rollout a little later, so for ``settle_s`` it may still answer with another release; the
-    queries count from when it answered with this one as often as there are queries.
+    A Service follows a rollout a little later, so for ``convergence_timeout_s`` it may still answer with another
+    release; the queries count from when it answered with this one as often as there are queries.
 
     Raises:
         ServingError: it answers otherwise than when the release was archived, or with another release, or not at all.
@@ -71,7 +71,7 @@ def _target(settings: RunSettings, host: str, port: int, *, tls: bool = False) -
 def _await_release(client: Predicts, settings: KubernetesSettings, parts: ReleaseParts) -> None:
     version = parts.manifest.version
     queries = parts.smoke_queries()
-    deadline_s = time.monotonic() + settings.settle_s
+    deadline_s = time.monotonic() + settings.convergence_timeout_s
     answered = 0
     while answered < len(queries):
         try:
@@ -85,7 +85,7 @@ def _await_release(client: Predicts, settings: KubernetesSettings, parts: Releas
         if time.monotonic() > deadline_s:
             raise ServingError(
                 f"the Service {settings.name} does not answer with release {version} alone after "
-                f"{settings.settle_s} s: {fault}."
+                f"{settings.convergence_timeout_s} s: {fault}."
             )
         answered = 0
         time.sleep(PAUSE_S)

@@ -14,7 +14,8 @@ import certifi
 
 from evernear.errors import SettingsError
 from evernear.serving.connection import START_HINT, endpoints, home_of, read_key
-from evernear.settings import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, RunSettings
+from evernear.settings import RunSettings
+from evernear.settings.sources import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 
 Format = Literal["rest", "grpc", "prep"]
 

@@ -12,11 +12,12 @@ from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from slack_bolt import Ack, App, BoltContext, BoltResponse, Respond
 from slack_sdk.web import WebClient
 
 from evernear.errors import Conflict, EvernearError
+from evernear.frozen import Frozen
 from evernear.settings import SlackSettings
 from evernear.store import Store
 from evernear.triggers import audit
@@ -33,10 +34,8 @@ SHORTEST_RUN_ID = 4
 _log = logging.getLogger(__name__)
 
 
-class _Moved(BaseModel):
+class _Moved(Frozen):
     """The value of a button that moves the champion."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     release: Annotated[str, Field(max_length=100)]
     move: int
@@ -140,7 +139,7 @@ class Desk:
         """Yes: the run is to start."""
         caller = self._require("start", context, body)
         request = self._question(action)
-        late = self._clock() - request.created > timedelta(seconds=self._settings.answer_within_s)
+        late = self._clock() - request.created > timedelta(seconds=self._settings.prompt_timeout_s)
         if request.state == "new":
             raise Refused("I am still writing that question down; click again in a moment.")
         if request.state == "asked" and not late:

@@ -4,8 +4,8 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from evernear.disk import write_atomically
 from evernear.settings import Settings
-from evernear.store import write_atomically
 
 BEAT_S = 10.0
 WELL_FOR_S = 60.0

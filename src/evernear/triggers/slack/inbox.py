@@ -19,9 +19,11 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta
 from typing import Any, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import AwareDatetime, Field
 
-from evernear.store import Store, sha256_bytes
+from evernear.disk import sha256_bytes
+from evernear.frozen import Frozen
+from evernear.store import Store
 from evernear.triggers.records import Record, Records
 
 REQUESTS = "triggers/slack/requests/"
@@ -35,10 +37,8 @@ PIPELINE = "continuous-training"
 Kind = Literal["retrain", "stop", "promote", "roll_back", "help"]
 
 
-class Person(BaseModel):
+class Person(Frozen):
     """Somebody in Slack, or without an id somebody else, as the watcher."""
-
-    model_config = ConfigDict(frozen=True)
 
     id: str
     name: str = ""

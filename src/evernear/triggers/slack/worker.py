@@ -151,7 +151,7 @@ class Worker:
         last = next((run for run in newest if run.state is State.SUCCEEDED), None)
         busy = [run for run in newest if not run.state.is_final]
         defaults = combine({each.name: each.default for each in known}, from_settings(self._settings, known))
-        until = request.created + timedelta(seconds=self._slack.answer_within_s)
+        until = request.created + timedelta(seconds=self._slack.prompt_timeout_s)
         asked = messages.question(request, parameters, defaults, last, busy, until)
         try:
             message = self._web.post(request.channel, asked)
@@ -163,7 +163,7 @@ class Worker:
         self._inbox.change(request, state="asked", message=message, parameters=parameters)
 
     def _expire(self, request: Request) -> None:
-        if self._clock() - request.created > timedelta(seconds=self._slack.answer_within_s):
+        if self._clock() - request.created > timedelta(seconds=self._slack.prompt_timeout_s):
             self._inbox.change(request, state="expired")
 
     def _start(self, request: Request) -> None:
@@ -234,7 +234,7 @@ class Worker:
         shown = self._shown.get(place)
         if shown and shown[0] == message:
             return
-        if shown and not at_once and self._clock() - shown[1] < timedelta(seconds=self._slack.update_every_s):
+        if shown and not at_once and self._clock() - shown[1] < timedelta(seconds=self._slack.update_interval_s):
             return
         self._web.edit(place, message)
         self._shown[place] = (message, self._clock())
@@ -372,7 +372,7 @@ class Worker:
             return
         waited = self._clock() - (request.answered or request.created)
         fault = messages.sentence_of(error)
-        is_late = request.state in ("new", "accepted") and waited > timedelta(seconds=self._slack.retry_for_s)
+        is_late = request.state in ("new", "accepted") and waited > timedelta(seconds=self._slack.start_timeout_s)
         if isinstance(error, Closed) or failures >= GIVEN_UP_AFTER:
             _log.error("%s: %s Given up.", request_id, fault)
             self._close(request, "failed")

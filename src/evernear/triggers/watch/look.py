@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from evernear.data.arrivals import Arrivals, count_arrivals, fetch_ledger
 from evernear.data.drift import Measure, Shift, measure_drift
-from evernear.data.manifest import Manifest, manifest_key, parse_manifest
+from evernear.data.manifest import Manifest, manifest_key
 from evernear.errors import EvernearError, StoreError
 from evernear.release.manifest import REFERENCE_FILE, ReleaseManifest
 from evernear.release.parts import ARCHIVE_FILE, read_part
@@ -122,7 +122,7 @@ class Looker:
                 f"What is new cannot be told: the store no longer has {key}, which release {release.version} was made"
                 " from; train once more."
             )
-        return parse_manifest(found[0], f"{self.store.uri}/{key}")
+        return Manifest.from_json(found[0], f"{self.store.uri}/{key}")
 
     def _drift(self, registry: Registry, champion: ReleaseManifest, now: datetime, faults: list[str]) -> Drift | None:
         watch = self.settings.watch

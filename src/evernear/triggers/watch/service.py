@@ -24,7 +24,7 @@ from evernear.triggers.watch.watcher import Watcher
 
 FIRST_RETRY_S = 30.0
 LONGEST_SETTLE = 10
-"""A bucket that does not come to rest is looked at after so many times ``watch.settle_s``."""
+"""A bucket that does not come to rest is looked at after so many times ``watch.debounce_s``."""
 STUCK_AFTER_S = 1800.0
 _JOB = "look"
 _log = logging.getLogger(__name__)
@@ -89,15 +89,15 @@ class Service:
             with self._lock:
                 changed = self._changed_s is not None
             if changed:  # while the look was under way
-                self._look_in(self._settings.watch.settle_s)
+                self._look_in(self._settings.watch.debounce_s)
 
     def changed(self) -> None:
         """The source changed: look when it has come to rest."""
-        settle_s, now_s = self._settings.watch.settle_s, time.monotonic()
+        debounce_s, now_s = self._settings.watch.debounce_s, time.monotonic()
         with self._lock:
             self._changed_s = self._changed_s or now_s
-            left_s = self._changed_s + LONGEST_SETTLE * settle_s - now_s
-        self._look_in(max(0.0, min(settle_s, left_s)))
+            left_s = self._changed_s + LONGEST_SETTLE * debounce_s - now_s
+        self._look_in(max(0.0, min(debounce_s, left_s)))
 
     def health(self) -> tuple[bool, dict[str, object]]:
         """Whether looks come to an end as they should, and what is told of it."""

@@ -8,9 +8,10 @@ from datetime import UTC, datetime
 from typing import Literal
 from uuid import uuid4
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
+from pydantic import AwareDatetime, ValidationError
 
 from evernear.errors import Conflict, IntegrityError
+from evernear.frozen import Frozen
 from evernear.store import Store
 
 WATCH = "triggers/watch.json"
@@ -19,11 +20,7 @@ _TRIES = 5
 Action = Literal["retrain", "reindex", "nothing"]
 
 
-class _Kept(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class LastLook(_Kept):
+class LastLook(Frozen):
     """What the last look came to."""
 
     at: AwareDatetime
@@ -37,7 +34,7 @@ class LastLook(_Kept):
     """The proposal that this look opened."""
 
 
-class Watching(_Kept):
+class Watching(Frozen):
     """The object at `WATCH`."""
 
     id: str

@@ -1,0 +1,148 @@
+"""All settings of evernear: frozen pydantic models, one section per room.
+
+They are read in this order, later ones win: the defaults, ``--preset``, ``--config FILE`` (TOML), the environment
+(``EVERNEAR_TRAIN__EPOCHS=3``), ``--set train.epochs=3``. An unknown key is an error that names the nearest known one.
+Secrets are not settings: S3 keys come from ``AWS_ACCESS_KEY_ID`` and ``AWS_SECRET_ACCESS_KEY``, the token of a remote
+server from ``EVERNEAR_TOKEN`` or from the file in ``EVERNEAR_TOKEN_FILE``.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from evernear.errors import SettingsError
+from evernear.settings import sources
+from evernear.settings.section import Section
+from evernear.settings.serving import KubernetesSettings, PrepSettings, ServingSettings
+from evernear.settings.sources import Tree, known_keys, merge, parse, presets
+from evernear.settings.training import (
+    DataSettings,
+    EvaluationSettings,
+    GateSettings,
+    IndexSettings,
+    TrainSettings,
+    ValidationSettings,
+)
+from evernear.settings.triggers import PipelineSettings, SlackSettings, WatchSettings
+
+__all__ = [
+    "PARAMETERS",
+    "DataSettings",
+    "EvaluationSettings",
+    "GateSettings",
+    "IndexSettings",
+    "KubernetesSettings",
+    "PipelineSettings",
+    "PrepSettings",
+    "RunSettings",
+    "ServingSettings",
+    "Settings",
+    "SlackSettings",
+    "TrainSettings",
+    "ValidationSettings",
+    "WatchSettings",
+    "known_keys",
+    "load",
+    "merge",
+    "of_run",
+    "overrides_from",
+    "parse",
+    "presets",
+]
+
+PARAMETERS = {"source": "data.source", "serving_image": "kubernetes.image", "target": "target", "store": "store"}
+"""The settings that are pipeline parameters in their own right, by the parameter's name."""
+
+
+class RunSettings(Section):
+    """The settings of a pipeline run and of the release it deploys. Kubeflow Pipelines passes them as JSON."""
+
+    workdir: Path = Field(
+        default=Path("evernear-work"),
+        description="Directory of runs and logs, and of the store unless ``store`` is set.",
+    )
+    store: str = Field(default="", description="file:///path or s3://bucket/prefix; if empty, WORKDIR/store.")
+    target: Literal["local", "registry", "kubernetes"] = Field(
+        default="local",
+        description="Where a promoted release goes: TorchServe on this machine, the registry only, "
+        "or a Deployment in a cluster.",
+    )
+    data: DataSettings = DataSettings()
+    validation: ValidationSettings = ValidationSettings()
+    train: TrainSettings = TrainSettings()
+    index: IndexSettings = IndexSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    gate: GateSettings = GateSettings()
+    serving: ServingSettings = ServingSettings()
+    prep: PrepSettings = PrepSettings()
+    kubernetes: KubernetesSettings = KubernetesSettings()
+
+    @property
+    def store_uri(self) -> str:
+        """The object store's URI, absolute."""
+        return self.store or (self.workdir.resolve() / "store").as_uri()
+
+
+class Settings(RunSettings):
+    """All settings: those of a run, and those of what starts runs."""
+
+    pipeline: PipelineSettings = PipelineSettings()
+    slack: SlackSettings = SlackSettings()
+    watch: WatchSettings = WatchSettings()
+
+
+def load(
+    *,
+    preset: str | None = None,
+    config: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    overrides: Iterable[str] = (),
+) -> Settings:
+    """Read the settings, in the order of the module's docstring; ``overrides`` are ``section.key=value`` strings.
+
+    Raises:
+        SettingsError: a key is unknown, a value is invalid, or a file cannot be read.
+    """
+    tree = sources.preset(Settings, preset) if preset is not None else {}
+    if config is not None:
+        merge(tree, sources.toml_file(Settings, config))
+    merge(tree, sources.environment(Settings, os.environ if environment is None else environment))
+    merge(tree, sources.assignments(Settings, overrides))
+    return parse(Settings, tree)
+
+
+def of_run(overrides: Mapping[str, Any], *, preset: str = "", **parameters: str) -> RunSettings:
+    """The settings of a pipeline run: the defaults, then ``preset``, then ``overrides``, then ``parameters``.
+
+    ``overrides`` is a tree such as ``{"train": {"epochs": 3}}``; ``parameters`` are those of `PARAMETERS`. An empty
+    preset or parameter changes nothing.
+
+    Raises:
+        SettingsError: as `load`; or a parameter and ``overrides`` disagree.
+    """
+    tree = sources.preset(RunSettings, preset) if preset else {}
+    merge(tree, overrides)
+    for name, value in parameters.items():
+        if not value:
+            continue
+        section, _, key = PARAMETERS[name].rpartition(".")
+        override = (overrides.get(section, {}) if section else overrides).get(key, value)
+        if override != value:
+            raise SettingsError(
+                f"{PARAMETERS[name]} is set twice, to {value!r} by the parameter {name} and to {override!r} in "
+                "settings; remove one of them."
+            )
+        merge(tree, {section: {key: value}} if section else {key: value})
+    return parse(RunSettings, tree)
+
+
+def overrides_from(words: Iterable[str]) -> Tree:
+    """The tree of ``section.key=value`` strings, for `of_run`.
+
+    Raises:
+        SettingsError: a string has no ``=``.
+    """
+    return sources.assignments(RunSettings, words)

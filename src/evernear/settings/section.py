@@ -1,0 +1,17 @@
+"""What the sections of the settings share."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from evernear.frozen import Frozen
+
+MAX_PIXELS = 89_478_485
+"""Upper bound of ``max_pixels``: Pillow treats larger images as decompression bombs."""
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+PixelLimit = Annotated[int, Field(ge=64, le=MAX_PIXELS, description="Largest width times height of an image.")]
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+class Section(Frozen, coerce_numbers_to_str=True, allow_inf_nan=False):
+    """A group of settings. Unknown keys are rejected."""

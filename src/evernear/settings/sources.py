@@ -1,0 +1,172 @@
+"""Where settings come from, and what an invalid one says."""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
+
+from evernear.errors import SettingsError
+from evernear.output import printable
+
+ENV_PREFIX = "EVERNEAR_"
+TESTS_PREFIX = "EVERNEAR_TEST_"
+"""Variables that opt in to tests; every process of a test inherits them."""
+TOKEN_VARIABLE = "EVERNEAR_TOKEN"  # noqa: S105 - a name, not a token
+TOKEN_FILE_VARIABLE = "EVERNEAR_TOKEN_FILE"  # noqa: S105
+Model = TypeVar("Model", bound=BaseModel)
+Tree = dict[str, Any]
+_FORMS = {
+    "tuple_type": 'it is a list, as in ["a", "b"]',
+    "dict_type": 'it is a table, as in {"key": "value"}',
+    "model_type": "it is a section, whose settings are given as section.key=value",
+}
+"""How to write a value of a type; pydantic names the type only."""
+_RENAMED = {
+    "kubernetes.patience_s": "kubernetes.failure_grace_s",
+    "kubernetes.settle_s": "kubernetes.convergence_timeout_s",
+    "kubernetes.take_over": "kubernetes.force_conflicts",
+    "serving.keep": "serving.keep_registered",
+    "slack.answer_within_s": "slack.prompt_timeout_s",
+    "slack.retry_for_s": "slack.start_timeout_s",
+    "slack.update_every_s": "slack.update_interval_s",
+    "watch.settle_s": "watch.debounce_s",
+}
+
+
+class _TextSource(EnvSettingsSource):
+    """Settings as text under names such as ``train__epochs``: environment variables, or ``--set``."""
+
+    def __init__(self, model: type[BaseModel], values: Mapping[str, str]) -> None:
+        self._values = values
+        super().__init__(model, env_prefix="", env_nested_delimiter="__")  # pyright: ignore[reportArgumentType] - reads fields only
+
+    def _load_env_vars(self) -> Mapping[str, str | None]:
+        return dict(self._values)
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        """JSON where it parses as JSON; validation reports any other text with the setting's full name."""
+        try:
+            return super().decode_complex_value(field_name, field, value)
+        except ValueError:
+            return value
+
+    def __call__(self) -> Tree:
+        unknown = {name: value for name, value in self._values.items() if name.partition("__")[0] not in self._fields}
+        return super().__call__() | unknown
+
+    @property
+    def _fields(self) -> dict[str, FieldInfo]:
+        return self.settings_cls.model_fields
+
+
+def preset(model: type[BaseModel], name: str) -> Tree:
+    """The settings of a preset.
+
+    Raises:
+        SettingsError: no preset has this name.
+    """
+    if name not in presets():
+        raise SettingsError(f"No preset {name!r}; known: {', '.join(presets())}.")
+    with resources.as_file(resources.files("evernear") / "presets" / f"{name}.toml") as path:
+        return toml_file(model, path)
+
+
+def presets() -> list[str]:
+    """Names of the presets that come with evernear."""
+    return sorted(p.name.removesuffix(".toml") for p in (resources.files("evernear") / "presets").iterdir())
+
+
+def toml_file(model: type[BaseModel], path: Path) -> Tree:
+    """The settings in a TOML file.
+
+    Raises:
+        SettingsError: the file cannot be read or is not TOML.
+    """
+    try:
+        path.open("rb").close()  # pydantic-settings ignores a missing file
+        return TomlConfigSettingsSource(model, path)()  # pyright: ignore[reportArgumentType]
+    except OSError as error:
+        raise SettingsError(f"Cannot read the settings file {path}: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"The settings file {path} is not TOML: {error}.") from None
+
+
+def environment(model: type[BaseModel], variables: Mapping[str, str] = os.environ) -> Tree:
+    """The settings in variables such as ``EVERNEAR_TRAIN__EPOCHS``."""
+    values = {
+        name.removeprefix(ENV_PREFIX).lower(): value
+        for name, value in variables.items()
+        if name.startswith(ENV_PREFIX)
+        and not name.startswith(TESTS_PREFIX)
+        and name not in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE)
+    }
+    return _TextSource(model, values)()
+
+
+def assignments(model: type[BaseModel], words: Iterable[str]) -> Tree:
+    """The settings in words such as ``train.epochs=3``; of two for one setting the last one counts.
+
+    Raises:
+        SettingsError: a word has no ``=``.
+    """
+    tree: Tree = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise SettingsError(f"--set {word!r} has no '='; write --set section.key=value.")
+        merge(tree, _TextSource(model, {key.strip().replace(".", "__"): value})())
+    return tree
+
+
+def merge(into: Tree, tree: Mapping[str, Any]) -> None:
+    """Write ``tree`` over ``into``, key by key; a nested mapping keeps the keys that ``tree`` lacks."""
+    for key, value in tree.items():
+        current = into.get(key)
+        if isinstance(value, Mapping) and isinstance(current, dict):
+            merge(current, value)
+        else:
+            into[key] = dict(value) if isinstance(value, Mapping) else value
+
+
+def parse(model: type[Model], tree: Mapping[str, Any]) -> Model:
+    """``tree`` as a ``model``.
+
+    Raises:
+        SettingsError: a key is unknown or a value is invalid.
+    """
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        raise SettingsError(_sentence(model, error)) from None
+
+
+def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """The names of all settings of ``model``; those in sections as ``section.key``."""
+    keys: list[str] = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys += known_keys(field.annotation, f"{prefix}{name}.")
+    return keys
+
+
+def _sentence(model: type[BaseModel], error: ValidationError) -> str:
+    fault = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in fault["loc"]).replace("__", ".")
+    if fault["type"] != "extra_forbidden":
+        reason = fault["msg"].removeprefix("Value error, ")
+        message = _FORMS.get(fault["type"]) or reason[0].lower() + reason[1:]
+        return f"Invalid setting {key} = {printable(str(fault['input']), 100)}: {message}."
+    if key in _RENAMED:
+        return f"Setting {key!r} was renamed to {_RENAMED[key]!r}."
+    known = known_keys(model)
+    # A key without its section (epochs) is nearest to the one that ends with it (train.epochs).
+    near = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    return f"No setting {key!r}; did you mean {near[0]!r}?"

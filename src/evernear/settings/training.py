@@ -1,0 +1,164 @@
+"""Settings of the steps that make a release: data, training, index, evaluation and gate."""
+
+import math
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from evernear.settings.section import Fraction, PixelLimit, Section
+
+Severity = Literal["error", "warn", "off"]
+
+
+class DataSettings(Section):
+    """Where images come from, and how they are divided into splits and shards."""
+
+    source: str = Field(
+        default="digits",
+        description="digits | mnist | mnist:DIRECTORY | folder:DIRECTORY | s3://bucket/prefix",
+    )
+    dataset: str = Field(default="", description="Name of the dataset in the store; if empty, derived from the source.")
+    size_px: int = Field(
+        default=0, ge=0, le=1024, description="Height and width of resized images; 0: those of the first image."
+    )
+    channels: Literal["auto", "gray", "color"] = Field(default="auto", description="auto: as in the first image.")
+    test_fraction: Fraction = Field(default=0.10, description="Share of images in the frozen test split.")
+    gallery_fraction: Fraction = Field(default=0.10, description="Share of images in the index.")
+    query_fraction: Fraction = Field(default=0.05, description="Share of images that calibrate the open-set threshold.")
+    shard_size_bytes: int = Field(default=32 * 2**20, ge=2**16, description="Largest size of a shard.")
+    max_pixels: PixelLimit = Field(
+        default=25_000_000, description="Largest width times height of an image; larger images are rejected."
+    )
+    decode_threads: int = Field(default=0, ge=0, description="Threads that decode images; 0: one per available CPU.")
+
+    @field_validator("source")
+    @classmethod
+    def _absolute(cls, source: str) -> str:
+        """Make a relative directory absolute: the steps of a run have another working directory."""
+        kind, _, place = source.partition(":")
+        return f"{kind}:{Path(place).absolute()}" if kind in ("folder", "mnist") and place else source
+
+
+class ValidationSettings(Section):
+    """Severity of each validation rule: an error stops the run, a warning does not."""
+
+    undecodable: Severity = "error"
+    wrong_size: Severity = "warn"
+    duplicate: Severity = "warn"
+    duplicate_across_splits: Severity = "warn"
+    conflicting_labels: Severity = "error"
+    tiny_class: Severity = "error"
+    empty_split: Severity = "error"
+    missing_in_split: Severity = "warn"
+    vanished_class: Severity = "error"
+    hidden_folder: Severity = "warn"
+    constant_image: Severity = "warn"
+    imbalance: Severity = "warn"
+    min_class_images: int = Field(default=10, ge=1, description="A class with fewer images is tiny.")
+    max_imbalance: float = Field(
+        default=10.0, ge=1.0, description="Largest ratio of the largest class to the smallest class."
+    )
+
+
+class TrainSettings(Section):
+    """The embedding network, its ArcFace head and the training loop."""
+
+    epochs: int = Field(default=12, ge=1)
+    min_steps: int = Field(
+        default=300, ge=0, description="Smallest number of steps of a run; small datasets are repeated within an epoch."
+    )
+    batch_size: int = Field(default=256, ge=2)
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: float = Field(default=0.01, gt=0.0, description="Peak of the schedule.")
+    weight_decay: float = Field(default=0.01, ge=0.0)
+    momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="Momentum of SGD.")
+    schedule: Literal["triangular", "cosine", "constant"] = "triangular"
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0)
+    margin: float = Field(default=0.3, ge=0.0, lt=1.6, description="ArcFace margin m, in radians.")
+    scale: float = Field(default=32.0, gt=0.0, description="ArcFace scale s.")
+    members: int = Field(
+        default=1,
+        ge=1,
+        le=16,
+        description="Networks of a deep ensemble. They train together, and their embeddings are concatenated.",
+    )
+    embedding_dim: int = Field(
+        default=128, ge=2, le=2048, description="Dimensions of the whole embedding; a multiple of train.members."
+    )
+    width: int = Field(
+        default=16, ge=4, le=512, description="Channels of the first convolution; each stage doubles them."
+    )
+    patch_px: int = Field(
+        default=0, ge=0, le=32, description="Side of the pixel squares that become channels; 0: from the image size."
+    )
+    augment: Literal["none", "affine", "elastic"] = "affine"
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    processes: int = Field(default=1, ge=1, description="Training processes, one per GPU, started by torchrun.")
+    checkpoint_every_epochs: int = Field(default=1, ge=1)
+    patience_epochs: int = Field(
+        default=5,
+        ge=1,
+        description="Epochs without improvement in gallery accuracy, beyond noise, before training stops early.",
+    )
+    parity_tolerance: float = Field(
+        default=1e-4, gt=0.0, description="Largest difference between an eager and a TorchScript embedding."
+    )
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Self:
+        if self.embedding_dim % self.members:
+            nearest = math.ceil(self.embedding_dim / self.members) * self.members
+            raise ValueError(
+                f"embedding_dim is {self.embedding_dim}, not a multiple of the {self.members} members; try {nearest}"
+            )
+        return self
+
+
+class IndexSettings(Section):
+    """The FAISS index of the gallery, and the rule that turns neighbors into a label."""
+
+    factory: str = Field(default="Flat", description="faiss.index_factory string: Flat, HNSW32, IVF256,Flat ...")
+    search: str = Field(default="", description="FAISS search parameters of that index: efSearch=64, nprobe=16 ...")
+    label_by: Literal["vote", "centroid"] = "vote"
+    k: int = Field(default=5, ge=1, le=1000, description="Number of neighbors that vote.")
+    false_accept_rate: float = Field(
+        default=0.05,
+        gt=0.0,
+        lt=1.0,
+        description="Share of unknown images to accept. A lower value also rejects more known images.",
+    )
+
+
+class EvaluationSettings(Section):
+    """How candidate and champion are measured."""
+
+    confidence: float = Field(default=0.95, gt=0.5, lt=1.0, description="Confidence level of every interval.")
+    held_out_classes: int = Field(default=2, ge=1, description="Classes left out of the open-set probe's training.")
+    probe_epochs: int = Field(default=3, ge=1, description="Epochs of the open-set probe.")
+    batch_size: int = Field(default=512, ge=1)
+
+
+class GateSettings(Section):
+    """Conditions that a candidate must meet to replace the champion."""
+
+    accuracy_floor: Fraction = Field(default=0.95, description="Smallest accuracy to promote.")
+    test_overlap_floor: Fraction = Field(
+        default=0.9,
+        description="Smallest share of the champion's test images that the test split must still contain.",
+    )
+    significance: float = Field(
+        default=0.10, gt=0.0, lt=0.5, description="Largest probability of holding an equally good candidate."
+    )
+    class_recall_drop: Fraction = Field(
+        default=0.05, description="Largest loss of recall in any class, compared with the champion."
+    )
+    class_recall_floor: Fraction = Field(default=0.5, description="Smallest recall of any class.")
+    index_recall_floor: Fraction = Field(
+        default=0.99, description="Smallest recall of the approximate index, compared with exact search."
+    )
+    parity_tolerance: float = Field(
+        default=1e-4, gt=0.0, description="As train.parity_tolerance, checked again by the gate."
+    )

@@ -1,0 +1,45 @@
+from pathlib import Path
+
+import pytest
+
+from evernear.errors import IntegrityError
+from evernear.frozen import Frozen
+
+
+class TrainingNotes(Frozen):
+    remedy = "run the train step again"
+
+    epochs: int
+    text: str = ""
+
+
+def test_a_document_is_what_was_saved(tmp_path: Path) -> None:
+    notes = TrainingNotes(epochs=3, text="\u20ac")
+    notes.save(tmp_path / "notes.json")
+    assert TrainingNotes.load(tmp_path / "notes.json") == notes
+    assert (tmp_path / "notes.json").read_bytes() == notes.to_json()
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "Cannot read {path}: No such file or directory; run the train step again."),
+        (b"{", "{path} is not a valid training notes: Invalid JSON: EOF while parsing"),
+        (b"\xff", "{path} is not a valid training notes: Invalid JSON: "),
+        (b'{"epochs": 1, "\\u001b": 2}', "{path} is not a valid training notes: \\x1b: Extra inputs"),
+        (b'{"epochs": "x"}', "{path} is not a valid training notes: epochs: Input should be a valid integer"),
+    ],
+)
+def test_an_invalid_document_is_one_sentence(tmp_path: Path, content: bytes | None, sentence: str) -> None:
+    path = tmp_path / "notes.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(IntegrityError) as caught:
+        TrainingNotes.load(path)
+    assert str(caught.value).startswith(sentence.format(path=path))
+    assert str(caught.value).endswith("; run the train step again.")
+
+
+def test_a_value_cannot_change() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        TrainingNotes(epochs=1).epochs = 2  # type: ignore[misc]
