@@ -13,7 +13,8 @@ from evernear.errors import IntegrityError, ServingError, SettingsError, StoreEr
 from evernear.release.registry import Registry
 from evernear.serving import pod
 from evernear.serving.connection import home_of
-from evernear.settings import TOKEN_FILE_VARIABLE, ServingSettings, Settings
+from evernear.settings import ServingSettings, Settings
+from evernear.settings.sources import TOKEN_FILE_VARIABLE
 from evernear.store import open_store
 
 

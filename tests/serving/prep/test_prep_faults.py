@@ -151,7 +151,7 @@ def test_before_the_first_release_it_says_what_is_missing(shelf: Shelf, tmp_path
 def test_a_damaged_registry_is_told(shelf: Shelf, predictor: Predictor, port: int) -> None:
     (shelf.directory / "releases" / "champion.json").write_text("{")
     with front(shelf.settings(port)) as client:
-        assert "is damaged" in refusal(client.get("/health"), 503)
+        assert "is not a valid pointer" in refusal(client.get("/health"), 503)
         make_champion(shelf.uri, predictor.version)
         assert client.get("/health").status_code == 200
 
