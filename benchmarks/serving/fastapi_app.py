@@ -7,7 +7,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from evernear.release.parts import open_parts
+from evernear.release.archive_reader import open_parts
 from evernear.serving.core import Core
 from evernear.serving.messages import Refusal
 

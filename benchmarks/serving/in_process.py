@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from evernear.release.parts import open_parts
+from evernear.release.archive_reader import open_parts
 from evernear.serving.core import Core
 
 

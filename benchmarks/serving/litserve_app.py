@@ -6,7 +6,7 @@ from pathlib import Path
 
 import litserve
 
-from evernear.release.parts import open_parts
+from evernear.release.archive_reader import open_parts
 from evernear.serving.core import Core
 from evernear.serving.messages import Prediction, Refusal
 from evernear.settings import ServingSettings

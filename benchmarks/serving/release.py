@@ -23,7 +23,7 @@ from evernear.index.build import build
 from evernear.index.description import LABELS_FILE, VECTORS_FILE
 from evernear.index.library import faiss
 from evernear.release.archive import archive
-from evernear.release.parts import open_release
+from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
 from evernear.settings import Settings
 from evernear.store import open_store

@@ -60,7 +60,7 @@ def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
         champion = registry.champion()
         known: tuple[str, ...] = ()
         if champion:
-            release = registry.show(champion.version).manifest
+            release = registry.get(champion.version).manifest
             known = release.labels
             # The evaluation asks the same, after hours of training.
             data.require_shape(release.preprocessing.shape, champion.version)
@@ -107,10 +107,10 @@ def reuse(run: str, settings: Tree, dataset: str, network: str, open_set: str) -
     """Take the champion's network and threshold; returns what the network's artifact states."""
     with _step("reuse", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
-        from evernear.release.network import take_network
+        from evernear.release.reuse import reuse_network
 
         store = open_store(chosen.store_uri)
-        release, taken = take_network(store, Dataset.open(Path(dataset)), Path(network))
+        release, taken = reuse_network(store, Dataset.open(Path(dataset)), Path(network))
         write_atomically(Path(open_set), taken.model_dump_json(indent=2))
         running.summary = f"network {release.network_sha256[:12]} of release {release.version}"
     return {"sha256": release.network_sha256, "release": release.version}

@@ -11,7 +11,7 @@ from typing import Any
 
 from loopback.kubernetes import Behaviour, Ready
 
-from evernear.release.parts import open_release
+from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
 from evernear.serving.core import Core
 from evernear.serving.messages import Refusal

@@ -15,9 +15,9 @@ from rendered import DEPLOY, DIGEST, Object, named, objects, settings_of
 from evernear.deployment.kubernetes import rollout
 from evernear.deployment.kubernetes.apply import apply, remove, require_applicable
 from evernear.deployment.kubernetes.cluster import Cluster
+from evernear.deployment.kubernetes.last_known_good import Proven, keep_proven, read_proven
 from evernear.deployment.kubernetes.lease import held
 from evernear.deployment.kubernetes.objects import VERSION, ServedRelease, serving_objects
-from evernear.deployment.kubernetes.proven import Proven, keep_proven, read_proven
 from evernear.deployment.kubernetes.rollout import await_rollout
 from evernear.errors import ClusterError
 from evernear.settings import Settings

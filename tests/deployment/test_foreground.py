@@ -11,7 +11,7 @@ import psutil
 import pytest
 from releases import MakeRelease, settings_on_free_ports
 
-from evernear.release.parts import open_release
+from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
 from evernear.serving import torchserve
 from evernear.serving.client import Client

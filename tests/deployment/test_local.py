@@ -27,7 +27,7 @@ from evernear.errors import (
     TransientStoreError,
     Unreachable,
 )
-from evernear.release.parts import ReleaseParts, open_release
+from evernear.release.archive_reader import ReleaseParts, open_release
 from evernear.release.registry import Cause, Registry
 from evernear.serving import torchserve
 from evernear.serving.client import Client
@@ -374,7 +374,7 @@ def test_of_two_promotions_at_once_one_loses_and_the_server_follows_the_other(si
     assert versions <= {
         site.champion,
         *(rival.version for rival in rivals),
-        site.registry.show(site.champion).manifest.parent,
+        site.registry.get(site.champion).manifest.parent,
     }
 
 
@@ -400,7 +400,7 @@ def test_a_prune_of_the_registry_is_not_felt_by_clients(site: Site) -> None:
 def test_a_champion_whose_archive_is_damaged_stops_no_good_candidate(site: Site) -> None:
     champion, candidate, broken = site.champion, site.candidate(), site.candidate()
     store = open_store(site.settings.store_uri)
-    key = site.registry.show(champion).archive_key
+    key = site.registry.get(champion).archive_key
     whole = store.get(key)
     local.stop(site.settings)
     for stored in torchserve.model_store(site.home).glob("*.mar"):

@@ -11,8 +11,8 @@ from evernear.embedding.embed import Embeddings, embed
 from evernear.embedding.export import describe_network, load_network, trained_on
 from evernear.errors import DataError, IntegrityError, StoreError
 from evernear.index.build import build
-from evernear.release.network import take_network
 from evernear.release.registry import Registry
+from evernear.release.reuse import reuse_network
 from evernear.settings import IndexSettings
 from evernear.store import Store, open_store
 from tests.conftest import MakeRelease, System
@@ -41,7 +41,7 @@ def test_the_network_comes_out_of_the_release_as_it_went_in(
     system: System, make_release: MakeRelease, store: Store, tmp_path: Path
 ) -> None:
     version = promote(store, make_release)
-    release, open_set = take_network(store, system.dataset, tmp_path / "network")
+    release, open_set = reuse_network(store, system.dataset, tmp_path / "network")
     assert release.version == version
     assert describe_network(tmp_path / "network") == describe_network(system.network_dir)
     load_network(tmp_path / "network")
@@ -56,20 +56,20 @@ def test_a_threshold_of_unseen_classes_stays_with_the_network(system: System, st
     probed = System(system.dataset, system.network_dir, tmp_path / "index")
     (tmp_path / "release").mkdir()
     promote(store, release_maker(probed, lambda: tmp_path / "release"))
-    _, open_set = take_network(store, system.dataset, tmp_path / "network")
+    _, open_set = reuse_network(store, system.dataset, tmp_path / "network")
     assert open_set.threshold == 0.375
     assert open_set.auroc is None
 
 
 def test_without_a_champion_there_is_no_network(system: System, store: Store, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"no release in .* whose network could be used again; run the whole pipeline"):
-        take_network(store, system.dataset, tmp_path / "network")
+        reuse_network(store, system.dataset, tmp_path / "network")
 
 
 def test_another_dataset_is_refused(system: System, make_release: MakeRelease, store: Store, tmp_path: Path) -> None:
     promote(store, make_release)
     with pytest.raises(DataError, match="made from the dataset 'digits', and its network cannot be used for 'letters'"):
-        take_network(store, renamed(system.dataset, name="letters"), tmp_path / "network")
+        reuse_network(store, renamed(system.dataset, name="letters"), tmp_path / "network")
     assert not (tmp_path / "network").exists()
 
 

@@ -14,8 +14,8 @@ from evernear.embedding.export import load_network
 from evernear.errors import IntegrityError, StoreError
 from evernear.index.search import Gallery
 from evernear.release.archive import archive, git_commit
+from evernear.release.archive_reader import open_release, read_release_manifest
 from evernear.release.champion import open_champion
-from evernear.release.parts import open_release, read_release_manifest
 from evernear.release.registry import Registry
 from evernear.settings import ServingSettings
 from evernear.store import open_store
@@ -149,7 +149,7 @@ def test_a_champion_that_cannot_be_opened_is_told_with_the_way_out(make_release:
 
 
 def test_opening_a_release_loads_neither_torch_nor_faiss() -> None:
-    rooms = "evernear.release.parts, evernear.release.registry"
+    rooms = "evernear.release.archive_reader, evernear.release.registry"
     script = f"import sys, {rooms}; print({{'torch', 'faiss'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == "set()\n"

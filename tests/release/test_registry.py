@@ -56,7 +56,7 @@ def test_a_version_is_never_overwritten(store: Store, releases: list[PackedRelea
 def test_an_unknown_version_is_named(store: Store) -> None:
     for version in ("20260101.000000.00000000", "../champion"):
         with pytest.raises(StoreError, match=f"no release {version}"):
-            Registry(store).show(version)
+            Registry(store).get(version)
 
 
 def test_a_champion_that_is_gone_is_told_and_can_be_replaced(store: Store, releases: list[PackedRelease]) -> None:
@@ -65,7 +65,7 @@ def test_a_champion_that_is_gone_is_told_and_can_be_replaced(store: Store, relea
     publish(registry, releases[1])
     store.delete(f"releases/manifests/{lost.version}.json")
     with pytest.raises(StoreError, match=f"{lost.version} in .*, though it is the champion; .*registry promote"):
-        registry.show(lost.version)
+        registry.get(lost.version)
     assert registry.set_champion(releases[1].version, registry.champion()).version == releases[1].version
 
 
@@ -89,7 +89,7 @@ def test_damaged_records_are_errors_and_not_absence(
     with pytest.raises(IntegrityError):
         registry.champion()
     with pytest.raises(IntegrityError):
-        registry.show(releases[0].version)
+        registry.get(releases[0].version)
 
 
 def test_the_champion_moves_from_one_to_the_next(store: Store, releases: list[PackedRelease]) -> None:
@@ -279,7 +279,7 @@ def test_what_an_older_evernear_stored_is_understood(store: Store, releases: lis
     one, two = releases[0].version, releases[1].version
     pointer = {"version": two, "previous": one, "since": "2026-11-01T10:00:00Z"}
     store.put("releases/champion.json", json.dumps(pointer).encode())
-    assert registry.show(one).verdict is None
+    assert registry.get(one).verdict is None
     champion = registry.champion()
     assert champion is not None
     back = registry.roll_back(champion)
@@ -400,7 +400,7 @@ def test_a_prune_keeps_the_champion_its_parent_the_way_back_and_the_newest(
     assert list(registry.prune(1)) == gone
     kept = [dynasty[n].version for n in (1, 2, 4, 5)]
     assert list(registry.list()) == kept
-    assert archives(store) == {registry.show(version).archive_key for version in kept}
+    assert archives(store) == {registry.get(version).archive_key for version in kept}
     for version in kept:
         registry.fetch(version, tmp_path / "fetched.mar")
     champion = registry.champion()
@@ -409,7 +409,7 @@ def test_a_prune_keeps_the_champion_its_parent_the_way_back_and_the_newest(
     assert registry.prune(1) == ()
 
     for version in gone:
-        assert registry.trace(version).manifest.version == version, "what it was stays known"
+        assert registry.get(version, include_pruned=True).manifest.version == version, "what it was stays known"
         with pytest.raises(StoreError, match=f"no release {version} any longer: it was pruned"):
             registry.set_champion(version, champion)
     with pytest.raises(Conflict, match="was pruned, and a version is never used again"):
@@ -430,7 +430,7 @@ def test_an_archive_that_a_kept_release_shares_stays(
 ) -> None:
     registry = crowned(store, dynasty)
     oldest, newest = dynasty[0].version, dynasty[5].version
-    shared = registry.show(newest)
+    shared = registry.get(newest)
     key = f"releases/manifests/{oldest}.json"
     record = json.loads(store.get(key))
     store.put(key, json.dumps(record | {"archive_sha256": shared.archive_sha256}).encode())
@@ -473,22 +473,22 @@ def test_a_prune_that_is_killed_at_any_step_harms_nothing_and_is_finished_by_the
     registry.prune(1)
     kept = [release.version for release in dynasty if release.version not in gone]
     assert list(registry.list()) == kept
-    assert archives(store) == {registry.show(version).archive_key for version in kept}
-    assert all(registry.trace(version) for version in gone)
+    assert archives(store) == {registry.get(version).archive_key for version in kept}
+    assert all(registry.get(version, include_pruned=True) for version in gone)
 
 
 def test_who_looked_before_a_prune_cannot_promote_after_it(store: Store, dynasty: list[PackedRelease]) -> None:
     """Also when the pointer stands as before: the record was read, then pruned, then promoted."""
     registry = crowned(store, dynasty)
     seen = registry.champion()
-    real_show = registry.show
+    real_get = registry.get
 
-    def show_then_prune(version: str) -> object:
-        record = real_show(version)
+    def get_then_prune(version: str) -> object:
+        record = real_get(version)
         Registry(store).prune(1)
         return record
 
-    registry.show = show_then_prune  # type: ignore[method-assign,assignment]
+    registry.get = get_then_prune  # type: ignore[method-assign,assignment]
     with pytest.raises(Conflict):
         registry.set_champion(dynasty[0].version, seen)
     champion = registry.champion()

@@ -6,7 +6,7 @@ import pytest
 from releases import MakeRelease
 from served import Served, serving
 
-from evernear.release.parts import ReleaseParts, open_release
+from evernear.release.archive_reader import ReleaseParts, open_release
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from releases import PackedRelease, settings_on_free_ports
 
+from evernear.release.archive_reader import ReleaseParts, open_release
 from evernear.release.manifest import ReleaseManifest
-from evernear.release.parts import ReleaseParts, open_release
 from evernear.serving import torchserve
 from evernear.serving.client import Client
 from evernear.serving.connection import home_of

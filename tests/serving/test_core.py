@@ -6,7 +6,7 @@ import pytest
 from evernear.data.image_file import EncodedImage
 from evernear.data.preprocess import Pixels, Preprocessing
 from evernear.errors import IntegrityError
-from evernear.release.parts import ReleaseParts
+from evernear.release.archive_reader import ReleaseParts
 from evernear.serving import core as core_module
 from evernear.serving.core import Core
 from evernear.serving.decoding import read_image

@@ -16,9 +16,9 @@ from scipy import stats
 from served import Served
 
 from evernear.errors import IntegrityError, StoreError
-from evernear.release.manifest import REFERENCE_FILE
-from evernear.release.parts import ReleaseParts
-from evernear.release.reference import Reference
+from evernear.release.archive_reader import ReleaseParts
+from evernear.release.drift_baseline import DriftBaseline
+from evernear.release.manifest import DRIFT_BASELINE_FILE
 from evernear.serving import query_log
 from evernear.serving.configuration import (
     QUERY_LOG_FILE,
@@ -65,7 +65,7 @@ def test_a_file_tells_what_the_release_answered(parts: ReleaseParts, tmp_path: P
     assert [(row.pred, row.dist, row.unknown) for row in rows] == [(p.pred, p.dist, p.unknown) for p in predictions]
     assert batch.embeddings is not None
     assert batch.images is not None
-    projection = Reference.parse(parts.read(REFERENCE_FILE), "here").projection
+    projection = DriftBaseline.parse(parts.read(DRIFT_BASELINE_FILE), "here").projection
     assert np.array([row.coordinates for row in rows]) == pytest.approx(batch.embeddings @ projection, abs=1e-4)
     for row, pixels in zip(rows, batch.images, strict=True):
         kept = np.asarray(Image.open(BytesIO(base64.b64decode(row.image))))
@@ -173,7 +173,7 @@ def test_a_worker_logs_what_the_server_was_configured_to(
 
 
 def test_a_release_without_a_reference_is_logged_without_embeddings(parts: ReleaseParts, tmp_path: Path) -> None:
-    without = {name: part for name, part in parts.manifest.parts.items() if name != REFERENCE_FILE}
+    without = {name: part for name, part in parts.manifest.parts.items() if name != DRIFT_BASELINE_FILE}
     old = ReleaseParts(parts.manifest.model_copy(update={"parts": without}), parts.directory)
     log = QueryLog(told(tmp_path), old)
     log.note([answered()], np.zeros((1, 16), np.float32), None)

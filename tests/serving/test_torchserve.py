@@ -17,7 +17,7 @@ from filelock import FileLock
 from releases import MakeRelease, settings_on_free_ports
 
 from evernear.errors import Busy, PortTaken, ServingError, Unreachable
-from evernear.release.parts import open_release
+from evernear.release.archive_reader import open_release
 from evernear.serving import java, lock, torchserve
 from evernear.serving.client import Client
 from evernear.serving.connection import STATE_FILE, home_of, read_state

@@ -73,12 +73,12 @@ def run(
         copy = Path(temporary) / "release.mar"
         with open_regular(archive) as source, copy.open("wb") as target:
             shutil.copyfileobj(source, target)
-        if not trust and not registry.vouches_for(copy):
+        if not trust and not registry.contains(copy):
             raise IntegrityError(
                 f"{release} is not a release that {registry.uri} holds, and loading a network or an index can run "
                 "code of whoever made it; `evernear inspect show` is safe. If you know where it is from, add --trust."
             )
-        from evernear.release.parts import open_release
+        from evernear.release.archive_reader import open_release
         from evernear.serving.core import Core
 
         try:

@@ -291,7 +291,7 @@ def _runs(settings: PipelineSettings) -> "KfpRuns":
 
 
 def _commit() -> str:
-    from evernear.release.commit import git_commit
+    from evernear.release.git import git_commit
 
     if commit := git_commit():
         return commit

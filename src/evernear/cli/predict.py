@@ -173,7 +173,7 @@ def _local_metadata(settings: Settings, version: str | None) -> "Metadata":
 
     model = settings.serving.model_name
     served = Management(home_of(settings.workdir)).describe(model, version)
-    return metadata_of(Registry(open_store(settings.store_uri)).show(served.version).manifest, model)
+    return metadata_of(Registry(open_store(settings.store_uri)).get(served.version).manifest, model)
 
 
 def _show_metadata(metadata: "Metadata", as_json: bool) -> None:

@@ -40,7 +40,7 @@ def list_(
     """All releases, oldest first; the champion is marked."""
     registry = registry_of(store, config, overrides, workdir)
     champion = registry.champion()
-    told = [_told(registry.show(version), champion) for version in registry.list()]
+    told = [_told(registry.get(version), champion) for version in registry.list()]
     if as_json:
         print_json(told)
         return
@@ -69,7 +69,7 @@ def show(
 ) -> None:
     """All that is known of a release, of a pruned one too: data, network, code, verdict, metrics, parts."""
     registry = registry_of(store, config, overrides, workdir)
-    told: dict[str, Any] = _told(registry.trace(version), registry.champion())
+    told: dict[str, Any] = _told(registry.get(version, include_pruned=True), registry.champion())
     told["pruned"] = version not in registry.list()
     if as_json:
         print_json(told)
@@ -105,7 +105,7 @@ def champion(
     if found is None:
         raise StoreError(f"No release has been promoted in {registry.uri} yet; run `evernear run` first.")
     if as_json:
-        print_json(found.move)
+        print_json(found.promotion)
     else:
         print_line(found.version)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from evernear.deployment import local
-from evernear.deployment.admission import Deployment, publish, readmit
+from evernear.deployment.promotion_policy import Deployment, publish, readmit
 from evernear.errors import Conflict, SettingsError, StoreError
-from evernear.release.parts import ARCHIVE_FILE, ReleaseParts, open_release
+from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts, open_release
 from evernear.release.registry import Cause, Champion, Registry
 from evernear.serving.connection import home_of
 from evernear.serving.torchserve import require_startable
@@ -36,7 +36,7 @@ def deploy(release_dir: Path, verdict_file: Path, settings: RunSettings, cause: 
     ``cause`` (default: this process) goes into the champion's history.
 
     Raises:
-        IntegrityError, Conflict: it may not serve, see `evernear.deployment.admission.admit`.
+        IntegrityError, Conflict: it may not serve, see `evernear.deployment.promotion_policy.admit`.
         ServingError: the server or the release does not come up; what served before still does.
         ClusterError, Busy, SettingsError: as `evernear.deployment.kubernetes.deploy`.
         StoreError: the registry cannot be reached.
@@ -119,7 +119,7 @@ def _move(
     vet: Callable[[ReleaseParts], None],
     commit: Callable[[], Champion],
 ) -> Deployment:
-    registry.show(version)
+    registry.get(version)
     if settings.target == "local" and local.is_up(settings):
         return local.move(version, settings, registry, vet, commit)
     if settings.target == "kubernetes":

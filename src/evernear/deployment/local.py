@@ -16,11 +16,11 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from evernear.deployment.admission import Deployment, admit, unrecorded
+from evernear.deployment.promotion_policy import Deployment, admit, unrecorded
 from evernear.deployment.smoke import smoke
 from evernear.disk import atomic_file, disk_errors, sha256_file
 from evernear.errors import IntegrityError, ServingError, StoreError, TransientStoreError, UserInterruptError
-from evernear.release.parts import ReleaseParts, open_release
+from evernear.release.archive_reader import ReleaseParts, open_release
 from evernear.release.registry import Cause, Champion, Registry
 from evernear.serving import torchserve
 from evernear.serving.client import Client
@@ -46,7 +46,7 @@ def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Caus
     archive is damaged, does not stand in the way.
 
     Raises:
-        IntegrityError, Conflict: it may not serve, see `evernear.deployment.admission.admit`.
+        IntegrityError, Conflict: it may not serve, see `evernear.deployment.promotion_policy.admit`.
         ServingError: TorchServe or the release does not come up, or the smoke test fails.
         StoreError: the registry cannot be reached, or another release became champion meanwhile.
         Busy: another deployment into this working directory does not end.
@@ -272,7 +272,7 @@ class _Site:
     def archive_of(self, version: str, registry: Registry, temporary: Path) -> Path:
         """The published archive of a release: the server's own copy if it still is that, else fetched."""
         stored = self._stored(version)
-        if stored.is_file() and sha256_file(stored) == registry.show(version).archive_sha256:
+        if stored.is_file() and sha256_file(stored) == registry.get(version).archive_sha256:
             return stored
         registry.fetch(version, temporary / "release.mar")
         return temporary / "release.mar"

@@ -27,9 +27,7 @@ from evernear.errors import DataError, EvernearError, IntegrityError
 from evernear.index.description import DESCRIPTION_FILE as INDEX_DESCRIPTION
 from evernear.index.description import PARTS as INDEX_FILES
 from evernear.index.search import Gallery, Recognition
-from evernear.release.commit import git_commit
-from evernear.release.manifest import REFERENCE_FILE, Part, ReleaseManifest, new_version
-from evernear.release.parts import (
+from evernear.release.archive_reader import (
     ARCHIVE_FILE,
     HANDLER_FILE,
     MANIFEST_FILE,
@@ -40,7 +38,9 @@ from evernear.release.parts import (
     SmokeQuery,
     smoke_file,
 )
-from evernear.release.reference import Reference, evenly, random_projection
+from evernear.release.drift_baseline import DriftBaseline, evenly, random_projection
+from evernear.release.git import git_commit
+from evernear.release.manifest import DRIFT_BASELINE_FILE, Part, ReleaseManifest, new_version
 from evernear.settings import ServingSettings
 
 SMOKE_BLOCK = 512  # images of the query split that the smoke queries are chosen from
@@ -103,7 +103,7 @@ def archive(
             write_atomically(parts / PREPROCESSING_FILE, network.preprocessing.model_dump_json(indent=2))
             write_atomically(parts / MODEL_CONFIG_FILE, _model_config(settings))
             _write_smoke_queries(parts, dataset, network_dir, gallery, settings.smoke_queries)
-            write_atomically(parts / REFERENCE_FILE, _reference(dataset, network_dir, gallery).to_bytes())
+            write_atomically(parts / DRIFT_BASELINE_FILE, _reference(dataset, network_dir, gallery).to_bytes())
             manifest = _describe(parts, dataset, network, gallery, metrics, parent, settings, created)
             write_atomically(parts / MANIFEST_FILE, manifest.to_json())
             _pack(Path(temporary), settings.model_name, manifest.version)
@@ -198,7 +198,7 @@ def _write_smoke_queries(parts: Path, dataset: Dataset, network_dir: Path, galle
     write_atomically(parts / SMOKE_FILE, smoke_file(tuple(queries)))
 
 
-def _reference(dataset: Dataset, network_dir: Path, gallery: Gallery) -> Reference:
+def _reference(dataset: Dataset, network_dir: Path, gallery: Gallery) -> DriftBaseline:
     """What the release answers on its query split, of which it saw nothing."""
     network = load_network(network_dir)
     wanted = deque(evenly(dataset.count("query")))
@@ -214,7 +214,7 @@ def _reference(dataset: Dataset, network_dir: Path, gallery: Gallery) -> Referen
     queries = np.concatenate(embeddings)
     answers = gallery.recognise(queries)
     projection = random_projection(queries.shape[1])
-    return Reference(
+    return DriftBaseline(
         projection=projection,
         coordinates=queries @ projection,
         distances=np.array([answer.dist for answer in answers], np.float32),

@@ -8,7 +8,7 @@ from pathlib import Path
 from evernear.data.shards import Dataset
 from evernear.errors import IntegrityError
 from evernear.evaluation.recogniser import Recogniser
-from evernear.release.parts import open_release
+from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
 from evernear.store import Store
 

@@ -13,8 +13,8 @@ from evernear.errors import IntegrityError
 from evernear.evaluation.verdict import Verdict
 from evernear.frozen import Frozen
 from evernear.index.description import DESCRIPTION_FILE, IndexDescription
+from evernear.release.archive_reader import read_release
 from evernear.release.manifest import HANDLER_FILE, PREPROCESSING_FILE, VERDICT_FILE, ReleaseManifest
-from evernear.release.parts import read_release
 from evernear.release.registry import Decision
 
 Model = TypeVar("Model", bound=BaseModel)

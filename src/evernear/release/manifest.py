@@ -24,7 +24,7 @@ PREPROCESSING_FILE = "preprocessing.json"
 SMOKE_FILE = "smoke.json"
 SMOKE_IMAGE = re.compile(r"smoke-\d\d\.png")
 VERDICT_FILE = "verdict.json"
-REFERENCE_FILE = "reference.npz"
+DRIFT_BASELINE_FILE = "reference.npz"
 PARTS = frozenset(
     {
         NETWORK_FILE,
@@ -38,7 +38,7 @@ PARTS = frozenset(
     }
 )
 """What a release of format 1 consists of, besides the images that `SMOKE_FILE` names."""
-LATER_PARTS = frozenset({MODEL_CONFIG_FILE, REFERENCE_FILE})
+LATER_PARTS = frozenset({MODEL_CONFIG_FILE, DRIFT_BASELINE_FILE})
 """What releases of evernear 0.1.0 lack."""
 
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]

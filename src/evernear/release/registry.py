@@ -26,8 +26,8 @@ from evernear.disk import sha256_file
 from evernear.errors import Conflict, StoreError, TransientStoreError
 from evernear.evaluation.verdict import Verdict
 from evernear.frozen import Frozen
+from evernear.release.archive_reader import read_release, read_release_manifest
 from evernear.release.manifest import VERDICT_FILE, ReleaseManifest, Sha256, Version, is_version
-from evernear.release.parts import read_release, read_release_manifest
 from evernear.store import Store
 
 MANIFESTS = "releases/manifests/"
@@ -81,7 +81,7 @@ class Cause(Frozen):
         return cls(by=whoami(), why=why)
 
 
-class Move(Frozen):
+class Promotion(Frozen):
     """Where the pointer stands, and who brought it there. ``previous`` is what a rollback leads to."""
 
     version: Version
@@ -98,7 +98,7 @@ class Move(Frozen):
     """The id of the pipeline run that moved it; empty where a command did."""
 
 
-class _Pointer(Move):
+class _Pointer(Promotion):
     """The object at `CHAMPION`: the last move, and what is being pruned.
 
     A prune is written here before it removes anything. So whoever read the pointer earlier loses the
@@ -139,9 +139,9 @@ class Champion:
         return self.previous
 
     @property
-    def move(self) -> Move:
+    def promotion(self) -> Promotion:
         """How it became the champion."""
-        return Move.model_validate(self.pointer.model_dump(include=set(Move.model_fields)))
+        return Promotion.model_validate(self.pointer.model_dump(include=set(Promotion.model_fields)))
 
 
 def whoami() -> str:
@@ -183,7 +183,7 @@ class Registry:
         try:
             self._store.put_if(key, record.to_json(), None)
         except Conflict:
-            if self.show(manifest.version).archive_sha256 != record.archive_sha256:
+            if self.get(manifest.version).archive_sha256 != record.archive_sha256:
                 raise Conflict(f"Another release of version {manifest.version} is published already.") from None
         return record
 
@@ -194,27 +194,26 @@ class Registry:
             if is_version(version):
                 yield version
 
-    def show(self, version: str) -> Record:
-        """What is known of a release.
+    def get(self, version: str, *, include_pruned: bool = False) -> Record:
+        """The record of a release. With ``include_pruned`` also of one whose archive is gone.
 
         Raises:
-            StoreError: there is no such release, or no longer.
+            StoreError: no such release, or it was pruned.
             IntegrityError: its record is damaged.
         """
         record = self._record(MANIFESTS, version)
-        if record is None:
-            gone = "any longer: it was pruned" if self._record(PRUNED, version) else f"in {self._store.uri}"
-            champion = self.champion()
-            if champion is not None and champion.version == version:
-                gone += ", though it is the champion; choose another one, `evernear registry promote VERSION`"
-            raise StoreError(f"There is no release {version} {gone}.")
-        return record
+        if record is not None:
+            return record
+        pruned = self._record(PRUNED, version)
+        if pruned is not None and include_pruned:
+            return pruned
+        where = "any longer: it was pruned" if pruned else f"in {self._store.uri}"
+        champion = self.champion()
+        if champion is not None and champion.version == version:
+            where += ", though it is the champion; choose another one, `evernear registry promote VERSION`"
+        raise StoreError(f"There is no release {version} {where}.")
 
-    def trace(self, version: str) -> Record:
-        """`show`, for pruned releases too: their archive is gone and what they were is still known."""
-        return self._record(PRUNED, version) or self.show(version)
-
-    def vouches_for(self, archive: Path) -> bool:
+    def contains(self, archive: Path) -> bool:
         """Whether ``archive`` is, byte by byte, a release that was published here and not pruned.
 
         Raises:
@@ -230,7 +229,7 @@ class Registry:
             StoreError: there is no such release.
             IntegrityError: the archive is not the one that was published.
         """
-        record = self.show(version)
+        record = self.get(version)
         self._store.fetch(record.archive_key, path, sha256=record.archive_sha256)
         return record
 
@@ -257,7 +256,7 @@ class Registry:
             TransientStoreError: the store cannot be reached; the pointer may have moved.
             StoreError: there is no such release, or it is being pruned.
         """
-        move = Move(
+        move = Promotion(
             version=version,
             previous=expected.version if expected else None,
             since=datetime.now(UTC),
@@ -281,7 +280,7 @@ class Registry:
         """
         undo_to = expected.pointer.undo_to
         restored = self._past(undo_to) if undo_to is not None else None
-        move = Move(
+        move = Promotion(
             version=expected.rollback_target(),
             previous=restored.previous if restored else None,
             since=datetime.now(UTC),
@@ -292,7 +291,7 @@ class Registry:
         )
         return self._move(move, expected)
 
-    def history(self) -> Iterator[Move]:
+    def history(self) -> Iterator[Promotion]:
         """All moves of the champion's pointer, oldest first; the last one is where it stands."""
         champion = self.champion()
         if champion is None:
@@ -300,8 +299,8 @@ class Registry:
         for found in self._store.list(HISTORY):
             # The last move is there, too, once somebody wanted to make another one.
             if found.key < _past_key(champion.pointer.number):
-                yield Move.from_json(self._store.get(found.key), f"{found.key} in {self._store.uri}")
-        yield champion.move
+                yield Promotion.from_json(self._store.get(found.key), f"{found.key} in {self._store.uri}")
+        yield champion.promotion
 
     def prune(self, keep: int) -> tuple[str, ...]:
         """Remove all but the newest ``keep`` releases; returns the versions that went.
@@ -316,14 +315,14 @@ class Registry:
         if champion is None:
             return ()
         versions = list(self.list())
-        kept = {champion.version, champion.previous, self.show(champion.version).manifest.parent}
+        kept = {champion.version, champion.previous, self.get(champion.version).manifest.parent}
         kept.update(versions[max(0, len(versions) - keep) :])
-        pruning = {version: self.show(version).archive_sha256 for version in versions if version not in kept}
+        pruning = {version: self.get(version).archive_sha256 for version in versions if version not in kept}
         pruning |= champion.pointer.pruning  # what a killed prune left
         if not pruning:
             return ()
         champion = self._write(champion.pointer.model_copy(update={"pruning": pruning}), champion)
-        shared = {self.show(version).archive_sha256 for version in self.list() if version not in pruning}
+        shared = {self.get(version).archive_sha256 for version in self.list() if version not in pruning}
         for version, archive_sha256 in pruning.items():
             self._remove(version, archive_sha256 if archive_sha256 not in shared else None)
         done: dict[str, object] = {"pruning": {}, "prunes": champion.pointer.prunes + 1}
@@ -340,7 +339,7 @@ class Registry:
         if archive_sha256 is not None:
             self._store.delete(f"{ARCHIVES}{archive_sha256}.mar")
 
-    def _move(self, move: Move, expected: Champion | None) -> Champion:
+    def _move(self, move: Promotion, expected: Champion | None) -> Champion:
         """`_try_move`, until the store can be reached or `_PATIENCE_S` are over."""
         deadline_s, (pause_s, longest_s) = time.monotonic() + _PATIENCE_S, _PAUSE_S
         while True:
@@ -353,15 +352,15 @@ class Registry:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
 
-    def _try_move(self, move: Move, expected: Champion | None) -> Champion:
-        self.show(move.version)
+    def _try_move(self, move: Promotion, expected: Champion | None) -> Champion:
+        self.get(move.version)
         pointer = _Pointer.model_validate(move.model_dump())
         if expected is not None:
             if move.version in expected.pointer.pruning:
                 raise StoreError(f"Release {move.version} is being pruned from {self._store.uri}.")
             # Where the pointer stands goes into the history before it moves, so that no kill leaves a gap there.
             with suppress(Conflict):  # another one who wants to move it was quicker
-                self._store.put_if(_past_key(expected.pointer.number), expected.move.to_json(), None)
+                self._store.put_if(_past_key(expected.pointer.number), expected.promotion.to_json(), None)
             kept = {"pruning": expected.pointer.pruning, "prunes": expected.pointer.prunes}
             pointer = pointer.model_copy(update=kept)
         try:
@@ -370,10 +369,10 @@ class Registry:
             # An earlier attempt may have moved the pointer before its answer was lost. Whoever moved it on since has
             # put that into the history first.
             champion = self.champion()
-            if champion is not None and champion.move == move:
+            if champion is not None and champion.promotion == move:
                 return champion
             past = self._store.find(_past_key(move.number))
-            if past and Move.from_json(past[0], f"{_past_key(move.number)} in {self._store.uri}") == move:
+            if past and Promotion.from_json(past[0], f"{_past_key(move.number)} in {self._store.uri}") == move:
                 return Champion(pointer, _SUPERSEDED)
             raise
 
@@ -384,8 +383,8 @@ class Registry:
             raise Conflict("The champion changed meanwhile, so nothing was done; look at it and run again.") from None
         return Champion(pointer, etag)
 
-    def _past(self, number: int) -> Move:
-        return Move.from_json(self._store.get(_past_key(number)), f"{_past_key(number)} in {self._store.uri}")
+    def _past(self, number: int) -> Promotion:
+        return Promotion.from_json(self._store.get(_past_key(number)), f"{_past_key(number)} in {self._store.uri}")
 
     def _record(self, folder: str, version: str) -> Record | None:
         found = self._store.find(_key(folder, version)) if is_version(version) else None

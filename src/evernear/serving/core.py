@@ -15,8 +15,8 @@ from evernear.embedding.embed import embed_images
 from evernear.embedding.export import NETWORK_FILE, load_network
 from evernear.errors import DataError
 from evernear.index.search import Gallery
+from evernear.release.archive_reader import ReleaseParts
 from evernear.release.manifest import ReleaseManifest
-from evernear.release.parts import ReleaseParts
 from evernear.serving.decoding import inspect_image, read_image
 from evernear.serving.messages import Neighbor, Prediction, Refusal
 

@@ -16,8 +16,8 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from evernear.release.archive_reader import open_parts
 from evernear.release.manifest import ReleaseManifest
-from evernear.release.parts import open_parts
 from evernear.serving.core import Answered, Core
 from evernear.serving.forms import image_of
 from evernear.serving.messages import Prediction, Refusal

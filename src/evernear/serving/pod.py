@@ -28,8 +28,7 @@ from typing import NoReturn
 
 from evernear.disk import disk_errors, sha256_file
 from evernear.errors import IntegrityError, ServingError, SettingsError
-from evernear.release.manifest import ReleaseManifest
-from evernear.release.parts import (
+from evernear.release.archive_reader import (
     ARCHIVE_FILE,
     MANIFEST_FILE,
     PREPROCESSING_FILE,
@@ -37,6 +36,7 @@ from evernear.release.parts import (
     ReleaseParts,
     open_release,
 )
+from evernear.release.manifest import ReleaseManifest
 from evernear.release.registry import Registry
 from evernear.serving import torchserve
 from evernear.serving.client import Client, Target
@@ -71,7 +71,7 @@ def fetch(version: str, sha256: str, settings: Settings) -> ReleaseManifest:
     if _lies_alone(archive) and sha256_file(archive) == sha256:  # what belongs to it was written before it
         return release(settings).manifest
     registry = Registry(open_store(settings.store_uri))
-    record = registry.show(version)
+    record = registry.get(version)
     if record.archive_sha256 != sha256:
         raise IntegrityError(
             f"The archive of release {version} in {registry.uri} has the sha256 {record.archive_sha256}, and this pod "

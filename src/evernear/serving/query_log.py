@@ -35,9 +35,9 @@ from evernear.data.preprocess import Pixels
 from evernear.disk import disk_errors, write_atomically
 from evernear.errors import EvernearError, IntegrityError
 from evernear.frozen import Frozen
-from evernear.release.manifest import REFERENCE_FILE
-from evernear.release.parts import ReleaseParts
-from evernear.release.reference import PROJECTED_DIM, Reference
+from evernear.release.archive_reader import ReleaseParts
+from evernear.release.drift_baseline import PROJECTED_DIM, DriftBaseline
+from evernear.release.manifest import DRIFT_BASELINE_FILE
 from evernear.serving.configuration import QUERY_LOG_VARIABLE, QueryLogConfiguration
 from evernear.serving.messages import Prediction
 from evernear.store import Store
@@ -73,7 +73,7 @@ class LoggedQuery(_Logged):
     dist: float
     unknown: bool
     coordinates: tuple[float, ...] = Field(default=(), max_length=PROJECTED_DIM)
-    """The projected embedding, see `evernear.release.reference`; empty for a release without a reference."""
+    """The projected embedding, see `evernear.release.drift_baseline`; empty for a release without a reference."""
     image: str = ""
     """The image as the network saw it, PNG in base64; only with ``serving.query_log=images``."""
 
@@ -239,9 +239,9 @@ def closed_at(key: str) -> datetime | None:
 
 
 def _projection(parts: ReleaseParts) -> NDArray[np.float32] | None:
-    if REFERENCE_FILE not in parts.manifest.parts:
+    if DRIFT_BASELINE_FILE not in parts.manifest.parts:
         return None
-    return Reference.parse(parts.read(REFERENCE_FILE), REFERENCE_FILE).projection
+    return DriftBaseline.parse(parts.read(DRIFT_BASELINE_FILE), DRIFT_BASELINE_FILE).projection
 
 
 def _make_room(directory: Path, size_bytes: int) -> None:

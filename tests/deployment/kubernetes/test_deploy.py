@@ -36,7 +36,7 @@ from evernear.errors import (
     TransientStoreError,
 )
 from evernear.release import registry
-from evernear.release.parts import open_release
+from evernear.release.archive_reader import open_release
 from evernear.release.registry import CHAMPION, Cause, Registry
 from evernear.settings import Settings
 from evernear.store import FileStore, open_store
@@ -176,7 +176,7 @@ def test_what_is_applied_tells_its_release_and_is_ours(site: Site, releases: tup
     assert {call.query.get("force") for call in patches if call.name == NAME} == {"false"}
     found = site.cluster.get("Deployment", NAME)
     assert found is not None
-    record = site.registry.show(releases[0].version)
+    record = site.registry.get(releases[0].version)
     assert found["metadata"]["annotations"]["evernear.dev/archive-sha256"] == record.archive_sha256
     assert found["metadata"]["labels"]["app.kubernetes.io/version"] == record.manifest.version
 

@@ -9,7 +9,7 @@ import pytest
 from inference_service import ENVIRONMENT, Server, open_inference_protocol
 from releases import MakeRelease, PackedRelease
 
-from evernear.release.parts import ReleaseParts, open_release
+from evernear.release.archive_reader import ReleaseParts, open_release
 from evernear.release.registry import Registry
 from evernear.store import open_store
 

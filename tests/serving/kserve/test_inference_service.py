@@ -29,7 +29,7 @@ from inference_service import (
 from PIL import Image
 from releases import MakeRelease, PackedRelease
 
-from evernear.release.parts import ReleaseParts
+from evernear.release.archive_reader import ReleaseParts
 from evernear.serving.core import Core
 from evernear.serving.messages import Prediction
 

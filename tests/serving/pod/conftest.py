@@ -9,7 +9,7 @@ from minio import Minio
 from releases import MakeRelease
 from shipped import TOKEN, Shipped, StartPod
 
-from evernear.release.parts import open_release
+from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
 from evernear.store import open_store
 

@@ -7,7 +7,7 @@ from kubelet import Pod
 from releases import PackedRelease
 
 from evernear.disk import sha256_file
-from evernear.release.parts import ReleaseParts
+from evernear.release.archive_reader import ReleaseParts
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 

@@ -80,7 +80,7 @@ def test_another_release_under_its_name_is_not_served(
     other = forge(release, tmp_path / "other.mar", preprocessing_json=b"{}")
     sha256 = sha256_file(other.archive)
     registry, store = Registry(open_store(settings.store_uri)), open_store(settings.store_uri)
-    record = registry.show(release.version).model_copy(update={"archive_sha256": sha256})
+    record = registry.get(release.version).model_copy(update={"archive_sha256": sha256})
     store.put(record.archive_key, other.archive)
     store.put(f"releases/manifests/{release.version}.json", record.model_dump_json().encode())
     with pytest.raises(IntegrityError, match="is another release"):

@@ -12,7 +12,7 @@ import httpx
 
 from evernear.data.preprocess import Preprocessing
 from evernear.release.manifest import ReleaseManifest
-from evernear.release.registry import CHAMPION, MANIFESTS, Move, Record
+from evernear.release.registry import CHAMPION, MANIFESTS, Promotion, Record
 from evernear.serving.prep.server import bound, server_of
 from evernear.settings import PrepSettings, ServingSettings, Settings
 from evernear.store import open_store
@@ -40,7 +40,7 @@ def front(settings: Settings) -> Iterator[httpx.Client]:
 
 def make_champion(store_uri: str, version: str) -> None:
     """Let the pointer stand at ``version``, as after its deployment."""
-    move = Move(version=version, previous=None, since=datetime.now(UTC))
+    move = Promotion(version=version, previous=None, since=datetime.now(UTC))
     open_store(store_uri).put(CHAMPION, move.model_dump_json().encode())
 
 

@@ -17,7 +17,7 @@ from PIL import Image
 from releases import settings_on_free_ports
 from stand_ins import ANSWER, grpc_server
 
-from evernear.release.parts import ReleaseParts
+from evernear.release.archive_reader import ReleaseParts
 from evernear.serving.torchserve_proto.inference_pb2 import PredictionsRequest
 
 

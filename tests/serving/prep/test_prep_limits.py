@@ -16,8 +16,8 @@ from front import Shelf, front
 from stand_ins import ANSWER, grpc_server
 
 from evernear.data.image_file import EncodedImage
+from evernear.release.archive_reader import ReleaseParts
 from evernear.release.manifest import ReleaseManifest
-from evernear.release.parts import ReleaseParts
 from evernear.serving import http_limits
 from evernear.serving.decoding import MAX_WAITING_LARGE, SMALL_PIXELS
 from evernear.serving.prep import service

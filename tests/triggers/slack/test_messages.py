@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from evernear.evaluation.verdict import Rule
 from evernear.kubeflow.runs import Run, State, Step
-from evernear.release.registry import Champion, Move, Record
+from evernear.release.registry import Champion, Promotion, Record
 from evernear.reporting.notify import Outcome
 from evernear.triggers.proposals import Proposal
 from evernear.triggers.slack import messages
@@ -50,8 +50,8 @@ def outcome(state: str) -> Outcome:
 
 def champion() -> Champion:
     texts = dict.fromkeys(("version", "previous", "how", "by", "why"), HOSTILE)
-    move = Move.model_construct(since=NOW, number=1, **texts)
-    return cast("Champion", SimpleNamespace(version=HOSTILE, previous=HOSTILE, move=move))
+    promotion = Promotion.model_construct(since=NOW, number=1, **texts)
+    return cast("Champion", SimpleNamespace(version=HOSTILE, previous=HOSTILE, promotion=promotion))
 
 
 def proposal(pipeline: str, state: str) -> Proposal:
@@ -73,7 +73,7 @@ def all_messages() -> Iterator[tuple[str, Message]]:
         for state in ("declined", "expired"):
             yield "answered", messages.answered(request(state=state, by=person))
         for kind in ("promote", "roll_back"):
-            yield "moved", messages.moved(request(kind, by=person), champion().move)
+            yield "moved", messages.moved(request(kind, by=person), champion().promotion)
             yield "not_moved", messages.not_moved(request(kind, by=person), HOSTILE)
     for each in runs:
         for came_to in (None, *(outcome(state) for state in ("promoted", "held", "rolled back", "failed"))):

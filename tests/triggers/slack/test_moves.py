@@ -79,8 +79,8 @@ def test_a_held_release_is_promoted_by_a_person_who_stays_in_the_history(
     champion = registry.champion()
     assert champion is not None
     assert champion.version == json.loads(click.button["value"])["release"]
-    assert (champion.move.how, champion.move.by) == ("force", "ada (U0ADA in Slack)")
-    assert champion.move.number == 3
+    assert (champion.promotion.how, champion.promotion.by) == ("force", "ada (U0ADA in Slack)")
+    assert champion.promotion.number == 3
     assert slack.messages[-1].thread == held.thread == slack.messages[-2].thread
     assert f"*{champion.version}* serves now" in slack.messages[-1].text
 
@@ -114,7 +114,7 @@ def test_two_clicks_on_roll_back_take_one_move_back(bot: Bot, slack: SlackServer
     champion = registry.champion()
     assert champion is not None
     assert champion.version == versions[1]
-    assert champion.move.how == "rollback"
+    assert champion.promotion.how == "rollback"
 
 
 def test_a_process_that_dies_after_the_move_says_so_when_it_is_back(
@@ -138,7 +138,7 @@ def test_a_process_that_dies_after_the_move_says_so_when_it_is_back(
     bot.look()
     champion = registry.champion()
     assert champion is not None
-    assert champion.move.number == 3
+    assert champion.promotion.number == 3
     assert "rolled back" in slack.messages[-1].text
     assert [line["result"] for line in bot.audit() if line["what"] == "roll_back"] == ["done"]
 
@@ -154,7 +154,7 @@ def test_evernear_rollback_asks_and_champion_tells_who_did_it(
     bot.look()
     champion = registry.champion()
     assert champion is not None
-    assert champion.move.how == "rollback"
+    assert champion.promotion.how == "rollback"
     assert (slack.messages[-1].channel, slack.messages[-1].thread) == (question.channel, None)
 
 
@@ -163,7 +163,7 @@ def test_what_is_broken_is_told_and_can_be_tried_again(
 ) -> None:
     ran(True)
     held = ran(False)
-    archive = registry.show(json.loads(slack.button(held, "Promote anyway").button["value"])["release"]).archive_key
+    archive = registry.get(json.loads(slack.button(held, "Promote anyway").button["value"])["release"]).archive_key
     content = bot.store.get(archive)
     bot.store.delete(archive)
     bot.clicked(ADA, held, "Promote anyway")

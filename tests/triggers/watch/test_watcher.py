@@ -334,7 +334,7 @@ def test_an_open_proposal_expires(world: World, why: str) -> None:
         champion = registry.champion()
         assert champion is not None
         # The registry has the machine's clock, and the proposal was made at the test's.
-        Proposals(world.store).change(first, created=champion.move.since - timedelta(hours=1))
+        Proposals(world.store).change(first, created=champion.promotion.since - timedelta(hours=1))
     look = world.watcher().look()
     assert world.proposals[0].state == "expired"
     if why == "gone":

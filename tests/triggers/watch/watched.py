@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 from evernear.data.shards import Dataset
 from evernear.errors import PipelineServerError
 from evernear.kubeflow.runs import Parameter, Run, State
-from evernear.release.parts import open_release
+from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
 from evernear.serving.configuration import QueryLogConfiguration
 from evernear.serving.core import Core
@@ -161,7 +161,7 @@ class World:
         return champion.version
 
     def dataset(self) -> Dataset:
-        manifest = Registry(self.store).show(self.champion()).manifest
+        manifest = Registry(self.store).get(self.champion()).manifest
         found = Dataset.find(self.store, manifest.dataset_name, manifest.dataset_digest)
         assert found is not None
         return found

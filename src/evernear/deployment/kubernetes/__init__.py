@@ -10,18 +10,18 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from evernear.deployment.admission import Deployment, admit, unrecorded
 from evernear.deployment.kubernetes import objects
 from evernear.deployment.kubernetes.apply import apply, remove, require_applicable
 from evernear.deployment.kubernetes.cluster import Cluster, Tree
+from evernear.deployment.kubernetes.last_known_good import Proven, keep_proven, read_proven
 from evernear.deployment.kubernetes.lease import Held, held
 from evernear.deployment.kubernetes.objects import ServedRelease, serving_objects
-from evernear.deployment.kubernetes.proven import Proven, keep_proven, read_proven
-from evernear.deployment.kubernetes.rights import require_rights
+from evernear.deployment.kubernetes.rbac_check import require_rights
 from evernear.deployment.kubernetes.rollout import await_rollout, is_complete
 from evernear.deployment.kubernetes.service import prove, service_client, service_host
+from evernear.deployment.promotion_policy import Deployment, admit, unrecorded
 from evernear.errors import ClusterError, EvernearError, StoreError, TransientStoreError
-from evernear.release.parts import ARCHIVE_FILE, ReleaseParts, open_release
+from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts, open_release
 from evernear.release.registry import Cause, Champion, Registry
 from evernear.settings import RunSettings
 from evernear.store import open_store
@@ -49,7 +49,7 @@ def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Caus
     A store that cannot be reached after that changes nothing in the cluster: the release stays, and the error says so.
 
     Raises:
-        IntegrityError, Conflict: it may not serve, see `evernear.deployment.admission.admit`.
+        IntegrityError, Conflict: it may not serve, see `evernear.deployment.promotion_policy.admit`.
         ClusterError: the API server cannot be reached, it refuses, or the rollout does not come up.
         ServingError: the Service does not answer as the release did when it was archived.
         SettingsError: a setting that it needs is missing.
@@ -104,7 +104,7 @@ def render(version: str | None, settings: RunSettings) -> list[Tree]:
         if champion is None:
             raise StoreError(f"No release has been promoted in {registry.uri} yet; name one with --release.")
         version = champion.version
-    return serving_objects(settings, ServedRelease.of(registry.show(version)))
+    return serving_objects(settings, ServedRelease.of(registry.get(version)))
 
 
 def status(settings: RunSettings) -> dict[str, Any]:
@@ -209,7 +209,7 @@ class _Site:
         return self._revision(champion.version)
 
     def _revision(self, version: str) -> Proven:
-        release = ServedRelease.of(self._registry.show(version))
+        release = ServedRelease.of(self._registry.get(version))
         return Proven(version, serving_objects(self._settings, release))
 
 

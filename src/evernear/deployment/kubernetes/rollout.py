@@ -3,7 +3,7 @@
 import time
 
 from evernear.deployment.kubernetes.cluster import Away, Cluster, Tree
-from evernear.deployment.kubernetes.stall import Stall, find_stall
+from evernear.deployment.kubernetes.rollout_diagnosis import Stall, find_stall
 from evernear.errors import ClusterError
 from evernear.settings import KubernetesSettings
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.smoke import Predicts, smoke
 from evernear.errors import ClusterError, EvernearError, PredictionRefused, ServingError, SettingsError
-from evernear.release.parts import ReleaseParts
+from evernear.release.archive_reader import ReleaseParts
 from evernear.serving.client import Client, Target
 from evernear.serving.client.target import token_of_environment
 from evernear.serving.messages import Prediction, Refusal

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from evernear.errors import IntegrityError, StoreError
+from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts, open_release, read_release_manifest
 from evernear.release.manifest import ReleaseManifest
-from evernear.release.parts import ARCHIVE_FILE, ReleaseParts, open_release, read_release_manifest
 from evernear.release.registry import Registry
 from evernear.store import open_store
 
@@ -39,7 +39,7 @@ def manifest_of_release(args: argparse.Namespace) -> ReleaseManifest:
     """
     if args.store:
         registry = Registry(open_store(args.store))
-        return registry.show(args.release or _champion(registry)).manifest
+        return registry.get(args.release or _champion(registry)).manifest
     return read_release_manifest(_find_archive(Path(args.model_dir)))
 
 

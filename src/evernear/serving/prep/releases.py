@@ -11,8 +11,8 @@ from PIL import Image
 
 from evernear.data.image_file import EncodedImage
 from evernear.errors import ServingError
+from evernear.release.archive_reader import SmokeQuery, open_release
 from evernear.release.manifest import ReleaseManifest
-from evernear.release.parts import SmokeQuery, open_release
 from evernear.release.registry import Registry
 from evernear.serving.decoding import read_image
 from evernear.store import open_store
@@ -44,7 +44,7 @@ class Releases:
 
     async def manifest(self, version: str) -> ReleaseManifest:
         """What is known of a release."""
-        return await self._once(self._manifests, version, lambda: self._registry.show(version).manifest)
+        return await self._once(self._manifests, version, lambda: self._registry.get(version).manifest)
 
     async def test_query(self, version: str) -> Query:
         """A stored image of a release, with its known answer; the first call brings the whole archive here."""

@@ -42,7 +42,7 @@ class Answers:
     def champion(self) -> Message:
         """The release that serves, and how it came to."""
         found = self._registry.champion()
-        return messages.champion(found, self._registry.trace(found.version) if found else None)
+        return messages.champion(found, self._registry.get(found.version, include_pruned=True) if found else None)
 
     def rollback(self) -> Message:
         """A question with a button.

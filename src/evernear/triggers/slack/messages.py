@@ -11,7 +11,7 @@ from evernear.errors import EvernearError
 from evernear.evaluation.verdict import Rule
 from evernear.kubeflow.runs import Run, State, Step
 from evernear.output import printable
-from evernear.release.registry import Champion, Move, Record
+from evernear.release.registry import Champion, Promotion, Record
 from evernear.reporting.notify import Outcome
 from evernear.settings import DataSettings
 from evernear.triggers.proposals import Proposal
@@ -186,7 +186,7 @@ def verdict(
         blocks.append(_section(_table(rules)))
     if outcome and "accuracy" in outcome.metrics:
         blocks.append(_context(_figures(outcome.metrics)))
-    number = champion.move.number if champion else 0
+    number = champion.promotion.number if champion else 0
     buttons: list[Block] = []
     if outcome and outcome.state == "held" and outcome.candidate and can_promote:
         asked = {"release": outcome.candidate, "move": number}
@@ -210,7 +210,7 @@ def roll_back_button(champion: Champion) -> list[Block]:
     """The button that takes the champion's last move back; none where nothing came before it."""
     if champion.previous is None:
         return []
-    asked = {"release": champion.version, "move": champion.move.number}
+    asked = {"release": champion.version, "move": champion.promotion.number}
     text = f"{champion.previous} will serve again instead of {champion.version}."
     confirm = _confirm("Roll back?", text, "Roll back")
     return [_button("Roll back", ROLL_BACK, json.dumps(asked), style="danger", confirm=confirm)]
@@ -231,7 +231,7 @@ def proposal(asked: Proposal, open_: bool = True) -> Message:
     return Message(text=f"Time to {what}? " + " ".join(map(escape, asked.reasons)), blocks=tuple(blocks))
 
 
-def moved(request: Request, move: Move) -> Message:
+def moved(request: Request, move: Promotion) -> Message:
     """That another release serves."""
     how = {"promote": "promoted", "roll_back": "rolled back"}[request.kind]
     text = f":white_check_mark: {mention(request.by)} {how}: *{escape(move.version)}* serves now" + (
@@ -270,7 +270,7 @@ def champion(found: Champion | None, record: Record | None) -> Message:
     """The release that serves, and how it came to."""
     if found is None or record is None:
         return line("No release has been promoted yet.")
-    move, accuracy = found.move, record.manifest.metrics.get("accuracy")
+    move, accuracy = found.promotion, record.manifest.metrics.get("accuracy")
     by = escape(move.by) or "nobody named"
     text = f"*{escape(move.version)}* serves since {date(move.since)}: {escape(move.how)} by {by}."
     if move.why:
@@ -293,7 +293,7 @@ def roll_back_question(found: Champion) -> Message:
 def status(serves: Champion | None, busy: Sequence[Run], waiting: int, watcher: str, now: datetime) -> Message:
     """What serves, what runs, what waits for an answer."""
     lines = [
-        f"*Serves* {escape(serves.version)} since {date(serves.move.since)}" if serves else "*Serves* nothing yet",
+        f"*Serves* {escape(serves.version)} since {date(serves.promotion.since)}" if serves else "*Serves* nothing yet",
         "*Runs* " + (", ".join(f"{_link(r.url, r.name)} for {duration(now - r.created)}" for r in busy) or "nothing"),
         f"*Waits for an answer* {waiting or 'nothing'}",
         f"*Watcher* {escape(watcher)}",

@@ -312,7 +312,7 @@ class Worker:
         """Let a pipeline promote or roll back, and follow that run."""
         if not request.parameters:
             champion = self._registry.champion()
-            if (champion.move.number if champion else 0) != request.move:
+            if (champion.promotion.number if champion else 0) != request.move:
                 self._web.post(request.channel, messages.not_moved(request, _CHANGED), request.thread)
                 self._audit(request, request.kind, "failed", release=request.release, detail=_CHANGED)
                 self._close(request, "failed")
@@ -323,7 +323,7 @@ class Worker:
 
     def _move(self, request: Request) -> None:
         before = self._registry.champion()  # a store that cannot be reached fails here, and is tried again
-        number = before.move.number if before else 0
+        number = before.promotion.number if before else 0
         if number == request.move:
             fault = self._try_move(request)
         elif before and _is_from(request, before):
@@ -331,7 +331,9 @@ class Worker:
         else:
             fault = _CHANGED
         after = self._registry.champion()
-        told = messages.not_moved(request, fault) if fault or after is None else messages.moved(request, after.move)
+        told = (
+            messages.not_moved(request, fault) if fault or after is None else messages.moved(request, after.promotion)
+        )
         result = "failed" if fault else "done"
         self._audit(request, request.kind, result, release=request.release, detail=fault)
         self._web.post(request.channel, told, request.thread)
@@ -444,7 +446,7 @@ def _why(request: Request) -> str:
 
 
 def _is_from(request: Request, champion: Champion) -> bool:
-    return champion.move.number == request.move + 1 and request.id in champion.move.why
+    return champion.promotion.number == request.move + 1 and request.id in champion.promotion.why
 
 
 class _Retries:

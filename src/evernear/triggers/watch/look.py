@@ -16,9 +16,9 @@ from evernear.data.arrivals import Arrivals, count_arrivals, fetch_ledger
 from evernear.data.drift import Measure, Shift, measure_drift
 from evernear.data.manifest import Manifest, manifest_key
 from evernear.errors import EvernearError, StoreError
-from evernear.release.manifest import REFERENCE_FILE, ReleaseManifest
-from evernear.release.parts import ARCHIVE_FILE, read_part
-from evernear.release.reference import Reference
+from evernear.release.archive_reader import ARCHIVE_FILE, read_part
+from evernear.release.drift_baseline import DriftBaseline
+from evernear.release.manifest import DRIFT_BASELINE_FILE, ReleaseManifest
 from evernear.release.registry import Registry
 from evernear.settings import Settings
 from evernear.store import Store
@@ -74,7 +74,7 @@ class Looker:
     settings: Settings
     store: Store
     cache: Path
-    _references: dict[str, Reference | None] = field(default_factory=dict[str, Reference | None])
+    _references: dict[str, DriftBaseline | None] = field(default_factory=dict[str, DriftBaseline | None])
 
     def look(self, now: datetime) -> Sight:
         """See what is new and what drifted.
@@ -86,13 +86,13 @@ class Looker:
         """
         registry = Registry(self.store)
         pointer = registry.champion()
-        champion = registry.show(pointer.version).manifest if pointer else None
+        champion = registry.get(pointer.version).manifest if pointer else None
         faults: list[str] = []
         news = _try(lambda: self._news(registry, champion), faults)
         drift = _try(lambda: self._drift(registry, champion, now, faults), faults) if champion else None
         return Sight(
             champion=pointer.version if pointer else None,
-            champion_since=pointer.move.since if pointer else None,
+            champion_since=pointer.promotion.since if pointer else None,
             news=news,
             drift=drift,
             faults=tuple(faults),
@@ -147,17 +147,17 @@ class Looker:
             reference_unknown_rate=measured.unknown_rate,
         )
 
-    def _reference(self, registry: Registry, version: str) -> Reference | None:
+    def _reference(self, registry: Registry, version: str) -> DriftBaseline | None:
         """The champion's; None for a release that was archived before there were references."""
         if version not in self._references:
-            if REFERENCE_FILE not in registry.show(version).manifest.parts:
+            if DRIFT_BASELINE_FILE not in registry.get(version).manifest.parts:
                 self._references = {version: None}
                 return None
             with tempfile.TemporaryDirectory(prefix="evernear-champion-") as temporary:
                 archive = Path(temporary) / ARCHIVE_FILE
                 registry.fetch(version, archive)
-                data = read_part(archive, REFERENCE_FILE) or b""
-            self._references = {version: Reference.parse(data, f"{REFERENCE_FILE} of release {version}")}
+                data = read_part(archive, DRIFT_BASELINE_FILE) or b""
+            self._references = {version: DriftBaseline.parse(data, f"{DRIFT_BASELINE_FILE} of release {version}")}
         return self._references[version]
 
     def _drop_from_cache(self, keep: list[Path]) -> None:
@@ -170,7 +170,7 @@ def _first_of_network(registry: Registry, champion: ReleaseManifest) -> ReleaseM
     """The oldest release in the champion's line that has its network: made from what that was trained on."""
     found = champion
     while found.parent is not None:
-        parent = registry.trace(found.parent).manifest
+        parent = registry.get(found.parent, include_pruned=True).manifest
         if parent.network_sha256 != champion.network_sha256:
             break
         found = parent

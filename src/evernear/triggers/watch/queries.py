@@ -7,7 +7,7 @@ import numpy as np
 
 from evernear.data.drift import Queries
 from evernear.errors import IntegrityError
-from evernear.release.reference import Reference
+from evernear.release.drift_baseline import DriftBaseline
 from evernear.serving.query_log import MAX_FILE_BYTES, QUERIES, LoggedQuery, Period, closed_at, parse_file
 from evernear.store import ObjectInfo, Store
 
@@ -41,7 +41,7 @@ def live_queries(store: Store, version: str, since: datetime, until: datetime) -
     return _together([(period, rows) for period, rows in periods if rows and period.version == version]), faults
 
 
-def reference_queries(reference: Reference) -> Queries:
+def reference_queries(reference: DriftBaseline) -> Queries:
     """A release's reference, to compare with."""
     return Queries(
         total=len(reference.unknown),

@@ -6,7 +6,7 @@ import pytest
 
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.objects import REVISION
-from evernear.deployment.kubernetes.stall import Stall, find_stall
+from evernear.deployment.kubernetes.rollout_diagnosis import Stall, find_stall
 from evernear.settings import KubernetesSettings
 
 DEPLOYMENT = {"spec": {"template": {"metadata": {"labels": {REVISION: "r"}}}}}

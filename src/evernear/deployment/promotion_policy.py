@@ -8,7 +8,7 @@ from evernear.errors import Conflict, IntegrityError, TransientStoreError
 from evernear.evaluation.verdict import Verdict
 from evernear.frozen import Frozen
 from evernear.index.description import describe_index
-from evernear.release.parts import VERDICT_FILE, ReleaseParts, open_release
+from evernear.release.archive_reader import VERDICT_FILE, ReleaseParts, open_release
 from evernear.release.registry import Cause, Champion, Registry
 from evernear.store import Store
 

@@ -25,7 +25,7 @@ Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Reference:
+class DriftBaseline:
     """The projection (D, 16), and of N queries the projected embeddings (N, 16), distances (N,) and verdicts (N,)."""
 
     projection: Floats
@@ -40,7 +40,7 @@ class Reference:
         return buffer.getvalue()
 
     @staticmethod
-    def parse(data: bytes, place: str) -> "Reference":
+    def parse(data: bytes, place: str) -> "DriftBaseline":
         """What `to_bytes` wrote.
 
         Raises:
@@ -56,7 +56,7 @@ class Reference:
         kinds = (projection.dtype, coordinates.dtype, distances.dtype, unknown.dtype)
         if shapes != (2, (count, dim), (count,), (count,)) or kinds != (*(np.dtype(np.float32),) * 3, np.dtype(bool)):
             raise IntegrityError(f"{place} is no reference of a release: its arrays do not fit each other.")
-        return Reference(projection, coordinates, distances, unknown)
+        return DriftBaseline(projection, coordinates, distances, unknown)
 
 
 def random_projection(dim: int) -> Floats:

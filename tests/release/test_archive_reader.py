@@ -20,8 +20,8 @@ from releases import MakeRelease, PackedRelease, forge
 from evernear.disk import sha256_bytes
 from evernear.embedding import export
 from evernear.errors import IntegrityError
+from evernear.release.archive_reader import open_parts, open_release, read_part, read_release, read_release_manifest
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE, NETWORK_FILE
-from evernear.release.parts import open_parts, open_release, read_part, read_release, read_release_manifest
 
 TORCHSERVE = "MAR-INF/MANIFEST.json"
 

@@ -7,7 +7,7 @@ import pytest
 from releases import MakeRelease, PackedRelease, System, decided
 
 from evernear.deployment import promote, rollback
-from evernear.deployment.admission import publish
+from evernear.deployment.promotion_policy import publish
 from evernear.errors import Conflict, IntegrityError, StoreError
 from evernear.evaluation.verdict import Verdict
 from evernear.release.registry import Registry
@@ -128,7 +128,7 @@ def test_without_a_server_the_pointer_moves_alone_and_only_to_a_whole_archive(
 
     back = rollback(settings)
     assert (back.version, back.previous, back.url) == (first.version, None, None)
-    key = registry.show(second.version).archive_key
+    key = registry.get(second.version).archive_key
     whole = store.get(key)
     store.put(key, whole[:-1])
     with pytest.raises(IntegrityError, match="is damaged"):

@@ -7,7 +7,7 @@ follow the rollout, to tell why it stalls, to put back what was there.
 from collections.abc import Iterable, Iterator
 
 from evernear.deployment.kubernetes.cluster import RESOURCES, Cluster, Tree
-from evernear.deployment.kubernetes.proven import proven_name
+from evernear.deployment.kubernetes.last_known_good import proven_name
 from evernear.errors import ClusterError
 from evernear.settings import RunSettings
 

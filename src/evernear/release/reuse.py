@@ -9,13 +9,13 @@ from evernear.disk import disk_errors
 from evernear.errors import DataError, StoreError
 from evernear.evaluation.open_set import OpenSet
 from evernear.index.description import describe_index
+from evernear.release.archive_reader import open_release
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE, NETWORK_FILE, ReleaseManifest
-from evernear.release.parts import open_release
 from evernear.release.registry import Registry
 from evernear.store import Store
 
 
-def take_network(store: Store, dataset: Dataset, network_dir: Path) -> tuple[ReleaseManifest, OpenSet]:
+def reuse_network(store: Store, dataset: Dataset, network_dir: Path) -> tuple[ReleaseManifest, OpenSet]:
     """Copy the champion's network to ``network_dir``, as `evernear.embedding.export.export` leaves one there.
 
     Returns which release it is from, and the open-set threshold that comes with it. A threshold found on classes that

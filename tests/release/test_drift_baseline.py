@@ -10,19 +10,19 @@ from evernear.embedding.embed import embed_images
 from evernear.embedding.export import load_network
 from evernear.errors import IntegrityError
 from evernear.index.search import Gallery
-from evernear.release.manifest import REFERENCE_FILE, ReleaseManifest
-from evernear.release.parts import read_part
-from evernear.release.reference import PROJECTED_DIM, Reference, evenly, random_projection
+from evernear.release.archive_reader import read_part
+from evernear.release.drift_baseline import PROJECTED_DIM, DriftBaseline, evenly, random_projection
+from evernear.release.manifest import DRIFT_BASELINE_FILE, ReleaseManifest
 
 
 @pytest.fixture(scope="module")
-def reference(make_release: MakeRelease) -> Reference:
-    data = read_part(make_release().archive, REFERENCE_FILE)
+def reference(make_release: MakeRelease) -> DriftBaseline:
+    data = read_part(make_release().archive, DRIFT_BASELINE_FILE)
     assert data is not None
-    return Reference.parse(data, "here")
+    return DriftBaseline.parse(data, "here")
 
 
-def test_a_reference_is_what_the_release_answers_on_its_query_split(reference: Reference, system: System) -> None:
+def test_a_reference_is_what_the_release_answers_on_its_query_split(reference: DriftBaseline, system: System) -> None:
     (block,) = system.dataset.blocks("query")
     embeddings = embed_images(load_network(system.network_dir), block.images)
     gallery = Gallery.open(system.index_dir, reference_network(system))
@@ -59,7 +59,7 @@ def test_a_large_split_is_sampled_evenly(total: int) -> None:
     assert len({*np.diff(rows)} or {0}) <= 2
 
 
-def test_what_is_no_reference_is_refused_with_its_place(reference: Reference) -> None:
+def test_what_is_no_reference_is_refused_with_its_place(reference: DriftBaseline) -> None:
     def packed(**changes: np.ndarray) -> bytes:
         arrays = {name: getattr(reference, name) for name in ("projection", "coordinates", "distances", "unknown")}
         buffer = io.BytesIO()
@@ -79,12 +79,12 @@ def test_what_is_no_reference_is_refused_with_its_place(reference: Reference) ->
     ]
     for data in odd:
         with pytest.raises(IntegrityError, match="somewhere is no reference of a release"):
-            Reference.parse(data, "somewhere")
+            DriftBaseline.parse(data, "somewhere")
 
 
 def test_a_release_from_before_there_were_references_is_a_release(make_release: MakeRelease) -> None:
     manifest = make_release().manifest
     old = manifest.model_dump(mode="json")
-    del old["parts"][REFERENCE_FILE]
+    del old["parts"][DRIFT_BASELINE_FILE]
     text = type(manifest).model_validate(old).to_json()
-    assert REFERENCE_FILE not in ReleaseManifest.from_json(text, "here").parts
+    assert DRIFT_BASELINE_FILE not in ReleaseManifest.from_json(text, "here").parts
