@@ -1,6 +1,6 @@
 """What a busy machine costs a step: ``python benchmarks/contention.py``.
 
-Each work is a process of its own. It is timed alone; beside one spinning process per CPU; the same with four times as
+Each work is a process of its own. It is timed alone; beside a spinning process; the same with four times as
 many threads asked for as there are CPUs; and train beside probe, as the pipeline starts them. *After* is evernear as
 it is. *Before* is the same process with the variables of OpenMP cleared and torch, FAISS and NumPy loaded first, so
 that they never see what `evernear.threads` sets. What takes longer than ``--limit-s`` is ended.
@@ -136,7 +136,7 @@ class Bench:
             for work in works:
                 assert work.stdout is not None
                 work.stdout.readline()  # it has loaded its libraries
-            for _ in range(available_cpus() if busy else 0):
+            if busy:
                 stack.enter_context(started([sys.executable, "-c", "while True: pass"], environment))
             stack.enter_context(favored(self._nice))
             before, began_s = own_and_all_cpu_s(), time.monotonic()
@@ -260,11 +260,11 @@ def table(result: dict[str, Any], limit_s: float) -> list[list[str]]:
     heading = [
         "work",
         "alone",
-        "beside a spinning process per CPU: before",
+        "beside a spinning process: before",
         "after",
         f"after, {TIMES_THREADS} threads asked for per CPU",
         "alone: before",
-        "CPU seconds beside spinning ones: before",
+        "CPU seconds beside it: before",
         "after",
     ]
     rows = [

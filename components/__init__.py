@@ -1,4 +1,4 @@
-"""One KFP component per step: typed artifacts in, one call into evernear, artifacts out."""
+"""One KFP component per step: typed artifacts in, one call to `evernear.steps`, artifacts out."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,5 +9,5 @@ from evernear.kubeflow import PLACEHOLDER_IMAGE
 
 
 def component(function: Callable[..., Any]) -> Callable[..., dsl.PipelineTask]:
-    """``function`` as a lightweight component; a pipeline calls it with the inputs of one task."""
+    """Make ``function`` a lightweight component; calling it in a pipeline adds a task."""
     return dsl.component(function, base_image=PLACEHOLDER_IMAGE, install_kfp_package=False)

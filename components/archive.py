@@ -1,4 +1,4 @@
-"""Network, index, preprocessing and verdict -> one release, one .mar."""
+"""Network, index, preprocessing and verdict -> a release in one .mar file."""
 
 from typing import Any
 
@@ -18,8 +18,8 @@ def archive(
     verdict: dsl.Input[dsl.Artifact],
     release: dsl.Output[dsl.Model],
 ):
-    """Pack the .mar with torch-model-archiver."""
+    """Pack the release with torch-model-archiver."""
     from evernear import steps
 
-    parts = (dataset.path, network.path, index.path, evaluation.path, verdict.path)
-    release.metadata["version"] = steps.archive(run, settings, *parts, release.path)
+    parts = {"network": network.path, "index": index.path, "evaluation": evaluation.path, "verdict": verdict.path}
+    release.metadata["version"] = steps.archive(run, settings, dataset.path, parts, release.path)

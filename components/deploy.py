@@ -1,4 +1,4 @@
-"""A release -> what serves, once it has proved that it answers."""
+"""A release -> the champion, after it has answered its stored queries."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def deploy(
     release: dsl.Input[dsl.Model],
     verdict: dsl.Input[dsl.Artifact],
 ):
-    """Publish the release and roll it out; fails closed when the verdict does not promote it."""
+    """Publish and roll out the release; do nothing unless the verdict promotes it."""
     from evernear import steps
 
     steps.deploy(run, settings, started_by, release.path, verdict.path)

@@ -15,7 +15,7 @@ def embed(
     network: dsl.Input[dsl.Model],
     embeddings: dsl.Output[dsl.Artifact],
 ):
-    """Embed the gallery and the query split, except images that this network has embedded before."""
+    """Embed the gallery and query splits; reuse the embeddings this network made before."""
     from evernear import steps
 
     embeddings.metadata.update(steps.embed(run, settings, dataset.path, network.path, embeddings.path))

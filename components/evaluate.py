@@ -1,4 +1,4 @@
-"""Candidate and champion, measured as served on the same frozen test split."""
+"""Candidate and champion -> metrics on the same frozen test split."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ def evaluate(run: str, settings: dict[str, Any], dataset: dsl.Input[dsl.Dataset]
              index: dsl.Input[dsl.Model], open_set: dsl.Input[dsl.Artifact], evaluation: dsl.Output[dsl.Artifact],
              metrics: dsl.Output[dsl.Metrics], confusion: dsl.Output[dsl.ClassificationMetrics],
              roc: dsl.Output[dsl.ClassificationMetrics]):  # fmt: skip
-    """Measure accuracy, recall, open-set rejection and index recall, each with its interval."""
+    """Measure accuracy, recall, open-set rejection and index recall, with confidence intervals."""
     from evernear import steps
 
     parts = (dataset.path, network.path, index.path, open_set.path)

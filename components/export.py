@@ -1,4 +1,4 @@
-"""A trained network -> TorchScript, proved equal to the eager network."""
+"""A trained network -> TorchScript that matches the eager network."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def export(
     trained: dsl.Input[dsl.Model],
     network: dsl.Output[dsl.Model],
 ):
-    """Export TorchScript and compare it with eager on real images."""
+    """Export TorchScript and compare it with the eager network on real images."""
     from evernear import steps
 
     network.metadata.update(steps.export(run, settings, dataset.path, trained.path, network.path))

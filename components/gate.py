@@ -1,4 +1,4 @@
-"""An evaluation -> the verdict: may the candidate replace the champion?"""
+"""An evaluation -> the verdict: whether the candidate may replace the champion."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def gate(
     verdict: dsl.Output[dsl.Artifact],
     card: dsl.Output[dsl.HTML],
 ) -> bool:
-    """Hold or promote, with reasons. KFP branches on the one bool that this returns."""
+    """Promote or hold, with reasons. The pipeline branches on the returned bool."""
     from evernear import steps
 
     card.uri += ".html"

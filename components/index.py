@@ -16,7 +16,7 @@ def index(
     open_set: dsl.Input[dsl.Artifact],
     index: dsl.Output[dsl.Model],
 ):
-    """Index the gallery, with the open-set threshold that was found with the network."""
+    """Index the gallery with the open-set threshold of the probe."""
     from evernear import steps
 
     steps.index(run, settings, dataset.path, embeddings.path, open_set.path, index.path)

@@ -1,4 +1,4 @@
-"""Images of a source -> the next snapshot of the dataset. The first step: it resolves the settings of the run."""
+"""The first step: images of a source -> the next snapshot of the dataset, and the settings of the run."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from components import component
 @component
 def ingest(run: str, store: str, source: str, preset: str, target: str, serving_image: str, settings: dict[str, Any],
            dataset: dsl.Output[dsl.Dataset]) -> dict[str, Any]:  # fmt: skip
-    """Add the source's new images to the dataset and snapshot it; resolve the settings of the run."""
+    """Add the source's new images to the dataset, and resolve the settings of the run."""
     from evernear import steps
 
-    parameters = (store, source, preset, target, serving_image, settings)
-    dataset.metadata["digest"], resolved = steps.ingest(run, *parameters, dataset.path)
+    parameters = {"source": source, "preset": preset, "target": target, "serving_image": serving_image}
+    dataset.metadata["digest"], resolved = steps.ingest(run, store, parameters, settings, dataset.path)
     return resolved

@@ -1,4 +1,4 @@
-"""The exit step: whatever happened, record the outcome."""
+"""The exit step: the run -> its outcome."""
 
 from kfp import dsl
 
@@ -8,7 +8,7 @@ from components import component
 @component
 def notify(run: str, store: str, pipeline: str, status: dsl.PipelineTaskFinalStatus, outcome: dsl.Output[dsl.Artifact],
            page: dsl.Output[dsl.Markdown]):  # fmt: skip
-    """Record whether the run promoted a release, held it, rolled one back, was stopped, or failed."""
+    """Record whether the run promoted, held, rolled back, was stopped or failed."""
     from evernear import steps
 
     page.uri += ".md"

@@ -1,4 +1,4 @@
-"""How well images of classes that no training saw are told apart: the open-set probe."""
+"""The open-set probe: how well images of unseen classes are rejected."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from components import component
 
 @component
 def probe(run: str, settings: dict[str, Any], dataset: dsl.Input[dsl.Dataset], open_set: dsl.Output[dsl.Artifact]):
-    """Train the same recipe without some classes and measure how they are rejected."""
+    """Train the same recipe without some classes and measure how well they are rejected."""
     from evernear import steps
 
     steps.probe(run, settings, dataset.path, open_set.path)

@@ -1,4 +1,4 @@
-"""A release of the registry -> what serves, because a person decided so."""
+"""A release of the registry -> the champion, by a person's decision."""
 
 from typing import Any
 
@@ -16,7 +16,8 @@ def promote(
     reason: str,
     started_by: str,
 ):
-    """Make a release of the registry live, even against its verdict, once it has proved that it answers."""
+    """Deploy a release of the registry, even against its verdict, after it has answered its stored queries."""
     from evernear import steps
 
-    steps.promote(run, store, target, serving_image, settings, release, reason, started_by)
+    parameters = {"target": target, "serving_image": serving_image}
+    steps.promote(run, store, parameters, settings, release, reason, started_by)

@@ -1,4 +1,4 @@
-"""The champion's network and threshold, for another gallery."""
+"""The champion -> its network and threshold, for a new index."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def reuse(
     network: dsl.Output[dsl.Model],
     open_set: dsl.Output[dsl.Artifact],
 ):
-    """Take the champion's network out of its release, with the threshold that was found with it."""
+    """Extract the network and the open-set threshold from the champion's release."""
     from evernear import steps
 
     network.metadata.update(steps.reuse(run, settings, dataset.path, network.path, open_set.path))

@@ -1,4 +1,4 @@
-"""The previous champion -> what serves again."""
+"""The previous champion -> the champion again."""
 
 from typing import Any
 
@@ -16,7 +16,8 @@ def rollback(
     reason: str,
     started_by: str,
 ):
-    """Make the previous champion live again, once it has proved that it answers."""
+    """Deploy the previous champion again, after it has answered its stored queries."""
     from evernear import steps
 
-    steps.rollback(run, store, target, serving_image, settings, release, reason, started_by)
+    parameters = {"target": target, "serving_image": serving_image}
+    steps.rollback(run, store, parameters, settings, release, reason, started_by)

@@ -1,4 +1,4 @@
-"""The train split -> an embedding network, with its curves."""
+"""The train split -> an embedding network and its training curves."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def train(
     trained: dsl.Output[dsl.Model],
     curves: dsl.Output[dsl.HTML],
 ):
-    """Train the embedding network with its ArcFace head; resumes from the last checkpoint of the same run."""
+    """Train the embedding network with an ArcFace head; resume from the last checkpoint of the same run."""
     from evernear import steps
 
     curves.uri += ".html"

@@ -1,4 +1,4 @@
-"""A dataset -> a report of its faults; stops the run at a fault of severity ``error``."""
+"""A dataset -> a report of its problems. A problem of severity ``error`` stops the run."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from components import component
 
 @component
 def validate(run: str, settings: dict[str, Any], dataset: dsl.Input[dsl.Dataset], report: dsl.Output[dsl.Markdown]):
-    """Look for undecodable, conflicting, duplicate, constant and missing images."""
+    """Check for undecodable, conflicting, duplicate, constant and missing images."""
     from evernear import steps
 
     report.uri += ".md"

@@ -4,13 +4,13 @@ The golden files name a placeholder image; `evernear.kubeflow.compiled` puts a r
 """
 
 import argparse
-import importlib
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from evernear.disk import write_atomically
-from evernear.kubeflow import GOLDEN, MODULES
+from evernear.kubeflow import GOLDEN, PIPELINES
 from evernear.output import print_line
 
 
@@ -28,15 +28,25 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compile_all(directory: Path) -> list[Path]:
-    """Write ``<pipeline>.yaml`` for every pipeline into ``directory``, byte-stable; returns the paths."""
+    """Write ``<pipeline>.yaml`` for every pipeline, the same bytes each time; returns the paths."""
     from kfp import compiler
 
-    paths = [directory / f"{module}.yaml" for module in MODULES]
+    from pipelines.champion import promote, rollback
+    from pipelines.continuous_training import continuous_training
+    from pipelines.reindex import reindex
+
+    functions: dict[str, Any] = {
+        "continuous_training": continuous_training,
+        "reindex": reindex,
+        "promote": promote,
+        "rollback": rollback,
+    }
+    paths = [directory / f"{name}.yaml" for name in PIPELINES]
     with tempfile.TemporaryDirectory() as scratch:
-        for module, path in zip(MODULES, paths, strict=True):
+        for name, path in zip(PIPELINES, paths, strict=True):
             compiled = Path(scratch) / path.name
-            compiler.Compiler().compile(getattr(importlib.import_module(f"pipelines.{module}"), module), str(compiled))
-            # kfp's comment header prints defaults in the order of a hash map, another one each time.
+            compiler.Compiler().compile(functions[name], str(compiled))
+            # kfp's comment header lists defaults in the order of a hash map, which differs each time.
             lines = compiled.read_text().splitlines(keepends=True)
             write_atomically(path, "".join(line for line in lines if not line.startswith("#")))
     return paths

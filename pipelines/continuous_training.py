@@ -1,32 +1,28 @@
-"""The main job, from new labelled images to a gated release that serves. Start reading here.
+"""The main job: from new labeled images to a gated, deployed release. Start reading here.
 
-Each step is a component of the same name under ``components/``, and each component is one call into the room of
-the package that does the work. The first step resolves the settings of the run; all others take what it returns.
+Each step is a component of the same name in ``components/``. It calls the function of the same name in
+``evernear.steps``, which calls the package that does the work. The first step resolves the settings of the run, and
+the other steps take its result.
 """
 
 from typing import Any
 
 from kfp import dsl
 
-from components.archive import archive
-from components.deploy import deploy
-from components.embed import embed
-from components.evaluate import evaluate
 from components.export import export
-from components.gate import gate
-from components.index import index
 from components.ingest import ingest
 from components.notify import notify
 from components.probe import probe
 from components.train import train
 from components.validate import validate
+from pipelines.release import make_release
 from pipelines.tasks import CONFIG, RUN, configure_tasks, mount_inference_token, mount_scratch, set_accelerator
 
 
 @dsl.pipeline(  # pyright: ignore[reportUntypedFunctionDecorator]
     name="continuous-training",
     display_name="Continuous training",
-    description="New labelled images in, a gated release served by TorchServe.",
+    description="Trains on new labeled images and deploys the release if it passes the gate.",
     pipeline_config=CONFIG,
 )
 def continuous_training(
@@ -83,52 +79,14 @@ def continuous_training(
 
         trained = train(run=RUN, settings=chosen, dataset=dataset).after(validated)
         exported = export(run=RUN, settings=chosen, dataset=dataset, trained=trained.outputs["trained"])
-        network = exported.outputs["network"]
-        embedded = embed(run=RUN, settings=chosen, dataset=dataset, network=network)
         probed = probe(run=RUN, settings=chosen, dataset=dataset).after(validated)
-        open_set = probed.outputs["open_set"]
-        indexed = index(
-            run=RUN,
-            settings=chosen,
-            dataset=dataset,
-            embeddings=embedded.outputs["embeddings"],
-            open_set=open_set,
-        )
-
-        evaluated = evaluate(
-            run=RUN,
-            settings=chosen,
-            dataset=dataset,
-            network=network,
-            index=indexed.outputs["index"],
-            open_set=open_set,
-        )
-        measured = evaluated.outputs["evaluation"]
-        gated = gate(run=RUN, settings=chosen, evaluation=measured)
-
-        archived = archive(
-            run=RUN,
-            settings=chosen,
-            dataset=dataset,
-            network=network,
-            index=indexed.outputs["index"],
-            evaluation=measured,
-            verdict=gated.outputs["verdict"],
-        )
-
-        with dsl.If(gated.outputs["Output"] == True, "not worse than the champion"):  # noqa: E712 - kfp's condition
-            deployed = deploy(
-                run=RUN,
-                settings=chosen,
-                started_by=started_by,
-                release=archived.outputs["release"],
-                verdict=gated.outputs["verdict"],
-            )
+        network, open_set = exported.outputs["network"], probed.outputs["open_set"]
+        release_tasks = make_release(chosen, dataset, network, open_set, started_by)
 
     training = (trained, probed)
-    others = (notified, ingested, validated, exported, embedded, indexed, evaluated, gated, archived, deployed)
+    others = (notified, ingested, validated, exported, *release_tasks)
     configure_tasks(others, task_s3_secret, task_cpu, task_memory)
     configure_tasks(training, task_s3_secret, train_cpu, train_memory)
-    mount_inference_token(deployed, task_token_secret)
+    mount_inference_token(others, task_token_secret)
     set_accelerator(training, train_accelerator, train_accelerators)
     mount_scratch((*training, *others), task_scratch_claim)

@@ -1,30 +1,25 @@
-"""New gallery images, a whole new class even, with the champion's network: no training, no export.
+"""Reindex: new gallery images, even of a new class, with the champion's network and without training.
 
-Recognition is embedding + nearest neighbor, so the index alone has to learn a new class. The candidate is gated,
-archived and deployed as after a training.
+Recognition is an embedding and a nearest-neighbor search, so a new class only needs new vectors in the index. The
+candidate is evaluated, gated, archived and deployed as after training.
 """
 
 from typing import Any
 
 from kfp import dsl
 
-from components.archive import archive
-from components.deploy import deploy
-from components.embed import embed
-from components.evaluate import evaluate
-from components.gate import gate
-from components.index import index
 from components.ingest import ingest
 from components.notify import notify
 from components.reuse import reuse
 from components.validate import validate
+from pipelines.release import make_release
 from pipelines.tasks import CONFIG, RUN, configure_tasks, mount_inference_token, mount_scratch
 
 
 @dsl.pipeline(  # pyright: ignore[reportUntypedFunctionDecorator]
     name="reindex",
     display_name="Reindex",
-    description="New gallery images in, a gated release of the champion's network.",
+    description="Indexes new gallery images with the champion's network, without training.",
     pipeline_config=CONFIG,
 )
 def reindex(
@@ -72,47 +67,9 @@ def reindex(
         validated = validate(run=RUN, settings=chosen, dataset=dataset)
 
         reused = reuse(run=RUN, settings=chosen, dataset=dataset).after(validated)
-        network, open_set = reused.outputs["network"], reused.outputs["open_set"]
-        embedded = embed(run=RUN, settings=chosen, dataset=dataset, network=network)
-        indexed = index(
-            run=RUN,
-            settings=chosen,
-            dataset=dataset,
-            embeddings=embedded.outputs["embeddings"],
-            open_set=open_set,
-        )
+        release_tasks = make_release(chosen, dataset, reused.outputs["network"], reused.outputs["open_set"], started_by)
 
-        evaluated = evaluate(
-            run=RUN,
-            settings=chosen,
-            dataset=dataset,
-            network=network,
-            index=indexed.outputs["index"],
-            open_set=open_set,
-        )
-        measured = evaluated.outputs["evaluation"]
-        gated = gate(run=RUN, settings=chosen, evaluation=measured)
-
-        archived = archive(
-            run=RUN,
-            settings=chosen,
-            dataset=dataset,
-            network=network,
-            index=indexed.outputs["index"],
-            evaluation=measured,
-            verdict=gated.outputs["verdict"],
-        )
-
-        with dsl.If(gated.outputs["Output"] == True, "not worse than the champion"):  # noqa: E712 - kfp's condition
-            deployed = deploy(
-                run=RUN,
-                settings=chosen,
-                started_by=started_by,
-                release=archived.outputs["release"],
-                verdict=gated.outputs["verdict"],
-            )
-
-    tasks = (notified, ingested, validated, reused, embedded, indexed, evaluated, gated, archived, deployed)
+    tasks = (notified, ingested, validated, reused, *release_tasks)
     configure_tasks(tasks, task_s3_secret, task_cpu, task_memory)
-    mount_inference_token(deployed, task_token_secret)
+    mount_inference_token(tasks, task_token_secret)
     mount_scratch(tasks, task_scratch_claim)

@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evernear import settings as knobs
 from evernear.disk import write_atomically
 from evernear.progress import Step, step
 from evernear.run_record import RunRecord
-from evernear.settings import RunSettings
+from evernear.settings import RunSettings, of_run, parse
 from evernear.store import open_store
 
 if TYPE_CHECKING:
@@ -25,21 +24,18 @@ UNNAMED = "the Kubeflow Pipelines UI or API"
 """What started a run that does not say so itself."""
 
 
-def ingest(
-    run: str, store: str, source: str, preset: str, target: str, serving_image: str, settings: Tree, dataset: str
-) -> tuple[str, Tree]:
+def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dataset: str) -> tuple[str, Tree]:
     """Add the source's new images to the dataset; returns the snapshot's digest and the settings of the run.
 
-    As the first step it resolves the run's parameters, and refuses a run that could not deploy in the end.
+    The first step also resolves the run's ``parameters`` (`evernear.settings.of_run`) and rejects a run that cannot
+    deploy.
     """
     with step("ingest", run, store) as running:
         from evernear.data.ingest import ingest
         from evernear.data.manifest import SPLITS, save_manifest
         from evernear.deployment import require_deployable
 
-        chosen = knobs.of_run(
-            settings, preset=preset, source=source, target=target, serving_image=serving_image, store=store
-        )
+        chosen = of_run(settings, **parameters, store=store)
         require_deployable(chosen)
         manifest = ingest(chosen.data, chosen.store_uri, running.say)
         save_manifest(manifest, Path(dataset))
@@ -201,10 +197,11 @@ def gate(run: str, settings: Tree, evaluation: str, verdict: str, card: str) -> 
     return decided.promote
 
 
-def archive(
-    run: str, settings: Tree, dataset: str, network: str, index: str, evaluation: str, verdict: str, release: str
-) -> str:
-    """Pack the release; returns its version. One that is held is kept in the registry, for a person to promote."""
+def archive(run: str, settings: Tree, dataset: str, parts: dict[str, str], release: str) -> str:
+    """Pack the release; returns its version. A held release is published, too, for a person to promote.
+
+    ``parts`` has the directories ``network``, ``index`` and ``evaluation`` and the file ``verdict``.
+    """
     with _step("archive", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
         from evernear.evaluation.evaluate import Evaluation
@@ -212,19 +209,19 @@ def archive(
         from evernear.release.archive import archive
         from evernear.release.registry import Registry
 
-        measured = Evaluation.open(Path(evaluation))
+        measured = Evaluation.open(Path(parts["evaluation"]))
         packed = archive(
             dataset=Dataset.open(Path(dataset)),
-            network_dir=Path(network),
-            index_dir=Path(index),
-            verdict_file=Path(verdict),
+            network_dir=Path(parts["network"]),
+            index_dir=Path(parts["index"]),
+            verdict_file=Path(parts["verdict"]),
             metrics=measured.metrics(),
             parent=measured.champion.name if measured.champion else None,
             settings=chosen.serving,
             out_dir=Path(release),
         )
         store = open_store(chosen.store_uri)
-        if not Verdict.load(Path(verdict)).promote:
+        if not Verdict.load(Path(parts["verdict"])).promote:
             Registry(store).publish(packed.archive)
         RunRecord(store, run).save(archived={"version": packed.manifest.version})
         size_mb = packed.archive.stat().st_size / 1e6
@@ -244,14 +241,14 @@ def deploy(run: str, settings: Tree, started_by: str, release: str, verdict: str
 
 
 def rollback(
-    run: str, store: str, target: str, serving_image: str, settings: Tree, release: str, reason: str, started_by: str
+    run: str, store: str, parameters: dict[str, str], settings: Tree, release: str, reason: str, started_by: str
 ) -> None:
     """Make the previous champion live again. Fail if ``release`` is set and is not the current champion."""
     with step("rollback", run, store) as running:
         from evernear.deployment import rollback
         from evernear.release.registry import Cause
 
-        chosen = knobs.of_run(settings, target=target, serving_image=serving_image, store=store)
+        chosen = of_run(settings, **parameters, store=store)
         cause = Cause(by=started_by or UNNAMED, why=reason, run=run)
         restored = rollback(chosen, cause=cause, expected=release or None)
         RunRecord(open_store(store), run).save(rollback=restored.model_dump(mode="json") | {"why": reason})
@@ -259,14 +256,14 @@ def rollback(
 
 
 def promote(
-    run: str, store: str, target: str, serving_image: str, settings: Tree, release: str, reason: str, started_by: str
+    run: str, store: str, parameters: dict[str, str], settings: Tree, release: str, reason: str, started_by: str
 ) -> None:
     """Make a release of the registry live because a person decided so, whatever its verdict."""
     with step("promote", run, store) as running:
         from evernear.deployment import promote
         from evernear.release.registry import Cause
 
-        chosen = knobs.of_run(settings, target=target, serving_image=serving_image, store=store)
+        chosen = of_run(settings, **parameters, store=store)
         cause = Cause(by=started_by or UNNAMED, why=reason, run=run)
         promoted = promote(release, chosen, force=True, cause=cause)
         RunRecord(open_store(store), run).save(promotion=promoted.model_dump(mode="json") | {"why": reason})
@@ -288,6 +285,6 @@ def notify(run: str, store: str, pipeline: str, state: str, error_message: str, 
 @contextmanager
 def _step(name: str, run: str, settings: Tree) -> Generator[tuple[Step, RunSettings]]:
     """A step after `ingest`, with the settings that `ingest` resolved."""
-    chosen = knobs.parse(RunSettings, settings)
+    chosen = parse(RunSettings, settings)
     with step(name, run, chosen.store_uri) as running:
         yield running, chosen

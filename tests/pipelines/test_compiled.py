@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from evernear.errors import SettingsError
-from evernear.kubeflow import GOLDEN, MODULES
+from evernear.kubeflow import GOLDEN, PIPELINES
 from evernear.kubeflow.compiled import for_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +56,7 @@ class Compiled:
         return self.kubernetes["deploymentSpec"]["executors"][f"exec-{task}"]
 
 
-@pytest.fixture(params=MODULES)
+@pytest.fixture(params=PIPELINES)
 def compiled(request: pytest.FixtureRequest) -> Compiled:
     return Compiled(request.param)
 

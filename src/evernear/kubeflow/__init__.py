@@ -1,15 +1,15 @@
-"""Kubeflow Pipelines: its API as the triggers and the command line need it, and the compiled pipelines.
+"""The client of Kubeflow Pipelines, and the compiled pipelines.
 
-kfp is imported only here, under ``components/`` and under ``pipelines/``, so whoever needs no server needs no kfp.
+kfp is an optional dependency: only this package, ``components/`` and ``pipelines/`` import it.
 """
 
 from importlib import resources
 from pathlib import Path
 
 GOLDEN = Path(str(resources.files("pipelines"))) / "golden"
-MODULES = ("continuous_training", "reindex", "rollback", "promote")
-"""Each holds a pipeline function of its own name; the pipeline's name has hyphens for the underscores."""
-NAMES = tuple(module.replace("_", "-") for module in MODULES)
+PIPELINES = ("continuous_training", "reindex", "rollback", "promote")
+"""The pipeline functions; ``pipelines/golden`` has a file for each."""
+NAMES = tuple(pipeline.replace("_", "-") for pipeline in PIPELINES)
+"""The names of the pipelines in Kubeflow."""
 PLACEHOLDER_IMAGE = "evernear-train@sha256:" + 64 * "0"
-"""The image of the golden files. A cluster gets one by digest in its place: KFP's cache does not see what is behind a
-tag. Run locally, no image is used."""
+"""The image in the golden files. An upload replaces it by a digest; local runs use no image."""
