@@ -85,7 +85,7 @@ def first_step(tmp_path: Path, **parameters: str) -> int:
     chosen = {"source": "digits", "preset": "", "target": "kubernetes", "serving_image": ""} | parameters
     claim = {"kubernetes": {"store_claim": "store"}}
     with pytest.raises(SystemExit) as stopped:
-        steps.ingest("run", (tmp_path / "store").as_uri(), settings=claim, dataset=str(tmp_path / "dataset"), **chosen)
+        steps.ingest("run", (tmp_path / "store").as_uri(), chosen, claim, str(tmp_path / "dataset"))
     assert not (tmp_path / "store" / "datasets").exists(), "no image was decoded"
     assert isinstance(stopped.value.code, int)
     return stopped.value.code

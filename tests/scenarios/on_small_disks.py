@@ -13,8 +13,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from evernear import settings as knobs
 from evernear import steps
+from evernear.settings import of_run
 from tests.scenarios.bench import PORTS, free_ports
 
 SIZES_KB = (4, 16, 24, 32, 64, 96, 160, 256, 384, 640, 1024, 1536, 2048, 4096)
@@ -24,40 +24,40 @@ NO_MOUNT = 77
 def calls(made: dict[str, str], images: Path, disk: Path) -> dict[str, Callable[[], object]]:
     """Each step with outputs and store on ``disk``; ``made`` is what an earlier run made, elsewhere."""
 
-    def tree(section: str, **changes: Any) -> dict[str, Any]:
-        return getattr(knobs.Settings(), section).model_dump(mode="json") | changes
-
     def out(name: str) -> str:
         return str(disk / "out" / name)
 
-    store, earlier = (disk / "store").as_uri(), Path(made["log"]).parents[2].joinpath("store").as_uri()
+    def settings(store: str = "", **sections: dict[str, Any]) -> dict[str, Any]:
+        train = {"epochs": 1, "batch_size": 64, "width": 8, "device": "cpu"} | sections.pop("train", {})
+        serving: dict[str, Any] = dict(zip(PORTS, free_ports(), strict=True))
+        tree = {"workdir": str(disk / "work"), "target": "registry", "train": train, "serving": serving, **sections}
+        return of_run(tree, store=store or here).model_dump(mode="json")
+
+    here, earlier = (disk / "store").as_uri(), Path(made["log"]).parents[2].joinpath("store").as_uri()
     dataset, network, index = made["ingest.dataset"], made["export.network"], made["index.index"]
     evaluation, verdict, release = made["evaluate.evaluation"], made["gate.verdict"], made["archive.release"]
     unseen = made["probe.open_set"]
-    recipe = tree("train", epochs=1, batch_size=64, width=8)
-    serving = tree("serving", **dict(zip(PORTS, free_ports(), strict=True)))
+    source = {"source": f"folder:{images}", "preset": "", "target": "registry", "serving_image": ""}
+    parts = {"network": network, "index": index, "evaluation": evaluation, "verdict": verdict}
+    two = settings(train={"processes": 2})
     return {
-        "ingest": lambda: steps.ingest(store, tree("data", source=f"folder:{images}"), out("dataset")),
-        "train": lambda: steps.train(store, recipe, dataset, out("trained"), out("curves")),
-        "train, two processes": lambda: steps.train(
-            store, recipe | {"processes": 2, "device": "cpu"}, dataset, out("trained"), out("curves")
-        ),
-        "export": lambda: steps.export(recipe, dataset, made["train.trained"], out("network")),
-        "reuse": lambda: steps.reuse(earlier, dataset, out("network"), out("open_set")),
-        "embed": lambda: steps.embed(store, dataset, network, out("embeddings")),
-        "probe": lambda: steps.probe(recipe, tree("index"), tree("evaluation"), dataset, out("open_set")),
-        "index": lambda: steps.index(tree("index"), dataset, made["embed.embeddings"], unseen, out("index")),
+        "ingest": lambda: steps.ingest("run", here, source, {}, out("dataset")),
+        "train": lambda: steps.train("run", settings(), dataset, out("trained"), out("curves")),
+        "train, two processes": lambda: steps.train("run", two, dataset, out("trained"), out("curves")),
+        "export": lambda: steps.export("run", settings(), dataset, made["train.trained"], out("network")),
+        "reuse": lambda: steps.reuse("run", settings(earlier), dataset, out("network"), out("open_set")),
+        "embed": lambda: steps.embed("run", settings(), dataset, network, out("embeddings")),
+        "probe": lambda: steps.probe("run", settings(), dataset, out("open_set")),
+        "index": lambda: steps.index("run", settings(), dataset, made["embed.embeddings"], unseen, out("index")),
         "evaluate": lambda: steps.evaluate(
-            earlier, tree("evaluation"), dataset, network, index, unseen, out("evaluation")
+            "run", settings(earlier), dataset, network, index, unseen, out("evaluation")
         ),
-        "gate": lambda: steps.gate("run", store, tree("gate"), evaluation, out("verdict"), out("card")),
-        "archive": lambda: steps.archive(
-            "run", store, serving, dataset, network, index, evaluation, verdict, out("release")
+        "gate": lambda: steps.gate("run", settings(), evaluation, out("verdict"), out("card")),
+        "archive": lambda: steps.archive("run", settings(), dataset, parts, out("release")),
+        "deploy": lambda: steps.deploy("run", settings(), "a test", release, verdict),
+        "notify": lambda: steps.notify(
+            "run", here, "continuous-training", "SUCCEEDED", "", out("outcome"), out("page")
         ),
-        "deploy": lambda: steps.deploy(
-            "run", store, "registry", str(disk / "work"), serving, tree("kubernetes"), release, verdict
-        ),
-        "notify": lambda: steps.notify("run", store, "SUCCEEDED", "", out("outcome")),
     }
 
 
