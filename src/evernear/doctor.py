@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Literal, get_args
 
-from evernear.errors import Conflict, EvernearError, SlackError, StoreError
+from evernear.errors import ConflictError, EvernearError, SlackError, StoreError
 from evernear.frozen import Frozen
 from evernear.settings import Settings
 
@@ -72,7 +72,7 @@ def _store(settings: Settings) -> str:
     store.put_if(PROBE, data, before[1] if before else None)
     try:
         store.put_if(PROBE, b"{}", before[1] if before else None)
-    except Conflict:
+    except ConflictError:
         pass
     else:
         raise StoreError(f"{store.uri} lets a write through whose condition does not hold; use another object store.")

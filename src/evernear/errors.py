@@ -1,26 +1,26 @@
-"""What can go wrong, as a tree. Every message is one sentence: what is wrong, where, how to mend it.
+"""The error tree. Every message is one sentence: what is wrong, where, and how to fix it.
 
 ::
 
-    EvernearError                  exit code 1
-    ├── SettingsError         2    a setting is unknown or out of its range
-    ├── DataError             3    images or labels that cannot be used
-    │   └── ValidationFailed       a validation rule of severity "error" fired
-    ├── StoreError            4    the object store cannot be reached, refused, or holds something else
-    │   ├── Conflict               somebody else wrote first (compare-and-swap lost)
-    │   └── TransientStoreError    the store is unreachable or overloaded; the same request may succeed later
-    ├── IntegrityError        5    a hash, a stamp or a manifest does not match what it describes
-    ├── TrainingError         6    training cannot go on (loss not finite, checkpoint of another run)
-    ├── ServingError          7    TorchServe does not start, died, or refused
-    │   ├── PortTaken
-    │   ├── Unreachable       8
-    │   ├── PredictionRefused 9    the server answered 4xx for this image
-    │   └── Timeout          11    the server took longer than the client waits
-    ├── Busy                 10    another run holds the working directory, or another deployment the Lease
-    ├── ClusterError         12    Kubernetes cannot be reached, refused, or the rollout did not come up
-    ├── PipelineServerError  13    Kubeflow Pipelines cannot be reached or refused
-    ├── SlackError           14    Slack cannot be reached or refused
-    └── UserInterruptError  130    Ctrl-C, as of a shell: 128 + SIGINT
+    EvernearError                        exit code 1
+    ├── SettingsError                2   a setting is unknown or out of range
+    ├── DataError                    3   images or labels are unusable
+    │   └── DataValidationError          a validation rule of severity "error" failed
+    ├── StoreError                   4   the object store is unreachable, rejects a request, or has unexpected content
+    │   ├── ConflictError                another writer was first (compare-and-swap failed)
+    │   └── TransientStoreError          the store is unreachable or overloaded; a retry may succeed
+    ├── IntegrityError               5   a hash, a stamp or a manifest does not match the content
+    ├── TrainingError                6   training cannot continue (loss not finite, checkpoint of another run)
+    ├── ServingError                 7   TorchServe does not start, exited, or rejects a request
+    │   ├── PortInUseError
+    │   ├── ServerUnreachableError   8
+    │   ├── PredictionRejectedError  9   the server answered 4xx for this image
+    │   └── ServerTimeoutError      11   the server took longer than the client's timeout
+    ├── BusyError                   10   another run uses the working directory, or another deployment holds the Lease
+    ├── ClusterError                12   Kubernetes is unreachable or rejects a request, or a rollout failed
+    ├── PipelineServerError         13   Kubeflow Pipelines is unreachable or rejects a request
+    ├── SlackError                  14   Slack is unreachable or rejects a request
+    └── UserInterruptError         130   Ctrl-C; the shell's convention is 128 + SIGINT
 """
 
 import errno
@@ -28,118 +28,118 @@ from pathlib import Path
 
 
 class EvernearError(Exception):
-    """The root of all errors that evernear raises on purpose; ``exit_code`` is the process's."""
+    """Base class of all errors that evernear raises deliberately; ``exit_code`` is the exit status of the process."""
 
     exit_code = 1
 
 
 class SettingsError(EvernearError):
-    """A setting is unknown, of the wrong type, or out of its range."""
+    """A setting is unknown, of the wrong type, or out of range."""
 
     exit_code = 2
 
 
 class DataError(EvernearError):
-    """Images or labels cannot be used as they are."""
+    """Images or labels are unusable."""
 
     exit_code = 3
 
 
-class ValidationFailed(DataError):
-    """A validation rule of severity ``error`` fired."""
+class DataValidationError(DataError):
+    """A validation rule of severity ``error`` failed."""
 
 
 class StoreError(EvernearError):
-    """The object store cannot be reached, refused, or holds something else."""
+    """The object store is unreachable, rejects a request, or has unexpected content."""
 
     exit_code = 4
 
 
-class Conflict(StoreError):
-    """A conditional write lost: the object is not what the writer last saw."""
+class ConflictError(StoreError):
+    """A conditional write failed: the object changed since the writer read it."""
 
 
 class TransientStoreError(StoreError):
-    """The store is unreachable, overloaded or broke off: the request was neither refused nor known to be done."""
+    """The store is unreachable or overloaded, or the connection broke; the write may or may not have happened."""
 
 
 class IntegrityError(EvernearError):
-    """A hash, a stamp or a manifest does not match what it describes."""
+    """A hash, a stamp or a manifest does not match the content."""
 
     exit_code = 5
 
 
 class TrainingError(EvernearError):
-    """Training cannot go on."""
+    """Training cannot continue."""
 
     exit_code = 6
 
 
 class ServingError(EvernearError):
-    """TorchServe does not start, died, or refused."""
+    """TorchServe does not start, exited, or rejects a request."""
 
     exit_code = 7
 
 
-class PortTaken(ServingError):
+class PortInUseError(ServingError):
     """A port that the server needs is in use."""
 
 
-class Unreachable(ServingError):
+class ServerUnreachableError(ServingError):
     """No server answers."""
 
     exit_code = 8
 
 
-class PredictionRefused(ServingError):
-    """The server answered 4xx: the image or the request is at fault."""
+class PredictionRejectedError(ServingError):
+    """The server answered 4xx: the image or the request is invalid."""
 
     exit_code = 9
 
 
-class Timeout(ServingError):
-    """The server did not answer in the time that the client gives it."""
+class ServerTimeoutError(ServingError):
+    """The server did not answer within the client's timeout."""
 
     exit_code = 11
 
 
-class Busy(EvernearError):
-    """Another run holds the working directory, or another deployment the Lease of the cluster."""
+class BusyError(EvernearError):
+    """Another run uses the working directory, or another deployment holds the cluster's Lease."""
 
     exit_code = 10
 
 
 class ClusterError(EvernearError):
-    """Kubernetes cannot be reached, refused, or a rollout did not come up."""
+    """Kubernetes is unreachable or rejects a request, or a rollout failed."""
 
     exit_code = 12
 
 
 class PipelineServerError(EvernearError):
-    """Kubeflow Pipelines cannot be reached or refused."""
+    """Kubeflow Pipelines is unreachable or rejects a request."""
 
     exit_code = 13
 
 
 class SlackError(EvernearError):
-    """Slack cannot be reached or refused."""
+    """Slack is unreachable or rejects a request."""
 
     exit_code = 14
 
 
 class UserInterruptError(EvernearError):
-    """Ctrl-C ended the command; the sentence says what was stopped, what remains and how to continue."""
+    """Ctrl-C ended the command; the message says what was stopped, what remains and how to continue."""
 
     exit_code = 130
 
 
-def no_space(error: OSError, place: Path | str) -> str | None:
-    """The sentence of a disk, a quota or a limit that leaves no space at ``place``; None: it is another error."""
+def no_space(error: OSError, path: Path | str) -> str | None:
+    """The message for a full disk, an exceeded quota or a file size limit at ``path``; None for any other error."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"The disk that holds {place} is full; free some space and run again."
+        return f"The disk that holds {path} is full; free some space and run again."
     if error.errno == errno.EFBIG:
-        return f"{place} would be larger than this process may write (ulimit -f); raise the limit."
-    # `tempfile` writes to a directory before it takes it, and does not say why it took none.
+        return f"{path} would exceed the file size limit of this process (ulimit -f); raise the limit."
+    # `tempfile` probes its candidate directories by writing a file; its error does not include the cause.
     if error.errno == errno.ENOENT and "No usable temporary directory" in str(error):
         return f"{error.strerror}: full or read-only; free some space, or name another one with TMPDIR."
     return None

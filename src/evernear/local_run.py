@@ -18,7 +18,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from evernear.disk import disk_errors, write_atomically
-from evernear.errors import Busy, EvernearError, SettingsError, StoreError, UserInterruptError, no_space
+from evernear.errors import BusyError, EvernearError, SettingsError, StoreError, UserInterruptError, no_space
 from evernear.frozen import Frozen
 from evernear.progress import EVENTS_VARIABLE, Event, read_events
 from evernear.release.registry import whoami
@@ -58,7 +58,7 @@ def run(settings: Settings, show: Callable[[Event], None], pipeline: Pipeline = 
     """Run ``pipeline`` with ``settings``, handing each event to ``show`` as it happens.
 
     Raises:
-        Busy: another run holds the working directory.
+        BusyError: another run holds the working directory.
         RunFailed: a step failed.
         StoreError: the temporary directory cannot be made.
         UserInterruptError: Ctrl-C; what the run made so far is kept for the next one.
@@ -96,7 +96,7 @@ def _sole_run(workdir: Path) -> Generator[None]:
     except Timeout:
         pid = holder.read_text() if holder.exists() else "unknown"
         message = f"Another run (process {pid}) uses {workdir}; wait for it to end or choose another --workdir."
-        raise Busy(message) from None
+        raise BusyError(message) from None
 
 
 def _follow(

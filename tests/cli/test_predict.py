@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from evernear.cli import app
-from evernear.errors import SettingsError, Unreachable
+from evernear.errors import ServerUnreachableError, SettingsError
 
 
 def predict(*words: str) -> None:
@@ -26,5 +26,5 @@ def test_a_target_is_a_host_alone(target: str) -> None:
 def test_an_address_of_version_6_may_have_its_brackets(target: str, tmp_path: Path) -> None:
     image = tmp_path / "image.png"
     image.write_bytes(b"")
-    with pytest.raises(Unreachable, match=r"http://\[::1\]:1;"):
+    with pytest.raises(ServerUnreachableError, match=r"http://\[::1\]:1;"):
         predict(str(image), "--target", target, "--port", "1")

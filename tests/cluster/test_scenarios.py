@@ -12,7 +12,7 @@ from evernear import deployment
 from evernear.deployment import kubernetes
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.lease import held
-from evernear.errors import Busy, ClusterError
+from evernear.errors import BusyError, ClusterError
 from evernear.release.registry import Registry
 from evernear.settings import Settings
 from evernear.store import open_store
@@ -92,7 +92,7 @@ def test_of_two_deployments_one_is_told_who_deploys(site: Site, make_release: Ma
     settings = site.settings()
     with (
         held(Cluster.of(settings.kubernetes), NAME, settings.kubernetes.lease_s),
-        pytest.raises(Busy, match="Another deployment into namespace"),
+        pytest.raises(BusyError, match="Another deployment into namespace"),
     ):
         deploy(make_release(), settings)
     assert (champion(site), serving(site)) == (None, "down")

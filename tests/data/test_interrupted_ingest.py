@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from evernear.data.manifest import Manifest
-from evernear.errors import Conflict, StoreError
+from evernear.errors import ConflictError, StoreError
 from evernear.store import open_store
 
 CHILD = """
@@ -102,7 +102,7 @@ def test_of_two_ingests_the_slower_is_told(tree, take, draw, monkeypatch) -> Non
         return real_put(store, key, data, etag)
 
     monkeypatch.setattr("evernear.store.FileStore.put_if", slow)
-    with pytest.raises(Conflict, match="Another ingest of the dataset 'tree' finished meanwhile; run again"):
+    with pytest.raises(ConflictError, match="Another ingest of the dataset 'tree' finished meanwhile; run again"):
         take(tree)
     assert take(tree) == raced[1]
 

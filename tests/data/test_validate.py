@@ -6,7 +6,7 @@ import pytest
 from evernear.data.manifest import Manifest
 from evernear.data.shards import Dataset
 from evernear.data.validate import Report, require_valid, validate
-from evernear.errors import ValidationFailed
+from evernear.errors import DataValidationError
 from evernear.settings import ValidationSettings
 from evernear.store import open_store
 
@@ -30,7 +30,7 @@ def test_errors_stop_with_one_sentence_that_names_the_files(tree, take, draw) ->
     (tree / "2" / "words.png").write_text("no image")
     (tree / "1" / "again.png").write_bytes((tree / "2" / "001.png").read_bytes())
     report = check(take(tree))
-    with pytest.raises(ValidationFailed) as caught:
+    with pytest.raises(DataValidationError) as caught:
         require_valid(report)
     sentence = str(caught.value)
     assert sentence == (
@@ -69,7 +69,7 @@ def test_severities_are_settings(tree, take) -> None:
     manifest = take(tree)
     require_valid(check(manifest, undecodable="warn"))
     assert check(manifest, undecodable="off", duplicate="off").findings == ()
-    with pytest.raises(ValidationFailed, match="1 image is there more than once"):
+    with pytest.raises(DataValidationError, match="1 image is there more than once"):
         require_valid(check(manifest, undecodable="off", duplicate="error"))
 
 
@@ -100,7 +100,7 @@ def test_a_vanished_class_is_held_against_the_champion(tree, take) -> None:
         path.unlink()
     (tree / "2").rmdir()
     second = take(tree)
-    with pytest.raises(ValidationFailed, match="The release that serves knows 2, but no such image is left"):
+    with pytest.raises(DataValidationError, match="The release that serves knows 2, but no such image is left"):
         require_valid(check(second, ("1", "2", "10")))
     # A class that no release knew may go.
     assert check(second, ("1", "10")).findings == ()
@@ -153,7 +153,7 @@ def test_a_report_survives_names_of_any_kind(tree, take) -> None:
     report = check(take(tree))
     table = [line for line in report.markdown().splitlines() if line.startswith("| ")]
     assert {line.replace("\\|", "").count("|") for line in table} <= {4, 6}
-    with pytest.raises(ValidationFailed, match=r"mend or remove a\|b/\\x1b\[31m\.png, a\|b/x\\ny\.png\."):
+    with pytest.raises(DataValidationError, match=r"mend or remove a\|b/\\x1b\[31m\.png, a\|b/x\\ny\.png\."):
         require_valid(report)
     assert "| <b>" not in report.markdown()
     assert r"| \!\[x\](evil.example) \*\_\` |" in report.markdown()

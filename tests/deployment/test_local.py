@@ -18,14 +18,14 @@ from releases import MakeRelease, PackedRelease, forge, settings_on_free_ports
 
 from evernear.deployment import local, promote, rollback
 from evernear.errors import (
-    Conflict,
+    ConflictError,
     EvernearError,
     IntegrityError,
+    ServerUnreachableError,
     ServingError,
     SettingsError,
     StoreError,
     TransientStoreError,
-    Unreachable,
 )
 from evernear.release.archive_reader import ReleaseParts, open_release
 from evernear.release.registry import Cause, Registry
@@ -180,7 +180,7 @@ def test_a_promotion_that_loses_the_race_is_undone(site: Site, monkeypatch: pyte
     real_smoke = local.smoke
     with monkeypatch.context() as patched, site.hammered():
         patched.setattr(local, "smoke", smoke_and_lose)
-        with pytest.raises(Conflict, match="champion changed"):
+        with pytest.raises(ConflictError, match="champion changed"):
             site.deploy(candidate)
     assert site.champion == rival.version
     assert candidate.version not in site.registered
@@ -360,7 +360,7 @@ def test_of_two_promotions_at_once_one_loses_and_the_server_follows_the_other(si
         ready.wait()
         try:
             told.append(promote(version, site.settings).version)
-        except Conflict:
+        except ConflictError:
             told.append("lost")
 
     with site.hammered() as versions:
@@ -454,7 +454,7 @@ def test_a_server_that_dies_in_the_middle_is_told_and_comes_back_with_its_champi
             site.deploy(candidate)
     assert site.champion == champion
     assert local.status(site.settings)["server"] == "died"
-    with pytest.raises(Unreachable, match="start it with `evernear serve`"):
+    with pytest.raises(ServerUnreachableError, match="start it with `evernear serve`"):
         Client.of(site.settings).predict(site.image)
 
     assert local.serve(site.settings) == champion == site.default

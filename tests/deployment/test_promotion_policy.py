@@ -8,7 +8,7 @@ from releases import MakeRelease, PackedRelease, System, decided
 
 from evernear.deployment import promote, rollback
 from evernear.deployment.promotion_policy import publish
-from evernear.errors import Conflict, IntegrityError, StoreError
+from evernear.errors import ConflictError, IntegrityError, StoreError
 from evernear.evaluation.verdict import Verdict
 from evernear.release.registry import Registry
 from evernear.settings import Settings
@@ -105,7 +105,7 @@ def test_a_release_measured_against_another_champion_has_to_be_measured_again(
 ) -> None:
     first, second = make_release(), make_release()
     publish(first.archive, first.verdict, store)
-    with pytest.raises(Conflict, match=f"was measured against no champion, but {first.version} is"):
+    with pytest.raises(ConflictError, match=f"was measured against no champion, but {first.version} is"):
         publish(second.archive, second.verdict, store)
     third = make_release(parent=first.version)
     assert publish(third.archive, third.verdict, store).previous == first.version

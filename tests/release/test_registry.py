@@ -10,7 +10,7 @@ from threading import Barrier
 import pytest
 from releases import MakeRelease, PackedRelease, forge
 
-from evernear.errors import Conflict, IntegrityError, StoreError, TransientStoreError
+from evernear.errors import ConflictError, IntegrityError, StoreError, TransientStoreError
 from evernear.release import registry as registry_module
 from evernear.release.registry import CHAMPION, Cause, Champion, Registry
 from evernear.store import Store, open_store
@@ -47,7 +47,7 @@ def test_a_version_is_never_overwritten(store: Store, releases: list[PackedRelea
     publish(registry, releases[0])
     publish(registry, releases[0])  # again, as after a lost answer
     other = forge(releases[0], tmp_path / "other.mar", smoke_json=b"[]")
-    with pytest.raises(Conflict, match="is published already"):
+    with pytest.raises(ConflictError, match="is published already"):
         publish(registry, other)
     registry.fetch(releases[0].version, tmp_path / "fetched.mar")
     assert (tmp_path / "fetched.mar").read_bytes() == releases[0].archive.read_bytes()
@@ -124,7 +124,7 @@ def test_of_promotions_at_once_exactly_one_wins(
         barrier.wait()
         try:
             return Registry(open_store(uri)).set_champion(releases[1 + number % 2].version, held).version
-        except Conflict:
+        except ConflictError:
             return None
 
     with ThreadPoolExecutor(8) as pool:
@@ -146,7 +146,7 @@ def promote_in_rounds(uri: str, versions: list[str], number: int, start: Process
             registry.set_champion(
                 versions[(turn + number) % len(versions)], seen, "promote", Cause(by=f"process {number}")
             )
-        except Conflict:
+        except ConflictError:
             pass
         else:
             won += 1
@@ -180,7 +180,7 @@ def test_a_stale_view_of_the_champion_loses(store: Store, releases: list[PackedR
     old = registry.set_champion(releases[0].version, None)
     now = registry.set_champion(releases[1].version, old)
     for stale in (None, old):
-        with pytest.raises(Conflict, match="champion changed"):
+        with pytest.raises(ConflictError, match="champion changed"):
             registry.set_champion(releases[2].version, stale)
     assert registry.champion() == now
 
@@ -306,7 +306,7 @@ class Unreachable:
         if key == CHAMPION and self.failures:
             self.failures -= 1
             if self.executed:
-                with suppress(Conflict):
+                with suppress(ConflictError):
                     self._put_if(key, data, etag)
             raise TransientStoreError("The store cannot be reached.")
         return self._put_if(key, data, etag)
@@ -348,13 +348,13 @@ def test_a_move_that_was_overtaken_before_its_answer_came_is_told_as_done(
         monkeypatch.setattr(store, "put_if", put_if)
         put_if(key, data, etag)
         other.set_champion(releases[0].version, other.champion())
-        raise Conflict("Somebody else has written since.")
+        raise ConflictError("Somebody else has written since.")
 
     monkeypatch.setattr(store, "put_if", overtake)
     done = registry.set_champion(releases[2].version, champion)
     assert (done.version, done.previous) == (releases[2].version, releases[1].version)
     assert [move.version for move in registry.history()] == [releases[n].version for n in (0, 1, 2, 0)]
-    with pytest.raises(Conflict, match="champion changed"):
+    with pytest.raises(ConflictError, match="champion changed"):
         registry.set_champion(releases[1].version, done)
 
 
@@ -412,7 +412,7 @@ def test_a_prune_keeps_the_champion_its_parent_the_way_back_and_the_newest(
         assert registry.get(version, include_pruned=True).manifest.version == version, "what it was stays known"
         with pytest.raises(StoreError, match=f"no release {version} any longer: it was pruned"):
             registry.set_champion(version, champion)
-    with pytest.raises(Conflict, match="was pruned, and a version is never used again"):
+    with pytest.raises(ConflictError, match="was pruned, and a version is never used again"):
         publish(registry, dynasty[0])
     registry.roll_back(champion)
 
@@ -489,7 +489,7 @@ def test_who_looked_before_a_prune_cannot_promote_after_it(store: Store, dynasty
         return record
 
     registry.get = get_then_prune  # type: ignore[method-assign,assignment]
-    with pytest.raises(Conflict):
+    with pytest.raises(ConflictError):
         registry.set_champion(dynasty[0].version, seen)
     champion = registry.champion()
     assert champion is not None
@@ -510,7 +510,7 @@ def test_a_promotion_during_a_prune_wins_and_nothing_is_removed(
 
     with monkeypatch.context() as patched:
         patched.setattr(store, "put_if", promote_first)
-        with pytest.raises(Conflict, match="champion changed meanwhile"):
+        with pytest.raises(ConflictError, match="champion changed meanwhile"):
             registry.prune(1)
     assert list(registry.list()) == before
     champion = registry.champion()

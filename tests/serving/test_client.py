@@ -17,7 +17,14 @@ from no_files import NO_FILES
 from served import Served
 from stand_ins import ANSWER, grpc_server, http_server
 
-from evernear.errors import DataError, PredictionRefused, ServingError, SettingsError, Timeout, Unreachable
+from evernear.errors import (
+    DataError,
+    PredictionRejectedError,
+    ServerTimeoutError,
+    ServerUnreachableError,
+    ServingError,
+    SettingsError,
+)
 from evernear.serving.client import GRPC_FRAME_BYTES, AsyncClient, Client, Format, Target
 from evernear.serving.connection import read_key
 from evernear.settings import Settings
@@ -56,7 +63,7 @@ def test_from_asyncio_many_questions_are_asked_together(served: Served, format: 
 def test_a_bad_image_is_refused_with_the_servers_sentence(
     served: Served, format: Format, body: bytes, sentence: str
 ) -> None:
-    with Client.of(served.settings, format) as client, pytest.raises(PredictionRefused, match=sentence):
+    with Client.of(served.settings, format) as client, pytest.raises(PredictionRejectedError, match=sentence):
         client.predict(body)
 
 
@@ -64,11 +71,11 @@ def test_a_bad_image_is_refused_with_the_servers_sentence(
 def test_an_unknown_model_or_version_is_refused_by_name(served: Served, format: Format) -> None:
     with (
         Client.of(served.settings, format) as client,
-        pytest.raises(PredictionRefused, match=r"20260101\.000000\.00000000 does not exist"),
+        pytest.raises(PredictionRejectedError, match=r"20260101\.000000\.00000000 does not exist"),
     ):
         client.predict(b"x", "20260101.000000.00000000")
     target = replace(Target.local(served.settings, format), model="nobody")
-    with Client(target) as client, pytest.raises(PredictionRefused, match="Model not found: nobody"):
+    with Client(target) as client, pytest.raises(PredictionRejectedError, match="Model not found: nobody"):
         client.predict(b"x")
 
 
@@ -76,7 +83,7 @@ def test_an_unknown_model_or_version_is_refused_by_name(served: Served, format: 
 @pytest.mark.parametrize("token", [None, "x"])
 def test_without_the_right_token_the_client_is_refused(served: Served, format: Format, token: str | None) -> None:
     target = replace(Target.local(served.settings, format), token=lambda: token)
-    with Client(target) as client, pytest.raises(PredictionRefused, match="Token Authorization failed"):
+    with Client(target) as client, pytest.raises(PredictionRejectedError, match="Token Authorization failed"):
         client.predict(b"x")
 
 
@@ -85,7 +92,7 @@ def test_the_servers_limit_holds_before_anything_is_sent_and_is_the_limit(served
     image, query = served.parts.smoke_queries()[0]
     limit = served.settings.serving.max_request_size_bytes
     with Client.of(served.settings, format) as client:
-        with pytest.raises(PredictionRefused, match=r"has \d+ bytes"):
+        with pytest.raises(PredictionRejectedError, match=r"has \d+ bytes"):
             client.predict(image + bytes(limit))
         # What follows a PNG's end is ignored.
         largest = limit - (GRPC_FRAME_BYTES if format == "grpc" else 0)
@@ -95,10 +102,10 @@ def test_the_servers_limit_holds_before_anything_is_sent_and_is_the_limit(served
 @pytest.mark.parametrize("format", FORMATS)
 def test_where_nothing_listens_the_client_says_where_it_looked(format: Format) -> None:
     with Client(plain(NOTHING_LISTENS, format)) as client:
-        with pytest.raises(Unreachable, match=r"127\.0\.0\.1:9; check its host and port") as caught:
+        with pytest.raises(ServerUnreachableError, match=r"127\.0\.0\.1:9; check its host and port") as caught:
             client.predict(b"x")
         assert caught.value.exit_code == 8
-        with pytest.raises(Unreachable):
+        with pytest.raises(ServerUnreachableError):
             asyncio.run(ask_once(plain(NOTHING_LISTENS, format)))
 
 
@@ -111,16 +118,21 @@ async def ask_once(target: Target) -> str:
 def test_a_server_that_takes_the_call_and_says_nothing_is_a_timeout(format: Format) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         target = plain(silent.getsockname()[1], format, timeout_s=0.3)
-        with Client(target) as client, pytest.raises(Timeout, match=r"within 0\.3 s") as caught:
+        with Client(target) as client, pytest.raises(ServerTimeoutError, match=r"within 0\.3 s") as caught:
             client.predict(b"x")
-        with pytest.raises(Timeout):
+        with pytest.raises(ServerTimeoutError):
             asyncio.run(ask_once(target))
     assert caught.value.exit_code == 11
 
 
 def test_statuses_of_http_tell_whose_fault_it_is() -> None:
     sentence = json.dumps({"code": 0, "type": "x", "message": "So it is."}).encode()
-    for status, error in [(400, PredictionRefused), (413, PredictionRefused), (503, ServingError), (504, Timeout)]:
+    for status, error in [
+        (400, PredictionRejectedError),
+        (413, PredictionRejectedError),
+        (503, ServingError),
+        (504, ServerTimeoutError),
+    ]:
         with http_server(status=status, body=sentence) as port, Client(plain(port, "rest")) as client:
             with pytest.raises(ServingError, match="So it is") as caught:
                 client.predict(b"x")
@@ -128,25 +140,25 @@ def test_statuses_of_http_tell_whose_fault_it_is() -> None:
     with (
         http_server(status=404, body=b"<html>") as port,
         Client(plain(port, "rest")) as client,
-        pytest.raises(PredictionRefused, match="404 Not Found"),
+        pytest.raises(PredictionRejectedError, match="404 Not Found"),
     ):
         client.predict(b"x")
 
 
 def test_statuses_of_grpc_tell_whose_fault_it_is() -> None:
     cases = [
-        (grpc.StatusCode.INVALID_ARGUMENT, "So it is.", PredictionRefused),
+        (grpc.StatusCode.INVALID_ARGUMENT, "So it is.", PredictionRejectedError),
         (grpc.StatusCode.INTERNAL, "So it is\norg.pytorch.serve.http.InternalServerException", ServingError),
-        (grpc.StatusCode.INTERNAL, "So it is\nBadRequestException.()", PredictionRefused),
+        (grpc.StatusCode.INTERNAL, "So it is\nBadRequestException.()", PredictionRejectedError),
         (grpc.StatusCode.CANCELLED, "So it is", ServingError),
-        (grpc.StatusCode.UNAVAILABLE, "", Unreachable),
+        (grpc.StatusCode.UNAVAILABLE, "", ServerUnreachableError),
     ]
     for code, details, error in cases:
         with grpc_server(lambda _, context, c=code, d=details: context.abort(c, d)) as port:
             with Client(plain(port, "grpc")) as client, pytest.raises(ServingError) as caught:
                 client.predict(b"x")
             assert type(caught.value) is error
-            assert error is Unreachable or str(caught.value).endswith("So it is.")
+            assert error is ServerUnreachableError or str(caught.value).endswith("So it is.")
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"<html>", b'{"pred": "7"}'])
@@ -171,7 +183,7 @@ def test_with_attempts_grpc_asks_again_until_the_server_is_there() -> None:
         return json.dumps(ANSWER).encode()
 
     with grpc_server(answer) as port:
-        with Client(plain(port, "grpc")) as client, pytest.raises(Unreachable):
+        with Client(plain(port, "grpc")) as client, pytest.raises(ServerUnreachableError):
             client.predict(b"x")
         assert len(calls) == 1
         assert asyncio.run(ask_once(plain(port, "grpc", attempts=4))) == "7"
@@ -204,7 +216,7 @@ def test_tls_is_spoken_with_servers_of_a_trusted_authority_only(
     with server as port:
         target = plain(port, format, tls=True, timeout_s=10.0)
         monkeypatch.delenv("SSL_CERT_FILE", raising=False)
-        with Client(target) as client, pytest.raises(Unreachable):
+        with Client(target) as client, pytest.raises(ServerUnreachableError):
             client.predict(b"x")
         monkeypatch.setenv("SSL_CERT_FILE", str(public))
         with Client(target) as client:
@@ -219,7 +231,7 @@ def test_a_remote_servers_token_comes_from_the_environment(
     key = read_key(served.home, "inference")
     target = Target.remote(served.settings, "127.0.0.1", "grpc")
     with Client(target) as client:
-        with pytest.raises(PredictionRefused, match="Token"):
+        with pytest.raises(PredictionRejectedError, match="Token"):
             client.predict(image)
         monkeypatch.setenv("EVERNEAR_TOKEN", key)
         assert client.predict(image).pred == query.pred
@@ -251,7 +263,7 @@ def test_what_is_no_file_is_no_image(served: Served, tmp_path: Path, make: Calla
 
 
 def test_without_a_server_it_says_how_to_start_one(tmp_path: Path) -> None:
-    with pytest.raises(Unreachable, match="start it with `evernear serve`"):
+    with pytest.raises(ServerUnreachableError, match="start it with `evernear serve`"):
         Client.of(Settings(workdir=tmp_path))
 
 

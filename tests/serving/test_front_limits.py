@@ -15,7 +15,7 @@ from raw import Answer, Raw, bearer, request
 from releases import MakeRelease, PackedRelease
 from served import Served, serving
 
-from evernear.errors import PredictionRefused, ServingError, SettingsError
+from evernear.errors import PredictionRejectedError, ServingError, SettingsError
 from evernear.serving import java, torchserve
 from evernear.serving.client import Client, Target
 from evernear.settings import ServingSettings, load
@@ -165,7 +165,7 @@ def test_grpcs_messages_of_those_without_a_token_are_kept_nowhere(small: Served)
     target = replace(Target.local(small.settings, "grpc"), token=lambda: "x")
 
     def ask(_: int) -> str:
-        with Client(target) as stranger, pytest.raises(PredictionRefused) as refusal:
+        with Client(target) as stranger, pytest.raises(PredictionRejectedError) as refusal:
             stranger.predict(bytes(LARGEST - 10_000))
         return str(refusal.value)
 

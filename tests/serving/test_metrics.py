@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from served import Served
 
-from evernear.errors import PredictionRefused
+from evernear.errors import PredictionRejectedError
 from evernear.serving.metrics import DISTANCE_BOUNDS, FLUSH_EVERY_S, METRICS, Labels, Meter
 
 SAMPLE = re.compile(r"^(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
@@ -38,7 +38,7 @@ def test_a_real_server_counts_what_it_was_asked(served: Served) -> None:
     before = scrape(served)
     for _ in range(3):
         served.client().predict(image)
-    with pytest.raises(PredictionRefused):
+    with pytest.raises(PredictionRejectedError):
         served.client().predict(b"no image")
     _await(lambda: value(scrape(served), "evernear_batch_size_sum") == value(before, "evernear_batch_size_sum") + 4)
     after = scrape(served)

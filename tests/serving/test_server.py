@@ -16,7 +16,7 @@ import pytest
 import requests
 from served import Served
 
-from evernear.errors import DataError, PredictionRefused, ServingError, Unreachable
+from evernear.errors import DataError, PredictionRejectedError, ServerUnreachableError, ServingError
 from evernear.serving import torchserve
 from evernear.serving.client import Client, Target
 from evernear.serving.connection import Endpoints, read_key
@@ -83,7 +83,7 @@ def test_bad_input_is_400_with_a_sentence(served: Served, body: bytes, sentence:
     assert response.status_code == 400
     assert response.headers["content-type"] == "application/json"
     assert sentence in response.json()["message"]
-    with pytest.raises(PredictionRefused, match=sentence):
+    with pytest.raises(PredictionRejectedError, match=sentence):
         served.client().predict(body)
 
 
@@ -95,7 +95,7 @@ def test_a_bad_image_fails_alone_in_its_batch(served: Served) -> None:
     def ask(request: tuple[bool, bytes]) -> bool:
         try:
             served.client().predict(request[1])
-        except PredictionRefused:
+        except PredictionRejectedError:
             return not request[0]
         return request[0]
 
@@ -146,12 +146,12 @@ def test_workers_use_one_thread_and_see_no_secret(served: Served) -> None:
 
 def test_an_image_that_the_server_would_not_take_is_refused_here(served: Served) -> None:
     body = b"\x89PNG" + bytes(served.settings.serving.max_request_size_bytes)
-    with pytest.raises(PredictionRefused, match=r"has \d+ bytes"):
+    with pytest.raises(PredictionRejectedError, match=r"has \d+ bytes"):
         served.client().predict(body)
 
 
 def test_an_unknown_version_is_refused_by_name(served: Served) -> None:
-    with pytest.raises(PredictionRefused, match=r"20260101\.000000\.00000000 does not exist"):
+    with pytest.raises(PredictionRejectedError, match=r"20260101\.000000\.00000000 does not exist"):
         served.client().predict(b"x", "20260101.000000.00000000")
 
 
@@ -188,13 +188,13 @@ def test_starting_again_changes_nothing_and_other_ports_are_told(served: Served)
 
 
 def test_where_nothing_runs_the_client_says_how_to_start(tmp_path: Path) -> None:
-    with pytest.raises(Unreachable, match="start it with `evernear serve`"):
+    with pytest.raises(ServerUnreachableError, match="start it with `evernear serve`"):
         Client.of(Settings(workdir=tmp_path))
 
 
 def test_where_another_program_answers_the_client_says_so(served: Served) -> None:
     client = Client(Target("127.0.0.1", served.settings.serving.metrics_port, "embedding"))
-    with pytest.raises((ServingError, PredictionRefused)):
+    with pytest.raises((ServingError, PredictionRejectedError)):
         client.predict(b"x")
 
 

@@ -16,7 +16,7 @@ import pytest
 from filelock import FileLock
 from releases import MakeRelease, settings_on_free_ports
 
-from evernear.errors import Busy, PortTaken, ServingError, Unreachable
+from evernear.errors import BusyError, PortInUseError, ServerUnreachableError, ServingError
 from evernear.release.archive_reader import open_release
 from evernear.serving import java, lock, torchserve
 from evernear.serving.client import Client
@@ -38,7 +38,7 @@ def test_a_taken_port_is_named_with_the_way_to_choose_another(tmp_path: Path, se
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", port))
         holder.listen()
-        with pytest.raises(PortTaken, match=rf"Port {port} on 127.0.0.1 .*--set serving.{setting}=NUMBER"):
+        with pytest.raises(PortInUseError, match=rf"Port {port} on 127.0.0.1 .*--set serving.{setting}=NUMBER"):
             torchserve.start(settings, tmp_path / "home")
     assert not torchserve.is_running(tmp_path / "home")
 
@@ -125,7 +125,7 @@ def test_a_java_that_is_killed_is_noticed_and_replaced(home: Path, settings: Ser
     psutil.wait_procs([psutil.Process(state.pid)] if psutil.pid_exists(state.pid) else [], timeout=10)
 
     assert not torchserve.is_running(home)
-    with pytest.raises(Unreachable, match="start it with `evernear serve`"):
+    with pytest.raises(ServerUnreachableError, match="start it with `evernear serve`"):
         Management(home).list_models()
 
     torchserve.start(settings, home)
@@ -185,7 +185,7 @@ def test_while_another_process_starts_the_server_this_one_waits_its_turn(
     (tmp_path / "home").mkdir()
     with FileLock(tmp_path / "home" / "server.lock"):
         for act in (partial(torchserve.start, settings_on_free_ports()), torchserve.stop):
-            with pytest.raises(Busy, match="Another process starts or stops the TorchServe"):
+            with pytest.raises(BusyError, match="Another process starts or stops the TorchServe"):
                 act(tmp_path / "home")
 
 

@@ -13,7 +13,7 @@ import pytest
 from faulty import Front
 from releases import MakeRelease, PackedRelease
 
-from evernear.errors import Conflict, EvernearError
+from evernear.errors import ConflictError, EvernearError
 from evernear.release.registry import Cause, Registry
 from evernear.store import open_store
 
@@ -62,7 +62,7 @@ def compete(uri: str, versions: list[str], name: str, rounds: int, start: Barrie
             won.append(why)
             if not start and registry.champion().pointer.number >= rounds:  # type: ignore[union-attr]
                 enough.set()
-        except Conflict:
+        except ConflictError:
             lost += 1
         except EvernearError as error:
             failed.append(str(error))

@@ -19,7 +19,7 @@ from minio import Minio
 from seaweedfs import seaweedfs
 
 from evernear.disk import sha256_bytes
-from evernear.errors import Conflict, StoreError
+from evernear.errors import ConflictError, StoreError
 from evernear.serving.query_log import ship
 from evernear.store import S3Store, Store, open_store
 from evernear.triggers.proposals import Proposals
@@ -172,7 +172,7 @@ def test_the_writer_writes_the_store_and_nothing_else(
         monkeypatch.setattr(store._swapper, "winners", winners)
         etag = store.put_if(f"pointers/{winners}", b"1", None)
         store.put_if(f"pointers/{winners}", b"2", etag)
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             store.put_if(f"pointers/{winners}", b"3", etag)
     del store._swapper.winners
     store.put_if("pointers/probed", b"1", None)

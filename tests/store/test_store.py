@@ -11,7 +11,7 @@ import pytest
 from no_files import NO_FILES
 
 from evernear.disk import disk_errors, sha256_bytes, sha256_file, write_atomically
-from evernear.errors import Conflict, IntegrityError, SettingsError, StoreError
+from evernear.errors import ConflictError, IntegrityError, SettingsError, StoreError
 from evernear.store import Store, open_store
 
 
@@ -48,13 +48,13 @@ def test_an_absent_object_is_named(store: Store, tmp_path: Path) -> None:
 
 def test_a_conditional_put_takes_only_what_it_saw(store: Store) -> None:
     first = store.put_if("head", b"1", None)
-    with pytest.raises(Conflict, match="head"):
+    with pytest.raises(ConflictError, match="head"):
         store.put_if("head", b"2", None)
     second = store.put_if("head", b"2", first)
-    with pytest.raises(Conflict):
+    with pytest.raises(ConflictError):
         store.put_if("head", b"3", first)
     assert store.find("head") == (b"2", second)
-    with pytest.raises(Conflict):
+    with pytest.raises(ConflictError):
         store.put_if("never-written", b"1", first)
     assert store.find("never-written") is None
 
@@ -91,7 +91,7 @@ def _count_up(store: Store, turns: int) -> None:
             try:
                 store.put_if("counter", str(int(data) + 1).encode(), etag)
                 break
-            except Conflict:
+            except ConflictError:
                 continue
 
 

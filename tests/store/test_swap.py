@@ -21,7 +21,7 @@ from faulty import (
     reset_upload,
 )
 
-from evernear.errors import Conflict, StoreError, TransientStoreError
+from evernear.errors import ConflictError, StoreError, TransientStoreError
 from evernear.store import S3Store, connection, swap
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -77,13 +77,13 @@ def test_a_swap_takes_only_what_it_saw(connect) -> None:
     store = connect()
     first = store.put_if("head", b"1", None)
     for etag in (None, "0" * 32):
-        with pytest.raises(Conflict, match=r"Somebody else changed s3://.*/prefix/head"):
+        with pytest.raises(ConflictError, match=r"Somebody else changed s3://.*/prefix/head"):
             store.put_if("head", b"2", etag)
     assert store.find("head") == (b"1", first)
     second = store.put_if("head", b"2", first)
-    with pytest.raises(Conflict):
+    with pytest.raises(ConflictError):
         store.put_if("head", b"3", first)
-    with pytest.raises(Conflict):
+    with pytest.raises(ConflictError):
         store.put_if("never-written", b"1", first)
     assert store.find("head") == (b"2", second)
     assert store.find("never-written") is None
@@ -101,7 +101,7 @@ def test_of_writers_at_once_exactly_one_wins(connect) -> None:
             start.wait()
             try:
                 return store.put_if("champion", data, seen)
-            except Conflict:
+            except ConflictError:
                 return None
 
         offers = [b"%d-%d" % (turn, number) for number in range(len(writers))]
@@ -135,7 +135,7 @@ def test_a_lease_that_is_held_is_waited_for_and_named(
     with pytest.raises(StoreError, match=f"Another writer holds s3://{bucket}/{name}; .* after 20 minutes") as raised:
         store.put_if("a/head", b"1", None)
     # Nobody is known to have written, so nobody is to look for what was.
-    assert not isinstance(raised.value, Conflict)
+    assert not isinstance(raised.value, ConflictError)
     assert store.find("a/head") is None
     # Other pointers are not held up.
     store.put_if("b/head", b"1", None)
@@ -219,7 +219,7 @@ def test_of_two_who_write_the_same_one_wins_even_if_the_answer_is_lost(atomic: F
     one.put_if("claim", b"mine", None)
     assert other._swapper.winners
     atomic.harm("PUT", lose_answer)
-    with pytest.raises(Conflict):
+    with pytest.raises(ConflictError):
         other.put_if("claim", b"mine", None)
 
 
@@ -233,7 +233,7 @@ def test_who_was_overtaken_before_it_could_look_is_told_of_a_conflict(atomic: Fr
 
     atomic.harm("PUT", lose_answer)
     atomic.harm("HEAD", overtake)
-    with pytest.raises(Conflict):
+    with pytest.raises(ConflictError):
         store.put_if("head", b"2", first)
     assert store.get("head") == b"3"
 
@@ -261,7 +261,7 @@ def test_a_loser_that_is_refused_before_its_body_is_read_is_told_of_a_conflict(e
     first = store.put_if("head", b"1", None)
     for etag in (None, "0" * 32):
         # Larger than what the sockets buffer, so that the reset comes while it is sent.
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             store.put_if("head", b"2" * 2**24, etag)
     assert store.find("head") == (b"1", first)
 
@@ -302,7 +302,7 @@ def test_the_sum_of_many_writers_is_right_where_conditions_are_ignored(ignoring:
                 try:
                     store.put_if("counter", b"%d" % (int(data) + 1), etag)
                     break
-                except Conflict:
+                except ConflictError:
                     continue
 
     with ThreadPoolExecutor(4) as pool:

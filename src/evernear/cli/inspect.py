@@ -13,7 +13,7 @@ import typer
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption
 from evernear.cli.releases import StoreOption, registry_of
 from evernear.disk import open_regular
-from evernear.errors import DataError, IntegrityError, PredictionRefused
+from evernear.errors import DataError, IntegrityError, PredictionRejectedError
 from evernear.output import print_json, print_line, printable
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def run(
             for file, answer in zip(batch, core.predict([_read(file) for file in batch]), strict=True):
                 refused |= _tell(file, answer, as_json)
     if refused:
-        sys.exit(PredictionRefused.exit_code)
+        sys.exit(PredictionRejectedError.exit_code)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, settings_of
-from evernear.errors import DataError, EvernearError, PredictionRefused, SettingsError
+from evernear.errors import DataError, EvernearError, PredictionRejectedError, SettingsError
 from evernear.output import print_json, print_line, printable
 from evernear.settings import Settings
 
@@ -119,7 +119,7 @@ def _ask(client: Any, files: list[Path], version: str | None) -> Iterator[Answer
                 yield file, client.predict(sys.stdin.buffer.read(), version).model_dump(mode="json")
             else:
                 yield file, client.predict_file(file, version)
-        except (PredictionRefused, DataError) as error:
+        except (PredictionRejectedError, DataError) as error:
             yield file, error
 
 

@@ -29,7 +29,7 @@ from evernear.data.preprocess import Pixels, decode_inspected, image_digest, pix
 from evernear.data.sources import Arrays, ArraySource, FileSource, open_source
 from evernear.data.writer import ShardWriter
 from evernear.disk import disk_errors, sha256_file
-from evernear.errors import Conflict, DataError, IntegrityError, SettingsError
+from evernear.errors import ConflictError, DataError, IntegrityError, SettingsError
 from evernear.settings import DataSettings
 from evernear.store import Store, open_store
 from evernear.threads import available_cpus
@@ -82,7 +82,7 @@ def ingest(settings: DataSettings, store_uri: str, say: Say = lambda _: None) ->
 
     Raises:
         DataError: no images, one class only, or images that cannot be put together with the earlier ones.
-        StoreError: store or disk refuse. Conflict: another ingest of this dataset was faster.
+        StoreError: store or disk refuse. ConflictError: another ingest of this dataset was faster.
     """
     if settings.test_fraction + settings.gallery_fraction + settings.query_fraction >= 1:
         raise SettingsError("data.test_fraction, gallery_fraction and query_fraction leave nothing to train on.")
@@ -448,7 +448,7 @@ class _Snapshots:
         key = self._manifest_key(manifest.digest)
         try:
             self.store.put_if(key, manifest.to_json(), None)
-        except Conflict:  # an earlier run made the same snapshot, and a snapshot never changes
+        except ConflictError:  # an earlier run made the same snapshot, and a snapshot never changes
             manifest = Manifest.from_json(self.store.get(key), f"{self.store.uri}/{key}")
         self._move_head(manifest)
         return manifest
@@ -457,9 +457,11 @@ class _Snapshots:
         pointer = json.dumps({"digest": manifest.digest}).encode() + b"\n"
         try:
             self.store.put_if(self._head_key, pointer, self._head_etag)
-        except Conflict:
+        except ConflictError:
             if self.store.get(self._head_key) != pointer:
-                raise Conflict(f"Another ingest of the dataset {self.name!r} finished meanwhile; run again.") from None
+                raise ConflictError(
+                    f"Another ingest of the dataset {self.name!r} finished meanwhile; run again."
+                ) from None
 
     def _manifest_key(self, digest: str) -> str:
         return manifest_key(self.name, digest)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from evernear.data.manifest import SPLITS, Manifest, Split
 from evernear.data.shards import Dataset
-from evernear.errors import ValidationFailed
+from evernear.errors import DataValidationError
 from evernear.frozen import Frozen
 from evernear.output import printable
 from evernear.settings import ValidationSettings
@@ -125,11 +125,11 @@ def require_valid(report: Report) -> None:
     """Stop where a rule of severity ``error`` fired.
 
     Raises:
-        ValidationFailed: one sentence with all of them.
+        DataValidationError: one sentence with all of them.
     """
     errors = [finding.message.removesuffix(".") for finding in report.findings if finding.severity == "error"]
     if errors:
-        raise ValidationFailed(f"The data cannot be used: {'; '.join(errors)}.")
+        raise DataValidationError(f"The data cannot be used: {'; '.join(errors)}.")
 
 
 def _problems(manifest: Manifest) -> Iterator[Finding]:

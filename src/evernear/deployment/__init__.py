@@ -8,7 +8,7 @@ from typing import Any
 
 from evernear.deployment import local
 from evernear.deployment.promotion_policy import Deployment, publish, readmit
-from evernear.errors import Conflict, SettingsError, StoreError
+from evernear.errors import ConflictError, SettingsError, StoreError
 from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts, open_release
 from evernear.release.registry import Cause, Champion, Registry
 from evernear.serving.connection import home_of
@@ -36,9 +36,9 @@ def deploy(release_dir: Path, verdict_file: Path, settings: RunSettings, cause: 
     ``cause`` (default: this process) goes into the champion's history.
 
     Raises:
-        IntegrityError, Conflict: it may not serve, see `evernear.deployment.promotion_policy.admit`.
+        IntegrityError, ConflictError: it may not serve, see `evernear.deployment.promotion_policy.admit`.
         ServingError: the server or the release does not come up; what served before still does.
-        ClusterError, Busy, SettingsError: as `evernear.deployment.kubernetes.deploy`.
+        ClusterError, BusyError, SettingsError: as `evernear.deployment.kubernetes.deploy`.
         StoreError: the registry cannot be reached.
     """
     archive = release_dir / ARCHIVE_FILE
@@ -59,8 +59,8 @@ def promote(version: str, settings: RunSettings, *, force: bool = False, cause: 
     Raises:
         IntegrityError: the archive is damaged, or its verdict holds it and nothing forces it.
         ServingError: the release does not come up or fails its smoke test; what served before still does.
-        ClusterError, Busy: as `evernear.deployment.kubernetes.deploy`.
-        Conflict: the champion changed meanwhile.
+        ClusterError, BusyError: as `evernear.deployment.kubernetes.deploy`.
+        ConflictError: the champion changed meanwhile.
         StoreError: there is no such release, or the registry cannot be reached.
         SettingsError: ``force`` without a reason.
     """
@@ -81,16 +81,16 @@ def rollback(settings: RunSettings, *, cause: Cause | None = None, expected: str
     ``expected`` is the champion that a person wants to be rid of, where one has been named. ``cause`` as in `promote`.
 
     Raises:
-        Conflict: another release than ``expected`` is the champion.
+        ConflictError: another release than ``expected`` is the champion.
         StoreError: nothing served before it, what did was pruned, or the registry cannot be reached.
-        ServingError, ClusterError, Busy, IntegrityError, Conflict: as `promote`.
+        ServingError, ClusterError, BusyError, IntegrityError, ConflictError: as `promote`.
     """
     registry = Registry(open_store(settings.store_uri))
     champion = registry.champion()
     if champion is None:
         raise StoreError(f"There is nothing to roll back to: no release was promoted in {settings.store_uri} yet.")
     if expected not in (None, champion.version):
-        raise Conflict(f"{champion.version} is the champion now, not {expected}; look at it and decide again.")
+        raise ConflictError(f"{champion.version} is the champion now, not {expected}; look at it and decide again.")
     target = champion.rollback_target()
     vet: Callable[[ReleaseParts], None] = lambda _: None  # noqa: E731 - it served before
     return _move(target, settings, registry, vet, lambda: registry.roll_back(champion, cause))

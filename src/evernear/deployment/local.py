@@ -46,10 +46,10 @@ def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Caus
     archive is damaged, does not stand in the way.
 
     Raises:
-        IntegrityError, Conflict: it may not serve, see `evernear.deployment.promotion_policy.admit`.
+        IntegrityError, ConflictError: it may not serve, see `evernear.deployment.promotion_policy.admit`.
         ServingError: TorchServe or the release does not come up, or the smoke test fails.
         StoreError: the registry cannot be reached, or another release became champion meanwhile.
-        Busy: another deployment into this working directory does not end.
+        BusyError: another deployment into this working directory does not end.
     """
     registry = Registry(open_store(settings.store_uri))
     with _site(settings) as site, site.temporary_directory() as temporary:
@@ -85,7 +85,7 @@ def move(
         ServingError: the release does not come up or fails the smoke test; what served before still does.
         IntegrityError: its archive is damaged, or ``vet`` refuses it.
         StoreError: the registry cannot be reached, or the champion changed meanwhile.
-        Busy: another deployment into this working directory does not end.
+        BusyError: another deployment into this working directory does not end.
     """
     with _site(settings) as site, site.temporary_directory() as temporary:
         archive = site.archive_of(version, registry, temporary)
@@ -106,7 +106,7 @@ def serve(settings: RunSettings) -> str:
         ServingError: nothing was released yet, or TorchServe or the release does not come up.
         IntegrityError: the champion's archive is damaged.
         StoreError: the registry cannot be reached.
-        Busy: a deployment into this working directory does not end.
+        BusyError: a deployment into this working directory does not end.
     """
     registry = Registry(open_store(settings.store_uri))
     champion = registry.champion()

@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from evernear.disk import sha256_bytes
-from evernear.errors import Conflict, IntegrityError, TransientStoreError
+from evernear.errors import ConflictError, IntegrityError, TransientStoreError
 from evernear.evaluation.verdict import Verdict
 from evernear.frozen import Frozen
 from evernear.index.description import describe_index
@@ -32,7 +32,7 @@ def admit(archive: Path, verdict_file: Path, champion: Champion | None, out_dir:
     Raises:
         IntegrityError: the archive is damaged; its verdict is missing, is that of another network or index,
             or does not promote it.
-        Conflict: the release was measured against another champion.
+        ConflictError: the release was measured against another champion.
     """
     parts = open_release(archive, out_dir)
     manifest = parts.manifest
@@ -41,7 +41,7 @@ def admit(archive: Path, verdict_file: Path, champion: Champion | None, out_dir:
         raise _held(parts, verdict)
     now = champion.version if champion else None
     if now not in (manifest.parent, manifest.version):
-        raise Conflict(
+        raise ConflictError(
             f"Release {manifest.version} was measured against {manifest.parent or 'no champion'}, "
             f"but {now or 'none'} is the champion now; run again."
         )

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from evernear.disk import sha256_bytes
-from evernear.errors import Conflict, PipelineServerError, SettingsError, StoreError
+from evernear.errors import ConflictError, PipelineServerError, SettingsError, StoreError
 from evernear.kubeflow.connection import Connection, Refused
 from evernear.kubeflow.runs import Parameter, Run, State, Step
 from evernear.settings import PipelineSettings, merge
@@ -170,7 +170,7 @@ class KfpRuns:
             expired = seen if time.monotonic() - since_s > self._lease_s else None
             try:
                 store.put_if(key, ours, expired or None)
-            except Conflict:
+            except ConflictError:
                 found = store.find(key)
                 if found is not None and found[1] != seen:
                     seen, since_s = found[1], time.monotonic()

@@ -23,7 +23,7 @@ from typing import Literal
 from pydantic import AwareDatetime, Field
 
 from evernear.disk import sha256_file
-from evernear.errors import Conflict, StoreError, TransientStoreError
+from evernear.errors import ConflictError, StoreError, TransientStoreError
 from evernear.evaluation.verdict import Verdict
 from evernear.frozen import Frozen
 from evernear.release.archive_reader import read_release, read_release_manifest
@@ -164,7 +164,7 @@ class Registry:
         """Keep a release until it is pruned; publishing the same one again changes nothing.
 
         Raises:
-            Conflict: another archive has, or had, this version already.
+            ConflictError: another archive has, or had, this version already.
             IntegrityError: the archive is no sound release.
         """
         manifest, texts = read_release(archive)
@@ -177,14 +177,14 @@ class Registry:
         )
         key = _key(MANIFESTS, manifest.version)
         if self._store.find(_key(PRUNED, manifest.version)):
-            raise Conflict(f"Release {manifest.version} was pruned, and a version is never used again.")
+            raise ConflictError(f"Release {manifest.version} was pruned, and a version is never used again.")
         # The record comes last, and the archive is named by its content: no kill leaves half a release.
         self._store.put(record.archive_key, archive)
         try:
             self._store.put_if(key, record.to_json(), None)
-        except Conflict:
+        except ConflictError:
             if self.get(manifest.version).archive_sha256 != record.archive_sha256:
-                raise Conflict(f"Another release of version {manifest.version} is published already.") from None
+                raise ConflictError(f"Another release of version {manifest.version} is published already.") from None
         return record
 
     def list(self) -> Iterator[str]:
@@ -252,7 +252,7 @@ class Registry:
         ``cause`` (default: this process) goes into the history. An unreachable store is retried for 5 minutes.
 
         Raises:
-            Conflict: the pointer has moved meanwhile; nothing was changed.
+            ConflictError: the pointer has moved meanwhile; nothing was changed.
             TransientStoreError: the store cannot be reached; the pointer may have moved.
             StoreError: there is no such release, or it is being pruned.
         """
@@ -274,7 +274,7 @@ class Registry:
         release it just left. An unreachable store is retried for 5 minutes.
 
         Raises:
-            Conflict: the pointer has moved meanwhile; nothing was changed.
+            ConflictError: the pointer has moved meanwhile; nothing was changed.
             TransientStoreError: the store cannot be reached; the pointer may have moved.
             StoreError: nothing served before it, or what did is pruned.
         """
@@ -309,7 +309,7 @@ class Registry:
         everything does. What the removed releases were stays known to `trace`.
 
         Raises:
-            Conflict: the champion changed meanwhile; nothing was removed.
+            ConflictError: the champion changed meanwhile; nothing was removed.
         """
         champion = self.champion()
         if champion is None:
@@ -326,7 +326,7 @@ class Registry:
         for version, archive_sha256 in pruning.items():
             self._remove(version, archive_sha256 if archive_sha256 not in shared else None)
         done: dict[str, object] = {"pruning": {}, "prunes": champion.pointer.prunes + 1}
-        with suppress(Conflict):  # a move since then took the list along; the next prune finds nothing left of it
+        with suppress(ConflictError):  # a move since then took the list along; the next prune finds nothing left of it
             self._write(champion.pointer.model_copy(update=done), champion)
         return tuple(sorted(pruning))
 
@@ -359,13 +359,13 @@ class Registry:
             if move.version in expected.pointer.pruning:
                 raise StoreError(f"Release {move.version} is being pruned from {self._store.uri}.")
             # Where the pointer stands goes into the history before it moves, so that no kill leaves a gap there.
-            with suppress(Conflict):  # another one who wants to move it was quicker
+            with suppress(ConflictError):  # another one who wants to move it was quicker
                 self._store.put_if(_past_key(expected.pointer.number), expected.promotion.to_json(), None)
             kept = {"pruning": expected.pointer.pruning, "prunes": expected.pointer.prunes}
             pointer = pointer.model_copy(update=kept)
         try:
             return self._write(pointer, expected)
-        except Conflict:
+        except ConflictError:
             # An earlier attempt may have moved the pointer before its answer was lost. Whoever moved it on since has
             # put that into the history first.
             champion = self.champion()
@@ -379,8 +379,10 @@ class Registry:
     def _write(self, pointer: _Pointer, expected: Champion | None) -> Champion:
         try:
             etag = self._store.put_if(CHAMPION, pointer.to_json(), expected.etag if expected else None)
-        except Conflict:
-            raise Conflict("The champion changed meanwhile, so nothing was done; look at it and run again.") from None
+        except ConflictError:
+            raise ConflictError(
+                "The champion changed meanwhile, so nothing was done; look at it and run again."
+            ) from None
         return Champion(pointer, etag)
 
     def _past(self, number: int) -> Promotion:

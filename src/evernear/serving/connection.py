@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from evernear.errors import ServingError, Unreachable
+from evernear.errors import ServerUnreachableError, ServingError
 from evernear.frozen import Frozen
 from evernear.settings import ServingSettings
 
@@ -80,13 +80,13 @@ def read_key(home: Path, api: Literal["inference", "management"]) -> str:
     """The bearer token that ``api`` wants.
 
     Raises:
-        Unreachable: no server runs in ``home``.
+        ServerUnreachableError: no server runs in ``home``.
         ServingError: the keys belong to another user or cannot be understood.
     """
     try:
         return str(json.loads((home / KEY_FILE).read_bytes())[api]["key"])
     except FileNotFoundError:
-        raise Unreachable(f"No TorchServe runs in {home}; {START_HINT}.") from None
+        raise ServerUnreachableError(f"No TorchServe runs in {home}; {START_HINT}.") from None
     except PermissionError:
         raise _not_yours(home) from None
     except (ValueError, KeyError, TypeError):
@@ -99,11 +99,11 @@ def endpoints(home: Path) -> Endpoints:
     """Where the server of ``home`` listens.
 
     Raises:
-        Unreachable: none was started.
+        ServerUnreachableError: none was started.
     """
     state = read_state(home)
     if state is None:
-        raise Unreachable(f"No TorchServe runs in {home}; {START_HINT}.")
+        raise ServerUnreachableError(f"No TorchServe runs in {home}; {START_HINT}.")
     return state.endpoints
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from evernear.disk import disk_errors
-from evernear.errors import Busy
+from evernear.errors import BusyError
 
 TIMEOUT_S = 300  # longer than a server or a release takes to come up
 
@@ -17,7 +17,7 @@ def exclusively(path: Path, busy: str) -> Generator[None]:
     """Hold the lock file ``path``, which the system lets go of when the process dies.
 
     Raises:
-        Busy: another process holds it for too long; ``busy`` is the sentence.
+        BusyError: another process holds it for too long; ``busy`` is the sentence.
         StoreError: it cannot be written.
     """
     lock = FileLock(path, timeout=TIMEOUT_S)
@@ -26,7 +26,7 @@ def exclusively(path: Path, busy: str) -> Generator[None]:
         try:
             lock.acquire()
         except Timeout:  # an OSError itself
-            raise Busy(busy) from None
+            raise BusyError(busy) from None
     try:
         yield
     finally:

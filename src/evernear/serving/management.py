@@ -7,7 +7,7 @@ from typing import Any
 import requests
 from pydantic import Field
 
-from evernear.errors import ServingError, Unreachable
+from evernear.errors import ServerUnreachableError, ServingError
 from evernear.frozen import Frozen
 from evernear.serving.connection import START_HINT, endpoints, read_key
 from evernear.settings import ServingSettings
@@ -43,7 +43,7 @@ class Registered(Frozen, extra="ignore"):
 class Management:
     """A client of the management API of the server in ``home``.
 
-    Every method raises `Unreachable` when no server answers and `ServingError` when it refuses.
+    Every method raises `ServerUnreachableError` when no server answers and `ServingError` when it refuses.
     """
 
     def __init__(self, home: Path) -> None:
@@ -104,7 +104,7 @@ class Management:
             try:
                 response = session.request(method, url, params=parameters, headers=headers, timeout=timeout_s)
             except requests.ConnectionError:
-                raise Unreachable(f"TorchServe does not answer at {url}; {START_HINT}.") from None
+                raise ServerUnreachableError(f"TorchServe does not answer at {url}; {START_HINT}.") from None
             except requests.Timeout:
                 raise ServingError(f"TorchServe did not answer {method} {path} within {timeout_s} s.") from None
         if not response.ok:

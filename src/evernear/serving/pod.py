@@ -102,7 +102,7 @@ def serve(settings: Settings, *, without_token: bool = False) -> NoReturn:
     Raises:
         SettingsError: no token is given, or one is that cannot be used, or one is ``without_token``.
         ServingError: nothing was fetched, or Java or TorchServe is not installed.
-        PortTaken: a port is in use.
+        PortInUseError: a port is in use.
     """
     if not _lies_alone(_archive(settings)):
         raise ServingError(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from evernear.disk import disk_errors, write_atomically
-from evernear.errors import PortTaken, ServingError
+from evernear.errors import PortInUseError, ServingError
 from evernear.scratch import make_private, remove_own
 from evernear.serving.configuration import LOOPBACK, model_store, temporary_directory, write_configuration
 from evernear.serving.connection import KEY_FILE, OWNER_FILE, STATE_FILE, Endpoints, ServerState, read_state
@@ -50,11 +50,11 @@ def start(settings: ServingSettings, home: Path) -> Endpoints:
     The server outlives this process and holds none of its pipes.
 
     Raises:
-        PortTaken: a port is in use by another program.
+        PortInUseError: a port is in use by another program.
         ServingError: Java or TorchServe is not installed, the server runs with other ports, or it does not
             come up within ``settings.startup_timeout_s``.
         StoreError: ``home``, or the server's directory in /tmp, cannot be made.
-        Busy: another process starts or stops this server and does not end.
+        BusyError: another process starts or stops this server and does not end.
     """
     _make_home(home)
     wanted = Endpoints.of(settings)
@@ -84,7 +84,7 @@ def become(settings: ServingSettings, home: Path, frontend: Mapping[str, object]
     `write_configuration`.
 
     Raises:
-        PortTaken: a port is in use by another program.
+        PortInUseError: a port is in use by another program.
         ServingError: Java or TorchServe is not installed.
         StoreError: ``home``, or the server's directory in /tmp, cannot be made.
     """
@@ -103,7 +103,7 @@ def require_startable(settings: ServingSettings, home: Path) -> None:
     """Refuse early what `start` would refuse: hours of training should not end at a port that is taken.
 
     Raises:
-        PortTaken, ServingError: as `start`.
+        PortInUseError, ServingError: as `start`.
     """
     wanted = Endpoints.of(settings)
     if is_running(home):
@@ -121,7 +121,7 @@ def stop(home: Path) -> bool:
 
     Raises:
         ServingError: a process of it cannot be ended.
-        Busy: another process starts or stops this server and does not end.
+        BusyError: another process starts or stops this server and does not end.
     """
     if not home.is_dir():
         return False
@@ -156,7 +156,7 @@ def await_ready(settings: ServingSettings, home: Path, version: str) -> None:
 
     Raises:
         ServingError: they are not within ``settings.startup_timeout_s``.
-        Unreachable: the server died.
+        ServerUnreachableError: the server died.
     """
     management = Management(home)
     deadline_s = time.monotonic() + settings.startup_timeout_s
@@ -229,7 +229,7 @@ def _require_free_ports(wanted: Endpoints) -> None:
 
 def _bind_error(error: OSError, host: str, port: int, setting: str) -> ServingError:
     if error.errno == errno.EADDRINUSE:
-        return PortTaken(
+        return PortInUseError(
             f"Port {port} on {host} is in use by another program; stop that, or choose a free port with "
             f"--set serving.{setting}=NUMBER."
         )
@@ -271,7 +271,7 @@ def _died(home: Path) -> ServingError:
     console = home / "logs" / "console.log"
     text = console.read_text(errors="replace") if console.exists() else ""
     if "Address already in use" in text:
-        return PortTaken(
+        return PortInUseError(
             f"A port was taken while TorchServe started ({console} tells which); run again, or choose others "
             "with --set serving.inference_port=NUMBER and its like."
         )

@@ -38,7 +38,7 @@ class Store(Protocol):
         """Write only if the object still has ``etag`` (None: only if there is none), and return the new etag.
 
         Raises:
-            Conflict: somebody else wrote first; nothing was changed.
+            ConflictError: somebody else wrote first; nothing was changed.
         """
         ...
 

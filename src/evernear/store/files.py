@@ -10,7 +10,7 @@ from typing import BinaryIO
 from filelock import FileLock
 
 from evernear.disk import disk_errors, open_regular, sha256_bytes, sha256_file, staged_file, sync
-from evernear.errors import Conflict, StoreError
+from evernear.errors import ConflictError, StoreError
 from evernear.store.base import CHUNK_BYTES, ObjectInfo, check_key, lost, missing, present, receive
 
 _STALE_AFTER_S = 24 * 3600
@@ -39,7 +39,7 @@ class FileStore:
         def check(path: Path) -> None:
             held = sha256_file(path) if path.exists() else None
             if held != etag:
-                raise Conflict(lost(self.uri, key))
+                raise ConflictError(lost(self.uri, key))
 
         return self._write(key, data, check)
 

@@ -26,7 +26,7 @@ from uuid import uuid4
 import urllib3
 from minio.error import S3Error
 
-from evernear.errors import Conflict, StoreError, TransientStoreError
+from evernear.errors import ConflictError, StoreError, TransientStoreError
 from evernear.store.base import lost
 from evernear.store.connection import ABSENT, BACKOFF_S, TRIES, Connection
 
@@ -61,7 +61,7 @@ class Swapper:
         """Write ``data`` with ``headers`` only if the object has ``etag`` (None: there is none); its new etag.
 
         Raises:
-            Conflict: somebody else wrote first and nothing was changed; or, where the answer was lost, somebody else
+            ConflictError: somebody else wrote first and nothing was changed; or, where the answer was lost, somebody else
                 has written since.
             TransientStoreError: the server cannot be reached, or another writer's lease does not end.
             StoreError: the server refuses.
@@ -69,7 +69,7 @@ class Swapper:
         write = self._conditional if self.winners == (1, 1) else self._leased
         written = write(self._prefix + key, data, etag, headers)
         if written is None:
-            raise Conflict(lost(self._uri, key))
+            raise ConflictError(lost(self._uri, key))
         return written
 
     @cached_property

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import AwareDatetime
 
-from evernear.errors import Conflict
+from evernear.errors import ConflictError
 from evernear.frozen import Frozen
 from evernear.store import Store
 
@@ -44,5 +44,5 @@ def write(store: Store, line: Line) -> None:
     """
     key = f"{AUDIT}{line.at:%Y-%m-%d}/{line.request}-{line.what}-{line.result}.json"
     _log.info("audit %s", line.model_dump_json(exclude_defaults=True))
-    with suppress(Conflict):
+    with suppress(ConflictError):
         store.put_if(key, line.model_dump_json(indent=2).encode(), None)

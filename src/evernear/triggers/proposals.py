@@ -50,7 +50,7 @@ class Proposals:
         """Keep a new one.
 
         Raises:
-            Conflict: there is one of this id already.
+            ConflictError: there is one of this id already.
         """
         self._records.add(proposal)
 
@@ -77,6 +77,6 @@ class Proposals:
         """``proposal`` with other fields, if nobody changed it since it was read.
 
         Raises:
-            Conflict: somebody did; read it again.
+            ConflictError: somebody did; read it again.
         """
         return self._records.change(proposal, **fields)

@@ -5,7 +5,7 @@ from typing import Annotated, Generic, TypeVar
 
 from pydantic import Field, ValidationError
 
-from evernear.errors import Conflict, IntegrityError, StoreError
+from evernear.errors import ConflictError, IntegrityError, StoreError
 from evernear.frozen import Frozen
 from evernear.store import Store
 
@@ -33,7 +33,7 @@ class Records(Generic[_Record]):
         """Keep a new one.
 
         Raises:
-            Conflict: there is one of this id already.
+            ConflictError: there is one of this id already.
         """
         self._store.put_if(self._key(record.id), _json(record), None)
 
@@ -66,12 +66,12 @@ class Records(Generic[_Record]):
         """``record`` with other fields, if nobody changed it since it was read.
 
         Raises:
-            Conflict: somebody did; read it again.
+            ConflictError: somebody did; read it again.
         """
         key = self._key(record.id)
         held = self._find(key)
         if held is None or held[1] != record:
-            raise Conflict(f"{key} in {self._store.uri} was changed meanwhile; look at it and try again.")
+            raise ConflictError(f"{key} in {self._store.uri} was changed meanwhile; look at it and try again.")
         changed = self._kind.model_validate(record.model_dump() | fields)
         self._known[key] = (self._store.put_if(key, _json(changed), held[0]), changed)
         return changed

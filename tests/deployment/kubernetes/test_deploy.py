@@ -25,9 +25,9 @@ from evernear.deployment.kubernetes import rollout
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.lease import held
 from evernear.errors import (
-    Busy,
+    BusyError,
     ClusterError,
-    Conflict,
+    ConflictError,
     EvernearError,
     IntegrityError,
     ServingError,
@@ -156,7 +156,7 @@ def test_releases_follow_each_other_and_go_back(site: Site, releases: tuple[Pack
         "champion": second.version,
         "store": site.settings.store_uri,
     }
-    with pytest.raises(Conflict, match="run again"):
+    with pytest.raises(ConflictError, match="run again"):
         site.deploy(first)
 
     back = deployment.rollback(site.settings, cause=Cause(by="ada", why="a test"))
@@ -344,7 +344,7 @@ def test_of_two_deployments_at_once_one_goes_on(
     first = threading.Thread(target=site.deploy, args=(releases[0],))
     first.start()
     assert under_way.wait(60)
-    with pytest.raises(Busy, match="is under way, by "):
+    with pytest.raises(BusyError, match="is under way, by "):
         site.deploy(releases[0])
     go_on.set()
     first.join()
@@ -365,7 +365,7 @@ def test_a_champion_that_moves_meanwhile_stays(
         return real(*arguments)
 
     monkeypatch.setattr(kubernetes, "prove", prove_and_lose)
-    with pytest.raises(Conflict, match=rf"champion changed meanwhile.* Release {rival.version} was put back"):
+    with pytest.raises(ConflictError, match=rf"champion changed meanwhile.* Release {rival.version} was put back"):
         site.deploy(second)
     assert site.champion == rival.version
     assert site.serves[0] == {rival.version}
@@ -461,7 +461,7 @@ def test_a_lease_that_is_lost_stops_the_deployment(
         return real(*arguments)
 
     monkeypatch.setattr(kubernetes, "prove", prove_and_lose)
-    with pytest.raises(Busy, match=r"lost the Lease evernear-serving .*What served before was not put back"):
+    with pytest.raises(BusyError, match=r"lost the Lease evernear-serving .*What served before was not put back"):
         site.deploy(releases[1])
     assert site.champion == releases[0].version
 

@@ -10,7 +10,7 @@ from loopback.kubernetes import LoopbackCluster, internal_error
 
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.lease import Held, held
-from evernear.errors import Busy
+from evernear.errors import BusyError
 from evernear.release.registry import whoami
 
 NAME = "evernear-serving"
@@ -38,11 +38,11 @@ def test_the_second_is_told_who_holds_it_and_since_when(cluster: Cluster) -> Non
         sentence = (
             rf"into namespace evernear is under way, by {whoami()} \w{{8}} since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
         )
-        with pytest.raises(Busy, match=sentence), held(cluster, NAME, 1):
+        with pytest.raises(BusyError, match=sentence), held(cluster, NAME, 1):
             pass
         time.sleep(2)  # longer than it lasts unrenewed
         first.require()
-        with pytest.raises(Busy), held(cluster, NAME, 1):
+        with pytest.raises(BusyError), held(cluster, NAME, 1):
             pass
     started_s = time.monotonic()
     with held(cluster, NAME, 60):
@@ -55,7 +55,7 @@ def test_of_many_at_once_one_gets_it(cluster: Cluster) -> None:
         def take(_: int) -> bool:
             try:
                 stack.enter_context(held(cluster, NAME, 1))
-            except Busy:
+            except BusyError:
                 return False
             return True
 
@@ -69,7 +69,7 @@ def test_the_lease_of_a_dead_one_is_taken_when_it_ran_out(cluster: Cluster) -> N
     with held(cluster, NAME, 1) as lease:
         assert time.monotonic() - started_s > 1
         lease.require()
-        with pytest.raises(Busy, match="could not be renewed in time"):
+        with pytest.raises(BusyError, match="could not be renewed in time"):
             dead.require()
         dead.release()  # which changes nothing
         assert holder(cluster) == lease._identity
@@ -81,7 +81,7 @@ def test_a_holder_that_was_replaced_changes_nothing_more(cluster: Cluster) -> No
         assert found is not None
         cluster.replace(found | {"spec": {**found["spec"], "holderIdentity": "somebody else"}})
         lease._thread.join(timeout=10)
-        with pytest.raises(Busy, match="somebody else holds it now"):
+        with pytest.raises(BusyError, match="somebody else holds it now"):
             lease.require()
     assert holder(cluster) == "somebody else"
 

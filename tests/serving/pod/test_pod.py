@@ -16,7 +16,7 @@ from kubelet import Pod, can_contain
 from raw import Raw, request
 from shipped import TOKEN, Shipped, StartPod
 
-from evernear.errors import PredictionRefused
+from evernear.errors import PredictionRejectedError
 from evernear.serving.client import Client, Format, Target
 from evernear.serving.connection import home_of, read_key
 
@@ -57,7 +57,7 @@ def test_the_shared_token_opens_inference_and_no_other_does(pod: Pod, shipped: S
         with Client(target(pod, TOKEN, format)) as client:
             assert client.predict(shipped.image).version == shipped.version
         for token in ("f" * 32, None):
-            with Client(target(pod, token, format)) as client, pytest.raises(PredictionRefused):
+            with Client(target(pod, token, format)) as client, pytest.raises(PredictionRejectedError):
                 client.predict(shipped.image)
 
 

@@ -167,7 +167,7 @@ def test_a_predictor_that_is_down_is_told_and_found_again(shelf: Shelf, predicto
                 assert time.monotonic() < deadline_s
             assert client.post("/predict", json=png()).status_code == 200
         told = client.get("/metrics").text
-        assert 'evernear_prep_predictor_failures_total{reason="Unreachable"}' in told
+        assert 'evernear_prep_predictor_failures_total{reason="ServerUnreachableError"}' in told
 
 
 def test_a_predictor_that_hiccups_is_asked_again(shelf: Shelf, predictor: Predictor, port: int) -> None:

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from bot import ADA, CHANNEL, MemoryRuns
 
-from evernear.errors import PortTaken, SettingsError, SlackError
+from evernear.errors import PortInUseError, SettingsError, SlackError
 from evernear.settings import Settings
 from evernear.triggers.slack import health
 from evernear.triggers.slack.server import EVENTS_PATH, serve
@@ -193,7 +193,7 @@ def test_a_token_that_is_missing_or_another_is_named(settings: Settings, monkeyp
 def test_a_port_that_is_taken_is_named(slack: SlackServer, settings: Settings) -> None:
     with socket.create_server(("127.0.0.1", settings.slack.port)):
         taken = settings.model_copy(update={"slack": settings.slack.model_copy(update={"mode": "http"})})
-        with pytest.raises(PortTaken, match=r"slack\.port"):
+        with pytest.raises(PortInUseError, match=r"slack\.port"):
             serve(taken, MemoryRuns(), threading.Event())
 
 

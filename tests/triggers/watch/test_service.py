@@ -18,7 +18,7 @@ from releases import settings_on_free_ports
 from telling_minio import KEYS, telling_minio
 from watched import noise
 
-from evernear.errors import PortTaken
+from evernear.errors import PortInUseError
 from evernear.settings import Settings
 from evernear.store import open_store
 from evernear.triggers.proposals import Proposals
@@ -231,7 +231,7 @@ def test_the_probe_tells_whether_looks_come_to_an_end(
         await_(lambda: probe() == (200, probe()[1]) and str(probe()[1]["said"]).startswith("retrain"))
         monkeypatch.setattr(service_module, "STUCK_AFTER_S", -4000.0)
         assert probe()[0] == 503
-        with pytest.raises(PortTaken, match=r"health probe cannot listen on 127\.0\.0\.1"):
+        with pytest.raises(PortInUseError, match=r"health probe cannot listen on 127\.0\.0\.1"):
             Service(watcher, made(tmp_path, health_port=port)).run()
         assert not service.stopping.is_set()
 

@@ -49,13 +49,13 @@ def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Caus
     A store that cannot be reached after that changes nothing in the cluster: the release stays, and the error says so.
 
     Raises:
-        IntegrityError, Conflict: it may not serve, see `evernear.deployment.promotion_policy.admit`.
+        IntegrityError, ConflictError: it may not serve, see `evernear.deployment.promotion_policy.admit`.
         ClusterError: the API server cannot be reached, it refuses, or the rollout does not come up.
         ServingError: the Service does not answer as the release did when it was archived.
         SettingsError: a setting that it needs is missing.
         StoreError: the registry cannot be reached, or another release became champion meanwhile.
         TransientStoreError: the release is live and proved, and may not be recorded as the champion.
-        Busy: another deployment into the namespace is under way.
+        BusyError: another deployment into the namespace is under way.
     """
     registry = Registry(open_store(settings.store_uri))
     with _site(settings, registry) as site, tempfile.TemporaryDirectory(prefix="evernear-release-") as temporary:

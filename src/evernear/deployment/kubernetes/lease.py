@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 
 from evernear.deployment.kubernetes.cluster import Cluster, ObjectConflict, Tree
-from evernear.errors import Busy, ClusterError
+from evernear.errors import BusyError, ClusterError
 from evernear.release.registry import whoami
 
 LOOKS = 10  # at a Lease that somebody else holds, until it is taken for dead
@@ -39,12 +39,12 @@ class Held:
         """Make sure that it is still held.
 
         Raises:
-            Busy: it was lost to another deployment, or could not be renewed.
+            BusyError: it was lost to another deployment, or could not be renewed.
         """
         if self._lost is None and time.monotonic() - self._renewed_s > self._duration_s:
             self._lost = "it could not be renewed in time"
         if self._lost is not None:
-            raise Busy(f"This deployment lost the Lease {self._name} ({self._lost}), so it changes nothing more.")
+            raise BusyError(f"This deployment lost the Lease {self._name} ({self._lost}), so it changes nothing more.")
 
     def release(self) -> None:
         """Let go of it, so that the next deployment need not wait."""
@@ -72,7 +72,7 @@ class Held:
                 seen, since_s = spec, time.monotonic()
             elif spec != seen:
                 since = str(spec.get("acquireTime"))[:19].replace("T", " ")
-                raise Busy(
+                raise BusyError(
                     f"Another deployment into namespace {self._cluster.namespace} is under way, by {holder} since "
                     f"{since} UTC; wait for it and try again."
                 )
@@ -123,7 +123,7 @@ def held(cluster: Cluster, name: str, duration_s: int) -> Generator[Held]:
     """Hold the Lease ``name`` for the body, as the only one.
 
     Raises:
-        Busy: another deployment holds it; the sentence says who and since when.
+        BusyError: another deployment holds it; the sentence says who and since when.
         ClusterError: it cannot be read or written.
     """
     lease = Held(cluster, name, duration_s)

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.smoke import Predicts, smoke
-from evernear.errors import ClusterError, EvernearError, PredictionRefused, ServingError, SettingsError
+from evernear.errors import ClusterError, EvernearError, PredictionRejectedError, ServingError, SettingsError
 from evernear.release.archive_reader import ReleaseParts
 from evernear.serving.client import Client, Target
 from evernear.serving.client.target import token_of_environment
@@ -117,4 +117,4 @@ def _refusal(status: int, content: str) -> EvernearError:
         reason = Refusal.model_validate_json(content).message
     except ValidationError:
         reason = f"it answers {status}."
-    return PredictionRefused(reason) if status < 500 else ServingError(reason)
+    return PredictionRejectedError(reason) if status < 500 else ServingError(reason)

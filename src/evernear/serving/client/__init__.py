@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from evernear.disk import open_regular
-from evernear.errors import DataError, PredictionRefused, SettingsError
+from evernear.errors import DataError, PredictionRejectedError, SettingsError
 from evernear.serving.client.target import Format, Target
 from evernear.serving.messages import Metadata, Prediction
 from evernear.settings import RunSettings
@@ -42,7 +42,7 @@ class Client:
         """A client of the server of a working directory.
 
         Raises:
-            Unreachable: none runs.
+            ServerUnreachableError: none runs.
         """
         return Client(Target.local(settings, format))
 
@@ -50,9 +50,9 @@ class Client:
         """Recognise the content of a PNG or JPEG file, with a named ``version`` or the default one.
 
         Raises:
-            Unreachable: nobody answers.
-            Timeout: no answer within the target's ``timeout_s``.
-            PredictionRefused: the image or the request is at fault.
+            ServerUnreachableError: nobody answers.
+            ServerTimeoutError: no answer within the target's ``timeout_s``.
+            PredictionRejectedError: the image or the request is at fault.
             ServingError: the server is at fault.
         """
         _require_bounded(image, self._target)
@@ -109,7 +109,7 @@ class AsyncClient:
         """A client of the server of a working directory.
 
         Raises:
-            Unreachable: none runs.
+            ServerUnreachableError: none runs.
         """
         return AsyncClient(Target.local(settings, format))
 
@@ -141,7 +141,7 @@ def _require_bounded(image: bytes, target: Target) -> None:
     """Refuse here what the server would hang up on in the middle of."""
     limit = target.max_size_bytes - (GRPC_FRAME_BYTES if target.format == "grpc" else 0)
     if len(image) > limit:
-        raise PredictionRefused(f"The image has {len(image)} bytes, of {limit} that the server takes.")
+        raise PredictionRejectedError(f"The image has {len(image)} bytes, of {limit} that the server takes.")
 
 
 def _require_prep(target: Target) -> None:

@@ -14,7 +14,13 @@ from typing import Any
 import grpc
 from pydantic import ValidationError
 
-from evernear.errors import EvernearError, PredictionRefused, ServingError, Timeout, Unreachable
+from evernear.errors import (
+    EvernearError,
+    PredictionRejectedError,
+    ServerTimeoutError,
+    ServerUnreachableError,
+    ServingError,
+)
 from evernear.serving.client.target import Target, authorities_file
 from evernear.serving.messages import Prediction, Refusal
 from evernear.serving.torchserve_proto.inference_pb2 import PredictionResponse, PredictionsRequest
@@ -126,7 +132,7 @@ def _prediction(target: Target, answer: PredictionResponse) -> Prediction:
         raise ServingError(f"What answers at {target.address} is no evernear release.") from None
     if refusal.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
         raise ServingError(f"{target.address} failed: {refusal.message}")
-    raise PredictionRefused(refusal.message)
+    raise PredictionRejectedError(refusal.message)
 
 
 def _error(target: Target, error: Any) -> EvernearError:
@@ -134,9 +140,9 @@ def _error(target: Target, error: Any) -> EvernearError:
     code, details = error.code(), error.details() or "no reason is given"
     reason = details.splitlines()[0].rstrip(".") + "."
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return Timeout(f"No answer from {target.address} within {target.timeout_s:g} s.")
+        return ServerTimeoutError(f"No answer from {target.address} within {target.timeout_s:g} s.")
     if code is grpc.StatusCode.UNAVAILABLE:
-        return Unreachable(f"No server answers gRPC at {target.address}; {target.hint}.")
+        return ServerUnreachableError(f"No server answers gRPC at {target.address}; {target.hint}.")
     if code in _REFUSED or details.rstrip(".()").endswith(_REFUSED_IN_JAVA):
-        return PredictionRefused(reason)
+        return PredictionRejectedError(reason)
     return ServingError(f"{target.address} failed: {reason}")

@@ -10,7 +10,13 @@ from typing import Any
 import httpx
 from pydantic import ValidationError
 
-from evernear.errors import PredictionRefused, ServingError, SettingsError, Timeout, Unreachable
+from evernear.errors import (
+    PredictionRejectedError,
+    ServerTimeoutError,
+    ServerUnreachableError,
+    ServingError,
+    SettingsError,
+)
 from evernear.serving.client.target import Target, tls_context
 from evernear.serving.messages import Metadata, Prediction, Refusal
 
@@ -89,9 +95,9 @@ def _errors(target: Target) -> Generator[None]:
     try:
         yield
     except (httpx.ReadTimeout, httpx.WriteTimeout):
-        raise Timeout(f"No answer from {target.url} within {target.timeout_s:g} s.") from None
+        raise ServerTimeoutError(f"No answer from {target.url} within {target.timeout_s:g} s.") from None
     except (httpx.TransportError, httpx.InvalidURL, UnicodeError):
-        raise Unreachable(f"No server answers at {target.url}; {target.hint}.") from None
+        raise ServerUnreachableError(f"No server answers at {target.url}; {target.hint}.") from None
 
 
 def _prediction(target: Target, response: httpx.Response) -> Prediction:
@@ -115,10 +121,10 @@ def _require_success(target: Target, response: httpx.Response) -> None:
         return
     reason = _reason(response)
     if response.status_code == HTTPStatus.GATEWAY_TIMEOUT:
-        raise Timeout(reason)
+        raise ServerTimeoutError(reason)
     if response.is_server_error:
         raise ServingError(f"{target.url} failed: {reason}")
-    raise PredictionRefused(reason)
+    raise PredictionRejectedError(reason)
 
 
 def _reason(response: httpx.Response) -> str:

@@ -46,7 +46,7 @@ class Target:
         """The TorchServe of a working directory, or the preprocessing server of its settings.
 
         Raises:
-            Unreachable: no TorchServe was started there.
+            ServerUnreachableError: no TorchServe was started there.
         """
         serving, prep = settings.serving, settings.prep
         if format == "prep":

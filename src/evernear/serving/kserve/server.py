@@ -32,7 +32,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from evernear.errors import EvernearError, PortTaken, SettingsError
+from evernear.errors import EvernearError, PortInUseError, SettingsError
 from evernear.output import print_line
 from evernear.serving.http_limits import BoundedBodies, PromptH11Protocol
 from evernear.serving.kserve.messages import read_infer_request, require_few_tensors
@@ -113,7 +113,7 @@ def serve(model: ReleaseModel, args: argparse.Namespace) -> None:
     """Serve a loaded model until SIGTERM or SIGINT, then finish what is in flight.
 
     Raises:
-        PortTaken: a port is in use.
+        PortInUseError: a port is in use.
         SettingsError: several workers are asked for.
     """
     if args.workers != 1:
@@ -276,4 +276,6 @@ def _require_free(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise PortTaken(f"Port {port} of {host} cannot be used: {error.strerror}; choose another one.") from None
+            raise PortInUseError(
+                f"Port {port} of {host} cannot be used: {error.strerror}; choose another one."
+            ) from None

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from evernear import __version__
-from evernear.errors import DataError, EvernearError, Timeout
+from evernear.errors import DataError, EvernearError, ServerTimeoutError
 from evernear.serving.decoding import OverloadedError
 from evernear.serving.http_limits import BoundedBodies
 from evernear.serving.messages import Metadata, Prediction, Refusal
@@ -175,7 +175,7 @@ async def _refuse(_: Request, error: Exception) -> JSONResponse:
             status, message = 422, str(error)
         case DataError():
             status, message = 400, str(error)
-        case Timeout():
+        case ServerTimeoutError():
             status, message = 504, str(error)
         case _:
             status, message = 503, str(error)

@@ -5,7 +5,7 @@ import socket
 
 import uvicorn
 
-from evernear.errors import PortTaken, ServingError
+from evernear.errors import PortInUseError, ServingError
 from evernear.serving.decoding import pool_size_bytes
 from evernear.serving.http_limits import PromptH11Protocol
 from evernear.serving.prep.app import create_app
@@ -21,8 +21,8 @@ def serve(settings: Settings) -> None:
     """Answer until SIGTERM or Ctrl-C; what is in flight then is finished.
 
     Raises:
-        PortTaken, ServingError: ``prep.host`` and ``prep.port`` cannot be bound.
-        Unreachable: the predictor is to be that of the working directory, and none was started there.
+        PortInUseError, ServingError: ``prep.host`` and ``prep.port`` cannot be bound.
+        ServerUnreachableError: the predictor is to be that of the working directory, and none was started there.
     """
     target_of(settings)
     with bound(settings.prep.host, settings.prep.port) as listening:
@@ -57,13 +57,13 @@ def bound(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 is any free one.
 
     Raises:
-        PortTaken, ServingError: it cannot be bound.
+        PortInUseError, ServingError: it cannot be bound.
     """
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise PortTaken(
+            raise PortInUseError(
                 f"Port {port} on {host} is in use by another program; stop that, or choose a free port with "
                 "--set prep.port=NUMBER."
             ) from None

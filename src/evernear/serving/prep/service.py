@@ -9,7 +9,14 @@ from typing import TypeVar
 from circuitbreaker import CircuitBreaker
 
 from evernear.data.image_file import EncodedImage
-from evernear.errors import EvernearError, IntegrityError, PredictionRefused, ServingError, StoreError, Timeout
+from evernear.errors import (
+    EvernearError,
+    IntegrityError,
+    PredictionRejectedError,
+    ServerTimeoutError,
+    ServingError,
+    StoreError,
+)
 from evernear.release.manifest import ReleaseManifest
 from evernear.serving.client import AsyncClient, Target
 from evernear.serving.decoding import DecodePool, inspect_image
@@ -64,7 +71,7 @@ class Service:
 
         Raises:
             RequestError, DataError: the request or its image cannot be used.
-            Timeout: it takes longer than ``prep.timeout_s``.
+            ServerTimeoutError: it takes longer than ``prep.timeout_s``.
             OverloadedError: too many large images wait.
             ServingError: the predictor cannot be reached, fails, is left alone for a while, or answers with a
                 release whose preprocessing is not known here.
@@ -102,7 +109,7 @@ class Service:
             async with asyncio.timeout(self._prep.timeout_s):
                 return await work
         except TimeoutError:
-            raise Timeout(f"No prediction within {self._prep.timeout_s:g} s.") from None
+            raise ServerTimeoutError(f"No prediction within {self._prep.timeout_s:g} s.") from None
 
     async def _serving(self) -> ReleaseManifest:
         answer = await self._predict(inspect_image, blank(await self._prescribing()))
@@ -148,7 +155,7 @@ class Service:
             with self.metrics.in_flight.track_inprogress(), self.metrics.predictor_s.time():
                 try:
                     return await self._breaker.call_async(self._predictor.predict, prepared)
-                except PredictionRefused as error:
+                except PredictionRejectedError as error:
                     raise ServingError(f"The predictor takes nothing from this server: {error}") from None
                 except EvernearError as error:
                     self.metrics.failures.labels(type(error).__name__).inc()
@@ -159,7 +166,7 @@ def target_of(settings: Settings) -> Target:
     """The predictor of a preprocessing server.
 
     Raises:
-        Unreachable: it is to be that of the working directory, and none was started there.
+        ServerUnreachableError: it is to be that of the working directory, and none was started there.
     """
     prep = settings.prep
     target = (
@@ -172,4 +179,4 @@ def target_of(settings: Settings) -> Target:
 
 def _is_failure(kind: type[BaseException], _: BaseException) -> bool:
     """Whether the circuit breaker counts it: a refusal is an answer, a cancelled call ran out of time."""
-    return not issubclass(kind, PredictionRefused) and issubclass(kind, (ServingError, asyncio.CancelledError))
+    return not issubclass(kind, PredictionRejectedError) and issubclass(kind, (ServingError, asyncio.CancelledError))

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 from slack_bolt import Ack, App, BoltContext, BoltResponse, Respond
 from slack_sdk.web import WebClient
 
-from evernear.errors import Conflict, EvernearError
+from evernear.errors import ConflictError, EvernearError
 from evernear.frozen import Frozen
 from evernear.settings import SlackSettings
 from evernear.store import Store
@@ -171,7 +171,7 @@ class Desk:
             proposal = self._answer_proposal(proposal, "accepted", caller, body)
         if proposal.state != "accepted":
             raise Refused(f"That proposal was {proposal.state} before your click.")
-        with suppress(Conflict):  # a copy of this click, or the worker, was quicker
+        with suppress(ConflictError):  # a copy of this click, or the worker, was quicker
             request = request_of(proposal, caller.channel)
             self._inbox.add(request.model_copy(update={"answered_by": caller.person}))
         self._wake()
@@ -252,7 +252,7 @@ class Desk:
         request = Request.model_validate(tree | where | fields)
         try:
             self._inbox.add(request)
-        except Conflict:
+        except ConflictError:
             held = self._inbox.find(request_id)
             if held is not None and held.state == "failed" and held.trigger != request.trigger:
                 self._inbox.change(held, **request.model_dump(exclude={"id", "attempt"}), attempt=held.attempt + 1)
@@ -278,7 +278,7 @@ class Desk:
     def _answer(self, request: Request, state: str, caller: Caller) -> Request:
         try:
             return self._inbox.change(request, state=state, answered_by=caller.person, answered=self._clock())
-        except Conflict:  # a second click, or another person's, came first
+        except ConflictError:  # a second click, or another person's, came first
             return self._inbox.find(request.id) or request
 
     def _proposal(self, action: Payload) -> Proposal:
@@ -293,7 +293,7 @@ class Desk:
             return self._proposals.change(
                 proposal, state=state, answered_by=str(caller.person), answered=self._clock(), message=message
             )
-        except Conflict:
+        except ConflictError:
             return self._proposals.show(proposal.id)
 
     def _audit(self, request: str, caller: Caller, what: str, result: Any, detail: str = "") -> None:

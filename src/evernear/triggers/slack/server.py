@@ -26,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from evernear.errors import PortTaken, SettingsError
+from evernear.errors import PortInUseError, SettingsError
 from evernear.settings import Settings, SlackSettings
 from evernear.store import open_store
 from evernear.triggers.slack import health
@@ -100,7 +100,7 @@ def serve(settings: Settings, runs: "KfpRuns", stop: threading.Event, clock: Clo
     Raises:
         SettingsError: a token is missing.
         SlackError: Slack refuses a token.
-        PortTaken: ``slack.port`` is in use, in mode http.
+        PortInUseError: ``slack.port`` is in use, in mode http.
     """
     slack, secrets = settings.slack, Secrets.of_environment(settings.slack)
     store = open_store(settings.store_uri)
@@ -275,4 +275,6 @@ def _bound(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        raise PortTaken(f"slack.port: {host}:{port} cannot be bound: {error.strerror}; choose another one.") from None
+        raise PortInUseError(
+            f"slack.port: {host}:{port} cannot be bound: {error.strerror}; choose another one."
+        ) from None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from evernear.errors import Conflict, EvernearError, SettingsError, SlackError
+from evernear.errors import ConflictError, EvernearError, SettingsError, SlackError
 from evernear.kubeflow.runs import Run, State
 from evernear.release.registry import Cause, Champion, Registry
 from evernear.reporting.notify import Outcome, load_confusion_matrix, load_outcome, load_rules
@@ -86,7 +86,7 @@ class Worker:
             return
         try:
             work()
-        except Conflict:
+        except ConflictError:
             pass  # a click came in between; the next look sees it
         except RateLimited as error:
             _log.warning("%s: %s Trying again in %.0f s.", name, error, error.retry_after_s)
@@ -103,7 +103,7 @@ class Worker:
     def _take_further(self, request: Request) -> None:
         try:
             self._advance(request)
-        except (Conflict, RateLimited):
+        except (ConflictError, RateLimited):
             raise
         except Exception as error:
             self._tell_fault(request.id, error)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Literal
 
-from evernear.errors import Conflict
+from evernear.errors import ConflictError
 from evernear.reporting.notify import load_outcome
 from evernear.settings import Settings
 from evernear.store import Store
@@ -74,7 +74,7 @@ class Actor:
             proposal = Proposal.model_validate(proposal.model_dump() | accepted)
         try:
             self._proposals.open(proposal)
-        except Conflict:
+        except ConflictError:
             return Done(said="Another watcher was faster and has proposed it.")
         return Done(proposal=self._start(proposal) if _waits_for_run(proposal) else proposal)
 
@@ -89,7 +89,7 @@ class Actor:
             return proposal
         try:
             return self._proposals.change(proposal, state="expired")
-        except Conflict:  # somebody answers it at this moment
+        except ConflictError:  # somebody answers it at this moment
             return self._proposals.show(proposal.id)
 
     def _held_back(
@@ -134,7 +134,7 @@ class Actor:
         run = self._runs.start(proposal.pipeline, parameters, proposal.id, self._store)
         try:
             return self._proposals.change(proposal, run=run.id)
-        except Conflict:  # another watcher started the same run
+        except ConflictError:  # another watcher started the same run
             return self._proposals.show(proposal.id)
 
 

@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from apscheduler.schedulers.background import BackgroundScheduler
 
-from evernear.errors import EvernearError, PortTaken
+from evernear.errors import EvernearError, PortInUseError
 from evernear.output import print_line
 from evernear.settings import Settings
 from evernear.triggers.watch.events import Untold, listen
@@ -48,7 +48,7 @@ class Service:
         """Watch until `stopping` is set.
 
         Raises:
-            PortTaken: the health probe's port cannot be bound.
+            PortInUseError: the health probe's port cannot be bound.
         """
         with self._health():
             now = datetime.now(UTC)
@@ -174,7 +174,7 @@ class Service:
         try:
             server = ThreadingHTTPServer((watch.health_host, watch.health_port), Probe)
         except OSError as error:
-            raise PortTaken(
+            raise PortInUseError(
                 f"The health probe cannot listen on {watch.health_host}:{watch.health_port} ({error.strerror});"
                 " set watch.health_port to a free one, or to 0."
             ) from None

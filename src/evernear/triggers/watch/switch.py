@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from pydantic import AwareDatetime, ValidationError
 
-from evernear.errors import Conflict, IntegrityError
+from evernear.errors import ConflictError, IntegrityError
 from evernear.frozen import Frozen
 from evernear.store import Store
 
@@ -82,10 +82,10 @@ class Switch:
                 return held
             try:
                 self._store.put_if(WATCH, changed.model_dump_json(indent=2).encode(), found[1] if found else None)
-            except Conflict:
+            except ConflictError:
                 continue
             return changed
-        raise Conflict(f"{WATCH} in {self._store.uri} changes faster than it can be written; try again.")
+        raise ConflictError(f"{WATCH} in {self._store.uri} changes faster than it can be written; try again.")
 
     def _parse(self, data: bytes) -> Watching:
         try:
