@@ -324,7 +324,7 @@ def test_a_process_that_cannot_write_its_checkpoint_says_so(
 ) -> None:
     settings = tiny.model_copy(update={"processes": 2, "device": "cpu"})
     store = open_store((tmp_path / "store").as_uri())
-    with largest_file(2**12), pytest.raises(StoreError, match=r"checkpoints/.* would be larger than"):
+    with largest_file(2**12), pytest.raises(StoreError, match=r"checkpoints/.* would exceed the file size limit"):
         train(digits, settings, tmp_path / "trained", store)
 
 

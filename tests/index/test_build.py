@@ -44,7 +44,7 @@ def test_a_disk_that_is_found_too_small_leaves_no_index(make_embeddings: MakeEmb
     size_bytes = (tmp_path / "index.faiss").stat().st_size
     with (
         largest_file(size_bytes - missing_bytes),
-        pytest.raises(StoreError, match=r"index\.faiss would be larger than"),
+        pytest.raises(StoreError, match=r"index\.faiss would exceed the file size limit"),
     ):
         build(embeddings, LABELS, IndexSettings(), tmp_path)
     with pytest.raises(IntegrityError, match="holds no"):

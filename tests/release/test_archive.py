@@ -37,7 +37,7 @@ def test_an_archive_opens_to_what_went_into_it(system: System, make_release: Mak
 
 def test_an_archive_that_does_not_fit_onto_the_disk_is_a_sentence(make_release: MakeRelease) -> None:
     size_bytes = make_release().archive.stat().st_size
-    with largest_file(size_bytes - 1), pytest.raises(StoreError, match="would be larger than this process may write"):
+    with largest_file(size_bytes - 1), pytest.raises(StoreError, match="would exceed the file size limit"):
         make_release()
 
 

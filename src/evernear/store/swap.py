@@ -61,7 +61,7 @@ class Swapper:
         """Write ``data`` with ``headers`` only if the object has ``etag`` (None: there is none); its new etag.
 
         Raises:
-            ConflictError: somebody else wrote first and nothing was changed; or, where the answer was lost, somebody else
+            ConflictError: another writer was first and nothing was changed; or the answer was lost and another writer
                 has written since.
             TransientStoreError: the server cannot be reached, or another writer's lease does not end.
             StoreError: the server refuses.
