@@ -17,7 +17,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from evernear import cli, demo
-from evernear.cli import journey, pipeline, predict, watch
+from evernear.cli import predict, runs, watch
+from evernear.cli import run as run_command
 from evernear.cli.tables import print_table
 from evernear.errors import DataError, EvernearError
 from evernear.kubeflow.runs import Run, State, Step
@@ -126,7 +127,7 @@ def test_a_step_and_its_events(
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_the_progress_of_a_run(console: Console, is_terminal: bool) -> None:
     console._force_terminal = is_terminal
-    with journey._Progress(console) as show:
+    with run_command._Progress(console) as show:
         for kind in ("started", "progress", "finished", "failed"):
             show(Event(at=NOW, step="validate", kind=kind, message=HOSTILE))
     shown_safely(sent_to(console))
@@ -143,7 +144,7 @@ def test_the_end_of_a_run(capsys: pytest.CaptureFixture[str], console: Console) 
         steps_s={},
         wall_s=0.0,
     )
-    journey._show_result(result)
+    run_command._show_result(result)
     out = capsys.readouterr().out
     shown_safely(out)
     assert len(out.splitlines()) == 3
@@ -189,14 +190,14 @@ def test_the_registry(
     assert read in invoke("history")
     assert invoke("history", "--json").isascii()
     labels = (name, *release.manifest.labels[1:])
-    trace = Registry.trace
+    get = Registry.get
 
-    def renamed(registry: Registry, version: str) -> object:
-        record = trace(registry, version)
+    def renamed(registry: Registry, version: str, include_pruned: bool = False) -> object:
+        record = get(registry, version, include_pruned=include_pruned)
         fields = {"labels": labels, "git_commit": name, "metrics": {name: 1.0}}
         return record.model_copy(update={"manifest": record.manifest.model_copy(update=fields)})
 
-    monkeypatch.setattr(Registry, "trace", renamed)
+    monkeypatch.setattr(Registry, "get", renamed)
     shown = invoke("show", release.version)
     assert shown.count(read) >= 2
     assert json.loads(invoke("show", release.version, "--json"))["labels"][0] == name
@@ -227,14 +228,14 @@ def test_what_the_pipeline_server_says(
             return run(State.FAILED if not states else State.RUNNING)
 
     states = [1, 2]
-    monkeypatch.setattr(pipeline, "Console", lambda **_: console)
-    monkeypatch.setattr(pipeline, "_outcome", lambda *_: None)
-    monkeypatch.setattr(pipeline, "POLL_S", 0.0)
+    monkeypatch.setattr(runs, "Console", lambda **_: console)
+    monkeypatch.setattr(runs, "outcome_of", lambda *_: None)
+    monkeypatch.setattr(runs, "POLL_S", 0.0)
     with pytest.raises(EvernearError):
-        pipeline._follow(Runs(), run(State.RUNNING), as_json=False)
+        runs.follow(Runs(), run(State.RUNNING), as_json=False)
     shown_safely(sent_to(console))
     shown_safely(capsys.readouterr().out)
-    pipeline._tell(run(State.FAILED), None, as_json=False)
+    runs.show(run(State.FAILED), None, as_json=False)
     out = capsys.readouterr().out
     shown_safely(out)
     assert len(out.splitlines()) == 2

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from evernear.cli import app, pipeline
+from evernear.cli import app, runs
 from evernear.errors import EvernearError, PipelineServerError, SettingsError, UserInterruptError
 from evernear.kubeflow import GOLDEN, NAMES, connection
 from evernear.kubeflow.client import KfpRuns
@@ -26,7 +26,7 @@ UPLOAD = ("upload", "--image", IMAGE, "--version", "5b67dc9f1c0b6c0f")
 
 @pytest.fixture(autouse=True)
 def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "POLL_S", 0.01)
+    monkeypatch.setattr(runs, "POLL_S", 0.01)
     monkeypatch.setattr(connection, "BACKOFF_S", 0.01)
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_compiled_is_said_and_nothing_is_written(tmp_path: Path) 
         evernear("compile", "rollback", "retrain", "--image", IMAGE, *here)
     assert not (tmp_path / "out").exists()
     (tmp_path / "out").write_text("a file")
-    with pytest.raises(SettingsError, match=r"out/rollback\.yaml cannot be written: "):
+    with pytest.raises(SettingsError, match=r"out/rollback\.yaml: File exists"):
         evernear("compile", "rollback", "--image", IMAGE, *here)
 
 
@@ -198,7 +198,7 @@ def test_a_run_is_stopped(published: KfpServer) -> None:
     said = evernear("stop", started["id"])
     assert said.startswith(f"Run {started['id']} is stopping. The run's store is not writable from here")
     assert published.run(started["id"]).ended.wait(10)
-    assert evernear("stop", started["id"]) == f"Run {started['id']} had ended already: canceled.\n"
+    assert evernear("stop", started["id"]) == f"Run {started['id']} has already ended: canceled.\n"
     assert told("status", started["id"])["state"] == "canceled"
     with pytest.raises(EvernearError, match="was stopped"):
         evernear("run", "--key", "a", "--wait")
@@ -221,8 +221,8 @@ def test_a_wait_is_interrupted_and_the_run_goes_on(published: KfpServer, monkeyp
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pipeline.time, "sleep", interrupt)
-    with pytest.raises(UserInterruptError, match=r"goes on in Kubeflow Pipelines; `evernear pipeline status [^ ]+`"):
+    monkeypatch.setattr(runs.time, "sleep", interrupt)
+    with pytest.raises(UserInterruptError, match=r"continues in Kubeflow Pipelines; `evernear pipeline status [^ ]+`"):
         evernear("run", "--set", "task_cpu=wait", "--wait")
     monkeypatch.undo()
     (run,) = published.runs
@@ -258,8 +258,8 @@ def test_a_pipeline_runs_by_the_clock(published: KfpServer) -> None:
         (("run", "--preset", "bset"), "No preset 'bset'; known: best"),
         (("run", "--set", "target"), "'target' has no '='; write key=value"),
         (("run", "reindexx"), "There is no pipeline reindexx"),
-        (("schedule",), "Give either --cron"),
-        (("schedule", "--cron", "0 3 * * *", "--off"), "Give either --cron"),
+        (("schedule",), "Pass either --cron"),
+        (("schedule", "--cron", "0 3 * * *", "--off"), "Pass either --cron"),
         (("schedule", "--cron", "nightly"), "Schedule cron is not a supported format"),
         (("status", "gone"), "There is no run gone"),
         (("status", "--endpoint", "kfp.example.org"), r"Invalid setting pipeline\.endpoint = kfp\.example\.org"),

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from evernear.cli import cluster, doctor, inspect, journey, pipeline, pod, predict, prep, releases, server, slack, watch
+from evernear.cli import cluster, doctor, inspect, pipeline, pod, predict, prep, releases, run, server, slack, watch
 from evernear.errors import EvernearError, StoreError, UserInterruptError, no_space
 from evernear.output import printable
 
@@ -23,9 +23,9 @@ app = typer.Typer(
     help="Keeps an image recogniser fresh: labelled images in, a gated release served by TorchServe.",
 )
 for command in (
-    journey.run,
-    journey.reindex,
-    journey.demo,
+    run.run,
+    run.reindex,
+    run.demo,
     predict.predict,
     prep.prep,
     server.status,

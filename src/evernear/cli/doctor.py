@@ -4,25 +4,24 @@ from typing import Annotated, cast
 
 import typer
 
-from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, settings_of
+from evernear.cli.options import JsonOption, local_settings, with_options
 from evernear.output import print_json, print_line
+from evernear.settings import Settings
 
 
+@with_options(settings=local_settings)
 def doctor(
+    settings: Settings,
     parts: Annotated[
         list[str] | None,
         typer.Argument(metavar="[PART]...", help="store, cluster, pipelines, slack [those that are configured]"),
     ] = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Try object store, cluster, Kubeflow Pipelines and Slack, and say what is missing and how to mend it."""
     from evernear.doctor import PARTS, Part, configured, examine
     from evernear.errors import SettingsError
 
-    settings = settings_of(None, config, overrides, workdir)
     for part in parts or ():
         if part not in PARTS:
             raise SettingsError(f"There is no part {part!r} to look at; known: {', '.join(PARTS)}.")

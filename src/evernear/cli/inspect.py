@@ -3,15 +3,15 @@
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption
-from evernear.cli.releases import StoreOption, registry_of
+from evernear.cli.options import JsonOption, with_options
+from evernear.cli.releases import registry_of
 from evernear.disk import open_regular
 from evernear.errors import DataError, IntegrityError, PredictionRejectedError
 from evernear.output import print_json, print_line, printable
@@ -30,18 +30,12 @@ ReleaseArgument = Annotated[str, typer.Argument(metavar="RELEASE", help="A .mar 
 
 
 @app.command()
-def show(
-    release: ReleaseArgument,
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@with_options(registry=registry_of)
+def show(registry: "Registry", release: ReleaseArgument, as_json: JsonOption = False) -> None:
     """Tell a release's signature, preprocessing, index, labels, metrics and lineage; runs none of its code."""
     from evernear.release.describe import describe
 
-    with _archive(release, lambda: registry_of(store, config, overrides, workdir)) as archive:
+    with _archive(release, registry) as archive:
         described = describe(archive)
     if as_json:
         print_json(described)
@@ -50,23 +44,20 @@ def show(
 
 
 @app.command()
+@with_options(registry=registry_of)
 def run(
+    registry: "Registry",
     release: ReleaseArgument,
     images: Annotated[list[Path], typer.Option("--image", metavar="FILE", help="PNG or JPEG; may be repeated.")],
     more: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="More images.")] = None,
     trust: Annotated[
         bool, typer.Option("--trust", help="Load a .mar that is not in the registry: that can run its maker's code.")
     ] = False,
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Recognise images with a release, without a server."""
-    registry = registry_of(store, config, overrides, workdir)
     with (
-        _archive(release, lambda: registry) as archive,
+        _archive(release, registry) as archive,
         tempfile.TemporaryDirectory(prefix="evernear-inspect-") as temporary,
     ):
         # A copy, so that what was vouched for is what is loaded.
@@ -96,7 +87,7 @@ def run(
 
 
 @contextmanager
-def _archive(release: str, registry: "Callable[[], Registry]") -> Generator[Path]:
+def _archive(release: str, registry: "Registry") -> Generator[Path]:
     """The file that ``release`` names, or the archive of that version, fetched for the time being."""
     from evernear.release.manifest import is_version
 
@@ -104,7 +95,7 @@ def _archive(release: str, registry: "Callable[[], Registry]") -> Generator[Path
         yield Path(release)
         return
     with tempfile.TemporaryDirectory(prefix="evernear-inspect-") as temporary:
-        registry().fetch(release, Path(temporary) / "release.mar")
+        registry.fetch(release, Path(temporary) / "release.mar")
         yield Path(temporary) / "release.mar"
 
 
@@ -131,7 +122,9 @@ def _tell(file: Path, answer: "Prediction | Refusal", as_json: bool) -> bool:
     return refused
 
 
-def _show(told: "Description") -> None:
+def _show(
+    told: "Description",
+) -> None:
     index, lineage, shape = told.index, told.lineage, told.preprocessing
     print_line(f"release {told.version}, {told.archive_size_bytes / 1e6:.1f} MB, sha256 {told.archive_sha256}")
     _show_signature("POST /predictions/MODEL", told.request)
@@ -178,6 +171,8 @@ def _safe(text: str, limit: int = 100) -> str:
     return printable(text, limit)
 
 
-def _heading(text: str) -> None:
+def _heading(
+    text: str,
+) -> None:
     print_line()
     print_line(text)

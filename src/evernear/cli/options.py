@@ -1,37 +1,80 @@
-"""Options that several commands share, and the settings that they add up to."""
+"""Options that several commands share.
 
+A command names the values it needs, and `with_options` adds the options that each of them is made from:
+
+    @app.command()
+    @with_options(settings=local_settings)  # adds --config, --set and --workdir
+    def stop(settings: Settings) -> None: ...
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from evernear import settings as knobs
-from evernear.settings import Settings
+from evernear.settings import Settings, load
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="Settings file (TOML).")]
 PresetOption = Annotated[
     str | None, typer.Option("--preset", help="Settings that come with evernear: best, fast, quick.")
 ]
-SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="e.g. train.epochs=3")]
-WorkdirOption = Annotated[Path | None, typer.Option("--workdir", help="Runs, releases and logs [evernear-work].")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as train.epochs=3.")
+]
+WorkdirOption = Annotated[
+    Path | None, typer.Option("--workdir", help="Directory of runs, releases and logs. [evernear-work]")
+]
 SourceOption = Annotated[
     str | None,
     typer.Option("--source", help="digits | mnist | mnist:DIR | folder:DIR | s3://bucket/prefix"),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="JSON for programs instead of text for people.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
-def settings_of(
-    preset: str | None,
-    config: Path | None,
-    overrides: list[str] | None,
-    workdir: Path | None,
-    source: str | None = None,
+def local_settings(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> Settings:
+    """The settings from file, environment and options."""
+    return load(config=config, overrides=assignments(overrides, workdir=workdir))
+
+
+def run_settings(
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
 ) -> Settings:
-    """The settings of one command: preset, file, environment and flags."""
-    flags = list(overrides or [])
-    if workdir is not None:
-        flags.append(f"workdir={workdir}")
-    if source is not None:
-        flags.append(f"data.source={source}")
-    return knobs.load(preset=preset, config=config, overrides=flags)
+    """The settings of a run, with the two options that most runs differ in."""
+    options = assignments(overrides, workdir=workdir, **{"data.source": source})
+    return load(preset=preset, config=config, overrides=options)
+
+
+def with_options(**providers: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of ``providers``, and the result of each under its name."""
+    signatures = {name: inspect.signature(provider) for name, provider in providers.items()}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            results = {
+                name: provider(**{o: values.pop(o) for o in signatures[name].parameters if o in values})
+                for name, provider in providers.items()
+            }
+            command(**values, **results)
+
+        own = [p for p in inspect.signature(command).parameters.values() if p.name not in providers]
+        shared = [option for signature in signatures.values() for option in signature.parameters.values()]
+        parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*own, *shared)]
+        del run.__wrapped__  # typer would read the options of the command itself
+        run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
+
+
+def assignments(overrides: list[str] | None, **options: object) -> list[str]:
+    """``--set`` words, then the options that have a name of their own."""
+    return [*(overrides or []), *(f"{key}={value}" for key, value in options.items() if value is not None)]

@@ -1,52 +1,41 @@
 """``evernear pipeline``: compile the pipelines, and run them on Kubeflow Pipelines."""
 
-import os
 import secrets
-import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from evernear.cli.interrupts import interrupt_says
-from evernear.cli.options import ConfigOption, JsonOption, PresetOption, settings_of
+from evernear.cli.options import ConfigOption, JsonOption, PresetOption, assignments, local_settings, with_options
+from evernear.cli.runs import follow, outcome_of, record_of, row, show, store_of, title
 from evernear.cli.tables import print_table
-from evernear.errors import EvernearError, IntegrityError, PipelineServerError, SettingsError, StoreError
-from evernear.output import print_json, print_line, printable
+from evernear.errors import SettingsError, StoreError
+from evernear.output import print_json, print_line
 from evernear.settings import PipelineSettings
 
-if TYPE_CHECKING:
-    from evernear.kubeflow.client import KfpRuns
-    from evernear.kubeflow.runs import Run, Step
-    from evernear.reporting.notify import Outcome
-    from evernear.run_record import RunRecord
-    from evernear.store import Store
-
 DEFAULT = "continuous-training"
-POLL_S = 2.0
 
 app = typer.Typer(
     rich_markup_mode="markdown",
     no_args_is_help=True,
-    help="Kubeflow Pipelines: compile, upload, run, schedule, look, stop.",
+    help="Compile, upload, run, schedule, show and stop pipelines on Kubeflow Pipelines.",
 )
 PipelinesArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="PIPELINE...", help="All of them, if none is named.")
+    list[str] | None, typer.Argument(metavar="PIPELINE...", help="Pipelines to include. [all]")
 ]
 PipelineArgument = Annotated[str, typer.Argument(metavar="PIPELINE")]
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="The run's id, as `evernear pipeline status` lists it.")
 ]
 ImageOption = Annotated[str, typer.Option("--image", metavar="REF@sha256:...", help="Training image by digest.")]
-VersionOption = Annotated[str | None, typer.Option("--version", help="Name of the version, if not the git commit.")]
+VersionOption = Annotated[str | None, typer.Option("--version", help="Name of the version. [the git commit]")]
 EndpointOption = Annotated[
-    str | None, typer.Option("--endpoint", metavar="URL", help="KFP API, if not pipeline.endpoint.")
+    str | None, typer.Option("--endpoint", metavar="URL", help="URL of the KFP API. [pipeline.endpoint]")
 ]
 NamespaceOption = Annotated[
-    str | None, typer.Option("--namespace", metavar="NAME", help="On a multi-user KFP, if not pipeline.namespace.")
+    str | None, typer.Option("--namespace", metavar="NAME", help="Namespace on a multi-user KFP. [pipeline.namespace]")
 ]
 ParameterOption = Annotated[
     list[str] | None,
@@ -66,28 +55,56 @@ StoreOption = Annotated[
 ]
 
 
-@app.command(name="compile")
-def compile_(
-    image: ImageOption,
-    pipelines: PipelinesArgument = None,
+def server_settings(
+    endpoint: EndpointOption = None, namespace: NamespaceOption = None, config: ConfigOption = None
+) -> PipelineSettings:
+    """The Kubeflow Pipelines server."""
+    options = {"pipeline.endpoint": endpoint, "pipeline.namespace": namespace}
+    return local_settings(config, assignments(None, **options)).pipeline
+
+
+def run_words(
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    target: TargetOption = None,
+    serving_image: ServingImageOption = None,
+    parameters: ParameterOption = None,
+) -> list[str]:
+    """The parameters of a run, as ``key=value``."""
+    return assignments(parameters, source=source, preset=preset, target=target, serving_image=serving_image)
+
+
+def default_words(
     source: SourceOption = None,
     target: TargetOption = None,
     serving_image: ServingImageOption = None,
     store: StoreOption = None,
     defaults: ParameterOption = None,
-    output: Annotated[Path, typer.Option("--output", metavar="DIR", help="Where to.")] = Path(),
+) -> list[str]:
+    """The defaults of a pipeline version, as ``key=value``."""
+    return assignments(defaults, source=source, target=target, serving_image=serving_image, store=store)
+
+
+@app.command(name="compile")
+@with_options(pinned=default_words)
+def compile_(
+    pinned: list[str],
+    image: ImageOption,
+    pipelines: PipelinesArgument = None,
+    output: Annotated[Path, typer.Option("--output", metavar="DIR", help="Output directory.")] = Path(),
     kubernetes_native: Annotated[
         bool,
-        typer.Option("--kubernetes-native", help="As manifests for kubectl, for a KFP that keeps pipelines there."),
+        typer.Option(
+            "--kubernetes-native", help="Write Kubernetes manifests, for a KFP that stores pipelines in the cluster."
+        ),
     ] = False,
     version: VersionOption = None,
     namespace: NamespaceOption = None,
 ) -> None:
-    """Write the pipelines for a cluster, the same bytes each time: DIR/PIPELINE.yaml. The options pin defaults."""
+    """Write the pipelines for a cluster as DIR/PIPELINE.yaml, the same bytes each time. Options set their defaults."""
     from evernear.disk import write_atomically
     from evernear.kubeflow.compiled import as_manifests
 
-    pinned = _words(defaults, source=source, target=target, serving_image=serving_image, store=store)
     compiled = _compiled(pipelines, image, pinned)
     if kubernetes_native:
         commit = version or _commit()
@@ -98,33 +115,26 @@ def compile_(
             output.mkdir(parents=True, exist_ok=True)
             write_atomically(path, content)
         except OSError as error:
-            raise SettingsError(f"{path} cannot be written: {error.strerror}.") from None
+            raise SettingsError(f"Cannot write {path}: {error.strerror}.") from None
         print_line(str(path))
 
 
 @app.command()
+@with_options(pinned=default_words, server=server_settings)
 def upload(
+    pinned: list[str],
+    server: PipelineSettings,
     image: ImageOption,
     pipelines: PipelinesArgument = None,
-    source: SourceOption = None,
-    target: TargetOption = None,
-    serving_image: ServingImageOption = None,
-    store: StoreOption = None,
-    defaults: ParameterOption = None,
     version: VersionOption = None,
-    endpoint: EndpointOption = None,
-    namespace: NamespaceOption = None,
-    config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Upload the pipelines as a new version with this image. The options pin defaults; a repeat changes nothing."""
-    settings = _settings(config, endpoint, namespace)
+    """Upload the pipelines as a new version with this image. Options set their defaults. A repeat changes nothing."""
     commit = version or _commit()
     from evernear.kubeflow.publish import Publisher
 
-    pinned = _words(defaults, source=source, target=target, serving_image=serving_image, store=store)
     compiled = _compiled(pipelines, image, pinned)
-    publisher = Publisher(settings)
+    publisher = Publisher(server)
     uploaded = [publisher.upload(content, commit) for content in compiled.values()]
     if as_json:
         print_json(uploaded)
@@ -135,71 +145,60 @@ def upload(
 
 
 @app.command()
+@with_options(words=run_words, server=server_settings)
 def run(
+    words: list[str],
+    server: PipelineSettings,
     pipeline: PipelineArgument = DEFAULT,
-    source: SourceOption = None,
-    preset: PresetOption = None,
-    target: TargetOption = None,
-    serving_image: ServingImageOption = None,
-    parameters: ParameterOption = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="Follow the run; exit with 1 if it fails or is stopped.")
     ] = False,
     key: Annotated[
-        str | None, typer.Option("--key", metavar="KEY", help="A second start with the same key finds the first's run.")
+        str | None,
+        typer.Option("--key", metavar="KEY", help="Idempotency key: a second start with it returns the first run."),
     ] = None,
-    endpoint: EndpointOption = None,
-    namespace: NamespaceOption = None,
-    config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Start the newest version of a pipeline. What is not set keeps the default that the upload pinned."""
+    """Start the newest version of a pipeline. Unset parameters keep the defaults of that version."""
+    from evernear.kubeflow.client import KfpRuns
     from evernear.triggers.parameters import caller, combine, from_words
 
-    runs = _runs(_settings(config, endpoint, namespace))
-    words = _words(parameters, source=source, preset=preset, target=target, serving_image=serving_image)
+    runs = KfpRuns(server)
     arguments = combine({"started_by": caller()}, from_words(words, runs.parameters(pipeline)))
-    store = _open_store(arguments.get("store") or _default_store(runs, pipeline))
-    started = runs.start(pipeline, arguments, key or _new_key(), store)
+    started = runs.start(pipeline, arguments, key or _new_key(), store_of(arguments, runs, pipeline))
     if wait:
-        goes_on = f"`evernear pipeline status {started.id}` follows it, `evernear pipeline stop {started.id}` ends it"
-        with interrupt_says(f"Interrupted. The run {started.id} goes on in Kubeflow Pipelines; {goes_on}."):
-            _follow(runs, started, as_json)
+        commands = f"`evernear pipeline status {started.id}` shows it, `evernear pipeline stop {started.id}` stops it"
+        with interrupt_says(f"Interrupted. The run {started.id} continues in Kubeflow Pipelines; {commands}."):
+            follow(runs, started, as_json)
     elif as_json:
         print_json(started)
     else:
-        print_line(f"{_title(started)} is {started.state}. {started.url}".rstrip())
+        print_line(f"{title(started)} is {started.state}. {started.url}".rstrip())
 
 
 @app.command()
+@with_options(words=run_words, server=server_settings)
 def schedule(
+    words: list[str],
+    server: PipelineSettings,
     pipeline: PipelineArgument = DEFAULT,
     cron: Annotated[
         str | None,
         typer.Option(
             "--cron",
             metavar="CRON",
-            help="'0 3 * * *': each night at three, by the server's clock, which is UTC as a rule.",
+            help="Schedule, such as '0 3 * * *': daily at 3:00 of the server's clock, usually UTC.",
         ),
     ] = None,
-    off: Annotated[bool, typer.Option("--off", help="End the schedule instead; runs at work go on.")] = False,
-    source: SourceOption = None,
-    preset: PresetOption = None,
-    target: TargetOption = None,
-    serving_image: ServingImageOption = None,
-    parameters: ParameterOption = None,
-    endpoint: EndpointOption = None,
-    namespace: NamespaceOption = None,
-    config: ConfigOption = None,
+    off: Annotated[bool, typer.Option("--off", help="Remove the schedule instead; active runs continue.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the newest version by the clock, instead of whatever schedule the pipeline had."""
+    """Run the newest version on a schedule, which replaces the pipeline's present schedule."""
     if (cron is None) != off:
-        raise SettingsError("Give either --cron '0 3 * * *' (each night at three) or --off.")
-    settings = _settings(config, endpoint, namespace)
+        raise SettingsError("Pass either --cron '0 3 * * *' (daily at 3:00) or --off.")
     from evernear.kubeflow.publish import Publisher
 
-    publisher = Publisher(settings)
+    publisher = Publisher(server)
     if cron is None:
         ended = publisher.unschedule(pipeline)
         if as_json:
@@ -209,7 +208,6 @@ def schedule(
         return
     from evernear.triggers.parameters import caller, combine, from_words
 
-    words = _words(parameters, source=source, preset=preset, target=target, serving_image=serving_image)
     arguments = from_words(words, publisher.runs.parameters(pipeline))
     started_by = f"the schedule {cron} of {caller()}"
     made = publisher.schedule(pipeline, cron, combine({"started_by": started_by}, arguments))
@@ -220,57 +218,54 @@ def schedule(
 
 
 @app.command()
+@with_options(server=server_settings)
 def status(
+    server: PipelineSettings,
     run_id: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="If none: the newest runs, and the schedules.")
+        str | None, typer.Argument(metavar="RUN", help="Id of a run. [the newest runs and the schedules]")
     ] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, max=1000, metavar="N")] = 10,
-    endpoint: EndpointOption = None,
-    namespace: NamespaceOption = None,
-    config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell of one run, step by step, or of the newest runs and of what runs by the clock."""
-    settings = _settings(config, endpoint, namespace)
+    """Show one run step by step, or the newest runs and the schedules."""
     if run_id is not None:
-        runs = _runs(settings)
+        from evernear.kubeflow.client import KfpRuns
+
+        runs = KfpRuns(server)
         found = runs.show(run_id)
-        _tell(found, _outcome(found, runs), as_json)
+        show(found, outcome_of(found, runs), as_json)
         return
     from evernear.kubeflow.publish import Publisher
 
-    publisher = Publisher(settings)
+    publisher = Publisher(server)
     listed, schedules = publisher.runs.list(limit=limit), publisher.schedules()
     if as_json:
         print_json({"runs": listed, "schedules": schedules})
         return
-    rows = [
-        (one.id, one.pipeline, one.pipeline_version[:12], one.state, _minute(one.created), _span(one)) for one in listed
-    ]
-    print_table(("run", "pipeline", "version", "state", "started (UTC)", "took"), rows)
+    print_table(("run", "pipeline", "version", "state", "started (UTC)", "took"), map(row, listed))
     for one in schedules:
         print_line(f"{one.pipeline} runs at {one.cron} (seconds first), {one.state}.")
 
 
 @app.command()
+@with_options(server=server_settings)
 def stop(
+    server: PipelineSettings,
     run_id: RunArgument,
-    endpoint: EndpointOption = None,
-    namespace: NamespaceOption = None,
-    config: ConfigOption = None,
 ) -> None:
-    """Stop a run. Its exit step still runs, and records who stopped it."""
+    """Stop a run. Its exit step still runs and records who stopped it."""
+    from evernear.kubeflow.client import KfpRuns
     from evernear.triggers.parameters import caller
 
-    runs = _runs(_settings(config, endpoint, namespace))
+    runs = KfpRuns(server)
     found = runs.show(run_id)
     if found.state.is_final:
-        print_line(f"Run {run_id} had ended already: {found.state}.")
+        print_line(f"Run {run_id} has already ended: {found.state}.")
         return
-    by, record = caller(), _record(found, runs)
+    record = record_of(found, runs)
     try:
         if record is not None:
-            record.save_stop(by, datetime.now(UTC))
+            record.save_stop(caller(), datetime.now(UTC))
     except StoreError:
         record = None
     runs.stop(run_id)
@@ -278,24 +273,14 @@ def stop(
     print_line(f"Run {run_id} is stopping.{unnamed}")
 
 
-def _settings(config: Path | None, endpoint: str | None, namespace: str | None) -> PipelineSettings:
-    given = {"endpoint": endpoint, "namespace": namespace}
-    flags = [f"pipeline.{key}={value}" for key, value in given.items() if value is not None]
-    return settings_of(None, config, flags, None).pipeline
-
-
-def _runs(settings: PipelineSettings) -> "KfpRuns":
-    from evernear.kubeflow.client import KfpRuns
-
-    return KfpRuns(settings)
-
-
 def _commit() -> str:
     from evernear.release.git import git_commit
 
     if commit := git_commit():
         return commit
-    raise SettingsError("This evernear is not of a git checkout, so that the version has no name; give --version.")
+    raise SettingsError(
+        "evernear does not run from a git checkout, so the version has no default name; pass --version."
+    )
 
 
 def _new_key() -> str:
@@ -303,7 +288,7 @@ def _new_key() -> str:
 
 
 def _compiled(pipelines: list[str] | None, image: str, defaults: list[str]) -> dict[str, bytes]:
-    """Each pipeline for a cluster; a default goes to all those that have the parameter."""
+    """Each pipeline for a cluster. A default applies to every pipeline that has the parameter."""
     from evernear.kubeflow import NAMES
     from evernear.kubeflow.compiled import for_cluster, parameters_of, with_defaults
     from evernear.triggers.parameters import from_words
@@ -315,135 +300,3 @@ def _compiled(pipelines: list[str] | None, image: str, defaults: list[str]) -> d
         own = {parameter.name for parameter in known[name]}
         compiled[name] = with_defaults(content, {name: value for name, value in arguments.items() if name in own})
     return compiled
-
-
-def _words(words: list[str] | None, **options: str | None) -> list[str]:
-    """``--set`` words, with the options that have a name of their own."""
-    return [f"{name}={value}" for name, value in options.items() if value is not None] + list(words or [])
-
-
-def _follow(runs: "KfpRuns", started: "Run", as_json: bool) -> None:
-    """Show each step as it ends, until the run does; KFP's own wait knows neither CANCELED nor FAILED.
-
-    Raises:
-        EvernearError: the run failed or was stopped.
-    """
-    console = Console(stderr=True)
-    console.print(Text(printable(f"Run {started.id}  {started.url}")), soft_wrap=True)
-    told: set[str] = set()
-    with console.status("waiting for the first step") as shown:
-        while True:
-            found = _show_patiently(runs, started.id)
-            for step in found.steps:
-                if step.state.is_final and step.name not in told:
-                    told.add(step.name)
-                    console.print(Text(printable(_line(step))), soft_wrap=True)
-            if found.state.is_final:
-                break
-            working = [step.name for step in found.steps if not step.state.is_final]
-            shown.update(Text(printable(f"{found.state}: {', '.join(working) or 'waiting for the next step'}")))
-            time.sleep(POLL_S)
-    outcome = _outcome(found, runs)
-    _tell(found, outcome, as_json, steps=False)
-    if found.state not in ("succeeded", "skipped"):
-        raise EvernearError(_why(found, outcome))
-
-
-def _show_patiently(runs: "KfpRuns", run_id: str, attempts: int = 10) -> "Run":
-    """A server that restarts does not end the wait for a run of hours."""
-    for attempt in range(1, attempts + 1):
-        try:
-            return runs.show(run_id)
-        except PipelineServerError:
-            if attempt == attempts:
-                raise
-            time.sleep(POLL_S * attempt)
-    raise AssertionError("not reached")
-
-
-def _outcome(run: "Run", runs: "KfpRuns") -> "Outcome | None":
-    """The outcome of a run that ended; None where it recorded none, or its store is not readable from here."""
-    from evernear.reporting.notify import load_outcome
-
-    record = _record(run, runs) if run.state.is_final else None
-    try:
-        return load_outcome(record.store, run.id) if record else None
-    except (StoreError, IntegrityError):
-        return None
-
-
-def _record(run: "Run", runs: "KfpRuns") -> "RunRecord | None":
-    """The run's record in its store; None where this process cannot open the store."""
-    from evernear.run_record import RunRecord
-
-    try:
-        store = _open_store(run.parameters.get("store") or _default_store(runs, run.pipeline))
-    except PipelineServerError:
-        return None
-    return RunRecord(store, run.id) if store else None
-
-
-def _open_store(uri: str) -> "Store | None":
-    """The store of a run in the cluster; None where this process has no keys for it, or no such directory."""
-    from evernear.store import open_store
-
-    if uri.startswith("s3://") and "AWS_ACCESS_KEY_ID" not in os.environ:
-        return None  # do not ask whoever else has a bucket of that name
-    if uri.startswith("file://") and not Path(uri.removeprefix("file://")).is_dir():
-        return None
-    try:
-        return open_store(uri)
-    except SettingsError:
-        return None
-
-
-def _default_store(runs: "KfpRuns", pipeline: str) -> str:
-    return next((p.default for p in runs.parameters(pipeline) if p.name == "store"), "")
-
-
-def _tell(run: "Run", outcome: "Outcome | None", as_json: bool, steps: bool = True) -> None:
-    if as_json:
-        print_json({**run.model_dump(), "outcome": outcome})
-        return
-    print_line(f"{_title(run)}: {run.state}. {run.url}".rstrip())
-    for step in run.steps if steps else ():
-        print_line(_line(step))
-    if outcome is not None:
-        print_line(outcome.summary())
-        if command := outcome.next_command():
-            print_line(f"Next: {command}")
-    elif run.state == "succeeded":
-        print_line("The outcome is unknown: the run's store is not readable from here, or has no record of this run.")
-
-
-def _title(run: "Run") -> str:
-    return f"Run {run.id} of {run.pipeline} {run.pipeline_version[:12]}".rstrip()
-
-
-def _line(step: "Step") -> str:
-    marks = {"succeeded": "ok", "skipped": "--", "failed": "!!", "canceled": "!!"}
-    took = f"{(step.ended - step.started).total_seconds():6.0f} s" if step.started and step.ended else " " * 8
-    words = step.error or ("" if step.state in marks and step.state == "succeeded" else step.state)
-    return f"  {marks.get(step.state, '..')} {step.name:<10} {took}  {words}".rstrip()
-
-
-def _why(run: "Run", outcome: "Outcome | None") -> str:
-    if outcome is not None and outcome.state in ("failed", "stopped"):
-        return f"The run {run.id} {outcome.summary()}"
-    if run.state == "canceled":
-        return f"The run {run.id} was stopped."
-    failed = [step for step in run.steps if step.state == "failed"]
-    where = f" at {failed[0].name}" if failed else ""
-    reasons = [step.error for step in failed if step.error] or [run.error]
-    return f"The run {run.id} failed{where}: {' '.join(filter(None, reasons)) or 'see its log in KFP.'}"
-
-
-def _minute(moment: datetime) -> str:
-    return f"{moment:%Y-%m-%d %H:%M}"
-
-
-def _span(run: "Run") -> str:
-    if run.ended is None:
-        return "-"
-    minutes, seconds = divmod(int((run.ended - run.created).total_seconds()), 60)
-    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, settings_of
+from evernear.cli.options import JsonOption, local_settings, with_options
 from evernear.errors import DataError, EvernearError, PredictionRejectedError, SettingsError
 from evernear.output import print_json, print_line, printable
 from evernear.settings import Settings
@@ -25,7 +25,9 @@ SHOWN_NEIGHBORS = 3
 UNBOUNDED = 10_000
 
 
+@with_options(settings=local_settings)
 def predict(
+    settings: Settings,
     images: Annotated[list[Path] | None, typer.Argument(help="PNG or JPEG files.", metavar="IMAGE...")] = None,
     image_files: Annotated[
         list[Path] | None,
@@ -49,15 +51,11 @@ def predict(
     model_name: Annotated[str | None, typer.Option("--model-name")] = None,
     version: Annotated[str | None, typer.Option("--version", help="A loaded release, not the default one.")] = None,
     metadata: Annotated[bool, typer.Option("--metadata", help="What the model takes and gives.")] = False,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Ask the serving release what the images show."""
     from evernear.serving.client import Client, Target
 
-    settings = settings_of(None, config, overrides, workdir)
     if metadata and target is None and format != "prep":
         _show_metadata(_local_metadata(settings, version), as_json)
         return
@@ -176,7 +174,10 @@ def _local_metadata(settings: Settings, version: str | None) -> "Metadata":
     return metadata_of(Registry(open_store(settings.store_uri)).get(served.version).manifest, model)
 
 
-def _show_metadata(metadata: "Metadata", as_json: bool) -> None:
+def _show_metadata(
+    metadata: "Metadata",
+    as_json: bool,
+) -> None:
     if as_json:
         print_json(metadata)
         return

@@ -1,14 +1,15 @@
 """``evernear prep``: the preprocessing server in front of TorchServe."""
 
 from evernear.cli.interrupts import interrupt_says
-from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, settings_of
+from evernear.cli.options import local_settings, with_options
 from evernear.errors import ServingError
 from evernear.output import print_line
+from evernear.settings import Settings
 
 
-def prep(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+@with_options(settings=local_settings)
+def prep(settings: Settings) -> None:
     """Prepare images here and have TorchServe recognise them; stays until SIGTERM or Ctrl-C."""
-    settings = settings_of(None, config, overrides, workdir)
     try:
         from evernear.serving.prep.server import serve
     except ModuleNotFoundError as error:

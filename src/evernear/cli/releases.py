@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, settings_of
+from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, local_settings, with_options
 from evernear.cli.tables import print_table
 from evernear.errors import StoreError
 from evernear.output import print_json, print_line
@@ -26,19 +26,31 @@ StoreOption = Annotated[
         help="This store alone, file:///path or s3://bucket/prefix; no TorchServe follows. [the settings' store]",
     ),
 ]
-WhyOption = Annotated[str, typer.Option("--why", metavar="TEXT", help="For the history.")]
+WhyOption = Annotated[str, typer.Option("--why", metavar="TEXT", help="Reason, for the history.")]
+
+
+def registry_settings(
+    store: StoreOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
+) -> Settings:
+    """The settings. With ``--store`` only the registry changes: the local server may belong to another store."""
+    only = [f"store={store}", "target=registry"] if store else []
+    return local_settings(config, [*(overrides or []), *only], workdir)
+
+
+def registry_of(
+    store: StoreOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
+) -> "Registry":
+    """The registry of the settings."""
+    from evernear.release.registry import Registry
+    from evernear.store import open_store
+
+    return Registry(open_store(registry_settings(store, config, overrides, workdir).store_uri))
 
 
 @app.command(name="list")
-def list_(
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@with_options(registry=registry_of)
+def list_(registry: "Registry", as_json: JsonOption = False) -> None:
     """All releases, oldest first; the champion is marked."""
-    registry = registry_of(store, config, overrides, workdir)
     champion = registry.champion()
     told = [_told(registry.get(version), champion) for version in registry.list()]
     if as_json:
@@ -59,16 +71,9 @@ def list_(
 
 
 @app.command()
-def show(
-    version: VersionArgument,
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@with_options(registry=registry_of)
+def show(registry: "Registry", version: VersionArgument, as_json: JsonOption = False) -> None:
     """All that is known of a release, of a pruned one too: data, network, code, verdict, metrics, parts."""
-    registry = registry_of(store, config, overrides, workdir)
     told: dict[str, Any] = _told(registry.get(version, include_pruned=True), registry.champion())
     told["pruned"] = version not in registry.list()
     if as_json:
@@ -92,15 +97,9 @@ def show(
 
 
 @app.command()
-def champion(
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@with_options(registry=registry_of)
+def champion(registry: "Registry", as_json: JsonOption = False) -> None:
     """The release that serves, and how it came to."""
-    registry = registry_of(store, config, overrides, workdir)
     found = registry.champion()
     if found is None:
         raise StoreError(f"No release has been promoted in {registry.uri} yet; run `evernear run` first.")
@@ -111,15 +110,10 @@ def champion(
 
 
 @app.command()
-def history(
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@with_options(registry=registry_of)
+def history(registry: "Registry", as_json: JsonOption = False) -> None:
     """Every move of the champion's pointer, oldest first: when, what, how, by whom and why."""
-    moves = list(registry_of(store, config, overrides, workdir).history())
+    moves = list(registry.history())
     if as_json:
         print_json(moves)
         return
@@ -128,14 +122,12 @@ def history(
 
 
 @app.command()
+@with_options(settings=registry_settings)
 def promote(
+    settings: Settings,
     version: VersionArgument,
     why: WhyOption = "",
     force: Annotated[bool, typer.Option("--force", help="Although the verdict holds it; wants --why.")] = False,
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make a release the champion; a TorchServe that is up in the working directory follows, proved first."""
@@ -143,56 +135,34 @@ def promote(
     from evernear.release.registry import Cause
 
     _tell(
-        promote(version, _settings(store, config, overrides, workdir), force=force, cause=Cause.of_this_process(why)),
+        promote(version, settings, force=force, cause=Cause.of_this_process(why)),
         as_json,
     )
 
 
 @app.command()
-def rollback(
-    why: WhyOption = "",
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@with_options(settings=registry_settings)
+def rollback(settings: Settings, why: WhyOption = "", as_json: JsonOption = False) -> None:
     """Take the champion's last move back; again, the one before that."""
     from evernear.deployment import rollback
     from evernear.release.registry import Cause
 
-    _tell(rollback(_settings(store, config, overrides, workdir), cause=Cause.of_this_process(why)), as_json)
+    _tell(rollback(settings, cause=Cause.of_this_process(why)), as_json)
 
 
 @app.command()
+@with_options(registry=registry_of)
 def prune(
+    registry: "Registry",
     keep: Annotated[int, typer.Option("--keep", min=1, metavar="N", help="How many of the newest stay.")],
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Remove old releases; never the champion, its parent, or what a rollback leads to."""
-    removed = registry_of(store, config, overrides, workdir).prune(keep)
+    removed = registry.prune(keep)
     if as_json:
         print_json({"removed": removed})
     else:
         print_line(f"Removed {', '.join(removed)}." if removed else "Nothing to remove.")
-
-
-def registry_of(store: StoreOption, config: ConfigOption, overrides: SetOption, workdir: WorkdirOption) -> "Registry":
-    """The registry that the options of a command name."""
-    from evernear.release.registry import Registry
-    from evernear.store import open_store
-
-    return Registry(open_store(_settings(store, config, overrides, workdir).store_uri))
-
-
-def _settings(store: StoreOption, config: ConfigOption, overrides: SetOption, workdir: WorkdirOption) -> Settings:
-    """With ``--store``, that store alone: what serves in the working directory may belong to another one."""
-    flags = [f"store={store}", "target=registry"] if store else []
-    return settings_of(None, config, [*(overrides or []), *flags], workdir)
 
 
 def _told(record: "Record", champion: "Champion | None") -> dict[str, Any]:

@@ -6,17 +6,16 @@ from typing import Annotated
 import typer
 
 from evernear.cli.interrupts import interrupt_says
-from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, settings_of
+from evernear.cli.options import JsonOption, local_settings, with_options
 from evernear.output import print_json, print_line
+from evernear.settings import Settings
 
 
-def status(
-    config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None, as_json: JsonOption = False
-) -> None:
+@with_options(settings=local_settings)
+def status(settings: Settings, as_json: JsonOption = False) -> None:
     """Tell what serves, here or (target kubernetes) in the cluster: the server's state, its releases, the champion."""
     from evernear.deployment import cluster, local
 
-    settings = settings_of(None, config, overrides, workdir)
     found = (cluster() if settings.target == "kubernetes" else local).status(settings)
     if as_json:
         print_json(found)
@@ -26,20 +25,18 @@ def status(
             print_line(f"{key.replace('_', ' '):<12} {'-' if shown in (None, '') else shown}")
 
 
+@with_options(settings=local_settings)
 def serve(
+    settings: Settings,
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Stay until the server ends, and end it with this process.")
     ] = False,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
 ) -> None:
     """Start TorchServe with the champion, if it is not up already."""
     from evernear.deployment.local import follow, serve
     from evernear.serving.connection import home_of
     from evernear.serving.torchserve import adopt, is_running
 
-    settings = settings_of(None, config, overrides, workdir)
     home = home_of(settings.workdir)
     was_running = is_running(home)
     if foreground and not was_running:  # one that runs outlives a command that fails
@@ -56,29 +53,30 @@ def serve(
         follow(settings)
 
 
-def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+@with_options(settings=local_settings)
+def ready(settings: Settings) -> None:
     """Exit with 0 if a prediction would be answered now, else with 1: a probe for orchestrators."""
     from evernear.serving.connection import home_of
     from evernear.serving.torchserve import is_ready
 
-    settings = settings_of(None, config, overrides, workdir)
     if not is_ready(home_of(settings.workdir), settings.serving.model_name):
         print_line("Not ready; `evernear status` tells more.", sys.stderr)
         raise typer.Exit(1)
     print_line("Ready.")
 
 
-def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+@with_options(settings=local_settings)
+def stop(settings: Settings) -> None:
     """Stop the TorchServe of this working directory: what came in is answered first."""
     from evernear.deployment.local import stop
     from evernear.serving.connection import home_of
 
-    settings = settings_of(None, config, overrides, workdir)
     print_line("TorchServe stopped." if stop(settings) else f"No TorchServe runs in {home_of(settings.workdir)}.")
 
 
-def token(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+@with_options(settings=local_settings)
+def token(settings: Settings) -> None:
     """Print the bearer token of the inference API, for curl and other clients."""
     from evernear.serving.connection import home_of, read_key
 
-    print_line(read_key(home_of(settings_of(None, config, overrides, workdir).workdir), "inference"))
+    print_line(read_key(home_of(settings.workdir), "inference"))

@@ -7,7 +7,7 @@ import threading
 import typer
 
 from evernear.cli.interrupts import stop_on_signals
-from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, settings_of
+from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, local_settings
 from evernear.errors import SlackError
 from evernear.output import log_to_stderr, print_line
 
@@ -28,7 +28,7 @@ def slack(
     """Be the Slack bot; stays until SIGTERM or Ctrl-C. Tokens come from the environment, see docs/slack.md."""
     if context.invoked_subcommand is not None:
         return
-    settings = settings_of(None, config, overrides, workdir)
+    settings = local_settings(config, overrides, workdir)
     try:
         from evernear.kubeflow.client import KfpRuns
         from evernear.triggers.slack.server import serve
@@ -47,7 +47,7 @@ def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: Wor
     """Exit with 0 if the bot of this working directory is well, else with 1: a probe for orchestrators."""
     from evernear.triggers.slack.health import is_well
 
-    if not is_well(settings_of(None, config, overrides, workdir)):
+    if not is_well(local_settings(config, overrides, workdir)):
         print_line("The bot does not run, or hangs; its log tells more.", sys.stderr)
         raise typer.Exit(1)
     print_line("Ready.")

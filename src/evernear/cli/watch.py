@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evernear.cli.interrupts import stop_on_signals
-from evernear.cli.options import ConfigOption, JsonOption, SetOption, SourceOption, WorkdirOption, settings_of
+from evernear.cli.options import (
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    SourceOption,
+    WorkdirOption,
+    local_settings,
+    run_settings,
+)
 from evernear.errors import PipelineServerError
 from evernear.output import log_to_stderr, print_json, print_line
 from evernear.settings import Settings
@@ -38,7 +46,7 @@ def run(
     from evernear.triggers.watch.service import Service
     from evernear.triggers.watch.watcher import Watcher
 
-    settings = settings_of(None, config, overrides, workdir, source)
+    settings = run_settings(source, None, config, overrides, workdir)
     log_to_stderr(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="evernear-watch-") as cache:
         watcher = Watcher(settings, open_store(settings.store_uri), _runs(settings), Path(cache))
@@ -63,7 +71,7 @@ def once(
     from evernear.store import open_store
     from evernear.triggers.watch.watcher import Watcher
 
-    settings = settings_of(None, config, overrides, workdir, source)
+    settings = run_settings(source, None, config, overrides, workdir)
     with tempfile.TemporaryDirectory(prefix="evernear-watch-") as cache:
         watcher = Watcher(settings, open_store(settings.store_uri), _runs(settings), Path(cache))
         _show(watcher.look(act=act), as_json)
@@ -113,7 +121,7 @@ def ship(config: ConfigOption = None, overrides: SetOption = None, workdir: Work
     from evernear.serving.query_log import ship_until
     from evernear.store import open_store
 
-    settings = settings_of(None, config, overrides, workdir)
+    settings = local_settings(config, overrides, workdir)
     log_to_stderr(logging.WARNING)
     ended = threading.Event()
     remains = "Interrupted. Queries that are not in the store yet stay here; `evernear watch ship` continues with them."
@@ -125,7 +133,7 @@ def _switch(config: Path | None, overrides: list[str] | None, workdir: Path | No
     from evernear.store import open_store
     from evernear.triggers.watch.switch import Switch
 
-    return Switch(open_store(settings_of(None, config, overrides, workdir).store_uri))
+    return Switch(open_store(local_settings(config, overrides, workdir).store_uri))
 
 
 def _runs(settings: Settings) -> "KfpRuns | None":

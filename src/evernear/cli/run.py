@@ -7,53 +7,29 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from evernear.cli.options import (
-    ConfigOption,
-    JsonOption,
-    PresetOption,
-    SetOption,
-    SourceOption,
-    WorkdirOption,
-    settings_of,
-)
+from evernear.cli.options import JsonOption, run_settings, with_options
 from evernear.output import print_json, print_line, printable
 from evernear.settings import Settings
 
 
-def run(
-    source: SourceOption = None,
-    preset: PresetOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@with_options(settings=run_settings)
+def run(settings: Settings, as_json: JsonOption = False) -> None:
     """Run the continuous-training pipeline on this machine, each step a process of its own."""
-    _run_and_show(settings_of(preset, config, overrides, workdir, source), "continuous_training", as_json)
+    _run_and_show(settings, "continuous_training", as_json)
 
 
-def reindex(
-    source: SourceOption = None,
-    preset: PresetOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@with_options(settings=run_settings)
+def reindex(settings: Settings, as_json: JsonOption = False) -> None:
     """Take new gallery images, a whole new class even, into the index of the network that serves: no training."""
-    _run_and_show(settings_of(preset, config, overrides, workdir, source), "reindex", as_json)
+    _run_and_show(settings, "reindex", as_json)
 
 
+@with_options(settings=run_settings)
 def demo(
-    source: SourceOption = None,
+    settings: Settings,
     keep: Annotated[bool, typer.Option("--keep", help="Leave TorchServe up.")] = False,
-    preset: PresetOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
 ) -> None:
     """The whole journey on one laptop: run, deploy, recognise images that were never trained on."""
-    settings = settings_of(preset, config, overrides, workdir, source)
     from evernear.demo import demo
 
     console = Console()

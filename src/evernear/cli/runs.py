@@ -1,0 +1,151 @@
+"""How the command line shows a run on Kubeflow Pipelines and follows it to its end."""
+
+import os
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from evernear.errors import EvernearError, IntegrityError, PipelineServerError, SettingsError, StoreError
+from evernear.output import print_json, print_line, printable
+
+if TYPE_CHECKING:
+    from evernear.kubeflow.client import KfpRuns
+    from evernear.kubeflow.runs import Run, Step
+    from evernear.reporting.notify import Outcome
+    from evernear.run_record import RunRecord
+    from evernear.store import Store
+
+POLL_S = 2.0
+
+
+def follow(runs: "KfpRuns", run: "Run", as_json: bool) -> None:
+    """Show each step as it ends, until the run does. KFP's own wait ignores the states CANCELED and FAILED.
+
+    Raises:
+        EvernearError: the run failed or was stopped.
+    """
+    console = Console(stderr=True)
+    console.print(Text(printable(f"Run {run.id}  {run.url}")), soft_wrap=True)
+    shown: set[str] = set()
+    with console.status("waiting for the first step") as status:
+        while True:
+            run = _poll(runs, run.id)
+            for step in run.steps:
+                if step.state.is_final and step.name not in shown:
+                    shown.add(step.name)
+                    console.print(Text(printable(_step_line(step))), soft_wrap=True)
+            if run.state.is_final:
+                break
+            running = [step.name for step in run.steps if not step.state.is_final]
+            status.update(Text(printable(f"{run.state}: {', '.join(running) or 'waiting for the next step'}")))
+            time.sleep(POLL_S)
+    outcome = outcome_of(run, runs)
+    show(run, outcome, as_json, steps=False)
+    if run.state not in ("succeeded", "skipped"):
+        raise EvernearError(_failure(run, outcome))
+
+
+def show(run: "Run", outcome: "Outcome | None", as_json: bool, steps: bool = True) -> None:
+    """Print a run, its steps and its outcome."""
+    if as_json:
+        print_json({**run.model_dump(), "outcome": outcome})
+        return
+    print_line(f"{title(run)}: {run.state}. {run.url}".rstrip())
+    for step in run.steps if steps else ():
+        print_line(_step_line(step))
+    if outcome is not None:
+        print_line(outcome.summary())
+        if command := outcome.next_command():
+            print_line(f"Next: {command}")
+    elif run.state == "succeeded":
+        print_line("The outcome is unknown: the run's store is not readable from here, or has no record of this run.")
+
+
+def title(run: "Run") -> str:
+    """The run's id, pipeline and version."""
+    return f"Run {run.id} of {run.pipeline} {run.pipeline_version[:12]}".rstrip()
+
+
+def row(run: "Run") -> tuple[str, ...]:
+    """A run as a row of the table of runs."""
+    version = run.pipeline_version[:12]
+    return run.id, run.pipeline, version, run.state, f"{run.created:%Y-%m-%d %H:%M}", _duration(run.created, run.ended)
+
+
+def outcome_of(run: "Run", runs: "KfpRuns") -> "Outcome | None":
+    """The outcome of a finished run; None if it recorded none or its store is not readable from here."""
+    from evernear.reporting.notify import load_outcome
+
+    record = record_of(run, runs) if run.state.is_final else None
+    try:
+        return load_outcome(record.store, run.id) if record else None
+    except (StoreError, IntegrityError):
+        return None
+
+
+def record_of(run: "Run", runs: "KfpRuns") -> "RunRecord | None":
+    """The run's record in its store; None if this process cannot open the store."""
+    from evernear.run_record import RunRecord
+
+    try:
+        store = store_of(run.parameters, runs, run.pipeline)
+    except PipelineServerError:
+        return None
+    return RunRecord(store, run.id) if store else None
+
+
+def store_of(arguments: dict[str, object], runs: "KfpRuns", pipeline: str) -> "Store | None":
+    """The store of a run in the cluster; None without keys for it, or without its directory."""
+    from evernear.store import open_store
+
+    default = next((p.default for p in runs.parameters(pipeline) if p.name == "store"), "")
+    uri = str(arguments.get("store") or default)
+    if uri.startswith("s3://") and "AWS_ACCESS_KEY_ID" not in os.environ:
+        return None  # an anonymous request would reach a stranger's bucket of the same name
+    if uri.startswith("file://") and not Path(uri.removeprefix("file://")).is_dir():
+        return None
+    try:
+        return open_store(uri)
+    except SettingsError:
+        return None
+
+
+def _poll(runs: "KfpRuns", run_id: str, attempts: int = 10) -> "Run":
+    """The run's present state. A restart of the server must not end the wait for a run of hours."""
+    for attempt in range(1, attempts + 1):
+        try:
+            return runs.show(run_id)
+        except PipelineServerError:
+            if attempt == attempts:
+                raise
+            time.sleep(POLL_S * attempt)
+    raise AssertionError("not reached")
+
+
+def _step_line(step: "Step") -> str:
+    marks = {"succeeded": "ok", "skipped": "--", "failed": "!!", "canceled": "!!"}
+    duration = f"{(step.ended - step.started).total_seconds():6.0f} s" if step.started and step.ended else " " * 8
+    detail = step.error or ("" if step.state == "succeeded" else step.state)
+    return f"  {marks.get(step.state, '..')} {step.name:<10} {duration}  {detail}".rstrip()
+
+
+def _failure(run: "Run", outcome: "Outcome | None") -> str:
+    if outcome is not None and outcome.state in ("failed", "stopped"):
+        return f"The run {run.id} {outcome.summary()}"
+    if run.state == "canceled":
+        return f"The run {run.id} was stopped."
+    failed = [step for step in run.steps if step.state == "failed"]
+    where = f" at {failed[0].name}" if failed else ""
+    reasons = [step.error for step in failed if step.error] or [run.error]
+    return f"The run {run.id} failed{where}: {' '.join(filter(None, reasons)) or 'see its log in KFP.'}"
+
+
+def _duration(start: datetime, end: datetime | None) -> str:
+    if end is None:
+        return "-"
+    minutes, seconds = divmod(int((end - start).total_seconds()), 60)
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
