@@ -38,7 +38,7 @@ from releases import PackedRelease, build_system, release_maker, settings_on_fre
 from served import Served, serving
 
 from evernear.release.registry import Registry
-from evernear.serving.connection import read_key
+from evernear.serving.endpoints import read_key
 from evernear.serving.torchserve import processes
 from evernear.store import open_store
 

@@ -8,17 +8,17 @@ from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from evernear.release.archive_reader import open_parts
-from evernear.serving.core import Core
-from evernear.serving.messages import Refusal
+from evernear.serving.core import Predictor
+from evernear.serving.responses import Rejection
 
-core = Core.open(open_parts(Path(sys.argv[1])))
+core = Predictor.open(open_parts(Path(sys.argv[1])))
 app = FastAPI()
 
 
 @app.post("/predict")
 async def predict(request: Request) -> Response:
     (answer,) = await run_in_threadpool(core.predict, [await request.body()])
-    status = answer.code if isinstance(answer, Refusal) else 200
+    status = answer.code if isinstance(answer, Rejection) else 200
     return Response(answer.model_dump_json(), status, media_type="application/json")
 
 

@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from evernear.release.archive_reader import open_parts
-from evernear.serving.core import Core
+from evernear.serving.core import Predictor
 
 
 def main() -> None:
     parts, seconds, *sizes = sys.argv[1:]
     images = [base64.b64decode(image) for image in json.load(sys.stdin)]
-    core = Core.open(open_parts(Path(parts)))
+    core = Predictor.open(open_parts(Path(parts)))
     answers = [json.loads(core.predict([image])[0].model_dump_json()) for image in images]
     cells = {size: looped(core, images, int(size), float(seconds)) for size in sizes}
     print(json.dumps({"answers": answers, "cells": cells}))
 
 
-def looped(core: Core, images: list[bytes], size: int, seconds: float) -> dict[str, Any]:
+def looped(core: Predictor, images: list[bytes], size: int, seconds: float) -> dict[str, Any]:
     batches = [images[start : start + size] for start in range(0, len(images) - size + 1, size)]
     latencies_s: list[float] = []
     started_s = now_s = time.perf_counter()

@@ -7,14 +7,14 @@ from pathlib import Path
 import litserve
 
 from evernear.release.archive_reader import open_parts
-from evernear.serving.core import Core
-from evernear.serving.messages import Prediction, Refusal
+from evernear.serving.core import Predictor
+from evernear.serving.responses import Prediction, Rejection
 from evernear.settings import ServingSettings
 
 
 class Api(litserve.LitAPI):
     def setup(self, device: str) -> None:
-        self.core = Core.open(open_parts(Path(sys.argv[1])))
+        self.core = Predictor.open(open_parts(Path(sys.argv[1])))
 
     def decode_request(self, request: dict[str, str]) -> bytes:
         return base64.b64decode(request["data"])
@@ -22,13 +22,13 @@ class Api(litserve.LitAPI):
     def batch(self, inputs: list[bytes]) -> list[bytes]:
         return inputs
 
-    def predict(self, images: list[bytes]) -> list[Prediction | Refusal]:
+    def predict(self, images: list[bytes]) -> list[Prediction | Rejection]:
         return self.core.predict(images)
 
-    def unbatch(self, output: list[Prediction | Refusal]) -> list[Prediction | Refusal]:
+    def unbatch(self, output: list[Prediction | Rejection]) -> list[Prediction | Rejection]:
         return output
 
-    def encode_response(self, output: Prediction | Refusal) -> dict[str, object]:
+    def encode_response(self, output: Prediction | Rejection) -> dict[str, object]:
         return output.model_dump()
 
 

@@ -18,9 +18,9 @@ import psutil
 from benchmarks.serving.load import Target
 from benchmarks.serving.release import Served
 from evernear.deployment import local
-from evernear.serving import java, processes
+from evernear.serving import java, torchserve
 from evernear.serving.client.grpc import PREDICTIONS
-from evernear.serving.connection import home_of, read_key
+from evernear.serving.endpoints import home_of, read_key
 from evernear.serving.torchserve_proto.inference_pb2 import PredictionResponse, PredictionsRequest
 from evernear.settings import ServingSettings
 
@@ -79,7 +79,7 @@ def evernear(served: Served, directory: Path) -> Generator[Running]:
             grpc_method=PREDICTIONS,
             grpc_metadata=(("protocol", "gRPC"), ("authorization", f"Bearer {key}")),
         )
-        yield Running({"evernear": rest, "evernear gRPC": rpc}, lambda: processes.processes(home))
+        yield Running({"evernear": rest, "evernear gRPC": rpc}, lambda: torchserve.processes(home))
     finally:
         local.stop(settings)
 

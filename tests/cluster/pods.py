@@ -13,8 +13,8 @@ from loopback.kubernetes import Behaviour, Ready
 
 from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
-from evernear.serving.core import Core
-from evernear.serving.messages import Refusal
+from evernear.serving.core import Predictor
+from evernear.serving.responses import Rejection
 from evernear.store import open_store
 
 INFERENCE_PORT = 8080
@@ -59,11 +59,11 @@ class _Release:
         return ("127.0.0.1", self._server.server_port)
 
     @cached_property
-    def _core(self) -> Core:
+    def _core(self) -> Predictor:
         self._directory.mkdir()
         archive = self._directory / "release.mar"
         Registry(open_store(self._store)).fetch(self._version, archive)
-        return Core.open(open_release(archive, self._directory / "opened"))
+        return Predictor.open(open_release(archive, self._directory / "opened"))
 
     def answer(self, path: str, image: bytes) -> tuple[int, str]:
         """Status and body of ``/predictions/embedding[/VERSION]``."""
@@ -71,7 +71,7 @@ class _Release:
             return 404, json.dumps({"code": 404, "type": "ModelVersionNotFoundException", "message": path})
         with self._loading:
             (answer,) = self._core.predict([image])
-        return answer.code if isinstance(answer, Refusal) else 200, answer.model_dump_json()
+        return answer.code if isinstance(answer, Rejection) else 200, answer.model_dump_json()
 
     def stop(self) -> None:
         self._server.shutdown()

@@ -79,7 +79,7 @@ def test_a_misspelt_field_would_be_found() -> None:
 @pytest.mark.parametrize("part", KSERVE)
 def test_its_containers_take_their_arguments_and_a_release_that_cannot_change(part: str) -> None:
     known = set(re.findall(r'"(--[a-z_]+)"', (sdk_package() / "model_server.py").read_text()))
-    known |= set(re.findall(r'"(--[a-z_]+)"', (ROOT / "src/evernear/serving/kserve/server.py").read_text()))
+    known |= set(re.findall(r'"(--[a-z_]+)"', (ROOT / "src/evernear/serving/kserve/command.py").read_text()))
     spec = service(part)["spec"]
     for component in [spec["predictor"], *filter(None, [spec.get("transformer")]), *_canaries(spec)]:
         (container,) = component["containers"]

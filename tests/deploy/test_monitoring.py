@@ -7,7 +7,7 @@ import re
 from rendered import DEPLOY, named, objects
 
 from evernear.serving.metrics import metrics_file
-from evernear.serving.prep.metrics import Metrics
+from evernear.serving.prep.service import Metrics
 
 DASHBOARD = json.loads((DEPLOY / "components/monitoring/dashboard.json").read_text())
 PANELS = DASHBOARD["panels"]

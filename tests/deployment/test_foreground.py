@@ -15,7 +15,7 @@ from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
 from evernear.serving import torchserve
 from evernear.serving.client import Client
-from evernear.serving.connection import home_of
+from evernear.serving.endpoints import home_of
 from evernear.settings import Settings
 from evernear.store import open_store
 

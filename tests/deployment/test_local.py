@@ -31,7 +31,7 @@ from evernear.release.archive_reader import ReleaseParts, open_release
 from evernear.release.registry import Cause, Registry
 from evernear.serving import torchserve
 from evernear.serving.client import Client
-from evernear.serving.connection import home_of, read_state
+from evernear.serving.endpoints import home_of, read_state
 from evernear.serving.management import Management
 from evernear.settings import Settings
 from evernear.store import open_store
@@ -411,7 +411,7 @@ def test_a_champion_whose_archive_is_damaged_stops_no_good_candidate(site: Site)
     assert not torchserve.is_running(site.home)
 
     faulty = forge(broken, candidate.archive.with_name("faulty.mar"), handler_py=BROKEN)
-    with pytest.raises(ServingError, match="refused POST /models"):
+    with pytest.raises(ServingError, match="rejected POST /models"):
         site.deploy(faulty)
     assert site.champion == champion
 

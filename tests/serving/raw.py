@@ -9,7 +9,7 @@ from typing import Self
 
 from served import Served
 
-from evernear.serving.connection import read_key
+from evernear.serving.endpoints import read_key
 
 TIMEOUT_S = 30
 

@@ -12,7 +12,7 @@ from evernear.release.archive_reader import ReleaseParts, open_release
 from evernear.release.manifest import ReleaseManifest
 from evernear.serving import torchserve
 from evernear.serving.client import Client
-from evernear.serving.connection import home_of
+from evernear.serving.endpoints import home_of
 from evernear.serving.management import Management
 from evernear.settings import Settings
 

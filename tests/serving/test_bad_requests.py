@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from served import Served
 
-from evernear.serving.connection import read_key
+from evernear.serving.endpoints import read_key
 
 IN_FLIGHT = 64
 ROUNDS = 40
@@ -85,8 +85,8 @@ REFUSED = {
         400,
         "form cannot be read",
     ),
-    "bad base64": (json_request({"data": "*" * 40}), 400, "no JSON with base64"),
-    "bad JSON": (Request(b'{"data": "'), 400, "no JSON with base64"),
+    "bad base64": (json_request({"data": "*" * 40}), 400, "not JSON with base64"),
+    "bad JSON": (Request(b'{"data": "'), 400, "not JSON with base64"),
     "JSON without data": (json_request({"image": "AAAA"}), 400, 'no text under "data"'),
     "7 MB": (Request(PNG + bytes(7_000_000)), 413, "is larger than 6553500 bytes"),
     "7 MB announced": (

@@ -26,7 +26,7 @@ from evernear.errors import (
     SettingsError,
 )
 from evernear.serving.client import GRPC_FRAME_BYTES, AsyncClient, Client, Format, Target
-from evernear.serving.connection import read_key
+from evernear.serving.endpoints import read_key
 from evernear.settings import Settings
 
 NOTHING_LISTENS = 9  # the discard port
@@ -168,7 +168,7 @@ def test_a_stranger_that_answers_is_told(body: bytes) -> None:
         with (
             servers[format] as port,
             Client(plain(port, format)) as client,
-            pytest.raises(ServingError, match="is no evernear release"),
+            pytest.raises(ServingError, match="is not an evernear release"),
         ):
             client.predict(b"x")
 

@@ -12,7 +12,7 @@ from served import Served
 
 from evernear.release.registry import Registry
 from evernear.serving import torchserve
-from evernear.serving.connection import read_key
+from evernear.serving.endpoints import read_key
 from evernear.store import open_store
 
 EVERNEAR = str(Path(sys.executable).parent / "evernear")

@@ -8,17 +8,17 @@ from evernear.data.preprocess import Pixels, Preprocessing
 from evernear.errors import IntegrityError
 from evernear.release.archive_reader import ReleaseParts
 from evernear.serving import core as core_module
-from evernear.serving.core import Core
-from evernear.serving.decoding import read_image
-from evernear.serving.messages import Prediction, Refusal
+from evernear.serving.core import Predictor
+from evernear.serving.decoding import decode_image
+from evernear.serving.responses import Prediction, Rejection
 
 
 @pytest.fixture(scope="module")
-def core(parts: ReleaseParts) -> Core:
-    return Core.open(parts)
+def core(parts: ReleaseParts) -> Predictor:
+    return Predictor.open(parts)
 
 
-def test_a_release_answers_as_it_did_when_it_was_archived(core: Core, parts: ReleaseParts) -> None:
+def test_a_release_answers_as_it_did_when_it_was_archived(core: Predictor, parts: ReleaseParts) -> None:
     for image, query in parts.smoke_queries():
         (answer,) = core.predict([image])
         assert isinstance(answer, Prediction)
@@ -32,18 +32,18 @@ def test_a_release_answers_as_it_did_when_it_was_archived(core: Core, parts: Rel
         assert [n.dist for n in answer.neighbors] == sorted(n.dist for n in answer.neighbors)
 
 
-def test_a_bad_image_fails_alone_wherever_it_stands(core: Core, parts: ReleaseParts) -> None:
+def test_a_bad_image_fails_alone_wherever_it_stands(core: Predictor, parts: ReleaseParts) -> None:
     good = [image for image, _ in parts.smoke_queries()]
     alone = [core.predict([image])[0] for image in good]
     assert all(isinstance(answer, Prediction) for answer in alone)
     shuffle = random.Random(0)
     for _ in range(20):
-        bad = [b"", b"text", good[0][:40], b"\x89PNG\r\n\x1a\n", Refusal(message="Refused before.")]
+        bad = [b"", b"text", good[0][:40], b"\x89PNG\r\n\x1a\n", Rejection(message="Refused before.")]
         batch = [(number, image) for number, image in enumerate(good)] + [(None, each) for each in bad]
         shuffle.shuffle(batch)
         for (number, _), answer in zip(batch, core.predict([image for _, image in batch]), strict=True):
             if number is None:
-                assert isinstance(answer, Refusal)
+                assert isinstance(answer, Rejection)
                 assert answer.code == 400
                 assert answer.message.endswith(".")
             else:
@@ -54,7 +54,7 @@ def test_a_bad_image_fails_alone_wherever_it_stands(core: Core, parts: ReleasePa
                 assert answer.dist == pytest.approx(same.dist, abs=1e-4), "its neighbours in the batch matter"
 
 
-def test_bombs_fail_alone(core: Core, parts: ReleaseParts) -> None:
+def test_bombs_fail_alone(core: Predictor, parts: ReleaseParts) -> None:
     good = [image for image, _ in parts.smoke_queries()]
     bombs = [bomb.make() for bomb in hostile.REFUSED.values()]
     answers = core.predict([*good, *bombs])
@@ -62,12 +62,12 @@ def test_bombs_fail_alone(core: Core, parts: ReleaseParts) -> None:
         query.pred for _, query in parts.smoke_queries()
     ]
     for bomb, answer in zip(hostile.REFUSED.values(), answers[len(good) :], strict=True):
-        assert isinstance(answer, Refusal)
+        assert isinstance(answer, Rejection)
         assert (answer.code, bomb.sentence in answer.message) == (400, True)
 
 
 def test_small_images_come_first_and_none_begins_after_the_time(
-    core: Core, parts: ReleaseParts, monkeypatch: pytest.MonkeyPatch
+    core: Predictor, parts: ReleaseParts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A clock on which a decode takes a second for each hundred pixels of its width."""
     now_s = 0.0
@@ -77,19 +77,19 @@ def test_small_images_come_first_and_none_begins_after_the_time(
         nonlocal now_s
         now_s += file.width_px // 100
         widths.append(file.width_px)
-        return read_image(file, shape)
+        return decode_image(file, shape)
 
-    monkeypatch.setattr(core_module, "read_image", reading)
+    monkeypatch.setattr(core_module, "decode_image", reading)
     monkeypatch.setattr(core_module.time, "perf_counter", lambda: now_s)
     (image, query), *_ = parts.smoke_queries()
     large = [hostile.png(width, 10) for width in (900, 500, 700)]
     batch = [large[0], b"no image", image, large[1], large[2], image]
-    answers = core.answer(batch, decode_timeout_s=10).answers
+    answers = core.predict_batch(batch, decode_timeout_s=10).responses
     assert widths == [8, 8, 500, 700]
-    assert answers[0] == Refusal(
+    assert answers[0] == Rejection(
         code=503, type="Overloaded", message="Large images took all the time for decoding; send the image again."
     )
-    assert isinstance(answers[1], Refusal)
+    assert isinstance(answers[1], Rejection)
     assert answers[1].code == 400
     for place in (2, 5):
         answer = answers[place]
@@ -98,12 +98,12 @@ def test_small_images_come_first_and_none_begins_after_the_time(
     assert all(isinstance(answers[place], Prediction) for place in (3, 4))
 
 
-def test_a_batch_of_bad_images_and_an_empty_one(core: Core) -> None:
+def test_a_batch_of_bad_images_and_an_empty_one(core: Predictor) -> None:
     assert core.predict([]) == []
-    assert all(isinstance(answer, Refusal) for answer in core.predict([b"", b"x"]))
+    assert all(isinstance(answer, Rejection) for answer in core.predict([b"", b"x"]))
 
 
-def test_an_image_of_another_size_is_answered(core: Core) -> None:
+def test_an_image_of_another_size_is_answered(core: Predictor) -> None:
     from io import BytesIO
 
     from PIL import Image
@@ -117,4 +117,4 @@ def test_an_image_of_another_size_is_answered(core: Core) -> None:
 def test_a_release_with_the_index_of_another_network_does_not_load(parts: ReleaseParts) -> None:
     other = parts.manifest.model_copy(update={"network_sha256": "0" * 64})
     with pytest.raises(IntegrityError, match="not of 000000000000"):
-        Core.open(ReleaseParts(other, parts.directory))
+        Predictor.open(ReleaseParts(other, parts.directory))

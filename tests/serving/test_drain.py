@@ -17,7 +17,7 @@ from releases import MakeRelease, PackedRelease
 from served import Served, serving
 
 from evernear.serving import torchserve
-from evernear.serving.connection import read_key
+from evernear.serving.endpoints import read_key
 
 CLIENTS = 12
 

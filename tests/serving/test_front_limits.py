@@ -59,7 +59,7 @@ def is_taken(client: Raw, served: Served, headers: bytes = b"") -> bool:
 
 def is_overload(answer: Answer) -> bool:
     assert (answer.status, answer.headers["retry-after"], answer.headers["connection"]) == (503, "1", "close")
-    return "as many bytes of requests as it may" in answer.sentence
+    return "reached the server's limit in bytes" in answer.sentence
 
 
 def most_uploads(served: Served) -> int:
@@ -156,7 +156,7 @@ def test_grpcs_calls_are_counted_as_well(small: Served) -> None:
     await_true(lambda: has_room(small))
     with connections(small, most_uploads(small)) as clients, Client.of(small.settings, "grpc") as grpc:
         assert all(is_taken(client, small) for client in clients)
-        with pytest.raises(ServingError, match="as many bytes of requests as it may"):
+        with pytest.raises(ServingError, match="reached the server's limit in bytes"):
             grpc.predict(bytes(LARGEST - 10_000))
     assert predicts(small)
 

@@ -81,7 +81,7 @@ def test_the_histogram_says_how_many_were_at_most_so_far(batches: list[list[floa
     sink = Sink()
     meter = Meter(sink.emit, "v", "0" * 64, 0.0, 0.5)
     for distances in batches:
-        meter.batch(["ok"] * len(distances), distances, sum(d > 0.5 for d in distances), {"decode": 0.25})
+        meter.record_batch(["ok"] * len(distances), distances, sum(d > 0.5 for d in distances), {"decode": 0.25})
         meter.flush()
     everything = [distance for batch in batches for distance in batch]
     for bound in DISTANCE_BOUNDS:

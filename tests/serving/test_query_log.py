@@ -27,9 +27,9 @@ from evernear.serving.configuration import (
     logged_queries,
     write_configuration,
 )
-from evernear.serving.core import Core
-from evernear.serving.messages import Prediction
+from evernear.serving.core import Predictor
 from evernear.serving.query_log import QueryLog, closed_at, parse_file, ship, ship_until
+from evernear.serving.responses import Prediction
 from evernear.settings import ServingSettings
 from evernear.store import open_store
 
@@ -50,13 +50,13 @@ def answered(dist: float = 0.1, unknown: bool = False) -> Prediction:
 
 
 def test_a_file_tells_what_the_release_answered(parts: ReleaseParts, tmp_path: Path) -> None:
-    core, log = Core.open(parts), QueryLog(told(tmp_path, images=True), parts)
+    core, log = Predictor.open(parts), QueryLog(told(tmp_path, images=True), parts)
     images = [image for image, _ in parts.smoke_queries()]
-    batch = core.answer([images[0], b"no image", *images[1:]])
-    predictions = [answer for answer in batch.answers if isinstance(answer, Prediction)]
+    batch = core.predict_batch([images[0], b"no image", *images[1:]])
+    predictions = [answer for answer in batch.responses if isinstance(answer, Prediction)]
     begin = datetime.now(UTC)
-    log.note(predictions, batch.embeddings, batch.images)
-    path = log.close_file()
+    log.record(predictions, batch.embeddings, batch.images)
+    path = log.write_file()
     assert path is not None
     period, rows = parse_file(path.read_bytes(), str(path))
     assert (period.version, period.queries) == (parts.manifest.version, len(images))
@@ -73,14 +73,14 @@ def test_a_file_tells_what_the_release_answered(parts: ReleaseParts, tmp_path: P
     at = closed_at(path.name)
     assert at is not None
     assert abs(at - period.until) <= timedelta(seconds=1)
-    assert log.close_file() is None, "nothing came since"
+    assert log.write_file() is None, "nothing came since"
 
 
 def test_images_are_kept_only_when_switched_on(parts: ReleaseParts, tmp_path: Path) -> None:
     assert ServingSettings().query_log == "figures"
     log = QueryLog(told(tmp_path), parts)
-    log.note([answered()], np.zeros((1, 16), np.float32), np.zeros((1, 8, 8, 1), np.uint8))
-    path = log.close_file()
+    log.record([answered()], np.zeros((1, 16), np.float32), np.zeros((1, 8, 8, 1), np.uint8))
+    path = log.write_file()
     assert path is not None
     assert parse_file(path.read_bytes(), "here")[1][0].image == ""
 
@@ -91,8 +91,8 @@ def test_the_sample_is_bounded_and_every_query_is_as_likely_in_it(parts: Release
     kept: Counter[int] = Counter()
     for _ in range(80):
         for start in range(0, 100, 10):
-            log.note([answered(dist=number / 100) for number in range(start, start + 10)], None, None)
-        path = log.close_file()
+            log.record([answered(dist=number / 100) for number in range(start, start + 10)], None, None)
+        path = log.write_file()
         assert path is not None
         period, rows = parse_file(path.read_bytes(), "here")
         assert (period.queries, len(rows)) == (100, 20)
@@ -105,8 +105,8 @@ def test_the_directory_stays_within_its_bound_and_the_oldest_go_first(parts: Rel
     log = QueryLog(told(tmp_path, size_bytes=20_000), parts)
     written: list[Path] = []
     for second in range(40):
-        log.note([answered()] * 30, None, None)
-        path = log.close_file()
+        log.record([answered()] * 30, None, None)
+        path = log.write_file()
         assert path is not None
         # A second apart, as far as the name tells.
         written.append(path.rename(path.with_name(f"20260101T0000{second:02}Z{path.name[16:]}")))
@@ -120,8 +120,8 @@ def test_workers_side_by_side_lose_nothing(parts: ReleaseParts, tmp_path: Path) 
     def work() -> None:
         log = QueryLog(told(tmp_path), parts)
         for _ in range(25):
-            log.note([answered(unknown=True)], None, None)
-            log.close_file()
+            log.record([answered(unknown=True)], None, None)
+            log.write_file()
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -137,10 +137,10 @@ def test_a_directory_that_cannot_be_written_fails_the_file_not_the_prediction(
 ) -> None:
     (tmp_path / "queries").write_text("in the way")
     log = QueryLog(told(tmp_path / "queries"), parts)
-    log.note([answered()], None, None)
+    log.record([answered()], None, None)
     with pytest.raises(StoreError, match="cannot be read or written"):
-        log.close_file()
-    log.note([answered()], None, None)
+        log.write_file()
+    log.record([answered()], None, None)
 
 
 def test_the_thread_outlives_what_it_cannot_write(
@@ -149,35 +149,35 @@ def test_the_thread_outlives_what_it_cannot_write(
     (tmp_path / "queries").write_text("in the way")
     log = QueryLog(told(tmp_path / "queries", period_s=0.02), parts)
     log.start()
-    log.note([answered()], None, None)
+    log.record([answered()], None, None)
     _await(lambda: "Some queries were not logged" in caplog.text)
     (tmp_path / "queries").unlink()
-    log.note([answered()], None, None)
+    log.record([answered()], None, None)
     _await(lambda: (tmp_path / "queries").is_dir() and any((tmp_path / "queries").glob("*.jsonl")))
 
 
 def test_a_worker_logs_what_the_server_was_configured_to(
     parts: ReleaseParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert QueryLog.of_environment(parts) is None
+    assert QueryLog.from_environment(parts) is None
     monkeypatch.setenv(QUERY_LOG_VARIABLE, str(tmp_path / QUERY_LOG_FILE))
     write_configuration(ServingSettings(query_log="off"), tmp_path)
-    assert QueryLog.of_environment(parts) is None
+    assert QueryLog.from_environment(parts) is None
     write_configuration(ServingSettings(query_log="images", query_log_sample=7), tmp_path)
-    log = QueryLog.of_environment(parts)
+    log = QueryLog.from_environment(parts)
     assert log is not None
-    assert log._told.images
-    assert log._told.sample == 7
+    assert log._configuration.images
+    assert log._configuration.sample == 7
     (tmp_path / QUERY_LOG_FILE).write_text("{}")
-    assert QueryLog.of_environment(parts) is None, "a worker with a damaged configuration answers nevertheless"
+    assert QueryLog.from_environment(parts) is None, "a worker with a damaged configuration answers nevertheless"
 
 
 def test_a_release_without_a_reference_is_logged_without_embeddings(parts: ReleaseParts, tmp_path: Path) -> None:
     without = {name: part for name, part in parts.manifest.parts.items() if name != DRIFT_BASELINE_FILE}
     old = ReleaseParts(parts.manifest.model_copy(update={"parts": without}), parts.directory)
     log = QueryLog(told(tmp_path), old)
-    log.note([answered()], np.zeros((1, 16), np.float32), None)
-    path = log.close_file()
+    log.record([answered()], np.zeros((1, 16), np.float32), None)
+    path = log.write_file()
     assert path is not None
     assert parse_file(path.read_bytes(), "here")[1][0].coordinates == ()
 
@@ -195,7 +195,7 @@ def test_a_release_without_a_reference_is_logged_without_embeddings(parts: Relea
     ],
 )
 def test_what_is_no_file_of_the_log_is_refused_with_its_place(data: bytes) -> None:
-    with pytest.raises(IntegrityError, match="somewhere is no file of the query log"):
+    with pytest.raises(IntegrityError, match="somewhere is not a file of the query log"):
         parse_file(data, "somewhere")
 
 
@@ -205,8 +205,8 @@ def test_closed_files_are_shipped_once_whoever_ships(parts: ReleaseParts, tmp_pa
     log = QueryLog(told(directory), parts)
     contents: dict[str, bytes] = {}
     for _ in range(6):
-        log.note([answered()], None, None)
-        path = log.close_file()
+        log.record([answered()], None, None)
+        path = log.write_file()
         assert path is not None
         contents[path.name] = path.read_bytes()
     (directory / ".half-written.jsonl.abc").write_text("{")
@@ -233,13 +233,13 @@ def test_what_cannot_be_shipped_waits(
     monkeypatch.setattr(query_log, "SHIP_EVERY_S", 0.01)
     (tmp_path / "store").write_text("in the way")
     log = QueryLog(told(tmp_path / "queries"), parts)
-    log.note([answered()], None, None)
-    log.close_file()
+    log.record([answered()], None, None)
+    log.write_file()
     ended = threading.Event()
     store = open_store((tmp_path / "store").as_uri())
     shipper = threading.Thread(target=ship_until, args=(ended, tmp_path / "queries", store))
     shipper.start()
-    _await(lambda: "kept until they can be shipped" in caplog.text)
+    _await(lambda: "wait until they can be shipped" in caplog.text)
     assert len(list((tmp_path / "queries").iterdir())) == 1
     (tmp_path / "store").unlink()
     ended.set()  # it ships once more at its end

@@ -22,21 +22,21 @@ class Case:
 
 # Of any API.
 LINES = {
-    "all of the server": Case(b"OPTIONS *", 400, "names no path"),
-    "a tunnel": Case(b"CONNECT example.org:443", 405, "is none of DELETE, GET"),
-    "a trace": Case(b"TRACE /", 405, "is none of"),
-    "an unknown method": Case(b"BREW /ping", 405, "is none of"),
-    "a method with a zero": Case(b"GET\0 /ping", 400, "is no token"),
-    "no slash": Case(b"GET ping", 400, "names no path"),
-    "a path of another kind": Case(b"GET urn:ping", 400, "names no path"),
-    "an empty authority": Case(b"GET http://", 400, "names no path"),
-    "a bad escape": Case(b"GET /%zz", 400, "a bad escape"),
-    "half an escape": Case(b"GET /ping%2", 400, "a bad escape"),
-    "a bad escape in the query": Case(b"GET /ping?a=%zz", 400, "a bad escape"),
-    "HTTP/0.9": Case(b"GET /ping ", 400, "no request of HTTP/1.1"),
-    "HTTP/1.7": Case(b"GET /ping HTTP/1.7", 400, "speaks HTTP/1.1"),
-    "HTTP/2, as if known before": Case(b"PRI * HTTP/2.0", 400, "speaks HTTP/1.1"),
-    "no HTTP": Case(b"\x16\x03\x01\x02\x00\x01\x00\x01 \xfc\x03\x03 x", 400, "no request of HTTP/1.1"),
+    "all of the server": Case(b"OPTIONS *", 400, "has no path"),
+    "a tunnel": Case(b"CONNECT example.org:443", 405, "must be one of DELETE, GET"),
+    "a trace": Case(b"TRACE /", 405, "must be one of"),
+    "an unknown method": Case(b"BREW /ping", 405, "must be one of"),
+    "a method with a zero": Case(b"GET\0 /ping", 400, "is not a token"),
+    "no slash": Case(b"GET ping", 400, "has no path"),
+    "a path of another kind": Case(b"GET urn:ping", 400, "has no path"),
+    "an empty authority": Case(b"GET http://", 400, "has no path"),
+    "an invalid escape": Case(b"GET /%zz", 400, "an invalid escape"),
+    "half an escape": Case(b"GET /ping%2", 400, "an invalid escape"),
+    "a bad escape in the query": Case(b"GET /ping?a=%zz", 400, "an invalid escape"),
+    "HTTP/0.9": Case(b"GET /ping ", 400, "is not HTTP/1.1"),
+    "HTTP/1.7": Case(b"GET /ping HTTP/1.7", 400, "requires HTTP/1.1"),
+    "HTTP/2, as if known before": Case(b"PRI * HTTP/2.0", 400, "requires HTTP/1.1"),
+    "no HTTP": Case(b"\x16\x03\x01\x02\x00\x01\x00\x01 \xfc\x03\x03 x", 400, "is not HTTP/1.1"),
     "an endless target": Case(b"GET /" + b"a" * 5000, 414, "request line is too long"),
     "the root": Case(b"GET /", 405, "not allowed"),
     "slashes alone": Case(b"GET ////", 405, "not allowed"),
@@ -49,23 +49,23 @@ HEADERS = {
     "two lengths": Case(LENGTH + b"Content-Length: 4\r\n", 400, "Content-Length"),
     "a length twice": Case(LENGTH + LENGTH, 400, "Content-Length"),
     "a list of lengths": Case(b"Content-Length: 3, 3\r\n", 400, "Content-Length"),
-    "a length with a sign": Case(b"Content-Length: +3\r\n", 400, "Content-Length can be one number"),
-    "a negative length": Case(b"Content-Length: -3\r\n", 400, "Content-Length can be one number"),
+    "a length with a sign": Case(b"Content-Length: +3\r\n", 400, "Content-Length must be one number"),
+    "a negative length": Case(b"Content-Length: -3\r\n", 400, "Content-Length must be one number"),
     "a length that is no number": Case(b"Content-Length: 0x3\r\n", 400, "0x3"),
     "a length beyond all numbers": Case(b"Content-Length: 99999999999999999999\r\n", 400, "99999999999999999999"),
-    "a length on the next line": Case(b"Content-Length:\r\n 3\r\n", 400, "no request of HTTP/1.1"),
-    "an unknown coding": Case(b"Transfer-Encoding: xchunked\r\n", 400, "Transfer-Encoding can be chunked alone"),
-    "two codings": Case(b"Transfer-Encoding: gzip, chunked\r\n", 400, "Transfer-Encoding can be chunked alone"),
-    "a coding twice": Case(CHUNKED + CHUNKED, 400, "Transfer-Encoding can be chunked alone"),
-    "no coding, with a length": Case(b"Transfer-Encoding: identity\r\n" + LENGTH, 400, "chunked alone"),
-    "a coding on the next line": Case(b"Transfer-Encoding:\r\n chunked\r\n", 400, "chunked alone"),
-    "a space before the colon": Case(b"Content-Length : 3\r\n", 400, "no request of HTTP/1.1"),
-    "a control character in a name": Case(b"\x01X: 1\r\n" + LENGTH, 400, "is no token"),
+    "a length on the next line": Case(b"Content-Length:\r\n 3\r\n", 400, "is not HTTP/1.1"),
+    "an unknown coding": Case(b"Transfer-Encoding: xchunked\r\n", 400, "Transfer-Encoding must be chunked"),
+    "two codings": Case(b"Transfer-Encoding: gzip, chunked\r\n", 400, "Transfer-Encoding must be chunked"),
+    "a coding twice": Case(CHUNKED + CHUNKED, 400, "Transfer-Encoding must be chunked"),
+    "no coding, with a length": Case(b"Transfer-Encoding: identity\r\n" + LENGTH, 400, "must be chunked"),
+    "a coding on the next line": Case(b"Transfer-Encoding:\r\n chunked\r\n", 400, "must be chunked"),
+    "a space before the colon": Case(b"Content-Length : 3\r\n", 400, "is not HTTP/1.1"),
+    "a control character in a name": Case(b"\x01X: 1\r\n" + LENGTH, 400, "is not a token"),
     "no colon": Case(b"nonsense\r\n", 400, "No colon found"),
-    "two hosts": Case(b"Host: other\r\n" + LENGTH, 400, "one header Host"),
+    "two hosts": Case(b"Host: other\r\n" + LENGTH, 400, "one Host header"),
     "a header that is too large": Case(b"X: " + b"a" * 9000 + b"\r\n", 431, "too large or too many"),
     "too many headers": Case(b"a:b\r\n" * 1000 + LENGTH, 431, "too large or too many"),
-    "an unknown expectation": Case(b"Expect: nonsense\r\n" + LENGTH, 417, "Expect can be 100-continue alone"),
+    "an unknown expectation": Case(b"Expect: nonsense\r\n" + LENGTH, 417, "Expect must be 100-continue"),
     "a large body to be allowed": Case(b"Expect: 100-continue\r\nContent-Length: 7000000\r\n", 413, "is larger than"),
     "two tokens": Case(b"Authorization: Bearer x\r\n" + LENGTH, 401, "Token Authorization failed"),
 }
@@ -113,7 +113,7 @@ def test_chunks_that_cannot_be_read_are_refused(served: Served, name: str) -> No
 
 
 def test_a_request_without_a_host_is_refused(served: Served) -> None:
-    check(send(served, b"GET /ping HTTP/1.1\r\n%s\r\n" % bearer(served)), Case(b"", 400, "one header Host"))
+    check(send(served, b"GET /ping HTTP/1.1\r\n%s\r\n" % bearer(served)), Case(b"", 400, "one Host header"))
 
 
 def test_what_follows_a_refused_head_is_no_request(served: Served) -> None:
@@ -145,7 +145,7 @@ def test_without_the_token_the_answer_is_401(served: Served, api: str, header: b
 
 @pytest.mark.parametrize("api", ["management", "metrics"])
 def test_apis_that_need_no_body_take_none(served: Served, api: str) -> None:
-    check(send(served, request(b"POST /models", token(served, api), b"{"), api), Case(b"", 413, "takes no bodies"))
+    check(send(served, request(b"POST /models", token(served, api), b"{"), api), Case(b"", 413, "accepts no bodies"))
 
 
 def test_a_whole_url_is_as_good_as_its_path(served: Served) -> None:

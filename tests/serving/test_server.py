@@ -19,7 +19,7 @@ from served import Served
 from evernear.errors import DataError, PredictionRejectedError, ServerUnreachableError, ServingError
 from evernear.serving import torchserve
 from evernear.serving.client import Client, Target
-from evernear.serving.connection import Endpoints, read_key
+from evernear.serving.endpoints import Endpoints, read_key
 from evernear.settings import ServingSettings, Settings
 
 

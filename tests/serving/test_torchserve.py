@@ -16,11 +16,11 @@ import pytest
 from filelock import FileLock
 from releases import MakeRelease, settings_on_free_ports
 
-from evernear.errors import BusyError, PortInUseError, ServerUnreachableError, ServingError
+from evernear.errors import BusyError, IntegrityError, PortInUseError, ServerUnreachableError, ServingError
 from evernear.release.archive_reader import open_release
-from evernear.serving import java, lock, torchserve
+from evernear.serving import java, torchserve
 from evernear.serving.client import Client
-from evernear.serving.connection import STATE_FILE, home_of, read_state
+from evernear.serving.endpoints import STATE_FILE, home_of, read_state
 from evernear.serving.management import Management
 from evernear.settings import ServingSettings, Settings
 
@@ -45,7 +45,7 @@ def test_a_taken_port_is_named_with_the_way_to_choose_another(tmp_path: Path, se
 
 def test_a_port_named_twice_is_told(tmp_path: Path) -> None:
     settings = ServingSettings(inference_port=8080, management_port=8080)
-    with pytest.raises(ServingError, match="must be another one"):
+    with pytest.raises(ServingError, match="must differ from each other"):
         torchserve.start(settings, tmp_path / "home")
 
 
@@ -163,7 +163,7 @@ def test_the_id_of_another_process_in_a_stale_state_is_left_alone(tmp_path: Path
 
 def test_a_damaged_state_is_told_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / STATE_FILE).write_text("{")
-    with pytest.raises(ServingError, match="is damaged; delete it"):
+    with pytest.raises(IntegrityError, match=r"is not a valid server state: .*; delete it"):
         torchserve.is_running(tmp_path)
 
 
@@ -172,7 +172,7 @@ def test_a_server_that_ends_while_it_starts_is_told_with_its_last_words(
 ) -> None:
     monkeypatch.setattr(java, "MAIN_CLASS", "org.pytorch.serve.Nothing")
     started_s = time.monotonic()
-    with pytest.raises(ServingError, match=r"ended while it started, and its last words were .*Nothing"):
+    with pytest.raises(ServingError, match=r"exited during startup with .*Nothing"):
         torchserve.start(settings_on_free_ports(), tmp_path / "home")
     assert time.monotonic() - started_s < 30
     assert torchserve.processes(tmp_path / "home") == []
@@ -181,11 +181,11 @@ def test_a_server_that_ends_while_it_starts_is_told_with_its_last_words(
 def test_while_another_process_starts_the_server_this_one_waits_its_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(torchserve, "LOCK_TIMEOUT_S", 0.2)
     (tmp_path / "home").mkdir()
     with FileLock(tmp_path / "home" / "server.lock"):
         for act in (partial(torchserve.start, settings_on_free_ports()), torchserve.stop):
-            with pytest.raises(BusyError, match="Another process starts or stops the TorchServe"):
+            with pytest.raises(BusyError, match="Another process is starting or stopping the TorchServe"):
                 act(tmp_path / "home")
 
 
@@ -212,7 +212,7 @@ def test_without_the_model_api_a_server_loads_what_lies_there_and_takes_nothing_
             lambda: Management(home).register("embedding.mar", settings.serving),
             lambda: Management(home).unregister("embedding", release.version),
         ):
-            with pytest.raises(ServingError, match="refused"):
+            with pytest.raises(ServingError, match="rejected"):
                 refused()
         assert Client.of(settings).predict(image).version == release.version
     finally:

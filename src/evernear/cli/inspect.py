@@ -19,7 +19,7 @@ from evernear.output import print_json, print_line, printable
 if TYPE_CHECKING:
     from evernear.release.describe import Description, Signature
     from evernear.release.registry import Registry
-    from evernear.serving.messages import Prediction, Refusal
+    from evernear.serving.responses import Prediction, Rejection
 
 BATCH = 32
 SHOWN_LABELS = 50
@@ -70,10 +70,10 @@ def run(
                 "code of whoever made it; `evernear inspect show` is safe. If you know where it is from, add --trust."
             )
         from evernear.release.archive_reader import open_release
-        from evernear.serving.core import Core
+        from evernear.serving.core import Predictor
 
         try:
-            core = Core.open(open_release(copy, Path(temporary) / "release"))
+            core = Predictor.open(open_release(copy, Path(temporary) / "release"))
         except IntegrityError as error:
             raise IntegrityError(str(error).replace(str(copy), release)) from None
         files = [*images, *(more or [])]
@@ -107,7 +107,7 @@ def _read(image: Path) -> bytes:
         raise DataError(f"{image} cannot be read: {error.strerror}.") from None
 
 
-def _tell(file: Path, answer: "Prediction | Refusal", as_json: bool) -> bool:
+def _tell(file: Path, answer: "Prediction | Rejection", as_json: bool) -> bool:
     """Print one answer; whether it is a refusal."""
     told = answer.model_dump(mode="json")
     refused = "message" in told

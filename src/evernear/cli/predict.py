@@ -17,7 +17,7 @@ from evernear.settings import Settings
 
 if TYPE_CHECKING:
     from evernear.serving.client import Target
-    from evernear.serving.messages import Metadata
+    from evernear.serving.responses import Metadata
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 STDIN = Path("-")
@@ -164,14 +164,14 @@ def _print_table(answers: Iterator[Answer], *, alone: bool) -> int:
 def _local_metadata(settings: Settings, version: str | None) -> "Metadata":
     """Of a release that the TorchServe of the working directory has loaded, by the registry's record of it."""
     from evernear.release.registry import Registry
-    from evernear.serving.connection import home_of
+    from evernear.serving.endpoints import home_of
     from evernear.serving.management import Management
-    from evernear.serving.metadata import metadata_of
+    from evernear.serving.responses import Metadata
     from evernear.store import open_store
 
     model = settings.serving.model_name
     served = Management(home_of(settings.workdir)).describe(model, version)
-    return metadata_of(Registry(open_store(settings.store_uri)).get(served.version).manifest, model)
+    return Metadata.of(Registry(open_store(settings.store_uri)).get(served.version).manifest, model)
 
 
 def _show_metadata(

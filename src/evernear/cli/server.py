@@ -34,7 +34,7 @@ def serve(
 ) -> None:
     """Start TorchServe with the champion, if it is not up already."""
     from evernear.deployment.local import follow, serve
-    from evernear.serving.connection import home_of
+    from evernear.serving.endpoints import home_of
     from evernear.serving.torchserve import adopt, is_running
 
     home = home_of(settings.workdir)
@@ -56,7 +56,7 @@ def serve(
 @with_options(settings=local_settings)
 def ready(settings: Settings) -> None:
     """Exit with 0 if a prediction would be answered now, else with 1: a probe for orchestrators."""
-    from evernear.serving.connection import home_of
+    from evernear.serving.endpoints import home_of
     from evernear.serving.torchserve import is_ready
 
     if not is_ready(home_of(settings.workdir), settings.serving.model_name):
@@ -69,7 +69,7 @@ def ready(settings: Settings) -> None:
 def stop(settings: Settings) -> None:
     """Stop the TorchServe of this working directory: what came in is answered first."""
     from evernear.deployment.local import stop
-    from evernear.serving.connection import home_of
+    from evernear.serving.endpoints import home_of
 
     print_line("TorchServe stopped." if stop(settings) else f"No TorchServe runs in {home_of(settings.workdir)}.")
 
@@ -77,6 +77,6 @@ def stop(settings: Settings) -> None:
 @with_options(settings=local_settings)
 def token(settings: Settings) -> None:
     """Print the bearer token of the inference API, for curl and other clients."""
-    from evernear.serving.connection import home_of, read_key
+    from evernear.serving.endpoints import home_of, read_key
 
     print_line(read_key(home_of(settings.workdir), "inference"))

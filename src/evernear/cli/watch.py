@@ -117,7 +117,7 @@ def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: Work
 def ship(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
     """Beside a server: bring its logged queries to the store once a minute, until SIGTERM or Ctrl-C."""
     from evernear.serving.configuration import logged_queries
-    from evernear.serving.connection import home_of
+    from evernear.serving.endpoints import home_of
     from evernear.serving.query_log import ship_until
     from evernear.store import open_store
 

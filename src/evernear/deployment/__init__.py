@@ -11,7 +11,7 @@ from evernear.deployment.promotion_policy import Deployment, publish, readmit
 from evernear.errors import ConflictError, SettingsError, StoreError
 from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts, open_release
 from evernear.release.registry import Cause, Champion, Registry
-from evernear.serving.connection import home_of
+from evernear.serving.endpoints import home_of
 from evernear.serving.torchserve import require_startable
 from evernear.settings import RunSettings
 from evernear.store import open_store

@@ -24,8 +24,7 @@ from evernear.release.archive_reader import ReleaseParts, open_release
 from evernear.release.registry import Cause, Champion, Registry
 from evernear.serving import torchserve
 from evernear.serving.client import Client
-from evernear.serving.connection import Endpoints, home_of, read_state
-from evernear.serving.lock import exclusively
+from evernear.serving.endpoints import Endpoints, home_of, read_state
 from evernear.serving.management import Management
 from evernear.settings import RunSettings
 from evernear.store import open_store
@@ -337,7 +336,7 @@ def _site(settings: RunSettings) -> Generator[_Site]:
     """The site, for one deployment at a time."""
     site = _Site(settings)
     busy = f"Another deployment into {settings.workdir} is under way; wait for it and try again."
-    with exclusively(site.home / "deploy.lock", busy):
+    with torchserve.exclusive_lock(site.home / "deploy.lock", busy):
         site.remove_remains()
         yield site
 

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from evernear.errors import EvernearError, ServingError
 from evernear.release.archive_reader import ReleaseParts
-from evernear.serving.messages import Prediction
+from evernear.serving.responses import Prediction
 
 DISTANCE_TOLERANCE = 1e-3  # rounding of float32 between machines; the square root is steep near zero
 

@@ -1,4 +1,4 @@
-"""What a TorchServe reads when it starts, written from settings into its home directory."""
+"""TorchServe's configuration files, written from settings into its home directory."""
 
 import json
 import os
@@ -14,16 +14,16 @@ from evernear.serving.metrics import metrics_file
 from evernear.settings import ServingSettings
 
 LOOPBACK = "127.0.0.1"
-GRPC_CONNECTION_AGE_MS = 60_000  # then clients connect anew, and so find servers that came after
-KEYS_EXPIRE_AFTER_MIN = 10 * 365 * 24 * 60  # they die with the server, not after the default hour
-UNIX_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), less its closing zero
+GRPC_CONNECTION_AGE_MS = 60_000  # clients then reconnect, and so discover new servers
+KEYS_EXPIRE_AFTER_MIN = 10 * 365 * 24 * 60  # instead of an hour; keys are created anew at each start
+UNIX_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), less its terminating zero
 
 QUERY_LOG_VARIABLE = "_EVERNEAR_QUERY_LOG"
 QUERY_LOG_FILE = "query-log.json"
 
 
 class QueryLogConfiguration(Frozen):
-    """What workers are to log of the queries, see `evernear.serving.query_log`: they do not see our settings."""
+    """Settings of `evernear.serving.query_log`, for workers: they do not read evernear's settings."""
 
     directory: Path
     images: bool
@@ -33,56 +33,50 @@ class QueryLogConfiguration(Frozen):
 
 
 def write_configuration(settings: ServingSettings, home: Path, *, tokens: bool = True) -> None:
-    """Write ``config.properties``, ``metrics.yaml`` and ``log4j2.xml`` of a server in ``home``.
+    """Write ``config.properties``, ``metrics.yaml``, ``log4j2.xml`` and the query log's configuration to ``home``.
 
-    How a release is batched stands in its own archive, see `evernear.release.archive`. Without ``tokens`` whoever
-    reaches an API may use it.
+    Batching is configured in each archive, see `evernear.release.archive`. Without ``tokens``, the APIs require none.
     """
     write_atomically(home / "config.properties", _as_properties(_properties(settings, home, tokens)))
     write_atomically(home / "metrics.yaml", json.dumps(metrics_file(), indent=2))  # JSON is YAML
-    _configure_query_log(settings, home)
     write_atomically(home / "log4j2.xml", (resources.files("evernear.serving") / "log4j2.xml").read_bytes())
-
-
-def logged_queries(home: Path) -> Path:
-    """Where the closed files of the query log wait to be shipped."""
-    return home / "queries"
-
-
-def model_store(home: Path) -> Path:
-    """The only directory that the server loads archives from."""
-    return home / "model-store"
-
-
-def temporary_directory(home: Path) -> Path:
-    """Where the server unpacks archives and binds its workers' sockets, whose paths must be short.
-
-    The same for every process: not TMPDIR's, which differs between them. `make_private` has to make it.
-    """
-    inside = home / "tmp"
-    if len(os.fsencode(inside / ".ts.sock.99999")) <= UNIX_SOCKET_PATH_BYTES:
-        return inside
-    return Path("/tmp") / scratch_name(home)  # noqa: S108 - made by make_private
-
-
-def _configure_query_log(settings: ServingSettings, home: Path) -> None:
-    """Leave what the workers find by `QUERY_LOG_VARIABLE`, or nothing where nothing is to be logged."""
-    (home / QUERY_LOG_FILE).unlink(missing_ok=True)
-    if settings.query_log != "off":
-        told = QueryLogConfiguration(
+    if settings.query_log == "off":
+        (home / QUERY_LOG_FILE).unlink(missing_ok=True)
+    else:
+        QueryLogConfiguration(
             directory=logged_queries(home),
             images=settings.query_log == "images",
             sample=settings.query_log_sample,
             period_s=settings.query_log_period_s,
             size_bytes=settings.query_log_size_bytes,
-        )
-        write_atomically(home / QUERY_LOG_FILE, told.model_dump_json(indent=2))
+        ).save(home / QUERY_LOG_FILE)
+
+
+def logged_queries(home: Path) -> Path:
+    """The directory of query log files that wait to be shipped."""
+    return home / "queries"
+
+
+def model_store(home: Path) -> Path:
+    """The only directory from which the server loads archives."""
+    return home / "model-store"
+
+
+def temporary_directory(home: Path) -> Path:
+    """The directory for unpacked archives and the workers' sockets, whose paths must be short.
+
+    Every process derives the same path, so it does not depend on TMPDIR. `make_private` must create it.
+    """
+    inside = home / "tmp"
+    if len(os.fsencode(inside / ".ts.sock.99999")) <= UNIX_SOCKET_PATH_BYTES:
+        return inside
+    return Path("/tmp") / scratch_name(home)  # noqa: S108 - created by make_private
 
 
 def _properties(settings: ServingSettings, home: Path, tokens: bool) -> dict[str, object]:
     return {
         "inference_address": f"http://{settings.host}:{settings.inference_port}",
-        # Management loads code: it never leaves the machine.
+        # Management loads code, so it is never reachable from another machine.
         "management_address": f"http://{LOOPBACK}:{settings.management_port}",
         "metrics_address": f"http://{settings.host}:{settings.metrics_port}",
         "grpc_inference_address": settings.host,
@@ -92,25 +86,25 @@ def _properties(settings: ServingSettings, home: Path, tokens: bool) -> dict[str
         "grpc_management_port": settings.grpc_management_port,
         "model_store": model_store(home),
         "load_models": "" if settings.model_api else "all",
-        # TorchServe splits the list at commas, and a dot of a pattern matches one as well.
+        # TorchServe splits the list at commas; the dot of a pattern matches a comma as well.
         "allowed_urls": "file://" + re.escape(str(model_store(home))).replace(",", ".") + "/.*",
         "enable_model_api": str(settings.model_api).lower(),
         "enable_envvars_config": "false",
         "disable_token_authorization": str(not tokens).lower(),
         "token_expiration_min": KEYS_EXPIRE_AFTER_MIN,
         "install_py_dep_per_model": "false",
-        "decode_input_request": "false",  # the handler does, so that each fault has its sentence
+        "decode_input_request": "false",  # the handler parses requests and explains what is wrong
         "default_workers_per_model": settings.workers,
         "max_request_size": settings.max_request_size_bytes,
         "async_logging": "true",
         "metrics_config": home / "metrics.yaml",
         "metrics_mode": "prometheus",
-        "disable_system_metrics": "true",  # else it starts a Python process every minute
+        "disable_system_metrics": "true",  # they cost a Python process every minute
     }
 
 
 def _as_properties(properties: Mapping[str, object]) -> str:
-    r"""``properties`` as java.util.Properties reads them: Latin-1 with \uXXXX, a backslash doubled."""
+    r"""Format ``properties`` for java.util.Properties: Latin-1 with \uXXXX and doubled backslashes."""
     lines: list[str] = []
     for key, value in properties.items():
         text = str(value).replace("\\", "\\\\").replace("\n", "\\n")

@@ -1,4 +1,4 @@
-"""The prediction core: image files in, answers out, whatever server stands around it."""
+"""The predictor that every server wraps: image files in, predictions out."""
 
 import math
 import time
@@ -17,23 +17,23 @@ from evernear.errors import DataError
 from evernear.index.search import Gallery
 from evernear.release.archive_reader import ReleaseParts
 from evernear.release.manifest import ReleaseManifest
-from evernear.serving.decoding import inspect_image, read_image
-from evernear.serving.messages import Neighbor, Prediction, Refusal
+from evernear.serving.decoding import decode_image, inspect_image
+from evernear.serving.responses import Neighbor, Prediction, Rejection
 
 WARM_UP_BATCHES = (1, 1, 32, 32)
-_OUT_OF_TIME = Refusal(
+_OUT_OF_TIME = Rejection(
     code=503, type="Overloaded", message="Large images took all the time for decoding; send the image again."
 )
 
 
 @dataclass(frozen=True)
-class Answered:
-    """The answers to a batch, in its order, and the seconds that went into each stage of the work.
+class BatchResult:
+    """The responses to a batch in its order, and the seconds of each stage.
 
-    ``images`` (N, H, W, C) and ``embeddings`` (N, D) are those of the N images that were predicted.
+    ``images`` (N, H, W, C) and ``embeddings`` (N, D) are those of the N images with a prediction.
     """
 
-    answers: list[Prediction | Refusal]
+    responses: list[Prediction | Rejection]
     images: NDArray[np.uint8] | None
     embeddings: NDArray[np.float32] | None
     decode_s: float
@@ -41,102 +41,101 @@ class Answered:
     search_s: float
 
 
-class Core:
-    """One release, loaded: a network call and a search for each batch."""
+class Predictor:
+    """A loaded release. Each batch costs one network call and one search."""
 
     def __init__(self, network: torch.nn.Module, gallery: Gallery, manifest: ReleaseManifest) -> None:
         self._network = network
         self._gallery = gallery
-        self._manifest = manifest
+        self.manifest = manifest
 
     @staticmethod
-    def open(parts: ReleaseParts) -> "Core":
-        """Load a release whose parts were checked, and warm it up.
+    def open(release: ReleaseParts) -> "Predictor":
+        """Load an unpacked and verified release, and warm it up. The files are not needed afterwards.
 
         Raises:
-            IntegrityError: the index was made by another network.
+            IntegrityError: the index was built with another network.
         """
-        gallery = Gallery.open(parts.directory, parts.manifest.network_sha256)
-        core = Core(load_network(parts.directory / NETWORK_FILE), gallery, parts.manifest)
-        shape = parts.manifest.preprocessing
+        gallery = Gallery.open(release.directory, release.manifest.network_sha256)
+        predictor = Predictor(load_network(release.directory / NETWORK_FILE), gallery, release.manifest)
+        shape = release.manifest.preprocessing
         for size in WARM_UP_BATCHES:
-            core.recognise(np.zeros((size, shape.height_px, shape.width_px, shape.channels), np.uint8))
-        return core
+            predictor.predict_pixels(np.zeros((size, shape.height_px, shape.width_px, shape.channels), np.uint8))
+        return predictor
 
-    def predict(self, images: Sequence[bytes | Refusal]) -> list[Prediction | Refusal]:
-        """Answer a batch of PNG or JPEG files; a bad one gets a `Refusal`, the others their `Prediction`.
+    def predict(self, images: Sequence[bytes | Rejection]) -> list[Prediction | Rejection]:
+        """Recognize PNG or JPEG files. A bad one gets a `Rejection`, and the others their `Prediction`.
 
-        A request that was refused before it came here may stand in for its image, and is passed through.
+        A request without a usable image may be passed as its `Rejection`, which is returned in its place.
         """
-        return self.answer(images).answers
+        return self.predict_batch(images).responses
 
-    def answer(self, images: Sequence[bytes | Refusal], decode_timeout_s: float = math.inf) -> Answered:
-        """`predict`, with the time it took.
+    def predict_batch(self, images: Sequence[bytes | Rejection], decode_timeout_s: float = math.inf) -> BatchResult:
+        """Recognize as `predict`, and measure.
 
-        Small images are decoded first. After ``decode_timeout_s`` no further one is: those left get a `Refusal`
-        with code 503.
+        Small images are decoded first. Those not begun after ``decode_timeout_s`` get a `Rejection` with code 503.
         """
-        begin_s = time.perf_counter()
-        read = self._read(images, begin_s + decode_timeout_s)
-        decoded_s = embedded_s = found_s = time.perf_counter()
-        predictions: list[Prediction] = []
-        arrays = [each for each in read if not isinstance(each, Refusal)]
+        start_s = time.perf_counter()
+        pixels_or_rejections = self._decode_all(images, start_s + decode_timeout_s)
+        decoded_s = embedded_s = searched_s = time.perf_counter()
+        arrays = [each for each in pixels_or_rejections if not isinstance(each, Rejection)]
         stacked = np.stack(arrays) if arrays else None
         embeddings = None
+        predictions: list[Prediction] = []
         if stacked is not None:
             embeddings = embed_images(self._network, stacked)
             embedded_s = time.perf_counter()
-            predictions = self._look_up(embeddings)
-            found_s = time.perf_counter()
-        following = iter(predictions)
-        return Answered(
-            answers=[each if isinstance(each, Refusal) else next(following) for each in read],
+            predictions = self._search(embeddings)
+            searched_s = time.perf_counter()
+        remaining = iter(predictions)
+        return BatchResult(
+            responses=[each if isinstance(each, Rejection) else next(remaining) for each in pixels_or_rejections],
             images=stacked,
             embeddings=embeddings,
-            decode_s=decoded_s - begin_s,
+            decode_s=decoded_s - start_s,
             network_s=embedded_s - decoded_s,
-            search_s=found_s - embedded_s,
+            search_s=searched_s - embedded_s,
         )
 
-    def recognise(self, images: NDArray[np.uint8]) -> list[Prediction]:
-        """Answer images (N, H, W, C) of uint8 that were brought to the release's shape before."""
-        return self._look_up(embed_images(self._network, images))
+    def predict_pixels(self, images: NDArray[np.uint8]) -> list[Prediction]:
+        """Recognize uint8 images (N, H, W, C) that already have the shape of the release's preprocessing."""
+        return self._search(embed_images(self._network, images))
 
-    def _look_up(self, embeddings: NDArray[np.float32]) -> list[Prediction]:
+    def _search(self, embeddings: NDArray[np.float32]) -> list[Prediction]:
         return [
             Prediction(
-                pred=found.pred,
-                dist=found.dist,
-                unknown=found.unknown,
-                neighbors=tuple(Neighbor(label=near.label, dist=near.dist) for near in found.neighbors),
-                version=self._manifest.version,
+                pred=result.pred,
+                dist=result.dist,
+                unknown=result.unknown,
+                neighbors=tuple(Neighbor(label=near.label, dist=near.dist) for near in result.neighbors),
+                version=self.manifest.version,
             )
-            for found in self._gallery.recognise(embeddings)
+            for result in self._gallery.recognise(embeddings)
         ]
 
-    def _read(self, images: Sequence[bytes | Refusal], deadline_s: float) -> list[Pixels | Refusal]:
-        files = [image if isinstance(image, Refusal) else self._inspect(image) for image in images]
-        read: list[Pixels | Refusal] = [_OUT_OF_TIME] * len(files)
-        for number in sorted(range(len(files)), key=lambda number: _pixels(files[number])):
+    def _decode_all(self, images: Sequence[bytes | Rejection], deadline_s: float) -> list[Pixels | Rejection]:
+        files = [image if isinstance(image, Rejection) else self._inspect(image) for image in images]
+        decoded: list[Pixels | Rejection] = [_OUT_OF_TIME] * len(files)
+        for number in sorted(range(len(files)), key=lambda number: _pixel_count(files[number])):
             file = files[number]
-            if isinstance(file, Refusal):
-                read[number] = file
+            if isinstance(file, Rejection):
+                decoded[number] = file
             elif time.perf_counter() < deadline_s:
-                read[number] = self._decode(file)
-        return read
+                decoded[number] = self._decode(file)
+        return decoded
 
-    def _inspect(self, image: bytes) -> EncodedImage | Refusal:
+    def _inspect(self, image: bytes) -> EncodedImage | Rejection:
         try:
-            return inspect_image(image, self._manifest.max_pixels)
+            return inspect_image(image, self.manifest.max_pixels)
         except DataError as error:
-            return Refusal(message=str(error))
+            return Rejection(message=str(error))
 
-    def _decode(self, file: EncodedImage) -> Pixels | Refusal:
+    def _decode(self, file: EncodedImage) -> Pixels | Rejection:
         try:
-            return read_image(file, self._manifest.preprocessing)
+            return decode_image(file, self.manifest.preprocessing)
         except DataError as error:
-            return Refusal(message=str(error))
+            return Rejection(message=str(error))
 
 
-def _pixels(file: EncodedImage | Refusal) -> int:
-    return 0 if isinstance(file, Refusal) else file.pixels
+def _pixel_count(file: EncodedImage | Rejection) -> int:
+    return 0 if isinstance(file, Rejection) else file.pixels

@@ -1,6 +1,4 @@
-"""Decoding for servers: what a client sends becomes an array or a `DataError`, and small images never wait for
-large ones.
-"""
+"""Image decoding in servers: hostile files raise only `DataError`, and large images do not delay small ones."""
 
 import asyncio
 import logging
@@ -8,14 +6,17 @@ import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from io import BytesIO
 from typing import ParamSpec, TypeVar
+
+from PIL import Image
 
 from evernear.data.image_file import EncodedImage, inspect
 from evernear.data.preprocess import Pixels, Preprocessing, decode_inspected, decode_size_bytes, to_array
 from evernear.errors import DataError, ServingError
 
 SMALL_PIXELS = 1_000_000
-"""An image of more pixels is a large one."""
+"""An image of more pixels is large."""
 SMALL_THREADS = 2
 MAX_WAITING_LARGE = 16
 """Large images that may wait for a thread."""
@@ -26,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class OverloadedError(ServingError):
-    """Too many large images wait already; try again after ``retry_after_s``."""
+    """Too many large images are waiting; retry after ``retry_after_s``."""
 
     def __init__(self, message: str, retry_after_s: int = 1) -> None:
         super().__init__(message)
@@ -34,17 +35,17 @@ class OverloadedError(ServingError):
 
 
 def inspect_image(data: bytes, max_pixels: int) -> EncodedImage:
-    """`inspect` for what a client sent.
+    """`inspect` a file that a client sent.
 
     Raises:
-        DataError: the file cannot be used.
+        DataError: the file is unusable.
     """
     with _only_data_errors(len(data)):
         return inspect(data, max_pixels)
 
 
-def read_image(file: EncodedImage, shape: Preprocessing) -> Pixels:
-    """An inspected file as uint8 (H, W, C), as a release's preprocessing has it.
+def decode_image(file: EncodedImage, shape: Preprocessing) -> Pixels:
+    """Decode an inspected file to uint8 (H, W, C), in the shape of the release's preprocessing.
 
     Raises:
         DataError: the file is broken.
@@ -55,21 +56,28 @@ def read_image(file: EncodedImage, shape: Preprocessing) -> Pixels:
 
 @contextmanager
 def _only_data_errors(size_bytes: int) -> Generator[None]:
-    """Whatever a decoder makes of a hostile file, its neighbors get their answers."""
+    """Turn any other exception of a decoder into a `DataError`, so that the rest of the batch is answered."""
     try:
         yield
     except DataError:
         raise
     except Exception:
-        _log.exception("An image of %d bytes raised what its decoder never should.", size_bytes)
+        _log.exception("Decoding an image of %d bytes raised an unexpected exception.", size_bytes)
         raise DataError("The image cannot be decoded.") from None
 
 
-class DecodePool:
-    """Threads for the event loop's work on images: ``large`` for large images, others for everything else.
+def encode_png(pixels: Pixels) -> bytes:
+    """Encode uint8 (H, W, C) as a PNG file, fast rather than small. PNG is lossless: decoding it gives ``pixels``."""
+    buffer = BytesIO()
+    image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+    image.save(buffer, format="PNG", compress_level=1)
+    return buffer.getvalue()
 
-    So a large image delays other large ones alone, and the memory that decoding takes is at most
-    `pool_size_bytes`.
+
+class DecodePool:
+    """Decoding threads of an asyncio server: ``large`` for large images, `SMALL_THREADS` for everything else.
+
+    A large image delays only other large ones, and decoding takes at most `pool_size_bytes` of memory.
     """
 
     def __init__(self, large: int) -> None:
@@ -80,32 +88,32 @@ class DecodePool:
     async def run(
         self, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> Result:
-        """Await ``function`` in a thread that no large image occupies."""
+        """Await ``function`` in a thread for small images."""
         return await asyncio.wrap_future(self._small.submit(function, *args, **kwargs))
 
     async def run_sized(
         self, pixels: int, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> Result:
-        """Await ``function``, which decodes ``pixels``, in a thread of that size.
+        """Await ``function``, which decodes ``pixels``, in a thread for images of that size.
 
         Raises:
-            OverloadedError: too many large images wait.
+            OverloadedError: too many large images are waiting.
         """
         if pixels <= SMALL_PIXELS:
             return await self.run(function, *args, **kwargs)
         if not self._places.acquire(blocking=False):
             raise OverloadedError("Too many large images are waiting to be decoded; try again in a second.")
         future = self._large.submit(function, *args, **kwargs)
-        # Not when the caller stops waiting: a decode that has begun goes on.
+        # The place is taken until the decode ends, even if the caller is cancelled: a thread cannot be.
         future.add_done_callback(lambda _: self._places.release())
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Drop what has not begun."""
+        """Cancel calls that have not started."""
         self._small.shutdown(wait=False, cancel_futures=True)
         self._large.shutdown(wait=False, cancel_futures=True)
 
 
 def pool_size_bytes(large: int, max_pixels: int) -> int:
-    """The most memory that a `DecodePool` decodes in."""
+    """The most memory in which a `DecodePool` decodes."""
     return large * decode_size_bytes(max_pixels) + SMALL_THREADS * decode_size_bytes(SMALL_PIXELS)

@@ -1,14 +1,14 @@
-"""TorchServe's way into the prediction core; `evernear.release.archive` puts this file into every archive.
+"""TorchServe's entry point to `Predictor`; `evernear.release.archive` puts this file into every archive.
 
-What is refused, and what is not: PNG and JPEG are taken, told by their content. Palette, alpha (laid over white),
-CMYK, 16-bit grey (its upper 8 bits) and any size are decoded as ingest decodes them. Refused with 400 and a sentence,
-each alone in its batch: no image, an empty, truncated, broken or animated one, another format, more pixels than
-`serving.max_pixels`, a structure that would make decoding long (`evernear.data.image_file`), bad JSON or base64, a form
-without one of the fields ``data``, ``image``, ``file``. What never gets here is refused by the frontend: a request
-larger than `serving.max_request_size_bytes` (413), a form that cannot be read (400).
+Accepted are PNG and JPEG, by their content, of any size: with a palette, alpha (composited over white), CMYK, and
+16-bit gray (its upper 8 bits), decoded as by ingest. Rejected with 400 and a sentence, each alone in its batch: a
+request without an image, an empty, truncated, broken or animated one, another format, more pixels than
+`serving.max_pixels`, a structure that makes decoding slow (`evernear.data.image_file`), invalid JSON or base64, and a
+form without a field ``data``, ``image`` or ``file``. The frontend rejects requests larger than
+`serving.max_request_size_bytes` (413) and unreadable forms (400) before they arrive here.
 
-A batch is answered as a whole, so decoding ends after half of the response timeout, small images first; what is left
-then gets 503.
+A batch is answered as a whole. Decoding therefore ends after half of the response timeout, small images first; the
+remaining images get 503.
 """
 
 import logging
@@ -18,11 +18,11 @@ from typing import Any
 
 from evernear.release.archive_reader import open_parts
 from evernear.release.manifest import ReleaseManifest
-from evernear.serving.core import Answered, Core
-from evernear.serving.forms import image_of
-from evernear.serving.messages import Prediction, Refusal
+from evernear.serving.core import BatchResult, Predictor
 from evernear.serving.metrics import METRICS, Emit, Labels, Meter
 from evernear.serving.query_log import QueryLog
+from evernear.serving.request_parsing import image_from_fields
+from evernear.serving.responses import Prediction, Rejection
 
 DECODE_SHARE = 0.5
 """Of the response timeout, after which TorchServe replaces the worker and fails its whole batch."""
@@ -30,41 +30,41 @@ _METRICS_LOGGER = "ts.metrics.caching_metric"
 
 
 class EmbeddingHandler:
-    """The one class of this module: TorchServe calls ``initialize`` once and ``handle`` for each batch."""
+    """The only class of this module: TorchServe calls ``initialize`` once and ``handle`` for each batch."""
 
     def initialize(self, context: Any) -> None:
-        """Check every part of the unpacked release against its manifest, then load it."""
+        """Verify every part of the unpacked release against its manifest, then load it."""
         parts = open_parts(Path(context.system_properties["model_dir"]))
-        self._core = Core.open(parts)
+        self._predictor = Predictor.open(parts)
         self._decode_timeout_s = DECODE_SHARE * float(context.model_yaml_config["responseTimeout"])
-        # TorchServe writes a line for each batch to the log, through a pipe and two regular expressions.
+        # TorchServe logs a line for each batch, through a pipe and two regular expressions.
         logging.getLogger().setLevel(logging.WARNING)
         logging.getLogger(_METRICS_LOGGER).setLevel(logging.INFO)
         self._meter = _meter(parts.manifest)
         self._meter.start()
-        self._log = QueryLog.of_environment(parts)
-        if self._log:
-            self._log.start()
+        self._query_log = QueryLog.from_environment(parts)
+        if self._query_log:
+            self._query_log.start()
 
     def handle(self, data: list[dict[str, bytes]], context: Any) -> list[bytes]:
         """Answer a batch of requests, each with its own status."""
-        answered = self._core.answer([image_of(fields) for fields in data], self._decode_timeout_s)
-        for position, answer in enumerate(answered.answers):
+        result = self._predictor.predict_batch([image_from_fields(fields) for fields in data], self._decode_timeout_s)
+        for position, response in enumerate(result.responses):
             context.set_response_content_type(position, "application/json")
-            if isinstance(answer, Refusal):
-                context.set_response_status(answer.code, HTTPStatus(answer.code).phrase, position)
-        self._count(answered)
-        return [answer.model_dump_json().encode() for answer in answered.answers]
+            if isinstance(response, Rejection):
+                context.set_response_status(response.code, HTTPStatus(response.code).phrase, position)
+        self._record(result)
+        return [response.model_dump_json().encode() for response in result.responses]
 
-    def _count(self, answered: Answered) -> None:
-        predictions = [answer for answer in answered.answers if isinstance(answer, Prediction)]
-        if self._log:
-            self._log.note(predictions, answered.embeddings, answered.images)
-        self._meter.batch(
-            outcomes=[answer.type if isinstance(answer, Refusal) else "ok" for answer in answered.answers],
+    def _record(self, result: BatchResult) -> None:
+        predictions = [response for response in result.responses if isinstance(response, Prediction)]
+        if self._query_log:
+            self._query_log.record(predictions, result.embeddings, result.images)
+        self._meter.record_batch(
+            outcomes=[response.type if isinstance(response, Rejection) else "ok" for response in result.responses],
             distances=[prediction.dist for prediction in predictions],
             unknown=sum(prediction.unknown for prediction in predictions),
-            stages_s={"decode": answered.decode_s, "network": answered.network_s, "search": answered.search_s},
+            stages_s={"decode": result.decode_s, "network": result.network_s, "search": result.search_s},
         )
 
 
@@ -74,16 +74,16 @@ def _meter(manifest: ReleaseManifest) -> Meter:
 
 
 def _torchserve_emit() -> Emit:
-    """TorchServe reads metrics from the worker's output; those that its configuration lacks it leaves out."""
+    """Emit through the worker's output, which TorchServe parses; it drops metrics that its configuration lacks."""
     from ts.metrics.caching_metric import CachingMetric
     from ts.metrics.metric_type_enum import MetricTypes
 
-    known = {
+    metrics = {
         name: CachingMetric(name, metric.unit, list(metric.labels), MetricTypes(metric.kind))
         for name, metric in METRICS.items()
     }
 
     def emit(name: str, value: float, labels: Labels) -> None:
-        known[name].add_or_update(value, list(labels))
+        metrics[name].add_or_update(value, list(labels))
 
     return emit

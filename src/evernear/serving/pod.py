@@ -1,22 +1,22 @@
-"""What runs in a serving pod, in the order in which a kubelet runs it.
+"""The containers, probes and hook of a serving pod, in the order in which a kubelet runs them.
 
 ::
 
-    init container   evernear pod fetch --release VERSION --sha256 HEX    the archive, from the object store
+    init container   evernear pod fetch --release VERSION --sha256 HEX    downloads the archive from the object store
     container        evernear pod serve [--without-token]                 becomes TorchServe
-    startupProbe     exec evernear pod ready                              all stored queries, answers compared
-    readinessProbe   GET /ready on the inference port, no token           a stored query, unless traffic tells
-    livenessProbe    the same, with more patience than a worker takes to load
-    preStop          exec evernear pod drain                              answers while the endpoints are removed
+    startupProbe     exec evernear pod ready                              all stored queries, predictions compared
+    readinessProbe   GET /ready on the inference port, no token           a stored query, unless traffic is answered
+    livenessProbe    the same, tolerating the time in which a worker loads
+    preStop          exec evernear pod drain                              serves on while the endpoint is removed
     SIGTERM          drains, see decision 9
 
-All of them have EVERNEAR_WORKDIR, the one directory that is written to (an emptyDir) besides /tmp. The init container
-alone has EVERNEAR_STORE and the keys of the object store; the others have EVERNEAR_TOKEN_FILE, a file of the Secret.
+All have EVERNEAR_WORKDIR, an emptyDir and the only writable directory besides /tmp. Only the init container has
+EVERNEAR_STORE and the keys of the object store; the others have EVERNEAR_TOKEN_FILE, a file of the Secret.
 
 ::
 
-    WORKDIR/torchserve/                     the server's home: model store, configuration, keys, unpacked release
-    WORKDIR/release/                        manifest, preprocessing and stored queries of the release, for the probes
+    WORKDIR/torchserve/     the server's home: model store, configuration, keys, unpacked release
+    WORKDIR/release/        manifest, preprocessing and stored queries of the release, for the probes
 """
 
 import os
@@ -41,44 +41,45 @@ from evernear.release.registry import Registry
 from evernear.serving import torchserve
 from evernear.serving.client import Client, Target
 from evernear.serving.configuration import LOOPBACK, model_store
-from evernear.serving.connection import home_of
+from evernear.serving.endpoints import home_of
 from evernear.settings import ServingSettings, Settings
 from evernear.settings.sources import TOKEN_FILE_VARIABLE
 from evernear.store import open_store
 
-ANYWHERE = "0.0.0.0"  # noqa: S104 - of the pod; a NetworkPolicy says who gets there
-JAVA_ENDS_S = 5  # after the last answer
+ANYWHERE = "0.0.0.0"  # noqa: S104 - of the pod, to which a NetworkPolicy restricts access
+JAVA_EXIT_S = 5  # after the drain
 TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{16,4096}=*")
 """b64token of RFC 6750, section 2.1, of at least 96 bits."""
+_STAGING = ".fetch-"
 
 
 def grace_period_s(settings: ServingSettings) -> int:
-    """The ``terminationGracePeriodSeconds`` of a pod: seconds of its preStop, of its drain and of Java's end."""
-    return settings.endpoint_removal_s + settings.drain_timeout_s + JAVA_ENDS_S
+    """``terminationGracePeriodSeconds`` of a pod: preStop, drain and the exit of Java."""
+    return settings.endpoint_removal_s + settings.drain_timeout_s + JAVA_EXIT_S
 
 
 def fetch(version: str, sha256: str, settings: Settings) -> ReleaseManifest:
-    """Bring a release from the store of ``settings`` to where `serve` finds it.
+    """Download a release from the store of ``settings`` for `serve`.
 
-    ``sha256`` is what the deployer says of the archive; the registry has to say the same, and the archive to be that.
-    The store is only read. Killed and run again, or run twice, it comes to the same.
+    ``sha256`` is the archive's according to the deployer; the registry's record and the archive must agree with it. The
+    store is only read. Safe to repeat, also after a kill.
 
     Raises:
-        IntegrityError: the deployer, the registry and the archive do not agree, or it is no sound release.
-        StoreError: there is no such release, the store cannot be reached, or the disk is full.
+        IntegrityError: the deployer, the registry and the archive disagree, or the release is damaged.
+        StoreError: the release does not exist, the store is unreachable, or the disk is full.
     """
     home, archive = home_of(settings.workdir), _archive(settings)
-    if _lies_alone(archive) and sha256_file(archive) == sha256:  # what belongs to it was written before it
+    if _is_alone(archive) and sha256_file(archive) == sha256:  # written last, so the release directory is complete
         return release(settings).manifest
     registry = Registry(open_store(settings.store_uri))
     record = registry.get(version)
     if record.archive_sha256 != sha256:
         raise IntegrityError(
-            f"The archive of release {version} in {registry.uri} has the sha256 {record.archive_sha256}, and this pod "
-            f"was told to serve {sha256}; deploy again."
+            f"The archive of release {version} in {registry.uri} has the sha256 {record.archive_sha256}, but the pod "
+            f"expects {sha256}; deploy again."
         )
     with disk_errors(home):
-        _remove_remains(home)
+        _remove_leftovers(home)
         archive.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=home, prefix=_STAGING) as temporary:
             staged = Path(temporary) / ARCHIVE_FILE
@@ -86,7 +87,7 @@ def fetch(version: str, sha256: str, settings: Settings) -> ReleaseManifest:
             parts = open_release(staged, Path(temporary) / "release")
             if parts.manifest != record.manifest:
                 raise IntegrityError(f"The archive of release {version} in {registry.uri} is another release.")
-            _keep_for_probes(parts)
+            _remove_all_but_probe_files(parts)
             shutil.rmtree(_release_dir(settings), ignore_errors=True)
             parts.directory.replace(_release_dir(settings))
             staged.replace(archive)
@@ -96,17 +97,17 @@ def fetch(version: str, sha256: str, settings: Settings) -> ReleaseManifest:
 def serve(settings: Settings, *, without_token: bool = False) -> NoReturn:
     """Replace this process by TorchServe with the fetched release.
 
-    Inference and metrics listen on all addresses, management on loopback; no model can be registered. Inference
-    wants the token in the file that ``EVERNEAR_TOKEN_FILE`` names, unless ``without_token``.
+    Inference and metrics listen on all addresses, management on loopback, and no model can be registered. Inference
+    requires the token in the file that ``EVERNEAR_TOKEN_FILE`` names, unless ``without_token``.
 
     Raises:
-        SettingsError: no token is given, or one is that cannot be used, or one is ``without_token``.
-        ServingError: nothing was fetched, or Java or TorchServe is not installed.
+        SettingsError: the token is missing or invalid, or contradicts ``without_token``.
+        ServingError: no release was fetched, or Java or TorchServe is not installed.
         PortInUseError: a port is in use.
     """
-    if not _lies_alone(_archive(settings)):
+    if not _is_alone(_archive(settings)):
         raise ServingError(
-            f"No release lies in {settings.workdir}, or something beside it; run `evernear pod fetch` before."
+            f"{settings.workdir} has no release, or something beside it; run `evernear pod fetch` before."
         )
     token_file = _token_file(without_token)
     serving = settings.serving
@@ -125,24 +126,20 @@ def serve(settings: Settings, *, without_token: bool = False) -> NoReturn:
 
 
 def release(settings: Settings) -> ReleaseParts:
-    """What was fetched: manifest, preprocessing and stored queries alone.
+    """The fetched release: manifest, preprocessing and stored queries only.
 
     Raises:
-        ServingError: nothing was.
+        ServingError: no release was fetched.
     """
-    directory = _release_dir(settings)
-    manifest = directory / MANIFEST_FILE
+    manifest = _release_dir(settings) / MANIFEST_FILE
     if not manifest.is_file():
-        raise ServingError(f"No release lies in {settings.workdir}; run `evernear pod fetch` before.")
-    return ReleaseParts(ReleaseManifest.from_json(manifest.read_bytes(), str(manifest)), directory)
+        raise ServingError(f"{settings.workdir} has no release; run `evernear pod fetch` before.")
+    return ReleaseParts(ReleaseManifest.load(manifest), manifest.parent)
 
 
 def client(settings: Settings) -> Client:
     """A client of this pod's server, with the token of the environment."""
     return Client(Target.remote(settings, LOOPBACK))
-
-
-_STAGING = ".fetch-"
 
 
 def _archive(settings: Settings) -> Path:
@@ -153,25 +150,25 @@ def _release_dir(settings: Settings) -> Path:
     return settings.workdir.resolve() / "release"
 
 
-def _lies_alone(archive: Path) -> bool:
-    """Whether the archive is in the model store and nothing else: the server loads all that it finds."""
+def _is_alone(archive: Path) -> bool:
+    """Whether the archive is the only file in the model store: the server loads all of them."""
     return archive.is_file() and list(archive.parent.iterdir()) == [archive]
 
 
-def _remove_remains(home: Path) -> None:
-    """Remove what a killed fetch left, and all of the model store."""
-    for left in (*home.glob(f"{_STAGING}*"), *model_store(home).glob("*")):
-        if left.is_dir() and not left.is_symlink():
-            shutil.rmtree(left)
+def _remove_leftovers(home: Path) -> None:
+    """Empty the model store and remove the staging directories of killed fetches."""
+    for path in (*home.glob(f"{_STAGING}*"), *model_store(home).glob("*")):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
         else:
-            left.unlink()
+            path.unlink()
 
 
-def _keep_for_probes(parts: ReleaseParts) -> None:
-    """Leave of an unpacked release what probes and people look at; TorchServe unpacks all of it for itself."""
-    kept = {MANIFEST_FILE, PREPROCESSING_FILE, SMOKE_FILE, *(query.file for _, query in parts.smoke_queries())}
+def _remove_all_but_probe_files(parts: ReleaseParts) -> None:
+    """Keep the files that probes and people read; TorchServe unpacks the archive for itself."""
+    needed = {MANIFEST_FILE, PREPROCESSING_FILE, SMOKE_FILE, *(query.file for _, query in parts.smoke_queries())}
     for file in parts.directory.iterdir():
-        if file.name not in kept:
+        if file.name not in needed:
             file.unlink()
 
 
@@ -180,14 +177,12 @@ def _token_file(without_token: bool) -> Path | None:
     name = os.environ.get(TOKEN_FILE_VARIABLE)
     if without_token:
         if name:
-            raise SettingsError(
-                f"{TOKEN_FILE_VARIABLE} names a token, and --without-token wants none; drop one of them."
-            )
+            raise SettingsError(f"{TOKEN_FILE_VARIABLE} and --without-token contradict each other; drop one of them.")
         return None
     if not name:
         raise SettingsError(
-            f"No token: let {TOKEN_FILE_VARIABLE} name a file of the mounted Secret or, behind a NetworkPolicy, "
-            "say --without-token."
+            f"No token: set {TOKEN_FILE_VARIABLE} to a file of the mounted Secret or, behind a NetworkPolicy, "
+            "use --without-token."
         )
     file = Path(name).absolute()
     try:
@@ -196,7 +191,7 @@ def _token_file(without_token: bool) -> Path | None:
         raise SettingsError(f"{TOKEN_FILE_VARIABLE}={name} cannot be read: {error}.") from None
     if not TOKEN.fullmatch(text):
         raise SettingsError(
-            f"{TOKEN_FILE_VARIABLE}={name} holds no token: 16 or more letters, digits and -._~+/, as "
-            "`openssl rand -hex 32` prints them."
+            f"{TOKEN_FILE_VARIABLE}={name} has no valid token: 16 or more letters, digits and -._~+/, as printed by "
+            "`openssl rand -hex 32`."
         )
     return file

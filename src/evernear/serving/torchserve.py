@@ -1,35 +1,37 @@
-"""The life of one TorchServe: its start, readiness and end.
+"""Lifecycle of a TorchServe: start, readiness and stop.
 
-Everything of a server lies in one directory, its home (``WORKDIR/torchserve``, mode 0700): the generated
-configuration, the keys, the logs and the model store. Java is started directly, as the ``torchserve`` script
-keeps one process id per machine. Verified against TorchServe 0.12.0 on Java 17 and 25.
+All files of a server are in its home directory (``WORKDIR/torchserve``, mode 0700): configuration, keys, logs and model
+store. Java is started directly, because the ``torchserve`` script tracks a single process per machine. Verified with
+TorchServe 0.12.0 on Java 17 and 25.
 """
 
 import contextlib
-import errno
 import os
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
+from filelock import FileLock
+from filelock import Timeout as LockTimeout
+
 from evernear.disk import disk_errors, write_atomically
-from evernear.errors import PortInUseError, ServingError
+from evernear.errors import BusyError, PortInUseError, ServingError
 from evernear.scratch import make_private, remove_own
 from evernear.serving.configuration import LOOPBACK, model_store, temporary_directory, write_configuration
-from evernear.serving.connection import KEY_FILE, OWNER_FILE, STATE_FILE, Endpoints, ServerState, read_state
+from evernear.serving.endpoints import KEY_FILE, OWNER_FILE, STATE_FILE, Endpoints, ServerState, bind_error, read_state
 from evernear.serving.java import find_java, java_command, java_environment
-from evernear.serving.lock import exclusively
 from evernear.serving.management import Management
-from evernear.serving.processes import end_processes, is_java_of, processes
 from evernear.settings import ServingSettings
 
 __all__ = [
     "adopt",
     "await_ready",
     "become",
+    "exclusive_lock",
     "find_java",
     "is_ready",
     "is_running",
@@ -42,102 +44,104 @@ __all__ = [
 
 POLL_S = 0.1
 CONNECT_TIMEOUT_S = 1.0
+LOCK_TIMEOUT_S = 300  # longer than a server or a release takes to start
+JAVA_EXIT_TIMEOUT_S = 5.0  # after the drain
+KILL_TIMEOUT_S = 15.0
 
 
 def start(settings: ServingSettings, home: Path) -> Endpoints:
     """Start TorchServe in ``home`` unless it runs already, and wait until its management API answers.
 
-    The server outlives this process and holds none of its pipes.
+    The server outlives this process and inherits none of its pipes.
 
     Raises:
-        PortInUseError: a port is in use by another program.
-        ServingError: Java or TorchServe is not installed, the server runs with other ports, or it does not
-            come up within ``settings.startup_timeout_s``.
-        StoreError: ``home``, or the server's directory in /tmp, cannot be made.
-        BusyError: another process starts or stops this server and does not end.
+        PortInUseError: another program uses a port.
+        ServingError: Java or TorchServe is not installed, the server runs on other ports, or it does not start within
+            ``settings.startup_timeout_s``.
+        StoreError: ``home``, or the server's directory in /tmp, cannot be created.
+        BusyError: another process is starting or stopping this server and does not finish.
     """
     _make_home(home)
-    wanted = Endpoints.of(settings)
+    requested = Endpoints.of(settings)
     with _locked(home):
         if is_running(home):
-            return _running_endpoints(home, wanted)
-        _clear_remains(home)
-        _require_free_ports(wanted)
+            return _require_same_endpoints(home, requested)
+        _remove_leftovers(home)
+        _require_free_ports(requested)
         command = java_command(settings, home, {})
         write_configuration(settings, home)
         pid = _spawn_detached(command, settings, home)
-        state = ServerState(pid=pid, endpoints=wanted, drain_timeout_s=settings.drain_timeout_s)
-        write_atomically(home / STATE_FILE, state.model_dump_json())
+        ServerState(pid=pid, endpoints=requested, drain_timeout_s=settings.drain_timeout_s).save(home / STATE_FILE)
         try:
-            _await_answer(home, pid, settings.startup_timeout_s)
+            _await_management(home, pid, settings.startup_timeout_s)
         except BaseException:
-            end_processes(home)
-            _clear_remains(home)
+            _end_processes(home)
+            _remove_leftovers(home)
             raise
-    return wanted
+    return requested
 
 
 def become(settings: ServingSettings, home: Path, frontend: Mapping[str, object], *, tokens: bool) -> NoReturn:
-    """Replace this process by the TorchServe of ``home``: signals reach it, and its console is this one's.
+    """Replace this process by the TorchServe of ``home``, which then receives its signals and writes to its console.
 
-    It loads what lies in its model store. ``frontend`` is what `java_command` is told, ``tokens`` is as for
+    The server loads all archives in its model store. ``frontend`` is as for `java_command`, ``tokens`` as for
     `write_configuration`.
 
     Raises:
-        PortInUseError: a port is in use by another program.
+        PortInUseError: another program uses a port.
         ServingError: Java or TorchServe is not installed.
-        StoreError: ``home``, or the server's directory in /tmp, cannot be made.
+        StoreError: ``home``, or the server's directory in /tmp, cannot be created.
     """
     _make_home(home)
     _require_free_ports(Endpoints.of(settings))
-    _clear_remains(home)
+    _remove_leftovers(home)
     command = java_command(settings, home, frontend)
     write_configuration(settings, home, tokens=tokens)
     make_private(temporary_directory(home))
     os.umask(0o077)
     os.chdir(home)
-    os.execve(command[0], command, java_environment(settings, home))  # noqa: S606 - a list of our own words
+    os.execve(command[0], command, java_environment(settings, home))  # noqa: S606 - arguments built here
 
 
 def require_startable(settings: ServingSettings, home: Path) -> None:
-    """Refuse early what `start` would refuse: hours of training should not end at a port that is taken.
+    """Fail early where `start` would fail, rather than after hours of training.
 
     Raises:
         PortInUseError, ServingError: as `start`.
     """
-    wanted = Endpoints.of(settings)
+    requested = Endpoints.of(settings)
     if is_running(home):
-        _running_endpoints(home, wanted)
+        _require_same_endpoints(home, requested)
         return
     find_java()
-    _require_free_ports(wanted)
+    _require_free_ports(requested)
 
 
 def stop(home: Path) -> bool:
-    """End the server of ``home`` with all its workers; whether there was one to end.
+    """Stop the server of ``home`` with all its workers; returns whether one was running.
 
-    It drains: new connections are refused, requests that came in are answered, for at most the
-    ``drain_timeout_s`` it was started with.
+    The server drains: it refuses new connections and answers the requests in flight, for at most the
+    ``drain_timeout_s`` with which it was started.
 
     Raises:
-        ServingError: a process of it cannot be ended.
-        BusyError: another process starts or stops this server and does not end.
+        ServingError: a process does not end.
+        BusyError: another process is starting or stopping this server and does not finish.
     """
     if not home.is_dir():
         return False
     with _locked(home):
-        found = end_processes(home)
-        _clear_remains(home)
-    return found
+        was_running = _end_processes(home)
+        _remove_leftovers(home)
+    return was_running
 
 
 def adopt(home: Path) -> None:
-    """Bind the life of the server in ``home`` to this process, before or after its start.
+    """Bind the server in ``home`` to this process, before or after its start.
 
-    When this process ends, even by SIGKILL, the server drains and ends as well.
+    When this process ends, even by SIGKILL, the server drains and ends.
 
     Raises:
-        StoreError: ``home`` cannot be written.
+        StoreError: ``home`` is not writable.
     """
     _make_home(home)
     write_atomically(home / OWNER_FILE, str(os.getpid()))
@@ -146,16 +150,16 @@ def adopt(home: Path) -> None:
 def is_running(home: Path) -> bool:
     """Whether the Java process that was last started in ``home`` is alive."""
     state = read_state(home)
-    return state is not None and is_java_of(home, state.pid)
+    return state is not None and _is_java_of(home, state.pid)
 
 
 def await_ready(settings: ServingSettings, home: Path, version: str) -> None:
-    """Wait until ``version`` of the model has all its workers READY.
+    """Wait until all workers of ``version`` are READY.
 
-    ``/ping`` is no measure: it answers 200 without any worker and while one crashes in a loop.
+    ``/ping`` is useless for this: it returns 200 without any worker, and while one crashes in a loop.
 
     Raises:
-        ServingError: they are not within ``settings.startup_timeout_s``.
+        ServingError: they are not READY within ``settings.startup_timeout_s``.
         ServerUnreachableError: the server died.
     """
     management = Management(home)
@@ -170,9 +174,9 @@ def await_ready(settings: ServingSettings, home: Path, version: str) -> None:
 
 
 def is_ready(home: Path, model: str) -> bool:
-    """Whether the server in ``home`` would answer: it takes connections, and the default version has a READY worker.
+    """Whether the server in ``home`` accepts connections and the default version has a READY worker.
 
-    A server that drains is not ready, nor is one whose workers load or crash.
+    A draining server is not ready, nor is one whose workers are loading or crashing.
     """
     state = read_state(home)
     if state is None:
@@ -181,10 +185,41 @@ def is_ready(home: Path, model: str) -> bool:
         ready = Management(home).describe(model).ready_workers > 0
     except ServingError:
         return False
-    return ready and _takes_connections(state.endpoints)
+    return ready and _accepts_connections(state.endpoints)
 
 
-def _takes_connections(endpoints: Endpoints) -> bool:
+def processes(home: Path) -> list[psutil.Process]:
+    """Java and the Python workers of the server in ``home``, also workers whose Java has died."""
+    matching: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and _belongs_to(process.cmdline(), home):
+                matching.append(process)
+    return matching
+
+
+@contextlib.contextmanager
+def exclusive_lock(path: Path, busy: str) -> Generator[None]:
+    """Hold the lock file ``path``, which the system releases when the process dies.
+
+    Raises:
+        BusyError: another process does not release it within `LOCK_TIMEOUT_S`; ``busy`` is the message.
+        StoreError: ``path`` is not writable.
+    """
+    lock = FileLock(path, timeout=LOCK_TIMEOUT_S)
+    with disk_errors(path):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except LockTimeout:  # an OSError itself
+            raise BusyError(busy) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _accepts_connections(endpoints: Endpoints) -> bool:
     try:
         socket.create_connection((endpoints.inference_host, endpoints.inference_port), CONNECT_TIMEOUT_S).close()
     except OSError:
@@ -201,44 +236,37 @@ def _make_home(home: Path) -> None:
 
 
 def _locked(home: Path) -> contextlib.AbstractContextManager[None]:
-    busy = f"Another process starts or stops the TorchServe in {home}; wait for it and try again."
-    return exclusively(home / "server.lock", busy)
+    busy = f"Another process is starting or stopping the TorchServe in {home}; wait for it and try again."
+    return exclusive_lock(home / "server.lock", busy)
 
 
-def _running_endpoints(home: Path, wanted: Endpoints) -> Endpoints:
+def _require_same_endpoints(home: Path, requested: Endpoints) -> Endpoints:
     state = read_state(home)
-    if state is None or state.endpoints != wanted:
-        now = state.endpoints.inference_url if state else "other ports"
-        raise ServingError(f"TorchServe already runs at {now}, not where the settings say; run `evernear stop` first.")
-    return wanted
+    if state is None or state.endpoints != requested:
+        current = state.endpoints.inference_url if state else "other ports"
+        raise ServingError(
+            f"TorchServe already runs at {current}, not where the settings say; run `evernear stop` first."
+        )
+    return requested
 
 
-def _require_free_ports(wanted: Endpoints) -> None:
-    ports = wanted.model_dump(exclude={"host"})
+def _require_free_ports(requested: Endpoints) -> None:
+    ports = requested.model_dump(exclude={"host"})
     if len(set(ports.values())) < len(ports):
-        raise ServingError(f"Each port of the server must be another one: {ports}; see --set serving.*_port.")
+        raise ServingError(f"The ports of the server must differ from each other: {ports}; see --set serving.*_port.")
     for setting, port in ports.items():
-        host = LOOPBACK if "management" in setting else wanted.host
+        host = LOOPBACK if "management" in setting else requested.host
         with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Java does: TIME_WAIT is no owner
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Java does: TIME_WAIT does not matter
             try:
                 probe.bind((host, port))
             except OSError as error:
-                raise _bind_error(error, host, port, setting) from None
-
-
-def _bind_error(error: OSError, host: str, port: int, setting: str) -> ServingError:
-    if error.errno == errno.EADDRINUSE:
-        return PortInUseError(
-            f"Port {port} on {host} is in use by another program; stop that, or choose a free port with "
-            f"--set serving.{setting}=NUMBER."
-        )
-    return ServingError(f"serving.{setting}: {host}:{port} cannot be bound: {error.strerror}.")
+                raise bind_error(error, host, port, f"serving.{setting}") from None
 
 
 def _spawn_detached(command: list[str], settings: ServingSettings, home: Path) -> int:
     make_private(temporary_directory(home))
-    # The shell ends at once, so Java belongs to no process that could wait for it or take it along.
+    # The shell exits at once, so Java has no parent that would wait for it or take it down.
     script = 'umask 077; "$@" </dev/null >logs/console.log 2>&1 & echo $!'
     shell = subprocess.run(
         ["/bin/sh", "-c", script, "sh", *command],
@@ -252,36 +280,36 @@ def _spawn_detached(command: list[str], settings: ServingSettings, home: Path) -
     return int(shell.stdout)
 
 
-def _await_answer(home: Path, pid: int, timeout_s: float) -> None:
+def _await_management(home: Path, pid: int, timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
     management = Management(home)
     while time.monotonic() < deadline_s:
-        if not is_java_of(home, pid):
-            raise _died(home)
+        if not _is_java_of(home, pid):
+            raise _start_error(home)
         try:
             management.list_models()
-        except ServingError:  # not listening yet, or the key file is half written
+        except ServingError:  # not listening yet, or the key file is incomplete
             time.sleep(POLL_S)
         else:
             return
     raise ServingError(f"TorchServe does not answer after {timeout_s} s; see {home / 'logs'}.")
 
 
-def _died(home: Path) -> ServingError:
+def _start_error(home: Path) -> ServingError:
     console = home / "logs" / "console.log"
     text = console.read_text(errors="replace") if console.exists() else ""
     if "Address already in use" in text:
         return PortInUseError(
-            f"A port was taken while TorchServe started ({console} tells which); run again, or choose others "
-            "with --set serving.inference_port=NUMBER and its like."
+            f"A port was taken while TorchServe started (see {console}); run again, or choose other ports "
+            "with --set serving.inference_port=NUMBER and so on."
         )
     lines = text.strip().splitlines()
-    said = f", and its last words were {lines[-1].strip()!r}" if lines else ""
-    return ServingError(f"TorchServe ended while it started{said}; see {console}.")
+    last_line = f" with {lines[-1].strip()!r}" if lines else ""
+    return ServingError(f"TorchServe exited during startup{last_line}; see {console}.")
 
 
-def _clear_remains(home: Path) -> None:
-    """Remove what a server that is gone left behind, whether it was stopped or died."""
+def _remove_leftovers(home: Path) -> None:
+    """Remove the files of a server that was stopped or died."""
     for name in (STATE_FILE, KEY_FILE):
         (home / name).unlink(missing_ok=True)
     if _owner(home) != os.getpid():
@@ -294,3 +322,43 @@ def _owner(home: Path) -> int | None:
         return int((home / OWNER_FILE).read_text())
     except (OSError, ValueError):
         return None
+
+
+def _is_java_of(home: Path, pid: int) -> bool:
+    """Whether ``pid`` is this home's Java, and not a process that reuses its id."""
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and _belongs_to(process.cmdline(), home)
+    except psutil.Error:
+        return False
+
+
+def _end_processes(home: Path) -> bool:
+    """Terminate Java, which drains, and kill what remains; returns whether any process was running.
+
+    Raises:
+        ServingError: a process does not end.
+    """
+    running = processes(home)
+    state = read_state(home)
+    if state is not None:
+        java = [process for process in running if process.pid == state.pid]
+        _signal(java, psutil.Process.terminate)
+        psutil.wait_procs(java, timeout=state.drain_timeout_s + JAVA_EXIT_TIMEOUT_S)
+    remaining = processes(home)  # workers end with their Java, unless it died before
+    _signal(remaining, psutil.Process.kill)
+    psutil.wait_procs(remaining, timeout=KILL_TIMEOUT_S)
+    if immortal := processes(home):
+        raise ServingError(f"Processes {', '.join(str(p.pid) for p in immortal)} of TorchServe do not end.")
+    return bool(running)
+
+
+def _belongs_to(command: list[str], home: Path) -> bool:
+    temporary = temporary_directory(home)
+    return any(word == f"-Djava.io.tmpdir={temporary}" or word.startswith(f"{temporary}/.ts.sock.") for word in command)
+
+
+def _signal(targets: list[psutil.Process], send: Callable[[psutil.Process], None]) -> None:
+    for process in targets:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            send(process)

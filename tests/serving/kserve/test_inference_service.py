@@ -30,8 +30,8 @@ from PIL import Image
 from releases import MakeRelease, PackedRelease
 
 from evernear.release.archive_reader import ReleaseParts
-from evernear.serving.core import Core
-from evernear.serving.messages import Prediction
+from evernear.serving.core import Predictor
+from evernear.serving.responses import Prediction
 
 # The first test waits for four processes to import the SDK, which on a busy machine takes minutes.
 pytestmark = pytest.mark.timeout(600)
@@ -47,7 +47,7 @@ def images(parts: ReleaseParts) -> list[bytes]:
 @pytest.fixture(scope="module")
 def known(parts: ReleaseParts, images: list[bytes]) -> list[dict[str, Any]]:
     """What the core answers in this process, and TorchServe with it."""
-    answers = Core.open(parts).predict(images)
+    answers = Predictor.open(parts).predict(images)
     assert all(isinstance(answer, Prediction) for answer in answers)
     return [answer.model_dump(mode="json") for answer in answers]
 
@@ -129,7 +129,7 @@ class TestAnswers:
         response = transformer.infer(pixels(prepared(images)))
         assert (response.status_code, response.json()) == (
             400,
-            {"error": "Send image files; pixels are for the predictor."},
+            {"error": "Send image files; only the predictor accepts pixels."},
         )
 
     def test_no_image_is_no_error(self, server: Server) -> None:
@@ -277,7 +277,7 @@ class TestBadRequests:
 
 class TestLimits:
     def test_a_body_that_is_too_large_is_413(self, server: Server) -> None:
-        sentence = {"error": "The request is larger than the 6553500 bytes that are allowed."}
+        sentence = {"error": "The request is larger than the limit of 6553500 bytes."}
         for path in ("/v1/models/embedding:predict", "/v2/models/embedding/infer"):
             with closing(http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)) as connection:
                 connection.putrequest("POST", path)
@@ -299,7 +299,7 @@ class TestLimits:
     def test_too_many_images_are_413(self, server: Server) -> None:
         for response in (server.predict([b""] * 1025), server.infer(files([b""] * 1025))):
             assert response.status_code == 413
-            assert response.json() == {"error": "The request holds 1025 images, of 1024 that are taken at once."}
+            assert response.json() == {"error": "The request has 1025 images; the limit is 1024."}
 
     def test_too_many_pixels_together_are_413(self, server: Server) -> None:
         largest = hostile.png(5_000, 5_000, 1)
@@ -462,7 +462,7 @@ def assert_unavailable(server: Server, images: list[bytes], reason: str) -> None
 STARTS = """
 import contextlib, io, json, sys
 from evernear.serving.kserve import transformer
-from evernear.serving.kserve.server import arguments, run
+from evernear.serving.kserve.command import arguments, run
 torch_free = not {"torch", "faiss"} & set(sys.modules)
 from evernear.serving.kserve import predictor
 told = []
@@ -488,13 +488,13 @@ def test_a_wrong_start_ends_with_a_sentence_and_the_transformer_needs_no_torch(
     taken, version = service["predictor"], "20260101.000000.00000000"
     port = str(taken.http_port)
     starts = [
-        (5, "holds 0 release archives", ["predictor", "--model_dir", str(empty)]),
+        (5, "has 0 release archives", ["predictor", "--model_dir", str(empty)]),
         (5, "cannot be read as a release", ["predictor", "--model_dir", str(broken)]),
         (4, "has no champion yet", ["predictor", "--store", empty.as_uri()]),
         (4, f"no release {version}", ["predictor", "--store", store, "--release", version]),
         (2, "needs --predictor_host", ["transformer", "--model_dir", directory]),
         (2, "--workers must be 1", ["predictor", "--model_dir", directory, "--workers", "2"]),
-        (7, f"Port {port} of 127.0.0.1 cannot", ["predictor", "--store", store, "--http_port", port]),
+        (7, f"Port {port} on 127.0.0.1 cannot", ["predictor", "--store", store, "--http_port", port]),
         (2, "unrecognized arguments: --modeldir", ["predictor", "--modeldir", directory]),
     ]
     torch_free, told = run_in_environment(STARTS, json.dumps([start for _, _, start in starts]))

@@ -12,7 +12,7 @@ from evernear.disk import sha256_file
 from evernear.errors import IntegrityError, ServingError, SettingsError, StoreError
 from evernear.release.registry import Registry
 from evernear.serving import pod
-from evernear.serving.connection import home_of
+from evernear.serving.endpoints import home_of
 from evernear.settings import ServingSettings, Settings
 from evernear.settings.sources import TOKEN_FILE_VARIABLE
 from evernear.store import open_store
@@ -54,9 +54,7 @@ def test_a_container_that_starts_again_needs_no_store(release: PackedRelease, se
 
 
 def test_what_the_deployer_does_not_expect_is_not_served(release: PackedRelease, settings: Settings) -> None:
-    with pytest.raises(
-        IntegrityError, match=r"has the sha256 [0-9a-f]{64}, and this pod was told to serve 0000.*deploy"
-    ):
+    with pytest.raises(IntegrityError, match=r"has the sha256 [0-9a-f]{64}, but the pod expects 0000.*deploy"):
         pod.fetch(release.version, "0" * 64, settings)
     assert not settings.workdir.exists()
 
@@ -143,10 +141,10 @@ def test_without_a_release_nothing_is_started(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (None, "No token: let EVERNEAR_TOKEN_FILE name a file .* say --without-token"),
-        (b"", "holds no token"),
-        (b"short", "holds no token: 16 or more"),
-        (b"two words that are long enough", "holds no token"),
+        (None, "No token: set EVERNEAR_TOKEN_FILE to a file .* use --without-token"),
+        (b"", "has no valid token"),
+        (b"short", "has no valid token: 16 or more"),
+        (b"two words that are long enough", "has no valid token"),
         (b"\xff" * 32, "cannot be read"),
     ],
 )

@@ -18,7 +18,7 @@ from shipped import TOKEN, Shipped, StartPod
 
 from evernear.errors import PredictionRejectedError
 from evernear.serving.client import Client, Format, Target
-from evernear.serving.connection import home_of, read_key
+from evernear.serving.endpoints import home_of, read_key
 
 FORMATS: tuple[Format, ...] = ("rest", "grpc")
 LAG_S = 0.5  # from an endpoint's change to the balancer's

@@ -21,7 +21,7 @@ from evernear.release.manifest import ReleaseManifest
 from evernear.serving import http_limits
 from evernear.serving.decoding import MAX_WAITING_LARGE, SMALL_PIXELS
 from evernear.serving.prep import service
-from evernear.serving.prep.releases import prepare
+from evernear.serving.prep.service import prepare
 
 
 @pytest.fixture

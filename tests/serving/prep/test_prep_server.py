@@ -28,8 +28,8 @@ from served import Served
 from evernear.release.registry import Registry
 from evernear.serving import torchserve
 from evernear.serving.client import AsyncClient, Client, Target
-from evernear.serving.messages import Metadata
 from evernear.serving.prep.server import memory_size_bytes
+from evernear.serving.responses import Metadata
 from evernear.settings import Settings
 from evernear.store import open_store
 
@@ -130,7 +130,7 @@ def test_a_body_that_is_too_large_is_not_read(prep: httpx.Client, published: Set
         connection.endheaders()  # and not a byte more
         answer = connection.getresponse()
         assert answer.status == 413
-        assert f"larger than the {limit} bytes" in answer.read().decode()
+        assert f"larger than the limit of {limit} bytes" in answer.read().decode()
 
 
 def test_a_body_of_undeclared_size_is_read_up_to_the_limit(prep: httpx.Client, published: Settings) -> None:

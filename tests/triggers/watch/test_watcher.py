@@ -17,7 +17,7 @@ from evernear.index.build import build
 from evernear.kubeflow.runs import State
 from evernear.release.registry import Registry
 from evernear.serving.configuration import logged_queries
-from evernear.serving.connection import home_of
+from evernear.serving.endpoints import home_of
 from evernear.settings import IndexSettings
 from evernear.store import open_store
 from evernear.triggers.proposals import Proposals

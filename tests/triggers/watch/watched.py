@@ -19,9 +19,9 @@ from evernear.kubeflow.runs import Parameter, Run, State
 from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
 from evernear.serving.configuration import QueryLogConfiguration
-from evernear.serving.core import Core
-from evernear.serving.messages import Prediction
+from evernear.serving.core import Predictor
 from evernear.serving.query_log import QueryLog, ship
+from evernear.serving.responses import Prediction
 from evernear.settings import Settings
 from evernear.store import Store, open_store
 from evernear.triggers.proposals import Proposal, Proposals
@@ -172,14 +172,14 @@ class World:
         shutil.rmtree(with_champion, ignore_errors=True)
         Registry(self.store).fetch(self.champion(), with_champion / "release.mar")
         parts = open_release(with_champion / "release.mar", with_champion / "opened")
-        core, logged = Core.open(parts), with_champion / "queries"
+        core, logged = Predictor.open(parts), with_champion / "queries"
         told = QueryLogConfiguration(directory=logged, images=False, sample=100, period_s=60, size_bytes=2**24)
         log = QueryLog(told, parts)
         for start in range(0, len(images), per_file):
-            batch = core.answer(images[start : start + per_file])
-            predictions = [answer for answer in batch.answers if isinstance(answer, Prediction)]
-            log.note(predictions, batch.embeddings, batch.images)
-            path = log.close_file()
+            batch = core.predict_batch(images[start : start + per_file])
+            predictions = [answer for answer in batch.responses if isinstance(answer, Prediction)]
+            log.record(predictions, batch.embeddings, batch.images)
+            path = log.write_file()
             assert path is not None
             # The log has the machine's clock; the name is what the watcher goes by.
             path.rename(path.with_name(f"{self.now - timedelta(minutes=1):%Y%m%dT%H%M%SZ}{path.name[16:]}"))

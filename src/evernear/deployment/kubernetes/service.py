@@ -11,7 +11,7 @@ from evernear.errors import ClusterError, EvernearError, PredictionRejectedError
 from evernear.release.archive_reader import ReleaseParts
 from evernear.serving.client import Client, Target
 from evernear.serving.client.target import token_of_environment
-from evernear.serving.messages import Prediction, Refusal
+from evernear.serving.responses import Prediction, Rejection
 from evernear.settings import KubernetesSettings, RunSettings
 
 PAUSE_S = 0.5
@@ -114,7 +114,7 @@ class _ThroughApiServer:
 
 def _refusal(status: int, content: str) -> EvernearError:
     try:
-        reason = Refusal.model_validate_json(content).message
+        reason = Rejection.model_validate_json(content).message
     except ValidationError:
         reason = f"it answers {status}."
     return PredictionRejectedError(reason) if status < 500 else ServingError(reason)

@@ -1,23 +1,22 @@
-"""Ask a running server: `Client` waits, `AsyncClient` is for asyncio. Imports neither torch nor FAISS."""
+"""Clients of a server: `Client` blocks, `AsyncClient` is for asyncio. Imports neither torch nor FAISS."""
 
 import weakref
-from contextlib import aclosing, closing
 from pathlib import Path
 from typing import Any
 
 from evernear.disk import open_regular
 from evernear.errors import DataError, PredictionRejectedError, SettingsError
 from evernear.serving.client.target import Format, Target
-from evernear.serving.messages import Metadata, Prediction
+from evernear.serving.responses import Metadata, Prediction
 from evernear.settings import RunSettings
 
-GRPC_FRAME_BYTES = 256  # more than what the message holds beside the image: names and lengths
+GRPC_FRAME_BYTES = 256  # more than names and lengths take in a message, beside the image
 
 __all__ = ["AsyncClient", "Client", "Format", "Target"]
 
 
 class Client:
-    """A client of one model; it may be used from several threads, and as a context manager.
+    """A client of one model, thread-safe and usable as a context manager.
 
     ::
 
@@ -27,31 +26,29 @@ class Client:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        if target.format == "grpc":  # what is not spoken is not imported
-            from evernear.serving.client.grpc import Grpc
-
-            self._transport = Grpc(target)
+        # Import only the protocol in use: a command line starts faster.
+        if target.format == "grpc":
+            from evernear.serving.client.grpc import GrpcTransport as Transport
         else:
-            from evernear.serving.client.http import Http
-
-            self._transport = Http(target)
-        self.close = weakref.finalize(self, self._transport.close)  # of a client that nobody closed, too
+            from evernear.serving.client.http import HttpTransport as Transport
+        self._transport: Any = Transport(target)
+        self.close = weakref.finalize(self, self._transport.close)  # runs also for a client that is never closed
 
     @staticmethod
     def of(settings: RunSettings, format: Format = "rest") -> "Client":
         """A client of the server of a working directory.
 
         Raises:
-            ServerUnreachableError: none runs.
+            ServerUnreachableError: no server runs.
         """
         return Client(Target.local(settings, format))
 
     def predict(self, image: bytes, version: str | None = None) -> Prediction:
-        """Recognise the content of a PNG or JPEG file, with a named ``version`` or the default one.
+        """Recognize the content of a PNG or JPEG file, by default with the default version.
 
         Raises:
-            ServerUnreachableError: nobody answers.
-            ServerTimeoutError: no answer within the target's ``timeout_s``.
+            ServerUnreachableError: no server answers.
+            ServerTimeoutError: there is no response within the target's ``timeout_s``.
             PredictionRejectedError: the image or the request is at fault.
             ServingError: the server is at fault.
         """
@@ -59,7 +56,7 @@ class Client:
         return self._transport.predict(image, version)
 
     def predict_file(self, path: Path, version: str | None = None) -> dict[str, Any]:
-        """`predict` on a file, as the JSON object that the server sent.
+        """`predict` a file; returns the JSON object that the server sent.
 
         Raises:
             DataError: the file cannot be read.
@@ -72,16 +69,13 @@ class Client:
         return self.predict(image, version).model_dump(mode="json")
 
     def metadata(self) -> Metadata:
-        """What the model takes and gives, as the preprocessing server tells it. Raises as `predict`.
+        """The model's metadata, from the preprocessing server. Raises as `predict`.
 
         Raises:
-            SettingsError: the target is no preprocessing server.
+            SettingsError: the target is not a preprocessing server.
         """
         _require_prep(self._target)
-        from evernear.serving.client.http import Http
-
-        with closing(Http(self._target)) as http:
-            return http.metadata()
+        return self._transport.metadata()
 
     def __enter__(self) -> "Client":
         return self
@@ -91,26 +85,19 @@ class Client:
 
 
 class AsyncClient:
-    """`Client` for asyncio; it belongs to the event loop that it was made in."""
+    """`Client` for asyncio, bound to the event loop in which it was created."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
         if target.format == "grpc":
-            from evernear.serving.client.grpc import AsyncGrpc
-
-            self._transport = AsyncGrpc(target)
+            from evernear.serving.client.grpc import AsyncGrpcTransport as Transport
         else:
-            from evernear.serving.client.http import AsyncHttp
-
-            self._transport = AsyncHttp(target)
+            from evernear.serving.client.http import AsyncHttpTransport as Transport
+        self._transport: Any = Transport(target)
 
     @staticmethod
     def of(settings: RunSettings, format: Format = "rest") -> "AsyncClient":
-        """A client of the server of a working directory.
-
-        Raises:
-            ServerUnreachableError: none runs.
-        """
+        """As `Client.of`."""
         return AsyncClient(Target.local(settings, format))
 
     async def predict(self, image: bytes, version: str | None = None) -> Prediction:
@@ -121,14 +108,11 @@ class AsyncClient:
     async def metadata(self) -> Metadata:
         """As `Client.metadata`."""
         _require_prep(self._target)
-        from evernear.serving.client.http import AsyncHttp
-
-        async with aclosing(AsyncHttp(self._target)) as http:
-            return await http.metadata()
+        return await self._transport.metadata()
 
     async def close(self) -> None:
-        """End the connections."""
-        await self._transport.aclose()
+        """Close the connections."""
+        await self._transport.close()
 
     async def __aenter__(self) -> "AsyncClient":
         return self
@@ -138,12 +122,12 @@ class AsyncClient:
 
 
 def _require_bounded(image: bytes, target: Target) -> None:
-    """Refuse here what the server would hang up on in the middle of."""
+    """Reject here an upload that the server would break off."""
     limit = target.max_size_bytes - (GRPC_FRAME_BYTES if target.format == "grpc" else 0)
     if len(image) > limit:
-        raise PredictionRejectedError(f"The image has {len(image)} bytes, of {limit} that the server takes.")
+        raise PredictionRejectedError(f"The image has {len(image)} bytes; the server's limit is {limit}.")
 
 
 def _require_prep(target: Target) -> None:
     if target.format != "prep":
-        raise SettingsError("Only the preprocessing server tells its metadata to other machines; ask it instead.")
+        raise SettingsError("Only the preprocessing server provides metadata over the network; use --format prep.")

@@ -1,12 +1,13 @@
-"""Over TorchServe's gRPC API.
+"""gRPC transport: TorchServe's gRPC API.
 
-Seen on TorchServe 0.12: what the handler answers with status 400 or 503 arrives as OK, with the `Refusal` as its
-content; an unknown model or version is INTERNAL, told by the Java exception in its second line; a message
-beyond ``max_request_size`` ends the stream with CANCELLED.
+TorchServe 0.12 returns OK when the handler rejects a request with 400 or 503; the content is a `Rejection`. An unknown
+model or version is INTERNAL and recognizable by the Java exception in the second line of the details. A message larger
+than ``max_request_size`` ends the stream with CANCELLED.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -22,83 +23,64 @@ from evernear.errors import (
     ServingError,
 )
 from evernear.serving.client.target import Target, authorities_file
-from evernear.serving.messages import Prediction, Refusal
+from evernear.serving.responses import Prediction, Rejection
 from evernear.serving.torchserve_proto.inference_pb2 import PredictionResponse, PredictionsRequest
 
 PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
-_REFUSED = {
+_REJECTED = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNAUTHENTICATED,
 }
-_REFUSED_IN_JAVA = ("ModelNotFoundException", "ModelVersionNotFoundException", "BadRequestException")
+_REJECTED_BY_JAVA = ("ModelNotFoundException", "ModelVersionNotFoundException", "BadRequestException")
 
 
-class Grpc:
-    """Ask over gRPC, and wait."""
+class _Channel:
+    """A channel of ``api``, which is `grpc` or `grpc.aio`."""
+
+    def __init__(self, target: Target, api: Any) -> None:
+        self._target = target
+        options = _options(target)
+        if target.tls:
+            credentials = grpc.ssl_channel_credentials(Path(authorities_file()).read_bytes())
+            channel = api.secure_channel(target.address, credentials, options=options)
+        else:
+            channel = api.insecure_channel(target.address, options=options)
+        codecs: Any = (PredictionsRequest.SerializeToString, PredictionResponse.FromString)
+        self._call: Any = channel.unary_unary(PREDICTIONS, *codecs)
+        self.close: Any = channel.close
+
+
+class GrpcTransport(_Channel):
+    """Blocking calls."""
 
     def __init__(self, target: Target) -> None:
-        self._target = target
-        if target.tls:
-            self._channel = grpc.secure_channel(target.address, _credentials(), options=_options(target))
-        else:
-            self._channel = grpc.insecure_channel(target.address, options=_options(target))
-        self._call = self._channel.unary_unary(PREDICTIONS, *_CODECS)
+        super().__init__(target, grpc)
 
     def predict(self, image: bytes, version: str | None) -> Prediction:
-        """The answer for one image file."""
-        try:
-            answer = self._call(**_request(self._target, image, version))
-        except grpc.RpcError as error:
-            raise _error(self._target, error) from None
-        return _prediction(self._target, answer)
-
-    def close(self) -> None:
-        """End the connection."""
-        self._channel.close()
+        """Request the prediction for an image file."""
+        with _errors(self._target):
+            response = self._call(**_request(self._target, image, version))
+        return _parse(self._target, response)
 
 
-class AsyncGrpc:
-    """Ask over gRPC from asyncio."""
+class AsyncGrpcTransport(_Channel):
+    """Calls on asyncio."""
 
     def __init__(self, target: Target) -> None:
-        self._target = target
-        if target.tls:
-            self._channel = grpc.aio.secure_channel(target.address, _credentials(), options=_options(target))
-        else:
-            self._channel = grpc.aio.insecure_channel(target.address, options=_options(target))
-        self._call = self._channel.unary_unary(PREDICTIONS, *_CODECS)
+        super().__init__(target, grpc.aio)
 
     async def predict(self, image: bytes, version: str | None) -> Prediction:
-        """The answer for one image file."""
-        try:
-            answer = await self._call(**_request(self._target, image, version))
-        except grpc.RpcError as error:
-            raise _error(self._target, error) from None
-        return _prediction(self._target, answer)
-
-    async def aclose(self) -> None:
-        """End the connection."""
-        await self._channel.close()
-
-
-_CODECS: tuple[Any, Any] = (PredictionsRequest.SerializeToString, PredictionResponse.FromString)
-
-
-def _credentials() -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(Path(authorities_file()).read_bytes())
+        """Request the prediction for an image file."""
+        with _errors(self._target):
+            response = await self._call(**_request(self._target, image, version))
+        return _parse(self._target, response)
 
 
 def _options(target: Target) -> Sequence[tuple[str, Any]]:
-    """Channel options; a prediction changes nothing, so one that did not arrive may be asked for again."""
-    options: list[tuple[str, Any]] = [
-        ("grpc.enable_http_proxy", 0),
-        # A server that was away is found again within this time, where gRPC's own is two minutes.
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 2000),
-    ]
-    # Where the name stands for several pods (a headless Service) they are asked in turn; gRPC's own stays with one.
+    """Channel options. Predictions are idempotent, so calls that did not arrive may be retried."""
+    # A headless Service resolves to several pods: use them in turn, where gRPC's default stays with one.
     config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
     if target.attempts > 1:
         policy = {
@@ -109,7 +91,13 @@ def _options(target: Target) -> Sequence[tuple[str, Any]]:
             "retryableStatusCodes": ["UNAVAILABLE"],
         }
         config["methodConfig"] = [{"name": [{}], "retryPolicy": policy}]
-    return [*options, ("grpc.service_config", json.dumps(config))]
+    return [
+        ("grpc.enable_http_proxy", 0),
+        # Reconnect within this time; gRPC's default is two minutes.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.service_config", json.dumps(config)),
+    ]
 
 
 def _request(target: Target, image: bytes, version: str | None) -> dict[str, Any]:
@@ -121,28 +109,36 @@ def _request(target: Target, image: bytes, version: str | None) -> dict[str, Any
     }
 
 
-def _prediction(target: Target, answer: PredictionResponse) -> Prediction:
+def _parse(target: Target, response: PredictionResponse) -> Prediction:
     try:
-        return Prediction.model_validate_json(answer.prediction)
+        return Prediction.model_validate_json(response.prediction)
     except ValidationError:
         pass
     try:
-        refusal = Refusal.model_validate_json(answer.prediction)
+        rejection = Rejection.model_validate_json(response.prediction)
     except ValidationError:
-        raise ServingError(f"What answers at {target.address} is no evernear release.") from None
-    if refusal.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        raise ServingError(f"{target.address} failed: {refusal.message}")
-    raise PredictionRejectedError(refusal.message)
+        raise ServingError(f"The server at {target.address} is not an evernear release.") from None
+    if rejection.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        raise ServingError(f"{target.address} failed: {rejection.message}")
+    raise PredictionRejectedError(rejection.message)
+
+
+@contextmanager
+def _errors(target: Target) -> Generator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise _error(target, error) from None
 
 
 def _error(target: Target, error: Any) -> EvernearError:
-    """What a `grpc.RpcError` means; both kinds of call have its code and its details."""
+    """The error for a `grpc.RpcError`; those of both APIs have a code and details."""
     code, details = error.code(), error.details() or "no reason is given"
     reason = details.splitlines()[0].rstrip(".") + "."
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return ServerTimeoutError(f"No answer from {target.address} within {target.timeout_s:g} s.")
+        return ServerTimeoutError(f"No response from {target.address} within {target.timeout_s:g} s.")
     if code is grpc.StatusCode.UNAVAILABLE:
         return ServerUnreachableError(f"No server answers gRPC at {target.address}; {target.hint}.")
-    if code in _REFUSED or details.rstrip(".()").endswith(_REFUSED_IN_JAVA):
+    if code in _REJECTED or details.rstrip(".()").endswith(_REJECTED_BY_JAVA):
         return PredictionRejectedError(reason)
     return ServingError(f"{target.address} failed: {reason}")

@@ -1,11 +1,11 @@
-"""Over HTTP: TorchServe's REST API, and the preprocessing server."""
+"""HTTP transport: TorchServe's REST API and the preprocessing server."""
 
 import base64
 import json
 from collections.abc import Generator
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 from pydantic import ValidationError
@@ -17,63 +17,60 @@ from evernear.errors import (
     ServingError,
     SettingsError,
 )
+from evernear.frozen import Frozen
 from evernear.serving.client.target import Target, tls_context
-from evernear.serving.messages import Metadata, Prediction, Refusal
+from evernear.serving.responses import Metadata, Prediction, Rejection
+
+Document = TypeVar("Document", bound=Frozen)
 
 
-class Http:
-    """Ask over HTTP, and wait."""
+class HttpTransport:
+    """Blocking requests."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
         self._client = httpx.Client(**_options(target))
+        self.close = self._client.close
 
     def predict(self, image: bytes, version: str | None) -> Prediction:
-        """The answer for one image file."""
+        """Request the prediction for an image file."""
         with _errors(self._target):
             response = self._client.post(**_request(self._target, image, version))
-        return _prediction(self._target, response)
+        return _parse(Prediction, self._target, response)
 
     def metadata(self) -> Metadata:
-        """What the preprocessing server says of the model behind it."""
+        """Request the metadata of the model behind a preprocessing server."""
         with _errors(self._target):
             response = self._client.get("/metadata")
-        return _metadata(self._target, response)
-
-    def close(self) -> None:
-        """End the connections."""
-        self._client.close()
+        return _parse(Metadata, self._target, response)
 
 
-class AsyncHttp:
-    """Ask over HTTP from asyncio."""
+class AsyncHttpTransport:
+    """Requests on asyncio."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
         self._client = httpx.AsyncClient(**_options(target))
+        self.close = self._client.aclose
 
     async def predict(self, image: bytes, version: str | None) -> Prediction:
-        """The answer for one image file."""
+        """Request the prediction for an image file."""
         with _errors(self._target):
             response = await self._client.post(**_request(self._target, image, version))
-        return _prediction(self._target, response)
+        return _parse(Prediction, self._target, response)
 
     async def metadata(self) -> Metadata:
-        """What the preprocessing server says of the model behind it."""
+        """Request the metadata of the model behind a preprocessing server."""
         with _errors(self._target):
             response = await self._client.get("/metadata")
-        return _metadata(self._target, response)
-
-    async def aclose(self) -> None:
-        """End the connections."""
-        await self._client.aclose()
+        return _parse(Metadata, self._target, response)
 
 
 def _options(target: Target) -> dict[str, Any]:
     return {
         "base_url": target.url,
         "timeout": target.timeout_s,
-        "trust_env": False,  # a proxy of the environment has no business on loopback
+        "trust_env": False,  # a proxy of the environment must not see loopback
         "verify": tls_context() if target.tls else False,
     }
 
@@ -83,7 +80,7 @@ def _request(target: Target, image: bytes, version: str | None) -> dict[str, Any
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     if target.format == "prep":
         if version:
-            raise SettingsError("The preprocessing server answers with the release that serves; name no version.")
+            raise SettingsError("The preprocessing server uses the live release; do not name a version.")
         body = json.dumps({"data": base64.b64encode(image).decode()}).encode()
         return {"url": "/predict", "content": body, "headers": headers | {"Content-Type": "application/json"}}
     path = f"/predictions/{target.model}/{version}" if version else f"/predictions/{target.model}"
@@ -95,41 +92,28 @@ def _errors(target: Target) -> Generator[None]:
     try:
         yield
     except (httpx.ReadTimeout, httpx.WriteTimeout):
-        raise ServerTimeoutError(f"No answer from {target.url} within {target.timeout_s:g} s.") from None
+        raise ServerTimeoutError(f"No response from {target.url} within {target.timeout_s:g} s.") from None
     except (httpx.TransportError, httpx.InvalidURL, UnicodeError):
         raise ServerUnreachableError(f"No server answers at {target.url}; {target.hint}.") from None
 
 
-def _prediction(target: Target, response: httpx.Response) -> Prediction:
-    _require_success(target, response)
+def _parse(kind: type[Document], target: Target, response: httpx.Response) -> Document:
+    if not response.is_success:
+        raise _status_error(target, response)
     try:
-        return Prediction.model_validate_json(response.content)
+        return kind.model_validate_json(response.content)
     except ValidationError:
-        raise ServingError(f"What answers at {target.url} is no evernear release.") from None
+        server = "a preprocessing server" if target.format == "prep" else "an evernear release"
+        raise ServingError(f"The server at {target.url} is not {server}.") from None
 
 
-def _metadata(target: Target, response: httpx.Response) -> Metadata:
-    _require_success(target, response)
+def _status_error(target: Target, response: httpx.Response) -> ServingError:
     try:
-        return Metadata.model_validate_json(response.content)
+        reason = Rejection.model_validate_json(response.content).message
     except ValidationError:
-        raise ServingError(f"What answers at {target.url} is no preprocessing server of evernear.") from None
-
-
-def _require_success(target: Target, response: httpx.Response) -> None:
-    if response.is_success:
-        return
-    reason = _reason(response)
+        reason = f"{response.status_code} {response.reason_phrase}."
     if response.status_code == HTTPStatus.GATEWAY_TIMEOUT:
-        raise ServerTimeoutError(reason)
-    if response.is_server_error:
-        raise ServingError(f"{target.url} failed: {reason}")
-    raise PredictionRejectedError(reason)
-
-
-def _reason(response: httpx.Response) -> str:
-    """The sentence of an error response, or its status line where it holds none."""
-    try:
-        return Refusal.model_validate_json(response.content).message
-    except ValidationError:
-        return f"{response.status_code} {response.reason_phrase}."
+        return ServerTimeoutError(reason)
+    return (
+        ServingError(f"{target.url} failed: {reason}") if response.is_server_error else PredictionRejectedError(reason)
+    )

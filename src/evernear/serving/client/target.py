@@ -1,19 +1,18 @@
-"""Which server a client asks, and in which way."""
+"""The server that a client talks to, and its protocol."""
 
 import json
 import os
 import ssl
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
 
 import certifi
 
 from evernear.errors import SettingsError
-from evernear.serving.connection import START_HINT, endpoints, home_of, read_key
+from evernear.serving.endpoints import START_HINT, endpoints, home_of, read_key
 from evernear.settings import RunSettings
 from evernear.settings.sources import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 
@@ -24,10 +23,9 @@ Format = Literal["rest", "grpc", "prep"]
 class Target:
     """A model on a server.
 
-    ``format`` is TorchServe's REST API, its gRPC API, or the preprocessing server's. ``token`` is asked before
-    each call, since TorchServe makes a new one when it starts. ``timeout_s`` is for one prediction. Only gRPC
-    makes more than one of ``attempts``, and only where the server cannot be reached. ``hint`` says what to do
-    then.
+    ``format`` selects TorchServe's REST API, its gRPC API, or the preprocessing server. ``token`` is called before each
+    request, since TorchServe creates a new token at each start. ``timeout_s`` applies to one prediction. ``attempts``
+    is for gRPC, which retries only if the server is unreachable; ``hint`` is the advice in that error.
     """
 
     host: str
@@ -48,33 +46,25 @@ class Target:
         Raises:
             ServerUnreachableError: no TorchServe was started there.
         """
-        serving, prep = settings.serving, settings.prep
         if format == "prep":
-            return Target(
-                host=prep.host,
-                port=prep.port,
-                model=serving.model_name,
-                format="prep",
-                timeout_s=prep.timeout_s,
-                max_size_bytes=prep.max_request_size_bytes * 3 // 4,
+            return replace(
+                Target.remote(settings, settings.prep.host, format),
+                token=lambda: None,
+                timeout_s=settings.prep.timeout_s,
                 hint="start it with `evernear prep`",
             )
         home = home_of(settings.workdir)
         server = endpoints(home)
-        return Target(
-            host=urlsplit(server.inference_url).hostname or server.host,
+        return replace(
+            Target.remote(settings, server.inference_host, format),
             port=server.grpc_inference_port if format == "grpc" else server.inference_port,
-            model=serving.model_name,
-            format=format,
             token=partial(read_key, home, "inference"),
-            timeout_s=serving.response_timeout_s,
-            max_size_bytes=serving.max_request_size_bytes,
             hint=START_HINT,
         )
 
     @staticmethod
     def remote(settings: RunSettings, host: str, format: Format = "rest", *, tls: bool = False) -> "Target":
-        """A server on ``host``, on the ports of ``settings``; its token comes from the environment."""
+        """A server on ``host``, on the ports of ``settings``, with the token of the environment."""
         serving, prep = settings.serving, settings.prep
         port = {"rest": serving.inference_port, "grpc": serving.grpc_inference_port, "prep": prep.port}[format]
         limit = prep.max_request_size_bytes * 3 // 4 if format == "prep" else serving.max_request_size_bytes
@@ -101,9 +91,9 @@ class Target:
 
 
 def token_of_environment() -> str | None:
-    """A remote server's token: ``EVERNEAR_TOKEN``, or what the file in ``EVERNEAR_TOKEN_FILE`` holds.
+    """The token of a remote server: ``EVERNEAR_TOKEN``, or the content of the file ``EVERNEAR_TOKEN_FILE``.
 
-    That file has the token alone, or is TorchServe's own ``key_file.json``, mounted.
+    The file contains only the token, or is TorchServe's own ``key_file.json``.
 
     Raises:
         SettingsError: the file cannot be read.
@@ -121,12 +111,12 @@ def token_of_environment() -> str | None:
 
 
 def authorities_file() -> str:
-    """Whom TLS trusts: ``SSL_CERT_FILE`` (a company's own authority), or the public ones."""
+    """The certificate authorities that TLS trusts: those in ``SSL_CERT_FILE``, or the public ones."""
     return os.environ.get("SSL_CERT_FILE") or certifi.where()
 
 
 def tls_context() -> ssl.SSLContext:
-    """TLS with `authorities_file`.
+    """A TLS context with `authorities_file`.
 
     Raises:
         SettingsError: that file cannot be read.

@@ -19,29 +19,29 @@ import org.pytorch.serve.util.TokenAuthorization;
 import org.pytorch.serve.util.TokenAuthorization.TokenType;
 
 /**
- * Lets a request in by its head: before any of its body is kept it must be sound, hold the token, and fit in what may
- * be in flight. Whoever is refused gets a sentence, and the connection ends.
+ * Admits requests by their head: before any of the body is stored, the request must be well-formed, have the token, and
+ * fit into the limit on bytes in flight. A rejection closes the connection.
  */
 final class Admission extends ChannelDuplexHandler {
-    private static final AttributeKey<Object> SESSION = AttributeKey.valueOf("session"); // until TorchServe answers
+    private static final AttributeKey<Object> SESSION = AttributeKey.valueOf("session"); // set until TorchServe responds
 
     private final int maxBytes;
     private final Set<TokenType> tokens;
-    private final boolean probed;
-    private int received;
-    private int held;
-    private boolean refused;
+    private final boolean hasProbe;
+    private int receivedBytes;
+    private int reservedBytes;
+    private boolean rejected;
 
-    /** Wants one of {@code tokens}, if there is any; {@code probed}: but not of a probe. */
-    Admission(int maxBytes, Set<TokenType> tokens, boolean probed) {
+    /** Requires one of {@code tokens}, if any; if {@code hasProbe}, except for probes. */
+    Admission(int maxBytes, Set<TokenType> tokens, boolean hasProbe) {
         this.maxBytes = maxBytes;
         this.tokens = tokens;
-        this.probed = probed;
+        this.hasProbe = hasProbe;
     }
 
     @Override
     public void channelRead(ChannelHandlerContext context, Object message) {
-        if (!refused && isAdmitted(context, message)) {
+        if (!rejected && isAdmitted(context, message)) {
             context.fireChannelRead(message);
         } else {
             ReferenceCountUtil.release(message);
@@ -52,9 +52,9 @@ final class Admission extends ChannelDuplexHandler {
         try {
             admit(context, message);
             return true;
-        } catch (Refused refusal) {
-            refused = true;
-            context.writeAndFlush(refusal.answer());
+        } catch (RejectedException rejection) {
+            rejected = true;
+            context.writeAndFlush(rejection.response());
             return false;
         }
     }
@@ -64,7 +64,7 @@ final class Admission extends ChannelDuplexHandler {
             HttpRequest request = (HttpRequest) message;
             Head.check(request);
             checkToken(request);
-            hold(Long.parseLong(request.headers().get(HttpHeaderNames.CONTENT_LENGTH, "0")));
+            reserve(Long.parseLong(request.headers().get(HttpHeaderNames.CONTENT_LENGTH, "0")));
             if (HttpUtil.is100ContinueExpected(request)) {
                 request.headers().remove(HttpHeaderNames.EXPECT);
                 context.writeAndFlush(new DefaultFullHttpResponse(HttpVersion.HTTP_1_1, HttpResponseStatus.CONTINUE));
@@ -73,18 +73,18 @@ final class Admission extends ChannelDuplexHandler {
         if (message instanceof HttpContent) {
             HttpContent content = (HttpContent) message;
             if (!content.decoderResult().isSuccess()) {
-                throw new Refused(
+                throw new RejectedException(
                         HttpResponseStatus.BAD_REQUEST,
                         "BadRequest",
                         "The body cannot be read: " + content.decoderResult().cause().getMessage() + ".");
             }
-            received += content.content().readableBytes();
-            hold(received);
+            receivedBytes += content.content().readableBytes();
+            reserve(receivedBytes);
         }
     }
 
     private void checkToken(HttpRequest request) {
-        if (tokens.isEmpty() || !TokenAuthorization.isEnabled() || probed && Probe.isAsked(request)) {
+        if (tokens.isEmpty() || !TokenAuthorization.isEnabled() || hasProbe && Probe.isProbe(request)) {
             return;
         }
         List<String> headers = request.headers().getAll(HttpHeaderNames.AUTHORIZATION);
@@ -94,33 +94,33 @@ final class Admission extends ChannelDuplexHandler {
                 return;
             }
         }
-        throw new Refused(
+        throw new RejectedException(
                         HttpResponseStatus.UNAUTHORIZED,
                         "Unauthorized",
-                        "Token Authorization failed: the token is missing or wrong; send it in the header"
+                        "Token Authorization failed: the token is missing or invalid; send it in the header"
                                 + " Authorization: Bearer TOKEN.")
                 .with(HttpHeaderNames.WWW_AUTHENTICATE, "Bearer");
     }
 
-    /** Makes room for a body of so many bytes, if there is less yet. */
-    private void hold(long bytes) {
+    /** Extends the reservation to a body of this size. */
+    private void reserve(long bytes) {
         if (bytes > maxBytes) {
-            throw new Refused(
+            throw new RejectedException(
                     HttpResponseStatus.REQUEST_ENTITY_TOO_LARGE,
                     "TooLarge",
-                    maxBytes > 0 ? "The request is larger than " + maxBytes + " bytes." : "This API takes no bodies.");
+                    maxBytes > 0 ? "The request is larger than " + maxBytes + " bytes." : "This API accepts no bodies.");
         }
-        int more = Math.max((int) bytes - held, 0);
+        int more = Math.max((int) bytes - reservedBytes, 0);
         if (!Limits.IN_FLIGHT_BYTES.tryAcquire(more)) {
-            throw new Refused(HttpResponseStatus.SERVICE_UNAVAILABLE, "Overloaded", Limits.EXCEEDED)
+            throw new RejectedException(HttpResponseStatus.SERVICE_UNAVAILABLE, "Overloaded", Limits.EXCEEDED)
                     .with(HttpHeaderNames.RETRY_AFTER, "1");
         }
-        held += more;
+        reservedBytes += more;
     }
 
     @Override
     public void write(ChannelHandlerContext context, Object message, ChannelPromise promise) {
-        if (Connection.isEndOfAnswer(message)) {
+        if (Connection.isEndOfResponse(message)) {
             promise = promise.unvoid();
             promise.addListener(written -> release());
         }
@@ -129,22 +129,22 @@ final class Admission extends ChannelDuplexHandler {
 
     @Override
     public void channelInactive(ChannelHandlerContext context) {
-        releaseWhenAnswered(context, Limits.ANSWER_S);
+        releaseWhenDone(context, Limits.RESPONSE_S);
         context.fireChannelInactive();
     }
 
-    /** What a client leaves behind that went away stays in TorchServe's queue until it is answered. */
-    private void releaseWhenAnswered(ChannelHandlerContext context, int patienceSeconds) {
-        if (held > 0 && patienceSeconds > 0 && context.channel().attr(SESSION).get() != null) {
-            context.executor().schedule(() -> releaseWhenAnswered(context, patienceSeconds - 1), 1, TimeUnit.SECONDS);
+    /** The request of a disconnected client stays in TorchServe's queue until TorchServe responds. */
+    private void releaseWhenDone(ChannelHandlerContext context, int remainingSeconds) {
+        if (reservedBytes > 0 && remainingSeconds > 0 && context.channel().attr(SESSION).get() != null) {
+            context.executor().schedule(() -> releaseWhenDone(context, remainingSeconds - 1), 1, TimeUnit.SECONDS);
         } else {
             release();
         }
     }
 
     private void release() {
-        Limits.IN_FLIGHT_BYTES.release(held);
-        held = 0;
-        received = 0;
+        Limits.IN_FLIGHT_BYTES.release(reservedBytes);
+        reservedBytes = 0;
+        receivedBytes = 0;
     }
 }

@@ -20,27 +20,27 @@ import java.util.concurrent.ScheduledFuture;
 import java.util.concurrent.TimeUnit;
 
 /**
- * One connection: each request is answered before the next is read, whatever it waits for has a time, and when it ends
- * no answer is lost.
+ * One connection: reads a request after the response to the previous one, has a timeout for each state, and closes
+ * without losing a response.
  */
 final class Connection extends ChannelDuplexHandler {
-    private static final int LINGER_S = 30; // for a client to read our last answer and end its side
+    private static final int LINGER_S = 30; // for the client to read the last response and close its side
 
     private enum State {
-        IDLE, // until the head of the next request
+        IDLE, // waiting for the head of the next request
         RECEIVING, // its body
-        ANSWERING,
-        CLOSING // reads and drops what still comes: unread bytes would make a reset, which overtakes the answer
+        RESPONDING,
+        CLOSING // reading and dropping: unread bytes would cause a reset, which can overtake the response
     }
 
     private final Traffic traffic;
     private final Requests requests = new Requests();
-    private volatile State state = State.IDLE; // changed on the connection's own thread alone
+    private volatile State state = State.IDLE; // changed only on the connection's own thread
     private HttpRequest request;
     private boolean responded;
-    private boolean last; // the answer says that the connection ends with it
+    private boolean last; // the response has Connection: close
     private long deadline; // of the state
-    private ScheduledFuture<?> timer; // due then or before
+    private ScheduledFuture<?> timer; // due at the deadline or before
 
     Connection(Traffic traffic) {
         this.traffic = traffic;
@@ -53,16 +53,16 @@ final class Connection extends ChannelDuplexHandler {
     HttpResponseEncoder encoder() {
         return new HttpResponseEncoder() {
             @Override
-            protected boolean isContentAlwaysEmpty(HttpResponse answer) {
+            protected boolean isContentAlwaysEmpty(HttpResponse response) {
                 return request != null && request.method().equals(HttpMethod.HEAD)
-                        || super.isContentAlwaysEmpty(answer);
+                        || super.isContentAlwaysEmpty(response);
             }
         };
     }
 
-    /** Whether a request has no answer yet. */
+    /** Whether a request has no response yet. */
     boolean isBusy() {
-        return state == State.RECEIVING || state == State.ANSWERING;
+        return state == State.RECEIVING || state == State.RESPONDING;
     }
 
     @Override
@@ -91,8 +91,8 @@ final class Connection extends ChannelDuplexHandler {
             enter(State.RECEIVING, Limits.UPLOAD_S, context);
         }
         if (message instanceof LastHttpContent) {
-            requests.hold();
-            enter(State.ANSWERING, Limits.ANSWER_S, context);
+            requests.pause();
+            enter(State.RESPONDING, Limits.RESPONSE_S, context);
         }
         context.fireChannelRead(message);
     }
@@ -102,15 +102,15 @@ final class Connection extends ChannelDuplexHandler {
         if (message instanceof HttpResponse && !isContinue(message)) {
             begin((HttpResponse) message);
         }
-        if (isEndOfAnswer(message)) {
+        if (isEndOfResponse(message)) {
             promise = promise.unvoid();
-            promise.addListener(written -> answered(context, written.isSuccess()));
+            promise.addListener(written -> finish(context, written.isSuccess()));
         }
         context.write(message, promise);
     }
 
-    /** Whether all of the answer to a request has been written with this, and not only 100 (Continue). */
-    static boolean isEndOfAnswer(Object message) {
+    /** Whether the message completes a response other than 100 (Continue). */
+    static boolean isEndOfResponse(Object message) {
         return message instanceof LastHttpContent && !isContinue(message);
     }
 
@@ -119,22 +119,22 @@ final class Connection extends ChannelDuplexHandler {
                 && ((HttpResponse) message).status().equals(HttpResponseStatus.CONTINUE);
     }
 
-    private void begin(HttpResponse answer) {
+    private void begin(HttpResponse response) {
         responded = true;
         if (traffic.isDraining() || request == null || !HttpUtil.isKeepAlive(request)) {
-            HttpUtil.setKeepAlive(answer, false);
+            HttpUtil.setKeepAlive(response, false);
         }
-        last = !HttpUtil.isKeepAlive(answer);
-        boolean predicted = request != null && request.uri().startsWith("/predictions/");
-        if (predicted && answer.status().equals(HttpResponseStatus.OK)) {
-            traffic.answered();
+        last = !HttpUtil.isKeepAlive(response);
+        boolean isPrediction = request != null && request.uri().startsWith("/predictions/");
+        if (isPrediction && response.status().equals(HttpResponseStatus.OK)) {
+            traffic.predictionSucceeded();
         }
     }
 
-    private void answered(ChannelHandlerContext context, boolean written) throws Exception {
+    private void finish(ChannelHandlerContext context, boolean written) throws Exception {
         if (!written) {
             context.close();
-        } else if (last || state != State.ANSWERING) {
+        } else if (last || state != State.RESPONDING) {
             close(context, context.newPromise());
         } else {
             enter(State.IDLE, Limits.IDLE_S, context);
@@ -142,7 +142,7 @@ final class Connection extends ChannelDuplexHandler {
         }
     }
 
-    /** Ends our side, and the connection when the client has ended its own. */
+    /** Closes our side, and the connection once the client has closed its side. */
     @Override
     public void close(ChannelHandlerContext context, ChannelPromise promise) throws Exception {
         context.channel().closeFuture().addListener(closed -> promise.trySuccess());
@@ -151,7 +151,7 @@ final class Connection extends ChannelDuplexHandler {
         }
         enter(State.CLOSING, LINGER_S, context);
         if (context.pipeline().get(HttpObjectAggregator.class) != null) {
-            context.pipeline().remove(HttpObjectAggregator.class); // with what it has of a body
+            context.pipeline().remove(HttpObjectAggregator.class); // with the part of a body that it has
         }
         ((DuplexChannel) context.channel()).shutdownOutput();
         requests.discard();
@@ -161,8 +161,8 @@ final class Connection extends ChannelDuplexHandler {
     public void userEventTriggered(ChannelHandlerContext context, Object event) {
         if (event == ChannelInputShutdownEvent.INSTANCE) {
             if (state == State.RECEIVING && !responded) {
-                refuse(context, HttpResponseStatus.BAD_REQUEST, "BadRequest", "The request ends before its body does.");
-            } else if (state != State.ANSWERING) {
+                reject(context, HttpResponseStatus.BAD_REQUEST, "BadRequest", "The request ends before its body does.");
+            } else if (state != State.RESPONDING) {
                 context.close();
             }
         }
@@ -172,15 +172,15 @@ final class Connection extends ChannelDuplexHandler {
     @Override
     public void exceptionCaught(ChannelHandlerContext context, Throwable fault) {
         if (fault instanceof IOException) {
-            context.close(); // the client is gone
+            context.close(); // the client has disconnected
         } else if (fault instanceof DecoderException && isBusy() && !responded) {
-            refuse(context, HttpResponseStatus.BAD_REQUEST, "BadRequest", "The request's body cannot be read.");
+            reject(context, HttpResponseStatus.BAD_REQUEST, "BadRequest", "The request's body cannot be read.");
         } else {
             context.fireExceptionCaught(fault);
         }
     }
 
-    /** A deadline moves with every state, a timer only where it would be late: to set one takes time. */
+    /** Moves the deadline, and the timer only if it would be late: setting one is expensive. */
     private void enter(State next, long limitSeconds, ChannelHandlerContext context) {
         state = next;
         deadline = System.nanoTime() + TimeUnit.SECONDS.toNanos(limitSeconds);
@@ -193,8 +193,8 @@ final class Connection extends ChannelDuplexHandler {
         if (timer != null) {
             timer.cancel(false);
         }
-        long left = deadline - System.nanoTime();
-        timer = context.executor().schedule(() -> expire(context), left, TimeUnit.NANOSECONDS);
+        long remaining = deadline - System.nanoTime();
+        timer = context.executor().schedule(() -> expire(context), remaining, TimeUnit.NANOSECONDS);
     }
 
     private void expire(ChannelHandlerContext context) {
@@ -203,7 +203,7 @@ final class Connection extends ChannelDuplexHandler {
             return;
         }
         if (state == State.RECEIVING && !responded) {
-            refuse(
+            reject(
                     context,
                     HttpResponseStatus.REQUEST_TIMEOUT,
                     "TooSlow",
@@ -213,7 +213,7 @@ final class Connection extends ChannelDuplexHandler {
         }
     }
 
-    private static void refuse(ChannelHandlerContext context, HttpResponseStatus status, String type, String message) {
-        context.channel().writeAndFlush(new Refused(status, type, message).answer());
+    private static void reject(ChannelHandlerContext context, HttpResponseStatus status, String type, String message) {
+        context.channel().writeAndFlush(new RejectedException(status, type, message).response());
     }
 }

@@ -12,7 +12,7 @@ import io.netty.handler.codec.http.multipart.HttpPostRequestDecoder.EndOfDataDec
 import io.netty.util.ReferenceCountUtil;
 import org.pytorch.serve.util.NettyUtils;
 
-/** Refuses a form that TorchServe would fail on, with 500. */
+/** Rejects forms that TorchServe cannot parse and would answer with 500. */
 final class Form extends ChannelInboundHandlerAdapter {
     private final int maxSize;
 
@@ -29,7 +29,7 @@ final class Form extends ChannelInboundHandlerAdapter {
         }
         ReferenceCountUtil.release(message);
         context.writeAndFlush(
-                Refusal.of(
+                Rejection.of(
                         HttpResponseStatus.BAD_REQUEST,
                         "BadForm",
                         "The form cannot be read; send the image as its field \"data\", or as the body."));
@@ -41,7 +41,7 @@ final class Form extends ChannelInboundHandlerAdapter {
                         HttpUtil.getMimeType(request));
     }
 
-    /** Whether TorchServe will read it, if it is a form: the same steps, on the same bytes. */
+    /** Parses forms exactly as TorchServe will. */
     private boolean isReadable(FullHttpRequest request) {
         try {
             if (!isForm(request)) {

@@ -26,16 +26,15 @@ import org.pytorch.serve.util.ConnectorType;
 import org.pytorch.serve.util.TokenAuthorization;
 
 /**
- * TorchServe's frontend as evernear runs it: what TorchServe 0.12 has no switch for.
+ * TorchServe's frontend with behavior for which TorchServe 0.12 has no setting.
  *
  * <ul>
- *   <li>SIGTERM drains: no new connection, an answer to every request that came in, then the end.
- *   <li>Requests of one connection are answered in their order, one after the other.
- *   <li>Before a body is kept, its head has shown the token; bytes in flight, connections and waits have bounds.
- *   <li>Whatever cannot be read gets 4xx and a sentence, not a reset or a 500.
- *   <li>Where a process owns the server (serve --foreground), the server ends with it, even if it is killed.
- *   <li>In a pod, inference wants the token that all replicas share, and GET /ready tells whether predictions are
- *       answered.
+ *   <li>On SIGTERM it drains: it refuses new connections, responds to every request in flight, and exits.
+ *   <li>Requests of one connection are answered in order, one after the other.
+ *   <li>The token is checked before a body is stored; bytes in flight, connections and waits are limited.
+ *   <li>Malformed requests get 4xx and a sentence, not a reset or a 500.
+ *   <li>If a process owns the server (serve --foreground), the server ends with it, even if it is killed.
+ *   <li>In a pod, inference requires the token that all replicas share, and GET /ready is a readiness probe.
  * </ul>
  */
 public final class Frontend extends ModelServer {
@@ -52,11 +51,11 @@ public final class Frontend extends ModelServer {
         query = file == null ? null : Files.readAllBytes(Path.of(file));
     }
 
-    public static void main(String[] words) {
+    public static void main(String[] arguments) {
         try {
             ConfigManager.init(
                     new ConfigManager.Arguments(
-                            new DefaultParser().parse(ConfigManager.Arguments.getOptions(), words, null, false)));
+                            new DefaultParser().parse(ConfigManager.Arguments.getOptions(), arguments, null, false)));
             TokenAuthorization.init();
             Token.share();
             PluginsManager.getInstance().initialize();
@@ -77,37 +76,37 @@ public final class Frontend extends ModelServer {
         }
     }
 
-    /** A listener as TorchServe's own, except that it knows its connections, bounds them and resets none. */
+    /** Creates a listener as TorchServe does, but one that tracks and limits its connections and resets none. */
     @Override
     public ChannelFuture initializeServer(
             Connector connector, EventLoopGroup acceptors, EventLoopGroup workers, ConnectorType type)
             throws InterruptedException {
-        boolean infers = type == ConnectorType.INFERENCE_CONNECTOR;
+        boolean isInference = type == ConnectorType.INFERENCE_CONNECTOR;
         Channel bound =
                 new ServerBootstrap()
                         .group(acceptors, workers)
                         .channel(connector.getServerChannel())
                         .option(ChannelOption.SO_BACKLOG, 1024)
-                        .handler(new ConnectionLimit(infers ? Limits.CONNECTIONS : Limits.OTHER_CONNECTIONS))
+                        .handler(new ConnectionLimit(isInference ? Limits.CONNECTIONS : Limits.OTHER_CONNECTIONS))
                         .childOption(ChannelOption.SO_KEEPALIVE, true)
                         .childOption(ChannelOption.TCP_NODELAY, true)
                         .childOption(ChannelOption.ALLOW_HALF_CLOSURE, true)
-                        .childHandler(new Pipeline(type, infers ? traffic : new Traffic(), query))
+                        .childHandler(new Pipeline(type, isInference ? traffic : new Traffic(), query))
                         .bind(connector.getSocketAddress())
                         .sync()
                         .channel();
-        if (infers) {
+        if (isInference) {
             listener = bound;
         }
         return bound.closeFuture();
     }
 
-    /** The shutdown hook: refuse new connections, answer what came in, and end within the time that is given. */
+    /** The shutdown hook: refuses new connections, responds to requests in flight, and exits within the timeout. */
     private void drain() {
         long deadline = System.nanoTime() + TimeUnit.SECONDS.toNanos(Long.getLong("evernear.drain_timeout_s", 30));
         try {
             if (listener != null) {
-                // First of all: a connection that is told to end must not find its way back in.
+                // First, so that a closed connection cannot reconnect.
                 listener.close().sync();
             }
             Server rpc = rpcServer();
@@ -122,7 +121,7 @@ public final class Frontend extends ModelServer {
         } catch (InterruptedException | ReflectiveOperationException fault) {
             fault.printStackTrace();
         } finally {
-            // TorchServe's own stop would idle for seconds; the workers end with their connection.
+            // TorchServe's own stop takes seconds; the workers exit when their connection closes.
             Runtime.getRuntime().halt(0);
         }
     }
@@ -143,11 +142,11 @@ public final class Frontend extends ModelServer {
     }
 }
 
-/** The inference token: of TorchServe's making, or the one that the replicas of a Service share. */
+/** The inference token: TorchServe's own, or the one that the replicas of a Service share. */
 final class Token {
     private Token() {}
 
-    /** Take the token from the file that is named, if one is; TorchServe checks it for REST and gRPC. */
+    /** Reads the shared token from its file, if any, for TorchServe to check on REST and gRPC. */
     static void share() throws IOException, ReflectiveOperationException {
         String file = System.getProperty("evernear.token_file");
         if (file != null) {
@@ -155,7 +154,7 @@ final class Token {
         }
     }
 
-    /** What a request has to carry; null where tokens are off. */
+    /** The token that requests must have; null if tokens are disabled. */
     static String get() throws ReflectiveOperationException {
         return (String) field().get(null);
     }

@@ -12,7 +12,7 @@ import io.netty.util.concurrent.GlobalEventExecutor;
 import java.util.concurrent.TimeUnit;
 import java.util.concurrent.atomic.AtomicInteger;
 
-/** Bounds what gRPC's calls hold, and tells of the predictions that are answered. */
+/** Limits the bytes of gRPC calls in flight, and records successful predictions. */
 final class GrpcTraffic implements ServerInterceptor {
     private final Traffic traffic;
 
@@ -23,13 +23,13 @@ final class GrpcTraffic implements ServerInterceptor {
     @Override
     public <A, B> ServerCall.Listener<A> interceptCall(
             ServerCall<A, B> call, Metadata headers, ServerCallHandler<A, B> next) {
-        Call<A, B> ours = new Call<>(call);
-        return ours.listen(next.startCall(ours, headers));
+        Call<A, B> counted = new Call<>(call);
+        return counted.listen(next.startCall(counted, headers));
     }
 
     private final class Call<A, B> extends SimpleForwardingServerCall<A, B> {
-        private final AtomicInteger held = new AtomicInteger();
-        private volatile boolean refused;
+        private final AtomicInteger reservedBytes = new AtomicInteger();
+        private volatile boolean rejected;
 
         Call(ServerCall<A, B> call) {
             super(call);
@@ -41,31 +41,31 @@ final class GrpcTraffic implements ServerInterceptor {
                 public void onMessage(A message) {
                     int bytes = ((MessageLite) message).getSerializedSize();
                     if (Limits.IN_FLIGHT_BYTES.tryAcquire(bytes)) {
-                        held.addAndGet(bytes);
+                        reservedBytes.addAndGet(bytes);
                         super.onMessage(message);
                     } else {
-                        refused = true;
+                        rejected = true;
                         close(Status.RESOURCE_EXHAUSTED.withDescription(Limits.EXCEEDED), new Metadata());
                     }
                 }
 
                 @Override
                 public void onHalfClose() {
-                    if (!refused) {
+                    if (!rejected) {
                         super.onHalfClose();
                     }
                 }
 
-                /** The call is over for the client; what it asked stays in TorchServe's queue. */
+                /** The request of a cancelled call stays in TorchServe's queue. */
                 @Override
                 public void onCancel() {
-                    GlobalEventExecutor.INSTANCE.schedule(Call.this::release, Limits.ANSWER_S, TimeUnit.SECONDS);
+                    GlobalEventExecutor.INSTANCE.schedule(Call.this::release, Limits.RESPONSE_S, TimeUnit.SECONDS);
                     super.onCancel();
                 }
             };
         }
 
-        /** TorchServe looks here before it answers, and does not answer a call that was cancelled. */
+        /** TorchServe calls this before it responds, and does not respond to a cancelled call. */
         @Override
         public boolean isCancelled() {
             boolean cancelled = super.isCancelled();
@@ -79,13 +79,13 @@ final class GrpcTraffic implements ServerInterceptor {
         public void close(Status status, Metadata trailers) {
             release();
             if (status.isOk() && "Predictions".equals(getMethodDescriptor().getBareMethodName())) {
-                traffic.answered();
+                traffic.predictionSucceeded();
             }
             super.close(status, trailers);
         }
 
         private void release() {
-            Limits.IN_FLIGHT_BYTES.release(held.getAndSet(0));
+            Limits.IN_FLIGHT_BYTES.release(reservedBytes.getAndSet(0));
         }
     }
 }

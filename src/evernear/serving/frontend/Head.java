@@ -14,8 +14,8 @@ import java.util.Set;
 import java.util.regex.Pattern;
 
 /**
- * Checks the head of a request: what RFC 9112 does not allow is refused, and so is what two servers on its way could
- * understand in two ways.
+ * Validates the head of a request: rejects what RFC 9112 forbids, and what two servers on its way could interpret
+ * differently.
  */
 final class Head {
     private static final String METHODS = "DELETE, GET, HEAD, OPTIONS, POST, PUT";
@@ -25,7 +25,7 @@ final class Head {
 
     private Head() {}
 
-    /** Throws {@link Refused}; brings the target to its origin-form. */
+    /** Throws {@link RejectedException}; rewrites the target to its origin-form. */
     static void check(HttpRequest request) {
         checkDecoded(request);
         checkMethod(request);
@@ -36,47 +36,47 @@ final class Head {
 
     private static void checkDecoded(HttpRequest request) {
         Throwable fault = request.decoderResult().cause();
-        if (fault instanceof TooLongFrameException && request instanceof FullHttpRequest) { // made up, without a head
-            throw new Refused(HttpResponseStatus.REQUEST_URI_TOO_LONG, "TooLong", "The request line is too long.");
+        if (fault instanceof TooLongFrameException && request instanceof FullHttpRequest) { // synthesized by Netty, without a head
+            throw new RejectedException(HttpResponseStatus.REQUEST_URI_TOO_LONG, "TooLong", "The request line is too long.");
         }
         if (fault instanceof TooLongFrameException) {
-            throw new Refused(
+            throw new RejectedException(
                     HttpResponseStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
                     "TooLarge",
                     "The headers are too large or too many.");
         }
         if (fault != null) {
-            throw malformed("This is no request of HTTP/1.1: " + fault.getMessage() + ".");
+            throw malformed("The request is not HTTP/1.1: " + fault.getMessage() + ".");
         }
-        if (!isNew(request) && !request.protocolVersion().equals(HttpVersion.HTTP_1_0)) {
-            throw malformed("This API speaks HTTP/1.1.");
+        if (!isHttp11(request) && !request.protocolVersion().equals(HttpVersion.HTTP_1_0)) {
+            throw malformed("This API requires HTTP/1.1.");
         }
     }
 
     private static void checkMethod(HttpRequest request) {
         if (!ALLOWED.contains(request.method().name())) {
-            throw new Refused(
+            throw new RejectedException(
                             HttpResponseStatus.METHOD_NOT_ALLOWED,
                             "MethodNotAllowed",
-                            "The method is none of " + METHODS + ".")
+                            "The method must be one of " + METHODS + ".")
                     .with(HttpHeaderNames.ALLOW, METHODS);
         }
     }
 
-    /** RFC 9112, section 3.2.2: a server takes whole URLs as well. */
+    /** RFC 9112, section 3.2.2: servers must accept the absolute-form. */
     private static void checkTarget(HttpRequest request) {
         if (!request.uri().startsWith("/")) {
             request.setUri(AUTHORITY.matcher(request.uri()).replaceFirst(""));
         }
         if (!request.uri().startsWith("/")) {
-            throw malformed("The request names no path.");
+            throw malformed("The request has no path.");
         }
         try {
             QueryStringDecoder decoder = new QueryStringDecoder(request.uri());
             decoder.path();
             decoder.parameters();
         } catch (IllegalArgumentException fault) {
-            throw malformed("The request names a path with a bad escape (%).");
+            throw malformed("The path has an invalid escape (%).");
         }
     }
 
@@ -85,26 +85,26 @@ final class Head {
         List<String> hosts = headers.getAll(HttpHeaderNames.HOST);
         List<String> lengths = headers.getAll(HttpHeaderNames.CONTENT_LENGTH);
         List<String> codings = headers.getAll(HttpHeaderNames.TRANSFER_ENCODING);
-        if (hosts.size() > 1 || hosts.isEmpty() && isNew(request)) {
-            throw malformed("The request needs one header Host.");
+        if (hosts.size() > 1 || hosts.isEmpty() && isHttp11(request)) {
+            throw malformed("The request must have one Host header.");
         }
-        if (!codings.isEmpty() && !(isNew(request) && codings.size() == 1 && isChunked(codings.get(0)))) {
-            throw malformed("Transfer-Encoding can be chunked alone, and in HTTP/1.1.");
+        if (!codings.isEmpty() && !(isHttp11(request) && codings.size() == 1 && isChunked(codings.get(0)))) {
+            throw malformed("Transfer-Encoding must be chunked, and requires HTTP/1.1.");
         }
         if (lengths.size() + codings.size() > 1 || lengths.size() == 1 && !LENGTH.matcher(lengths.get(0)).matches()) {
-            throw malformed("Content-Length can be one number, and without Transfer-Encoding.");
+            throw malformed("Content-Length must be one number, without Transfer-Encoding.");
         }
     }
 
     private static void checkExpectation(HttpRequest request) {
         List<String> expectations = request.headers().getAll(HttpHeaderNames.EXPECT);
         if (!expectations.stream().allMatch(HttpHeaderValues.CONTINUE::contentEqualsIgnoreCase)) {
-            throw new Refused(
-                    HttpResponseStatus.EXPECTATION_FAILED, "Expectation", "Expect can be 100-continue alone.");
+            throw new RejectedException(
+                    HttpResponseStatus.EXPECTATION_FAILED, "Expectation", "Expect must be 100-continue.");
         }
     }
 
-    private static boolean isNew(HttpRequest request) {
+    private static boolean isHttp11(HttpRequest request) {
         return request.protocolVersion().equals(HttpVersion.HTTP_1_1);
     }
 
@@ -112,7 +112,7 @@ final class Head {
         return HttpHeaderValues.CHUNKED.contentEqualsIgnoreCase(coding);
     }
 
-    private static Refused malformed(String message) {
-        return new Refused(HttpResponseStatus.BAD_REQUEST, "BadRequest", message);
+    private static RejectedException malformed(String message) {
+        return new RejectedException(HttpResponseStatus.BAD_REQUEST, "BadRequest", message);
     }
 }

@@ -2,16 +2,16 @@ package evernear;
 
 import java.util.concurrent.Semaphore;
 
-/** What one client, or all together, may take; evernear.serving.java has the numbers. */
+/** Limits per client and for all together; evernear.serving.java computes the values. */
 final class Limits {
-    /** Seconds until the head of a request is here, from the connection's beginning or the last answer. */
+    /** Seconds for the head of a request, from the start of the connection or the previous response. */
     static final int IDLE_S = Integer.getInteger("evernear.idle_timeout_s");
 
-    /** Seconds from a request's head to the end of its body. */
+    /** Seconds for the body of a request, from its head. */
     static final int UPLOAD_S = Integer.getInteger("evernear.upload_timeout_s");
 
-    /** Seconds from a request's end to its answer. */
-    static final int ANSWER_S = Integer.getInteger("evernear.answer_timeout_s");
+    /** Seconds for the response, from the end of the request. */
+    static final int RESPONSE_S = Integer.getInteger("evernear.answer_timeout_s");
 
     /** Connections of the inference API. */
     static final int CONNECTIONS = Integer.getInteger("evernear.max_connections");
@@ -19,10 +19,10 @@ final class Limits {
     /** Connections of each other API. */
     static final int OTHER_CONNECTIONS = 64;
 
-    /** Bytes of all requests that are being received or answered, REST's and gRPC's. */
+    /** Bytes of all requests in flight, over REST and gRPC. */
     static final Semaphore IN_FLIGHT_BYTES = new Semaphore(Integer.getInteger("evernear.max_in_flight_bytes"));
 
-    static final String EXCEEDED = "The server holds as many bytes of requests as it may; try again.";
+    static final String EXCEEDED = "The requests in flight have reached the server's limit in bytes; try again.";
 
     private Limits() {}
 }

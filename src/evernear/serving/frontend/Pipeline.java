@@ -9,7 +9,7 @@ import org.pytorch.serve.util.ConfigManager;
 import org.pytorch.serve.util.ConnectorType;
 import org.pytorch.serve.util.TokenAuthorization.TokenType;
 
-/** TorchServe's handlers, with ours before and between them. */
+/** TorchServe's handlers, with evernear's before and between them. */
 final class Pipeline extends ServerInitializer {
     private static final Map<ConnectorType, Set<TokenType>> TOKENS =
             Map.of(
@@ -21,7 +21,7 @@ final class Pipeline extends ServerInitializer {
     private final Traffic traffic;
     private final byte[] query;
 
-    /** {@code query}: an image that GET /ready asks for, null without that path. */
+    /** {@code query} is the image with which GET /ready tests the server, null to disable that path. */
     Pipeline(ConnectorType type, Traffic traffic, byte[] query) {
         super(null, type);
         this.type = type;
@@ -34,17 +34,17 @@ final class Pipeline extends ServerInitializer {
         super.initChannel(channel);
         ChannelPipeline pipeline = channel.pipeline();
         Connection connection = new Connection(traffic);
-        boolean infers = type == ConnectorType.INFERENCE_CONNECTOR;
-        boolean probed = infers && query != null;
-        int maxBytes = infers ? ConfigManager.getInstance().getMaxRequestSize() : 0; // the other APIs use the URL alone
+        boolean isInference = type == ConnectorType.INFERENCE_CONNECTOR;
+        boolean hasProbe = isInference && query != null;
+        int maxBytes = isInference ? ConfigManager.getInstance().getMaxRequestSize() : 0; // other APIs use only the URL
         pipeline.replace("http", "decoder", connection.decoder());
         pipeline.addAfter("decoder", "encoder", connection.encoder());
         pipeline.addAfter("encoder", "connection", connection);
-        pipeline.addAfter("connection", "admission", new Admission(maxBytes, TOKENS.get(type), probed));
-        if (probed) {
+        pipeline.addAfter("connection", "admission", new Admission(maxBytes, TOKENS.get(type), hasProbe));
+        if (hasProbe) {
             pipeline.addBefore("handler", "probe", new Probe(traffic, query));
         }
-        if (infers) {
+        if (isInference) {
             pipeline.addBefore("handler", "form", new Form(maxBytes));
         }
     }

@@ -17,25 +17,25 @@ import io.netty.util.ReferenceCountUtil;
 import java.util.Map;
 
 /**
- * GET /ready, which wants no token: 200 if predictions are answered, by traffic of a moment ago or else by a stored
- * query that takes the way of all others.
+ * GET /ready, which requires no token: 200 if a prediction succeeded a moment ago, or if a stored query, processed as
+ * any other request, succeeds now.
  *
- * <p>Under load no query is added, and a queue that is full makes nobody unready whose worker works.
+ * <p>The probe thus adds no query under load, and a full queue does not make a working server unready.
  */
 final class Probe extends ChannelDuplexHandler {
     private static final String MODEL = System.getProperty("evernear.model");
 
     private final Traffic traffic;
     private final byte[] query;
-    private boolean asked;
+    private boolean probing;
 
     Probe(Traffic traffic, byte[] query) {
         this.traffic = traffic;
         this.query = query;
     }
 
-    /** Whether this is the probe's question, which has no body. */
-    static boolean isAsked(HttpRequest request) {
+    /** Whether the request is a probe, which has no body. */
+    static boolean isProbe(HttpRequest request) {
         return request.uri().equals("/ready")
                 && request.method().equals(HttpMethod.GET)
                 && HttpUtil.getContentLength(request, 0L) == 0
@@ -45,46 +45,46 @@ final class Probe extends ChannelDuplexHandler {
     @Override
     public void channelRead(ChannelHandlerContext context, Object message) throws ReflectiveOperationException {
         FullHttpRequest request = (FullHttpRequest) message;
-        if (!isAsked(request)) {
+        if (!isProbe(request)) {
             context.fireChannelRead(message);
             return;
         }
         ReferenceCountUtil.release(message);
-        if (traffic.isAnswered()) {
-            context.writeAndFlush(answer(HttpResponseStatus.OK));
+        if (traffic.hasRecentPrediction()) {
+            context.writeAndFlush(response(HttpResponseStatus.OK));
             return;
         }
-        FullHttpRequest asking =
+        FullHttpRequest prediction =
                 new DefaultFullHttpRequest(
                         HttpVersion.HTTP_1_1, HttpMethod.POST, "/predictions/" + MODEL, Unpooled.wrappedBuffer(query));
-        HttpUtil.setContentLength(asking, query.length);
-        HttpUtil.setKeepAlive(asking, HttpUtil.isKeepAlive(request));
+        HttpUtil.setContentLength(prediction, query.length);
+        HttpUtil.setKeepAlive(prediction, HttpUtil.isKeepAlive(request));
         if (Token.get() != null) {
-            asking.headers().set(HttpHeaderNames.AUTHORIZATION, "Bearer " + Token.get());
+            prediction.headers().set(HttpHeaderNames.AUTHORIZATION, "Bearer " + Token.get());
         }
-        asked = true;
-        context.fireChannelRead(asking);
+        probing = true;
+        context.fireChannelRead(prediction);
     }
 
     @Override
     public void write(ChannelHandlerContext context, Object message, ChannelPromise promise) {
-        if (asked && message instanceof FullHttpResponse) {
-            asked = false;
+        if (probing && message instanceof FullHttpResponse) {
+            probing = false;
             HttpResponseStatus status = ((FullHttpResponse) message).status();
             ReferenceCountUtil.release(message);
             if (status.equals(HttpResponseStatus.OK)) {
-                traffic.answered();
+                traffic.predictionSucceeded();
             }
-            context.write(answer(status), promise);
+            context.write(response(status), promise);
             return;
         }
         context.write(message, promise);
     }
 
-    private static FullHttpResponse answer(HttpResponseStatus status) {
+    private static FullHttpResponse response(HttpResponseStatus status) {
         return status.equals(HttpResponseStatus.OK)
                 ? Json.of(status, Map.of("status", "Ready"))
-                : Refusal.of(
+                : Rejection.of(
                         HttpResponseStatus.SERVICE_UNAVAILABLE,
                         "NotReady",
                         "A stored query got " + status + " instead of a prediction.");

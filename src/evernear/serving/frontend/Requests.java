@@ -16,16 +16,16 @@ import java.util.BitSet;
 import java.util.List;
 
 /**
- * Decodes one request at a time: after {@link #hold} the next one waits, as bytes, for {@link #next}.
+ * Decodes one request at a time: after {@link #pause}, further bytes are not decoded until {@link #next}.
  *
- * <p>Netty's FlowControlHandler holds decoded messages instead, any number of them: a client that sends ahead would
- * fill the heap.
+ * <p>Netty's FlowControlHandler queues decoded messages instead, without a limit: a client that pipelines could fill the
+ * heap.
  */
 final class Requests extends HttpRequestDecoder {
-    // One receive buffer and a bit; more arrives only from a client that has also shut its side (EPOLLRDHUP).
+    // More than a receive buffer arrives only from a client that has also closed its side (EPOLLRDHUP).
     private static final int MAX_AHEAD_BYTES = 128 * 1024;
 
-    // RFC 9110, section 5.6.2; each header of each request is looked at, so it is no regular expression.
+    // RFC 9110, section 5.6.2. Not a regular expression, because it is applied to each header of each request.
     private static final BitSet TOKEN_CHARACTERS = new BitSet();
 
     static {
@@ -36,7 +36,7 @@ final class Requests extends HttpRequestDecoder {
 
     private enum Mode {
         DECODE,
-        HOLD,
+        PAUSE,
         DISCARD
     }
 
@@ -50,17 +50,17 @@ final class Requests extends HttpRequestDecoder {
         this.context = context;
     }
 
-    /** Decode nothing more for now. */
-    void hold() {
-        mode = Mode.HOLD;
+    /** Stops decoding. */
+    void pause() {
+        mode = Mode.PAUSE;
     }
 
-    /** Decode the next request. */
+    /** Resumes with the next request. */
     void next() throws Exception {
         resume(Mode.DECODE);
     }
 
-    /** Read to the end of the connection, and decode nothing more. */
+    /** Reads and drops everything until the end of the connection. */
     void discard() throws Exception {
         resume(Mode.DISCARD);
     }
@@ -68,12 +68,12 @@ final class Requests extends HttpRequestDecoder {
     private void resume(Mode next) throws Exception {
         mode = next;
         if (reading) {
-            return; // channelRead goes on by itself
+            return; // channelRead continues by itself
         }
         if (actualReadableBytes() > 0) {
-            channelRead(context, Unpooled.EMPTY_BUFFER); // decodes what is here already
+            channelRead(context, Unpooled.EMPTY_BUFFER); // decodes the bytes received so far
         }
-        if (mode == Mode.HOLD) {
+        if (mode == Mode.PAUSE) {
             return;
         }
         context.channel().config().setAutoRead(true);
@@ -91,7 +91,7 @@ final class Requests extends HttpRequestDecoder {
         } finally {
             reading = false;
         }
-        if (mode == Mode.HOLD && actualReadableBytes() > 0) {
+        if (mode == Mode.PAUSE && actualReadableBytes() > 0) {
             context.channel().config().setAutoRead(false);
             if (actualReadableBytes() > MAX_AHEAD_BYTES) {
                 context.close();
@@ -108,20 +108,20 @@ final class Requests extends HttpRequestDecoder {
         }
     }
 
-    /** Netty's own asks for more bytes when those that came gave no message, which here is on purpose. */
+    /** Netty's method reads more if no message was decoded, which is intended while paused. */
     @Override
     public void channelReadComplete(ChannelHandlerContext context) throws Exception {
-        if (mode == Mode.HOLD) {
+        if (mode == Mode.PAUSE) {
             context.fireChannelReadComplete();
         } else {
             super.channelReadComplete(context);
         }
     }
 
-    /** The end of the client's side comes after all that it sent before. */
+    /** Delays the end of the client's side until all its requests are decoded. */
     @Override
     public void userEventTriggered(ChannelHandlerContext context, Object event) throws Exception {
-        if (event == ChannelInputShutdownEvent.INSTANCE && mode == Mode.HOLD) {
+        if (event == ChannelInputShutdownEvent.INSTANCE && mode == Mode.PAUSE) {
             inputEnded = true;
         } else {
             super.userEventTriggered(context, event);
@@ -129,30 +129,30 @@ final class Requests extends HttpRequestDecoder {
     }
 
     @Override
-    protected HttpMessage createMessage(String[] words) {
-        requireToken(words[0], "method");
+    protected HttpMessage createMessage(String[] initialLine) {
+        requireToken(initialLine[0], "method");
         return new DefaultHttpRequest(
-                HttpVersion.valueOf(words[2]), HttpMethod.valueOf(words[0]), words[1], new Headers());
+                HttpVersion.valueOf(initialLine[2]), HttpMethod.valueOf(initialLine[0]), initialLine[1], new Headers());
     }
 
-    /** Netty's own prefers one of the two lengths, and whoever stands before us may prefer the other. */
+    /** Netty's method picks one of the two lengths, and a proxy may pick the other. */
     @Override
     protected void handleTransferEncodingChunkedWithContentLength(HttpMessage request) {
         throw new IllegalArgumentException("it has both Content-Length and Transfer-Encoding");
     }
 
-    /** Netty's own takes control characters in some places. */
-    private static void requireToken(CharSequence word, String what) {
+    /** Netty accepts control characters in some places. */
+    private static void requireToken(CharSequence word, String description) {
         boolean isToken = word.length() > 0;
         for (int at = 0; at < word.length(); at++) {
             isToken &= TOKEN_CHARACTERS.get(word.charAt(at));
         }
         if (!isToken) {
-            throw new IllegalArgumentException("the " + what + " is no token");
+            throw new IllegalArgumentException("the " + description + " is not a token");
         }
     }
 
-    /** Netty's own bounds their characters alone, not their number. */
+    /** Netty limits the size of headers, but not their number. */
     private static final class Headers extends DefaultHttpHeaders {
         private static final int MAX_HEADERS = 100;
 

@@ -7,25 +7,25 @@ import java.util.Set;
 import java.util.concurrent.ConcurrentHashMap;
 import java.util.concurrent.TimeUnit;
 
-/** The connections of one listener, and whether predictions are answered. */
+/** The connections of one listener, and the time of the latest successful prediction. */
 final class Traffic {
-    private static final long FRESH_NS = TimeUnit.SECONDS.toNanos(2); // so old an answer proves that others come
-    private static final int SETTLE_MS = 200; // by then, what was accepted last has become a connection
-    private static final int QUIET_MS = 1000; // who sends nothing for so long is idle, and may be cut off
+    private static final long FRESH_NS = TimeUnit.SECONDS.toNanos(2); // the age up to which a prediction proves readiness
+    private static final int SETTLE_MS = 200; // for the last accepted sockets to become connections
+    private static final int QUIET_MS = 1000; // clients that send nothing for this time are idle, and may be closed
     private static final int POLL_MS = 10;
 
     private final Set<Connection> connections = ConcurrentHashMap.newKeySet();
     private volatile boolean draining;
-    private volatile long answered = System.nanoTime() - FRESH_NS;
+    private volatile long latestPrediction = System.nanoTime() - FRESH_NS;
 
-    /** A prediction was answered. */
-    void answered() {
-        answered = System.nanoTime();
+    /** Records a successful prediction. */
+    void predictionSucceeded() {
+        latestPrediction = System.nanoTime();
     }
 
-    /** Whether one was, a moment ago. */
-    boolean isAnswered() {
-        return System.nanoTime() - answered < FRESH_NS;
+    /** Whether a prediction succeeded a moment ago. */
+    boolean hasRecentPrediction() {
+        return System.nanoTime() - latestPrediction < FRESH_NS;
     }
 
     void add(Connection connection) {
@@ -40,7 +40,7 @@ final class Traffic {
         return draining;
     }
 
-    /** Let every connection end with its next answer, and wait until all have, but for idle ones. */
+    /** Closes every connection after its next response, and waits for all but idle ones. */
     void drain(long deadline) throws InterruptedException {
         draining = true;
         Thread.sleep(SETTLE_MS);
@@ -55,10 +55,10 @@ final class Traffic {
     }
 }
 
-/** Accepts no connection beyond the limit until another ends; meanwhile they wait in the listener's backlog. */
+/** Stops accepting at the limit until a connection closes; others wait in the listener's backlog. */
 final class ConnectionLimit extends ChannelInboundHandlerAdapter {
     private final int limit;
-    private int open; // changed on the listener's own thread alone
+    private int open; // changed only on the listener's own thread
 
     ConnectionLimit(int limit) {
         this.limit = limit;

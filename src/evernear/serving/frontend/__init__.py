@@ -1,1 +1,1 @@
-"""Our part of TorchServe's frontend: its source, and the archive that `build` makes of it."""
+"""evernear's extension of TorchServe's frontend: the Java sources, and the jar that `build` compiles from them."""

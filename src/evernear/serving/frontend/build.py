@@ -1,7 +1,7 @@
-"""``python -m evernear.serving.frontend.build``: compile the frontend; needs a JDK (``javac``), which no user does.
+"""Compile the frontend: ``python -m evernear.serving.frontend.build``. Needs a JDK (``javac``).
 
-The archive lies in the tree, as those who serve have a Java that runs but none that compiles. It carries the hash of
-the source it was made of, and a test compares the two.
+The jar is committed, because users have a Java runtime but no compiler. It contains the hash of its sources, which a
+test compares with the files.
 """
 
 import hashlib
@@ -15,11 +15,11 @@ from evernear.serving.java import FRONTEND_ARCHIVE, JAVA_MAJOR_VERSION, torchser
 HERE = Path(__file__).parent
 SOURCES = sorted(HERE.rglob("*.java"))
 HASH_FILE = "META-INF/sources.sha256"
-EPOCH = (1980, 1, 1, 0, 0, 0)  # the same source and compiler give the same archive
+EPOCH = (1980, 1, 1, 0, 0, 0)  # for a reproducible archive
 
 
 def source_sha256() -> str:
-    """The hash of all sources."""
+    """Hash of all sources."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()
 
 

@@ -1,1 +1,1 @@
-"""KServe's way into the prediction core: a predictor, and a transformer that prepares images in front of it."""
+"""KServe servers: a predictor, and a transformer that prepares images for it."""

@@ -1,4 +1,4 @@
-"""What the predictor and the transformer have in common: a KServe model that stands for one release."""
+"""The base of the predictor and the transformer: a KServe model for one release."""
 
 import argparse
 import asyncio
@@ -15,23 +15,30 @@ from evernear.data.image_file import EncodedImage
 from evernear.data.preprocess import Pixels
 from evernear.errors import DataError
 from evernear.release.manifest import ReleaseManifest
-from evernear.serving.decoding import SMALL_PIXELS, DecodePool, OverloadedError, inspect_image, read_image
-from evernear.serving.kserve.messages import Images, Tensors, input_types, output_types, read_question, write_answer
-from evernear.serving.messages import Prediction, Refusal
+from evernear.serving.decoding import SMALL_PIXELS, DecodePool, OverloadedError, decode_image, inspect_image
+from evernear.serving.kserve.protocols import (
+    Images,
+    Tensors,
+    build_response,
+    input_types,
+    output_types,
+    parse_request,
+)
+from evernear.serving.responses import Prediction, Rejection
 
 MAX_LARGEST_IMAGES = 4
-"""The pixels of one request: those of so many images of the largest size."""
+"""Limit on the pixels of one request, in images of the largest size."""
 _IMAGES = Counter("evernear_images", "Images answered, by outcome.", ["model_name", "outcome"])
+_RELEASE = Gauge("evernear_release_info", "1 for the loaded release.", ["model_name", "version"])
 Source = TypeVar("Source")
-Limit = TypeVar("Limit")
+Parameter = TypeVar("Parameter")
 Result = TypeVar("Result")
-_RELEASE = Gauge("evernear_release_info", "1 for the release that is loaded.", ["model_name", "version"])
 
 
 class ReleaseModel(Model):
-    """The steps that KServe calls and times for each request: read and prepare, answer, write.
+    """The steps that KServe calls and measures for each request: `preprocess`, `predict`, `postprocess`.
 
-    Errors are `grpc_interceptor` exceptions, which become a status of either protocol.
+    Errors are `grpc_interceptor` exceptions, which become a status in both protocols.
     """
 
     def __init__(self, manifest: ReleaseManifest, args: argparse.Namespace) -> None:
@@ -40,112 +47,114 @@ class ReleaseModel(Model):
         self.manifest = manifest
         self.shape = manifest.preprocessing
         self._max_images: int = args.max_images
-        # Not more than the release allows, nor more than this server has memory for.
+        # The release has a limit, and this server's memory another.
         self._max_pixels = min(manifest.max_pixels, args.max_pixels)
         self._decoding = DecodePool(args.large_decodes)
-        # One at a time: a batch has the cores to itself, and the event loop stays free for probes.
+        # One batch at a time has the cores to itself, and the event loop stays free for probes.
         self._worker = ThreadPoolExecutor(1)
         self.ready = True
         _RELEASE.labels(name, manifest.version).set(1)
 
     @abstractmethod
     async def prepare(self, images: Images) -> Any:
-        """Bring the images of one request to the form that `answer` takes."""
+        """Convert the images of one request to the input of `recognize`."""
 
     @abstractmethod
-    async def answer(self, prepared: Any, headers: dict[str, str] | None) -> list[Prediction | Refusal]:
-        """Recognise them. ``headers`` are those of the request."""
+    async def recognize(self, prepared: Any, headers: dict[str, str] | None) -> list[Prediction | Rejection]:
+        """Recognize prepared images. ``headers`` are those of the request."""
 
-    async def can_answer(self) -> bool:
-        """Whether a request would be answered now: what a readiness probe asks."""
+    async def can_predict(self) -> bool:
+        """Whether a request would succeed now, for readiness probes."""
         return self.ready
 
     async def in_worker(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Await ``function``, run in the worker thread."""
+        """Await ``function`` in the worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, function, *args)
 
-    async def decode(self, images: list[bytes | Refusal]) -> list[Pixels | Refusal]:
-        """The images as pixels (H, W, C) of uint8.
+    async def decode(self, images: list[bytes | Rejection]) -> list[Pixels | Rejection]:
+        """Decode images to uint8 (H, W, C).
 
         Raises:
             ResourceExhausted: they have too many pixels together.
-            Unavailable: too many large images of other requests wait.
+            Unavailable: too many large images of other requests are waiting.
         """
-        files = await self._decoding.run(self._inspect, images)
+        files = await self._decoding.run(_each, inspect_image, images, self._max_pixels)
         limit = MAX_LARGEST_IMAGES * self._max_pixels
-        if sum(map(_pixels, files)) > limit:
+        if sum(map(_pixel_count, files)) > limit:
             raise ResourceExhausted(f"The images of the request have more than {limit} pixels together; send fewer.")
-        decoded: list[Pixels | Refusal] = []
+        decoded: list[Pixels | Rejection] = []
         try:
             for group in _groups(files):
-                decoded += await self._decoding.run_sized(sum(map(_pixels, group)), self._read, group)
+                pixels = sum(map(_pixel_count, group))
+                decoded += await self._decoding.run_sized(pixels, _each, decode_image, group, self.shape)
         except OverloadedError as error:
             raise Unavailable(str(error)) from None
         return decoded
 
-    def _inspect(self, images: list[bytes | Refusal]) -> list[EncodedImage | Refusal]:
-        return [_or_refusal(inspect_image, image, self._max_pixels) for image in images]
-
-    def _read(self, files: list[EncodedImage | Refusal]) -> list[Pixels | Refusal]:
-        return [_or_refusal(read_image, file, self.shape) for file in files]
-
     async def preprocess(self, payload: Any, headers: dict[str, str] | None = None) -> Any:
-        """KServe's first step."""
-        question = read_question(payload, self.shape, self._max_images)
-        return question, await self.prepare(question.images)
+        """Parse a request and prepare its images."""
+        request = parse_request(payload, self.shape, self._max_images)
+        return request, await self.prepare(request.images)
 
     async def predict(
         self, payload: Any, headers: dict[str, str] | None = None, response_headers: dict[str, str] | None = None
     ) -> Any:
-        """KServe's second step."""
-        question, prepared = payload
-        return question, await self.answer(prepared, headers)
+        """Recognize the prepared images."""
+        request, prepared = payload
+        return request, await self.recognize(prepared, headers)
 
     async def postprocess(
         self, result: Any, headers: dict[str, str] | None = None, response_headers: dict[str, str] | None = None
     ) -> Any:
-        """KServe's third step."""
-        question, answers = result
-        for answer in answers:
-            outcome = "refused" if isinstance(answer, Refusal) else "unknown" if answer.unknown else "known"
+        """Count the images and build the response."""
+        request, results = result
+        for each in results:
+            outcome = "refused" if isinstance(each, Rejection) else "unknown" if each.unknown else "known"
             _IMAGES.labels(self.name, outcome).inc()
-        return write_answer(question, answers, self.name)
+        return build_response(request, results, self.name)
 
     def validate(self, payload: Any) -> Any:
-        """`preprocess` has validated it."""
+        """Do nothing: `preprocess` validates."""
         return payload
 
     def get_input_types(self) -> Tensors:
-        """For the protocol's model metadata."""
+        """Inputs, for the protocol's model metadata."""
         return input_types(self.shape)
 
     def get_output_types(self) -> Tensors:
-        """For the protocol's model metadata."""
+        """Outputs, for the protocol's model metadata."""
         return output_types()
 
 
-def _or_refusal(read: Callable[[Source, Limit], Result], source: Source | Refusal, limit: Limit) -> Result | Refusal:
-    if isinstance(source, Refusal):
-        return source
-    try:
-        return read(source, limit)
-    except DataError as error:
-        return Refusal(message=str(error))
+def _each(
+    function: Callable[[Source, Parameter], Result], sources: list[Source | Rejection], parameter: Parameter
+) -> list[Result | Rejection]:
+    """Apply ``function`` to each source. A `DataError` becomes a `Rejection`, and a `Rejection` stays one."""
+
+    def apply(source: Source | Rejection) -> Result | Rejection:
+        if isinstance(source, Rejection):
+            return source
+        try:
+            return function(source, parameter)
+        except DataError as error:
+            return Rejection(message=str(error))
+
+    return [apply(source) for source in sources]
 
 
-def _pixels(file: EncodedImage | Refusal) -> int:
-    return 0 if isinstance(file, Refusal) else file.pixels
+def _pixel_count(file: EncodedImage | Rejection) -> int:
+    return 0 if isinstance(file, Rejection) else file.pixels
 
 
-def _groups(files: list[EncodedImage | Refusal]) -> Iterator[list[EncodedImage | Refusal]]:
-    """The files in their order: small ones together, up to the pixels of a small image; large ones alone."""
-    group: list[EncodedImage | Refusal] = []
+def _groups(files: list[EncodedImage | Rejection]) -> Iterator[list[EncodedImage | Rejection]]:
+    """Group files in their order: small ones together, up to the pixels of a small image; large ones alone."""
+    group: list[EncodedImage | Rejection] = []
     pixels = 0
     for file in files:
-        if group and pixels + _pixels(file) > SMALL_PIXELS:
+        if group and pixels + _pixel_count(file) > SMALL_PIXELS:
             yield group
             group, pixels = [], 0
         group.append(file)
-        pixels += _pixels(file)
+        pixels += _pixel_count(file)
     if group:
         yield group

@@ -1,14 +1,12 @@
-"""The KServe model server, with the doors shut that its SDK leaves open.
+"""A hardened KServe model server.
 
-KServe 0.21 listens on every address, takes bodies of any size, lets anybody unload the model by
+KServe 0.21 by itself listens on all addresses, accepts bodies of any size, lets anyone unload the model through
 ``/v2/repository``, and answers malformed requests with 500 and a traceback in the log.
 """
 
 import argparse
 import asyncio
 import socket
-import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from struct import error as StructError
 from typing import Any, cast
@@ -18,7 +16,6 @@ from fastapi.exceptions import RequestValidationError
 from grpc_interceptor.exceptions import GrpcException, InvalidArgument, PermissionDenied
 from kserve import ModelServer, model_server
 from kserve.errors import InferenceError
-from kserve.predictor_config import PredictorConfig
 from kserve.protocol.dataplane import DataPlane
 from kserve.protocol.grpc.grpc_predict_v2_pb2 import ModelInferRequest
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
@@ -32,17 +29,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from evernear.errors import EvernearError, PortInUseError, SettingsError
-from evernear.output import print_line
-from evernear.serving.http_limits import BoundedBodies, PromptH11Protocol
-from evernear.serving.kserve.messages import read_infer_request, require_few_tensors
+from evernear.errors import PortInUseError, SettingsError
+from evernear.serving.http_limits import BodyLimits, HeadTimeoutProtocol
+from evernear.serving.kserve.command import predictor_config
 from evernear.serving.kserve.model import ReleaseModel
-from evernear.settings import PrepSettings, ServingSettings
+from evernear.serving.kserve.protocols import parse_infer_request, require_few_tensors
 
-MAX_IMAGES = 1024
-"""Images of one request: a tiny file may become a large array."""
 MAX_RPCS = 64
-"""gRPC calls that are answered together; each may hold a message of the largest size."""
+"""Concurrent gRPC calls; each may have a message of the largest size."""
 _BINARY_HEADER = "inference-header-content-length"
 _HTTP_STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -53,68 +47,12 @@ _HTTP_STATUS = {
 }
 
 
-def arguments(description: str) -> argparse.ArgumentParser:
-    """KServe's own arguments, and those of a release and its limits."""
-    parser = argparse.ArgumentParser(
-        parents=[model_server.parser],
-        description=description,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    defaults, bounds = ServingSettings(), PrepSettings()
-    parser.set_defaults(
-        model_name=defaults.model_name,
-        predictor_request_timeout_seconds=defaults.response_timeout_s,
-        grpc_max_receive_message_length=defaults.max_request_size_bytes,
-    )
-    parser.add_argument("--host", default=defaults.host, help="Address to bind; 0.0.0.0 in a pod.")
-    parser.add_argument("--model_dir", "--model-dir", default="/mnt/models", help="A .mar, or a directory with one.")
-    parser.add_argument("--store", help="Take the release from this registry instead: s3://bucket/prefix, file:///path")
-    parser.add_argument("--release", help="Version in --store; without it, the champion.")
-    parser.add_argument(
-        "--max_request_size_bytes", type=int, default=defaults.max_request_size_bytes, help="Of a body."
-    )
-    parser.add_argument("--max_images", type=int, default=MAX_IMAGES, help="Images in one request.")
-    parser.add_argument(
-        "--max_pixels", type=int, default=defaults.max_pixels, help="Of an image; the release may allow fewer."
-    )
-    parser.add_argument(
-        "--max_bodies_size_bytes", type=int, default=bounds.max_bodies_size_bytes, help="Of all requests together."
-    )
-    parser.add_argument(
-        "--upload_timeout_seconds", type=float, default=bounds.upload_timeout_s, help="For the arrival of a body."
-    )
-    parser.add_argument(
-        "--large_decodes", type=int, default=bounds.large_decodes, help="Images above a megapixel decoded together."
-    )
-    return parser
-
-
-def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
-    """Run a program; an `EvernearError` becomes one sentence and its exit code."""
-    try:
-        main(parser.parse_args())
-    except EvernearError as error:
-        print_line(f"evernear: {error}", sys.stderr)
-        sys.exit(error.exit_code)
-
-
-def predictor_of(args: argparse.Namespace) -> PredictorConfig:
-    """The predictor that a transformer asks."""
-    return PredictorConfig(
-        predictor_host=args.predictor_host,
-        predictor_protocol=args.predictor_protocol,
-        predictor_use_ssl=args.predictor_use_ssl,
-        predictor_request_timeout_seconds=args.predictor_request_timeout_seconds,
-        predictor_request_retries=args.predictor_request_retries,
-    )
-
-
 def serve(model: ReleaseModel, args: argparse.Namespace) -> None:
-    """Serve a loaded model until SIGTERM or SIGINT, then finish what is in flight.
+    """Serve a loaded model until SIGTERM or SIGINT, then finish the requests in flight.
 
     Raises:
         PortInUseError: a port is in use.
-        SettingsError: several workers are asked for.
+        SettingsError: several workers are requested.
     """
     if args.workers != 1:
         raise SettingsError("--workers must be 1: a release is loaded once, and KServe scales by replicas.")
@@ -131,22 +69,22 @@ class _Server(ModelServer):
             enable_grpc=args.enable_grpc,
             ssl_certfile=args.ssl_certfile,
             ssl_keyfile=args.ssl_keyfile,
-            predictor_config=predictor_of(args),
+            predictor_config=predictor_config(args),
         )
         self._args = args
         self.dataplane = _DataPlane(self.registered_models)
         self.model_repository_extension = _SealedRepository(self.registered_models)
 
     def start(self, models: list[Any]) -> None:
-        """As `ModelServer.start`, which has no argument for the address."""
+        """Start as `ModelServer.start`, which has no parameter for the address."""
         self._register_and_check_atleast_one_model_is_ready(models)
         app = model_server.app
-        app.add_exception_handler(GrpcException, _answer_error)
-        app.add_exception_handler(RequestValidationError, _answer_invalid)
+        app.add_exception_handler(GrpcException, _grpc_error_response)
+        app.add_exception_handler(RequestValidationError, _validation_error_response)
         for status in (408, 413, 503):
-            app.add_exception_handler(status, _answer_http)
+            app.add_exception_handler(status, _http_error_response)
         app.add_middleware(
-            BoundedBodies,
+            BodyLimits,
             max_size_bytes=self._args.max_request_size_bytes,
             max_total_size_bytes=self._args.max_bodies_size_bytes,
             timeout_s=self._args.upload_timeout_seconds,
@@ -165,7 +103,7 @@ class _Server(ModelServer):
             ssl_keyfile=self.ssl_keyfile,
         )
         rest.config.host = self._args.host
-        rest.config.http = PromptH11Protocol
+        rest.config.http = HeadTimeoutProtocol
         rest.config.ws = "none"
         self.servers = [rest.start()]
         if self.enable_grpc:
@@ -178,13 +116,13 @@ class _Server(ModelServer):
         asyncio.run(self._serve())
 
     def _add_infer_endpoint(self) -> None:
-        """Take the place of KServe's v2 endpoint, whose parser needs 3 GB for 6 MB of faults in a request."""
+        """Replace KServe's v2 endpoint, whose parser needs 3 GB for a request with 6 MB of errors."""
         endpoints = V2Endpoints(self.dataplane, self.model_repository_extension)
 
         async def infer(request: Request, response: Response, model_name: str, model_version: str | None = None) -> Any:
             body = await request.body()
-            question = body if _BINARY_HEADER in request.headers else read_infer_request(body, model_name)
-            return await endpoints.infer(request, response, model_name, cast(Any, question), model_version)
+            payload = body if _BINARY_HEADER in request.headers else parse_infer_request(body, model_name)
+            return await endpoints.infer(request, response, model_name, cast(Any, payload), model_version)
 
         path = "/v2/models/{model_name}"
         for route in (f"{path}/infer", f"{path}/versions/{{model_version}}/infer"):
@@ -213,7 +151,7 @@ class _GrpcServer(GRPCServer):
 
 
 class _Servicer(InferenceServicer):
-    """`InferenceServicer` that counts tensors before it makes objects of them."""
+    """`InferenceServicer` that counts tensors before it creates objects for them."""
 
     @classmethod
     def validate_grpc_request(cls, request: ModelInferRequest) -> None:
@@ -222,7 +160,7 @@ class _Servicer(InferenceServicer):
 
 
 class _DataPlane(DataPlane):
-    """`DataPlane` that refuses what it cannot decode, and is ready when its model could answer."""
+    """`DataPlane` that rejects requests which it cannot decode, and is ready if its model can predict."""
 
     def decode(self, body: Any, headers: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         try:
@@ -236,38 +174,39 @@ class _DataPlane(DataPlane):
 
     async def ready(self) -> bool:
         models = cast(dict[str, ReleaseModel], self.model_registry.get_models())
-        return bool(models) and all([await model.can_answer() for model in models.values()])
+        return bool(models) and all([await model.can_predict() for model in models.values()])
 
     async def model_ready(self, model_name: str, disable_predictor_health_check: bool = False) -> bool:
         model = cast(ReleaseModel, self.get_model_from_registry(model_name))
-        # KServe asks the same before each request, where the answer itself will tell.
-        return model.ready if disable_predictor_health_check else await model.can_answer()
+        # KServe also calls this before each request, which itself will show.
+        return model.ready if disable_predictor_health_check else await model.can_predict()
 
 
 class _SealedRepository(ModelRepositoryExtension):
-    """A release is changed by deploying another one, never by a request."""
+    """Requests can neither load nor unload a model: a new release is deployed."""
 
     async def load(self, model_name: str) -> None:
-        raise PermissionDenied("Models are not loaded by request; deploy another release.")
+        raise PermissionDenied("Models cannot be loaded by request; deploy another release.")
 
     async def unload(self, model_name: str) -> None:
-        raise PermissionDenied("Models are not unloaded by request; stop the server.")
+        raise PermissionDenied("Models cannot be unloaded by request; stop the server.")
 
 
-async def _answer_error(_: Request, error: Exception) -> JSONResponse:
-    told = cast(GrpcException, error)
-    return JSONResponse({"error": told.details}, _HTTP_STATUS.get(told.status_code, 500))
+async def _grpc_error_response(_: Request, error: Exception) -> JSONResponse:
+    rejection = cast(GrpcException, error)
+    return JSONResponse({"error": rejection.details}, _HTTP_STATUS.get(rejection.status_code, 500))
 
 
-async def _answer_http(_: Request, error: Exception) -> JSONResponse:
-    told = cast(HTTPException, error)
-    return JSONResponse({"error": told.detail}, told.status_code, told.headers)
+async def _http_error_response(_: Request, error: Exception) -> JSONResponse:
+    rejection = cast(HTTPException, error)
+    return JSONResponse({"error": rejection.detail}, rejection.status_code, rejection.headers)
 
 
-async def _answer_invalid(_: Request, error: Exception) -> JSONResponse:
+async def _validation_error_response(_: Request, error: Exception) -> JSONResponse:
     fault = cast(RequestValidationError, error).errors()[0]
-    where = ".".join(str(part) for part in fault["loc"])
-    return JSONResponse({"error": f"The request is none of the Open Inference Protocol: {where}: {fault['msg']}."}, 400)
+    field = ".".join(str(part) for part in fault["loc"])
+    sentence = f"The request does not conform to the Open Inference Protocol: {field}: {fault['msg']}."
+    return JSONResponse({"error": sentence}, 400)
 
 
 def _require_free(host: str, port: int) -> None:
@@ -277,5 +216,5 @@ def _require_free(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise PortInUseError(
-                f"Port {port} of {host} cannot be used: {error.strerror}; choose another one."
+                f"Port {port} on {host} cannot be bound: {error.strerror}; choose another one."
             ) from None

@@ -1,4 +1,4 @@
-"""The preprocessing server: images in as JSON, prepared here, recognised by TorchServe behind it.
+"""The preprocessing server: images as JSON in, prepared here, recognized by TorchServe behind it. It needs no torch.
 
-`service` does the work, `app` is its HTTP, `releases` knows what each release prescribes. No torch in it.
+`service` does the work, `app` is its HTTP API, and `releases` provides the preprocessing of each release.
 """

@@ -1,4 +1,4 @@
-"""The preprocessing server's HTTP: routes, errors, limits, metrics."""
+"""HTTP API of the preprocessing server: routes, errors, limits, metrics."""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -15,10 +15,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from evernear import __version__
 from evernear.errors import DataError, EvernearError, ServerTimeoutError
 from evernear.serving.decoding import OverloadedError
-from evernear.serving.http_limits import BoundedBodies
-from evernear.serving.messages import Metadata, Prediction, Refusal
-from evernear.serving.prep.requests import RequestError, schema
-from evernear.serving.prep.service import LeftAlone, Service
+from evernear.serving.http_limits import BodyLimits
+from evernear.serving.prep.service import CircuitOpenError, Service
+from evernear.serving.request_parsing import RequestError, image_request_schema
+from evernear.serving.responses import Metadata, Prediction, Rejection
 from evernear.settings import Settings
 
 EXAMPLE_VERSION = "20261120.162250.af2fb66c"
@@ -32,7 +32,7 @@ EXAMPLE_PREDICTION = {
 
 
 class Label(BaseModel):
-    """The label alone; of an unknown image it is only a guess."""
+    """The label alone; for an unknown image it is only a guess."""
 
     label: str = Field(examples=["7"])
     unknown: bool = Field(examples=[False])
@@ -40,21 +40,21 @@ class Label(BaseModel):
 
 
 class Labels(BaseModel):
-    """All labels that the release can answer with."""
+    """All labels of the live release."""
 
     labels: tuple[str, ...] = Field(examples=[["0", "1", "2"]])
     version: str = Field(examples=[EXAMPLE_VERSION])
 
 
 class Health(BaseModel):
-    """This server and the predictor behind it answer, and agree."""
+    """This server and the predictor work, and agree on the release."""
 
     status: str = Field(default="ok", examples=["ok"])
     version: str = Field(examples=[EXAMPLE_VERSION])
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """The application; it makes its `Service` when it starts."""
+    """Create the application, which creates its `Service` at startup."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -66,19 +66,19 @@ def create_app(settings: Settings) -> FastAPI:
 
     app = FastAPI(
         title="evernear preprocessing server",
-        description="Prepares images as the serving release prescribes, and has TorchServe recognise them.",
+        description="Prepares images as the live release prescribes, and has TorchServe recognize them.",
         version=__version__,
         lifespan=lifespan,
     )
-    app.add_middleware(Counted)
+    app.add_middleware(RequestCounter)
     app.add_middleware(
-        BoundedBodies,
+        BodyLimits,
         max_size_bytes=settings.prep.max_request_size_bytes,
         max_total_size_bytes=settings.prep.max_bodies_size_bytes,
         timeout_s=settings.prep.upload_timeout_s,
     )
     for error in (EvernearError, HTTPException):
-        app.add_exception_handler(error, _refuse)
+        app.add_exception_handler(error, _error_response)
     app.include_router(router)
     return app
 
@@ -87,76 +87,74 @@ def _service(request: Request) -> Service:
     return request.app.state.service
 
 
-TheService = Annotated[Service, Depends(_service)]
-
-
+CurrentService = Annotated[Service, Depends(_service)]
 Responses = dict[int | str, dict[str, Any]]
-ANSWERED: Responses = {200: {"content": {"application/json": {"example": EXAMPLE_PREDICTION}}}}
-DOWN: Responses = {
-    503: {"model": Refusal, "description": "The predictor or this server is busy or down; see Retry-After."},
-    504: {"model": Refusal, "description": "The predictor takes too long."},
+PREDICTED: Responses = {200: {"content": {"application/json": {"example": EXAMPLE_PREDICTION}}}}
+UNAVAILABLE: Responses = {
+    503: {"model": Rejection, "description": "The predictor or this server is busy or down; see Retry-After."},
+    504: {"model": Rejection, "description": "The predictor takes too long."},
 }
-REFUSED: Responses = {
-    400: {"model": Refusal, "description": "The image cannot be used."},
-    408: {"model": Refusal, "description": "The request arrives too slowly."},
-    413: {"model": Refusal, "description": "The request is too large."},
-    422: {"model": Refusal, "description": "The request is not the JSON that is wanted."},
+REJECTED: Responses = {
+    400: {"model": Rejection, "description": "The image cannot be used."},
+    408: {"model": Rejection, "description": "The request arrives too slowly."},
+    413: {"model": Rejection, "description": "The request is too large."},
+    422: {"model": Rejection, "description": "The request is not the expected JSON."},
 }
-IMAGE_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema()}}}}
-router = APIRouter(responses=DOWN)
+IMAGE_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": image_request_schema()}}}}
+router = APIRouter(responses=UNAVAILABLE)
 
 
 @router.get("/health")
-async def health(service: TheService) -> Health:
-    """Whether a prediction comes out of this server and the predictor behind it."""
-    return Health(version=(await service.serving()).version)
+async def health(service: CurrentService) -> Health:
+    """Succeed if a prediction passes through this server and the predictor behind it."""
+    return Health(version=(await service.live_release()).version)
 
 
 @router.get("/metadata")
-async def metadata(service: TheService) -> Metadata:
-    """What the release that serves takes and gives."""
+async def metadata(service: CurrentService) -> Metadata:
+    """Describe the live release."""
     return await service.metadata()
 
 
 @router.get("/label")
-async def labels(service: TheService) -> Labels:
-    """All labels of the release that serves."""
-    serving = await service.serving()
-    return Labels(labels=serving.labels, version=serving.version)
+async def labels(service: CurrentService) -> Labels:
+    """List all labels of the live release."""
+    release = await service.live_release()
+    return Labels(labels=release.labels, version=release.version)
 
 
-@router.get("/predict/test", responses=ANSWERED)
-async def predict_test(service: TheService) -> Prediction:
-    """The prediction for an image that the release was tested with."""
+@router.get("/predict/test", responses=PREDICTED)
+async def predict_test(service: CurrentService) -> Prediction:
+    """Recognize a test image that is stored in the release."""
     return await service.test()
 
 
 @router.get("/predict/test/label")
-async def predict_test_label(service: TheService) -> Label:
-    """The label of an image that the release was tested with."""
+async def predict_test_label(service: CurrentService) -> Label:
+    """Recognize a test image that is stored in the release; returns the label alone."""
     return _label(await service.test())
 
 
-@router.post("/predict", responses=ANSWERED | REFUSED, openapi_extra=IMAGE_BODY)
-async def predict(request: Request, service: TheService) -> Prediction:
-    """What an image shows, with its nearest neighbors."""
+@router.post("/predict", responses=PREDICTED | REJECTED, openapi_extra=IMAGE_BODY)
+async def predict(request: Request, service: CurrentService) -> Prediction:
+    """Recognize an image; returns its label and nearest neighbors."""
     return await service.predict(await _body(request))
 
 
-@router.post("/predict/label", responses=REFUSED, openapi_extra=IMAGE_BODY)
-async def predict_label(request: Request, service: TheService) -> Label:
-    """What an image shows, as a label alone."""
+@router.post("/predict/label", responses=REJECTED, openapi_extra=IMAGE_BODY)
+async def predict_label(request: Request, service: CurrentService) -> Label:
+    """Recognize an image; returns the label alone."""
     return _label(await service.predict(await _body(request)))
 
 
 @router.get("/metrics", include_in_schema=False)
-async def metrics(service: TheService) -> Response:
-    """For Prometheus."""
+async def metrics(service: CurrentService) -> Response:
+    """Prometheus metrics."""
     return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 async def _body(request: Request) -> bytes:
-    """The body; `Request.body` would keep it until the answer."""
+    """The body. `Request.body` would keep it in memory until the response."""
     return b"".join([part async for part in request.stream()])
 
 
@@ -164,42 +162,41 @@ def _label(prediction: Prediction) -> Label:
     return Label(label=prediction.pred, unknown=prediction.unknown, version=prediction.version)
 
 
-async def _refuse(_: Request, error: Exception) -> JSONResponse:
-    """Every error as a `Refusal`, whoever raised it."""
-    headers: dict[str, str] = {}
+async def _error_response(_: Request, error: Exception) -> JSONResponse:
+    """Any error as a `Rejection`."""
+    message, headers = str(error), {}
     match error:
         case HTTPException():
-            status, message = error.status_code, str(error.detail)
-            headers = dict(error.headers or {})
+            status, message, headers = error.status_code, str(error.detail), dict(error.headers or {})
         case RequestError():
-            status, message = 422, str(error)
+            status = HTTPStatus.UNPROCESSABLE_ENTITY.value
         case DataError():
-            status, message = 400, str(error)
+            status = HTTPStatus.BAD_REQUEST.value
         case ServerTimeoutError():
-            status, message = 504, str(error)
+            status = HTTPStatus.GATEWAY_TIMEOUT.value
         case _:
-            status, message = 503, str(error)
-            if isinstance(error, LeftAlone | OverloadedError):
+            status = HTTPStatus.SERVICE_UNAVAILABLE.value
+            if isinstance(error, CircuitOpenError | OverloadedError):
                 headers = {"Retry-After": str(error.retry_after_s)}
-    refusal = Refusal(code=status, type=HTTPStatus(status).phrase.replace(" ", ""), message=message)
-    return JSONResponse(refusal.model_dump(), status, headers)
+    rejection = Rejection(code=status, type=HTTPStatus(status).phrase.replace(" ", ""), message=message)
+    return JSONResponse(rejection.model_dump(), status, headers)
 
 
-class Counted:
-    """Counts requests by route and status."""
+class RequestCounter:
+    """ASGI middleware that counts requests by route and status."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass ``scope`` on, and look at the response that goes out."""
+        """Call the application, and count its response."""
 
-        async def seen(message: Message) -> None:
+        async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # An unknown path is the client's word: it would make a metric of every such word.
+                # The route, not the path: clients could create any number of time series.
                 path = scope["route"].path if "route" in scope else "other"
                 service: Service = scope["app"].state.service
                 service.metrics.requests.labels(path, message["status"]).inc()
             await send(message)
 
-        await self._app(scope, receive, seen if scope["type"] == "http" else send)
+        await self._app(scope, receive, counting_send if scope["type"] == "http" else send)

@@ -1,28 +1,27 @@
 """The preprocessing server as a process."""
 
-import errno
 import socket
 
 import uvicorn
 
-from evernear.errors import PortInUseError, ServingError
 from evernear.serving.decoding import pool_size_bytes
-from evernear.serving.http_limits import PromptH11Protocol
+from evernear.serving.endpoints import bind_error
+from evernear.serving.http_limits import HeadTimeoutProtocol
 from evernear.serving.prep.app import create_app
 from evernear.serving.prep.service import target_of
 from evernear.settings import Settings
 
 SHUTDOWN_TIMEOUT_S = 30
 PROCESS_SIZE_BYTES = 128 * 2**20
-"""The process before its first request: 97 MiB, and some to spare (``benchmarks/hostile.py``)."""
+"""The process before its first request: 97 MiB, rounded up (``benchmarks/hostile.py``)."""
 
 
 def serve(settings: Settings) -> None:
-    """Answer until SIGTERM or Ctrl-C; what is in flight then is finished.
+    """Serve until SIGTERM or Ctrl-C, then finish the requests in flight.
 
     Raises:
         PortInUseError, ServingError: ``prep.host`` and ``prep.port`` cannot be bound.
-        ServerUnreachableError: the predictor is to be that of the working directory, and none was started there.
+        ServerUnreachableError: the predictor is the server of the working directory, where none was started.
     """
     target_of(settings)
     with bound(settings.prep.host, settings.prep.port) as listening:
@@ -30,10 +29,10 @@ def serve(settings: Settings) -> None:
 
 
 def server_of(settings: Settings) -> uvicorn.Server:
-    """The server, which listens on the sockets that it is run with."""
+    """The server, to run with listening sockets."""
     config = uvicorn.Config(
         create_app(settings),
-        http=PromptH11Protocol,
+        http=HeadTimeoutProtocol,
         ws="none",
         log_level="warning",
         access_log=False,
@@ -44,9 +43,9 @@ def server_of(settings: Settings) -> uvicorn.Server:
 
 
 def memory_size_bytes(settings: Settings) -> int:
-    """The most memory that the server takes: what a pod's limit must not be below.
+    """The most memory that the server takes, and so the least limit of its pod.
 
-    A body is held as it came, and its image as it was decoded from base64.
+    Each body is in memory twice: as received, and as decoded from base64.
     """
     prep = settings.prep
     decoding = pool_size_bytes(prep.large_decodes, settings.serving.max_pixels)
@@ -54,17 +53,12 @@ def memory_size_bytes(settings: Settings) -> int:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 is any free one.
+    """A listening socket; port 0 is any free port.
 
     Raises:
-        PortInUseError, ServingError: it cannot be bound.
+        PortInUseError, ServingError: the address cannot be bound.
     """
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUseError(
-                f"Port {port} on {host} is in use by another program; stop that, or choose a free port with "
-                "--set prep.port=NUMBER."
-            ) from None
-        raise ServingError(f"prep.host: {host}:{port} cannot be bound: {error.strerror}.") from None
+        raise bind_error(error, host, port, "prep.port") from None

@@ -1,4 +1,4 @@
-"""Prepare an image as the release that answers it prescribes, and have it answered: whatever HTTP stands around."""
+"""The work of the preprocessing server: prepare an image as the live release prescribes, and have it recognized."""
 
 import asyncio
 import math
@@ -6,7 +6,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
 from circuitbreaker import CircuitBreaker
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from evernear.data.image_file import EncodedImage
 from evernear.errors import (
@@ -19,37 +21,63 @@ from evernear.errors import (
 )
 from evernear.release.manifest import ReleaseManifest
 from evernear.serving.client import AsyncClient, Target
-from evernear.serving.decoding import DecodePool, inspect_image
-from evernear.serving.messages import Metadata, Prediction
-from evernear.serving.metadata import metadata_of
-from evernear.serving.prep.metrics import Metrics
-from evernear.serving.prep.releases import Releases, blank, prepare
-from evernear.serving.prep.requests import inspect_request
+from evernear.serving.decoding import DecodePool, decode_image, encode_png, inspect_image
+from evernear.serving.prep.releases import Releases
+from evernear.serving.request_parsing import image_from_json
+from evernear.serving.responses import Metadata, Prediction
 from evernear.settings import Settings
 
-MATCHING_ATTEMPTS = 3  # releases that may follow one another while one request is answered
+MATCHING_ATTEMPTS = 3  # for releases that change while one request is answered
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
-Answer = TypeVar("Answer")
-
-
-class Mismatch(ServingError):
-    """The predictor answered for an image that was not prepared as its release prescribes."""
+Result = TypeVar("Result")
 
 
-class LeftAlone(ServingError):
-    """The circuit breaker is open: the predictor failed again and again and gets a rest of ``retry_after_s``."""
+class ReleaseMismatchError(ServingError):
+    """The image was not prepared as the release that made the prediction prescribes."""
+
+
+class CircuitOpenError(ServingError):
+    """The circuit breaker is open after consecutive failures of the predictor; retry after ``retry_after_s``."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
-class Service:
-    """Answers images with the predictor of ``settings``; made inside the event loop that it works in.
+class Metrics:
+    """Prometheus metrics of one server."""
 
-    A prediction carries the version of the release that made it. It counts only if the image was prepared as
-    that release prescribes; if not, as right after a rollout, the image is prepared anew and asked again. So a
-    mismatch never becomes an answer, and a rollout that keeps the preprocessing costs nothing.
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "evernear_prep_requests", "Requests by path and status.", ("path", "status"), registry=registry
+        )
+        self.prepare_s = Histogram(
+            "evernear_prep_prepare_seconds", "Decode, resize, encode.", registry=registry, buckets=SECONDS
+        )
+        self.predictor_s = Histogram(
+            "evernear_prep_predictor_seconds",
+            "Calls of the predictor, including retries.",
+            registry=registry,
+            buckets=SECONDS,
+        )
+        self.failures = Counter(
+            "evernear_prep_predictor_failures", "Failed calls of the predictor.", ("reason",), registry=registry
+        )
+        self.in_flight = Gauge("evernear_prep_in_flight", "Requests at the predictor.", registry=registry)
+        self.breaker_open = Gauge(
+            "evernear_prep_breaker_open", "1 while the circuit breaker is open.", registry=registry
+        )
+        self.release = Info("evernear_prep_release", "The live release.", registry=registry)
+
+
+class Service:
+    """Recognizes images with the predictor of ``settings``; bound to the event loop in which it is created.
+
+    A prediction contains the version of its release and is valid only if the image was prepared as that release
+    prescribes. Otherwise, as after a rollout, the image is prepared and sent again. A mismatch thus never becomes a
+    prediction, and a rollout that keeps the preprocessing costs nothing.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -58,7 +86,7 @@ class Service:
         self._store_uri = settings.store_uri
         self._predictor = AsyncClient(target_of(settings))
         self._releases = Releases(settings.store_uri)
-        self._last: ReleaseManifest | None = None  # the release that answered last
+        self._latest: ReleaseManifest | None = None  # of the latest prediction
         self._max_pixels = settings.serving.max_pixels
         self._decoding = DecodePool(settings.prep.large_decodes)
         self._slots = asyncio.Semaphore(settings.prep.in_flight)
@@ -67,106 +95,130 @@ class Service:
         self.metrics.breaker_open.set_function(lambda: float(self._breaker.opened))
 
     async def predict(self, body: bytes) -> Prediction:
-        """Recognize the image in a request's body.
+        """Recognize the image in the body of a request.
 
         Raises:
-            RequestError, DataError: the request or its image cannot be used.
-            ServerTimeoutError: it takes longer than ``prep.timeout_s``.
-            OverloadedError: too many large images wait.
-            ServingError: the predictor cannot be reached, fails, is left alone for a while, or answers with a
-                release whose preprocessing is not known here.
-            StoreError: the registry cannot be reached.
+            RequestError, DataError: the request or its image is invalid.
+            ServerTimeoutError: the prediction takes longer than ``prep.timeout_s``.
+            OverloadedError: too many large images are waiting.
+            CircuitOpenError: the circuit breaker is open.
+            ServingError: the predictor is unreachable or fails, or the preprocessing of its release is unavailable.
+            StoreError: the registry is unreachable.
         """
-        return await self._in_time(self._predict(inspect_request, body))
+
+        def inspect_body(body: bytes, max_pixels: int) -> EncodedImage:
+            return inspect_image(image_from_json(body), max_pixels)
+
+        return await self._in_time(self._predict(inspect_body, body))
 
     async def test(self) -> Prediction:
-        """Have a stored image of the release that serves answered. Raises as `predict`."""
+        """Recognize a stored image of the live release. Raises as `predict`."""
 
-        async def ask() -> Prediction:
-            image, _ = await self._releases.test_query((await self._serving()).version)
+        async def predict_stored() -> Prediction:
+            image, _ = await self._releases.test_query((await self._live_release()).version)
             return await self._predict(inspect_image, image)
 
-        return await self._in_time(ask())
+        return await self._in_time(predict_stored())
 
-    async def serving(self) -> ReleaseManifest:
-        """The release that answers: a blank image is, which only what works from end to end can do.
+    async def live_release(self) -> ReleaseManifest:
+        """Recognize a blank image, which works only if everything does; returns the release that did it.
 
         Raises as `predict`.
         """
-        return await self._in_time(self._serving())
+        return await self._in_time(self._live_release())
 
     async def metadata(self) -> Metadata:
-        """What the release that answers takes and gives. Raises as `predict`."""
-        return metadata_of(await self.serving(), self._model)
+        """Describe the live release. Raises as `predict`."""
+        return Metadata.of(await self.live_release(), self._model)
 
     async def close(self) -> None:
-        """End the connection to the predictor, and the threads."""
+        """Close the connection to the predictor, and stop the threads."""
         self._decoding.close()
         await self._predictor.close()
 
-    async def _in_time(self, work: Awaitable[Answer]) -> Answer:
+    async def _in_time(self, work: Awaitable[Result]) -> Result:
         try:
             async with asyncio.timeout(self._prep.timeout_s):
                 return await work
         except TimeoutError:
             raise ServerTimeoutError(f"No prediction within {self._prep.timeout_s:g} s.") from None
 
-    async def _serving(self) -> ReleaseManifest:
-        answer = await self._predict(inspect_image, blank(await self._prescribing()))
-        return await self._releases.manifest(answer.version)
+    async def _live_release(self) -> ReleaseManifest:
+        prediction = await self._predict(inspect_image, blank(await self._expected_release()))
+        return await self._releases.manifest(prediction.version)
 
     async def _predict(self, inspect: Callable[[bytes, int], EncodedImage], data: bytes) -> Prediction:
-        prescribing = await self._prescribing()
-        # Not more than the release allows, nor more than this server has memory for.
-        file = await self._decoding.run(inspect, data, min(prescribing.max_pixels, self._max_pixels))
+        expected = await self._expected_release()
+        # The release has a limit, and this server's memory another.
+        file = await self._decoding.run(inspect, data, min(expected.max_pixels, self._max_pixels))
         for _ in range(MATCHING_ATTEMPTS):
             with self.metrics.prepare_s.time():
-                prepared = await self._decoding.run_sized(file.pixels, prepare, file, prescribing)
-            answer = await self._ask(prepared)
-            answering = await self._answering(answer.version)
-            if answering.preprocessing == prescribing.preprocessing:
-                return answer
-            prescribing = answering
-        raise Mismatch("The predictor changes its release faster than an image can be prepared; try again.")
+                prepared = await self._decoding.run_sized(file.pixels, prepare, file, expected)
+            prediction = await self._call_predictor(prepared)
+            actual = await self._actual_release(prediction.version)
+            if actual.preprocessing == expected.preprocessing:
+                return prediction
+            expected = actual
+        raise ReleaseMismatchError("The predictor changes its release faster than an image can be prepared; try again.")
 
-    async def _prescribing(self) -> ReleaseManifest:
-        """The release that answered last; at first the one that ought to."""
-        if self._last is None:
-            self._last = await self._releases.champion()
-        return self._last
+    async def _expected_release(self) -> ReleaseManifest:
+        """The release of the latest prediction; before the first, the champion."""
+        if self._latest is None:
+            self._latest = await self._releases.champion()
+        return self._latest
 
-    async def _answering(self, version: str) -> ReleaseManifest:
-        if self._last is None or version != self._last.version:
+    async def _actual_release(self, version: str) -> ReleaseManifest:
+        if self._latest is None or version != self._latest.version:
             try:
-                self._last = await self._releases.manifest(version)
+                self._latest = await self._releases.manifest(version)
             except (StoreError, IntegrityError) as error:
-                raise Mismatch(
-                    f"The predictor answers with release {version}, whose preprocessing cannot be had from "
-                    f"{self._store_uri}, so its answer may be wrong: {error}"
+                raise ReleaseMismatchError(
+                    f"The predictor answers with release {version}, whose preprocessing is not available from "
+                    f"{self._store_uri}, so its prediction may be wrong: {error}"
                 ) from None
         self.metrics.release.info({"version": version})
-        return self._last
+        return self._latest
 
-    async def _ask(self, prepared: bytes) -> Prediction:
+    async def _call_predictor(self, prepared: bytes) -> Prediction:
         if self._breaker.opened:
-            rest_s = max(1, math.ceil(self._breaker.open_remaining))
-            raise LeftAlone(f"The predictor failed again and again and is left alone for {rest_s} s.", rest_s)
+            retry_after_s = max(1, math.ceil(self._breaker.open_remaining))
+            raise CircuitOpenError(
+                f"The predictor failed several times in a row; the next attempt is in {retry_after_s} s.", retry_after_s
+            )
         async with self._slots:
             with self.metrics.in_flight.track_inprogress(), self.metrics.predictor_s.time():
                 try:
                     return await self._breaker.call_async(self._predictor.predict, prepared)
                 except PredictionRejectedError as error:
-                    raise ServingError(f"The predictor takes nothing from this server: {error}") from None
+                    raise ServingError(f"The predictor rejects the requests of this server: {error}") from None
                 except EvernearError as error:
                     self.metrics.failures.labels(type(error).__name__).inc()
                     raise
+
+
+def prepare(file: EncodedImage, manifest: ReleaseManifest) -> bytes:
+    """Prepare an inspected file as the release prescribes, as a PNG file.
+
+    The predictor accepts PNG from everyone. It is lossless, and the predictor changes no pixel of an image that already
+    has the release's size and channels.
+
+    Raises:
+        DataError: the image is broken.
+    """
+    return encode_png(decode_image(file, manifest.preprocessing))
+
+
+def blank(manifest: ReleaseManifest) -> bytes:
+    """A black image of the release's size, as a PNG file."""
+    shape = manifest.preprocessing
+    return encode_png(np.zeros((shape.height_px, shape.width_px, shape.channels), np.uint8))
 
 
 def target_of(settings: Settings) -> Target:
     """The predictor of a preprocessing server.
 
     Raises:
-        ServerUnreachableError: it is to be that of the working directory, and none was started there.
+        ServerUnreachableError: it is the server of the working directory, where none was started.
     """
     prep = settings.prep
     target = (
@@ -178,5 +230,5 @@ def target_of(settings: Settings) -> Target:
 
 
 def _is_failure(kind: type[BaseException], _: BaseException) -> bool:
-    """Whether the circuit breaker counts it: a refusal is an answer, a cancelled call ran out of time."""
+    """Whether the circuit breaker counts an exception: a rejection is a response, a cancelled call a timeout."""
     return not issubclass(kind, PredictionRejectedError) and issubclass(kind, (ServingError, asyncio.CancelledError))

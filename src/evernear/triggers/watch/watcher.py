@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from evernear.errors import EvernearError, SettingsError
 from evernear.serving.configuration import logged_queries
-from evernear.serving.connection import home_of
+from evernear.serving.endpoints import home_of
 from evernear.serving.query_log import ship
 from evernear.settings import Settings
 from evernear.store import Store

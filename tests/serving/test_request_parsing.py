@@ -5,47 +5,47 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evernear.serving.forms import FIELDS, image_of
-from evernear.serving.messages import Refusal
+from evernear.serving.request_parsing import FIELDS, image_from_fields
+from evernear.serving.responses import Rejection
 
 
 @given(st.binary(min_size=1).filter(lambda data: data[:1] not in b"{ \n\r\t"))
 def test_a_body_is_the_image(data: bytes) -> None:
-    assert image_of({"body": data}) == data
+    assert image_from_fields({"body": data}) == data
 
 
 @given(st.binary(min_size=1))
 def test_json_carries_any_image(data: bytes) -> None:
     body = json.dumps({"data": base64.b64encode(data).decode()}).encode()
-    assert image_of({"body": body}) == data
-    assert image_of({"body": b"\n " + body}) == data
+    assert image_from_fields({"body": body}) == data
+    assert image_from_fields({"body": b"\n " + body}) == data
 
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_multipart_field_is_the_image(field: str) -> None:
-    assert image_of({"other": b"x", field: b"\x89PNG"}) == b"\x89PNG"
+    assert image_from_fields({"other": b"x", field: b"\x89PNG"}) == b"\x89PNG"
 
 
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({}, "holds no image"),
-        ({"picture": b"x"}, "holds no image"),
+        ({}, "has no image"),
+        ({"picture": b"x"}, "has no image"),
         ({"body": b""}, "is empty"),
-        ({"body": b"{"}, "no JSON with base64"),
-        ({"body": b'{"data": "***"}'}, "no JSON with base64"),
-        ({"body": b'{"data": "\xc3\xa4"}'}, "no JSON with base64"),
-        ({"body": b'{"data": "\xff"}'}, "no JSON with base64"),
+        ({"body": b"{"}, "not JSON with base64"),
+        ({"body": b'{"data": "***"}'}, "not JSON with base64"),
+        ({"body": b'{"data": "\xc3\xa4"}'}, "not JSON with base64"),
+        ({"body": b'{"data": "\xff"}'}, "not JSON with base64"),
         ({"body": b'{"image": "AA=="}'}, 'no text under "data"'),
         ({"body": b'{"data": 3}'}, 'no text under "data"'),
         ({"body": b'{"data": null}'}, 'no text under "data"'),
         ({"body": b" [1]"}, 'no text under "data"'),
-        ({"body": b'{"a":' * 100_000}, "no JSON with base64"),
+        ({"body": b'{"a":' * 100_000}, "not JSON with base64"),
     ],
 )
 def test_what_holds_no_image_gets_a_sentence(fields: dict[str, bytes], sentence: str) -> None:
-    refusal = image_of(fields)
-    assert isinstance(refusal, Refusal)
+    refusal = image_from_fields(fields)
+    assert isinstance(refusal, Rejection)
     assert refusal.code == 400
     assert sentence in refusal.message
     assert refusal.message.endswith(".")
@@ -53,4 +53,4 @@ def test_what_holds_no_image_gets_a_sentence(fields: dict[str, bytes], sentence:
 
 @given(st.dictionaries(st.sampled_from([*FIELDS, "x"]), st.binary()))
 def test_whatever_comes_is_an_image_or_refused(fields: dict[str, bytes]) -> None:
-    assert isinstance(image_of(fields), bytes | Refusal)
+    assert isinstance(image_from_fields(fields), bytes | Rejection)

@@ -13,47 +13,47 @@ import io.netty.handler.codec.http.HttpVersion;
 import org.pytorch.serve.http.ErrorResponse;
 import org.pytorch.serve.util.JsonUtils;
 
-/** An error in the shape of TorchServe's own. */
-final class Refusal {
-    private Refusal() {}
+/** Error responses in the shape of TorchServe's own. */
+final class Rejection {
+    private Rejection() {}
 
     static FullHttpResponse of(HttpResponseStatus status, String type, String message) {
         return Json.of(status, new ErrorResponse(status.code(), type, message));
     }
 }
 
-/** Thrown where a request is not let in. */
-final class Refused extends RuntimeException {
+/** Thrown when a request is rejected; has the response. */
+final class RejectedException extends RuntimeException {
     private static final long serialVersionUID = 1;
 
-    private final transient FullHttpResponse answer;
+    private final transient FullHttpResponse response;
 
-    Refused(HttpResponseStatus status, String type, String message) {
+    RejectedException(HttpResponseStatus status, String type, String message) {
         super(message, null, false, false);
-        answer = Refusal.of(status, type, message);
-        HttpUtil.setKeepAlive(answer, false); // the rest of the request is not to be trusted, or not worth its bytes
+        response = Rejection.of(status, type, message);
+        HttpUtil.setKeepAlive(response, false); // do not read the rest of the request
     }
 
-    Refused with(CharSequence header, String value) {
-        answer.headers().set(header, value);
+    RejectedException with(CharSequence header, String value) {
+        response.headers().set(header, value);
         return this;
     }
 
-    FullHttpResponse answer() {
-        return answer;
+    FullHttpResponse response() {
+        return response;
     }
 }
 
-/** An answer whose body is an object. */
+/** Responses whose body is a JSON object. */
 final class Json {
     private Json() {}
 
     static FullHttpResponse of(HttpResponseStatus status, Object content) {
         String body = JsonUtils.GSON_PRETTY.toJson(content);
-        FullHttpResponse answer =
+        FullHttpResponse response =
                 new DefaultFullHttpResponse(HttpVersion.HTTP_1_1, status, Unpooled.copiedBuffer(body, UTF_8));
-        answer.headers().set(HttpHeaderNames.CONTENT_TYPE, HttpHeaderValues.APPLICATION_JSON);
-        HttpUtil.setContentLength(answer, answer.content().readableBytes());
-        return answer;
+        response.headers().set(HttpHeaderNames.CONTENT_TYPE, HttpHeaderValues.APPLICATION_JSON);
+        HttpUtil.setContentLength(response, response.content().readableBytes());
+        return response;
     }
 }

@@ -1,0 +1,128 @@
+"""Addresses and keys of the TorchServe of a working directory.
+
+`evernear.serving.torchserve` writes ``server.json`` when it starts a server, and TorchServe writes ``key_file.json``
+(mode 0600) into its working directory. Whoever can read both can use the server.
+"""
+
+import errno
+import json
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from evernear.errors import PortInUseError, ServerUnreachableError, ServingError
+from evernear.frozen import Frozen
+from evernear.settings import ServingSettings
+
+STATE_FILE = "server.json"
+KEY_FILE = "key_file.json"
+OWNER_FILE = "owner.pid"
+START_HINT = "start it with `evernear serve`"
+
+
+def home_of(workdir: Path) -> Path:
+    """The directory in which the TorchServe of ``workdir`` runs: configuration, keys, logs, model store."""
+    return workdir.resolve() / "torchserve"
+
+
+class Endpoints(Frozen):
+    """The addresses of one server."""
+
+    host: str
+    inference_port: int
+    management_port: int
+    metrics_port: int
+    grpc_inference_port: int
+    grpc_management_port: int
+
+    @staticmethod
+    def of(settings: ServingSettings) -> "Endpoints":
+        """The addresses in ``settings``."""
+        return Endpoints.model_validate(settings.model_dump(include=set(Endpoints.model_fields)))
+
+    @property
+    def inference_host(self) -> str:
+        """Host of the inference API, for a client on this machine."""
+        return "127.0.0.1" if self.host == "0.0.0.0" else self.host  # noqa: S104 - compared, not bound
+
+    @property
+    def inference_url(self) -> str:
+        """Base URL of the inference API, for a client on this machine."""
+        return f"http://{self.inference_host}:{self.inference_port}"
+
+    @property
+    def management_url(self) -> str:
+        """Base URL of the management API, which loads code and is therefore bound to loopback."""
+        return f"http://127.0.0.1:{self.management_port}"
+
+
+class ServerState(Frozen):
+    """The record of a started server."""
+
+    remedy: ClassVar[str] = "delete it and run `evernear serve`"
+
+    pid: int
+    endpoints: Endpoints
+    drain_timeout_s: int = 30
+
+
+def read_state(home: Path) -> ServerState | None:
+    """Read the record of the last server that was started in ``home`` and not stopped; it may have died since.
+
+    Raises:
+        ServingError: the record belongs to another user.
+        IntegrityError: the record is damaged.
+    """
+    try:
+        data = (home / STATE_FILE).read_bytes()
+    except FileNotFoundError:
+        return None
+    except PermissionError:
+        raise _not_yours(home) from None
+    return ServerState.from_json(data, home / STATE_FILE)
+
+
+def read_key(home: Path, api: Literal["inference", "management"]) -> str:
+    """Read the bearer token of ``api``.
+
+    Raises:
+        ServerUnreachableError: no server runs in ``home``.
+        ServingError: the key file belongs to another user or is damaged.
+    """
+    try:
+        return str(json.loads((home / KEY_FILE).read_bytes())[api]["key"])
+    except FileNotFoundError:
+        raise _not_running(home) from None
+    except PermissionError:
+        raise _not_yours(home) from None
+    except (ValueError, KeyError, TypeError):
+        raise ServingError(f"{home / KEY_FILE} has no {api} key; run `evernear stop`, then `evernear serve`.") from None
+
+
+def endpoints(home: Path) -> Endpoints:
+    """Read the addresses of the server in ``home``.
+
+    Raises:
+        ServerUnreachableError: no server was started there.
+    """
+    state = read_state(home)
+    if state is None:
+        raise _not_running(home)
+    return state.endpoints
+
+
+def bind_error(error: OSError, host: str, port: int, setting: str) -> ServingError:
+    """The error for ``host:port`` that cannot be bound; ``setting`` is the name of the port's setting."""
+    if error.errno == errno.EADDRINUSE:
+        return PortInUseError(
+            f"Port {port} on {host} is in use by another program; stop that, or choose a free port with "
+            f"--set {setting}=NUMBER."
+        )
+    return ServingError(f"{setting}: {host}:{port} cannot be bound: {error.strerror}.")
+
+
+def _not_running(home: Path) -> ServerUnreachableError:
+    return ServerUnreachableError(f"No TorchServe runs in {home}; {START_HINT}.")
+
+
+def _not_yours(home: Path) -> ServingError:
+    return ServingError(f"The TorchServe in {home} belongs to another user; its keys cannot be read.")

@@ -1,0 +1,69 @@
+"""Command line of the predictor and the transformer."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from kserve import model_server
+from kserve.predictor_config import PredictorConfig
+
+from evernear.errors import EvernearError
+from evernear.output import print_line
+from evernear.serving.release_source import ReleaseSource
+from evernear.settings import PrepSettings, ServingSettings
+
+MAX_IMAGES = 1024
+"""Images of one request: a tiny file may become a large array."""
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """KServe's own arguments, and those for the release and the limits."""
+    parser = argparse.ArgumentParser(
+        parents=[model_server.parser],
+        description=description,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    serving, prep = ServingSettings(), PrepSettings()
+    parser.set_defaults(
+        model_name=serving.model_name,
+        predictor_request_timeout_seconds=serving.response_timeout_s,
+        grpc_max_receive_message_length=serving.max_request_size_bytes,
+    )
+    add = parser.add_argument
+    add("--host", default=serving.host, help="Address to bind; 0.0.0.0 in a pod.")
+    add("--model_dir", "--model-dir", default="/mnt/models", help="A .mar, or a directory with one.")
+    add("--store", default="", help="Registry to use instead: s3://bucket/prefix, file:///path.")
+    add("--release", default="", help="Version in --store; if empty, the champion.")
+    add("--max_request_size_bytes", type=int, default=serving.max_request_size_bytes, help="Size of a body.")
+    add("--max_images", type=int, default=MAX_IMAGES, help="Images in one request.")
+    add("--max_pixels", type=int, default=serving.max_pixels, help="Pixels of an image; the release may allow fewer.")
+    add("--max_bodies_size_bytes", type=int, default=prep.max_bodies_size_bytes, help="Size of all bodies in flight.")
+    add("--upload_timeout_seconds", type=float, default=prep.upload_timeout_s, help="Time for a body to arrive.")
+    add("--large_decodes", type=int, default=prep.large_decodes, help="Images above a megapixel to decode at once.")
+    return parser
+
+
+def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
+    """Run a program. An `EvernearError` becomes one sentence on stderr and its exit code."""
+    try:
+        main(parser.parse_args())
+    except EvernearError as error:
+        print_line(f"evernear: {error}", sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def release_source(args: argparse.Namespace) -> ReleaseSource:
+    """The release to serve."""
+    return ReleaseSource(args.store, args.release, Path(args.model_dir))
+
+
+def predictor_config(args: argparse.Namespace) -> PredictorConfig:
+    """The predictor of a transformer."""
+    return PredictorConfig(
+        predictor_host=args.predictor_host,
+        predictor_protocol=args.predictor_protocol,
+        predictor_use_ssl=args.predictor_use_ssl,
+        predictor_request_timeout_seconds=args.predictor_request_timeout_seconds,
+        predictor_request_retries=args.predictor_request_retries,
+    )

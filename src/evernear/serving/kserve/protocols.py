@@ -1,0 +1,295 @@
+"""KServe's two protocols: requests and responses.
+
+v1 carries base64 in JSON. Each prediction has a place for an error, so a bad image fails alone::
+
+    {"instances": [{"data": "<base64>"}, ...]}  ->  {"predictions": [<Prediction or Rejection>, ...]}
+
+v2, the Open Inference Protocol, carries one tensor, by REST or gRPC: ``images``, BYTES (N,), or ``pixels``,
+UINT8 (N, H, W, C), in the shape of the release's preprocessing. Its response is a set of tensors, which have no place
+for an error, so a bad image fails the whole request.
+"""
+
+import base64
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+from uuid import uuid4
+
+import msgspec
+import numpy as np
+from grpc_interceptor.exceptions import InvalidArgument, ResourceExhausted
+from kserve import InferInput, InferOutput, InferRequest, InferResponse
+from kserve.protocol.infer_type import RequestedOutput
+from numpy.typing import NDArray
+
+from evernear.data.preprocess import Pixels, Preprocessing
+from evernear.serving.responses import Neighbor, Prediction, Rejection
+
+Images = list[bytes | Rejection] | Pixels
+"""Image files, with a `Rejection` in place of an unreadable one; or pixels (N, H, W, C) of uint8."""
+Tensors = list[dict[str, Any]]
+IMAGES, PIXELS = "images", "pixels"
+OUTPUTS = (
+    ("pred", "BYTES", 1),
+    ("dist", "FP32", 1),
+    ("unknown", "BOOL", 1),
+    ("neighbor_labels", "BYTES", 2),
+    ("neighbor_dists", "FP32", 2),
+    ("version", "BYTES", 1),
+)
+"""Name, datatype and rank of the output tensors."""
+MAX_TENSORS = 64
+"""Inputs or outputs that a v2 request may name; it needs one input and six outputs."""
+_PADDING = Neighbor(label="", dist=-1.0)
+"""Fills the rows of ``neighbor_labels`` and ``neighbor_dists`` if an approximate index finds fewer neighbors."""
+
+
+class _Input(msgspec.Struct):
+    name: str
+    shape: list[int]
+    datatype: str
+    data: list[Any]
+    parameters: dict[str, Any] | None = None
+
+
+class _Output(msgspec.Struct):
+    name: str
+    parameters: dict[str, Any] | None = None
+
+
+class _Infer(msgspec.Struct):
+    """A v2 request over REST. Decoding stops at the first error, where KServe's pydantic model collects them all."""
+
+    inputs: list[_Input]
+    id: str | None = None
+    parameters: dict[str, Any] | None = None
+    outputs: list[_Output] | None = None
+
+
+_INFER = msgspec.json.Decoder(_Infer)
+
+
+@dataclass(frozen=True)
+class PredictRequest:
+    """A parsed request; ``infer`` is the v2 request, None in v1."""
+
+    images: Images
+    infer: InferRequest | None
+
+
+def parse_request(payload: Any, shape: Preprocessing, max_images: int) -> PredictRequest:
+    """Parse a request as KServe decodes it: `InferRequest` in v2, JSON in v1.
+
+    Raises:
+        InvalidArgument: the request conforms to neither protocol.
+        ResourceExhausted: it has more than ``max_images``.
+    """
+    if isinstance(payload, InferRequest):
+        return PredictRequest(_tensor_images(payload, shape, max_images), payload)
+    instances = _instances(payload)
+    _require_at_most(max_images, len(instances))
+    return PredictRequest([_instance_image(instance) for instance in instances], None)
+
+
+def parse_infer_request(body: bytes, model_name: str) -> InferRequest:
+    """Parse the JSON of a v2 request.
+
+    Raises:
+        InvalidArgument: it does not conform to the protocol.
+    """
+    try:
+        request = _INFER.decode(body)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"The request does not conform to the Open Inference Protocol: {error}.") from None
+    require_few_tensors(len(request.inputs), len(request.outputs or ()))
+    return InferRequest(
+        model_name=model_name,
+        request_id=request.id,
+        parameters=request.parameters,
+        infer_inputs=[
+            InferInput(each.name, each.shape, each.datatype, each.data, each.parameters or {})
+            for each in request.inputs
+        ],
+        request_outputs=[RequestedOutput(each.name, each.parameters or {}) for each in request.outputs or ()] or None,
+    )
+
+
+def require_few_tensors(inputs: int, outputs: int) -> None:
+    """Check the number of tensors in a v2 request, before objects are created for them.
+
+    Raises:
+        InvalidArgument: the request names more than `MAX_TENSORS`.
+    """
+    if max(inputs, outputs) > MAX_TENSORS:
+        raise InvalidArgument(f"The request names more than {MAX_TENSORS} inputs or outputs.")
+
+
+def build_response(
+    request: PredictRequest, results: Sequence[Prediction | Rejection], model_name: str
+) -> dict[str, Any] | InferResponse:
+    """Build the response in the protocol of the request.
+
+    Raises:
+        InvalidArgument: all images were rejected in v1, or one in v2.
+    """
+    rejected = [(number, result) for number, result in enumerate(results) if isinstance(result, Rejection)]
+    if request.infer is None:
+        if rejected and len(rejected) == len(results):
+            raise InvalidArgument(rejected[0][1].message)
+        return {"predictions": [result.model_dump(mode="json") for result in results]}
+    if rejected:
+        number, rejection = rejected[0]
+        raise InvalidArgument(f"Image {number + 1} of {len(results)} cannot be answered: {rejection.message}")
+    predictions = [result for result in results if isinstance(result, Prediction)]
+    return InferResponse(
+        response_id=request.infer.id or str(uuid4()),
+        model_name=model_name,
+        infer_outputs=_outputs(predictions),
+        use_binary_outputs=request.infer.use_binary_outputs,
+        requested_outputs=request.infer.request_outputs,
+    )
+
+
+def parse_response(response: InferResponse) -> list[Prediction]:
+    """Parse the v2 response of `build_response`.
+
+    Raises:
+        ValueError: another model sent it.
+    """
+    columns = {name: _column(response, name) for name in ("pred", "dist", "unknown", "version")}
+    near = zip(_column(response, "neighbor_labels"), _column(response, "neighbor_dists"), strict=True)
+    return [
+        Prediction(
+            pred=pred,
+            dist=dist,
+            unknown=unknown,
+            neighbors=tuple(
+                Neighbor(label=label, dist=distance)
+                for label, distance in zip(labels, distances, strict=True)
+                if distance != _PADDING.dist
+            ),
+            version=version,
+        )
+        for pred, dist, unknown, version, (labels, distances) in zip(*columns.values(), near, strict=True)
+    ]
+
+
+def v1_request(images: Sequence[bytes]) -> dict[str, Any]:
+    """Build a v1 request for image files."""
+    return {"instances": [{"data": base64.b64encode(image).decode()} for image in images]}
+
+
+def v2_request(pixels: Pixels, model_name: str, binary: bool) -> InferRequest:
+    """Build a v2 request for pixels (N, H, W, C).
+
+    ``binary`` is for gRPC. Over REST, KServe's client contradicts itself about the content type of binary data.
+    """
+    tensor = InferInput(PIXELS, list(pixels.shape), "UINT8")
+    tensor.set_data_from_numpy(pixels, binary_data=binary)
+    return InferRequest(model_name=model_name, infer_inputs=[tensor])
+
+
+def input_types(shape: Preprocessing) -> Tensors:
+    """The alternative inputs of a predictor, for the protocol's model metadata."""
+    pixels = [-1, shape.height_px, shape.width_px, shape.channels]
+    return [
+        {"name": IMAGES, "datatype": "BYTES", "shape": [-1]},
+        {"name": PIXELS, "datatype": "UINT8", "shape": pixels},
+    ]
+
+
+def output_types() -> Tensors:
+    """The outputs, for the protocol's model metadata."""
+    return [{"name": name, "datatype": datatype, "shape": [-1] * rank} for name, datatype, rank in OUTPUTS]
+
+
+def _instances(payload: Any) -> list[Any]:
+    if isinstance(payload, bytes):  # KServe parses only some content types
+        try:
+            payload = json.loads(payload)
+        except (ValueError, RecursionError):
+            raise InvalidArgument('The request is not JSON; send {"instances": [{"data": "<base64>"}]}.') from None
+    instances: Any = cast(dict[str, Any], payload).get("instances") if isinstance(payload, dict) else None
+    if not isinstance(instances, list):
+        raise InvalidArgument('The request has no list "instances"; send {"instances": [{"data": "<base64>"}]}.')
+    return cast(list[Any], instances)
+
+
+def _instance_image(instance: Any) -> bytes | Rejection:
+    encoded: Any = cast(dict[str, Any], instance).get("data") if isinstance(instance, dict) else None
+    if not isinstance(encoded, str):
+        return Rejection(message='The instance has no text under "data".')
+    return _from_base64(encoded)
+
+
+def _from_base64(encoded: str) -> bytes | Rejection:
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except ValueError:
+        return Rejection(message="The image is not base64.")
+
+
+def _tensor_images(request: InferRequest, shape: Preprocessing, max_images: int) -> Images:
+    tensors = {(tensor.name, tensor.datatype): tensor for tensor in request.inputs}
+    if len(request.inputs) != 1 or not tensors.keys() <= {(IMAGES, "BYTES"), (PIXELS, "UINT8")}:
+        raise InvalidArgument(f'Send one input: "{IMAGES}", BYTES [N], or "{PIXELS}", UINT8 [N, H, W, C].')
+    ((name, _), tensor) = tensors.popitem()
+    dims = tensor.shape
+    expected = (shape.height_px, shape.width_px, shape.channels) if name == PIXELS else ()
+    if not dims or dims[0] < 0 or tuple(dims[1:]) != expected:
+        raise InvalidArgument(f'"{name}" has the shape {dims}; expected {["N", *expected]}.'.replace("'", ""))
+    _require_at_most(max_images, dims[0])
+    try:
+        return _pixels(tensor) if name == PIXELS else [_file(image) for image in tensor.as_numpy().tolist()]
+    except (ValueError, TypeError, OverflowError, struct.error):
+        raise InvalidArgument(f'The data of "{name}" do not fit its shape {dims} and type.') from None
+
+
+def _pixels(tensor: InferInput) -> Pixels:
+    """The tensor's data. JSON may contain values that a cast to uint8 would wrap or truncate."""
+    if not tensor.data:
+        return tensor.as_numpy()
+    values = np.asarray(tensor.data)
+    if values.dtype.kind not in "iu" or values.min() < 0 or values.max() > 255:
+        raise ValueError
+    return values.astype(np.uint8).reshape(tensor.shape)
+
+
+def _file(image: Any) -> bytes | Rejection:
+    """An image file: text from JSON is base64, bytes from gRPC are the file itself."""
+    if isinstance(image, str):
+        return _from_base64(image)
+    if not isinstance(image, bytes):
+        raise TypeError
+    return image
+
+
+def _require_at_most(max_images: int, count: int) -> None:
+    if count > max_images:
+        raise ResourceExhausted(f"The request has {count} images; the limit is {max_images}.")
+
+
+def _outputs(predictions: list[Prediction]) -> list[InferOutput]:
+    count = len(predictions)
+    width = max((len(p.neighbors) for p in predictions), default=0)
+    near = [n for p in predictions for n in (*p.neighbors, *[_PADDING] * (width - len(p.neighbors)))]
+    data = {name: [getattr(p, name) for p in predictions] for name in ("pred", "dist", "unknown", "version")}
+    data |= {"neighbor_labels": [n.label for n in near], "neighbor_dists": [n.dist for n in near]}
+    return [InferOutput(name, [count, width][:rank], datatype, data[name]) for name, datatype, rank in OUTPUTS]
+
+
+def _column(response: InferResponse, name: str) -> list[Any]:
+    output = response.get_output_by_name(name)
+    if output is None:
+        raise ValueError(f"there is no output {name!r}")
+    return _decoded(output.as_numpy()).tolist()
+
+
+def _decoded(values: NDArray[Any]) -> NDArray[Any]:
+    """Decode text, which is bytes over gRPC."""
+    if values.dtype != np.object_:
+        return values
+    texts = [value.decode() if isinstance(value, bytes) else value for value in values.ravel().tolist()]
+    return np.array(texts, np.object_).reshape(values.shape)

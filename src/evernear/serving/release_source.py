@@ -1,0 +1,65 @@
+"""Where a server gets its release: a ``.mar`` on disk, or a registry."""
+
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from evernear.errors import IntegrityError, StoreError
+from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts, open_release, read_release_manifest
+from evernear.release.manifest import ReleaseManifest
+from evernear.release.registry import Registry
+from evernear.store import open_store
+
+
+@dataclass(frozen=True)
+class ReleaseSource:
+    """A release by ``version`` in the registry of ``store_uri``, or the one archive at ``path``.
+
+    Without ``version`` it is the champion. ``path`` is a ``.mar`` or a directory with one, and unused with a store.
+    """
+
+    store_uri: str = ""
+    version: str = ""
+    path: Path = Path()
+
+    def manifest(self) -> ReleaseManifest:
+        """Read the manifest and nothing else. Raises as `unpacked`."""
+        if self.store_uri:
+            registry = self._registry()
+            return registry.get(self._version(registry)).manifest
+        return read_release_manifest(self._archive())
+
+    @contextmanager
+    def unpacked(self) -> Generator[ReleaseParts]:
+        """Unpack and verify the release in a temporary directory, which is removed when the context ends.
+
+        Raises:
+            IntegrityError: the archive is damaged, or ``path`` has none or several.
+            StoreError: the store is unreachable, or has no such release.
+        """
+        with tempfile.TemporaryDirectory(prefix="evernear-") as directory:
+            if self.store_uri:
+                archive, registry = Path(directory) / ARCHIVE_FILE, self._registry()
+                registry.fetch(self._version(registry), archive)
+            else:
+                archive = self._archive()
+            yield open_release(archive, Path(directory) / "parts")
+
+    def _registry(self) -> Registry:
+        return Registry(open_store(self.store_uri))
+
+    def _version(self, registry: Registry) -> str:
+        if self.version:
+            return self.version
+        champion = registry.champion()
+        if champion is None:
+            raise StoreError("The store has no champion yet; name a version with --release.")
+        return champion.version
+
+    def _archive(self) -> Path:
+        archives = [self.path] if self.path.is_file() else sorted(self.path.glob("*.mar"))
+        if len(archives) != 1:
+            raise IntegrityError(f"{self.path} has {len(archives)} release archives (.mar); give --model_dir one.")
+        return archives[0]

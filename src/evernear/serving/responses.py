@@ -1,0 +1,65 @@
+"""The bodies of all responses: what a client parses, so neither torch nor FAISS nor NumPy is imported here."""
+
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from evernear.frozen import Frozen
+
+if TYPE_CHECKING:
+    from evernear.release.manifest import ReleaseManifest
+
+
+class Neighbor(Frozen, extra="ignore"):
+    """A gallery image near the query."""
+
+    label: str
+    dist: float
+
+
+class Prediction(Frozen, extra="ignore"):
+    """The prediction for one image.
+
+    ``dist`` is the L2 distance of unit vectors (0..2) to the nearest gallery image. Beyond the release's threshold the
+    image is ``unknown`` and ``pred`` only a guess. ``neighbors`` are sorted by distance.
+    """
+
+    pred: str
+    dist: float
+    unknown: bool
+    neighbors: tuple[Neighbor, ...]
+    version: str
+
+
+class Rejection(Frozen, extra="ignore"):
+    """The reason why a request gets no prediction, in the shape of TorchServe's own errors."""
+
+    code: int = 400
+    type: str = "BadImage"
+    message: str
+
+
+class Metadata(Frozen, extra="ignore"):
+    """The public description of a release.
+
+    Images are PNG or JPEG files of at most ``max_pixels``. They are resized to ``height_px`` x ``width_px`` and
+    converted to ``channels`` (1: gray, 3: RGB). Beyond ``threshold`` (L2 of unit vectors, 0..2) an image is unknown.
+    ``metrics`` are those that the gate measured.
+    """
+
+    model: str
+    version: str
+    created: datetime
+    height_px: int
+    width_px: int
+    channels: int
+    max_pixels: int
+    labels: tuple[str, ...]
+    embedding_dim: int
+    threshold: float
+    metrics: dict[str, float]
+
+    @staticmethod
+    def of(manifest: "ReleaseManifest", model: str) -> "Metadata":
+        """Select the public fields of a manifest; ``model`` is the name that clients use."""
+        fields = manifest.preprocessing.model_dump() | manifest.model_dump() | {"model": model}
+        return Metadata.model_validate(fields)
