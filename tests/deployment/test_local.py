@@ -152,7 +152,7 @@ def test_a_candidate_that_fails_is_removed_and_the_champion_goes_on(site: Site, 
     queries[-1]["dist"] += 0.01
     faulty, sentence = {
         "wrong answer": ({"smoke_json": json.dumps(queries).encode()}, "fails its smoke test"),
-        "does not load": ({"handler_py": BROKEN}, "refused POST /models"),
+        "does not load": ({"handler_py": BROKEN}, "rejected POST /models"),
         "fails at a request": ({"handler_py": FAILING}, "fails its smoke test with smoke-00.png"),
     }[fault]
     candidate = forge(good, tmp_path / "faulty.mar", **faulty)
