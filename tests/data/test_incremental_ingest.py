@@ -31,7 +31,7 @@ def test_a_second_ingest_adds_only_what_is_new(tree, take, draw, contents, monke
         decoded.append(file.name)
         return decode_inspected(file)
 
-    monkeypatch.setattr("evernear.data.ingest.decode_inspected", counting)
+    monkeypatch.setattr("evernear.data.decoding.decode_inspected", counting)
     # Other shares apply to new images only.
     second = take(tree, test_fraction=0.5)
     new = contents(second)
@@ -171,5 +171,5 @@ def test_damage_in_the_store_is_named(tree, take, draw, tmp_path: Path) -> None:
         take(tree)
     head = tmp_path / "store" / "datasets" / "tree" / "head.json"
     head.write_text("{}")
-    with pytest.raises(IntegrityError, match=r"head\.json is no pointer"):
+    with pytest.raises(IntegrityError, match=r"head\.json is not a valid dataset head"):
         take(tree)

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from evernear.data.image_file import EncodedImage
-from evernear.data.ingest import split_of
 from evernear.data.preprocess import decode_inspected
+from evernear.data.splits import hash_split
 from evernear.errors import DataError, SettingsError, StoreError
 from evernear.settings import DataSettings
 
@@ -29,7 +29,7 @@ def test_a_tree_becomes_a_dataset(tree, take, contents, digest_of) -> None:
         digest = digest_of(path.read_bytes())
         assert held.label[digest] == path.parent.name
         assert (held.image[digest][..., 0] == np.asarray(Image.open(path))).all()
-        assert held.split[digest] == split_of(digest, ("train", "test", "gallery", "query"), DataSettings())
+        assert held.split[digest] == hash_split(digest, ("train", "test", "gallery", "query"), DataSettings())
     assert set(held.split.values()) == {"train", "test", "gallery", "query"}
 
 
@@ -243,7 +243,7 @@ def test_however_many_threads_a_few_largest_images_are_decoded_together(tree, ta
             now -= file.pixels
         return image
 
-    monkeypatch.setattr("evernear.data.ingest.decode_inspected", counting)
+    monkeypatch.setattr("evernear.data.decoding.decode_inspected", counting)
     assert take(tree, max_pixels=10_000, decode_threads=16).problem_counts == {"wrong_size": 24}
     assert 0 < most <= 4 * 10_000
 
@@ -365,7 +365,7 @@ def test_an_empty_source_is_a_sentence(tmp_path: Path, take, draw, source: str) 
 def test_one_class_is_a_sentence(tmp_path: Path, take, draw) -> None:
     (tmp_path / "tree" / "only").mkdir(parents=True)
     (tmp_path / "tree" / "only" / "0.png").write_bytes(draw(0))
-    with pytest.raises(DataError, match=r"one class only \('only'\); a recogniser needs at least two"):
+    with pytest.raises(DataError, match=r"one class only \('only'\); a recognizer needs at least two"):
         take(tmp_path / "tree")
 
 

@@ -1,148 +1,146 @@
-"""Source in, dataset snapshot out: streaming, incremental, and the same for the same images.
+"""Ingest a source into a dataset snapshot: streaming, incremental and deterministic.
 
-A dataset mirrors each source it was fed from: new files are added, files that went are dropped, a moved file
-takes its new label, all by content hash. A split, once an image has it, never changes: a model may have seen
-the image.
+A dataset mirrors the sources it was ingested from: new files are added, files that are gone are dropped, a moved file
+takes its new label, all by content hash. The split of an image never changes, because a model may have been trained
+on the image.
 """
 
-import json
 import math
 import re
 import tempfile
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from PIL import Image
 
-from evernear.data.image_file import EncodedImage, inspect
-from evernear.data.ledger import Ledger, Listed, NewImage
-from evernear.data.manifest import SPLITS, Manifest, Split, ledger_key, manifest_key
-from evernear.data.preprocess import Pixels, decode_inspected, image_digest, pixels_digest, to_array
-from evernear.data.sources import Arrays, ArraySource, FileSource, open_source
+from evernear.data.decoding import DecodedImage, DecodeFailure, Decoder, read_image
+from evernear.data.ledger import Ledger, NewImage
+from evernear.data.manifest import SPLITS, Manifest, Split
+from evernear.data.preprocess import Pixels, decode_inspected, pixels_digest, to_array
+from evernear.data.snapshots import Snapshots
+from evernear.data.sources import ArrayBlock, ArraySource, FileSource, open_source
+from evernear.data.splits import hash_split
 from evernear.data.writer import ShardWriter
-from evernear.disk import disk_errors, sha256_file
-from evernear.errors import ConflictError, DataError, IntegrityError, SettingsError
+from evernear.disk import disk_errors
+from evernear.errors import DataError, SettingsError
 from evernear.settings import DataSettings
-from evernear.store import Store, open_store
+from evernear.store import open_store
 from evernear.threads import available_cpus
 
-Say = Callable[[str], None]
 Shape = tuple[int, int, int]
+_T = TypeVar("_T")
 
-# Images on their way into a shard: a few of large ones, many of small ones.
-_BATCH = 256
+# Images that are written to a shard together: few large ones or many small ones.
+_BATCH_IMAGES = 256
 _BATCH_BYTES = 16 * 2**20
-# Images of the largest size that are decoded together, by as many threads as there may be.
-_LARGEST_TOGETHER = 4
-_SAY_EVERY_S = 1.0
+_REPORT_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Images ready for a shard: ``pixels`` is uint8 (N, H, W, C) as the dataset has it."""
+    """Images ready for a shard: ``pixels`` is uint8 (N, H, W, C) in the shape of the dataset."""
 
     names: list[str]
     labels: list[str]
-    given: list[Split | None]
+    explicit_splits: list[Split | None]
     digests: list[bytes]
     sizes: list[tuple[int, int]]
     constant: list[bool]
     pixels: Pixels
 
+    @classmethod
+    def of_arrays(cls, block: ArrayBlock, shape: Shape) -> "Batch":
+        """Images that are already decoded; Pillow is used only to change their size."""
+        count, height, width = block.images.shape
+        flat = block.images.reshape(count, -1)
+        if (height, width) == shape[:2]:
+            pixels = np.repeat(block.images[..., None], shape[2], axis=3)
+        else:
+            pixels = np.stack([to_array(Image.fromarray(image), *shape) for image in block.images])
+        return cls(
+            names=block.names,
+            labels=block.labels,
+            explicit_splits=[block.explicit_split] * count,
+            digests=[pixels_digest("L", width, height, row.tobytes()) for row in flat],
+            sizes=[(width, height)] * count,
+            constant=(flat.min(axis=1) == flat.max(axis=1)).tolist(),
+            pixels=pixels,
+        )
 
-@dataclass(frozen=True)
-class _Decoded:
-    file: Listed
-    digest: bytes
-    size: tuple[int, int]
-    constant: bool
-    pixels: Pixels
+    @classmethod
+    def of_files(cls, images: list[DecodedImage]) -> "Batch":
+        """Images that were decoded from files."""
+        return cls(
+            names=[image.entry.name for image in images],
+            labels=[image.entry.label for image in images],
+            explicit_splits=[image.entry.explicit_split for image in images],
+            digests=[image.digest for image in images],
+            sizes=[image.size for image in images],
+            constant=[image.constant for image in images],
+            pixels=np.stack([image.pixels for image in images]),
+        )
 
 
-@dataclass(frozen=True)
-class _Fault:
-    file: Listed
-    sentence: str
+def ingest(settings: DataSettings, store_uri: str, report: Callable[[str], None] = lambda _: None) -> Manifest:
+    """Update a dataset in the store from ``settings.source`` and return its snapshot.
 
-
-def ingest(settings: DataSettings, store_uri: str, say: Say = lambda _: None) -> Manifest:
-    """Bring a dataset in the store up to date with ``settings.source`` and return its snapshot.
-
-    Without any change that is the snapshot of last time. Nothing a reader sees changes before the very last
-    write, the move of ``head.json``; killed at any point and run again, it ends with the same digest. Memory
-    does not grow with the number of images. ``say`` hears of the progress about once a second.
+    Without changes that is the previous snapshot. Readers see nothing before the last write, which moves
+    ``head.json``; an ingest that was killed and is run again ends with the same digest. Memory does not grow with the
+    number of images. ``report`` receives progress messages about once a second.
 
     Raises:
-        DataError: no images, one class only, or images that cannot be put together with the earlier ones.
-        StoreError: store or disk refuse. ConflictError: another ingest of this dataset was faster.
+        DataError: there are no images, there is one class only, or the images do not match the earlier ones.
+        StoreError: the store or the disk fails.
+        ConflictError: another ingest of this dataset finished meanwhile.
     """
     if settings.test_fraction + settings.gallery_fraction + settings.query_fraction >= 1:
         raise SettingsError("data.test_fraction, gallery_fraction and query_fraction leave nothing to train on.")
     source = open_source(settings.source)
-    snapshots = _Snapshots(open_store(store_uri), _dataset_name(settings, source))
+    snapshots = Snapshots(open_store(store_uri), _dataset_name(settings, source))
     with (
         disk_errors(tempfile.gettempdir()),
         tempfile.TemporaryDirectory(prefix="evernear-ingest-") as scratch,
     ):
-        return _ingest(settings, source, snapshots, Path(scratch), say)
+        parent = snapshots.head()
+        ledger_path = Path(scratch, "ledger.sqlite")
+        if parent is not None:
+            snapshots.fetch_ledger(parent, ledger_path)
+        with closing(Ledger(ledger_path, settings.source)) as ledger:
+            if not settings.dataset:
+                _require_one_source(ledger, snapshots.name, settings.source)
+            _list_source(source, ledger, settings.source)
+            shape = _shape(settings, source, ledger, parent)
+            writer = ShardWriter(
+                snapshots.store, snapshots.name, shape, settings.shard_size_bytes, ledger, Path(scratch)
+            )
+            adder = _Adder(settings, source.hash_splits, ledger, writer, report)
+            if isinstance(source, FileSource):
+                adder.add_files(source, shape)
+            else:
+                adder.add_arrays(source, shape)
+            writer.close()
+            for slot in ledger.reconcile():
+                writer.rewrite(slot, ledger.changes(slot))
+            report("writing the manifest")
+            return snapshots.publish(_manifest(settings, snapshots, shape, ledger, parent), ledger, Path(scratch))
 
 
-def split_of(digest: bytes, hashed: Iterable[Split], settings: DataSettings) -> Split:
-    """The split that an image's content decides, out of ``hashed``; ``train`` gets what the others leave."""
-    share = int.from_bytes(digest[:8]) / 2.0**64
-    fractions: dict[Split, float] = {
-        "test": settings.test_fraction,
-        "gallery": settings.gallery_fraction,
-        "query": settings.query_fraction,
-    }
-    for split, fraction in fractions.items():
-        if split in hashed:
-            if share < fraction:
-                return split
-            share -= fraction
-    return "train"
-
-
-def _ingest(
-    settings: DataSettings, source: ArraySource | FileSource, snapshots: "_Snapshots", scratch: Path, say: Say
-) -> Manifest:
-    parent = snapshots.head()
-    ledger_path = scratch / "ledger.sqlite"
-    if parent is not None:
-        snapshots.fetch_ledger(parent, ledger_path)
-    with closing(Ledger(ledger_path, settings.source)) as ledger:
-        if not settings.dataset:
-            _require_one_source(ledger, snapshots.name, settings.source)
-        if isinstance(source, FileSource):
-            _list(source, ledger, settings.source)
-            labels = ledger.labels_listed()
-        else:
-            labels = [*ledger.labels_listed(), *source.labels()]
-        _add_labels(ledger, labels, settings.source)
-        shape = _shape(settings, source, ledger, parent)
-        writer = ShardWriter(snapshots.store, snapshots.name, shape, settings.shard_size_bytes, ledger, scratch)
-        adder = _Adder(settings, source, ledger, writer, say)
-        if isinstance(source, FileSource):
-            adder.add_files(source, shape)
-        else:
-            adder.add_arrays(source, shape)
-        writer.close()
-        for slot in ledger.reconcile():
-            writer.rewrite(slot, ledger.changes(slot))
-        say("writing the manifest")
-        return snapshots.publish(_manifest(settings, snapshots, shape, ledger, parent), ledger, scratch)
+def _dataset_name(settings: DataSettings, source: ArraySource | FileSource) -> str:
+    name = settings.dataset or source.name
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,62}", name):
+        raise SettingsError(f"data.dataset={name!r} is no name: use lower-case letters, digits, '.', '_' and '-'.")
+    return name
 
 
 def _require_one_source(ledger: Ledger, name: str, source: str) -> None:
-    """Stop two sources from becoming one dataset only because their names are alike."""
+    """Reject two sources that would become one dataset only because their names are alike."""
     if others := ledger.other_sources():
         raise DataError(
             f"The dataset {name!r} was made from {others[0]}, and {source} would be added to it: set"
@@ -150,42 +148,44 @@ def _require_one_source(ledger: Ledger, name: str, source: str) -> None:
         )
 
 
-def _list(source: FileSource, ledger: Ledger, place: str) -> None:
-    ledger.list_files(source.files())
-    ledger.forget_unlisted()
-    ledger.note_empty_folders(source.empty_folders)
-    ledger.note_hidden_folders(source.hidden_folders)
-    if not ledger.count_listed():
-        raise DataError(
-            f"{place} holds no image in a class folder; put PNG or JPEG files under <class>/ or <split>/<class>/."
-        )
+def _list_source(source: ArraySource | FileSource, ledger: Ledger, uri: str) -> None:
+    """Record the listing of a source and the labels in it."""
+    labels: set[str] = set()
+    if isinstance(source, FileSource):
+        ledger.list_files(source.entries())
+        ledger.forget_unlisted()
+        ledger.note_empty_folders(source.empty_folders)
+        ledger.note_hidden_folders(source.hidden_folders)
+        if not ledger.count_listed():
+            raise DataError(
+                f"{uri} holds no image in a class folder; put PNG or JPEG files under <class>/ or <split>/<class>/."
+            )
+    else:
+        labels.update(entry.label for entry in source.entries())
+    labels.update(ledger.labels_listed())
+    if len(labels) < 2:
+        raise DataError(f"{uri} holds images of one class only ({min(labels)!r}); a recognizer needs at least two.")
+    ledger.add_labels(sorted(labels.difference(ledger.labels()), key=_natural_order))
 
 
-def _add_labels(ledger: Ledger, labels: Iterable[str], place: str) -> None:
-    distinct = set(labels)
-    if len(distinct) < 2:
-        raise DataError(f"{place} holds images of one class only ({min(distinct)!r}); a recogniser needs at least two.")
-    ledger.add_labels(sorted(distinct.difference(ledger.labels()), key=_natural))
-
-
-def _natural(label: str) -> tuple[list[str | int], str]:
-    """Sorts 2 before 10, and keeps one order for labels that differ in case only."""
+def _natural_order(label: str) -> tuple[list[str | int], str]:
+    """Sort key that puts 2 before 10, and orders labels that differ in case only."""
     words = re.split(r"(\d+)", label.lower())
     return [int(word) if i % 2 else word for i, word in enumerate(words)], label
 
 
 def _shape(settings: DataSettings, source: ArraySource | FileSource, ledger: Ledger, parent: Manifest | None) -> Shape:
-    """(H, W, C) of the dataset: the settings', else the earlier snapshot's, else the first image's."""
-    wanted_channels = {"auto": None, "gray": 1, "color": 3}[settings.channels]
+    """(H, W, C) of the dataset: from the settings, else the parent snapshot, else the first image."""
+    channels = {"auto": None, "gray": 1, "color": 3}[settings.channels]
     if parent is not None:
-        height, width, channels = parent.shape
-    elif settings.size_px and wanted_channels:
-        return settings.size_px, settings.size_px, wanted_channels
+        default = parent.shape
+    elif settings.size_px and channels:
+        return settings.size_px, settings.size_px, channels
+    elif isinstance(source, FileSource):
+        default = _first_file_shape(source, ledger, settings)
     else:
-        height, width, channels = (
-            _first_file(source, ledger, settings) if isinstance(source, FileSource) else (*source.size_px(), 1)
-        )
-    shape = (settings.size_px or height, settings.size_px or width, wanted_channels or channels)
+        default = (*next(source.blocks()).images.shape[1:], 1)
+    shape = (settings.size_px or default[0], settings.size_px or default[1], channels or default[2])
     if parent is not None and shape != parent.shape:
         raise DataError(
             f"The dataset {parent.name!r} holds images of {_times(parent.shape)}, the settings (data.size_px,"
@@ -198,65 +198,68 @@ def _times(shape: Shape) -> str:
     return " x ".join(str(n) for n in shape)
 
 
-def _first_file(source: FileSource, ledger: Ledger, settings: DataSettings) -> Shape:
-    fault = ""
-    for file in ledger.in_order():
+def _first_file_shape(source: FileSource, ledger: Ledger, settings: DataSettings) -> Shape:
+    reason = ""
+    for entry in ledger.in_order():
         try:
-            image = decode_inspected(_open(source, file, settings.max_pixels))
+            image = decode_inspected(read_image(source, entry, settings.max_pixels))
         except DataError as error:
-            fault = fault or str(error)
+            reason = reason or str(error)
         else:
             return image.height, image.width, 1 if image.mode == "L" else 3
-    raise DataError(f"No image in {settings.source} can be decoded; the first: {fault}")
+    raise DataError(f"No image in {settings.source} can be decoded; the first: {reason}")
 
 
 class _Adder:
-    """Brings images into ledger and shards, and says how far it is."""
+    """Adds images to the ledger and the shards, and reports progress."""
 
     def __init__(
         self,
         settings: DataSettings,
-        source: ArraySource | FileSource,
+        hash_splits: tuple[Split, ...],
         ledger: Ledger,
         writer: ShardWriter,
-        say: Say,
+        report: Callable[[str], None],
     ) -> None:
-        self._settings, self._source, self._ledger, self._writer = settings, source, ledger, writer
-        self._say = say
-        self._said_s = time.monotonic()
+        self._settings, self._hash_splits, self._ledger, self._writer = settings, hash_splits, ledger, writer
+        self._report = report
+        self._reported_s = time.monotonic()
         self._done = 0
         self._numbers = {label: number for number, label in enumerate(ledger.labels())}
 
     def add_arrays(self, source: ArraySource, shape: Shape) -> None:
-        """Take images that come decoded; no Pillow where they have the dataset's size."""
+        """Add images that are already decoded."""
         for block in source.blocks():
-            batch = _batch_of_arrays(block, shape)
-            self._ledger.list_decoded(zip(batch.names, batch.labels, batch.given, batch.digests, strict=True))
+            batch = Batch.of_arrays(block, shape)
+            self._ledger.list_decoded(zip(batch.names, batch.labels, batch.explicit_splits, batch.digests, strict=True))
             self._add(batch)
             self._progress(len(batch.names))
         self._ledger.forget_unlisted()
 
     def add_files(self, source: FileSource, shape: Shape) -> None:
-        """Decode what is pending, in parallel but in order."""
+        """Decode and add the pending files."""
         total = self._ledger.count_pending()
-        results = _decode_all(source, self._ledger.pending(page=1024), shape, self._settings)
-        with closing(results):
-            for part in _parts(results, _batch_size(shape)):
-                good = [result for result in part if isinstance(result, _Decoded)]
-                bad = [result for result in part if isinstance(result, _Fault)]
-                self._ledger.settle([(d.file.name, d.digest, None) for d in good])
-                self._ledger.settle([(f.file.name, None, f.sentence) for f in bad])
-                if good:
-                    self._add(_batch_of_files(good))
+        threads = self._settings.decode_threads or available_cpus()
+        batch_size = max(1, min(_BATCH_IMAGES, _BATCH_BYTES // math.prod(shape)))
+        lookahead = max(threads, min(4 * threads, batch_size))
+        decoder = Decoder(source, shape, self._settings.max_pixels)
+        with closing(decoder.decode_all(self._ledger.pending(page=1024), threads, lookahead)) as results:
+            for part in _batched(results, batch_size):
+                images = [result for result in part if isinstance(result, DecodedImage)]
+                failures = [result for result in part if isinstance(result, DecodeFailure)]
+                self._ledger.settle([(image.entry.name, image.digest, None) for image in images])
+                self._ledger.settle([(failure.entry.name, None, failure.reason) for failure in failures])
+                if images:
+                    self._add(Batch.of_files(images))
                 self._progress(len(part), total)
 
     def _add(self, batch: Batch) -> None:
-        known = self._ledger.known(batch.digests)
+        seen = self._ledger.stored_digests(batch.digests)
         rows_of: dict[Split, list[int]] = {split: [] for split in SPLITS}
         for row, digest in enumerate(batch.digests):
-            if digest not in known:
-                known.add(digest)
-                split = batch.given[row] or split_of(digest, self._source.hashed, self._settings)
+            if digest not in seen:
+                seen.add(digest)
+                split = batch.explicit_splits[row] or hash_split(digest, self._hash_splits, self._settings)
                 rows_of[split].append(row)
         for split, rows in rows_of.items():
             if rows:
@@ -274,207 +277,23 @@ class _Adder:
     def _progress(self, count: int, total: int = 0) -> None:
         self._done += count
         now_s = time.monotonic()
-        if now_s - self._said_s >= _SAY_EVERY_S:
-            self._said_s = now_s
-            self._say(f"{self._done:,} of {total:,} images" if total else f"{self._done:,} images")
+        if now_s - self._reported_s >= _REPORT_INTERVAL_S:
+            self._reported_s = now_s
+            self._report(f"{self._done:,} of {total:,} images" if total else f"{self._done:,} images")
 
 
-def _batch_size(shape: Shape) -> int:
-    return max(1, min(_BATCH, _BATCH_BYTES // math.prod(shape)))
-
-
-def _batch_of_arrays(block: Arrays, shape: Shape) -> Batch:
-    count, height, width = block.images.shape
-    flat = block.images.reshape(count, -1)
-    if (height, width) == shape[:2]:
-        pixels = np.repeat(block.images[..., None], shape[2], axis=3)
-    else:
-        pixels = np.stack([to_array(Image.fromarray(image), *shape) for image in block.images])
-    return Batch(
-        names=block.names,
-        labels=block.labels,
-        given=[block.given] * count,
-        digests=[pixels_digest("L", width, height, row.tobytes()) for row in flat],
-        sizes=[(width, height)] * count,
-        constant=(flat.min(axis=1) == flat.max(axis=1)).tolist(),
-        pixels=pixels,
-    )
-
-
-def _batch_of_files(decoded: list[_Decoded]) -> Batch:
-    return Batch(
-        names=[d.file.name for d in decoded],
-        labels=[d.file.label for d in decoded],
-        given=[d.file.given for d in decoded],
-        digests=[d.digest for d in decoded],
-        sizes=[d.size for d in decoded],
-        constant=[d.constant for d in decoded],
-        pixels=np.stack([d.pixels for d in decoded]),
-    )
-
-
-def _decode_all(
-    source: FileSource, files: Iterator[Listed], shape: Shape, settings: DataSettings
-) -> Generator[_Decoded | _Fault]:
-    """Decode on all cores, a bounded number of images ahead, and give them back in order."""
-    threads = settings.decode_threads or available_cpus()
-    most = max(threads, min(4 * threads, _batch_size(shape)))
-    decoder = _Decoder(source, shape, settings.max_pixels)
-    ahead: deque[Future[_Decoded | _Fault]] = deque()
-    pool = ThreadPoolExecutor(threads, "decode")
-    try:
-        for file in files:
-            ahead.append(pool.submit(decoder.decode, file))
-            if len(ahead) >= most:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-class _Decoder:
-    """Decodes files in many threads, in memory that does not grow with their number."""
-
-    def __init__(self, source: FileSource, shape: Shape, max_pixels: int) -> None:
-        self._source, self._shape, self._max_pixels = source, shape, max_pixels
-        self._files_size_bytes = _Budget(_LARGEST_TOGETHER * _max_file_size_bytes(max_pixels))
-        self._pixels = _Budget(_LARGEST_TOGETHER * max_pixels)
-
-    def decode(self, file: Listed) -> _Decoded | _Fault:
-        """The image of a file, or what is wrong with it."""
-        # One size is that in the listing: a file that is too large is refused before it is read.
-        with self._files_size_bytes.taken(min(file.size_bytes, _max_file_size_bytes(self._max_pixels))):
-            try:
-                encoded = _open(self._source, file, self._max_pixels)
-                with self._pixels.taken(encoded.pixels):
-                    return self._decoded(file, decode_inspected(encoded))
-            except DataError as error:
-                return _Fault(file, str(error))
-
-    def _decoded(self, file: Listed, image: Image.Image) -> _Decoded:
-        extrema = np.asarray(image.getextrema()).reshape(-1, 2)
-        return _Decoded(
-            file=file,
-            digest=image_digest(image),
-            size=image.size,
-            constant=bool((extrema[:, 0] == extrema[:, 1]).all()),
-            pixels=to_array(image, *self._shape),
-        )
-
-
-class _Budget:
-    """Lets threads go on together as long as they take no more than ``limit`` in all."""
-
-    def __init__(self, limit: int) -> None:
-        self._left = limit
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def taken(self, amount: int) -> Generator[None]:
-        """Wait until ``amount``, which is at most the limit, is left, and take it for the context."""
-        with self._changed:
-            self._changed.wait_for(lambda: amount <= self._left)
-            self._left -= amount
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._left += amount
-                self._changed.notify_all()
-
-
-def _open(source: FileSource, file: Listed, max_pixels: int) -> EncodedImage:
-    if file.size_bytes > _max_file_size_bytes(max_pixels):
-        raise DataError(f"{file.name} is too large: {file.size_bytes} bytes.")
-    return inspect(source.read(file.name), max_pixels, file.name)
-
-
-def _max_file_size_bytes(max_pixels: int) -> int:
-    """The size of the pixels, were they not compressed at all: 4 channels of 16 bits."""
-    return 8 * max_pixels
-
-
-def _parts(results: Iterable[_Decoded | _Fault], size: int) -> Iterator[list[_Decoded | _Fault]]:
-    part: list[_Decoded | _Fault] = []
-    for result in results:
-        part.append(result)
-        if len(part) == size:
-            yield part
-            part = []
-    if part:
-        yield part
-
-
-class _Snapshots:
-    """The snapshots of one dataset in the store, and the pointer to the newest."""
-
-    def __init__(self, store: Store, name: str) -> None:
-        self.store, self.name = store, name
-        self._base = f"datasets/{name}"
-        self._head_key = f"{self._base}/head.json"
-        self._head_etag: str | None = None
-
-    def head(self) -> Manifest | None:
-        """The newest snapshot."""
-        found = self.store.find(self._head_key)
-        if found is None:
-            return None
-        data, self._head_etag = found
-        try:
-            digest = str(json.loads(data)["digest"])
-        except (ValueError, KeyError, TypeError):
-            raise IntegrityError(f"{self.store.uri}/{self._head_key} is no pointer to a snapshot.") from None
-        key = self._manifest_key(digest)
-        manifest = Manifest.from_json(self.store.get(key), f"{self.store.uri}/{key}")
-        if manifest.digest != digest:
-            raise IntegrityError(f"{self.store.uri}/{key} does not hold the snapshot of that digest.")
-        return manifest
-
-    def fetch_ledger(self, manifest: Manifest, path: Path) -> None:
-        """Copy a snapshot's ledger to ``path``."""
-        self.store.fetch(self._ledger_key(manifest.ledger_sha256), path, manifest.ledger_sha256)
-
-    def publish(self, manifest: Manifest, ledger: Ledger, scratch: Path) -> Manifest:
-        """Make ``manifest`` the newest snapshot, unless the newest one holds the same."""
-        if manifest.digest == manifest.parent:
-            head = self.head()
-            if head is not None and head.digest == manifest.digest:
-                return head
-        path = scratch / "published.sqlite"
-        ledger.publish(path)
-        manifest = manifest.model_copy(update={"ledger_sha256": sha256_file(path)})
-        self.store.put(self._ledger_key(manifest.ledger_sha256), path)
-        key = self._manifest_key(manifest.digest)
-        try:
-            self.store.put_if(key, manifest.to_json(), None)
-        except ConflictError:  # an earlier run made the same snapshot, and a snapshot never changes
-            manifest = Manifest.from_json(self.store.get(key), f"{self.store.uri}/{key}")
-        self._move_head(manifest)
-        return manifest
-
-    def _move_head(self, manifest: Manifest) -> None:
-        pointer = json.dumps({"digest": manifest.digest}).encode() + b"\n"
-        try:
-            self.store.put_if(self._head_key, pointer, self._head_etag)
-        except ConflictError:
-            if self.store.get(self._head_key) != pointer:
-                raise ConflictError(
-                    f"Another ingest of the dataset {self.name!r} finished meanwhile; run again."
-                ) from None
-
-    def _manifest_key(self, digest: str) -> str:
-        return manifest_key(self.name, digest)
-
-    def _ledger_key(self, sha256: str) -> str:
-        return ledger_key(self.name, sha256)
+def _batched(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
+    """`itertools.batched` of Python 3.12."""
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
+        yield batch
 
 
 def _manifest(
-    settings: DataSettings, snapshots: _Snapshots, shape: Shape, ledger: Ledger, parent: Manifest | None
+    settings: DataSettings, snapshots: Snapshots, shape: Shape, ledger: Ledger, parent: Manifest | None
 ) -> Manifest:
-    expected = None if settings.size_px else (shape[1], shape[0])
-    problems, counts = ledger.problems(expected)
+    expected_size = None if settings.size_px else (shape[1], shape[0])
+    problems, counts = ledger.problems(expected_size)
     shards = ledger.shards().values()
     return Manifest(
         name=snapshots.name,
@@ -489,10 +308,3 @@ def _manifest(
         problems=tuple(problems),
         problem_counts=counts,
     )
-
-
-def _dataset_name(settings: DataSettings, source: ArraySource | FileSource) -> str:
-    name = settings.dataset or source.name
-    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,62}", name):
-        raise SettingsError(f"data.dataset={name!r} is no name: use lower-case letters, digits, '.', '_' and '-'.")
-    return name

@@ -1,8 +1,7 @@
-"""What a dataset knows of every file and every image, in SQLite: its memory does not grow with the data.
+"""The ledger of a dataset: every file and every image, in SQLite, so that memory does not grow with the data.
 
-``files`` mirrors the sources: one row a file, with the digest of its image once decoded. ``images`` says
-where each distinct image lies. All faults that need more than one image to see (duplicates, conflicts) are
-queries over the two.
+``files`` mirrors the sources: one row per file, with the digest of its image once decoded. ``images`` locates each
+distinct image. Problems that involve several images (duplicates, conflicts) are queries over the two.
 """
 
 import hashlib
@@ -13,13 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from evernear.data.manifest import Problem, Shard, Split
+from evernear.data.sources import FileEntry
 from evernear.errors import StoreError
 
-# Problems of a kind that a manifest lists. Those that stop a run have to be mended one by one.
-_LISTED = {"undecodable": 1000, "conflicting_labels": 1000}
-_LISTED_OF_OTHERS = 20
+# Problems of a kind that a manifest lists. Those that stop a run have to be fixed one by one.
+_MAX_LISTED = {"undecodable": 1000, "conflicting_labels": 1000}
+_MAX_LISTED_OF_OTHERS = 20
 _MAX_NAMES = 5
 
+# Published ledgers have these columns: a new name would need a migration.
 _SCHEMA = """
 CREATE TABLE state (run INTEGER NOT NULL);
 INSERT INTO state VALUES (0);
@@ -32,10 +33,10 @@ CREATE TABLE files (
   name TEXT NOT NULL,
   etag TEXT NOT NULL,        -- changes when the file's content may have changed
   label TEXT NOT NULL,
-  given TEXT,                -- the split the source puts it in; NULL: the content hash decides
+  given TEXT,                -- the explicit split; NULL: the content hash decides
   size_bytes INTEGER NOT NULL,
-  turn INTEGER NOT NULL,     -- files are decoded in this order
-  seen INTEGER NOT NULL,     -- the run that last listed it
+  turn INTEGER NOT NULL,     -- the order of decoding
+  seen INTEGER NOT NULL,     -- the last ingest that listed it
   pending INTEGER NOT NULL,  -- 1: to be decoded
   digest BLOB,               -- of its image; NULL while pending or broken
   fault TEXT,                -- why it cannot be decoded
@@ -53,7 +54,7 @@ CREATE TABLE images (
 ) WITHOUT ROWID;
 """
 
-# Files by names that tell those of one source from those of another.
+# Files under names that are unique across sources.
 _NAMED = """
 CREATE TEMP VIEW named AS
 SELECT CASE WHEN (SELECT COUNT(*) FROM sources) > 1 THEN uri || '/' || name ELSE name END AS name,
@@ -61,7 +62,7 @@ SELECT CASE WHEN (SELECT COUNT(*) FROM sources) > 1 THEN uri || '/' || name ELSE
 FROM files JOIN sources ON sources.id = files.source
 """
 
-# Images that stand in more than one file.
+# Images with more than one file.
 _TWINS = """
 CREATE TEMP TABLE twins AS
 SELECT MIN(name) AS name, digest,
@@ -70,16 +71,6 @@ FROM named
 WHERE digest IN (SELECT digest FROM files WHERE digest IS NOT NULL GROUP BY digest HAVING COUNT(*) > 1)
 GROUP BY digest
 """
-
-
-class Listed(NamedTuple):
-    """A file as its source lists it."""
-
-    name: str
-    etag: str
-    label: str
-    given: Split | None
-    size_bytes: int
 
 
 class NewImage(NamedTuple):
@@ -94,26 +85,26 @@ class NewImage(NamedTuple):
 
 
 class Ledger:
-    """The ledger of one dataset, in a local file. Its errors on a full disk are `StoreError`."""
+    """The ledger of one dataset in a local file. All methods raise `StoreError` if the disk is full."""
 
     def __init__(self, path: Path, source: str) -> None:
-        """Open the ledger for one ingest of ``source``, and make it where there is none."""
-        fresh = not path.exists()
+        """Open or create the ledger for one ingest of ``source``."""
+        is_new = not path.exists()
         self._db = sqlite3.connect(path, isolation_level=None)
         with _sqlite_errors():
-            # The file is a scratch copy until it is published whole, so it needs no journal of its own.
+            # The file is a scratch copy until it is published, so it needs no journal.
             self._db.execute("PRAGMA journal_mode = OFF")
             self._db.execute("PRAGMA synchronous = OFF")
             self._db.execute("BEGIN")
-            if fresh:
+            if is_new:
                 for statement in _SCHEMA.split(";\n"):
                     self._db.execute(statement)
-            # Ledgers of earlier versions lack it.
+            # Missing in ledgers of earlier versions.
             self._db.execute("CREATE TABLE IF NOT EXISTS hidden_folders (source INTEGER NOT NULL, name TEXT NOT NULL)")
             self._db.execute("UPDATE state SET run = run + 1")
             self._run = cast(int, self._db.execute("SELECT run FROM state").fetchone()[0])
-            self._db.execute("INSERT OR IGNORE INTO sources (uri) VALUES (?)", (_place(source),))
-            row = self._db.execute("SELECT id FROM sources WHERE uri = ?", (_place(source),)).fetchone()
+            self._db.execute("INSERT OR IGNORE INTO sources (uri) VALUES (?)", (_source_uri(source),))
+            row = self._db.execute("SELECT id FROM sources WHERE uri = ?", (_source_uri(source),)).fetchone()
             self._source = cast(int, row[0])
             self._db.execute(_NAMED)
 
@@ -124,18 +115,18 @@ class Ledger:
             self._db.execute("VACUUM INTO ?", (str(path),))
 
     def close(self) -> None:
-        """Let the file go; what was not published is lost."""
+        """Close the file; unpublished changes are lost."""
         self._db.close()
 
     def other_sources(self) -> list[str]:
-        """The other sources that the dataset was fed from."""
+        """The other sources of the dataset."""
         return [row[0] for row in self._all("SELECT uri FROM sources WHERE id != ? ORDER BY id", self._source)]
 
     # Files
 
-    def list_files(self, files: Iterable[Listed]) -> None:
-        """Note files of the source; new, changed and broken ones become pending."""
-        rows = ((self._source, *f, _turn(f), self._run) for f in files)
+    def list_files(self, entries: Iterable[FileEntry]) -> None:
+        """Record files of the source; new, changed and broken ones become pending."""
+        rows = ((self._source, *entry, _decode_order(entry), self._run) for entry in entries)
         self._many(
             "INSERT INTO files (source, name, etag, label, given, size_bytes, turn, seen, pending)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, 1) ON CONFLICT (source, name) DO UPDATE SET"
@@ -147,49 +138,49 @@ class Ledger:
         )
 
     def list_decoded(self, rows: Iterable[tuple[str, str, Split | None, bytes]]) -> None:
-        """Note images that come decoded: (name, label, given, digest)."""
+        """Record decoded images: (name, label, explicit split, digest)."""
         self._many(
             "INSERT OR REPLACE INTO files"
             " (source, name, etag, label, given, size_bytes, turn, seen, pending, digest)"
             " VALUES (?, ?, '', ?, ?, 0, 0, ?, 0, ?)",
-            ((self._source, name, label, given, self._run, digest) for name, label, given, digest in rows),
+            ((self._source, name, label, split, self._run, digest) for name, label, split, digest in rows),
         )
 
     def forget_unlisted(self) -> None:
-        """Drop files that the source no longer lists."""
+        """Delete files that the source no longer lists."""
         self._all("DELETE FROM files WHERE source = ? AND seen != ?", self._source, self._run)
 
     def note_empty_folders(self, names: Iterable[str]) -> None:
-        """Replace the class folders that hold no image."""
+        """Replace the list of class folders without an image."""
         self._all("DELETE FROM empty_folders WHERE source = ?", self._source)
         self._many("INSERT INTO empty_folders VALUES (?, ?)", ((self._source, name) for name in names))
 
     def note_hidden_folders(self, names: Iterable[str]) -> None:
-        """Replace the class folders whose images are left out because their names begin with a dot."""
+        """Replace the list of class folders that are ignored because their names begin with a dot."""
         self._all("DELETE FROM hidden_folders WHERE source = ?", self._source)
         self._many("INSERT INTO hidden_folders VALUES (?, ?)", ((self._source, name) for name in names))
 
     def count_listed(self) -> int:
-        """Files that the source lists."""
+        """The number of files that the source lists."""
         return self._int("SELECT COUNT(*) FROM files WHERE source = ?", self._source)
 
     def count_pending(self) -> int:
-        """Files that wait to be decoded."""
+        """The number of files to decode."""
         return self._int("SELECT COUNT(*) FROM files WHERE pending AND source = ?", self._source)
 
-    def pending(self, page: int) -> Iterator[Listed]:
-        """Files to decode: those of held-out splits first, then in an order that mixes the classes."""
+    def pending(self, page: int) -> Iterator[FileEntry]:
+        """Files to decode: those of held-out splits first, in an order that mixes the classes."""
         after: tuple[int, str] = (-1, "")
         query = (
-            # Without the index each page would sort all that is pending.
+            # Without the index each page would sort all pending files.
             "SELECT name, etag, label, given, size_bytes, turn FROM files INDEXED BY files_by_turn"
             " WHERE pending AND source = ? AND (turn, name) > (?, ?) ORDER BY turn, name LIMIT ?"
         )
         while rows := self._all(query, self._source, *after, page):
             after = (rows[-1][5], rows[-1][0])
-            yield from (Listed(*row[:5]) for row in rows)
+            yield from (FileEntry(*row[:5]) for row in rows)
 
-    def in_order(self) -> Iterator[Listed]:
+    def in_order(self) -> Iterator[FileEntry]:
         """The source's files by name."""
         query = (
             "SELECT name, etag, label, given, size_bytes FROM files"
@@ -198,10 +189,10 @@ class Ledger:
         after = ""
         while rows := self._all(query, self._source, after):
             after = rows[-1][0]
-            yield from (Listed(*row) for row in rows)
+            yield from (FileEntry(*row) for row in rows)
 
     def settle(self, decoded: Iterable[tuple[str, bytes | None, str | None]]) -> None:
-        """Note what decoding gave: (name, digest or None, fault or None)."""
+        """Record results of decoding: (name, digest or None, fault or None)."""
         self._many(
             "UPDATE files SET pending = 0, digest = ?, fault = ? WHERE source = ? AND name = ?",
             ((digest, fault, self._source, name) for name, digest, fault in decoded),
@@ -214,7 +205,7 @@ class Ledger:
         return [row[0] for row in self._all("SELECT DISTINCT label FROM files")]
 
     def labels(self) -> list[str]:
-        """Known labels in the order of their numbers."""
+        """The labels in the order of their numbers."""
         return [row[0] for row in self._all("SELECT name FROM labels ORDER BY id")]
 
     def add_labels(self, names: Sequence[str]) -> None:
@@ -224,40 +215,40 @@ class Ledger:
 
     # Images
 
-    def known(self, digests: Sequence[bytes]) -> set[bytes]:
-        """Those of ``digests`` that already lie in a shard."""
-        found: set[bytes] = set()
+    def stored_digests(self, digests: Sequence[bytes]) -> set[bytes]:
+        """Those of ``digests`` whose images are in a shard."""
+        stored: set[bytes] = set()
         for start in range(0, len(digests), 500):
             part = digests[start : start + 500]
             marks = ",".join("?" * len(part))
             query = f"SELECT digest FROM images WHERE digest IN ({marks})"  # noqa: S608 - question marks only
-            found.update(row[0] for row in self._all(query, *part))
-        return found
+            stored.update(row[0] for row in self._all(query, *part))
+        return stored
 
     def add_images(self, images: Iterable[NewImage]) -> None:
-        """Note images that were put into a shard."""
+        """Record images that were written to a shard."""
         self._many("INSERT INTO images VALUES (?, ?, ?, ?, ?, ?)", images)
 
     # Shards
 
     def shards(self) -> dict[int, Shard]:
-        """The shards by slot. A slot is a shard's place; its content may be replaced by a later ingest."""
+        """The shards by slot. A later ingest may replace the shard in a slot."""
         rows = self._all("SELECT slot, shard FROM shards ORDER BY slot")
-        return {slot: Shard.model_validate_json(text) for slot, text in rows}
+        return {slot: Shard.from_json(text, "The dataset's ledger") for slot, text in rows}
 
     def put_shard(self, slot: int, shard: Shard | None) -> None:
-        """Set what lies in a slot; None empties it."""
+        """Set the shard in a slot; None empties it."""
         self._all("DELETE FROM shards WHERE slot = ?", slot)
         if shard is not None:
             self._all("INSERT INTO shards VALUES (?, ?)", slot, shard.model_dump_json())
 
-    # What the files say against what the shards hold
+    # Files compared with shards
 
     def reconcile(self) -> list[int]:
-        """Bring ``images`` to what the files say now, and return the slots that differ from it.
+        """Update ``images`` from the files, and return the slots whose shards have to be rewritten.
 
-        An image whose files are gone goes; one whose files all say another label gets that; one whose files
-        disagree goes until they agree, and is then decoded anew.
+        An image without files is removed. An image whose files all have another label is relabeled. An image whose
+        files disagree is removed until they agree, and is then decoded again.
         """
         self._all("CREATE TEMP TABLE changes (digest BLOB PRIMARY KEY, slot INTEGER, label INTEGER)")
         self._all(
@@ -278,29 +269,29 @@ class Ledger:
         return [row[0] for row in self._all("SELECT DISTINCT slot FROM changes ORDER BY slot")]
 
     def changes(self, slot: int) -> dict[bytes, int | None]:
-        """After `reconcile`: the new label of each changed image of a slot, None where the image goes."""
+        """After `reconcile`: the new label of each changed image in a slot; None removes the image."""
         return dict(self._all("SELECT digest, label FROM changes WHERE slot = ?", slot))
 
     # Problems
 
     def problems(self, expected_size: tuple[int, int] | None) -> tuple[list[Problem], dict[str, int]]:
-        """Some problems of each kind and the count of all; ``expected_size`` is (width, height) or None."""
-        found: list[Problem] = []
+        """Some problems of each kind and the counts of all; ``expected_size`` is (width, height) or None."""
+        problems: list[Problem] = []
         counts: dict[str, int] = {}
         self._all(_TWINS)
         for kind, query, values in self._problem_queries(expected_size):
             count = self._int(f"SELECT COUNT(*) FROM ({query})", *values)  # noqa: S608 - our own words
             if count:
                 counts[kind] = count
-            limit = _LISTED.get(kind, _LISTED_OF_OTHERS)
-            for name, digest, what in self._all(f"{query} ORDER BY 1 LIMIT {limit}", *values):
+            limit = _MAX_LISTED.get(kind, _MAX_LISTED_OF_OTHERS)
+            for name, digest, text in self._all(f"{query} ORDER BY 1 LIMIT {limit}", *values):
                 names = self._names(name, digest)
-                detail = what if kind == "undecodable" else f"{', '.join(names)} {what}."
-                found.append(Problem(kind=kind, names=names, detail=detail))
-        return found, counts
+                detail = text if kind == "undecodable" else f"{', '.join(names)} {text}."
+                problems.append(Problem(kind=kind, names=names, detail=detail))
+        return problems, counts
 
     def _problem_queries(self, expected_size: tuple[int, int] | None) -> Iterator[tuple[str, str, tuple[object, ...]]]:
-        """Kind, query for (name, digest where several files share it, what is wrong), the query's values."""
+        """Kind, query for (name, digest if several files share it, description), values of the query."""
         yield "undecodable", "SELECT name, NULL, fault FROM named WHERE fault IS NOT NULL", ()
         yield "tiny_class", "SELECT name, NULL, 'holds no image' FROM empty_folders", ()
         hidden = "'begins with a dot, so its images were left out'"
@@ -338,42 +329,43 @@ class Ledger:
 
 
 class PublishedLedger:
-    """What a published ledger knows of the files of one source; nothing in it changes. Close it after use."""
+    """The files of one source in a published, immutable ledger. Close it after use."""
 
     def __init__(self, path: Path, source: str) -> None:
         with _sqlite_errors():
             self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
-            row = self._db.execute("SELECT id FROM sources WHERE uri = ?", (_place(source),)).fetchone()
+            row = self._db.execute("SELECT id FROM sources WHERE uri = ?", (_source_uri(source),)).fetchone()
         self._source = row[0] if row else None
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         self._db.close()
 
     def count(self) -> int:
-        """Files of the source; 0 where the dataset was never fed from it."""
+        """The number of files; 0 if the source is not one of the dataset's."""
         with _sqlite_errors():
             query = "SELECT COUNT(*) FROM files WHERE source = ?"
             return cast(int, self._db.execute(query, (self._source,)).fetchone()[0])
 
     def etags(self, names: Sequence[str]) -> dict[str, str]:
-        """The etags of those of ``names``, at most 500, that it knows, broken files among them."""
+        """The etags of those of ``names``, at most 500, that are in the ledger, including broken files."""
         marks = ",".join("?" * len(names))
         query = f"SELECT name, etag FROM files WHERE source = ? AND name IN ({marks})"  # noqa: S608 - question marks only
         with _sqlite_errors():
             return dict(self._db.execute(query, (self._source, *names)).fetchall())
 
 
-def _place(source: str) -> str:
-    """A source as the ledger knows it: ``s3://bucket/prefix/`` is no other place than ``s3://bucket/prefix``."""
+def _source_uri(source: str) -> str:
+    """The normalized URI: ``s3://bucket/prefix/`` and ``s3://bucket/prefix`` are one source."""
     return source.rstrip("/")
 
 
-def _turn(file: Listed) -> int:
-    """Held-out splits come first, so that an image given twice is held out; inside a split by hash."""
-    mixed = int.from_bytes(hashlib.sha256(file.name.encode()).digest()[:7])
-    place = 3 if file.given is None else ("test", "query", "gallery", "train").index(file.given)
-    return place << 56 | mixed
+def _decode_order(entry: FileEntry) -> int:
+    """Held-out splits come first, so that an image that is also in ``train`` is held out; within a split by hash."""
+    mixed = int.from_bytes(hashlib.sha256(entry.name.encode()).digest()[:7])
+    held_out = ("test", "query", "gallery")
+    rank = held_out.index(entry.explicit_split) if entry.explicit_split in held_out else len(held_out)
+    return rank << 56 | mixed
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from evernear.data.arrivals import Arrivals, count_arrivals, fetch_ledger
 from evernear.data.drift import Measure, Shift, measure_drift
 from evernear.data.manifest import Manifest, manifest_key
+from evernear.data.source_diff import SourceDiff, diff_source, fetch_ledger
 from evernear.errors import EvernearError, StoreError
 from evernear.release.archive_reader import ARCHIVE_FILE, read_part
 from evernear.release.drift_baseline import DriftBaseline
@@ -100,16 +100,16 @@ class Looker:
 
     def _news(self, registry: Registry, champion: ReleaseManifest | None) -> News:
         if champion is None:
-            (every,) = count_arrivals(self.settings.data, [None])
+            (every,) = diff_source(self.settings.data, [None])
             return _as_news(every, every, 0, every.labels)
         served = self._snapshot(champion)
         trained = self._snapshot(_first_of_network(registry, champion))
         ledgers = [fetch_ledger(self.store, snapshot, self.cache) for snapshot in (served, trained)]
         self._drop_from_cache(keep=ledgers)
         if served.digest == trained.digest:
-            (gallery,) = (train,) = count_arrivals(self.settings.data, ledgers[:1])
+            (gallery,) = (train,) = diff_source(self.settings.data, ledgers[:1])
         else:
-            gallery, train = count_arrivals(self.settings.data, ledgers)
+            gallery, train = diff_source(self.settings.data, ledgers)
         known = set(champion.labels)
         new_labels = {label: count for label, count in gallery.labels.items() if label not in known}
         return _as_news(gallery, train, trained.count("train"), new_labels)
@@ -177,7 +177,7 @@ def _first_of_network(registry: Registry, champion: ReleaseManifest) -> ReleaseM
     return found
 
 
-def _as_news(gallery: Arrivals, train: Arrivals, trained_on: int, new_classes: Mapping[str, int]) -> News:
+def _as_news(gallery: SourceDiff, train: SourceDiff, trained_on: int, new_classes: Mapping[str, int]) -> News:
     return News(
         train_images=train.expected("train"),
         trained_on=trained_on,

@@ -6,27 +6,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evernear.data.arrivals import Arrivals, count_arrivals, fetch_ledger
 from evernear.data.manifest import Manifest
+from evernear.data.source_diff import SourceDiff, diff_source, fetch_ledger
 from evernear.errors import DataError, StoreError
 from evernear.settings import DataSettings
 from evernear.store import open_store
 
-Count = Callable[..., Arrivals]
+Count = Callable[..., SourceDiff]
 
 
 @pytest.fixture
 def count(tmp_path: Path) -> Count:
     """``count(source, manifest)`` compares a source with a snapshot in the test's store."""
 
-    def count(source: Path | str, manifest: Manifest | None, **settings: object) -> Arrivals:
+    def count(source: Path | str, manifest: Manifest | None, **settings: object) -> SourceDiff:
         source = f"folder:{source}" if isinstance(source, Path) else source
         knobs = DataSettings.model_validate({"source": source, **settings})
         ledger = None
         if manifest is not None:
             ledger = fetch_ledger(open_store(manifest.store_uri), manifest, tmp_path / "cache")
-        (arrivals,) = count_arrivals(knobs, [ledger])
-        return arrivals
+        (diff,) = diff_source(knobs, [ledger])
+        return diff
 
     return count
 
@@ -34,9 +34,9 @@ def count(tmp_path: Path) -> Count:
 def test_nothing_is_new_in_what_was_ingested_last(tree: Path, take, count: Count) -> None:
     (tree / "1" / "broken.png").write_text("no image")
     (tree / "1" / "notes.txt").write_text("nor that")
-    arrivals = count(tree, take(tree))
-    assert (arrivals.listed, arrivals.new, arrivals.gone) == (121, 0, 0)
-    assert arrivals.expected("train") == arrivals.expected("gallery") == 0
+    diff = count(tree, take(tree))
+    assert (diff.listed, diff.new, diff.gone) == (121, 0, 0)
+    assert diff.expected("train") == diff.expected("gallery") == 0
 
 
 def test_new_changed_and_vanished_files_are_told_apart(tree: Path, take, draw, count: Count) -> None:
@@ -47,9 +47,9 @@ def test_new_changed_and_vanished_files_are_told_apart(tree: Path, take, draw, c
         (tree / "3" / f"{number}.png").write_bytes(draw(2000 + number))
     (tree / "1" / "003.png").write_bytes(draw(3000))
     (tree / "1" / "000.png").unlink()
-    arrivals = count(tree, manifest)
-    assert (arrivals.listed, arrivals.new, arrivals.gone) == (132, 14, 1)
-    assert arrivals.labels == {"1": 1, "2": 1, "3": 12}
+    diff = count(tree, manifest)
+    assert (diff.listed, diff.new, diff.gone) == (132, 14, 1)
+    assert diff.labels == {"1": 1, "2": 1, "3": 12}
 
 
 def test_no_image_is_read(tree: Path, take, count: Count) -> None:
@@ -64,14 +64,14 @@ def test_the_expected_splits_are_those_that_ingest_makes(tree: Path, take, draw,
     manifest = take(tree)
     for number in range(600):
         (tree / "1" / f"more-{number}.png").write_bytes(draw(5000 + number))
-    arrivals = count(tree, manifest)
+    diff = count(tree, manifest)
     after = take(tree)
     for split in ("train", "test", "gallery", "query"):
         came = after.count(split) - manifest.count(split)
         # Five standard deviations of a binomial count.
-        expected = arrivals.expected(split)
+        expected = diff.expected(split)
         assert abs(came - expected) < 5 * np.sqrt(expected)
-    assert sum(arrivals.expected(split) for split in ("train", "test", "gallery", "query")) == pytest.approx(600)
+    assert sum(diff.expected(split) for split in ("train", "test", "gallery", "query")) == pytest.approx(600)
 
 
 def test_given_splits_are_counted_not_expected(tmp_path: Path, take, draw, count: Count) -> None:
@@ -88,10 +88,10 @@ def test_given_splits_are_counted_not_expected(tmp_path: Path, take, draw, count
     manifest = take(root)
     add("train", range(1000, 1030))
     add("gallery", range(2000, 2007))
-    arrivals = count(root, manifest)
-    assert arrivals.expected("train") == 30
-    assert arrivals.expected("gallery") == 7
-    assert arrivals.expected("query") == 0
+    diff = count(root, manifest)
+    assert diff.expected("train") == 30
+    assert diff.expected("gallery") == 7
+    assert diff.expected("query") == 0
 
 
 def test_a_bucket_is_counted_from_its_listing(tree: Path, take, draw, count: Count, bucket: str) -> None:
@@ -102,13 +102,13 @@ def test_a_bucket_is_counted_from_its_listing(tree: Path, take, draw, count: Cou
     images.put("2/new.png", draw(1000))
     images.put("1/000.png", draw(1001))
     images.delete("1/003.png")
-    arrivals = count(f"s3://{bucket}/images", manifest)
-    assert (arrivals.listed, arrivals.new, arrivals.gone) == (20, 2, 1)
+    diff = count(f"s3://{bucket}/images", manifest)
+    assert (diff.listed, diff.new, diff.gone) == (20, 2, 1)
 
 
 def test_digits_never_change(take, count: Count) -> None:
-    arrivals = count("digits", take("digits"))
-    assert (arrivals.listed, arrivals.new, arrivals.gone) == (1797, 0, 0)
+    diff = count("digits", take("digits"))
+    assert (diff.listed, diff.new, diff.gone) == (1797, 0, 0)
 
 
 def test_mnist_files_that_grew_are_seen_by_their_labels(tmp_path: Path, take, count: Count) -> None:
@@ -123,10 +123,10 @@ def test_mnist_files_that_grew_are_seen_by_their_labels(tmp_path: Path, take, co
     write({"train": 200, "t10k": 40})
     manifest = take(f"mnist:{tmp_path}")
     write({"train": 250, "t10k": 45})
-    arrivals = count(f"mnist:{tmp_path}", manifest)
-    assert (arrivals.listed, arrivals.new, arrivals.gone) == (295, 55, 0)
-    assert arrivals.given == {"test": 5}
-    assert arrivals.expected("train") == pytest.approx(50 * 0.85)
+    diff = count(f"mnist:{tmp_path}", manifest)
+    assert (diff.listed, diff.new, diff.gone) == (295, 55, 0)
+    assert diff.explicit == {"test": 5}
+    assert diff.expected("train") == pytest.approx(50 * 0.85)
 
 
 def test_a_snapshot_of_another_source_and_no_snapshot_know_nothing(tree: Path, take, count: Count) -> None:
@@ -142,7 +142,7 @@ def test_two_snapshots_are_compared_with_one_listing(tree: Path, take, draw, tmp
     (tree / "2" / "b.png").write_bytes(draw(1001))
     store = open_store(first.store_uri)
     ledgers = [fetch_ledger(store, manifest, tmp_path / "cache") for manifest in (first, second)]
-    older, newer = count_arrivals(DataSettings(source=f"folder:{tree}"), ledgers)
+    older, newer = diff_source(DataSettings(source=f"folder:{tree}"), ledgers)
     assert (older.new, newer.new) == (2, 1)
 
 

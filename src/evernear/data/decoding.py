@@ -1,0 +1,118 @@
+"""Decode image files in parallel, in order, within a memory limit."""
+
+import threading
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from evernear.data.image_file import EncodedImage, inspect
+from evernear.data.preprocess import Pixels, decode_inspected, image_digest, to_array
+from evernear.data.sources import FileEntry, FileSource
+from evernear.errors import DataError
+
+# Images of the maximum size that are decoded at once, whatever the number of threads.
+_MAX_LARGEST_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class DecodedImage:
+    """``pixels`` is uint8 (H, W, C) in the shape of the dataset; the rest describes the original image."""
+
+    entry: FileEntry
+    digest: bytes
+    size: tuple[int, int]
+    constant: bool
+    pixels: Pixels
+
+
+@dataclass(frozen=True)
+class DecodeFailure:
+    """A file that cannot be decoded, and the reason as a sentence."""
+
+    entry: FileEntry
+    reason: str
+
+
+class Decoder:
+    """Decodes files of ``source`` to ``shape`` (H, W, C) in many threads, in memory independent of their number."""
+
+    def __init__(self, source: FileSource, shape: tuple[int, int, int], max_pixels: int) -> None:
+        self._source, self._shape, self._max_pixels = source, shape, max_pixels
+        self._file_budget_bytes = _Budget(_MAX_LARGEST_AT_ONCE * _max_file_size_bytes(max_pixels))
+        self._pixel_budget = _Budget(_MAX_LARGEST_AT_ONCE * max_pixels)
+
+    def decode_all(
+        self, entries: Iterator[FileEntry], threads: int, lookahead: int
+    ) -> Generator[DecodedImage | DecodeFailure]:
+        """Decode ``entries`` in order, at most ``lookahead`` images ahead of the consumer."""
+        pending: deque[Future[DecodedImage | DecodeFailure]] = deque()
+        pool = ThreadPoolExecutor(threads, "decode")
+        try:
+            for entry in entries:
+                pending.append(pool.submit(self.decode, entry))
+                if len(pending) >= lookahead:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def decode(self, entry: FileEntry) -> DecodedImage | DecodeFailure:
+        """Decode one file."""
+        # A file that is too large is rejected before it is read, so its listed size does not count.
+        with self._file_budget_bytes.reserve(min(entry.size_bytes, _max_file_size_bytes(self._max_pixels))):
+            try:
+                encoded = read_image(self._source, entry, self._max_pixels)
+                with self._pixel_budget.reserve(encoded.pixels):
+                    image = decode_inspected(encoded)
+                    extrema = np.asarray(image.getextrema()).reshape(-1, 2)
+                    return DecodedImage(
+                        entry=entry,
+                        digest=image_digest(image),
+                        size=image.size,
+                        constant=bool((extrema[:, 0] == extrema[:, 1]).all()),
+                        pixels=to_array(image, *self._shape),
+                    )
+            except DataError as error:
+                return DecodeFailure(entry, str(error))
+
+
+def read_image(source: FileSource, entry: FileEntry, max_pixels: int) -> EncodedImage:
+    """Read and inspect a file.
+
+    Raises:
+        DataError: the file is too large, broken, or not an image.
+    """
+    if entry.size_bytes > _max_file_size_bytes(max_pixels):
+        raise DataError(f"{entry.name} is too large: {entry.size_bytes} bytes.")
+    return inspect(source.read(entry.name), max_pixels, entry.name)
+
+
+def _max_file_size_bytes(max_pixels: int) -> int:
+    """The size of uncompressed pixels: 4 channels of 16 bits."""
+    return 8 * max_pixels
+
+
+class _Budget:
+    """A semaphore that counts amounts up to ``limit``."""
+
+    def __init__(self, limit: int) -> None:
+        self._left = limit
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def reserve(self, amount: int) -> Generator[None]:
+        """Reserve ``amount``, which is at most the limit, for the context; wait until it is available."""
+        with self._changed:
+            self._changed.wait_for(lambda: amount <= self._left)
+            self._left -= amount
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._left += amount
+                self._changed.notify_all()

@@ -1,0 +1,36 @@
+"""Sources of labelled images. `open_source` is the only place that knows every kind."""
+
+from pathlib import Path
+
+from evernear.data.sources.base import ArrayBlock, ArraySource, FileEntry, FileSource
+from evernear.data.sources.digits import Digits
+from evernear.data.sources.folder import Bucket, Folder
+from evernear.data.sources.mnist import Mnist, download_mnist
+from evernear.errors import SettingsError
+
+__all__ = ["ArrayBlock", "ArraySource", "FileEntry", "FileSource", "open_source"]
+
+
+def open_source(source: str) -> ArraySource | FileSource:
+    """Open the source that ``data.source`` names.
+
+    Raises:
+        SettingsError: the kind of source is unknown.
+        DataError: the directory or its files are missing.
+    """
+    match source.partition(":"):
+        case "digits", "", "":
+            return Digits()
+        case "mnist", "", "":
+            return Mnist(download_mnist())
+        case "mnist", _, directory if directory:
+            return Mnist(Path(directory))
+        case "folder", _, directory if directory:
+            return Folder(Path(directory))
+        case "s3", _, path if path.startswith("//") and path.strip("/"):
+            return Bucket(source)
+        case _:
+            raise SettingsError(
+                f"There is no source {source!r}; known: digits, mnist, mnist:DIRECTORY, folder:DIRECTORY,"
+                " s3://bucket/prefix."
+            )

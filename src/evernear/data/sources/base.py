@@ -1,0 +1,67 @@
+"""The interface of an image source, which comes in two kinds: encoded files and decoded arrays."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from evernear.data.manifest import SPLITS, Split
+from evernear.data.preprocess import Pixels
+
+
+class FileEntry(NamedTuple):
+    """One image in the listing of a source. ``etag`` changes when the content may have changed."""
+
+    name: str
+    etag: str
+    label: str
+    explicit_split: Split | None
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class ArrayBlock:
+    """A block of decoded grayscale images of one split: ``images`` is uint8 (N, H, W)."""
+
+    names: list[str]
+    labels: list[str]
+    explicit_split: Split | None
+    images: Pixels
+
+
+class Source(Protocol):
+    """Base of both kinds.
+
+    ``name`` is the dataset's default name. Images without an explicit split are assigned to one of ``hash_splits``
+    by content hash.
+    """
+
+    name: str
+    hash_splits: tuple[Split, ...] = SPLITS
+
+    def entries(self) -> Iterator[FileEntry]:
+        """List the images without reading their pixels."""
+        ...
+
+
+class ArraySource(Source, Protocol):
+    """A source of decoded images, for formats that pack many images into one file. Their etags are empty."""
+
+    def blocks(self) -> Iterator[ArrayBlock]:
+        """Yield the images in a stable order, held-out splits first. All have one size; no block is empty."""
+        ...
+
+
+@runtime_checkable
+class FileSource(Source, Protocol):
+    """A source of encoded image files.
+
+    Once `entries` is exhausted, ``hash_splits`` is final, ``empty_folders`` lists the class folders without an image,
+    and ``hidden_folders`` those that are ignored because their names begin with a dot.
+    """
+
+    empty_folders: Sequence[str] = ()
+    hidden_folders: Sequence[str] = ()
+
+    def read(self, name: str) -> bytes:
+        """The content of a file; called from many threads."""
+        ...

@@ -1,0 +1,172 @@
+"""Trees of image files, in a directory or a bucket: ``<class>/<file>`` or ``<split>/<class>/<file>``."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from evernear.data.manifest import SPLITS, as_split
+from evernear.data.sources.base import FileEntry, FileSource
+from evernear.disk import disk_errors
+from evernear.errors import DataError
+from evernear.store import open_store
+
+# Files with these suffixes count as images; the content decides whether they are PNG or JPEG.
+_IMAGE_SUFFIXES = frozenset(
+    {".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".heic", ".avif"}
+)
+# Two folders with such names, in any case, are splits rather than classes.
+_SPLIT_WORDS = frozenset({*SPLITS, "val", "valid", "validation", "dev"})
+_MAX_NAMES = 5
+
+
+class _ClassFolders(FileSource):
+    """Reads label and split from the path of a file."""
+
+    def __init__(self, name: str) -> None:
+        self.name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:63].rstrip("-") or "dataset"
+        self._has_split_folders = False
+
+    def _set_layout(self, folders: set[str]) -> None:
+        """Decide from the top-level folders whether they are splits, and which splits the content hash assigns."""
+        splits = folders.intersection(SPLITS)
+        self._has_split_folders = bool(folders) and splits == folders
+        if self._has_split_folders:
+            if "train" not in splits:
+                raise DataError(f"{self.name} has given splits ({', '.join(sorted(splits))}) but no train folder.")
+            self.hash_splits = ("train", *(split for split in SPLITS[1:] if split not in splits))
+        elif len(words := sorted(name for name in folders if name.lower() in _SPLIT_WORDS)) > 1:
+            # Treated as classes, they would train a network that tells train from test.
+            others = sorted(folders - splits)
+            raise DataError(
+                f"{self.name} has folders {', '.join(words)}, as if splits were given, which takes train, test,"
+                " gallery and query with nothing beside them; rename, move or remove"
+                f" {', '.join(others[:_MAX_NAMES])}{' and more' * (len(others) > _MAX_NAMES)}."
+            )
+
+    def _entry(self, path: str, etag: str = "", size_bytes: int = 0) -> FileEntry | None:
+        """The entry of a file by its path in the source; None unless it is an image in a class folder."""
+        parts = PurePosixPath(path).parts
+        split = as_split(parts[0]) if self._has_split_folders else None
+        folders = parts[1:-1] if split else parts[:-1]
+        hidden = any(part.startswith(".") for part in parts)
+        if hidden or not folders or not _is_image_name(path):
+            return None
+        return FileEntry(path, etag, folders[0], None if split in self.hash_splits else split, size_bytes)
+
+
+class Folder(_ClassFolders):
+    """A directory tree of image files. The etag of a file is its size and modification time."""
+
+    def __init__(self, directory: Path) -> None:
+        with disk_errors(directory):
+            super().__init__(directory.resolve().name)
+            if not directory.is_dir():
+                raise DataError(f"There is no directory {directory} to read images from.")
+        self._directory = directory
+
+    def entries(self) -> Iterator[FileEntry]:
+        """List the image files, class by class."""
+        top_folders = _visible_folders(self._directory)
+        self._set_layout({folder.name for folder in top_folders})
+        parents = [self._directory]
+        class_folders = top_folders
+        if self._has_split_folders:
+            parents += top_folders
+            class_folders = [folder for split in top_folders for folder in _visible_folders(split)]
+        for folder in class_folders:
+            yield from self._class_entries(folder)
+        for parent in parents:
+            self._record_hidden_folders(parent)
+
+    def read(self, name: str) -> bytes:
+        """The content of a file."""
+        path = self._directory / name
+        with disk_errors(path):
+            return path.read_bytes()
+
+    def _class_entries(self, folder: Path) -> Iterator[FileEntry]:
+        empty = True
+        for file in _walk(folder):
+            name = Path(file.path).relative_to(self._directory).as_posix()
+            if entry := self._entry(name):
+                _check_utf8(name)
+                with disk_errors(file.path):
+                    stat = file.stat()
+                empty = False
+                yield entry._replace(etag=f"{stat.st_size}-{stat.st_mtime_ns}", size_bytes=stat.st_size)
+        if empty:
+            self.empty_folders = [*self.empty_folders, folder.relative_to(self._directory).as_posix()]
+
+    def _record_hidden_folders(self, parent: Path) -> None:
+        for folder in _folders(parent):
+            if folder.name.startswith(".") and any(_is_image_name(file.name) for file in _walk(folder)):
+                # The name need not be UTF-8.
+                name = os.fsencode(folder.relative_to(self._directory)).decode(errors="backslashreplace")
+                self.hidden_folders = [*self.hidden_folders, name]
+
+
+class Bucket(_ClassFolders):
+    """The image files under a prefix of an S3 bucket. The etag of a file is that of S3."""
+
+    def __init__(self, uri: str) -> None:
+        super().__init__(uri.removeprefix("s3://"))
+        self._store = open_store(uri)
+
+    def entries(self) -> Iterator[FileEntry]:
+        """List the image files."""
+        self._set_layout(set(self._store.folders()))
+        hidden: set[str] = set()
+        for info in self._store.list(""):
+            if entry := self._entry(info.key, info.etag, info.size_bytes):
+                yield entry
+            elif _is_image_name(info.key):
+                hidden.update(self._hidden_folder(PurePosixPath(info.key).parts))
+        self.hidden_folders = sorted(hidden)
+
+    def read(self, name: str) -> bytes:
+        """The content of a file."""
+        return self._store.get(name)
+
+    def _hidden_folder(self, parts: tuple[str, ...]) -> Iterator[str]:
+        """The class folder of a key if its name begins with a dot."""
+        for depth in (1, 2) if self._has_split_folders else (1,):
+            if len(parts) > depth and parts[depth - 1].startswith("."):
+                yield "/".join(parts[:depth])
+                return
+
+
+def _walk(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """All files below a folder, unsorted: sorting would hold the listing of a whole folder in memory.
+
+    Dangling links are included: an image must not leave the dataset because a disk is not mounted.
+    """
+    with disk_errors(folder), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walk(Path(entry.path))
+            elif entry.is_file() or not Path(entry.path).exists():
+                yield entry
+
+
+def _check_utf8(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"The name of {os.fsencode(name)!r} is not UTF-8; rename it.") from None
+
+
+def _is_image_name(name: str) -> bool:
+    return PurePosixPath(name).suffix.lower() in _IMAGE_SUFFIXES
+
+
+def _folders(directory: Path) -> list[Path]:
+    with disk_errors(directory):
+        return sorted(path for path in directory.iterdir() if path.is_dir())
+
+
+def _visible_folders(directory: Path) -> list[Path]:
+    folders = [folder for folder in _folders(directory) if not folder.name.startswith(".")]
+    for folder in folders:
+        _check_utf8(folder.name)
+    return folders
