@@ -84,9 +84,11 @@ def _store(settings: Settings) -> str:
 
 def _cluster(settings: Settings) -> str:
     """Ask the API server whether a deployment could work."""
-    from evernear.deployment.kubernetes import require_deployable
+    from evernear.deployment.kubernetes import KubernetesTarget
 
-    cluster = require_deployable(settings)
+    target = KubernetesTarget(settings)
+    target.require_deployable()
+    cluster = target.cluster
     return (
         f"{cluster.host} would accept the objects of a release in namespace {cluster.namespace}, "
         "and allows a rollout to be followed, explained and rolled back."

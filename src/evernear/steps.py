@@ -233,9 +233,10 @@ def deploy(run: str, settings: Tree, started_by: str, release: str, verdict: str
     """Publish the release and bring it up, unless the verdict does not promote it."""
     with _step("deploy", run, settings) as (running, chosen):
         from evernear.deployment import deploy
+        from evernear.release.archive_reader import ARCHIVE_FILE
         from evernear.release.registry import Cause
 
-        deployed = deploy(Path(release), Path(verdict), chosen, Cause(by=started_by or UNNAMED, run=run))
+        deployed = deploy(Path(release) / ARCHIVE_FILE, Path(verdict), chosen, Cause(by=started_by or UNNAMED, run=run))
         RunRecord(open_store(chosen.store_uri), run).save(deployment=deployed.model_dump(mode="json"))
         running.summary = f"release {deployed.version} is live" + (f" at {deployed.url}" if deployed.url else "")
 
@@ -245,12 +246,12 @@ def rollback(
 ) -> None:
     """Make the previous champion live again. Fail if ``release`` is set and is not the current champion."""
     with step("rollback", run, store) as running:
-        from evernear.deployment import rollback
+        from evernear.deployment import roll_back
         from evernear.release.registry import Cause
 
         chosen = of_run(settings, **parameters, store=store)
         cause = Cause(by=started_by or UNNAMED, why=reason, run=run)
-        restored = rollback(chosen, cause=cause, expected=release or None)
+        restored = roll_back(chosen, cause=cause, expected=release or None)
         RunRecord(open_store(store), run).save(rollback=restored.model_dump(mode="json") | {"why": reason})
         running.summary = f"release {restored.version} is live again"
 

@@ -9,9 +9,8 @@ from releases import MakeRelease, PackedRelease
 
 from cluster.site import MISSING_IMAGE, Site, administrator
 from evernear import deployment
-from evernear.deployment import kubernetes
 from evernear.deployment.kubernetes.cluster import Cluster
-from evernear.deployment.kubernetes.lease import held
+from evernear.deployment.kubernetes.lease import LeaseLock
 from evernear.errors import BusyError, ClusterError
 from evernear.release.registry import Registry
 from evernear.settings import Settings
@@ -21,7 +20,7 @@ NAME = "evernear-serving"
 
 
 def deploy(release: PackedRelease, settings: Settings) -> deployment.Deployment:
-    return deployment.deploy(release.archive.parent, release.verdict, settings)
+    return deployment.deploy(release.archive, release.verdict, settings)
 
 
 def champion(site: Site) -> str | None:
@@ -31,7 +30,7 @@ def champion(site: Site) -> str | None:
 
 def serving(site: Site) -> str | None:
     """What a look at the cluster tells."""
-    told = kubernetes.status(site.settings())
+    told = deployment.status(site.settings())
     return told["release"] if told["server"] == "up" else told["server"]
 
 
@@ -47,7 +46,7 @@ def test_a_release_follows_another_and_a_rollback_brings_that_back(site: Site, m
     assert deploy(second, site.settings()).previous == first.version
     assert (champion(site), serving(site)) == (second.version, second.version)
     assert deploy(second, site.settings()).version == second.version  # the same step once more
-    assert deployment.rollback(site.settings()).version == first.version
+    assert deployment.roll_back(site.settings()).version == first.version
     assert (champion(site), serving(site)) == (first.version, first.version)
 
 
@@ -91,7 +90,7 @@ def test_a_field_that_somebody_else_set_is_named_with_who_did(site: Site, make_r
 def test_of_two_deployments_one_is_told_who_deploys(site: Site, make_release: MakeRelease) -> None:
     settings = site.settings()
     with (
-        held(Cluster.of(settings.kubernetes), NAME, settings.kubernetes.lease_s),
+        LeaseLock(Cluster.of(settings.kubernetes), NAME, settings.kubernetes.lease_s),
         pytest.raises(BusyError, match="Another deployment into namespace"),
     ):
         deploy(make_release(), settings)

@@ -13,11 +13,10 @@ from loopback.kubernetes.kinds import named as known_kind
 from rendered import DEPLOY, DIGEST, Object, named, objects, settings_of
 
 from evernear.deployment.kubernetes import rollout
-from evernear.deployment.kubernetes.apply import apply, remove, require_applicable
 from evernear.deployment.kubernetes.cluster import Cluster
-from evernear.deployment.kubernetes.last_known_good import Proven, keep_proven, read_proven
-from evernear.deployment.kubernetes.lease import held
+from evernear.deployment.kubernetes.lease import LeaseLock
 from evernear.deployment.kubernetes.objects import VERSION, ServedRelease, serving_objects
+from evernear.deployment.kubernetes.revision import Revision, apply, load_last_known_good, remove, save_last_known_good
 from evernear.deployment.kubernetes.rollout import await_rollout
 from evernear.errors import ClusterError
 from evernear.settings import Settings
@@ -65,19 +64,19 @@ def test_the_deployer_has_the_rights_that_it_uses_and_no_others(
     cluster: LoopbackCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig("evernear/evernear-deployer", namespace="evernear")))
-    monkeypatch.setattr(rollout, "LOOK_S", 1)
+    monkeypatch.setattr(rollout, "DIAGNOSIS_INTERVAL_S", 1)
     settings = _settings()
     asked = Cluster.of(settings.kubernetes)
     before = len(cluster.calls)
 
-    with held(asked, settings.kubernetes.name, 2):
+    with LeaseLock(asked, settings.kubernetes.name, 2):
         old = serving_objects(settings, ServedRelease(OLD, "b" * 64, "c" * 64))
-        require_applicable(asked, old)
+        apply(asked, old, dry_run=True)
         apply(asked, old)
         await_rollout(asked, settings.kubernetes)
-        keep_proven(asked, settings.kubernetes, Proven(OLD, old))
-        assert read_proven(asked, settings.kubernetes) is not None
-    with held(asked, settings.kubernetes.name, 2):
+        save_last_known_good(asked, settings.kubernetes, Revision(OLD, old))
+        assert load_last_known_good(asked, settings.kubernetes) is not None
+    with LeaseLock(asked, settings.kubernetes.name, 2):
         cluster.pods_do(NotReady("not yet"), carries(VERSION, SLOW))  # its events are read
         apply(asked, serving_objects(settings, ServedRelease(SLOW, "b" * 64, "c" * 64)))
         with pytest.raises(ClusterError, match="probe"):

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from releases import MakeRelease, PackedRelease, System, decided
 
-from evernear.deployment import promote, rollback
-from evernear.deployment.promotion_policy import publish
+from evernear.deployment import Deployment, deploy, promote, roll_back
 from evernear.errors import ConflictError, IntegrityError, StoreError
 from evernear.evaluation.verdict import Verdict
 from evernear.release.registry import Registry
@@ -25,13 +24,17 @@ def release(make_release: MakeRelease) -> PackedRelease:
     return make_release()
 
 
+def publish(store: Store, archive: Path, verdict: Path) -> Deployment:
+    return deploy(archive, verdict, Settings(store=store.uri, target="registry"))
+
+
 def nothing_happened(store: Store) -> bool:
     return Registry(store).champion() is None and list(Registry(store).list()) == []
 
 
 def test_a_promoted_release_becomes_champion_and_may_be_published_again(store: Store, release: PackedRelease) -> None:
     for _ in range(2):
-        deployed = publish(release.archive, release.verdict, store)
+        deployed = publish(store, release.archive, release.verdict)
         assert (deployed.version, deployed.previous, deployed.url) == (release.version, None, None)
     champion = Registry(store).champion()
     assert champion is not None
@@ -42,7 +45,7 @@ def test_a_promoted_release_becomes_champion_and_may_be_published_again(store: S
 def test_a_verdict_that_holds_is_obeyed(store: Store, make_release: MakeRelease) -> None:
     held = make_release(promote=False)
     with pytest.raises(IntegrityError, match=rf"holds release {held.version}: A test says so\."):
-        publish(held.archive, held.verdict, store)
+        publish(store, held.archive, held.verdict)
     assert nothing_happened(store)
 
 
@@ -54,7 +57,7 @@ def test_another_verdict_or_none_is_not_enough(
     if content is not None:
         verdict.write_bytes(content)
     with pytest.raises(IntegrityError, match=r"holds no verdict|not the verdict"):
-        publish(release.archive, verdict, store)
+        publish(store, release.archive, verdict)
     assert nothing_happened(store)
 
 
@@ -70,7 +73,7 @@ def test_a_verdict_on_something_else_is_not_enough(
     )
     release = make_release(verdict=verdict.model_dump_json())
     with pytest.raises(IntegrityError, match=r"is on another network or index|against another champion"):
-        publish(release.archive, release.verdict, store)
+        publish(store, release.archive, release.verdict)
     assert nothing_happened(store)
 
 
@@ -78,7 +81,7 @@ def test_a_verdict_that_was_turned_round_is_not_enough(store: Store, system: Sys
     held = decided(system, None, False).model_dump(mode="json")
     release = make_release(verdict=json.dumps(held | {"promote": True}))
     with pytest.raises(IntegrityError, match="was changed after the gate"):
-        publish(release.archive, release.verdict, store)
+        publish(store, release.archive, release.verdict)
     assert nothing_happened(store)
 
 
@@ -87,7 +90,7 @@ def test_only_a_plain_true_promotes(store: Store, make_release: MakeRelease, tmp
     """A release archived with such a verdict, so that the hash is right."""
     release = make_release(verdict=said)
     with pytest.raises(IntegrityError):
-        publish(release.archive, release.verdict, store)
+        publish(store, release.archive, release.verdict)
     assert nothing_happened(store)
 
 
@@ -96,7 +99,7 @@ def test_a_damaged_archive_is_not_published(store: Store, release: PackedRelease
     content[len(content) // 2] ^= 1
     (tmp_path / "x.mar").write_bytes(content)
     with pytest.raises(IntegrityError):
-        publish(tmp_path / "x.mar", release.verdict, store)
+        publish(store, tmp_path / "x.mar", release.verdict)
     assert nothing_happened(store)
 
 
@@ -104,11 +107,11 @@ def test_a_release_measured_against_another_champion_has_to_be_measured_again(
     store: Store, make_release: MakeRelease
 ) -> None:
     first, second = make_release(), make_release()
-    publish(first.archive, first.verdict, store)
+    publish(store, first.archive, first.verdict)
     with pytest.raises(ConflictError, match=f"was measured against no champion, but {first.version} is"):
-        publish(second.archive, second.verdict, store)
+        publish(store, second.archive, second.verdict)
     third = make_release(parent=first.version)
-    assert publish(third.archive, third.verdict, store).previous == first.version
+    assert publish(store, third.archive, third.verdict).previous == first.version
 
 
 def test_without_a_server_the_pointer_moves_alone_and_only_to_a_whole_archive(
@@ -118,15 +121,15 @@ def test_without_a_server_the_pointer_moves_alone_and_only_to_a_whole_archive(
     store = open_store(settings.store_uri)
     registry = Registry(store)
     with pytest.raises(StoreError, match="nothing to roll back to"):
-        rollback(settings)
+        roll_back(settings)
     first = make_release()
-    publish(first.archive, first.verdict, store)
+    publish(store, first.archive, first.verdict)
     second = make_release(parent=first.version)
-    publish(second.archive, second.verdict, store)
+    publish(store, second.archive, second.verdict)
     with pytest.raises(StoreError, match=r"no release 20260101\.000000\.00000000"):
         promote("20260101.000000.00000000", settings)
 
-    back = rollback(settings)
+    back = roll_back(settings)
     assert (back.version, back.previous, back.url) == (first.version, None, None)
     key = registry.get(second.version).archive_key
     whole = store.get(key)

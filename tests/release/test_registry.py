@@ -287,7 +287,7 @@ def test_what_an_older_evernear_stored_is_understood(store: Store, releases: lis
     assert [move.version for move in registry.history()] == [two, one]
 
 
-class Unreachable:
+class ServerUnreachableError:
     """A store of which some conditional writes fail: before they are carried out, or after."""
 
     def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +318,7 @@ def test_a_move_waits_for_a_store_that_is_away_and_counts_once(
 ) -> None:
     registry = Registry(store)
     champion = champions(registry, releases[:2])
-    unreachable = Unreachable(store, monkeypatch)
+    unreachable = ServerUnreachableError(store, monkeypatch)
     publish(registry, releases[2])
     unreachable.fail(3, executed)
     champion = registry.set_champion(releases[2].version, champion)
@@ -364,7 +364,7 @@ def test_a_move_that_nobody_made_is_not_in_the_history(
     """The entry of the move before is written first; with a pointer that then does not move it must not count twice."""
     registry = Registry(store)
     champion = champions(registry, releases[:2])
-    Unreachable(store, monkeypatch).fail(1, executed=False)
+    ServerUnreachableError(store, monkeypatch).fail(1, executed=False)
     monkeypatch.setattr(registry_module, "_PATIENCE_S", -1.0)
     with pytest.raises(TransientStoreError):
         registry.set_champion(releases[0].version, champion)

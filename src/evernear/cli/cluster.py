@@ -30,8 +30,8 @@ def render(
     """Print as YAML just what a deployment would apply, for review, for policy checks or for GitOps."""
     import yaml
 
-    from evernear.deployment import cluster
+    from evernear.deployment.kubernetes import KubernetesTarget
 
-    objects = cluster().render(release, settings)
+    objects = KubernetesTarget(settings).render(release)
     unshared = json.loads(json.dumps(objects))  # else YAML writes what occurs twice as an alias
     sys.stdout.write(yaml.safe_dump_all(unshared, sort_keys=False, width=120))  # which escapes what is not ASCII

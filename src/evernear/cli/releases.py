@@ -144,10 +144,10 @@ def promote(
 @with_options(settings=registry_settings)
 def rollback(settings: Settings, why: WhyOption = "", as_json: JsonOption = False) -> None:
     """Take the champion's last move back; again, the one before that."""
-    from evernear.deployment import rollback
+    from evernear.deployment import roll_back
     from evernear.release.registry import Cause
 
-    _tell(rollback(settings, cause=Cause.of_this_process(why)), as_json)
+    _tell(roll_back(settings, cause=Cause.of_this_process(why)), as_json)
 
 
 @app.command()

@@ -14,9 +14,9 @@ from evernear.settings import Settings
 @with_options(settings=local_settings)
 def status(settings: Settings, as_json: JsonOption = False) -> None:
     """Tell what serves, here or (target kubernetes) in the cluster: the server's state, its releases, the champion."""
-    from evernear.deployment import cluster, local
+    from evernear import deployment
 
-    found = (cluster() if settings.target == "kubernetes" else local).status(settings)
+    found = deployment.status(settings)
     if as_json:
         print_json(found)
     else:

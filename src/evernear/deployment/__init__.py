@@ -1,89 +1,84 @@
-"""Bring a release up, prove that it answers, or leave the old one in place: on this machine or in a cluster."""
+"""Deploy releases: check the policy, publish, bring up, prove, move the champion.
 
-import importlib
+`open_target` chooses where; `evernear.deployment.target` has the interface of a target.
+"""
+
 import tempfile
-from collections.abc import Callable
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from evernear.deployment import local
-from evernear.deployment.promotion_policy import Deployment, publish, readmit
+from evernear.deployment.local import LocalTarget
+from evernear.deployment.promotion_policy import check_candidate, check_promotable
+from evernear.deployment.target import Deployment, DeploymentTarget, RegistryTarget
 from evernear.errors import ConflictError, SettingsError, StoreError
-from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts, open_release
-from evernear.release.registry import Cause, Champion, Registry
-from evernear.serving.endpoints import home_of
-from evernear.serving.torchserve import require_startable
+from evernear.release.archive_reader import ReleaseParts, open_release
+from evernear.release.registry import Cause, Registry
 from evernear.settings import RunSettings
 from evernear.store import open_store
 
-
-def require_deployable(settings: RunSettings) -> None:
-    """Refuse what a deployment would refuse in the end, hours later: no image, no rights, a port that is taken.
-
-    Raises:
-        ServingError: the local TorchServe could not start.
-        SettingsError, ClusterError: as `evernear.deployment.kubernetes.require_deployable`.
-    """
-    if settings.target == "local":
-        require_startable(settings.serving, home_of(settings.workdir))
-    if settings.target == "kubernetes":
-        cluster().require_deployable(settings)
+__all__ = ["Deployment", "DeploymentTarget", "deploy", "open_target", "promote", "require_deployable", "roll_back"]
 
 
-def deploy(release_dir: Path, verdict_file: Path, settings: RunSettings, cause: Cause | None = None) -> Deployment:
-    """Make the release that the archive step left in ``release_dir`` live at ``settings.target``.
+def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Cause | None = None) -> Deployment:
+    """Make an archived release the champion, and live at ``settings.target``.
 
-    ``cause`` (default: this process) goes into the champion's history.
+    Deploying the champion again repeats the proof and changes nothing else. ``cause`` (default: this process) is
+    recorded in the history.
 
     Raises:
-        IntegrityError, ConflictError: it may not serve, see `evernear.deployment.promotion_policy.admit`.
-        ServingError: the server or the release does not come up; what served before still does.
-        ClusterError, BusyError, SettingsError: as `evernear.deployment.kubernetes.deploy`.
-        StoreError: the registry cannot be reached.
+        IntegrityError, ConflictError: the policy rejects it, see `promotion_policy.check_candidate`.
+        ServingError, ClusterError: it does not come up, or answers wrongly; the previous release is live.
+        StoreError: the registry is unreachable, or the champion changed meanwhile.
+        TransientStoreError: the release is live and proved, but may not be recorded as the champion.
+        BusyError: another deployment to the same target is in progress.
+        SettingsError: a setting that the target needs is missing.
     """
-    archive = release_dir / ARCHIVE_FILE
-    if settings.target == "local":
-        return local.deploy(archive, verdict_file, settings, cause)
-    if settings.target == "kubernetes":
-        return cluster().deploy(archive, verdict_file, settings, cause)
-    return publish(archive, verdict_file, open_store(settings.store_uri), cause)
+    registry = Registry(open_store(settings.store_uri))
+    target = open_target(settings)
+    with target.exclusive(), _temporary_directory() as temporary:
+        champion = registry.champion()
+        parts = check_candidate(archive, verdict_file, champion, temporary / "release")
+        registry.publish(archive)
+        with target.rollout(archive, parts) as proof:
+            version = parts.manifest.version
+            if champion is None or champion.version != version:
+                champion = registry.set_champion(version, champion, cause=cause)
+            return Deployment.of(champion, proof)
 
 
 def promote(version: str, settings: RunSettings, *, force: bool = False, cause: Cause | None = None) -> Deployment:
-    """Make a release of the registry the champion, because a person says so.
+    """Make a release of the registry the champion because a person decided so, and live at ``settings.target``.
 
-    The TorchServe of ``settings.workdir`` follows if ``settings.target`` is local and it is up, proved as in
-    `deploy`; else the archive is checked and the pointer moves alone. ``force`` overrules a verdict that
-    holds and needs a reason in ``cause``, which goes into the history.
+    ``force`` overrules a verdict of hold and requires a reason in ``cause``.
 
     Raises:
-        IntegrityError: the archive is damaged, or its verdict holds it and nothing forces it.
-        ServingError: the release does not come up or fails its smoke test; what served before still does.
-        ClusterError, BusyError: as `evernear.deployment.kubernetes.deploy`.
-        ConflictError: the champion changed meanwhile.
-        StoreError: there is no such release, or the registry cannot be reached.
+        StoreError: no such release, or it is the champion already, or the registry is unreachable.
+        IntegrityError: the archive is damaged, or its verdict is hold and ``force`` is not set.
         SettingsError: ``force`` without a reason.
+        ServingError, ClusterError, BusyError, ConflictError: as in `deploy`.
     """
     if force and not (cause and cause.why.strip()):
         raise SettingsError("Promoting against a verdict has to say why; add --why 'the reason'.")
     registry = Registry(open_store(settings.store_uri))
-    champion = registry.champion()  # before any lock: of two promotions at once, one loses
+    champion = registry.champion()  # read before the lock is taken: of two concurrent promotions, one fails
     if champion is not None and champion.version == version:
         raise StoreError(f"Release {version} is the champion already.")
-    vet: Callable[[ReleaseParts], None] = lambda parts: readmit(parts, force)  # noqa: E731
-    how = "force" if force else "promote"
-    return _move(version, settings, registry, vet, lambda: registry.set_champion(version, champion, how, cause))
+    with _fetched(version, settings, registry) as (target, archive, parts):
+        check_promotable(parts, force=force)
+        with target.rollout(archive, parts) as proof:
+            champion = registry.set_champion(version, champion, "force" if force else "promote", cause)
+            return Deployment.of(champion, proof)
 
 
-def rollback(settings: RunSettings, *, cause: Cause | None = None, expected: str | None = None) -> Deployment:
-    """Let serve what served before the champion; at once, where it is still registered.
-
-    ``expected`` is the champion that a person wants to be rid of, where one has been named. ``cause`` as in `promote`.
+def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: str | None = None) -> Deployment:
+    """Roll back to the previous champion. If ``expected`` is set, fail unless it is the current champion.
 
     Raises:
-        ConflictError: another release than ``expected`` is the champion.
-        StoreError: nothing served before it, what did was pruned, or the registry cannot be reached.
-        ServingError, ClusterError, BusyError, IntegrityError, ConflictError: as `promote`.
+        ConflictError: the champion is not ``expected``.
+        StoreError: no previous champion, or it was pruned, or the registry is unreachable.
+        ServingError, ClusterError, BusyError, IntegrityError: as in `promote`.
     """
     registry = Registry(open_store(settings.store_uri))
     champion = registry.champion()
@@ -91,42 +86,66 @@ def rollback(settings: RunSettings, *, cause: Cause | None = None, expected: str
         raise StoreError(f"There is nothing to roll back to: no release was promoted in {settings.store_uri} yet.")
     if expected not in (None, champion.version):
         raise ConflictError(f"{champion.version} is the champion now, not {expected}; look at it and decide again.")
-    target = champion.rollback_target()
-    vet: Callable[[ReleaseParts], None] = lambda _: None  # noqa: E731 - it served before
-    return _move(target, settings, registry, vet, lambda: registry.roll_back(champion, cause))
+    with (
+        _fetched(champion.rollback_target(), settings, registry) as (target, archive, parts),
+        target.rollout(archive, parts) as proof,
+    ):
+        return Deployment.of(registry.roll_back(champion, cause), proof)
 
 
-def cluster() -> Any:
-    """The module `evernear.deployment.kubernetes`, for which not every installation has the client.
+def status(settings: RunSettings) -> dict[str, Any]:
+    """The live release and the champion. Raises `StoreError` or `ClusterError`."""
+    return open_target(settings).status()
+
+
+def require_deployable(settings: RunSettings) -> None:
+    """Check before a run starts that it could deploy in the end: image, permissions, free ports.
 
     Raises:
-        SettingsError: this one has not.
+        ServingError: TorchServe could not start here.
+        SettingsError, ClusterError: as `evernear.deployment.kubernetes.KubernetesTarget.require_deployable`.
     """
-    try:
-        return importlib.import_module("evernear.deployment.kubernetes")
-    except ModuleNotFoundError as error:
-        if error.name != "kubernetes":
-            raise
-        raise SettingsError(
-            "Target kubernetes needs the Kubernetes client; install evernear with its extra: evernear[pipeline]."
-        ) from None
+    open_target(settings).require_deployable()
 
 
-def _move(
-    version: str,
-    settings: RunSettings,
-    registry: Registry,
-    vet: Callable[[ReleaseParts], None],
-    commit: Callable[[], Champion],
-) -> Deployment:
-    registry.get(version)
-    if settings.target == "local" and local.is_up(settings):
-        return local.move(version, settings, registry, vet, commit)
+def open_target(settings: RunSettings, *, start_server: bool = True) -> DeploymentTarget:
+    """The target that ``settings.target`` names.
+
+    Without ``start_server``, target ``local`` is the registry alone while TorchServe is down.
+
+    Raises:
+        SettingsError: the target is kubernetes and its client is not installed.
+    """
     if settings.target == "kubernetes":
-        return cluster().move(version, settings, registry, vet, commit)
-    with tempfile.TemporaryDirectory(prefix="evernear-release-") as temporary:
-        archive = Path(temporary) / ARCHIVE_FILE
-        registry.fetch(version, archive)
-        vet(open_release(archive, Path(temporary) / "release"))
-    champion = commit()
-    return Deployment(version=champion.version, previous=champion.previous)
+        try:
+            from evernear.deployment.kubernetes import KubernetesTarget
+        except ModuleNotFoundError as error:
+            if error.name != "kubernetes":
+                raise
+            raise SettingsError(
+                "Target kubernetes needs the Kubernetes client; install evernear with its extra: evernear[pipeline]."
+            ) from None
+        return KubernetesTarget(settings)
+    if settings.target == "local":
+        target = LocalTarget(settings)
+        if start_server or target.is_running():
+            return target
+    return RegistryTarget(settings)
+
+
+@contextmanager
+def _fetched(
+    version: str, settings: RunSettings, registry: Registry
+) -> Generator[tuple[DeploymentTarget, Path, ReleaseParts]]:
+    """The target, locked, and a published release: its archive and its verified parts."""
+    registry.get(version)
+    target = open_target(settings, start_server=False)
+    with target.exclusive(), _temporary_directory() as temporary:
+        archive = target.fetch(version, temporary)
+        yield target, archive, open_release(archive, temporary / "release")
+
+
+@contextmanager
+def _temporary_directory() -> Generator[Path]:
+    with tempfile.TemporaryDirectory(prefix="evernear-release-") as name:
+        yield Path(name)

@@ -1,4 +1,4 @@
-"""Prove that a release answers as it did when it was archived, before anybody depends on it."""
+"""The smoke test: a release must answer its stored queries as when it was archived."""
 
 from typing import Protocol
 
@@ -6,11 +6,11 @@ from evernear.errors import EvernearError, ServingError
 from evernear.release.archive_reader import ReleaseParts
 from evernear.serving.responses import Prediction
 
-DISTANCE_TOLERANCE = 1e-3  # rounding of float32 between machines; the square root is steep near zero
+DISTANCE_TOLERANCE = 1e-3  # float32 rounding differs between machines; the square root is steep near zero
 
 
 class Predicts(Protocol):
-    """What is asked: a `evernear.serving.client.Client`, or what reaches a server in another way."""
+    """A client: `evernear.serving.client.Client`, or one with another transport."""
 
     def predict(self, image: bytes, version: str | None = None) -> Prediction:
         """As `evernear.serving.client.Client.predict`."""
@@ -18,10 +18,10 @@ class Predicts(Protocol):
 
 
 def smoke(client: Predicts, parts: ReleaseParts) -> int:
-    """Ask the release's own URL its stored queries; the number that were answered.
+    """Send the stored queries to the release's own URL; the number that were answered.
 
     Raises:
-        ServingError: an answer is missing or is not the stored one, or no query is stored.
+        ServingError: an answer is missing or differs from the stored one, or no query is stored.
     """
     version = parts.manifest.version
     queries = parts.smoke_queries()
@@ -32,8 +32,8 @@ def smoke(client: Predicts, parts: ReleaseParts) -> int:
             answer = client.predict(image, version)
         except EvernearError as error:
             raise ServingError(f"Release {version} fails its smoke test with {query.file}: {error}") from None
-        told = (answer.pred, answer.unknown, answer.version)
-        if told != (query.pred, query.unknown, version) or abs(answer.dist - query.dist) > DISTANCE_TOLERANCE:
+        actual = (answer.pred, answer.unknown, answer.version)
+        if actual != (query.pred, query.unknown, version) or abs(answer.dist - query.dist) > DISTANCE_TOLERANCE:
             raise ServingError(
                 f"Release {version} fails its smoke test: {query.file} is {answer.pred} at {answer.dist:.4f} "
                 f"by {answer.version}, and was {query.pred} at {query.dist:.4f} when it was archived."

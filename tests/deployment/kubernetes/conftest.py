@@ -51,7 +51,7 @@ def loopback(tmp_path: Path, second_s: float, monkeypatch: pytest.MonkeyPatch) -
             if manifest["metadata"]["name"] != "default":  # a namespace's own account is there already
                 utils.create_from_dict(admin, _in_namespace(manifest))
         monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig("evernear/evernear-deployer", namespace="evernear")))
-        monkeypatch.setattr(rollout, "LOOK_S", 1)
+        monkeypatch.setattr(rollout, "DIAGNOSIS_INTERVAL_S", 1)
         yield cluster
 
 

@@ -14,7 +14,7 @@ from loopback.kubernetes import LoopbackCluster, too_many_requests
 from serving.stand_ins import http_server
 
 from evernear.deployment.kubernetes import cluster as module
-from evernear.deployment.kubernetes.cluster import Away, Cluster
+from evernear.deployment.kubernetes.cluster import ApiUnavailableError, Cluster
 from evernear.deployment.kubernetes.service import service_client
 from evernear.errors import ClusterError, SettingsError
 from evernear.settings import KubernetesSettings
@@ -32,7 +32,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_without_credentials_it_is_said_where_they_were_looked_for(bare: Path) -> None:
-    with pytest.raises(ClusterError, match=rf"there is no kubeconfig at {bare}/\.kube/config; set KUBECONFIG"):
+    with pytest.raises(ClusterError, match=rf"{bare}/\.kube/config does not exist; set KUBECONFIG"):
         Cluster.of(SETTINGS)
     (bare / ".kube").mkdir()
     (bare / ".kube" / "config").write_text("nonsense: true")
@@ -108,7 +108,7 @@ def test_retries_end(loopback: LoopbackCluster) -> None:
     cluster = Cluster.of(SETTINGS)
     assert cluster.get("Deployment", "evernear-serving") is None
     loopback.fail(too_many_requests(retry_after_s=3600), times=module.TRIES)
-    with pytest.raises(Away, match="fails, at the 5th try as well: 429"):
+    with pytest.raises(ApiUnavailableError, match="still fails after 5 attempts: 429"):
         cluster.get("Deployment", "evernear-serving")
 
 
@@ -147,12 +147,14 @@ def stranger(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.mark.usefixtures("quick")
 def test_what_is_no_api_server(stranger: str, bare: Path) -> None:
     cluster = Cluster.of(SETTINGS)
-    with pytest.raises(ClusterError, match=rf"^What answers at {stranger} is no Kubernetes API server\.$"):
+    with pytest.raises(ClusterError, match=rf"^The server at {stranger} is no Kubernetes API server\.$"):
         cluster.get("Deployment", "x")
     kubeconfig = bare / "config"
     kubeconfig.write_text(kubeconfig.read_text().replace(stranger, "http://127.0.0.1:1"))
     cluster = Cluster.of(SETTINGS)
-    with pytest.raises(Away, match=r"^The API server at http://127\.0\.0\.1:1 cannot be reached: .*refused\.$"):
+    with pytest.raises(
+        ApiUnavailableError, match=r"^The API server at http://127\.0\.0\.1:1 cannot be reached: .*refused"
+    ):
         cluster.get("Deployment", "x")
 
 

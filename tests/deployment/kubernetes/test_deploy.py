@@ -23,7 +23,7 @@ from evernear.cli import app
 from evernear.deployment import kubernetes
 from evernear.deployment.kubernetes import rollout
 from evernear.deployment.kubernetes.cluster import Cluster
-from evernear.deployment.kubernetes.lease import held
+from evernear.deployment.kubernetes.lease import LeaseLock
 from evernear.errors import (
     BusyError,
     ClusterError,
@@ -109,7 +109,7 @@ class Site:
     def deploy(self, release: PackedRelease, **changes: Any) -> deployment.Deployment:
         chosen = self.settings.kubernetes.model_copy(update=changes)
         return deployment.deploy(
-            release.archive.parent, release.verdict, self.settings.model_copy(update={"kubernetes": chosen})
+            release.archive, release.verdict, self.settings.model_copy(update={"kubernetes": chosen})
         )
 
 
@@ -130,7 +130,7 @@ def answers(releases: tuple[PackedRelease, ...], tmp_path: Path) -> list[Answers
 def site(
     loopback: LoopbackCluster, make_settings: MakeSettings, answers: list[Answers], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Site]:
-    monkeypatch.setattr(rollout, "LOOK_S", 1)
+    monkeypatch.setattr(rollout, "DIAGNOSIS_INTERVAL_S", 1)
     with ExitStack() as stack:
         for each in answers:
             port = stack.enter_context(http_server(do_POST=lambda handler, each=each: each.answer(handler)))
@@ -147,7 +147,7 @@ def test_releases_follow_each_other_and_go_back(site: Site, releases: tuple[Pack
     assert site.deploy(second).previous == first.version
     assert site.deploy(second).previous == first.version, "the same step again"
     assert site.serves == ({second.version}, {IMAGE})
-    assert kubernetes.status(site.settings) == {
+    assert deployment.status(site.settings) == {
         "server": "up",
         "url": deployed.url,
         "release": second.version,
@@ -159,7 +159,7 @@ def test_releases_follow_each_other_and_go_back(site: Site, releases: tuple[Pack
     with pytest.raises(ConflictError, match="run again"):
         site.deploy(first)
 
-    back = deployment.rollback(site.settings, cause=Cause(by="ada", why="a test"))
+    back = deployment.roll_back(site.settings, cause=Cause(by="ada", why="a test"))
     assert (back.version, back.previous, back.smoke_queries) == (first.version, None, 8)
     assert site.serves[0] == {first.version}
     assert site.champion == first.version
@@ -288,11 +288,11 @@ def test_a_deployment_that_was_killed_is_run_again(
         where = {
             "before the rollout": (kubernetes, "await_rollout"),
             "before the pointer moves": (Registry, "set_champion"),
-            "before it is remembered": (kubernetes, "keep_proven"),
+            "before it is remembered": (kubernetes, "save_last_known_good"),
         }[when]
         patched.setattr(*where, kill)
-        patched.setattr(kubernetes._Site, "_put_back", kill)
-        patched.setattr(kubernetes.Held, "release", lambda lease: lease._done.set())
+        patched.setattr(kubernetes.KubernetesTarget, "_put_back", kill)
+        patched.setattr(kubernetes.LeaseLock, "release", lambda lease: lease._released.set())
         with pytest.raises(Killed):
             site.deploy(second)
     assert site.deploy(second).version == second.version  # waits for the dead one's Lease
@@ -318,11 +318,11 @@ def test_after_a_kill_another_release_may_come(
 
     with monkeypatch.context() as patched:
         patched.setattr(kubernetes, "prove", kill)
-        patched.setattr(kubernetes._Site, "_put_back", kill)
+        patched.setattr(kubernetes.KubernetesTarget, "_put_back", kill)
         with pytest.raises(Killed):
             site.deploy(second)
     assert site.serves[0] == {second.version}
-    assert kubernetes.status(site.settings)["champion"] == first.version
+    assert deployment.status(site.settings)["champion"] == first.version
     site.loopback.pods_do(CrashLoop("no"), carries(RELEASE, rival.version))
     with pytest.raises(ClusterError, match=rf"Release {first.version} was put back and serves"):
         site.deploy(rival)
@@ -416,7 +416,7 @@ def test_a_proved_release_stays_where_the_store_cannot_be_reached_to_record_it(
         deployment.promote(second.version, site.settings)
     assert site.serves == ({second.version}, {IMAGE})
     assert [move.version for move in site.registry.history()] == [first.version, second.version]
-    assert deployment.rollback(site.settings).version == first.version
+    assert deployment.roll_back(site.settings).version == first.version
 
 
 def test_a_rollback_waits_for_the_store_and_is_not_taken_back(
@@ -427,7 +427,7 @@ def test_a_rollback_waits_for_the_store_and_is_not_taken_back(
     site.deploy(second)
     with monkeypatch.context() as patched:
         left = fail_to_record(TransientStoreError("http://s3 cannot be reached."), patched, times=3, patience_s=60.0)
-        assert deployment.rollback(site.settings).version == first.version
+        assert deployment.roll_back(site.settings).version == first.version
     assert list(left) == []
     assert site.champion == first.version
     assert site.serves == ({first.version}, {IMAGE})
@@ -514,6 +514,6 @@ def test_the_command_line_tells_what_serves_and_what_would(
     assert rendered.output.count("\nkind: ") == 7, rendered.output
     assert f"evernear.dev/release: {releases[0].version}" in rendered.output
     assert "&id" not in rendered.output
-    with held(site.cluster, NAME, 5):
+    with LeaseLock(site.cluster, NAME, 5):
         busy = CliRunner().invoke(app, ["registry", "rollback", *flags])
     assert "nothing to roll back to" in str(busy.exception)

@@ -9,7 +9,7 @@ from conftest import MakeSettings
 from loopback.kubernetes import LoopbackCluster, internal_error
 
 from evernear.deployment.kubernetes.cluster import Cluster
-from evernear.deployment.kubernetes.lease import Held, held
+from evernear.deployment.kubernetes.lease import LeaseLock
 from evernear.errors import BusyError
 from evernear.release.registry import whoami
 
@@ -27,25 +27,25 @@ def holder(cluster: Cluster) -> str:
     return found["spec"]["holderIdentity"]
 
 
-def die(lease: Held) -> None:
+def die(lease: LeaseLock) -> None:
     """As after SIGKILL: nobody renews it any longer, and nobody releases it."""
-    lease._done.set()
+    lease._released.set()
     lease._thread.join()
 
 
 def test_the_second_is_told_who_holds_it_and_since_when(cluster: Cluster) -> None:
-    with held(cluster, NAME, 1) as first:
+    with LeaseLock(cluster, NAME, 1) as first:
         sentence = (
             rf"into namespace evernear is under way, by {whoami()} \w{{8}} since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
         )
-        with pytest.raises(BusyError, match=sentence), held(cluster, NAME, 1):
+        with pytest.raises(BusyError, match=sentence), LeaseLock(cluster, NAME, 1):
             pass
         time.sleep(2)  # longer than it lasts unrenewed
         first.require()
-        with pytest.raises(BusyError), held(cluster, NAME, 1):
+        with pytest.raises(BusyError), LeaseLock(cluster, NAME, 1):
             pass
     started_s = time.monotonic()
-    with held(cluster, NAME, 60):
+    with LeaseLock(cluster, NAME, 60):
         assert time.monotonic() - started_s < 5, "it was released"
 
 
@@ -54,7 +54,7 @@ def test_of_many_at_once_one_gets_it(cluster: Cluster) -> None:
 
         def take(_: int) -> bool:
             try:
-                stack.enter_context(held(cluster, NAME, 1))
+                stack.enter_context(LeaseLock(cluster, NAME, 1))
             except BusyError:
                 return False
             return True
@@ -63,10 +63,11 @@ def test_of_many_at_once_one_gets_it(cluster: Cluster) -> None:
 
 
 def test_the_lease_of_a_dead_one_is_taken_when_it_ran_out(cluster: Cluster) -> None:
-    dead = Held(cluster, NAME, 1)
+    dead = LeaseLock(cluster, NAME, 1)
+    dead.acquire()
     die(dead)
     started_s = time.monotonic()
-    with held(cluster, NAME, 1) as lease:
+    with LeaseLock(cluster, NAME, 1) as lease:
         assert time.monotonic() - started_s > 1
         lease.require()
         with pytest.raises(BusyError, match="could not be renewed in time"):
@@ -76,7 +77,7 @@ def test_the_lease_of_a_dead_one_is_taken_when_it_ran_out(cluster: Cluster) -> N
 
 
 def test_a_holder_that_was_replaced_changes_nothing_more(cluster: Cluster) -> None:
-    with held(cluster, NAME, 1) as lease:
+    with LeaseLock(cluster, NAME, 1) as lease:
         found = cluster.get("Lease", NAME)
         assert found is not None
         cluster.replace(found | {"spec": {**found["spec"], "holderIdentity": "somebody else"}})
@@ -92,7 +93,7 @@ def test_lost_answers_and_short_outages_are_lived_with(
     monkeypatch.setattr("evernear.deployment.kubernetes.cluster.BACKOFF_S", 0.05)
     cluster = Cluster.of(make_settings().kubernetes)
     loopback.drop(lambda call: call.verb == "create", after=True)
-    with held(cluster, NAME, 2) as lease:
+    with LeaseLock(cluster, NAME, 2) as lease:
         loopback.drop(lambda call: call.verb == "update", after=True)
         time.sleep(1)
         lease.require()

@@ -52,6 +52,6 @@ def test_two_releases_and_the_way_back(
         run(pod, release, settings)
         behaviour = Ready(serves={8080: ("127.0.0.1", pod.port)})
         loopback.pods_do(behaviour, carries(RELEASE, release.version))
-        deployed = deployment.deploy(release.archive.parent, release.verdict, settings)
+        deployed = deployment.deploy(release.archive, release.verdict, settings)
         assert (deployed.version, deployed.smoke_queries) == (release.version, 8)
-    assert deployment.rollback(settings).version == first.version
+    assert deployment.roll_back(settings).version == first.version

@@ -21,9 +21,9 @@ from loopback.kubernetes import (
 )
 from loopback.kubernetes.kubectl import until
 
-from evernear.deployment.kubernetes.apply import apply
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.objects import VERSION, ServedRelease, serving_objects
+from evernear.deployment.kubernetes.revision import apply
 from evernear.deployment.kubernetes.rollout import await_rollout
 from evernear.errors import ClusterError
 from evernear.settings import Settings

@@ -6,7 +6,7 @@ import pytest
 
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.objects import REVISION
-from evernear.deployment.kubernetes.rollout_diagnosis import Stall, find_stall
+from evernear.deployment.kubernetes.rollout_diagnosis import Diagnosis, diagnose
 from evernear.settings import KubernetesSettings
 
 DEPLOYMENT = {"spec": {"template": {"metadata": {"labels": {REVISION: "r"}}}}}
@@ -32,7 +32,7 @@ CRASHED = {"terminated": {"exitCode": 1}}
 
 
 @pytest.mark.parametrize(
-    ("state", "restarts", "ready", "hopeless", "previous"),
+    ("state", "restarts", "ready", "persistent", "previous"),
     [
         (CRASHED, 0, False, True, [False]),
         ({"waiting": {"reason": "CrashLoopBackOff"}}, 1, False, True, [True]),
@@ -42,11 +42,11 @@ CRASHED = {"terminated": {"exitCode": 1}}
     ],
 )
 def test_crashes_with_a_rest_between_them(
-    state: dict[str, Any], restarts: int, ready: bool, hopeless: bool | None, previous: list[bool]
+    state: dict[str, Any], restarts: int, ready: bool, persistent: bool | None, previous: list[bool]
 ) -> None:
     told = Told({"state": state, "lastState": CRASHED, "restartCount": restarts, "ready": ready, "started": ready})
-    stall = find_stall(cast("Cluster", told), KubernetesSettings(), DEPLOYMENT)
-    assert (stall.hopeless if stall else None) == hopeless
+    diagnosis = diagnose(cast("Cluster", told), KubernetesSettings(), DEPLOYMENT)
+    assert (diagnosis.persistent if diagnosis else None) == persistent
     assert told.previous == previous
 
 
@@ -56,8 +56,8 @@ def test_a_pod_that_was_evicted_bars_nothing() -> None:
     evicted = {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."}
     starts = told.pods
     told.pods = [{"metadata": {"name": "gone"}, "status": evicted}]
-    stall = find_stall(cast("Cluster", told), KubernetesSettings(), DEPLOYMENT)
-    assert stall == Stall("pod gone failed: The node was low on resource: memory")
+    diagnosis = diagnose(cast("Cluster", told), KubernetesSettings(), DEPLOYMENT)
+    assert diagnosis == Diagnosis("pod gone failed: The node was low on resource: memory")
     told.pods += starts
-    stall = find_stall(cast("Cluster", told), KubernetesSettings(), DEPLOYMENT)
-    assert stall == Stall("the startup probe of pod p fails")
+    diagnosis = diagnose(cast("Cluster", told), KubernetesSettings(), DEPLOYMENT)
+    assert diagnosis == Diagnosis("the startup probe of pod p fails")

@@ -122,14 +122,14 @@ def test_a_process_that_dies_after_the_move_says_so_when_it_is_back(
 ) -> None:
     ran(True)
     verdict = ran(True)
-    roll_back = deployment.rollback
+    roll_back = deployment.roll_back
 
     def roll_back_and_die(*arguments: object, **more: object) -> None:
         roll_back(*arguments, **more)  # pyright: ignore
         bot.store.is_down = True
         raise RuntimeError("killed")
 
-    monkeypatch.setattr(deployment, "rollback", roll_back_and_die)
+    monkeypatch.setattr(deployment, "roll_back", roll_back_and_die)
     bot.clicked(ADA, verdict, "Roll back")
     bot.look()
     monkeypatch.undo()

@@ -1,7 +1,7 @@
-"""One namespace of a Kubernetes API server: credentials, retries, and what its refusals mean.
+"""A client for one namespace of a Kubernetes API server: credentials, retries, errors.
 
-Objects are plain dicts, as in a manifest. The `kubernetes` client carries the requests; its generated models are not
-used, since they drop the fields that they do not know.
+Objects are plain dicts, as in a manifest. The `kubernetes` client sends the requests; its generated models are not
+used, since they drop fields that they do not know.
 """
 
 import builtins
@@ -41,15 +41,15 @@ RESOURCES = {
     "Service": ("v1", "services"),
     "ServiceAccount": ("v1", "serviceaccounts"),
 }
-"""All that is asked for: the API version and the plural of each kind."""
+"""The API version and the plural of each kind in use."""
 
 
-class ObjectConflict(ClusterError):
-    """The object, or a field of it, was changed or is held by somebody else."""
+class ObjectConflictError(ClusterError):
+    """The object changed since it was read, or another field manager owns a field."""
 
 
-class Away(ClusterError):
-    """The API server does not answer, or answers that it cannot; it may a little later."""
+class ApiUnavailableError(ClusterError):
+    """The API server is unreachable or overloaded; the same request may succeed later."""
 
 
 class Cluster:
@@ -60,20 +60,20 @@ class Cluster:
         self._watch: Any = Watch()
         self.namespace = namespace
         self.inside = inside
-        """Whether this process is a pod of the cluster."""
+        """Whether this process runs in a pod of the cluster."""
 
     @classmethod
     def of(cls, settings: KubernetesSettings) -> "Cluster":
-        """With the credentials of the pod that this is, or of the kubeconfig.
+        """Connect with the pod's service account or a kubeconfig.
 
-        A kubeconfig that is asked for, by ``KUBECONFIG`` or ``kubernetes.context``, comes before the pod's account.
+        A kubeconfig that ``KUBECONFIG`` or ``kubernetes.context`` names takes precedence over the service account.
 
         Raises:
-            ClusterError: there are none.
+            ClusterError: no credentials.
         """
         configuration: Any = Configuration()
-        asked_for = bool(settings.context or os.environ.get("KUBECONFIG"))
-        inside = "KUBERNETES_SERVICE_HOST" in os.environ and not asked_for
+        has_kubeconfig = bool(settings.context or os.environ.get("KUBECONFIG"))
+        inside = "KUBERNETES_SERVICE_HOST" in os.environ and not has_kubeconfig
         try:
             if inside:
                 config.load_incluster_config(client_configuration=configuration)
@@ -84,7 +84,7 @@ class Cluster:
         configuration.retries = urllib3.Retry(
             TRIES - 1,
             status_forcelist=OVERLOADED,
-            allowed_methods=None,  # an apply may be repeated; what else is sent carries a resourceVersion
+            allowed_methods=None,  # an apply is idempotent; other writes carry a resourceVersion
             backoff_factor=BACKOFF_S,
             raise_on_status=False,
             respect_retry_after_header=False,  # an hour is too long for a pipeline step
@@ -100,18 +100,18 @@ class Cluster:
         """The object, or None."""
         try:
             return self._call("GET", self._path(kind, name))
-        except _Absent:
+        except _NotFoundError:
             return None
 
     def list(self, kind: str, **query: str) -> builtins.list[Tree]:
-        """The objects of a kind; ``query`` holds labelSelector or fieldSelector."""
+        """The objects of a kind, filtered by ``labelSelector`` or ``fieldSelector``."""
         return self._call("GET", self._path(kind), query=query)["items"]
 
     def apply(self, manifest: Tree, *, force: bool = False, dry_run: bool = False) -> Tree:
-        """Server-side apply, as the field manager ``evernear``: the API server merges and knows whose each field is.
+        """Server-side apply as the field manager ``evernear``.
 
         Raises:
-            ObjectConflict: somebody else set a field to something else; with ``force`` it is taken instead.
+            ObjectConflictError: another manager owns a field and set it to a different value, and ``force`` is not set.
         """
         query = {"fieldManager": FIELD_MANAGER, "force": str(force).lower()}
         if dry_run:
@@ -119,37 +119,37 @@ class Cluster:
         kind, name = manifest["kind"], manifest["metadata"]["name"]
         try:
             return self._call("PATCH", self._path(kind, name), manifest, query, "application/apply-patch+yaml")
-        except ObjectConflict as error:  # which does not say whose fields
-            raise ObjectConflict(f"{kind} {name}: {error}") from None
+        except ObjectConflictError as error:  # which does not name the object
+            raise ObjectConflictError(f"{kind} {name}: {error}") from None
 
     def create(self, manifest: Tree) -> Tree:
-        """Make a new object.
+        """Create an object.
 
         Raises:
-            ObjectConflict: it is there already.
+            ObjectConflictError: it exists already.
         """
         return self._call("POST", self._path(manifest["kind"]), manifest)
 
     def replace(self, manifest: Tree) -> Tree:
-        """Overwrite an object as it was read.
+        """Overwrite an object that was read before.
 
         Raises:
-            ObjectConflict: it was changed since.
+            ObjectConflictError: it changed since.
         """
         return self._call("PUT", self._path(manifest["kind"], manifest["metadata"]["name"]), manifest)
 
     def delete(self, kind: str, name: str) -> None:
-        """Remove an object with all that it made; an absent one is no error."""
+        """Delete an object and its dependents; an absent object is no error."""
         try:
             self._call("DELETE", self._path(kind, name), query={"propagationPolicy": "Background"})
-        except _Absent:
+        except _NotFoundError:
             return
 
     def changes(self, manifest: Tree, timeout_s: int) -> Iterator[Tree]:
-        """The object whenever it changes after it was read as ``manifest``, for at most ``timeout_s``.
+        """Watch an object that was read as ``manifest``, for at most ``timeout_s``.
 
-        It ends early where the watch breaks off, where the API server no longer knows that resourceVersion, or where
-        the object is deleted: read the object again, and go on.
+        Ends early if the watch breaks off, the resourceVersion has expired, or the object is deleted; the caller reads
+        the object again.
         """
         metadata = manifest["metadata"]
         events = self._watch.stream(
@@ -169,21 +169,21 @@ class Cluster:
             return
 
     def log(self, pod: str, container: str, *, previous: bool, lines: int) -> builtins.list[str]:
-        """The last lines that a container said; none where the log cannot be had."""
+        """The last lines of a container's log; empty if it is unavailable."""
         query = {"container": container, "previous": str(previous).lower(), "tailLines": str(lines)}
         try:
             with self._errors():
-                found = self._send("GET", f"{self._path('Pod', pod)}/log", query=query, stream=True)
-                text = found.data.decode(errors="replace")
+                response = self._send("GET", f"{self._path('Pod', pod)}/log", query=query, stream=True)
+                text = response.data.decode(errors="replace")
         except ClusterError:
             return []
         return [line.strip() for line in text.splitlines() if line.strip()]
 
-    def may(self, verb: str, kind: str, name: str = "") -> bool:
-        """Whether the credentials let ``verb`` be done to the object, or to a subresource: ``Pod/log``."""
+    def is_allowed(self, verb: str, kind: str, name: str = "") -> bool:
+        """Whether the credentials permit ``verb`` on an object, or on a subresource: ``Pod/log``."""
         kind, _, subresource = kind.partition("/")
         version, plural = RESOURCES[kind]
-        about = {
+        attributes = {
             "namespace": self.namespace,
             "verb": verb,
             "group": version.rpartition("/")[0],
@@ -194,16 +194,16 @@ class Cluster:
         review = {
             "apiVersion": "authorization.k8s.io/v1",
             "kind": "SelfSubjectAccessReview",
-            "spec": {"resourceAttributes": about},
+            "spec": {"resourceAttributes": attributes},
         }
         path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
         return bool(self._call("POST", path, review)["status"]["allowed"])
 
     def post_to_service(self, service: str, port: str, path: str, body: bytes, timeout_s: float) -> tuple[int, Any]:
-        """What a Service answers to ``body``, asked through the API server: status and content.
+        """POST ``body`` to a Service through the API server's proxy; status and content of the response.
 
         Raises:
-            ClusterError: the API server cannot bring it there.
+            ClusterError: the API server does not reach the Service.
         """
         resource = f"{self._path('Service')}/{service}:{port}/proxy{path}"
         with self._errors():
@@ -230,10 +230,10 @@ class Cluster:
         content_type: str = "application/json",
     ) -> Tree:
         with self._errors():
-            found = self._send(method, path, body, query, content_type)
-        if not isinstance(found, dict):
-            raise ClusterError(f"What answers at {self.host} is no Kubernetes API server.")
-        return cast("Tree", found)
+            content = self._send(method, path, body, query, content_type)
+        if not isinstance(content, dict):
+            raise ClusterError(f"The server at {self.host} is no Kubernetes API server.")
+        return cast("Tree", content)
 
     def _send(
         self,
@@ -245,7 +245,7 @@ class Cluster:
         timeout_s: float = TIMEOUT_S[1],
         stream: bool = False,
     ) -> Any:
-        """One request, with retries; the content as it parses, or with ``stream`` the response, still to be read."""
+        """Send a request, with retries; the parsed content, or with ``stream`` the unread response."""
         return self._client.call_api(
             path,
             method,
@@ -260,76 +260,80 @@ class Cluster:
         )
 
     def _watched(self, kind: str, **query: Any) -> Any:
-        """What `Watch` reads its events from; the words of its parameters are the generated client's."""
+        """The list function that `Watch` calls, with the parameter names of the generated client."""
         timeout_s = query["timeout_seconds"]
-        told = {
+        parameters = {
             "watch": "true",
             "resourceVersion": str(query["resource_version"]),
             "fieldSelector": query["field_selector"],
             "timeoutSeconds": str(timeout_s),
         }
-        return self._send("GET", self._path(kind), query=told, timeout_s=timeout_s + TIMEOUT_S[1], stream=True)
+        return self._send("GET", self._path(kind), query=parameters, timeout_s=timeout_s + TIMEOUT_S[1], stream=True)
 
     @contextmanager
     def _errors(self) -> Generator[None]:
-        """Turn what the client raises into a `ClusterError` of one sentence."""
+        """Turn the client's exceptions into a `ClusterError` of one sentence."""
         try:
             yield
         except ApiException as error:
             raise self._explain(error) from None
         except (urllib3.exceptions.HTTPError, OpenApiException) as error:
             reason = getattr(error, "reason", None) or error
-            raise Away(f"The API server at {self.host} cannot be reached: {_plain(reason)}.") from None
+            raise ApiUnavailableError(f"The API server at {self.host} cannot be reached: {_plain(reason)}.") from None
 
     def _explain(self, error: ApiException) -> ClusterError:
         status = _status(error)
         if status is None:
-            said = f"answered {error.status} {error.reason}" if error.status else f"cannot be reached: {error.reason}"
-            return Away(f"The API server at {self.host} {' '.join(said.split())}.")
-        said = str(status.get("message", error.reason)).strip().rstrip(".")
+            fault = f"answered {error.status} {error.reason}" if error.status else f"cannot be reached: {error.reason}"
+            return ApiUnavailableError(f"The API server at {self.host} {' '.join(fault.split())}.")
+        message = str(status.get("message", error.reason)).strip().rstrip(".")
         match error.status:
             case 401:
-                return ClusterError(f"The API server at {self.host} does not accept the credentials ({said}).")
+                return ClusterError(f"The API server at {self.host} does not accept the credentials ({message}).")
             case 403:
-                return ClusterError(f"The API server refuses: {said}; docs/kubernetes.md has the Role that is needed.")
+                return ClusterError(
+                    f"The API server refuses: {message}; docs/kubernetes.md has the Role that is needed."
+                )
             case 404:
-                return _Absent(f"The API server does not find what was asked for: {said}.")
+                return _NotFoundError(f"The API server answered 404: {message}.")
             case 409:
-                return ObjectConflict(_conflict(status, said))
+                return ObjectConflictError(_conflict(status, message))
             case 429 | 500 | 502 | 503 | 504 as code:
-                return Away(f"The API server at {self.host} fails, at the {TRIES}th try as well: {code} {said}.")
+                return ApiUnavailableError(
+                    f"The API server at {self.host} still fails after {TRIES} attempts: {code} {message}."
+                )
             case _:
-                return ClusterError(f"The API server refuses: {said}.")
+                return ClusterError(f"The API server refuses: {message}.")
 
 
-class _Absent(ClusterError):
-    """The server answered 404."""
+class _NotFoundError(ClusterError):
+    """The API server answered 404."""
 
 
 def _status(error: ApiException) -> Tree | None:
-    """The API server's own account of an error; None where it is somebody else's."""
+    """The ``Status`` object of an error response; None if the API server did not send the response."""
     try:
-        found: Any = json.loads(error.body or b"")
+        body: Any = json.loads(error.body or b"")
     except ValueError:
         return None
-    return cast("Tree", found) if isinstance(found, dict) and cast("Tree", found).get("kind") == "Status" else None
+    return cast("Tree", body) if isinstance(body, dict) and cast("Tree", body).get("kind") == "Status" else None
 
 
-def _conflict(status: Tree, said: str) -> str:
-    """The sentence of a 409: for an apply, who holds which fields."""
+def _conflict(status: Tree, message: str) -> str:
+    """The sentence of a 409; for an apply it names the managers and their fields."""
     details: Tree = status.get("details") or {}
-    held: dict[str, list[str]] = {}
+    fields_of: dict[str, list[str]] = {}
     for cause in details.get("causes") or []:
         if cause.get("reason") == "FieldManagerConflict":
-            held.setdefault(cause["message"].removeprefix("conflict with "), []).append(cause["field"])
-    if not held:
-        return f"The API server refuses: {said}."
-    fields = "; ".join(f"{manager} set {', '.join(names)}" for manager, names in held.items())
+            fields_of.setdefault(cause["message"].removeprefix("conflict with "), []).append(cause["field"])
+    if not fields_of:
+        return f"The API server refuses: {message}."
+    fields = "; ".join(f"{manager} set {', '.join(names)}" for manager, names in fields_of.items())
     return f"{fields}; let go of that there, or take it with --set kubernetes.force_conflicts=true."
 
 
 def _kubeconfig() -> str:
-    """As kubectl finds it; the client's own default is that of the moment in which it was imported."""
+    """The path that kubectl uses; the client evaluates its own default only once, at import."""
     return os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
 
 
@@ -340,11 +344,11 @@ def _no_credentials(error: Exception, context: str) -> str:
     if Path(place).exists():
         return f"The kubeconfig {place} cannot be used: {str(error).rstrip('.')}."
     return (
-        f"No cluster is known here: this is no pod with a service account, and there is no kubeconfig at {place}; "
+        f"No cluster is configured: this process runs in no pod with a service account, and {place} does not exist; "
         "set KUBECONFIG."
     )
 
 
 def _plain(reason: object) -> str:
-    """urllib3's reason without the object that it happened to."""
+    """urllib3's reason without the object's repr."""
     return " ".join(str(reason).rpartition(": ")[2].split()).rstrip(".") or type(reason).__name__

@@ -1,7 +1,6 @@
-"""What serves a release in a cluster, as the objects that are applied: plain dicts, as in a manifest.
+"""The Kubernetes objects of a release, as plain dicts; ``evernear deployment render`` prints them.
 
-`serving_objects` puts them together; ``evernear deployment render`` prints them. What the containers run is in
-`evernear.serving.pod`.
+Start at `serving_objects`. The commands of the containers are in `evernear.serving.pod`.
 """
 
 import json
@@ -26,8 +25,9 @@ MANIFEST_SHA256 = f"{PREFIX}/manifest-sha256"
 ARCHIVE_SHA256 = f"{PREFIX}/archive-sha256"
 SETTINGS_SHA256 = f"{PREFIX}/settings-sha256"
 REVISION = f"{PREFIX}/revision"
-"""A label of pods: what their template was made of, so that those of one rollout are told from those before."""
+"""A pod label: a hash of the pod template, by which the pods of one rollout are selected."""
 VERSION = "app.kubernetes.io/version"
+COMMON_LABELS = {"app.kubernetes.io/part-of": "evernear", "app.kubernetes.io/managed-by": "evernear"}
 CONTAINER = "torchserve"
 USER = 65532  # of Dockerfile.serve
 WORKDIR = "/evernear"
@@ -41,7 +41,7 @@ START_PROBE_TIMEOUT_S = 30  # Python starts, and asks all stored queries
 
 @dataclass(frozen=True)
 class ServedRelease:
-    """What the objects tell of the release; all of it can be looked up in the registry."""
+    """The facts about a release that the objects contain."""
 
     version: str
     archive_sha256: str
@@ -49,23 +49,19 @@ class ServedRelease:
 
     @staticmethod
     def of(record: Record) -> "ServedRelease":
-        """A published release."""
+        """The facts about a published release."""
         return ServedRelease(record.manifest.version, record.archive_sha256, sha256_bytes(record.manifest.to_json()))
 
 
 def serving_objects(settings: RunSettings, release: ServedRelease) -> list[Tree]:
-    """All objects that serve ``release``, in the order in which they are applied.
+    """All objects of ``release``, in the order in which they are applied.
 
     Raises:
-        SettingsError: no image is set, or pods could not reach the store.
+        SettingsError: no image is set, or pods cannot reach the store.
     """
     _require_usable(settings)
     kubernetes = settings.kubernetes
-    labels = selector(kubernetes) | {
-        "app.kubernetes.io/part-of": "evernear",
-        "app.kubernetes.io/managed-by": "evernear",
-        VERSION: release.version,
-    }
+    labels = selector(kubernetes) | COMMON_LABELS | {VERSION: release.version}
     annotations = {
         RELEASE: release.version,
         MANIFEST_SHA256: release.manifest_sha256,
@@ -92,7 +88,7 @@ def serving_objects(settings: RunSettings, release: ServedRelease) -> list[Tree]
 
 
 def selector(kubernetes: KubernetesSettings) -> dict[str, str]:
-    """The labels by which the pods are found; they never change."""
+    """The immutable labels that select the pods."""
     return {
         "app.kubernetes.io/name": "evernear",
         "app.kubernetes.io/instance": kubernetes.name,
@@ -124,16 +120,16 @@ def _require_usable(settings: RunSettings) -> None:
 
 
 def _config(settings: RunSettings) -> str:
-    """The pod's settings file. Only what is no default: an image may be older or younger than this evernear."""
+    """The pod's settings file, without defaults: the image may contain another version of evernear."""
     serving = settings.serving.model_dump(mode="json", exclude_defaults=True) | {"threads": _threads(settings)}
     lines = (f"{name} = {json.dumps(value)}" for name, value in sorted(serving.items()))  # of scalars, JSON is TOML
     return "\n".join(["[serving]", *lines, ""])
 
 
 def _threads(settings: RunSettings) -> int:
-    """Threads of each worker, which become its OMP_NUM_THREADS: those of the cpu limit, one of them left to Java.
+    """Threads of each worker, its OMP_NUM_THREADS: the CPU limit less one CPU for Java, divided by the workers.
 
-    More threads than cores wait for each other, see benchmarks/results/serving.md.
+    Oversubscribed threads wait for each other, see benchmarks/results/serving.md.
     """
     if settings.serving.threads != ServingSettings().threads:
         return settings.serving.threads
@@ -182,7 +178,7 @@ def _pod(settings: RunSettings, release: ServedRelease) -> Tree:
 
 
 def _init_container(settings: RunSettings, release: ServedRelease) -> Tree:
-    """Fetches the archive; it alone has the keys of the object store."""
+    """The container that fetches the archive, and the only one with the keys of the object store."""
     kubernetes = settings.kubernetes
     command = ["fetch", "--release", release.version, "--sha256", release.archive_sha256]
     container = _any_container(settings, "fetch", command)
@@ -197,7 +193,7 @@ def _init_container(settings: RunSettings, release: ServedRelease) -> Tree:
 
 
 def _shippers(settings: RunSettings) -> list[Tree]:
-    """Brings logged queries to the store, with keys of its own. As a sidecar it ends after TorchServe."""
+    """The sidecar that uploads logged queries, with separate keys. A sidecar ends after TorchServe."""
     secret = settings.kubernetes.query_secret
     if not secret or settings.serving.query_log == "off":
         return []
@@ -218,7 +214,7 @@ def _shippers(settings: RunSettings) -> list[Tree]:
 
 
 def _container(settings: RunSettings) -> Tree:
-    """TorchServe. Its management API listens on loopback, so that nobody outside the pod reaches it."""
+    """TorchServe. Its management API is bound to loopback, unreachable from outside the pod."""
     serving, kubernetes = settings.serving, settings.kubernetes
     container = _any_container(
         settings, CONTAINER, ["serve"] if kubernetes.token_secret else ["serve", "--without-token"]
@@ -230,7 +226,7 @@ def _container(settings: RunSettings) -> Tree:
         container["resources"]["limits"]["nvidia.com/gpu"] = str(kubernetes.gpus)
     starts = math.ceil(serving.startup_timeout_s / PROBE_S)
     alive = {"httpGet": {"path": "/ready", "port": "http"}, "periodSeconds": PROBE_S}
-    # Not from the ConfigMap: while a pod is replaced, a kubelet has long put the settings of its successors there.
+    # Not from the ConfigMap: while pods are replaced, the mounted file already has the settings of their successors.
     drain = ["evernear", "pod", "drain", "--set", f"serving.endpoint_removal_s={serving.endpoint_removal_s}"]
     return container | {
         "ports": [
@@ -245,7 +241,7 @@ def _container(settings: RunSettings) -> Tree:
             "failureThreshold": starts,
         },
         "readinessProbe": alive | {"timeoutSeconds": PROBE_TIMEOUT_S, "failureThreshold": 2},
-        # A worker that died is started again by TorchServe; only where that fails the container has to go.
+        # TorchServe restarts dead workers; the container is restarted only if that fails.
         "livenessProbe": alive | {"timeoutSeconds": serving.response_timeout_s, "failureThreshold": starts},
         "lifecycle": {"preStop": {"exec": {"command": drain}}},
     }
@@ -300,12 +296,12 @@ def _spread(kubernetes: KubernetesSettings, key: str) -> Tree:
         "topologyKey": key,
         "whenUnsatisfiable": "ScheduleAnyway",
         "labelSelector": {"matchLabels": selector(kubernetes)},
-        "matchLabelKeys": [REVISION],  # pods that are on their way out do not count
+        "matchLabelKeys": [REVISION],  # terminating pods do not count
     }
 
 
 def _deployment(kubernetes: KubernetesSettings, template: Tree) -> Tree:
-    """Without ``replicas``: that field is the autoscaler's alone, which also keeps the least number."""
+    """The Deployment, without ``replicas``: the autoscaler owns that field."""
     return {
         "selector": {"matchLabels": selector(kubernetes)},
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
@@ -341,7 +337,7 @@ def _service(kubernetes: KubernetesSettings, serving: ServingSettings) -> Tree:
 
 
 def _disruption_budget(kubernetes: KubernetesSettings) -> Tree:
-    """One pod at a time; a single one may go too, else its node could never be emptied."""
+    """One pod at a time. A single replica may be evicted too, otherwise its node could never be drained."""
     return {
         "maxUnavailable": 1,
         "selector": {"matchLabels": selector(kubernetes)},
@@ -350,7 +346,7 @@ def _disruption_budget(kubernetes: KubernetesSettings) -> Tree:
 
 
 def _network_policy(kubernetes: KubernetesSettings, serving: ServingSettings) -> Tree:
-    """Predictions for the namespace and who is named, metrics for monitoring, management for nobody."""
+    """Inference for this namespace and the client namespaces, metrics for monitoring, management for nobody."""
 
     def namespace(name: str) -> Tree:
         return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
@@ -363,7 +359,7 @@ def _network_policy(kubernetes: KubernetesSettings, serving: ServingSettings) ->
     if kubernetes.metrics_namespaces:
         monitoring = list(map(namespace, kubernetes.metrics_namespaces))
         ingress.append({"from": monitoring, "ports": ports(serving.metrics_port)})
-    # Names, and the object store, which only the init containers ask; a claim needs neither.
+    # DNS and the object store, for the init containers; a claim needs neither.
     store = [] if kubernetes.store_claim else [*ports(53, protocol="UDP"), *ports(53, *kubernetes.egress_ports)]
     return {
         "podSelector": {"matchLabels": selector(kubernetes)},

@@ -1,31 +1,31 @@
-"""What a deployment asks of the API server, as rights; deploy/base/deployer.yaml is the Role that gives them.
+"""The permissions that a deployment needs, checked in advance; deploy/base/deployer.yaml is the Role that grants them.
 
-A dry run finds some of them missing. The others are first used in the middle of a deployment: to hold the Lease, to
-follow the rollout, to tell why it stalls, to put back what was there.
+A dry run detects only some missing permissions. The others are first used in the middle of a deployment: to hold the
+Lease, to follow the rollout, to diagnose it, to restore the previous revision.
 """
 
 from collections.abc import Iterable, Iterator
 
 from evernear.deployment.kubernetes.cluster import RESOURCES, Cluster, Tree
-from evernear.deployment.kubernetes.last_known_good import proven_name
+from evernear.deployment.kubernetes.revision import last_known_good_name
 from evernear.errors import ClusterError
 from evernear.settings import RunSettings
 
-Right = tuple[tuple[str, ...], str, str]
-"""Verbs, a kind (with ``/`` and a subresource, where it is one), and the object's name; without one, of all objects."""
+Permission = tuple[tuple[str, ...], str, str]
+"""Verbs, a kind (``Pod``, or ``Pod/log`` for a subresource), and an object's name; empty for all objects."""
 
 
-def require_rights(cluster: Cluster, objects: Iterable[Tree], settings: RunSettings) -> None:
-    """Ask the API server whether these credentials may all that a deployment of ``objects`` does.
+def check_permissions(cluster: Cluster, objects: Iterable[Tree], settings: RunSettings) -> None:
+    """Ask the API server for every permission that a deployment of ``objects`` needs.
 
     Raises:
-        ClusterError: something is missing, each named; or there is no answer.
+        ClusterError: permissions are missing, all of them named; or the API server is unavailable.
     """
     missing: list[str] = []
     for verbs, kind, name in _needed(cluster, objects, settings):
-        refused = [verb for verb in verbs if not cluster.may(verb, kind, name)]
-        if refused:
-            missing.append(f"{', '.join(refused)} {_resource(kind)} {name}".rstrip())
+        denied = [verb for verb in verbs if not cluster.is_allowed(verb, kind, name)]
+        if denied:
+            missing.append(f"{', '.join(denied)} {_resource(kind)} {name}".rstrip())
     if missing:
         raise ClusterError(
             f"The credentials may not, in namespace {cluster.namespace}: {'; '.join(missing)}. "
@@ -33,23 +33,23 @@ def require_rights(cluster: Cluster, objects: Iterable[Tree], settings: RunSetti
         )
 
 
-def _needed(cluster: Cluster, objects: Iterable[Tree], settings: RunSettings) -> Iterator[Right]:
+def _needed(cluster: Cluster, objects: Iterable[Tree], settings: RunSettings) -> Iterator[Permission]:
     name = settings.kubernetes.name
     for manifest in objects:
         yield ("create", "patch", "delete"), manifest["kind"], manifest["metadata"]["name"]
-    yield ("get", "create", "patch"), "ConfigMap", proven_name(settings.kubernetes)
+    yield ("get", "create", "patch"), "ConfigMap", last_known_good_name(settings.kubernetes)
     yield ("get", "watch"), "Deployment", name
     yield ("get", "update"), "Lease", name
-    yield ("create",), "Lease", ""  # by POST, which has no name yet
+    yield ("create",), "Lease", ""  # a POST has no name yet
     yield ("list",), "Pod", ""
     yield ("list",), "Event", ""
     yield ("get",), "Pod/log", ""
-    served_without = settings.kubernetes.service_url or settings.kubernetes.token_secret
-    if not (cluster.inside or served_without):  # as `service_client` has it
+    if not (cluster.inside or settings.kubernetes.service_url or settings.kubernetes.token_secret):
+        # `service_client` then goes through the API server.
         yield ("create",), "Service/proxy", f"{name}:http"
 
 
 def _resource(kind: str) -> str:
-    """As a Role names it."""
+    """The resource of a kind, as a Role names it."""
     kind, slash, subresource = kind.partition("/")
     return f"{RESOURCES[kind][1]}{slash}{subresource}"

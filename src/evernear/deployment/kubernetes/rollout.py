@@ -1,52 +1,51 @@
-"""Follow a rollout until it is complete, or until it is known why it will not be."""
+"""Follow a rollout until it completes or fails."""
 
 import time
 
-from evernear.deployment.kubernetes.cluster import Away, Cluster, Tree
-from evernear.deployment.kubernetes.rollout_diagnosis import Stall, find_stall
+from evernear.deployment.kubernetes.cluster import ApiUnavailableError, Cluster, Tree
+from evernear.deployment.kubernetes.rollout_diagnosis import Diagnosis, diagnose
 from evernear.errors import ClusterError
 from evernear.settings import KubernetesSettings
 
-LOOK_S = 2
-"""The pods are looked at so often; meanwhile the Deployment is watched."""
+DIAGNOSIS_INTERVAL_S = 2
+"""Between two diagnoses of the pods; the Deployment is watched in between."""
 PAUSE_S = 0.2
 
 
 def await_rollout(cluster: Cluster, settings: KubernetesSettings) -> None:
-    """Wait until all pods are of the newest revision and ready, and those before it are gone or on their way out.
+    """Wait until every pod is of the newest revision and ready, and older pods are gone or terminating.
 
-    What seldom mends itself, such as an image that cannot be pulled, is waited for ``failure_grace_s`` and not
-    ``rollout_timeout_s``. That Kubernetes gave a rollout up is not looked at: its ``ProgressDeadlineExceeded`` stays
-    from the rollout before until this one makes progress, and could not come of this one before the time is out here.
+    A persistent failure, such as an image that cannot be pulled, ends the rollout after ``failure_grace_s`` instead of
+    ``rollout_timeout_s``. ``ProgressDeadlineExceeded`` is ignored: it may be left from the previous rollout.
 
     Raises:
-        ClusterError: it does not come up; the sentence says why. Or the API server is away for too long.
+        ClusterError: the rollout fails, with the reason; or the API server is unavailable for too long.
     """
-    started_s = hopeful_s = time.monotonic()
+    started_s = healthy_s = time.monotonic()
     while True:
-        stall, deployment = None, None
+        diagnosis, deployment = None, None
         try:
             deployment = _deployment(cluster, settings.name)
             if is_complete(deployment):
                 return
-            stall = find_stall(cluster, settings, deployment)
-        except Away as error:  # a control plane may be away for a minute; pods serve on
-            stall = Stall(str(error).rstrip("."))
+            diagnosis = diagnose(cluster, settings, deployment)
+        except ApiUnavailableError as error:  # pods go on answering without their control plane
+            diagnosis = Diagnosis(str(error).rstrip("."))
         now_s = time.monotonic()
-        if stall is None or not stall.hopeless:
-            hopeful_s = now_s
-        why = stall.reason if stall else "nothing tells why"
-        if now_s - hopeful_s > settings.failure_grace_s:
+        if diagnosis is None or not diagnosis.persistent:
+            healthy_s = now_s
+        why = diagnosis.reason if diagnosis else "nothing tells why"
+        if now_s - healthy_s > settings.failure_grace_s:
             raise ClusterError(f"it does not come up: {why}.")
         if now_s - started_s > settings.rollout_timeout_s:
             raise ClusterError(f"it is not up after {settings.rollout_timeout_s} s: {why}.")
-        if deployment is not None and any(map(is_complete, cluster.changes(deployment, LOOK_S))):
+        if deployment is not None and any(map(is_complete, cluster.changes(deployment, DIAGNOSIS_INTERVAL_S))):
             return
-        time.sleep(PAUSE_S)  # a watch that breaks off at once must not be asked for in a loop
+        time.sleep(PAUSE_S)  # a watch that fails at once must not become a busy loop
 
 
 def is_complete(deployment: Tree) -> bool:
-    """Whether its newest revision, and nothing else, serves; as ``kubectl rollout status`` sees it."""
+    """Whether only the newest revision is live, by the rule of ``kubectl rollout status``."""
     status: Tree = deployment.get("status") or {}
     wanted = deployment["spec"].get("replicas", 1)
     updated = status.get("updatedReplicas", 0)
@@ -59,9 +58,9 @@ def is_complete(deployment: Tree) -> bool:
 
 
 def _deployment(cluster: Cluster, name: str) -> Tree:
-    found = cluster.get("Deployment", name)
-    if found is None:
+    deployment = cluster.get("Deployment", name)
+    if deployment is None:
         raise ClusterError(f"somebody deleted the Deployment {name}.")
-    if found["spec"].get("replicas") == 0:
+    if deployment["spec"].get("replicas") == 0:
         raise ClusterError(f"somebody scaled the Deployment {name} to 0, so nothing serves; scale it to 1 or more.")
-    return found
+    return deployment

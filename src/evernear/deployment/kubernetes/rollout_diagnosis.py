@@ -1,6 +1,5 @@
-"""Why a rollout does not come up, in one sentence, from what Kubernetes tells of its pods."""
+"""Diagnose a rollout from the status, events and logs of its pods: one sentence with Kubernetes' own words."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from evernear.deployment.kubernetes.cluster import Cluster, Tree
@@ -8,72 +7,67 @@ from evernear.deployment.kubernetes.objects import REVISION, selector
 from evernear.settings import KubernetesSettings
 
 LOG_LINES = 3
-PULL = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ImageInspectError", "ErrImageNeverPull"})
-CONFIGURATION = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+PULL_ERRORS = frozenset(
+    {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ImageInspectError", "ErrImageNeverPull"}
+)
+CREATE_ERRORS = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
 
 
 @dataclass(frozen=True)
-class Stall:
-    """Why pods are not there or not ready; ``hopeless``: waiting seldom mends it."""
+class Diagnosis:
+    """The reason why pods are missing or not ready; ``persistent`` if waiting rarely helps."""
 
     reason: str
-    hopeless: bool = False
+    persistent: bool = False
 
 
-def find_stall(cluster: Cluster, settings: KubernetesSettings, deployment: Tree) -> Stall | None:
-    """What keeps the newest revision of ``deployment`` from coming up; None: nothing that can be seen."""
+def diagnose(cluster: Cluster, settings: KubernetesSettings, deployment: Tree) -> Diagnosis | None:
+    """The fault that keeps the newest revision of ``deployment`` from coming up; None if none is visible."""
     refused = _condition(deployment, "ReplicaFailure", "True")
     if refused is not None:
-        return Stall(f"no pod can be made: {_told(refused)}")
+        return Diagnosis(f"no pod can be made: {_reason(refused)}")
     revision = deployment["spec"]["template"]["metadata"]["labels"][REVISION]
     labels = {**selector(settings), REVISION: revision}
     pods = cluster.list("Pod", labelSelector=",".join(f"{key}={value}" for key, value in labels.items()))
-    pods.sort(key=_has_failed)  # it tells least: another has been made in its place
-    found = (_of_pod(cluster, pod) for pod in pods if "deletionTimestamp" not in pod["metadata"])
-    stalls = [stall for stall in found if stall is not None]
-    # Of several pods, the one that says most.
-    return next((stall for stall in stalls if stall.hopeless), stalls[0] if stalls else None)
+    pods.sort(key=_has_failed)  # a failed pod says least: another one has replaced it
+    diagnoses = [_of_pod(cluster, pod) for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+    faults = [diagnosis for diagnosis in diagnoses if diagnosis is not None]
+    return next((fault for fault in faults if fault.persistent), faults[0] if faults else None)
 
 
-def _of_pod(cluster: Cluster, pod: Tree) -> Stall | None:
+def _of_pod(cluster: Cluster, pod: Tree) -> Diagnosis | None:
     name, status = pod["metadata"]["name"], pod.get("status") or {}
     unscheduled = _condition(pod, "PodScheduled", "False")
     if unscheduled is not None:
-        return Stall(f"no node takes pod {name}: {_told(unscheduled)}")
+        return Diagnosis(f"no node takes pod {name}: {_reason(unscheduled)}")
     if _has_failed(pod):
-        return Stall(f"pod {name} failed: {_told(status)}")
-    for container in _containers(status, "initContainerStatuses"):
-        stall = _of_container(cluster, name, container, "init container ")
-        if stall is not None:
-            return stall
-    for container in _containers(status, "containerStatuses"):
-        stall = _of_container(cluster, name, container, "container ") or _of_probe(cluster, name, container)
-        if stall is not None:
-            return stall
-    warning = _warning(cluster, name)
-    return Stall(f"pod {name} does not start: {warning}") if warning else None
+        return Diagnosis(f"pod {name} failed: {_reason(status)}")
+    for container in status.get("initContainerStatuses") or []:
+        if fault := _of_container(cluster, name, container, "init container"):
+            return fault
+    for container in status.get("containerStatuses") or []:
+        if fault := _of_container(cluster, name, container, "container") or _of_probe(cluster, name, container):
+            return fault
+    warning = _newest_warning(cluster, name)
+    return Diagnosis(f"pod {name} does not start: {warning}") if warning else None
 
 
 def _has_failed(pod: Tree) -> bool:
-    """Whether a pod was evicted, or refused by its node: it stays so, and may be older than this rollout."""
+    """Whether a pod was evicted or rejected by its node. It stays listed, and may be older than this rollout."""
     return (pod.get("status") or {}).get("phase") == "Failed"
 
 
-def _containers(status: Tree, key: str) -> Iterable[Tree]:
-    return status.get(key) or []
-
-
-def _of_container(cluster: Cluster, pod: str, container: Tree, what: str) -> Stall | None:
-    """A container whose image, configuration or command is at fault."""
+def _of_container(cluster: Cluster, pod: str, container: Tree, role: str) -> Diagnosis | None:
+    """A faulty image, configuration or command."""
     state: Tree = container.get("state") or {}
     waiting: Tree = state.get("waiting") or {}
-    reason, name = waiting.get("reason", ""), f"{what}{container['name']} of pod {pod}"
-    if reason in PULL:
-        return Stall(f"the image {container['image']} cannot be pulled: {_told(waiting)}", hopeless=True)
-    if reason in CONFIGURATION:
-        return Stall(f"{name} cannot be made: {_told(waiting)}", hopeless=True)
+    reason, name = waiting.get("reason", ""), f"{role} {container['name']} of pod {pod}"
+    if reason in PULL_ERRORS:
+        return Diagnosis(f"the image {container['image']} cannot be pulled: {_reason(waiting)}", persistent=True)
+    if reason in CREATE_ERRORS:
+        return Diagnosis(f"{name} cannot be made: {_reason(waiting)}", persistent=True)
     ended: Tree = state.get("terminated") or (container.get("lastState") or {}).get("terminated") or {}
-    # One that was started for the third time is not trusted while it runs: else its crashes would seem far apart.
+    # After its second restart, a running container counts as crashed until it is ready: it may crash again later.
     restarts = container.get("restartCount", 0)
     down = "running" not in state or (restarts > 1 and not container.get("ready"))
     if reason != "CrashLoopBackOff" and not (ended.get("exitCode") and down):
@@ -82,48 +76,44 @@ def _of_container(cluster: Cluster, pod: str, container: Tree, what: str) -> Sta
     if ended.get("reason") == "OOMKilled":
         how = "it needs more memory than kubernetes.memory"
     fate = "crashes again and again" if restarts else "failed"
-    said = _last_words(cluster, pod, container["name"], ended, previous="terminated" not in state)
-    return Stall(f"{name} {fate} ({how}){said}", hopeless=True)
+    words = _last_words(cluster, pod, container["name"], ended, previous="terminated" not in state)
+    return Diagnosis(f"{name} {fate} ({how}){words}", persistent=True)
 
 
-def _of_probe(cluster: Cluster, pod: str, container: Tree) -> Stall | None:
-    """A container that runs, and is not started or not ready by its probes."""
+def _of_probe(cluster: Cluster, pod: str, container: Tree) -> Diagnosis | None:
+    """A running container whose startup or readiness probe fails."""
     if container.get("ready") or "running" not in (container.get("state") or {}):
         return None
-    which = "readiness" if container.get("started") else "startup"
-    warning = _warning(cluster, pod, "Unhealthy")
-    return Stall(f"the {which} probe of pod {pod} fails" + (f": {warning}" if warning else ""))
+    probe = "readiness" if container.get("started") else "startup"
+    warning = _newest_warning(cluster, pod, "Unhealthy")
+    return Diagnosis(f"the {probe} probe of pod {pod} fails" + (f": {warning}" if warning else ""))
 
 
 def _last_words(cluster: Cluster, pod: str, container: str, ended: Tree, *, previous: bool) -> str:
-    """What the container said last: its log, or what the kubelet kept of that."""
+    """The end of the container's log, or of the termination message that the kubelet saved."""
     lines = cluster.log(pod, container, previous=previous, lines=LOG_LINES)
     lines = lines or [line.strip() for line in str(ended.get("message") or "").splitlines() if line.strip()]
     return f"; its last words were {' / '.join(lines[-LOG_LINES:])!r}" if lines else ""
 
 
-def _warning(cluster: Cluster, pod: str, reason: str | None = None) -> str | None:
-    """The message of the newest warning about a pod."""
+def _newest_warning(cluster: Cluster, pod: str, reason: str | None = None) -> str | None:
     events = cluster.list("Event", fieldSelector=f"involvedObject.name={pod}")
     warnings = [e for e in events if e.get("type") == "Warning" and reason in (None, e.get("reason"))]
-    if not warnings:
-        return None
-    return _line(max(warnings, key=_when).get("message"))
+    return _one_line(max(warnings, key=_time).get("message")) if warnings else None
 
 
-def _when(event: Tree) -> str:
+def _time(event: Tree) -> str:
     return str(event.get("lastTimestamp") or event.get("eventTime") or event["metadata"].get("creationTimestamp"))
 
 
-def _condition(thing: Tree, kind: str, status: str) -> Tree | None:
-    conditions: list[Tree] = (thing.get("status") or {}).get("conditions") or []
+def _condition(resource: Tree, kind: str, status: str) -> Tree | None:
+    conditions: list[Tree] = (resource.get("status") or {}).get("conditions") or []
     return next((c for c in conditions if c.get("type") == kind and c.get("status") == status), None)
 
 
-def _told(thing: Tree) -> str:
-    """The reason and the message that Kubernetes gives."""
-    return _line(thing.get("message")) or str(thing.get("reason") or "no reason is given")
+def _reason(status: Tree) -> str:
+    return _one_line(status.get("message")) or str(status.get("reason") or "no reason is given")
 
 
-def _line(text: object) -> str:
+def _one_line(text: object) -> str:
     return " ".join(str(text or "").split()).rstrip(".")

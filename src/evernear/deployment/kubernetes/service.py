@@ -1,4 +1,4 @@
-"""Prove a release through its Service, the way that clients come."""
+"""Prove a release through its Service, on the path of its clients."""
 
 import time
 from urllib.parse import urlsplit
@@ -18,41 +18,46 @@ PAUSE_S = 0.5
 
 
 def prove(client: Predicts, settings: KubernetesSettings, parts: ReleaseParts) -> int:
-    """Ask the Service the release's stored queries; the number that were answered.
+    """Send the stored queries to the Service; the number that were answered.
 
-    A Service follows a rollout a little later, so for ``convergence_timeout_s`` it may still answer with another
-    release; the queries count from when it answered with this one as often as there are queries.
+    Endpoints lag behind a rollout, so for ``convergence_timeout_s`` the Service may still answer with another release.
+    The test starts after as many consecutive answers of this release as there are stored queries.
 
     Raises:
-        ServingError: it answers otherwise than when the release was archived, or with another release, or not at all.
+        ServingError: the Service answers otherwise than when the release was archived, with another release, or not
+            at all.
     """
     _await_release(client, settings, parts)
     return smoke(client, parts)
 
 
-def service_host(settings: RunSettings) -> str:
-    """The Service's name within the cluster."""
-    return f"{settings.kubernetes.name}.{settings.kubernetes.namespace}.svc"
+def service_url(settings: RunSettings) -> str:
+    """The URL for predictions within the cluster."""
+    return f"http://{_host(settings)}:{settings.serving.inference_port}/predictions/{settings.serving.model_name}"
 
 
 def service_client(cluster: Cluster, settings: RunSettings) -> Predicts:
-    """Who asks the Service: by its URL where one is set, by its name from inside, else through the API server.
+    """A client of the Service: by ``service_url`` if set, by its DNS name from inside, else through the API server.
 
     Raises:
-        SettingsError: a token is asked for, and the API server would not pass it on.
+        SettingsError: a token is required, and the API server would not pass it on.
     """
     url = urlsplit(settings.kubernetes.service_url)
     if url.hostname:
         port = url.port or (443 if url.scheme == "https" else 80)
         return Client(_target(settings, url.hostname, port, tls=url.scheme == "https"))
     if cluster.inside:
-        return Client(_target(settings, service_host(settings), settings.serving.inference_port))
+        return Client(_target(settings, _host(settings), settings.serving.inference_port))
     if settings.kubernetes.token_secret:
         raise SettingsError(
             "The API server passes no token on to a Service; deploy from inside the cluster, or say where the Service "
             "can be reached with --set kubernetes.service_url=http://HOST:PORT."
         )
     return _ThroughApiServer(cluster, settings)
+
+
+def _host(settings: RunSettings) -> str:
+    return f"{settings.kubernetes.name}.{settings.kubernetes.namespace}.svc"
 
 
 def _target(settings: RunSettings, host: str, port: int, *, tls: bool = False) -> Target:
@@ -75,11 +80,11 @@ def _await_release(client: Predicts, settings: KubernetesSettings, parts: Releas
     answered = 0
     while answered < len(queries):
         try:
-            answer = client.predict(queries[answered][0]).version
-            fault = f"it answers with release {answer}"
+            live = client.predict(queries[answered][0]).version
+            fault = f"it answers with release {live}"
         except (ServingError, ClusterError) as error:
-            answer, fault = None, str(error).rstrip(".")
-        if answer == version:
+            live, fault = None, str(error).rstrip(".")
+        if live == version:
             answered += 1
             continue
         if time.monotonic() > deadline_s:
@@ -92,7 +97,7 @@ def _await_release(client: Predicts, settings: KubernetesSettings, parts: Releas
 
 
 class _ThroughApiServer:
-    """The ``proxy`` of a Service: reachable wherever the API server is, but without a token of its own."""
+    """The ``proxy`` subresource of a Service: reachable wherever the API server is, but without a token."""
 
     def __init__(self, cluster: Cluster, settings: RunSettings) -> None:
         self._cluster = cluster
@@ -109,7 +114,7 @@ class _ThroughApiServer:
         try:
             return Prediction.model_validate(content)
         except ValidationError:
-            raise ServingError(f"What answers at the Service {self._service} is no evernear release.") from None
+            raise ServingError(f"The Service {self._service} does not answer as an evernear release.") from None
 
 
 def _refusal(status: int, content: str) -> EvernearError:

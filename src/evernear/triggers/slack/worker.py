@@ -343,14 +343,14 @@ class Worker:
         """Promote or roll back; the sentence of what went wrong, or an empty one."""
         cause = Cause(by=str(request.by), why=_why(request))
         try:  # here, as the bot's image has nothing that serves: there a pipeline does this
-            from evernear.deployment import promote, rollback
+            from evernear.deployment import promote, roll_back
         except ModuleNotFoundError as error:
             return f"{error.name} is not installed where I run; `evernear registry` does it where a server is."
         try:
             if request.kind == "promote":
                 promote(request.release, self._settings, force=True, cause=cause)
             else:
-                rollback(self._settings, cause=cause, expected=request.release)
+                roll_back(self._settings, cause=cause, expected=request.release)
         except EvernearError as error:
             _log.warning("%s: %s", request.id, error)
             return str(error)

@@ -1,0 +1,79 @@
+"""A revision: the objects that serve one release. It is applied as a whole, and saved once it is proved.
+
+The registry knows the last champion, but not the image and the settings that it was live with. Those are in the last
+known good revision, a ConfigMap of the cluster, which a failed deployment restores.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from evernear.deployment.kubernetes.cluster import Cluster, Tree
+from evernear.deployment.kubernetes.objects import COMMON_LABELS, RELEASE
+from evernear.settings import KubernetesSettings
+
+
+@dataclass(frozen=True)
+class Revision:
+    """A release and all its objects, in the order in which they are applied."""
+
+    version: str
+    objects: list[Tree]
+
+
+def apply(cluster: Cluster, objects: Iterable[Tree], *, force: bool = False, dry_run: bool = False) -> None:
+    """Apply objects in order; idempotent. With ``dry_run`` the API server only validates them.
+
+    Raises:
+        ObjectConflictError: another field manager owns a field and set it to a different value.
+        ClusterError: an object is refused (no permission, no quota, no such field), or the API server is unavailable.
+    """
+    for manifest in objects:
+        cluster.apply(manifest, force=force, dry_run=dry_run)
+
+
+def remove(cluster: Cluster, objects: Iterable[Tree]) -> None:
+    """Delete objects in reverse order.
+
+    Raises:
+        ClusterError: one cannot be deleted, or the API server is unavailable.
+    """
+    for manifest in reversed(list(objects)):
+        cluster.delete(manifest["kind"], manifest["metadata"]["name"])
+
+
+def load_last_known_good(cluster: Cluster, settings: KubernetesSettings) -> Revision | None:
+    """The revision that was proved last; None if there is none or it is unreadable.
+
+    Raises:
+        ClusterError: the API server is unavailable.
+    """
+    stored = cluster.get("ConfigMap", last_known_good_name(settings))
+    try:
+        data: dict[str, str] = (stored or {})["data"]
+        objects: Any = json.loads(data["objects.json"])
+        return Revision(data["release"], [cast("Tree", manifest) for manifest in objects])
+    except (KeyError, ValueError, TypeError):
+        return None
+
+
+def save_last_known_good(cluster: Cluster, settings: KubernetesSettings, revision: Revision) -> None:
+    """Replace the last known good revision.
+
+    Raises:
+        ClusterError: it cannot be written.
+    """
+    metadata = {
+        "name": last_known_good_name(settings),
+        "namespace": settings.namespace,
+        "labels": COMMON_LABELS,
+        "annotations": {RELEASE: revision.version},
+    }
+    data = {"release": revision.version, "objects.json": json.dumps(revision.objects)}
+    cluster.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}, force=True)
+
+
+def last_known_good_name(settings: KubernetesSettings) -> str:
+    """The name of the ConfigMap; deploy/base/deployer.yaml grants access to it."""
+    return f"{settings.name}-proven"

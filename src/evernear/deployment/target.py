@@ -1,0 +1,113 @@
+"""The interface of a deployment target, and the target that is the registry alone."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from evernear.errors import TransientStoreError
+from evernear.frozen import Frozen
+from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts
+from evernear.release.registry import Champion, Registry
+from evernear.settings import RunSettings
+from evernear.store import open_store
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The outcome of a rollout: where the release is live, and how many of its stored queries it answered.
+
+    ``champion_fault`` is the reason why the previous champion could not be brought up beside it, if it could not.
+    """
+
+    url: str | None = None
+    smoke_queries: int = 0
+    champion_fault: str | None = None
+
+
+class Deployment(Frozen):
+    """A release that became the champion, with the fields of its `Proof`; ``url`` is None without a server."""
+
+    version: str
+    previous: str | None
+    url: str | None = None
+    smoke_queries: int = 0
+    champion_fault: str | None = None
+
+    @classmethod
+    def of(cls, champion: Champion, proof: Proof) -> "Deployment":
+        """The deployment that made ``champion`` live."""
+        return cls(version=champion.version, previous=champion.previous, **asdict(proof))
+
+
+class DeploymentTarget(Protocol):
+    """A place where one release is live. `evernear.deployment` walks a release through these methods."""
+
+    def require_deployable(self) -> None:
+        """Check in advance, before hours of training, that a deployment can succeed."""
+        ...
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        """Lock out other deployments to the same target.
+
+        Raises:
+            BusyError: another deployment does not end.
+        """
+        ...
+
+    def fetch(self, version: str, directory: Path) -> Path:
+        """The archive of a published release, in ``directory`` or where the target has it already."""
+        ...
+
+    def rollout(self, archive: Path, parts: ReleaseParts) -> AbstractContextManager[Proof]:
+        """Bring a published release up and prove it; the body of the context then records it as the champion.
+
+        If anything fails, the body included, the previous release is live again. The exception is a
+        `TransientStoreError` of the body: the release stays live, see `unrecorded`.
+        """
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """The live release and the champion, as a flat mapping."""
+        ...
+
+
+class RegistryTarget:
+    """The registry without a server; servers elsewhere pull the champion when they start."""
+
+    def __init__(self, settings: RunSettings) -> None:
+        self._registry = Registry(open_store(settings.store_uri))
+
+    def require_deployable(self) -> None:
+        """Nothing to check: the pipeline writes to the store before it trains."""
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        """No lock: the compare-and-swap of the champion's pointer is enough."""
+        return nullcontext()
+
+    def fetch(self, version: str, directory: Path) -> Path:
+        """Download the archive."""
+        self._registry.fetch(version, directory / ARCHIVE_FILE)
+        return directory / ARCHIVE_FILE
+
+    def rollout(self, archive: Path, parts: ReleaseParts) -> AbstractContextManager[Proof]:
+        """No server, no proof."""
+        return nullcontext(Proof())
+
+    def status(self) -> dict[str, Any]:
+        """The champion and the store."""
+        champion = self._registry.champion()
+        return {"champion": champion.version if champion else None, "store": self._registry.uri}
+
+
+def unrecorded(version: str, error: TransientStoreError) -> TransientStoreError:
+    """The error for a release that is proved and stays live although the store did not record it as the champion.
+
+    Putting the previous release back could fail, since its archive comes from the same store; and the pointer may have
+    moved already.
+    """
+    return TransientStoreError(
+        f"Release {version} answered its stored queries and stays in place, but it may not be recorded as the champion:"
+        f" {error} When the store can be reached, `evernear registry champion` shows what is recorded; if that is not "
+        f"{version}, run `evernear registry promote {version}` or this step again."
+    )
