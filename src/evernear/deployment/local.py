@@ -24,7 +24,7 @@ from evernear.release.registry import Champion, Registry
 from evernear.serving import torchserve
 from evernear.serving.client import Client
 from evernear.serving.endpoints import Endpoints, home_of, read_state
-from evernear.serving.management import Management, Registered
+from evernear.serving.management import Management, RegisteredVersion
 from evernear.settings import RunSettings
 from evernear.store import open_store
 
@@ -161,7 +161,7 @@ class LocalTarget:
                     torchserve.stop(self._home)
             raise
 
-    def _registered(self) -> dict[str, Registered]:
+    def _registered(self) -> dict[str, RegisteredVersion]:
         """The releases that the server has loaded, by version, oldest first."""
         return {model.version: model for model in self._management.versions(self._model)}
 
