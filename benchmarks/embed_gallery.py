@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import machine
+import torch
 from accuracy import ingested, settings_of
 
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed, embed_images
-from evernear.embedding.export import export, load_network
+from evernear.embedding.export import NETWORK_FILE, export
 from evernear.embedding.train import train
 from evernear.settings import Settings
 
@@ -49,7 +50,7 @@ def compared(dataset: Dataset, settings: Settings, scratch: Path, repeats: int) 
     hasty = settings.train.model_copy(update={"epochs": 1, "min_steps": 0})
     train(dataset, hasty, scratch / "trained")
     export(scratch / "trained", dataset, scratch / "network", settings.train.parity_tolerance)
-    plain = load_network(scratch / "network", optimize=False)
+    plain = torch.jit.load(scratch / "network" / NETWORK_FILE).eval()
 
     def ours() -> None:
         embed(scratch / "network", dataset, scratch / "embeddings", ("gallery",))

@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from evernear.data.shards import Dataset
-from evernear.embedding.images import to_tensor
+from evernear.embedding.artifact import load_trained
+from evernear.embedding.data_loader import to_tensor
 from evernear.embedding.train import train
-from evernear.embedding.trained import load_trained
 from evernear.index.search import vote
 from evernear.settings import TrainSettings
 

@@ -178,4 +178,6 @@ def test_training_processes_divide_the_cpus(
         monkeypatch.delenv(threads.THREADS)
         threads.configure()
         monkeypatch.setenv(threads.CHOSEN_THREADS, os.environ[threads.CHOSEN_THREADS])  # taken back afterwards
-    assert threads.environment_of_each(processes)[threads.THREADS] == each
+    with threads.divide_between(processes):
+        assert os.environ[threads.THREADS] == each
+    assert os.environ[threads.THREADS] == str(cpus)

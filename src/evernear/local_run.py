@@ -210,7 +210,7 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 
 def _descendants(process: "subprocess.Popen[str]") -> list[psutil.Process]:
-    """The steps and their children, also those that torchrun puts into sessions of their own."""
+    """The steps and their children, also those in sessions of their own."""
     try:
         return psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:

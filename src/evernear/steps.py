@@ -70,7 +70,7 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
     """Train the network; write its weights, and its curves as a page."""
     with _step("train", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
-        from evernear.embedding.history import Epoch
+        from evernear.embedding.artifact import Epoch
         from evernear.embedding.train import train
         from evernear.reporting.plots import training_curves
 
@@ -81,7 +81,7 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
         data = Dataset.open(Path(dataset))
         result = train(data, chosen.train, Path(trained), open_store(chosen.store_uri), on_epoch=say)
         write_atomically(Path(curves), training_curves(result.epochs))
-        kept = result.epochs[result.kept_epoch - 1]
+        kept = result.epochs[result.best_epoch - 1]
         resumed = f", resumed after epoch {result.resumed_after_epoch}" if result.resumed_after_epoch else ""
         running.summary = f"kept epoch {kept.epoch}, gallery accuracy {kept.gallery_accuracy:.2%}{resumed}"
 
@@ -117,10 +117,10 @@ def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str)
     with _step("embed", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
         from evernear.embedding.embed import embed
-        from evernear.embedding.export import trained_on
+        from evernear.embedding.export import training_dataset
 
         data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
-        seen = trained_on(Path(network), data, opened).manifest.label_counts("train")
+        seen = training_dataset(Path(network), data, opened).manifest.label_counts("train")
         untrained = frozenset(label for label in data.labels if not seen.get(label))
         result = embed(Path(network), data, Path(embeddings), store=opened, untrained=untrained)
         made = result.count - result.reused
@@ -161,7 +161,7 @@ def evaluate(
     """Measure candidate and champion, both as served, on the same frozen test split."""
     with _step("evaluate", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
-        from evernear.embedding.export import trained_on
+        from evernear.embedding.export import training_dataset
         from evernear.evaluation.evaluate import evaluate
         from evernear.evaluation.open_set import OpenSet
         from evernear.evaluation.recogniser import Recogniser
@@ -170,7 +170,7 @@ def evaluate(
         data, candidate = Dataset.open(Path(dataset)), Recogniser.open(Path(network), Path(index))
         probed = OpenSet.model_validate_json(Path(open_set).read_bytes())
         opened = open_store(chosen.store_uri)
-        seen = trained_on(Path(network), data, opened)
+        seen = training_dataset(Path(network), data, opened)
         with open_champion(opened) as (champion, made_from):
             result = evaluate(candidate, champion, data, probed, chosen.evaluation, made_from, seen)
         result.write(Path(evaluation))

@@ -15,7 +15,8 @@ evernear therefore calls `configure` before anything else.
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 THREADS = "OMP_NUM_THREADS"
@@ -34,14 +35,21 @@ def configure() -> None:
         os.environ[THREADS] = os.environ[CHOSEN_THREADS] = str(available_cpus())
 
 
-def environment_of_each(processes: int) -> dict[str, str]:
-    """The environment of each of ``processes`` that compute side by side: the CPUs are divided between them.
+@contextmanager
+def divide_between(processes: int) -> Generator[None]:
+    """Divide the CPUs between ``processes`` processes that are started in the body of the context.
 
-    The user's own `THREADS` counts for each process, as torchrun takes it.
+    A user's own `THREADS` applies to each process, as with torchrun.
     """
-    if os.environ.get(THREADS) != os.environ.get(CHOSEN_THREADS):
-        return dict(os.environ)
-    return {**os.environ, THREADS: str(max(1, available_cpus() // processes))}
+    threads = os.environ.get(THREADS)
+    if threads is None or threads != os.environ.get(CHOSEN_THREADS):
+        yield
+        return
+    os.environ[THREADS] = str(max(1, available_cpus() // processes))
+    try:
+        yield
+    finally:
+        os.environ[THREADS] = threads
 
 
 def available_cpus(root: Path = Path("/")) -> int:

@@ -1,4 +1,4 @@
-"""The real digits, ingested once for all tests of this room."""
+"""Scikit-learn's digits, and a small network trained on them, shared by all tests of this room."""
 
 from pathlib import Path
 
@@ -7,10 +7,12 @@ import pytest
 from evernear.data.ingest import ingest
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
+from evernear.embedding.export import export
+from evernear.embedding.train import train
 from evernear.settings import DataSettings, TrainSettings
 
 TINY = TrainSettings(epochs=4, min_steps=0, width=4, embedding_dim=16, batch_size=128, patience_epochs=4)
-"""A training of about a second."""
+"""Trains in about a second."""
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +32,17 @@ def digits(digits_dir: Path) -> Dataset:
 @pytest.fixture
 def tiny() -> TrainSettings:
     return TINY
+
+
+@pytest.fixture(scope="session")
+def trained_dir(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("trained")
+    train(digits, TINY.model_copy(update={"epochs": 2}), directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def network_dir(digits: Dataset, trained_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("network")
+    export(trained_dir, digits, directory, tolerance=1e-4)
+    return directory

@@ -1,4 +1,4 @@
-"""The ArcFace head against the paper's formula, computed here by another way and in double precision."""
+"""The ArcFace head against an independent implementation of the paper's formula in double precision."""
 
 import math
 
@@ -14,11 +14,11 @@ def head(classes: int = 5, dim: int = 7, scale: float = 32.0, margin: float = 0.
     return ArcFace(classes, dim, scale, margin).double()
 
 
-def by_angles(embeddings: np.ndarray, centres: np.ndarray, labels: np.ndarray, s: float, m: float) -> np.ndarray:
-    """Equation 3 of arXiv:1801.07698 taken literally: arccosine, add m, cosine."""
-    logits = np.empty((len(embeddings), len(centres)))
+def by_angles(embeddings: np.ndarray, centers: np.ndarray, labels: np.ndarray, s: float, m: float) -> np.ndarray:
+    """Equation 3 of arXiv:1801.07698 implemented literally: arccosine, add m, cosine."""
+    logits = np.empty((len(embeddings), len(centers)))
     for i, x in enumerate(embeddings):
-        for j, w in enumerate(centres):
+        for j, w in enumerate(centers):
             theta = math.acos(float(np.dot(x, w) / np.linalg.norm(x) / np.linalg.norm(w)))
             if j != labels[i]:
                 logits[i, j] = s * math.cos(theta)
@@ -30,49 +30,49 @@ def by_angles(embeddings: np.ndarray, centres: np.ndarray, labels: np.ndarray, s
 
 
 @pytest.mark.parametrize("margin", [0.0, 0.3, 0.5, 1.2])
-def test_logits_are_those_of_the_paper(margin: float) -> None:
+def test_logits_follow_the_paper(margin: float) -> None:
     arcface = head(margin=margin)
     embeddings = torch.randn(200, 7, dtype=torch.float64)
     embeddings[:50] *= -1e3  # angles beyond pi - m, and lengths that must not matter
-    embeddings[50:60] = -arcface.centres[2].detach() + 0.1 * torch.randn(10, 7)
+    embeddings[50:60] = -arcface.centers[2].detach() + 0.1 * torch.randn(10, 7)
     labels = torch.randint(0, 5, (200,))
     labels[50:60] = 2
-    expected = by_angles(embeddings.numpy(), arcface.centres.detach().numpy(), labels.numpy(), 32.0, margin)
+    expected = by_angles(embeddings.numpy(), arcface.centers.detach().numpy(), labels.numpy(), 32.0, margin)
     np.testing.assert_allclose(arcface(embeddings, labels).detach().numpy(), expected, atol=1e-6)
 
 
-def test_without_labels_there_is_no_margin() -> None:
+def test_no_margin_without_labels() -> None:
     arcface, embeddings = head(), torch.randn(20, 7, dtype=torch.float64)
-    expected = by_angles(embeddings.numpy(), arcface.centres.detach().numpy(), np.full(20, -1), 32.0, 0.5)
+    expected = by_angles(embeddings.numpy(), arcface.centers.detach().numpy(), np.full(20, -1), 32.0, 0.5)
     np.testing.assert_allclose(arcface(embeddings).detach().numpy(), expected, atol=1e-9)
 
 
-def test_gradient_agrees_with_finite_differences() -> None:
+def test_gradient_matches_finite_differences() -> None:
     arcface, labels = head(scale=4.0), torch.tensor([0, 1, 2, 3, 4, 0])
     embeddings = torch.randn(6, 7, dtype=torch.float64, requires_grad=True)
-    embeddings.data[0] = -arcface.centres.data[0] + 0.05  # on the far branch
-    assert torch.autograd.gradcheck(lambda x, w: _with_centres(arcface, x, w, labels), (embeddings, arcface.centres))
+    embeddings.data[0] = -arcface.centers.data[0] + 0.05  # on the far branch
+    assert torch.autograd.gradcheck(lambda x, w: _with_centers(arcface, x, w, labels), (embeddings, arcface.centers))
 
 
-def _with_centres(arcface: ArcFace, x: torch.Tensor, w: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return torch.func.functional_call(arcface, {"centres": w}, (x, labels))
+def _with_centers(arcface: ArcFace, x: torch.Tensor, w: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.func.functional_call(arcface, {"centers": w}, (x, labels))
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_gradient_is_finite_where_embedding_and_centre_coincide(sign: float) -> None:
+def test_gradient_is_finite_where_embedding_and_center_coincide(sign: float) -> None:
     arcface = ArcFace(3, 4, 32.0, 0.5)
-    embeddings = (sign * arcface.centres.detach().clone()).requires_grad_()
+    embeddings = (sign * arcface.centers.detach().clone()).requires_grad_()
     arcface(embeddings, torch.tensor([0, 1, 2])).sum().backward()
     assert embeddings.grad is not None
     assert embeddings.grad.isfinite().all()
-    assert arcface.centres.grad is not None
-    assert arcface.centres.grad.isfinite().all()
+    assert arcface.centers.grad is not None
+    assert arcface.centers.grad.isfinite().all()
 
 
-def test_the_true_logit_falls_all_the_way_with_the_angle() -> None:
+def test_the_target_logit_decreases_over_all_angles() -> None:
     arcface = ArcFace(2, 2, 1.0, 0.5).double()
-    arcface.centres.data = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    arcface.centers.data = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     angles = torch.linspace(0.01, math.pi - 0.01, 500, dtype=torch.float64)
     embeddings = torch.stack([angles.cos(), angles.sin()], dim=1)
-    own = arcface(embeddings, torch.zeros(500, dtype=torch.long))[:, 0]
-    assert (own.diff() < 0).all()
+    logits = arcface(embeddings, torch.zeros(500, dtype=torch.long))[:, 0]
+    assert (logits.diff() < 0).all()

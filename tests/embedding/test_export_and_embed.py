@@ -1,4 +1,4 @@
-"""TorchScript that computes what was trained, and the embeddings it makes of a whole split."""
+"""TorchScript export, and embeddings of whole splits."""
 
 import json
 from pathlib import Path
@@ -9,61 +9,44 @@ import torch
 
 from evernear.data.shards import Dataset
 from evernear.embedding import embed as embed_module
-from evernear.embedding import torchscript
+from evernear.embedding.artifact import load_trained, save_trained
+from evernear.embedding.data_loader import to_tensor
 from evernear.embedding.embed import Embeddings, embed, embed_images
-from evernear.embedding.export import describe_network, export, load_network
-from evernear.embedding.images import to_tensor
+from evernear.embedding.export import describe_network, export, load_network, load_torchscript, to_torchscript
 from evernear.embedding.network import Architecture, build
-from evernear.embedding.train import train
-from evernear.embedding.trained import load_trained, save_trained
 from evernear.errors import IntegrityError, TrainingError
 from evernear.settings import TrainSettings
 
 
-@pytest.fixture(scope="module")
-def trained_dir(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("trained")
-    train(digits, TrainSettings(epochs=2, min_steps=0, width=4, embedding_dim=16), directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def network_dir(digits: Dataset, trained_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("network")
-    export(trained_dir, digits, directory, tolerance=1e-4)
-    return directory
-
-
-def test_the_exported_network_computes_what_was_trained(digits: Dataset, trained_dir: Path, network_dir: Path) -> None:
+def test_the_exported_network_matches_the_trained_one(digits: Dataset, trained_dir: Path, network_dir: Path) -> None:
     images = to_tensor(next(digits.blocks("test")).images)
     _, eager = load_trained(trained_dir)
-    for optimize in (True, False):
-        network = load_network(network_dir, optimize)
-        with torch.inference_mode():
-            for count in (1, 7, 64):
-                torch.testing.assert_close(network(images[:count]), eager(images[:count]), atol=1e-5, rtol=0)
+    network = load_network(network_dir)
+    with torch.inference_mode():
+        for count in (1, 7, 64):
+            torch.testing.assert_close(network(images[:count]), eager(images[:count]), atol=1e-5, rtol=0)
     described = describe_network(network_dir)
     assert 0 <= described.parity_max_abs_difference <= 1e-4
     assert described.parity_images > 50
     assert (described.preprocessing.height_px, described.preprocessing.channels) == (8, 1)
 
 
-def test_a_network_that_differs_is_not_exported(digits: Dataset, trained_dir: Path, tmp_path: Path) -> None:
+def test_export_refuses_a_difference_above_the_tolerance(digits: Dataset, trained_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="differs from the trained one"):
         export(trained_dir, digits, tmp_path, tolerance=1e-12)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_outputs_that_are_not_numbers_are_not_exported(digits: Dataset, trained_dir: Path, tmp_path: Path) -> None:
+def test_export_refuses_outputs_that_are_not_finite(digits: Dataset, trained_dir: Path, tmp_path: Path) -> None:
     trained, network = load_trained(trained_dir)
-    spoiled = network.state_dict()
-    spoiled["members.0.project.weight"].fill_(float("nan"))
-    save_trained(tmp_path / "t", spoiled, trained.architecture, trained.settings, digits.digest, frozenset())
+    damaged = network.state_dict()
+    damaged["members.0.project.weight"].fill_(float("nan"))
+    save_trained(tmp_path / "t", damaged, trained.architecture, trained.settings, digits.digest, frozenset())
     with pytest.raises(TrainingError, match="differs from the trained one by nan"):
         export(tmp_path / "t", digits, tmp_path / "n", tolerance=1e-4)
 
 
-def test_a_network_for_other_images_is_refused(digits: Dataset, tmp_path: Path) -> None:
+def test_export_refuses_a_network_for_images_of_another_shape(digits: Dataset, tmp_path: Path) -> None:
     architecture = Architecture(shape=(9, 9, 3), mean=(0.5,) * 3, std=(0.5,) * 3, patch_px=1, width=4, embedding_dim=16)
     state = build(architecture).state_dict()
     save_trained(tmp_path, state, architecture, TrainSettings(), digits.digest, frozenset())
@@ -71,24 +54,24 @@ def test_a_network_for_other_images_is_refused(digits: Dataset, tmp_path: Path) 
         export(tmp_path, digits, tmp_path / "n", tolerance=1e-4)
 
 
-def test_a_changed_network_is_noticed(network_dir: Path, tmp_path: Path) -> None:
+def test_load_rejects_a_changed_network(network_dir: Path, tmp_path: Path) -> None:
     data = bytearray((network_dir / "network.pt").read_bytes())
     data[len(data) // 2] ^= 1
     (tmp_path / "network.pt").write_bytes(data)
     (tmp_path / "network.json").write_bytes((network_dir / "network.json").read_bytes())
-    with pytest.raises(IntegrityError, match="is not the network that"):
+    with pytest.raises(IntegrityError, match=r"is missing or does not match network\.json"):
         load_network(tmp_path)
 
 
-def test_a_file_that_is_no_torchscript_is_a_sentence(tmp_path: Path) -> None:
+def test_load_rejects_a_file_that_is_not_torchscript(tmp_path: Path) -> None:
     (tmp_path / "network.pt").write_bytes(b"no network")
-    with pytest.raises(IntegrityError, match="is no TorchScript network"):
-        load_network(tmp_path / "network.pt")
+    with pytest.raises(IntegrityError, match="is not a TorchScript network"):
+        load_torchscript(tmp_path / "network.pt")
 
 
 @pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize("shape", [(28, 28, 1), (50, 41, 3), (224, 224, 3)], ids=str)
-def test_every_shape_scripts_and_optimises_to_the_same_numbers(
+def test_scripted_and_optimized_networks_of_any_shape_match_eager(
     shape: tuple[int, int, int], members: int, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -104,19 +87,21 @@ def test_every_shape_scripts_and_optimises_to_the_same_numbers(
     )
     eager = build(architecture)
     pixels = torch.randint(0, 256, (8, channels, *shape[:2]), dtype=torch.uint8)
-    eager.train()(pixels)  # move the statistics of the normalisations away from 0 and 1
-    (tmp_path / "n.pt").write_bytes(torchscript.script(eager))
+    eager.train()(pixels)  # move the batch statistics away from 0 and 1
+    (tmp_path / "n.pt").write_bytes(to_torchscript(eager))
     with torch.inference_mode():
-        served = load_network(tmp_path / "n.pt")(pixels)
+        served = load_torchscript(tmp_path / "n.pt")(pixels)
         torch.testing.assert_close(served, eager.eval()(pixels), atol=1e-5, rtol=0)
 
 
-def test_embeddings_follow_the_dataset(digits: Dataset, network_dir: Path, tmp_path: Path) -> None:
+def test_embeddings_have_the_order_labels_and_digests_of_the_dataset(
+    digits: Dataset, network_dir: Path, tmp_path: Path
+) -> None:
     described = embed(network_dir, digits, tmp_path, batch_size=50)
     embeddings = Embeddings.open(tmp_path)
     assert embeddings.network_sha256 == describe_network(network_dir).sha256
     assert described.dataset_digest == digits.digest
-    network = load_network(network_dir, optimize=False)
+    network = load_network(network_dir)
     for split in ("gallery", "query"):
         stored = list(embeddings.blocks(split))
         vectors = np.concatenate([block.embeddings for block in stored])
@@ -131,7 +116,7 @@ def test_embeddings_follow_the_dataset(digits: Dataset, network_dir: Path, tmp_p
     assert embeddings.count("test") == 0
 
 
-def test_shards_are_bounded(
+def test_shards_have_a_bounded_size(
     digits: Dataset, network_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     embed(network_dir, digits, tmp_path / "one", ("gallery",))
@@ -146,7 +131,7 @@ def test_shards_are_bounded(
     np.testing.assert_array_equal(whole, parts)
 
 
-def test_changed_embeddings_are_noticed(digits: Dataset, network_dir: Path, tmp_path: Path) -> None:
+def test_open_rejects_a_changed_shard(digits: Dataset, network_dir: Path, tmp_path: Path) -> None:
     described = embed(network_dir, digits, tmp_path, ("query",))
     shard = tmp_path / described.shards[0].file
     shard.write_bytes(shard.read_bytes()[:-1] + b"\0\0")
@@ -154,12 +139,12 @@ def test_changed_embeddings_are_noticed(digits: Dataset, network_dir: Path, tmp_
         Embeddings.open(tmp_path)
 
 
-def test_no_embeddings_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(IntegrityError, match="holds no embeddings"):
+def test_open_rejects_a_directory_without_embeddings(tmp_path: Path) -> None:
+    with pytest.raises(IntegrityError, match=r"Cannot read .*embeddings\.json.*; run the embed step again"):
         Embeddings.open(tmp_path)
 
 
-def test_embedding_with_a_network_for_other_images_is_refused(
+def test_embed_refuses_a_network_for_images_of_another_shape(
     digits: Dataset, network_dir: Path, tmp_path: Path
 ) -> None:
     described = json.loads((network_dir / "network.json").read_text())

@@ -1,4 +1,4 @@
-"""The network takes any image size and colour, and carries its own normalisation."""
+"""The network accepts images of any size and includes its normalization."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ SHAPES = [(1, 1, 1), (3, 2, 3), (8, 8, 1), (28, 28, 1), (20, 61, 3), (97, 130, 3
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_any_shape_becomes_unit_vectors(shape: tuple[int, int, int]) -> None:
+def test_images_of_any_shape_map_to_unit_vectors(shape: tuple[int, int, int]) -> None:
     embeddings = network(shape)(images(3, shape))
     assert embeddings.shape == (3, 16)
     assert embeddings.dtype == torch.float32
@@ -41,7 +41,7 @@ def test_any_shape_becomes_unit_vectors(shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES[3:], ids=str)
-def test_every_region_of_an_image_counts(shape: tuple[int, int, int]) -> None:
+def test_every_region_of_an_image_affects_its_embedding(shape: tuple[int, int, int]) -> None:
     embedder, image = network(shape), images(1, shape)
     height, width, _ = shape
     for row, column in [
@@ -54,15 +54,15 @@ def test_every_region_of_an_image_counts(shape: tuple[int, int, int]) -> None:
         assert (embedder(changed) - embedder(image)).abs().max() > 1e-6
 
 
-def test_normalising_is_inside() -> None:
+def test_the_network_normalizes_its_input() -> None:
     shape = (12, 12, 3)
     pixels = images(5, shape)
     plain = network(shape, mean=0.0, std=1.0)
-    normalised = (pixels.float() / 255 - 0.13) / 0.3 * 255
-    torch.testing.assert_close(network(shape)(pixels), plain(normalised))
+    normalized = (pixels.float() / 255 - 0.13) / 0.3 * 255
+    torch.testing.assert_close(network(shape)(pixels), plain(normalized))
 
 
-def test_an_image_embeds_alike_alone_and_in_a_batch() -> None:
+def test_batch_size_does_not_affect_embeddings() -> None:
     shape = (28, 28, 1)
     embedder, pixels = network(shape), images(9, shape)
     together = embedder(pixels)
@@ -70,7 +70,7 @@ def test_an_image_embeds_alike_alone_and_in_a_batch() -> None:
     torch.testing.assert_close(alone, together, atol=1e-6, rtol=0)
 
 
-def test_an_ensemble_finds_images_as_similar_as_its_members_do_on_average() -> None:
+def test_similarity_of_an_ensemble_is_the_mean_of_its_members() -> None:
     shape = (28, 28, 1)
     ensemble, pixels = network(shape, members=4), images(9, shape)
     embeddings = ensemble(pixels)
@@ -80,7 +80,7 @@ def test_an_ensemble_finds_images_as_similar_as_its_members_do_on_average() -> N
     torch.testing.assert_close(embeddings @ embeddings.T, (parts @ parts.mT).mean(dim=0), atol=1e-6, rtol=0)
 
 
-def test_cost_does_not_follow_the_camera() -> None:
+def test_cost_is_bounded_for_large_images() -> None:
     def cells(side: int) -> int:
         seen: list[int] = []
         embedder = network((side, side, 3))
@@ -93,8 +93,8 @@ def test_cost_does_not_follow_the_camera() -> None:
     assert cells(28) == 28 * 28
 
 
-def test_bfloat16_works_on_a_machine_that_announces_amx_and_has_none() -> None:
-    """Such a machine kills the process with SIGILL, so this runs in one of its own."""
+def test_bfloat16_works_on_a_machine_that_announces_amx_without_having_it() -> None:
+    """In a subprocess, because such a machine kills it with SIGILL."""
     script = (
         "import evernear.embedding, torch\n"
         "with torch.autocast('cpu', torch.bfloat16): torch.nn.Linear(256, 128)(torch.zeros(256, 256))"

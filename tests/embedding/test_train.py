@@ -1,26 +1,28 @@
-"""Training: what it learns, that it is repeatable, and that a kill costs nothing but time."""
+"""Training learns, is reproducible, and resumes after a kill."""
 
+import os
 import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from limits import largest_file
 
 from evernear import threads
 from evernear.data.shards import Dataset
-from evernear.embedding.checkpoint import checkpoint_key
-from evernear.embedding.history import Epoch, TrainingResult
-from evernear.embedding.images import TrainingImages
-from evernear.embedding.learner import Learner, choose_optimizer, cross_entropy, learning_rate
+from evernear.embedding import distributed
+from evernear.embedding.arcface import TrainingModule, cross_entropy
+from evernear.embedding.artifact import Epoch, TrainingResult, load_trained
+from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.network import Architecture
-from evernear.embedding.state import TrainingState
-from evernear.embedding.train import train
-from evernear.embedding.trained import load_trained
+from evernear.embedding.train import TrainingState, checkpoint_key, choose_optimizer, learning_rate, train
 from evernear.errors import IntegrityError, StoreError, TrainingError
 from evernear.settings import TrainSettings
 from evernear.store import open_store
@@ -30,7 +32,7 @@ def weights(directory: Path) -> bytes:
     return (directory / "weights.pt").read_bytes()
 
 
-def test_it_learns_and_says_how(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
+def test_training_learns_and_reports_every_epoch(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
     seen: list[Epoch] = []
     settings = tiny.model_copy(update={"epochs": 8, "min_steps": 200, "width": 8})
     result = train(digits, settings, tmp_path, on_epoch=seen.append)
@@ -38,13 +40,13 @@ def test_it_learns_and_says_how(digits: Dataset, tiny: TrainSettings, tmp_path: 
     assert [point.epoch for point in seen] == list(range(1, 9))
     assert seen[-1].gallery_accuracy > 0.95
     assert seen[-1].train_loss < seen[0].train_loss / 2
-    assert TrainingResult.model_validate_json((tmp_path / "history.json").read_bytes()) == result
+    assert TrainingResult.load(tmp_path / "history.json") == result
     trained, network = load_trained(tmp_path)
     assert trained.dataset_digest == digits.digest
     assert not network.training
 
 
-def test_an_ensemble_learns_too_and_each_member_as_it_would_alone(
+def test_each_member_of_an_ensemble_learns_as_it_would_alone(
     digits: Dataset, tiny: TrainSettings, tmp_path: Path
 ) -> None:
     settings = tiny.model_copy(update={"members": 2, "epochs": 8, "min_steps": 200})
@@ -54,10 +56,10 @@ def test_an_ensemble_learns_too_and_each_member_as_it_would_alone(
     alone = architecture.model_copy(update={"members": 1, "embedding_dim": architecture.embedding_dim // 2})
     images = TrainingImages(digits, frozenset())
     pixels, classes = next(images.batches(32, 0, 0, 0, 1))
-    both = Learner(architecture, images.classes, settings, torch.float32)
+    both = TrainingModule(architecture, images.classes, settings.scale, settings.margin, torch.float32)
     (cross_entropy(both(pixels, classes), classes, 0.1) * 2).backward()
     for number in range(2):
-        one = Learner(alone, images.classes, settings, torch.float32)
+        one = TrainingModule(alone, images.classes, settings.scale, settings.margin, torch.float32)
         one.network.members[0].load_state_dict(both.network.members[number].state_dict())
         one.heads[0].load_state_dict(both.heads[number].state_dict())
         cross_entropy(one(pixels, classes), classes, 0.1).backward()
@@ -66,10 +68,10 @@ def test_an_ensemble_learns_too_and_each_member_as_it_would_alone(
             torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=1e-3)
 
 
-def test_the_test_split_is_not_touched(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
+def test_training_does_not_read_the_test_split(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
     read: set[str] = set()
 
-    class Watched(Dataset):
+    class RecordingDataset(Dataset):
         def blocks(self, split, *args, **kwargs):  # type: ignore[no-untyped-def]
             read.add(split)
             return super().blocks(split, *args, **kwargs)
@@ -78,9 +80,9 @@ def test_the_test_split_is_not_touched(digits: Dataset, tiny: TrainSettings, tmp
             read.add(split)
             return super().shuffled_batches(split, *args, **kwargs)
 
-    watched = object.__new__(Watched)
-    watched.__dict__.update(digits.__dict__)
-    train(watched, tiny.model_copy(update={"epochs": 1}), tmp_path)
+    recording = object.__new__(RecordingDataset)
+    recording.__dict__.update(digits.__dict__)
+    train(recording, tiny.model_copy(update={"epochs": 1}), tmp_path)
     assert read == {"train", "gallery"}
 
 
@@ -138,7 +140,9 @@ def test_a_killed_training_resumes_to_the_same_weights(
     assert resumed.model_dump(exclude=without_times) == unbroken.model_dump(exclude=without_times)
 
 
-def test_an_ended_training_is_not_done_again(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
+def test_a_finished_training_is_loaded_from_its_checkpoint(
+    digits: Dataset, tiny: TrainSettings, tmp_path: Path
+) -> None:
     store = open_store((tmp_path / "store").as_uri())
     first = train(digits, tiny, tmp_path / "first", store)
     sizes = [info.size_bytes for info in store.list("checkpoints/")]
@@ -151,7 +155,7 @@ def test_an_ended_training_is_not_done_again(digits: Dataset, tiny: TrainSetting
     assert sizes[0] < 2 * len(weights(tmp_path / "first"))
 
 
-def test_what_decides_the_result_decides_the_checkpoint(tiny: TrainSettings) -> None:
+def test_checkpoint_key_depends_on_everything_that_affects_the_weights(tiny: TrainSettings) -> None:
     key = checkpoint_key("digest", tiny, frozenset())
     assert key == checkpoint_key("digest", tiny.model_copy(update={"parity_tolerance": 1.0}), frozenset())
     assert key != checkpoint_key("digest", tiny.model_copy(update={"margin": 0.4}), frozenset())
@@ -159,7 +163,7 @@ def test_what_decides_the_result_decides_the_checkpoint(tiny: TrainSettings) -> 
     assert key != checkpoint_key("digest", tiny, frozenset({"7"}))
 
 
-def test_a_broken_checkpoint_is_a_sentence(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
+def test_an_unreadable_checkpoint_is_an_error(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
     store = open_store((tmp_path / "store").as_uri())
     key = f"checkpoints/{checkpoint_key(digits.digest, tiny, frozenset())}/state.pt"
     store.put(key, b"no checkpoint")
@@ -168,22 +172,22 @@ def test_a_broken_checkpoint_is_a_sentence(digits: Dataset, tiny: TrainSettings,
     assert not (tmp_path / "out").exists()
 
 
-def test_a_loss_that_explodes_is_a_sentence(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_is_an_error(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
     settings = tiny.model_copy(update={"learning_rate": 1e38, "optimizer": "sgd"})
     with pytest.raises(TrainingError, match=r"not a finite number after epoch 1; lower train\.learning_rate"):
         train(digits, settings, tmp_path)
     assert not (tmp_path / "weights.pt").exists()
 
 
-def test_excluded_labels_are_neither_trained_nor_validated_on(digits: Dataset) -> None:
+def test_excluded_labels_are_not_trained_or_validated_on(digits: Dataset) -> None:
     images = TrainingImages(digits, frozenset({"3", "8"}))
-    kept = [label for label in digits.labels if label not in {"3", "8"}]
+    included = [label for label in digits.labels if label not in {"3", "8"}]
     counts = digits.manifest.label_counts("train")
     assert images.classes == 8
-    assert images.count == sum(counts[label] for label in kept)
+    assert images.count == sum(counts[label] for label in included)
     gallery = Counter(c for _, classes in images.gallery() for c in classes.tolist())
     expected = digits.manifest.label_counts("gallery")
-    assert gallery == {number: expected[label] for number, label in enumerate(kept)}
+    assert gallery == {number: expected[label] for number, label in enumerate(included)}
     batches = list(islice(images.batches(50, seed=0, epoch=0, rank=0, world_size=1), 60))
     assert all(pixels.shape == (50, 1, 8, 8) and len(classes) == 50 for pixels, classes in batches)
     assert {c for _, classes in batches for c in classes.tolist()} == set(range(8))
@@ -195,35 +199,35 @@ def test_batches_pair_each_image_with_its_class(digits: Dataset) -> None:
         for block in digits.blocks("train")
         for image, label in zip(block.images, block.labels, strict=True)
     }
-    kept = [label for label in digits.labels if label != "0"]
+    included = [label for label in digits.labels if label != "0"]
     images = TrainingImages(digits, frozenset({"0"}))
     for pixels, classes in islice(images.batches(100, seed=3, epoch=1, rank=0, world_size=1), 20):
         for image, number in zip(pixels.permute(0, 2, 3, 1).numpy(), classes.tolist(), strict=True):
-            assert known[image.tobytes()] == kept[number]
+            assert known[image.tobytes()] == included[number]
 
 
-def test_one_label_is_not_enough(digits: Dataset) -> None:
-    with pytest.raises(TrainingError, match="leaves 1 labels"):
+def test_training_requires_two_labels(digits: Dataset) -> None:
+    with pytest.raises(TrainingError, match="has 1 labels"):
         TrainingImages(digits, frozenset(digits.labels[1:]))
 
 
-def test_few_images_are_repeated_until_there_are_enough_steps(
+def test_a_small_dataset_is_repeated_up_to_min_steps(
     digits: Dataset, tiny: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[float] = []
 
-    def counted(settings: TrainSettings, done: float) -> float:
-        steps.append(done)
-        return learning_rate(settings, done)
+    def recording(settings: TrainSettings, progress: float) -> float:
+        steps.append(progress)
+        return learning_rate(settings, progress)
 
-    monkeypatch.setattr("evernear.embedding.train.learning_rate", counted)
+    monkeypatch.setattr("evernear.embedding.train.learning_rate", recording)
     train(digits, tiny.model_copy(update={"epochs": 3, "min_steps": 100}), tmp_path)
     assert len(steps) == 3 * 34
     assert steps == pytest.approx([i / 102 for i in range(102)])
 
 
 @pytest.mark.parametrize("schedule", ["triangular", "cosine"])
-def test_schedules_rise_to_the_peak_and_fall_to_nothing(schedule: str) -> None:
+def test_schedules_rise_to_the_peak_and_fall_to_zero(schedule: str) -> None:
     settings = TrainSettings.model_validate({"schedule": schedule, "learning_rate": 0.5})
     rates = [learning_rate(settings, step / 1000) for step in range(1000)]
     peak = rates.index(max(rates))
@@ -237,10 +241,10 @@ def test_schedules_rise_to_the_peak_and_fall_to_nothing(schedule: str) -> None:
 
 def test_the_constant_schedule_is_constant() -> None:
     settings = TrainSettings(schedule="constant", learning_rate=0.25)
-    assert {learning_rate(settings, done) for done in (0.0, 0.1, 0.9)} == {0.25}
+    assert {learning_rate(settings, progress) for progress in (0.0, 0.1, 0.9)} == {0.25}
 
 
-WAYS = [
+VARIANTS = [
     {"optimizer": "sgd", "learning_rate": 0.1},
     {"optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.0, "weight_decay": 0.0},
     {"schedule": "cosine", "augment": "none", "precision": "float32"},
@@ -248,8 +252,8 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("changed", WAYS, ids=str)
-def test_every_way_to_train_learns(
+@pytest.mark.parametrize("changed", VARIANTS, ids=str)
+def test_every_optimizer_and_schedule_learns(
     digits: Dataset, tiny: TrainSettings, tmp_path: Path, changed: dict[str, object]
 ) -> None:
     result = train(digits, tiny.model_copy(update={"epochs": 6, **changed}), tmp_path)
@@ -258,8 +262,8 @@ def test_every_way_to_train_learns(
 
 def state(tiny: TrainSettings) -> TrainingState:
     architecture = Architecture(shape=(8, 8, 1), mean=(0.5,), std=(0.5,), patch_px=1, width=4, embedding_dim=16)
-    learner = Learner(architecture, 10, tiny, torch.float32)
-    return TrainingState(learner, choose_optimizer(learner, tiny), torch.GradScaler("cpu", enabled=False))
+    module = TrainingModule(architecture, 10, tiny.scale, tiny.margin, torch.float32)
+    return TrainingState(module, choose_optimizer(module, tiny), torch.GradScaler("cpu", enabled=False))
 
 
 def point(epoch: int, accuracy: float, error: float = 0.01) -> Epoch:
@@ -274,76 +278,106 @@ def point(epoch: int, accuracy: float, error: float = 0.01) -> Epoch:
     )
 
 
-def test_training_stops_when_it_gets_worse_beyond_noise(tiny: TrainSettings) -> None:
+def test_training_stops_early_when_accuracy_drops_beyond_noise(tiny: TrainSettings) -> None:
     settings = tiny.model_copy(update={"epochs": 100, "patience_epochs": 3})
     worse, still = state(tiny), state(tiny)
     for epoch, accuracy in enumerate([0.0, 0.5, 0.495, 0.4, 0.3, 0.2], start=1):
         assert not worse.is_finished(settings)
         worse.record(point(epoch, accuracy))
     assert worse.is_finished(settings)
-    assert worse.kept_epoch == 3
+    assert worse.best_epoch == 3
     for epoch in range(1, 20):
         still.record(point(epoch, 0.5 + 0.005 * (epoch % 2)))
     assert not still.is_finished(settings)
-    assert still.kept_epoch == 19
+    assert still.best_epoch == 19
 
 
-def test_the_weights_kept_are_those_of_the_kept_epoch(tiny: TrainSettings) -> None:
+def test_best_weights_are_those_of_the_best_epoch(tiny: TrainSettings) -> None:
     training = state(tiny)
     for epoch, accuracy in enumerate([0.9, 0.5], start=1):
-        for parameter in training._learner.parameters():
+        for parameter in training._module.parameters():
             parameter.data.fill_(epoch)
         training.record(point(epoch, accuracy))
-    assert training.kept_epoch == 1
-    assert training.kept_weights["members.0.project.weight"].unique().tolist() == [1.0]
+    assert training.best_epoch == 1
+    assert training.best_weights["members.0.project.weight"].unique().tolist() == [1.0]
 
 
-def test_changed_weights_are_noticed(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
-    train(digits, tiny.model_copy(update={"epochs": 1}), tmp_path)
-    data = bytearray(weights(tmp_path))
+def test_load_rejects_changed_weights(trained_dir: Path, tmp_path: Path) -> None:
+    data = bytearray(weights(trained_dir))
     data[len(data) // 2] ^= 1
     (tmp_path / "weights.pt").write_bytes(data)
-    with pytest.raises(IntegrityError, match="train again"):
+    (tmp_path / "network.json").write_bytes((trained_dir / "network.json").read_bytes())
+    with pytest.raises(IntegrityError, match=r"does not match network\.json; run the train step again"):
         load_trained(tmp_path)
 
 
-@pytest.mark.slow
-def test_two_processes_train_together(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
-    settings = tiny.model_copy(update={"processes": 2, "epochs": 6, "device": "cpu"})
-    seen: list[Epoch] = []
-    store = open_store((tmp_path / "store").as_uri())
-    result = train(digits, settings, tmp_path / "first", store, on_epoch=seen.append)
-    assert result.epochs == tuple(seen)
-    assert result.epochs[-1].gallery_accuracy > 0.7
-    assert len(list(store.list("checkpoints/"))) == 1
+@pytest.fixture
+def two_processes(tiny: TrainSettings) -> TrainSettings:
+    return tiny.model_copy(update={"processes": 2, "device": "cpu"})
 
 
 @pytest.mark.slow
-def test_a_process_that_cannot_write_its_checkpoint_says_so(
-    digits: Dataset, tiny: TrainSettings, tmp_path: Path
-) -> None:
-    settings = tiny.model_copy(update={"processes": 2, "device": "cpu"})
-    store = open_store((tmp_path / "store").as_uri())
-    with largest_file(2**12), pytest.raises(StoreError, match=r"checkpoints/.* would exceed the file size limit"):
-        train(digits, settings, tmp_path / "trained", store)
-
-
-@pytest.mark.slow
-def test_a_failing_process_says_why(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
-    settings = tiny.model_copy(update={"processes": 2, "learning_rate": 1e38, "optimizer": "sgd", "device": "cpu"})
-    with pytest.raises(TrainingError, match="not a finite number"):
-        train(digits, settings, tmp_path)
-
-
-@pytest.mark.slow
-def test_processes_divide_the_cpus(
-    digits: Dataset, tiny: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+def test_processes_train_together_and_divide_the_cpus(
+    digits: Dataset,
+    two_processes: TrainSettings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
 ) -> None:
     monkeypatch.setattr(threads, "available_cpus", lambda: 6)
     monkeypatch.setenv(threads.THREADS, "6")
     monkeypatch.setenv(threads.CHOSEN_THREADS, "6")
     monkeypatch.setenv("OMP_DISPLAY_ENV", "TRUE")
-    train(digits, tiny.model_copy(update={"processes": 2, "epochs": 1, "device": "cpu"}), tmp_path)
-    said = capfd.readouterr().err
-    assert "OMP_NUM_THREADS = '3'" in said
-    assert "OMP_NUM_THREADS = '6'" not in said
+    epochs: list[Epoch] = []
+    store = open_store((tmp_path / "store").as_uri())
+    result = train(
+        digits, two_processes.model_copy(update={"epochs": 6}), tmp_path / "trained", store, on_epoch=epochs.append
+    )
+    assert result.epochs == tuple(epochs)
+    assert result.epochs[-1].gallery_accuracy > 0.7
+    assert len(list(store.list("checkpoints/"))) == 1
+    stderr = capfd.readouterr().err
+    assert "OMP_NUM_THREADS = '3'" in stderr
+    assert "OMP_NUM_THREADS = '6'" not in stderr
+
+
+@pytest.mark.slow
+def test_a_store_error_in_a_process_is_raised(digits: Dataset, two_processes: TrainSettings, tmp_path: Path) -> None:
+    store = open_store((tmp_path / "store").as_uri())
+    with largest_file(2**12), pytest.raises(StoreError, match=r"checkpoints/.* would exceed the file size limit"):
+        train(digits, two_processes, tmp_path / "trained", store)
+
+
+@pytest.mark.slow
+def test_a_training_error_in_a_process_is_raised(digits: Dataset, two_processes: TrainSettings, tmp_path: Path) -> None:
+    settings = two_processes.model_copy(update={"learning_rate": 1e38, "optimizer": "sgd"})
+    with pytest.raises(TrainingError, match="not a finite number"):
+        train(digits, settings, tmp_path)
+
+
+def end_by_signal(send: Callable[[int], None]) -> None:
+    send(os.getpid())
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def fail(_: Callable[[int], None]) -> None:
+    raise ZeroDivisionError("a bug")
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_an_error_and_ends_the_others() -> None:
+    pids: list[int] = []
+    with pytest.raises(TrainingError, match="process"):
+        distributed.run(end_by_signal, 2, "gloo", pids.append)
+    assert len(pids) == 2
+    assert not any(map(psutil.pid_exists, pids))
+
+
+@pytest.mark.slow
+def test_a_bug_in_a_process_leaves_its_traceback_in_the_log(capfd: pytest.CaptureFixture) -> None:
+    with pytest.raises(TrainingError, match=r"Training process \d of 2 failed; see the log"):
+        distributed.run(fail, 2, "gloo", print)
+    assert "ZeroDivisionError: a bug" in capfd.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import Embeddings, embed
-from evernear.embedding.export import describe_network, load_network, trained_on
+from evernear.embedding.export import describe_network, load_network, training_dataset
 from evernear.errors import DataError, IntegrityError, StoreError
 from evernear.index.build import build
 from evernear.release.registry import Registry
@@ -76,11 +76,11 @@ def test_another_dataset_is_refused(system: System, make_release: MakeRelease, s
 def test_a_network_whose_training_snapshot_is_gone_is_refused(system: System, tmp_path: Path) -> None:
     shutil.copytree(system.network_dir, tmp_path / "network")
     store = open_store(system.dataset.manifest.store_uri)
-    assert trained_on(tmp_path / "network", system.dataset, store) is system.dataset
+    assert training_dataset(tmp_path / "network", system.dataset, store) is system.dataset
     later = renamed(system.dataset, labels=(*system.dataset.labels, "new"))
-    found = trained_on(tmp_path / "network", later, store)
+    found = training_dataset(tmp_path / "network", later, store)
     assert found.digest == system.dataset.digest != later.digest
     described = json.loads((tmp_path / "network/network.json").read_text())
     (tmp_path / "network/network.json").write_text(json.dumps(described | {"dataset_digest": "0" * 64}))
     with pytest.raises(IntegrityError, match="nobody can tell which images it has seen"):
-        trained_on(tmp_path / "network", later, store)
+        training_dataset(tmp_path / "network", later, store)

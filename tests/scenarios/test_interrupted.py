@@ -62,17 +62,21 @@ def test_a_run_goes_on_after_it_was_interrupted(bench: Bench, step: str) -> None
         bench.command("stop")
 
 
-def training_processes(directory: Path) -> list[psutil.Process]:
-    """Those whose job lies in ``directory``, without torchrun itself."""
-    found = [(process, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
-    worker = ["-u", "-m", "evernear.embedding.worker"]
-    return [process for process, words in found if words[1:4] == worker and words[4].startswith(str(directory))]
+def training_processes(pipeline: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes that the train step has started."""
+    descendants = psutil.Process(pipeline.pid).children(recursive=True)
+    return [process for process in descendants if "--multiprocessing-fork" in _command(process)]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 @pytest.mark.slow
 def test_training_processes_end_with_their_run(bench: Bench) -> None:
-    """torchrun puts them into sessions of their own, where no signal to the run reaches them."""
-    bench.environment["TMPDIR"] = str(bench.directory)
     words = ("--set", "train.processes=2", "--set", "train.epochs=1000", "--set", "train.device=cpu")
     for end in (signal.SIGINT, signal.SIGKILL):
         with bench.start("run", "--preset", "quick", *words) as process:
@@ -80,7 +84,7 @@ def test_training_processes_end_with_their_run(bench: Bench) -> None:
             workers: list[psutil.Process] = []
             while len(workers) < 2:
                 assert process.poll() is None
-                workers = training_processes(bench.directory)
+                workers = training_processes(process)
             process.send_signal(end)
             process.communicate(timeout=60)
         _, alive = psutil.wait_procs(workers, timeout=30)

@@ -1,7 +1,7 @@
-"""The embedding network: trained with ArcFace, exported to TorchScript, run over the gallery."""
+"""The embedding network: train it with ArcFace, export it as TorchScript, embed images with it."""
 
 import os
 
-# Some virtual machines announce AMX and trap at its first instruction, which oneDNN uses for bfloat16. The variable
-# has to be set before oneDNN's first use; a user's own value wins.
+# Some virtual machines announce AMX but raise SIGILL at its first instruction, which oneDNN uses for bfloat16. The
+# variable must be set before oneDNN is first used. A user's own value takes precedence.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")

@@ -1,4 +1,4 @@
-"""The ArcFace head: softmax over angles, with a margin that the true class has to keep."""
+"""ArcFace: softmax over angles with an additive margin, and the module that trains a network with it."""
 
 import math
 
@@ -6,17 +6,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from evernear.embedding.network import Architecture, build
+
 
 class ArcFace(nn.Module):
-    r"""Additive angular margin logits, of Deng et al. 2019, "ArcFace", arXiv:1801.07698 (equation 3).
+    r"""Additive angular margin logits (Deng et al. 2019, "ArcFace", arXiv:1801.07698, equation 3).
 
-    With :math:`\theta_j` the angle between an embedding and the centre of class j, the logit of the true
-    class is :math:`s \cos(\theta_y + m)`, of every other :math:`s \cos \theta_j`. Where :math:`\theta_y + m >
-    \pi` the cosine would rise again, so there the authors' code goes on with :math:`s (\cos \theta_y - m \sin
-    m)`, which keeps the logit falling with the angle.
+    With :math:`\theta_j` the angle between an embedding and the center of class j, the logit of the true class is
+    :math:`s \cos(\theta_y + m)` and every other logit is :math:`s \cos \theta_j`. Where :math:`\theta_y + m > \pi` the
+    cosine would rise again. There the logit is :math:`s (\cos \theta_y - m \sin m)`, as in the authors' code, so that
+    it keeps falling with the angle.
 
-    The sum formula :math:`\cos\theta \cos m - \sin\theta \sin m` needs no arccosine; the sine is kept above
-    `SMALLEST_SINE`, because the gradient of a square root is infinite at 0.
+    The sum formula :math:`\cos\theta \cos m - \sin\theta \sin m` avoids the arccosine. The sine is clamped to
+    `SMALLEST_SINE` because the gradient of a square root is infinite at 0.
     """
 
     SMALLEST_SINE = 1e-4
@@ -25,18 +27,43 @@ class ArcFace(nn.Module):
         super().__init__()
         self.scale = scale
         self.margin = margin
-        self.centres = nn.Parameter(torch.empty(classes, embedding_dim))
-        nn.init.xavier_uniform_(self.centres)
+        self.centers = nn.Parameter(torch.empty(classes, embedding_dim))
+        nn.init.xavier_uniform_(self.centers)
 
     def forward(self, embeddings: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits (N, classes) of ``embeddings`` (N, D); the margin applies where ``labels`` (N,) are
-        given."""
-        cosine = F.linear(F.normalize(embeddings), F.normalize(self.centres))
+        """Logits (N, classes) of ``embeddings`` (N, D). The margin applies if ``labels`` (N,) are passed."""
+        cosine = F.linear(F.normalize(embeddings), F.normalize(self.centers))
         if labels is None:
             return self.scale * cosine
-        own = cosine.gather(1, labels[:, None])
-        sine = (1 - own.square()).clamp_min(self.SMALLEST_SINE**2).sqrt()
-        shifted = own * math.cos(self.margin) - sine * math.sin(self.margin)
-        beyond = own - self.margin * math.sin(self.margin)
-        own = torch.where(own > -math.cos(self.margin), shifted, beyond)
-        return self.scale * cosine.scatter(1, labels[:, None], own)
+        target = cosine.gather(1, labels[:, None])
+        sine = (1 - target.square()).clamp_min(self.SMALLEST_SINE**2).sqrt()
+        shifted = target * math.cos(self.margin) - sine * math.sin(self.margin)
+        beyond_pi = target - self.margin * math.sin(self.margin)
+        target = torch.where(target > -math.cos(self.margin), shifted, beyond_pi)
+        return self.scale * cosine.scatter(1, labels[:, None], target)
+
+
+class TrainingModule(nn.Module):
+    """The embedding network and one ArcFace head per member. Only the network runs in mixed precision."""
+
+    def __init__(
+        self, architecture: Architecture, classes: int, scale: float, margin: float, precision: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.network = build(architecture)
+        dim = architecture.embedding_dim // architecture.members
+        self.heads = nn.ModuleList(ArcFace(classes, dim, scale, margin) for _ in range(architecture.members))
+        self.precision = precision
+
+    def forward(self, images: Tensor, classes: Tensor | None = None) -> Tensor:
+        """Logits (N, classes, members) of ``images`` (N, C, H, W), with the margin if ``classes`` (N,) are passed."""
+        with torch.autocast(images.device.type, self.precision, enabled=self.precision != torch.float32):
+            embeddings = self.network(images)
+        parts = embeddings.chunk(len(self.heads), dim=1)
+        return torch.stack([head(part, classes) for head, part in zip(self.heads, parts, strict=True)], dim=2)
+
+
+def cross_entropy(logits: Tensor, classes: Tensor, label_smoothing: float) -> Tensor:
+    """Mean over images and members of `TrainingModule` logits (N, classes, members) and ``classes`` (N,)."""
+    targets = classes[:, None].expand(-1, logits.shape[2])
+    return F.cross_entropy(logits, targets, label_smoothing=label_smoothing)

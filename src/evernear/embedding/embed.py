@@ -1,8 +1,8 @@
-"""Images to embeddings, in batches and in flat memory, written to shards."""
+"""Embed the images of a dataset in batches, in bounded memory."""
 
 import io
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,24 +12,22 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import ValidationError
 from torch import nn
 
-from evernear.data.manifest import Shard, Split
+from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
 from evernear.disk import sha256_bytes, sha256_file, write_atomically
-from evernear.embedding.export import ExportResult, describe_network, load_network
-from evernear.embedding.images import to_tensor
-from evernear.embedding.kept import KeptEmbeddings, KeptShard, Rows, Vectors
+from evernear.embedding.data_loader import to_tensor
+from evernear.embedding.embedding_cache import CachedShard, EmbeddingCache, Rows, Vectors
+from evernear.embedding.export import describe_network, load_network
 from evernear.errors import IntegrityError
 from evernear.frozen import Frozen
 from evernear.store import Store
 
 DESCRIPTION_FILE = "embeddings.json"
 SHARD_SIZE = 8_192
-"""Embeddings in a shard: 4.5 MB at 128 dimensions."""
+"""Embeddings per shard: 4.5 MB at 128 dimensions."""
 BATCH_SIZE = 256
-Found = NDArray[np.bool_]
 
 
 class EmbeddingShard(Frozen):
@@ -42,24 +40,26 @@ class EmbeddingShard(Frozen):
 
 
 class EmbeddingsDescription(Frozen):
-    """`DESCRIPTION_FILE`: which network made the embeddings of which dataset."""
+    """`DESCRIPTION_FILE`: the network and the dataset of the embeddings, and their shards."""
+
+    remedy = "run the embed step again"
 
     network_sha256: str
     dataset_digest: str
     dim: int
     shards: tuple[EmbeddingShard, ...]
     reused: int = 0
-    """Embeddings that were kept of an earlier run, and not made now."""
+    """Embeddings that came from the cache."""
 
     @property
     def count(self) -> int:
-        """All embeddings."""
+        """Number of embeddings."""
         return sum(shard.count for shard in self.shards)
 
 
 @dataclass(frozen=True)
 class EmbeddingBlock:
-    """Embeddings (N, D) of float32 and unit length, label numbers (N,) and image digests (N, 32)."""
+    """Unit-length embeddings (N, D) of float32, label numbers (N,) and image digests (N, 32)."""
 
     embeddings: NDArray[np.float32]
     labels: NDArray[np.int64]
@@ -75,100 +75,83 @@ def embed(
     store: Store | None = None,
     untrained: frozenset[str] = frozenset(),
 ) -> EmbeddingsDescription:
-    """Embed ``splits`` of ``dataset`` with the network that `export` left in ``network_dir``; write to
-    ``out_dir``.
+    """Embed ``splits`` of ``dataset`` with the exported network in ``network_dir``; write shards to ``out_dir``.
 
-    With a ``store`` only images that this network has not embedded before are; see `evernear.embedding.kept`.
-    ``untrained`` are classes that the network was not trained on: their train images stand in the gallery too. Nothing
-    keeps them out as long as nobody has trained on them, and such a class needs many neighbours, for a network scatters
-    what it never saw: of digits 9, new to it, 73% were called unknown with 19 images of the gallery split, and 40%
-    with the 126 of the train split beside them.
+    With a ``store``, embeddings are cached there; see `evernear.embedding.embedding_cache`. ``untrained`` are classes
+    that the network was not trained on. Their train images join the gallery: a class needs many neighbors because a
+    network scatters images of classes that it never saw. Of digits 9, new to a network, 73% were called unknown with 19
+    images of the gallery split, and 40% with the 126 of the train split added.
 
     Raises:
-        IntegrityError: the network is not what its description says, or is for images of another shape; or what
-            the store keeps is damaged.
+        IntegrityError: the network does not match its description or takes images of another shape, or the cache is
+            damaged.
     """
-    described = describe_network(network_dir)
-    height, width, channels = dataset.shape
-    made_for = described.preprocessing
-    if (made_for.height_px, made_for.width_px, made_for.channels) != (height, width, channels):
+    network_description = describe_network(network_dir)
+    expected = network_description.preprocessing.shape
+    if expected != dataset.shape:
+        height, width, channels = dataset.shape
         raise IntegrityError(
-            f"The network in {network_dir} takes images of {made_for.height_px}x{made_for.width_px}x"
-            f"{made_for.channels}, but those of {dataset.manifest.name} are {height}x{width}x{channels}."
+            f"The network in {network_dir} takes images of {expected[0]}x{expected[1]}x{expected[2]}, "
+            f"but those of {dataset.manifest.name} are {height}x{width}x{channels}."
         )
-    out_dir.mkdir(parents=True, exist_ok=True)
+    dim = network_description.embedding_dim
+    embedder = _Embedder(EmbeddingCache(store, network_description.sha256, dim), dim)
     shards: list[EmbeddingShard] = []
-    with _one_thread_a_batch() as threads, ThreadPoolExecutor(threads) as pool:
+    with _one_torch_thread() as threads, ThreadPoolExecutor(threads) as pool:
         network = load_network(network_dir)
-        embedder = _Embedder(
-            lambda images: pool.submit(embed_images, network, images),
-            threads,
-            dataset,
-            batch_size,
-            described,
-            store,
-            untrained,
-        )
         for split in splits:
-            for number, rows in enumerate(_gather(embedder.batches(split), SHARD_SIZE)):
+            batches = chain.from_iterable(
+                embedder.embed(blocks, count, network, pool, threads)
+                for blocks, count in _sources(dataset, split, batch_size, untrained)
+            )
+            for number, rows in enumerate(_resize(batches, SHARD_SIZE)):
                 shards.append(_write_shard(out_dir, split, number, rows))
     description = EmbeddingsDescription(
-        network_sha256=described.sha256,
+        network_sha256=network_description.sha256,
         dataset_digest=dataset.digest,
-        dim=described.embedding_dim,
+        dim=dim,
         shards=tuple(shards),
         reused=embedder.reused,
     )
-    write_atomically(out_dir / DESCRIPTION_FILE, description.model_dump_json(indent=2))
+    description.save(out_dir / DESCRIPTION_FILE)
     return description
 
 
 @torch.inference_mode()
 def embed_images(network: nn.Module, images: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """One batch of images (N, H, W, C) of uint8 as unit vectors (N, D) of float32."""
+    """Embed one batch of images (N, H, W, C) of uint8 as unit vectors (N, D) of float32."""
     return network(to_tensor(images)).numpy()
 
 
 class Embeddings:
-    """What `embed` wrote, its hashes checked; read in blocks."""
+    """The embeddings that `embed` wrote, verified and read in blocks."""
 
     def __init__(self, directory: Path, description: EmbeddingsDescription) -> None:
         self.directory = directory
         self.description = description
+        self.network_sha256 = description.network_sha256
+        self.dim = description.dim
 
     @staticmethod
     def open(directory: Path) -> "Embeddings":
-        """The embeddings in ``directory``.
+        """Open the embeddings in ``directory``.
 
         Raises:
-            IntegrityError: there are none, or a shard is missing or changed.
+            IntegrityError: the description is missing or invalid, or a shard is missing or changed.
         """
-        try:
-            description = EmbeddingsDescription.model_validate_json((directory / DESCRIPTION_FILE).read_bytes())
-        except (OSError, ValidationError) as error:
-            raise IntegrityError(f"{directory} holds no embeddings; run the embed step again.") from error
+        description = EmbeddingsDescription.load(directory / DESCRIPTION_FILE)
         for shard in description.shards:
             path = directory / shard.file
             if not path.is_file() or sha256_file(path) != shard.sha256:
-                raise IntegrityError(f"{path} is missing or changed since it was written; run the embed step again.")
+                raise IntegrityError(f"{path} is missing or changed since it was written; {description.remedy}.")
         return Embeddings(directory, description)
 
-    @property
-    def network_sha256(self) -> str:
-        """The network that made them."""
-        return self.description.network_sha256
-
-    @property
-    def dim(self) -> int:
-        """Coordinates of an embedding."""
-        return self.description.dim
-
     def count(self, split: Split) -> int:
-        """Embeddings of ``split``."""
+        """Number of embeddings of ``split``."""
         return sum(shard.count for shard in self.description.shards if shard.split == split)
 
     def blocks(self, split: Split) -> Iterator[EmbeddingBlock]:
-        """The embeddings of ``split``, in the dataset's order, a shard at a time."""
+        """Yield the embeddings of ``split`` in the dataset's order, one shard at a time."""
         for shard in self.description.shards:
             if shard.split == split:
                 rows = np.load(self.directory / shard.file, allow_pickle=False)
@@ -180,8 +163,8 @@ class Embeddings:
 
 
 @contextmanager
-def _one_thread_a_batch() -> Generator[int]:
-    """The number of batches to compute at once, each with one thread: less waiting than with all threads on one."""
+def _one_torch_thread() -> Generator[int]:
+    """Compute each batch in one thread. Yields how many batches to compute at once, which is faster than one in all."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -190,92 +173,85 @@ def _one_thread_a_batch() -> Generator[int]:
         torch.set_num_threads(threads)
 
 
-class _Embedder:
-    """Embeds a dataset's images, except those whose embeddings are kept, some batches at once."""
+def _sources(
+    dataset: Dataset, split: Split, batch_size: int, untrained: frozenset[str]
+) -> Iterator[tuple[Iterator[Block], int]]:
+    """Yield the blocks of each shard to embed for ``split``, and their number of images."""
+    for shard in dataset.shards(split):
+        yield dataset.shard_blocks(shard, batch_size), shard.count
+    if split == "gallery":
+        for shard in dataset.shards("train"):
+            labels = untrained.intersection(shard.label_counts)
+            if count := sum(shard.label_counts[label] for label in labels):
+                numbers = [dataset.labels.index(label) for label in labels]
+                yield _with_labels(dataset.shard_blocks(shard, batch_size), numbers), count
 
-    def __init__(
-        self,
-        network: Callable[[NDArray[np.uint8]], Future[Vectors]],
-        at_once: int,
-        dataset: Dataset,
-        batch_size: int,
-        described: ExportResult,
-        store: Store | None,
-        untrained: frozenset[str],
-    ) -> None:
-        self._network, self._at_once = network, at_once
-        self._dataset, self._batch_size, self._untrained = dataset, batch_size, untrained
-        self._kept = KeptEmbeddings(store, described.sha256, described.embedding_dim)
-        self._dtype = np.dtype(
-            [("embedding", "<f4", (described.embedding_dim,)), ("label", "<i4"), ("digest", "u1", (32,))]
-        )
+
+def _with_labels(blocks: Iterator[Block], numbers: Sequence[int]) -> Iterator[Block]:
+    for block in blocks:
+        selected = np.isin(block.labels, numbers)
+        if selected.any():
+            yield Block(block.images[selected], block.labels[selected], block.digests[selected])
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A block of images with its cached embeddings, and the others while they are computed."""
+
+    block: Block
+    vectors: Vectors
+    is_cached: NDArray[np.bool_]
+    computed: Future[Vectors] | None
+
+
+class _Embedder:
+    """Embeds shard by shard, computes what is not cached, and counts what is."""
+
+    def __init__(self, cache: EmbeddingCache, dim: int) -> None:
+        self._cache = cache
+        self._dtype = np.dtype([("embedding", "<f4", (dim,)), ("label", "<i4"), ("digest", "u1", (32,))])
         self.reused = 0
 
-    def batches(self, split: Split) -> Iterator[Rows]:
-        """The embeddings of a split, in the dataset's order."""
-        for shard in self._dataset.shards(split):
-            yield from self._of_shard(shard, frozenset(shard.label_counts))
-        if split == "gallery":
-            for shard in self._dataset.shards("train"):
-                yield from self._of_shard(shard, self._untrained.intersection(shard.label_counts))
+    def embed(
+        self, blocks: Iterator[Block], count: int, network: nn.Module, pool: ThreadPoolExecutor, concurrency: int
+    ) -> Iterator[Rows]:
+        """Yield the rows of each block in order; up to ``concurrency`` batches are computed while one is read."""
+        first = next(blocks)
+        with self._cache.open_shard(first.digests[0], count) as cached:
+            pending: deque[_Batch] = deque()
+            for block in chain([first], blocks):
+                vectors, is_cached = cached.find(block.digests)
+                images = block.images[~is_cached]
+                computed = pool.submit(embed_images, network, images) if len(images) else None
+                pending.append(_Batch(block, vectors, is_cached, computed))
+                if len(pending) > concurrency:
+                    yield self._rows(pending.popleft(), cached)
+            while pending:
+                yield self._rows(pending.popleft(), cached)
 
-    def _of_shard(self, shard: Shard, labels: frozenset[str]) -> Iterator[Rows]:
-        """The embeddings of a shard's images of ``labels``."""
-        blocks = self._dataset.shard_blocks(shard, self._batch_size)
-        if labels != shard.label_counts.keys():
-            blocks = _of_labels(blocks, [self._dataset.labels.index(label) for label in labels])
-        first = next(blocks, None)
-        if first is None:
-            return
-        with self._kept.of_shard(first.digests[0], sum(shard.label_counts[label] for label in labels)) as kept:
-            for block, vectors in self._embedded(chain([first], blocks), kept):
-                rows = np.empty(len(block), self._dtype)
-                rows["embedding"] = vectors
-                rows["label"] = block.labels
-                rows["digest"] = block.digests
-                yield rows
-
-    def _embedded(self, blocks: Iterator[Block], kept: KeptShard) -> Iterator[tuple[Block, Vectors]]:
-        """Each block with its embeddings, in order; while some are computed the next one is read."""
-        computed: deque[tuple[Block, Vectors, Found, Future[Vectors] | None]] = deque()
-        for block in blocks:
-            vectors, found = kept.find(block.digests)
-            made = None if found.all() else self._network(block.images[~found])
-            computed.append((block, vectors, found, made))
-            if len(computed) > self._at_once:
-                yield self._complete(*computed.popleft(), kept)
-        while computed:
-            yield self._complete(*computed.popleft(), kept)
-
-    def _complete(
-        self, block: Block, vectors: Vectors, found: Found, made: Future[Vectors] | None, kept: KeptShard
-    ) -> tuple[Block, Vectors]:
-        if made is not None:
-            vectors[~found] = made.result()
-        kept.add(vectors, block.digests, new=int((~found).sum()))
-        self.reused += int(found.sum())
-        return block, vectors
+    def _rows(self, batch: _Batch, cached: CachedShard) -> Rows:
+        block, vectors = batch.block, batch.vectors
+        if batch.computed is not None:
+            vectors[~batch.is_cached] = batch.computed.result()
+        reused = int(batch.is_cached.sum())
+        self.reused += reused
+        cached.append(vectors, block.digests, new=len(block) - reused)
+        rows = np.empty(len(block), self._dtype)
+        rows["embedding"], rows["label"], rows["digest"] = vectors, block.labels, block.digests
+        return rows
 
 
-def _of_labels(blocks: Iterator[Block], numbers: Sequence[int]) -> Iterator[Block]:
-    """The images whose label number is one of ``numbers``."""
-    for block in blocks:
-        chosen = np.isin(block.labels, numbers)
-        if chosen.any():
-            yield Block(block.images[chosen], block.labels[chosen], block.digests[chosen])
-
-
-def _gather(batches: Iterator[Rows], size: int) -> Iterator[Rows]:
-    """The same rows in pieces of ``size``, the last one shorter."""
-    held: list[Rows] = []
+def _resize(batches: Iterator[Rows], size: int) -> Iterator[Rows]:
+    """Yield the same rows in batches of ``size``, the last one shorter."""
+    pending: list[Rows] = []
     for batch in batches:
-        held.append(batch)
-        while sum(map(len, held)) >= size:
-            rows = np.concatenate(held)
+        pending.append(batch)
+        while sum(map(len, pending)) >= size:
+            rows = np.concatenate(pending)
             yield rows[:size]
-            held = [rows[size:]]
-    if sum(map(len, held)):
-        yield np.concatenate(held)
+            pending = [rows[size:]]
+    if sum(map(len, pending)):
+        yield np.concatenate(pending)
 
 
 def _write_shard(directory: Path, split: Split, number: int, rows: Rows) -> EmbeddingShard:

@@ -1,20 +1,22 @@
-"""The trained network as TorchScript, proved on real images to compute what it was trained to."""
+"""Export the trained network as TorchScript, verified against the eager network on real images."""
 
+import io
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from evernear.data.preprocess import Preprocessing
 from evernear.data.shards import Dataset
 from evernear.disk import sha256_bytes, sha256_file, write_atomically
-from evernear.embedding import torchscript
-from evernear.embedding.images import to_tensor
+from evernear.embedding.artifact import load_trained
+from evernear.embedding.data_loader import to_tensor
 from evernear.embedding.network import Architecture, EmbeddingNetwork
-from evernear.embedding.trained import load_trained
 from evernear.errors import IntegrityError, TrainingError
 from evernear.frozen import Frozen
 from evernear.store import Store
@@ -24,8 +26,10 @@ DESCRIPTION_FILE = "network.json"
 PARITY_IMAGES = 256
 
 
-class ExportResult(Frozen):
-    """`DESCRIPTION_FILE`: what the TorchScript file beside it takes and gives, and how well it was proved."""
+class ExportedNetwork(Frozen):
+    """`DESCRIPTION_FILE`: input and output of the TorchScript file beside it, and its parity with the eager network."""
+
+    remedy = "run the export step again"
 
     sha256: str
     input: Literal["uint8 NCHW, 0..255"] = "uint8 NCHW, 0..255"
@@ -37,16 +41,15 @@ class ExportResult(Frozen):
     weights_sha256: str
 
 
-def export(trained_dir: Path, dataset: Dataset, out_dir: Path, tolerance: float) -> ExportResult:
+def export(trained_dir: Path, dataset: Dataset, out_dir: Path, tolerance: float) -> ExportedNetwork:
     """Write the network of ``trained_dir`` to ``out_dir`` as TorchScript with its description.
 
-    Parity is the largest absolute difference of any coordinate between the eager network and the file as it
-    will be served, read back and optimised, over real images of the query split (or the gallery, where that
-    is empty).
+    Parity is the largest absolute difference of any coordinate between the eager network and the file as it will be
+    served (read back and optimized), over images of the query split, or of the gallery if that is empty.
 
     Raises:
-        TrainingError: the difference is above ``tolerance``, or not a number; nothing is written then.
-        IntegrityError: ``trained_dir`` holds no trained network, or one of another dataset's image shape.
+        TrainingError: the difference exceeds ``tolerance`` or is not a number. Nothing is written.
+        IntegrityError: ``trained_dir`` has no trained network, or one for images of another shape.
     """
     trained, network = load_trained(trained_dir)
     if trained.architecture.shape != dataset.shape:
@@ -54,19 +57,18 @@ def export(trained_dir: Path, dataset: Dataset, out_dir: Path, tolerance: float)
             f"The network in {trained_dir} takes images of {trained.architecture.shape}, but those of "
             f"{dataset.manifest.name} are {dataset.shape}; train again."
         )
-    data = torchscript.script(network)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    candidate = out_dir / f"{NETWORK_FILE}.unproved"
+    data = to_torchscript(network)
+    candidate = out_dir / f"{NETWORK_FILE}.unverified"
     write_atomically(candidate, data)
     try:
-        images = _real_images(dataset)
-        difference = max_abs_difference(network, torchscript.load(candidate, optimize=True), images)
+        images = _parity_images(dataset)
+        difference = max_abs_difference(network, load_torchscript(candidate), images)
         if not difference <= tolerance:
             raise TrainingError(
                 f"The exported network differs from the trained one by {difference:.2g} on real images, "
                 f"more than train.parity_tolerance = {tolerance:g}."
             )
-        result = ExportResult(
+        exported = ExportedNetwork(
             sha256=sha256_bytes(data),
             embedding_dim=trained.architecture.embedding_dim,
             preprocessing=_preprocessing(trained.architecture),
@@ -78,61 +80,86 @@ def export(trained_dir: Path, dataset: Dataset, out_dir: Path, tolerance: float)
         candidate.replace(out_dir / NETWORK_FILE)
     finally:
         candidate.unlink(missing_ok=True)
-    write_atomically(out_dir / DESCRIPTION_FILE, result.model_dump_json(indent=2))
-    return result
+    exported.save(out_dir / DESCRIPTION_FILE)
+    return exported
 
 
-def describe_network(directory: Path) -> ExportResult:
-    """The description that `export` wrote.
-
-    Raises:
-        IntegrityError: there is none.
-    """
-    try:
-        return ExportResult.model_validate_json((directory / DESCRIPTION_FILE).read_bytes())
-    except (OSError, ValidationError) as error:
-        raise IntegrityError(f"{directory} holds no exported network; run the export step again.") from error
-
-
-def trained_on(directory: Path, dataset: Dataset, store: Store) -> Dataset:
-    """The snapshot that the network in ``directory`` was trained on: ``dataset``, or an earlier one of its name.
+def describe_network(directory: Path) -> ExportedNetwork:
+    """Read the description that `export` wrote.
 
     Raises:
-        IntegrityError: it is gone from the store.
+        IntegrityError: it is missing or invalid.
     """
-    digest = describe_network(directory).dataset_digest
-    found = dataset if digest == dataset.digest else Dataset.find(store, dataset.manifest.name, digest)
-    if found is None:
+    return ExportedNetwork.load(directory / DESCRIPTION_FILE)
+
+
+def training_dataset(network_dir: Path, dataset: Dataset, store: Store) -> Dataset:
+    """The snapshot that a network was trained on: ``dataset``, or an earlier one of the same name.
+
+    Raises:
+        IntegrityError: the store no longer has it.
+    """
+    digest = describe_network(network_dir).dataset_digest
+    snapshot = dataset if digest == dataset.digest else Dataset.find(store, dataset.manifest.name, digest)
+    if snapshot is None:
         raise IntegrityError(
             f"The network was trained on the snapshot {digest[:12]} of {dataset.manifest.name}, which the store no "
-            "longer has: nobody can tell which images it has seen. Run the whole pipeline."
+            "longer has, so it is unknown which images it was trained on; run the whole pipeline."
         )
-    return found
+    return snapshot
 
 
-def load_network(path: Path, optimize: bool = True) -> torch.jit.ScriptModule:
-    """The network of an `export` directory, its hash checked, or of a TorchScript file whose hash the caller
-    knows.
+def load_network(network_dir: Path) -> torch.jit.ScriptModule:
+    """Load the network of an `export` directory, verified against its description.
 
-    It takes uint8 images (N, C, H, W) and gives unit vectors (N, D) of float32. ``optimize`` makes it several
-    times faster; it costs a moment here and in the first two calls.
+    It maps uint8 images (N, C, H, W) to unit vectors (N, D) of float32.
 
     Raises:
-        IntegrityError: the file is missing, is no TorchScript, or is not the one that was described.
+        IntegrityError: the file is missing, is not TorchScript, or does not match its description.
     """
-    if path.is_dir():
-        described, file = describe_network(path), path / NETWORK_FILE
-        if not file.is_file() or sha256_file(file) != described.sha256:
-            raise IntegrityError(f"{file} is not the network that {path / DESCRIPTION_FILE} names; export again.")
-        return torchscript.load(file, optimize)
-    return torchscript.load(path, optimize)
+    described, file = describe_network(network_dir), network_dir / NETWORK_FILE
+    if not file.is_file() or sha256_file(file) != described.sha256:
+        raise IntegrityError(f"{file} is missing or does not match {DESCRIPTION_FILE}; {described.remedy}.")
+    return load_torchscript(file)
+
+
+def to_torchscript(network: EmbeddingNetwork) -> bytes:
+    """The network, in eval mode, as a TorchScript file."""
+    buffer = io.BytesIO()
+    with _torchscript_is_deprecated():
+        torch.jit.save(torch.jit.script(network.eval()), buffer)
+    return buffer.getvalue()
+
+
+def load_torchscript(file: Path) -> torch.jit.ScriptModule:
+    """Load a TorchScript file on the CPU and optimize it for this machine. The caller has verified the file.
+
+    Optimization makes it several times faster, and costs a moment here and in the first two calls. It happens here and
+    not before saving because an optimized graph has operators of this machine's oneDNN and cannot be loaded again.
+
+    Raises:
+        IntegrityError: the file is not TorchScript.
+    """
+    with _torchscript_is_deprecated():
+        try:
+            network = torch.jit.load(file, map_location="cpu").eval()
+        except (RuntimeError, ValueError) as error:
+            raise IntegrityError(f"{file} is not a TorchScript network; {ExportedNetwork.remedy}.") from error
+        return torch.jit.optimize_for_inference(torch.jit.freeze(network))
 
 
 @torch.inference_mode()
 def max_abs_difference(eager: EmbeddingNetwork, scripted: torch.jit.ScriptModule, images: Tensor) -> float:
-    """Largest absolute difference of any coordinate; NaN when an output is not finite."""
-    ours, theirs = eager.eval()(images), scripted(images)
-    return float((ours - theirs).abs().max())
+    """Largest absolute difference of any coordinate; NaN if an output is not finite."""
+    return float((eager.eval()(images) - scripted(images)).abs().max())
+
+
+@contextmanager
+def _torchscript_is_deprecated() -> Generator[None]:
+    """Ignore the deprecation of ``torch.jit`` (torch 2.13), the format of TorchServe's models."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.jit\.", DeprecationWarning)
+        yield
 
 
 def _preprocessing(architecture: Architecture) -> Preprocessing:
@@ -146,8 +173,8 @@ def _preprocessing(architecture: Architecture) -> Preprocessing:
     )
 
 
-def _real_images(dataset: Dataset) -> Tensor:
+def _parity_images(dataset: Dataset) -> Tensor:
     for split in ("query", "gallery"):
         for block in dataset.blocks(split, PARITY_IMAGES):
             return to_tensor(np.asarray(block.images))
-    raise TrainingError(f"Dataset {dataset.manifest.name} has no query or gallery image to prove the export on.")
+    raise TrainingError(f"Dataset {dataset.manifest.name} has no query or gallery image to verify the export on.")

@@ -22,7 +22,7 @@ from evernear.data.shards import Dataset
 from evernear.disk import disk_errors, sha256_bytes, sha256_file, write_atomically
 from evernear.embedding.embed import embed_images
 from evernear.embedding.export import DESCRIPTION_FILE as NETWORK_DESCRIPTION
-from evernear.embedding.export import NETWORK_FILE, ExportResult, describe_network, load_network
+from evernear.embedding.export import NETWORK_FILE, ExportedNetwork, describe_network, load_network
 from evernear.errors import DataError, EvernearError, IntegrityError
 from evernear.index.description import DESCRIPTION_FILE as INDEX_DESCRIPTION
 from evernear.index.description import PARTS as INDEX_FILES
@@ -142,7 +142,7 @@ def _model_config(settings: ServingSettings) -> str:
 def _describe(
     parts: Path,
     dataset: Dataset,
-    network: ExportResult,
+    network: ExportedNetwork,
     gallery: Gallery,
     metrics: Mapping[str, float],
     parent: str | None,

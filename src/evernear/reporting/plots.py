@@ -3,12 +3,15 @@
 import html
 import io
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from evernear.embedding.history import Epoch
 from evernear.output import printable
+
+if TYPE_CHECKING:  # readers of a verdict load no torch
+    from evernear.embedding.artifact import Epoch
 
 # Text stays text: smaller, searchable, and read out by a screen reader. A fixed salt makes the SVG byte-stable.
 mpl.rcParams["svg.fonttype"] = "none"
@@ -17,7 +20,7 @@ mpl.rcParams["svg.hashsalt"] = "evernear"
 mpl.rcParams["text.parse_math"] = False
 
 
-def training_curves(history: Sequence[Epoch]) -> str:
+def training_curves(history: Sequence["Epoch"]) -> str:
     """Loss, accuracy and learning rate over epochs, as an HTML page."""
     epochs = [point.epoch for point in history]
     figure = Figure(figsize=(10, 3.2), layout="constrained")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from evernear.data.image_file import EncodedImage
 from evernear.data.preprocess import Pixels
 from evernear.embedding.embed import embed_images
-from evernear.embedding.export import NETWORK_FILE, load_network
+from evernear.embedding.export import NETWORK_FILE, load_torchscript
 from evernear.errors import DataError
 from evernear.index.search import Gallery
 from evernear.release.archive_reader import ReleaseParts
@@ -57,7 +57,7 @@ class Predictor:
             IntegrityError: the index was built with another network.
         """
         gallery = Gallery.open(release.directory, release.manifest.network_sha256)
-        predictor = Predictor(load_network(release.directory / NETWORK_FILE), gallery, release.manifest)
+        predictor = Predictor(load_torchscript(release.directory / NETWORK_FILE), gallery, release.manifest)
         shape = release.manifest.preprocessing
         for size in WARM_UP_BATCHES:
             predictor.predict_pixels(np.zeros((size, shape.height_px, shape.width_px, shape.channels), np.uint8))

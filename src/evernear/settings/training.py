@@ -96,7 +96,7 @@ class TrainSettings(Section):
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    processes: int = Field(default=1, ge=1, description="Training processes, one per GPU, started by torchrun.")
+    processes: int = Field(default=1, ge=1, description="Training processes, one per GPU.")
     checkpoint_every_epochs: int = Field(default=1, ge=1)
     patience_epochs: int = Field(
         default=5,

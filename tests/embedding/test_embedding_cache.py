@@ -1,4 +1,4 @@
-"""An image that a network has embedded once is not embedded again, and what is reused is what would be made."""
+"""The embedding cache: a network embeds each image once, and cached embeddings equal computed ones."""
 
 from pathlib import Path
 
@@ -19,11 +19,11 @@ from evernear.settings import DataSettings, TrainSettings
 from evernear.store import Store, open_store
 
 SHARD_BYTES = 2**16
-"""655 images of 8x8 pixels: enough that the gallery fills one shard and begins another."""
+"""655 images of 8x8 pixels, so that the gallery has two shards."""
 
 
-class Growing:
-    """A folder of gallery images that grows, and the dataset made of it."""
+class GrowingDataset:
+    """A folder of gallery images that grows, and its dataset."""
 
     def __init__(self, directory: Path) -> None:
         self.images = directory / "images"
@@ -55,31 +55,23 @@ class Growing:
         return open_store(self.store_uri)
 
 
-@pytest.fixture(scope="module")
-def network_dir(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("network")
-    train(digits, TrainSettings(epochs=1, min_steps=0, width=4, embedding_dim=16), directory / "trained")
-    export(directory / "trained", digits, directory / "network", tolerance=1e-4)
-    return directory / "network"
-
-
 @pytest.fixture
-def growing(tmp_path: Path) -> Growing:
-    growing = Growing(tmp_path)
+def growing(tmp_path: Path) -> GrowingDataset:
+    growing = GrowingDataset(tmp_path)
     growing.write(range(700))
     growing.write(range(1700, 1720), "query")
-    growing.write(range(1720, 1797), "train")  # given splits want it; nothing of it is embedded
+    growing.write(range(1720, 1797), "train")  # required with explicit splits; not embedded
     return growing
 
 
-def embedded(network_dir: Path, growing: Growing, out_dir: Path, counted: list[int]) -> int:
-    """Embed the newest snapshot, check every vector against the network, return how many were reused."""
+def embed_newest(network_dir: Path, growing: GrowingDataset, out_dir: Path, batch_sizes: list[int]) -> int:
+    """Embed the newest snapshot, check every vector against the network, return how many came from the cache."""
     dataset = growing.ingest()
-    del counted[:]
+    batch_sizes.clear()
     described = embed(network_dir, dataset, out_dir, batch_size=64, store=growing.store)
     assert described.count == dataset.count("gallery") + dataset.count("query")
-    assert described.reused == described.count - sum(counted)
-    network = load_network(network_dir, optimize=False)
+    assert described.reused == described.count - sum(batch_sizes)
+    network = load_network(network_dir)
     embeddings = Embeddings.open(out_dir)
     for split in ("gallery", "query"):
         ours, theirs = list(embeddings.blocks(split)), list(dataset.blocks(split))
@@ -93,8 +85,8 @@ def embedded(network_dir: Path, growing: Growing, out_dir: Path, counted: list[i
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many images went through the network, call by call."""
+def batch_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the batches that the network computed."""
     counts: list[int] = []
 
     def counting(network, images):
@@ -105,73 +97,73 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_only_new_images_go_through_the_network(
-    growing: Growing, network_dir: Path, tmp_path: Path, counted: list[int]
+def test_only_new_images_are_computed(
+    growing: GrowingDataset, network_dir: Path, tmp_path: Path, batch_sizes: list[int]
 ) -> None:
-    assert embedded(network_dir, growing, tmp_path / "first", counted) == 0
-    assert sum(counted) == 720
-    assert embedded(network_dir, growing, tmp_path / "again", counted) == 720
-    assert counted == []
+    assert embed_newest(network_dir, growing, tmp_path / "first", batch_sizes) == 0
+    assert sum(batch_sizes) == 720
+    assert embed_newest(network_dir, growing, tmp_path / "again", batch_sizes) == 720
+    assert batch_sizes == []
     growing.write(range(700, 1400))
-    assert embedded(network_dir, growing, tmp_path / "grown", counted) == 720
-    assert sum(counted) == 700
+    assert embed_newest(network_dir, growing, tmp_path / "grown", batch_sizes) == 720
+    assert sum(batch_sizes) == 700
 
 
-def test_a_corrected_label_is_taken_and_a_removed_image_leaves(
-    growing: Growing, network_dir: Path, tmp_path: Path, counted: list[int]
+def test_corrected_labels_and_removed_images_take_effect(
+    growing: GrowingDataset, network_dir: Path, tmp_path: Path, batch_sizes: list[int]
 ) -> None:
-    embedded(network_dir, growing, tmp_path / "first", counted)
+    embed_newest(network_dir, growing, tmp_path / "first", batch_sizes)
     growing.path_of(5).unlink()
     growing.write(range(5, 6), label="8")
     growing.path_of(7).unlink()
-    assert embedded(network_dir, growing, tmp_path / "corrected", counted) == 719
+    assert embed_newest(network_dir, growing, tmp_path / "corrected", batch_sizes) == 719
 
 
-def test_a_shard_that_lost_its_first_image_is_embedded_once_more(
-    growing: Growing, network_dir: Path, tmp_path: Path, counted: list[int]
+def test_a_shard_without_its_first_image_is_embedded_again(
+    growing: GrowingDataset, network_dir: Path, tmp_path: Path, batch_sizes: list[int]
 ) -> None:
-    embedded(network_dir, growing, tmp_path / "first", counted)
+    embed_newest(network_dir, growing, tmp_path / "first", batch_sizes)
     dataset = growing.ingest()
     shards = dataset.shards("gallery")
     assert len(shards) == 2
     growing.path_of(growing.number_of(next(dataset.blocks("gallery")).images[0])).unlink()
-    assert embedded(network_dir, growing, tmp_path / "without it", counted) == 720 - shards[0].count
-    assert embedded(network_dir, growing, tmp_path / "again", counted) == 719
+    assert embed_newest(network_dir, growing, tmp_path / "without it", batch_sizes) == 720 - shards[0].count
+    assert embed_newest(network_dir, growing, tmp_path / "again", batch_sizes) == 719
 
 
-def test_another_network_reuses_nothing(
-    digits: Dataset, growing: Growing, network_dir: Path, tmp_path: Path, counted: list[int]
+def test_another_network_does_not_use_the_cache(
+    digits: Dataset, growing: GrowingDataset, network_dir: Path, tmp_path: Path, batch_sizes: list[int]
 ) -> None:
-    embedded(network_dir, growing, tmp_path / "first", counted)
+    embed_newest(network_dir, growing, tmp_path / "first", batch_sizes)
     train(digits, TrainSettings(epochs=1, min_steps=0, width=4, embedding_dim=16, seed=1), tmp_path / "trained")
     export(tmp_path / "trained", digits, tmp_path / "network", tolerance=1e-4)
-    assert embedded(tmp_path / "network", growing, tmp_path / "other", counted) == 0
+    assert embed_newest(tmp_path / "network", growing, tmp_path / "other", batch_sizes) == 0
 
 
-def test_a_store_that_keeps_something_else_is_refused(
-    growing: Growing, network_dir: Path, tmp_path: Path, counted: list[int]
+def test_a_damaged_cache_object_is_rejected(
+    growing: GrowingDataset, network_dir: Path, tmp_path: Path, batch_sizes: list[int]
 ) -> None:
-    embedded(network_dir, growing, tmp_path / "first", counted)
+    embed_newest(network_dir, growing, tmp_path / "first", batch_sizes)
     folder = f"embeddings/{describe_network(network_dir).sha256}/"
     key = next(found.key for found in growing.store.list(folder))
     growing.store.put(key, b"no embeddings")
-    with pytest.raises(IntegrityError, match=r"holds no embeddings of this network; delete it"):
-        embedded(network_dir, growing, tmp_path / "again", counted)
+    with pytest.raises(IntegrityError, match=r"has no embeddings of this network; delete it"):
+        embed_newest(network_dir, growing, tmp_path / "again", batch_sizes)
     growing.store.delete(key)
-    assert 0 < embedded(network_dir, growing, tmp_path / "mended", counted) < 720
+    assert 0 < embed_newest(network_dir, growing, tmp_path / "mended", batch_sizes) < 720
 
 
-def test_train_images_of_a_class_that_the_network_never_saw_stand_in_the_gallery(
-    growing: Growing, network_dir: Path, tmp_path: Path, counted: list[int]
+def test_train_images_of_an_untrained_class_join_the_gallery(
+    growing: GrowingDataset, network_dir: Path, tmp_path: Path, batch_sizes: list[int]
 ) -> None:
     dataset = growing.ingest()
     first = embed(network_dir, dataset, tmp_path / "first", store=growing.store, untrained=frozenset("38"))
     trained = dataset.manifest.label_counts("train")
-    borrowed = trained["3"] + trained["8"]
-    assert 0 < borrowed < sum(trained.values())
-    assert sum(counted) == first.count == 720 + borrowed
+    added = trained["3"] + trained["8"]
+    assert 0 < added < sum(trained.values())
+    assert sum(batch_sizes) == first.count == 720 + added
     again = embed(network_dir, dataset, tmp_path / "again", store=growing.store, untrained=frozenset("38"))
-    assert again.reused == 720 + borrowed
+    assert again.reused == 720 + added
     assert again.shards == first.shards
     blocks = list(Embeddings.open(tmp_path / "again").blocks("gallery"))
     labels = np.concatenate([block.labels for block in blocks])

@@ -1,4 +1,4 @@
-"""Augmentation of a whole batch at once: small random maps, affine or elastic."""
+"""Random augmentation of whole batches: small affine and elastic deformations."""
 
 import math
 
@@ -10,21 +10,22 @@ DEGREES = 10.0
 SCALE = 0.10
 SHEAR = 0.10
 SHIFT = 0.07
-"""Share of the image's side: two pixels of 28."""
+"""Largest shift as a fraction of the image's side: two of 28 pixels."""
 BEND = 0.03
-"""The same, of each control point of an elastic map."""
+"""Largest displacement of a control point of an elastic map, as a fraction of the image's side."""
 CONTROL_POINTS = 4
-"""On a side."""
+"""Control points per side."""
 
 
 def random_affine(images: Tensor, generator: torch.Generator, elastic: bool = False) -> Tensor:
-    """Turn, scale, shear and shift each image of (N, C, H, W) a little, each by its own draw.
+    """Rotate, scale, shear and shift each image of (N, C, H, W) by random amounts of its own.
 
-    ``elastic`` also bends it: displacements of a coarse grid of points, bicubic between them (Ronneberger et al.
-    2015, section 3.1, arXiv:1505.04597; for digits Simard et al. 2003, "Best Practices for Convolutional Neural
-    Networks Applied to Visual Document Analysis").
+    With ``elastic``, also displace a coarse grid of control points and interpolate between them by cubic splines
+    (Ronneberger et al. 2015, section 3.1, arXiv:1505.04597; for digits Simard et al. 2003, "Best Practices for
+    Convolutional Neural Networks Applied to Visual Document Analysis").
 
-    Pixels from outside repeat the border. The numbers are drawn on the CPU, so a GPU sees the same images.
+    Pixels from outside the image repeat its border. Random numbers are drawn on the CPU, so that a GPU computes the
+    same images.
 
     Returns:
         Float images of the same shape, in the range of the input.
@@ -33,7 +34,7 @@ def random_affine(images: Tensor, generator: torch.Generator, elastic: bool = Fa
     draws = torch.rand(count, 6, generator=generator) * 2 - 1
     angle, shear = draws[:, 0] * math.radians(DEGREES), draws[:, 1] * SHEAR
     scale_x, scale_y = 1 + draws[:, 2] * SCALE, 1 + draws[:, 3] * SCALE
-    # Coordinates run over -1..1, a length of 2; the aspect keeps a turn a turn where the image is not square.
+    # Coordinates run over -1..1, a length of 2. The aspect ratio keeps rotations rigid in oblong images.
     shift_x, shift_y = draws[:, 4] * 2 * SHIFT, draws[:, 5] * 2 * SHIFT
     aspect = height / width
     cos, sin = angle.cos(), angle.sin()
@@ -43,7 +44,7 @@ def random_affine(images: Tensor, generator: torch.Generator, elastic: bool = Fa
     grid = F.affine_grid(maps, list(images.shape), align_corners=False)
     if elastic:
         points = torch.rand(count, 2, CONTROL_POINTS, CONTROL_POINTS, generator=generator) * 2 - 1
-        bent = F.interpolate(points * 2 * BEND, (height, width), mode="bicubic", align_corners=True)
-        grid = grid + bent.permute(0, 2, 3, 1).to(images.device)
+        displacement = F.interpolate(points * 2 * BEND, (height, width), mode="bicubic", align_corners=True)
+        grid = grid + displacement.permute(0, 2, 3, 1).to(images.device)
     pixels = images.to(torch.float32)
     return F.grid_sample(pixels, grid, mode="bilinear", padding_mode="border", align_corners=False)

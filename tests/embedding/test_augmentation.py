@@ -1,10 +1,10 @@
-"""Random affine maps of a batch: small, seeded, true to the image's shape."""
+"""Random augmentation: bounded, reproducible, correct for images that are not square."""
 
 import pytest
 import torch
 
-from evernear.embedding import augment
-from evernear.embedding.augment import random_affine
+from evernear.embedding import augmentation
+from evernear.embedding.augmentation import random_affine
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -12,7 +12,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def blob(count: int, height: int, width: int) -> torch.Tensor:
-    """A round bright spot in the middle of black images."""
+    """Black images with a round bright spot in the center."""
     rows = torch.arange(height).reshape(-1, 1) - (height - 1) / 2
     columns = torch.arange(width).reshape(1, -1) - (width - 1) / 2
     return (255 * torch.exp(-(rows**2 + columns**2) / 18)).expand(count, 1, height, width)
@@ -21,7 +21,7 @@ def blob(count: int, height: int, width: int) -> torch.Tensor:
 def moments(
     images: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Centre (row, column), variances (row, column) and covariance of each image's light."""
+    """Center (row, column), variances (row, column) and covariance of each image's brightness."""
     weights = images[:, 0] / images[:, 0].sum(dim=(1, 2), keepdim=True)
     rows, columns = torch.arange(images.shape[2]).reshape(-1, 1), torch.arange(images.shape[3]).reshape(1, -1)
     row, column = (weights * rows).sum((1, 2)), (weights * columns).sum((1, 2))
@@ -45,7 +45,7 @@ def test_the_same_seed_gives_the_same_images(elastic: bool) -> None:
 
 
 @pytest.mark.parametrize("elastic", [False, True])
-def test_shape_and_range_are_kept_and_flat_images_stay_flat(elastic: bool) -> None:
+def test_shape_and_range_are_preserved_and_constant_images_stay_constant(elastic: bool) -> None:
     images = torch.randint(0, 256, (16, 3, 9, 14), dtype=torch.uint8)
     images[0] = 255
     out = random_affine(images, generator(), elastic)
@@ -55,28 +55,28 @@ def test_shape_and_range_are_kept_and_flat_images_stay_flat(elastic: bool) -> No
     torch.testing.assert_close(out[0], torch.full((3, 9, 14), 255.0))
 
 
-def test_shifts_stay_within_their_bound_and_go_everywhere() -> None:
+def test_shifts_cover_their_whole_range() -> None:
     row, column, *_ = moments(random_affine(blob(500, 40, 60), generator()))
     row, column = row - 19.5, column - 29.5
     for offset, side in ((row, 40), (column, 60)):
-        assert offset.abs().max() <= augment.SHIFT * side * 1.35
-        assert offset.min() < -0.6 * augment.SHIFT * side
-        assert offset.max() > 0.6 * augment.SHIFT * side
+        assert offset.abs().max() <= augmentation.SHIFT * side * 1.35
+        assert offset.min() < -0.6 * augmentation.SHIFT * side
+        assert offset.max() > 0.6 * augmentation.SHIFT * side
     assert abs(torch.corrcoef(torch.stack([row, column]))[0, 1]) < 0.2
 
 
-def test_a_turn_keeps_a_round_spot_round_in_an_oblong_image(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotation_keeps_a_round_spot_round_in_an_oblong_image(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SCALE", "SHEAR", "SHIFT"):
-        monkeypatch.setattr(augment, name, 0.0)
-    monkeypatch.setattr(augment, "DEGREES", 40.0)
+        monkeypatch.setattr(augmentation, name, 0.0)
+    monkeypatch.setattr(augmentation, "DEGREES", 40.0)
     _, _, row_variance, column_variance, covariance = moments(random_affine(blob(50, 31, 93), generator()))
     torch.testing.assert_close(row_variance, column_variance, rtol=0.05, atol=0)
     assert covariance.abs().max() < 0.05 * row_variance.mean()
 
 
-def test_an_elastic_map_moves_each_part_by_its_own_little_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_elastic_map_moves_distant_parts_independently(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SCALE", "SHEAR", "SHIFT", "DEGREES"):
-        monkeypatch.setattr(augment, name, 0.0)
+        monkeypatch.setattr(augmentation, name, 0.0)
     # As far apart as the control points (at 0, 1/3, 2/3 and 1 of the side), two spots move independently.
     left = torch.cat([blob(400, 61, 41), torch.zeros(400, 1, 61, 80)], dim=3)
     right = left.flip(3)
@@ -84,7 +84,7 @@ def test_an_elastic_map_moves_each_part_by_its_own_little_way(monkeypatch: pytes
     away = [(row - 30, column - middle) for (row, column), middle in zip(moved, (20, 100), strict=True)]
     for rows, columns in away:
         for offset, side in ((rows, 61), (columns, 121)):
-            assert 0.25 * augment.BEND * side < offset.std() < augment.BEND * side
-            assert offset.abs().max() < 1.3 * augment.BEND * side
+            assert 0.25 * augmentation.BEND * side < offset.std() < augmentation.BEND * side
+            assert offset.abs().max() < 1.3 * augmentation.BEND * side
     for one, other in zip(*away, strict=True):
         assert abs(torch.corrcoef(torch.stack([one, other]))[0, 1]) < 0.3

@@ -1,0 +1,108 @@
+"""The trained network on disk: weights, the architecture that they belong to, and the training history."""
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evernear.disk import sha256_bytes, write_atomically
+from evernear.embedding.network import Architecture, EmbeddingNetwork, build
+from evernear.errors import IntegrityError
+from evernear.frozen import Frozen
+from evernear.settings import TrainSettings
+
+WEIGHTS_FILE = "weights.pt"
+DESCRIPTION_FILE = "network.json"
+HISTORY_FILE = "history.json"
+
+
+class Epoch(Frozen):
+    """Metrics of one epoch. The gallery split is the validation set."""
+
+    epoch: int
+    learning_rate: float
+    train_loss: float
+    gallery_loss: float
+    gallery_accuracy: float
+    gallery_accuracy_error: float
+    """Standard error of ``gallery_accuracy``."""
+    duration_s: float
+
+
+class TrainingResult(Frozen):
+    """`HISTORY_FILE`: the course of a training."""
+
+    remedy = "run the train step again"
+
+    key: str
+    """Names the checkpoint; see `evernear.embedding.train.checkpoint_key`."""
+    best_epoch: int
+    """The epoch whose weights were saved."""
+    stopped_early: bool
+    resumed_after_epoch: int
+    epochs: tuple[Epoch, ...]
+
+
+class TrainedNetwork(Frozen):
+    """`DESCRIPTION_FILE`: the architecture of the weights and the data that they were trained on."""
+
+    remedy = "run the train step again"
+
+    architecture: Architecture
+    dataset_digest: str
+    exclude_labels: tuple[str, ...]
+    settings: TrainSettings
+    weights_sha256: str
+
+
+def save_trained(
+    directory: Path,
+    weights: dict[str, Tensor],
+    architecture: Architecture,
+    settings: TrainSettings,
+    dataset_digest: str,
+    exclude_labels: frozenset[str],
+) -> None:
+    """Write the weights, then their description, each atomically."""
+    data = to_bytes(weights)
+    trained = TrainedNetwork(
+        architecture=architecture,
+        dataset_digest=dataset_digest,
+        exclude_labels=tuple(sorted(exclude_labels)),
+        settings=settings,
+        weights_sha256=sha256_bytes(data),
+    )
+    write_atomically(directory / WEIGHTS_FILE, data)
+    trained.save(directory / DESCRIPTION_FILE)
+
+
+def load_trained(directory: Path) -> tuple[TrainedNetwork, EmbeddingNetwork]:
+    """Load the network that `save_trained` wrote, on the CPU and in eval mode.
+
+    Raises:
+        IntegrityError: a file is missing, or the weights do not match the hash in the description.
+    """
+    trained = TrainedNetwork.load(directory / DESCRIPTION_FILE)
+    path = directory / WEIGHTS_FILE
+    data = path.read_bytes() if path.is_file() else b""
+    if sha256_bytes(data) != trained.weights_sha256:
+        raise IntegrityError(f"{path} is missing or does not match {DESCRIPTION_FILE}; {trained.remedy}.")
+    network = build(trained.architecture)
+    network.load_state_dict(from_bytes(data))
+    network.eval()
+    return trained, network
+
+
+def to_bytes(state: Mapping[str, Any]) -> bytes:
+    """Serialize tensors and plain values in torch's file format."""
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    return buffer.getvalue()
+
+
+def from_bytes(data: bytes) -> dict[str, Any]:
+    """Deserialize what `to_bytes` wrote, onto the CPU. Only tensors and plain values are read, no pickled code."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

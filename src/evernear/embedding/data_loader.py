@@ -1,0 +1,86 @@
+"""Batches of tensors for training and validation, read from a dataset."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evernear.data.manifest import Split
+from evernear.data.shards import Block, Dataset
+from evernear.errors import TrainingError
+
+BLOCK_SIZE_BYTES = 4 * 2**20
+"""Upper bound of the pixels in a validation batch."""
+
+
+def to_tensor(images: NDArray[np.uint8]) -> Tensor:
+    """Copy images (N, H, W, C) of uint8 into a tensor (N, C, H, W), channels last in memory."""
+    return torch.from_numpy(np.array(images, order="C")).permute(0, 3, 1, 2)
+
+
+class TrainingImages:
+    """The train and gallery splits without the excluded labels; the other labels are numbered from 0.
+
+    Raises:
+        TrainingError: fewer than two labels or images to train on, or no gallery image to validate on.
+    """
+
+    def __init__(self, dataset: Dataset, exclude_labels: frozenset[str]) -> None:
+        included = [number for number, label in enumerate(dataset.labels) if label not in exclude_labels]
+        self._dataset = dataset
+        self._class_of_label = np.full(len(dataset.labels), -1, dtype=np.int64)
+        self._class_of_label[included] = np.arange(len(included))
+        self.classes = len(included)
+        self.count = self._count("train")
+        if self.classes < 2 or self.count < 2:
+            raise TrainingError(
+                f"Dataset {dataset.manifest.name} has {self.classes} labels and {self.count} images to train on; "
+                "add images until there are at least two of each."
+            )
+        if self._count("gallery") == 0:
+            raise TrainingError(
+                f"Dataset {dataset.manifest.name} has no image in its gallery split, which training is validated on; "
+                "raise data.gallery_fraction or add images."
+            )
+
+    def batches(
+        self, batch_size: int, seed: int, epoch: int, rank: int, world_size: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield images (N, C, H, W) and classes (N,) without end, with N exactly ``batch_size``.
+
+        The train split is repeated, shuffled anew on each pass, so that a small dataset fills an epoch of any length
+        and every process gets the same number of batches.
+        """
+        pending: list[tuple[NDArray[np.uint8], NDArray[np.int64]]] = []
+        shuffle_seed = int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
+        for repetition in range(2**31):
+            for block in self._dataset.shuffled_batches(
+                "train", batch_size, shuffle_seed, repetition, rank, world_size
+            ):
+                pending.append(self._included(block))
+                if sum(len(classes) for _, classes in pending) < batch_size:
+                    continue
+                images, classes = (np.concatenate(parts) for parts in zip(*pending, strict=True))
+                yield to_tensor(images[:batch_size]), torch.from_numpy(classes[:batch_size])
+                pending = [(images[batch_size:], classes[batch_size:])]
+
+    def gallery(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the gallery split in order: images (N, C, H, W) and classes (N,)."""
+        block_size = max(1, BLOCK_SIZE_BYTES // int(np.prod(self._dataset.shape)))
+        for block in self._dataset.blocks("gallery", min(512, block_size)):
+            images, classes = self._included(block)
+            if len(classes):
+                yield to_tensor(images), torch.from_numpy(classes)
+
+    def _included(self, block: Block) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        classes = self._class_of_label[block.labels]
+        if (classes >= 0).all():
+            return block.images, classes
+        return block.images[classes >= 0], classes[classes >= 0]
+
+    def _count(self, split: Split) -> int:
+        counts = self._dataset.manifest.label_counts(split)
+        included = self._class_of_label >= 0
+        return sum(counts[label] for label, is_included in zip(counts, included, strict=True) if is_included)

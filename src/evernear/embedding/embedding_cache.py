@@ -1,0 +1,106 @@
+"""Cache of embeddings in the store, so that a network embeds each image once.
+
+::
+
+    embeddings/<sha256 of the network>/<digest of a shard's first image>.npy
+
+There is one object per shard of a dataset. A shard grows at its end, so its first embedded image identifies it in later
+snapshots; if that image is removed from the dataset, the shard is embedded once more. Within an object, images are
+looked up by digest and not by position. Labels are not cached: they belong to the dataset and may be corrected.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evernear.disk import disk_errors
+from evernear.errors import IntegrityError
+from evernear.store import Store
+
+Rows = NDArray[np.void]
+Vectors = NDArray[np.float32]
+
+
+class EmbeddingCache:
+    """The cached embeddings of one network. Without a store, nothing is cached."""
+
+    def __init__(self, store: Store | None, network_sha256: str, dim: int) -> None:
+        self._store = store
+        self._prefix = f"embeddings/{network_sha256}/"
+        self._dtype = np.dtype([("embedding", "<f4", (dim,)), ("digest", "u1", (32,))])
+        self._keys = {info.key for info in store.list(self._prefix)} if store else set[str]()
+
+    @contextmanager
+    def open_shard(self, first: NDArray[np.uint8], count: int) -> Generator["CachedShard"]:
+        """Open the shard whose first image has the digest ``first`` (32,); the body appends its ``count`` embeddings.
+
+        The object is replaced at the end, if any embedding is new.
+
+        Raises:
+            IntegrityError: the cached object is damaged.
+            StoreError: the store or the disk cannot be written.
+        """
+        if self._store is None:
+            yield CachedShard(np.empty(0, self._dtype))
+            return
+        key = f"{self._prefix}{first.tobytes().hex()}.npy"
+        with TemporaryDirectory(prefix="evernear-embeddings-") as scratch:
+            cached, path = np.empty(0, self._dtype), Path(scratch) / "rows.npy"
+            if key in self._keys:
+                cached = self._read(self._store.fetch(key, Path(scratch) / "cached.npy"), key)
+            with disk_errors(path), path.open("wb") as file:
+                header = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False}
+                np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
+                shard = CachedShard(cached, file)
+                yield shard
+            if shard.new:
+                self._store.put(key, path)
+
+    def _read(self, path: Path, key: str) -> Rows:
+        try:
+            rows = np.load(path, mmap_mode="r", allow_pickle=False)
+        except ValueError:
+            rows = None
+        if rows is None or rows.dtype != self._dtype or rows.ndim != 1:
+            raise IntegrityError(f"{key} in the store has no embeddings of this network; delete it and run again.")
+        return rows
+
+
+class CachedShard:
+    """The embeddings of one shard: earlier ones to look up, and a file for those of this run."""
+
+    def __init__(self, cached: Rows, file: BinaryIO | None = None) -> None:
+        self._cached, self._file = cached, file
+        digests = _as_bytes(cached["digest"])
+        self._order = np.argsort(digests)
+        self._digests = digests[self._order]
+        self.new = 0
+        """Appended embeddings that were not cached."""
+
+    def find(self, digests: NDArray[np.uint8]) -> tuple[Vectors, NDArray[np.bool_]]:
+        """Look up images by ``digests`` (N, 32): embeddings (N, D), zero where not cached, and which (N,) are."""
+        vectors = np.zeros((len(digests), self._cached["embedding"].shape[1]), np.float32)
+        sought = _as_bytes(digests)
+        positions = np.searchsorted(self._digests, sought)
+        is_cached = positions < len(self._digests)
+        is_cached[is_cached] = self._digests[positions[is_cached]] == sought[is_cached]
+        vectors[is_cached] = self._cached["embedding"][self._order[positions[is_cached]]]
+        return vectors, is_cached
+
+    def append(self, vectors: Vectors, digests: NDArray[np.uint8], new: int) -> None:
+        """Append the next embeddings of the shard, of which ``new`` were not cached."""
+        self.new += new
+        if self._file is not None:
+            rows = np.empty(len(digests), self._cached.dtype)
+            rows["embedding"], rows["digest"] = vectors, digests
+            self._file.write(rows.tobytes())
+
+
+def _as_bytes(digests: NDArray[np.uint8]) -> NDArray[np.bytes_]:
+    """Digests (N, 32) as N byte strings. NumPy ignores trailing zeros, which is harmless at equal lengths."""
+    return np.ascontiguousarray(digests).view("S32").ravel()
