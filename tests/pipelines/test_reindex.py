@@ -82,5 +82,5 @@ def test_a_network_whose_training_snapshot_is_gone_is_refused(system: System, tm
     assert found.digest == system.dataset.digest != later.digest
     described = json.loads((tmp_path / "network/network.json").read_text())
     (tmp_path / "network/network.json").write_text(json.dumps(described | {"dataset_digest": "0" * 64}))
-    with pytest.raises(IntegrityError, match="nobody can tell which images it has seen"):
+    with pytest.raises(IntegrityError, match="it is unknown which images it was trained on"):
         training_dataset(tmp_path / "network", later, store)
