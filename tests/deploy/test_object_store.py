@@ -220,7 +220,7 @@ def test_the_champion_moves_there_by_conditional_writes(server: SeaweedFS, monke
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "pipeline-key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "pipeline-secret/+=")
-    assert S3Store("evernear", "")._swapper.winners == (1, 1)
+    assert S3Store("evernear", "")._conditional_writer.race_winners == (1, 1)
 
 
 def test_a_restart_keeps_objects_and_takes_other_keys(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from faulty import Front, front_of
 from minio import Minio
 
-from evernear.store import connection, s3, swap
+from evernear.store import conditional_put, s3, s3_connection
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Swift wants its own Python environment; `make test` makes it.
@@ -61,7 +61,7 @@ def altering_front(front: Front) -> Front:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that do not wait between two tries."""
-    for module in (connection, s3, swap):
+    for module in (s3_connection, s3, conditional_put):
         monkeypatch.setattr(module, "BACKOFF_S", 0.01)
 
 

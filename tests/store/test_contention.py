@@ -35,7 +35,7 @@ def contest(request: pytest.FixtureRequest) -> tuple[str, int]:
         return f"s3://{request.getfixturevalue('bucket')}/team", 1000
     front: Front = request.getfixturevalue("altering_front")
     front.refuses_early = True
-    return f"s3://{request.getfixturevalue('bucket')}/team", 20
+    return f"s3://{request.getfixturevalue('bucket')}/team", 8
 
 
 def compete(uri: str, versions: list[str], name: str, rounds: int, start: Barrier | None, enough: Stop) -> Told:

@@ -30,7 +30,7 @@ from faulty import (
 
 from evernear.disk import sha256_bytes
 from evernear.errors import EvernearError, IntegrityError, SettingsError, StoreError
-from evernear.store import S3Store, connection, open_store
+from evernear.store import S3Store, open_store, s3_connection
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -85,7 +85,7 @@ def test_a_read_that_keeps_breaking_leaves_what_was_there(
     with pytest.raises((StoreError, IntegrityError), match=sentence) as raised:
         store.fetch("x", tmp_path / "x")
     assert raised.value.exit_code == (5 if fault is flip else 4)
-    assert front.count("GET") <= connection.TRIES
+    assert front.count("GET") <= s3_connection.TRIES
     assert (tmp_path / "x").read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
@@ -104,7 +104,7 @@ def test_a_write_that_keeps_breaking_leaves_the_old_object(front: Front, store: 
     with pytest.raises(StoreError) as raised:
         store.put("x", b"new")
     _sentence(raised.value)
-    assert front.count("PUT") == connection.TRIES
+    assert front.count("PUT") == s3_connection.TRIES
     front.forget()
     assert store.get("x") == DATA
 
@@ -135,12 +135,12 @@ def test_what_is_damaged_at_rest_is_not_given_out(front: Front, store: S3Store, 
 
 
 def test_silence_ends(front: Front, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "READ_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(s3_connection, "READ_TIMEOUT_S", 0.2)
     store = S3Store(bucket, "prefix")
     front.harm("GET", *[hang] * 4)
     with pytest.raises(StoreError, match=r"cannot be reached: .*[Rr]ead timed out"):
         store.get("x")
-    assert front.count("GET") == connection.TRIES
+    assert front.count("GET") == s3_connection.TRIES
 
 
 def test_a_clock_that_is_wrong_is_named(front: Front, store: S3Store) -> None:
@@ -175,14 +175,14 @@ def test_swift_refuses_what_was_damaged_on_its_way(
         monkeypatch.setenv("AWS_ENDPOINT_URL", front.url)
         store = S3Store(swift_bucket, "")
         front.harm("PUT", flip_upload)
-        with pytest.raises(StoreError, match=r"written to s3://.*/x was damaged on its way .*nothing was kept"):
+        with pytest.raises(StoreError, match=r"upload of s3://.*/x was damaged in transit .*nothing was stored"):
             store.put("x", DATA)
         assert store.find("x") is None
 
 
 def test_a_broken_listing_is_a_sentence(front: Front, store: S3Store) -> None:
     front.harm("GET", *[flip] * 4)
-    with pytest.raises(StoreError, match="gave a broken answer about s3://"):
+    with pytest.raises(StoreError, match="sent an invalid response about s3://"):
         list(store.list(""))
 
 

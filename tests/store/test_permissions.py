@@ -169,12 +169,12 @@ def test_the_writer_writes_the_store_and_nothing_else(
     assert "releases/champion.json" in [info.key for info in store.list("")]
     for winners in ((1, 1), (8, 8), (0, 0)):
         # Whatever way the pointer moves.
-        monkeypatch.setattr(store._swapper, "winners", winners)
+        monkeypatch.setattr(store._conditional_writer, "race_winners", winners)
         etag = store.put_if(f"pointers/{winners}", b"1", None)
         store.put_if(f"pointers/{winners}", b"2", etag)
         with pytest.raises(ConflictError):
             store.put_if(f"pointers/{winners}", b"3", etag)
-    del store._swapper.winners
+    del store._conditional_writer.race_winners
     store.put_if("pointers/probed", b"1", None)
     _refused(lambda: store.delete("datasets/large"), "s3:DeleteObject", f"{STORE}/datasets/large")
     other = open_store("s3://evernear-store/elsewhere")

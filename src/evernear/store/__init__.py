@@ -1,7 +1,7 @@
 """Objects under keys, in a directory (``file:///path``) or in S3 (``s3://bucket/prefix``).
 
-A write is whole or not there, and `Store.put_if` is a compare-and-swap: pointers such as a dataset's head or
-the champion move by it, so that of two writers exactly one wins. Keys are ``/``-separated words, as in S3.
+Writes are atomic, and `Store.put_if` is a compare-and-swap: it moves pointers such as a dataset's head or the champion,
+so that exactly one of two concurrent writers succeeds. Keys are segments separated by ``/``, as in S3.
 """
 
 from pathlib import Path
@@ -22,20 +22,20 @@ __all__ = [
 
 
 def open_store(uri: str) -> Store:
-    """The store at ``file:///absolute/path`` or ``s3://bucket/prefix``.
+    """Open the store at ``file:///absolute/path`` or ``s3://bucket/prefix``.
 
-    S3 is set up as other tools do it: ``AWS_ENDPOINT_URL`` (MinIO, SeaweedFS, ...; empty: AWS),
+    S3 is configured by the usual variables: ``AWS_ENDPOINT_URL`` (MinIO, SeaweedFS, ...; empty: AWS),
     ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_SESSION_TOKEN``, ``AWS_REGION`` (empty: us-east-1),
-    ``AWS_CA_BUNDLE`` for a certificate authority of one's own, ``HTTP_PROXY``, ``HTTPS_PROXY`` and ``NO_PROXY``.
-    Without keys requests are anonymous.
+    ``AWS_CA_BUNDLE`` for a private certificate authority, ``HTTP_PROXY``, ``HTTPS_PROXY`` and ``NO_PROXY``.
+    Without keys, requests are anonymous.
 
     Raises:
-        SettingsError: the URI is neither, or the environment names an endpoint, keys or a proxy that cannot be.
+        SettingsError: the URI has another form, or the environment has an invalid endpoint, key or proxy.
     """
     parts = urlsplit(uri)
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
         return FileStore(Path(unquote(parts.path)))
-    # No URL: in the name of an object '?' and '#' are letters like others.
+    # Not parsed as a URL: '?' and '#' are ordinary characters in object names.
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     if parts.scheme == "s3" and bucket:
         return S3Store(bucket, prefix.strip("/"))

@@ -1,4 +1,4 @@
-"""What a store is, and what both kinds of store share: hashes, whole writes, sentences."""
+"""The `Store` protocol, and the checks that both implementations share."""
 
 import hashlib
 from collections.abc import Iterator
@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Protocol
 
 from evernear.disk import disk_errors, staged_file
-from evernear.errors import IntegrityError, StoreError
+from evernear.errors import ConflictError, IntegrityError, StoreError
 
 CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """What a listing says of one object."""
+    """An object in a listing."""
 
     key: str
     size_bytes: int
@@ -22,112 +22,103 @@ class ObjectInfo:
 
 
 class Store(Protocol):
-    """Objects under keys. All methods raise `StoreError` where the store cannot be reached or refuses.
+    """Objects under keys. All methods raise `StoreError` if the store is unreachable or rejects the request.
 
-    Whatever is read is checked against the sha256 that was kept when it was written, as far as one was kept;
-    content that does not match is an `IntegrityError`.
+    Reads verify the sha256 that was recorded at the write, if any; a mismatch raises `IntegrityError`.
     """
 
     uri: str
 
     def put(self, key: str, data: bytes | Path) -> str:
-        """Write ``data`` (bytes, or the content of a file) whole, and return its etag."""
+        """Write ``data`` (bytes, or the content of a file) atomically and return the etag."""
         ...
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> str:
-        """Write only if the object still has ``etag`` (None: only if there is none), and return the new etag.
+        """Write only if the object still has ``etag`` (None: only if it does not exist), and return the new etag.
 
         Raises:
-            ConflictError: somebody else wrote first; nothing was changed.
+            ConflictError: another writer was first; nothing was changed.
         """
         ...
 
     def get(self, key: str) -> bytes:
-        """The object; an absent one is a `StoreError`."""
-        ...
+        """Read an object; a missing one raises `StoreError`."""
+        stored = self.find(key)
+        if stored is None:
+            raise missing_object(self.uri, key)
+        return stored[0]
 
     def find(self, key: str) -> tuple[bytes, str] | None:
-        """The object and its etag, or None where there is none."""
+        """Read an object and its etag; None if it does not exist."""
         ...
 
     def fetch(self, key: str, path: Path, sha256: str | None = None) -> Path:
-        """Copy the object to ``path``, whole or not at all.
+        """Copy an object to ``path`` atomically.
 
         Raises:
-            IntegrityError: the content's sha256 is not ``sha256``.
+            IntegrityError: the content does not match ``sha256``.
         """
         ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose key starts with ``prefix``, each folder by name, one page in memory at a time."""
+        """Yield the objects whose keys start with ``prefix``, each folder sorted, one page in memory at a time."""
         ...
 
     def folders(self) -> Iterator[str]:
-        """The first words of all keys that have more than one."""
+        """Yield the first segments of all keys that have several."""
         ...
 
     def delete(self, key: str) -> None:
-        """Remove the object; an absent one is no error."""
+        """Delete an object; a missing one is no error."""
         ...
 
 
-def receive(chunks: Iterator[bytes], path: Path, sha256: str | None, name: str) -> None:
-    """Write ``chunks`` to ``path``, whole or not at all.
+def write_chunks(chunks: Iterator[bytes], path: Path, sha256: str | None, name: str) -> None:
+    """Write ``chunks`` to ``path`` atomically.
 
     Raises:
-        IntegrityError: their sha256 is not ``sha256``.
+        IntegrityError: the content does not match ``sha256``.
         StoreError: the disk is full, ...
     """
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with staged_file(path.parent, path.name) as (file, staged):
-            received = hashlib.sha256()
+            hasher = hashlib.sha256()
             for chunk in chunks:
-                received.update(chunk)
+                hasher.update(chunk)
                 file.write(chunk)
-            check_sha256(received.hexdigest(), sha256, name)
+            check_sha256(hasher.hexdigest(), sha256, name)
             file.flush()
             staged.replace(path)
 
 
-def check_sha256(found: str, expected: str | None, name: str) -> None:
-    """Refuse content whose sha256 is not the expected one; None expects nothing.
+def check_sha256(actual: str, expected: str | None, name: str) -> None:
+    """Compare hashes; ``expected`` None accepts anything.
 
     Raises:
-        IntegrityError: it is not.
+        IntegrityError: the hashes differ.
     """
-    if expected is not None and found != expected:
+    if expected is not None and actual != expected:
         raise IntegrityError(f"{name} is damaged: its content does not have the sha256 {expected}.")
 
 
 def check_key(key: str) -> None:
-    """Refuse a key that cannot be written.
+    """Reject an invalid key.
 
     Raises:
-        StoreError: it has an empty word, or one that starts with a dot.
+        StoreError: a segment is empty or starts with a dot.
     """
-    words = key.split("/")
-    # A leading dot is kept for the store's own objects, and shuts out "." and ".." with them.
-    if not all(words) or any(word.startswith(".") or "\\" in word for word in words):
-        raise StoreError(f"{key!r} is no key of a store: it has an empty word or one that starts with a dot.")
+    segments = key.split("/")
+    # Leading dots are reserved for the store's own objects; this also excludes "." and "..".
+    if not all(segments) or any(segment.startswith(".") or "\\" in segment for segment in segments):
+        raise StoreError(f"{key!r} is not a valid key: a segment is empty or starts with a dot.")
 
 
-def lost(uri: str, key: str) -> str:
-    """The sentence of a lost compare-and-swap."""
-    return f"Somebody else changed {uri}/{key} meanwhile; nothing was overwritten, run again."
+def conflict(uri: str, key: str) -> ConflictError:
+    """The error for a failed compare-and-swap."""
+    return ConflictError(f"Another writer changed {uri}/{key} meanwhile; nothing was overwritten, run again.")
 
 
-def missing(uri: str, key: str) -> str:
-    """The sentence of an absent object."""
-    return f"There is no {key} in {uri}."
-
-
-def present(uri: str, key: str, found: tuple[bytes, str] | None) -> bytes:
-    """The content of what was found.
-
-    Raises:
-        StoreError: nothing was.
-    """
-    if found is None:
-        raise StoreError(missing(uri, key))
-    return found[0]
+def missing_object(uri: str, key: str) -> StoreError:
+    """The error for an object that does not exist."""
+    return StoreError(f"There is no {key} in {uri}.")

@@ -1,4 +1,4 @@
-"""A store in a directory."""
+"""The store in a directory."""
 
 import hashlib
 import time
@@ -10,13 +10,12 @@ from typing import BinaryIO
 from filelock import FileLock
 
 from evernear.disk import disk_errors, open_regular, sha256_bytes, sha256_file, staged_file, sync
-from evernear.errors import ConflictError, StoreError
-from evernear.store.base import CHUNK_BYTES, ObjectInfo, check_key, lost, missing, present, receive
+from evernear.store.base import CHUNK_BYTES, ObjectInfo, Store, check_key, conflict, missing_object, write_chunks
 
 _STALE_AFTER_S = 24 * 3600
 
 
-class FileStore:
+class FileStore(Store):
     """A store in a directory. An etag is the sha256 of the content."""
 
     def __init__(self, root: Path) -> None:
@@ -25,30 +24,26 @@ class FileStore:
         self._staging = root / ".staging"
 
     def path(self, key: str) -> Path:
-        """Where the object lies; the store's own files may be read in place."""
+        """The path of an object, which may be read in place."""
         check_key(key)
         return self.root.joinpath(*key.split("/"))
 
     def put(self, key: str, data: bytes | Path) -> str:
-        """Write ``data`` whole, and return its etag."""
+        """Write ``data`` atomically and return the etag."""
         return self._write(key, data, lambda _: None)
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> str:
-        """Write only if the object still has ``etag`` (None: only if there is none)."""
+        """Write only if the object still has ``etag`` (None: only if it does not exist)."""
 
         def check(path: Path) -> None:
-            held = sha256_file(path) if path.exists() else None
-            if held != etag:
-                raise ConflictError(lost(self.uri, key))
+            current = sha256_file(path) if path.exists() else None
+            if current != etag:
+                raise conflict(self.uri, key)
 
         return self._write(key, data, check)
 
-    def get(self, key: str) -> bytes:
-        """The object; an absent one is a `StoreError`."""
-        return present(self.uri, key, self.find(key))
-
     def find(self, key: str) -> tuple[bytes, str] | None:
-        """The object and its etag, or None where there is none."""
+        """Read an object and its etag; None if it does not exist."""
         path = self.path(key)
         with disk_errors(path):
             try:
@@ -59,29 +54,29 @@ class FileStore:
         return data, sha256_bytes(data)
 
     def fetch(self, key: str, path: Path, sha256: str | None = None) -> Path:
-        """Copy the object to ``path``, whole or not at all."""
+        """Copy an object to ``path`` atomically."""
         with disk_errors(self.path(key)):
             try:
                 source = open_regular(self.path(key))
             except FileNotFoundError:
-                raise StoreError(missing(self.uri, key)) from None
+                raise missing_object(self.uri, key) from None
         with source:
-            receive(iter(lambda: source.read(CHUNK_BYTES), b""), path, sha256, f"{self.uri}/{key}")
+            write_chunks(iter(lambda: source.read(CHUNK_BYTES), b""), path, sha256, f"{self.uri}/{key}")
         return path
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose key starts with ``prefix``, by key; each is read once for its etag."""
+        """Yield the objects whose keys start with ``prefix``, sorted; each is read for its etag."""
         with disk_errors(self.root):
             yield from self._walk(self.root, "", prefix)
 
     def folders(self) -> Iterator[str]:
-        """The first words of all keys that have more than one."""
+        """Yield the first segments of all keys that have several."""
         with disk_errors(self.root):
             if self.root.is_dir():
                 yield from (p.name for p in self.root.iterdir() if p.is_dir() and p.name[0] != ".")
 
     def delete(self, key: str) -> None:
-        """Remove the object; an absent one is no error."""
+        """Delete an object; a missing one is no error."""
         path = self.path(key)
         with disk_errors(path), self._lock():
             path.unlink(missing_ok=True)
@@ -104,7 +99,7 @@ class FileStore:
         path = self.path(key)
         with disk_errors(path):
             self._staging.mkdir(parents=True, exist_ok=True)
-            self._sweep()
+            self._delete_stale_files()
             with staged_file(self._staging, path.name) as (file, staged):
                 etag = _copy(data, file)
                 sync(file)
@@ -118,8 +113,8 @@ class FileStore:
         self._staging.mkdir(parents=True, exist_ok=True)
         return FileLock(self._staging / "lock")
 
-    def _sweep(self) -> None:
-        """Remove what writers left that were killed a day ago or earlier."""
+    def _delete_stale_files(self) -> None:
+        """Delete staged files of writers that were killed a day ago or earlier."""
         for path in self._staging.glob(".*"):
             with suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > _STALE_AFTER_S:
@@ -127,7 +122,7 @@ class FileStore:
 
 
 def _copy(data: bytes | Path, file: BinaryIO) -> str:
-    """Write ``data`` to ``file`` and return its sha256."""
+    """Copy ``data`` to ``file`` and return the sha256."""
     if isinstance(data, bytes):
         file.write(data)
         return sha256_bytes(data)

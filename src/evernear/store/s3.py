@@ -1,4 +1,4 @@
-"""A store in S3 or in what speaks its protocol."""
+"""The store in S3, or in a server that implements its API."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,20 +11,20 @@ from minio.error import S3Error
 from minio.helpers import check_bucket_name
 
 from evernear.disk import disk_errors, open_regular, sha256_bytes, sha256_file
-from evernear.errors import IntegrityError, SettingsError, StoreError
-from evernear.store.base import CHUNK_BYTES, ObjectInfo, check_key, check_sha256, missing, present, receive
-from evernear.store.connection import ABSENT, BACKOFF_S, TRIES, Connection
-from evernear.store.swap import OWN, Swapper
+from evernear.errors import IntegrityError, SettingsError
+from evernear.store.base import CHUNK_BYTES, ObjectInfo, Store, check_key, check_sha256, missing_object, write_chunks
+from evernear.store.conditional_put import OWN_PREFIX, ConditionalWriter
+from evernear.store.s3_connection import BACKOFF_S, MISSING_OBJECT, TRIES, S3Connection
 
-# A multipart ETag is no hash of the content, so each object carries its own.
+# A multipart ETag is not a hash of the content, so each object has its hash in its metadata.
 _SHA256 = "x-amz-meta-sha256"
-_BROKEN_OFF = (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError, IntegrityError)
+_RETRIED = (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError, IntegrityError)
 
 _T = TypeVar("_T")
 
 
-class S3Store:
-    """A store in S3 or in what speaks its protocol."""
+class S3Store(Store):
+    """A store in S3, or in a server that implements its API."""
 
     def __init__(self, bucket: str, prefix: str) -> None:
         try:
@@ -34,12 +34,12 @@ class S3Store:
         self.bucket = bucket
         self.uri = f"s3://{bucket}/{prefix}".rstrip("/")
         self._prefix = f"{prefix}/" if prefix else ""
-        self._connection = Connection.from_environment()
+        self._connection = S3Connection.from_environment()
         self._client = self._connection.client
-        self._swapper = Swapper(self._connection, bucket, self._prefix)
+        self._conditional_writer = ConditionalWriter(self._connection, bucket, self._prefix)
 
     def put(self, key: str, data: bytes | Path) -> str:
-        """Write ``data`` whole, and return its etag."""
+        """Write ``data`` atomically and return the etag."""
         check_key(key)
         if isinstance(data, bytes):
             return self._put(key, BytesIO(data), len(data), sha256_bytes(data))
@@ -47,58 +47,53 @@ class S3Store:
             return self._put(key, file, data.stat().st_size, sha256_file(data))
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> str:
-        """Write only if the object still has ``etag`` (None: only if there is none)."""
+        """Write only if the object still has ``etag`` (None: only if it does not exist)."""
         check_key(key)
-        return self._swapper.put_if(key, data, etag, {_SHA256: sha256_bytes(data)})
-
-    def get(self, key: str) -> bytes:
-        """The object; an absent one is a `StoreError`."""
-        return present(self.uri, key, self.find(key))
+        return self._conditional_writer.put_if(key, data, etag, {_SHA256: sha256_bytes(data)})
 
     def find(self, key: str) -> tuple[bytes, str] | None:
-        """The object and its etag, or None where there is none."""
+        """Read an object and its etag; None if it does not exist."""
 
-        def take(answer: urllib3.BaseHTTPResponse) -> tuple[bytes, str]:
-            data = answer.read()
-            check_sha256(sha256_bytes(data), answer.headers.get(_SHA256), f"{self.uri}/{key}")
-            return data, answer.headers["etag"].strip('"')
+        def read(response: urllib3.BaseHTTPResponse) -> tuple[bytes, str]:
+            data = response.read()
+            check_sha256(sha256_bytes(data), response.headers.get(_SHA256), f"{self.uri}/{key}")
+            return data, response.headers["etag"].strip('"')
 
-        return self._read(key, take)
+        return self._get(key, read)
 
     def fetch(self, key: str, path: Path, sha256: str | None = None) -> Path:
-        """Copy the object to ``path``, whole or not at all."""
+        """Copy an object to ``path`` atomically."""
 
-        def take(answer: urllib3.BaseHTTPResponse) -> Path:
-            expected = sha256 or answer.headers.get(_SHA256)
-            receive(answer.stream(CHUNK_BYTES), path, expected, f"{self.uri}/{key}")
+        def save(response: urllib3.BaseHTTPResponse) -> Path:
+            expected = sha256 or response.headers.get(_SHA256)
+            write_chunks(response.stream(CHUNK_BYTES), path, expected, f"{self.uri}/{key}")
             return path
 
-        taken = self._read(key, take)
-        if taken is None:
-            raise StoreError(missing(self.uri, key))
-        return taken
+        if self._get(key, save) is None:
+            raise missing_object(self.uri, key)
+        return path
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose key starts with ``prefix``, each folder by name, a page of 1,000 at a time.
+        """Yield the objects whose keys start with ``prefix``, each folder sorted, in pages of 1,000.
 
-        S3 sorts whole keys; SeaweedFS lists folder by folder, so that ``a/b`` comes before ``a.b``.
+        S3 sorts whole keys; SeaweedFS lists folder by folder, so ``a/b`` comes before ``a.b``.
         """
         with self._connection.errors("s3:ListBucket", self.bucket, self._prefix + prefix):
-            for found in self._client.list_objects(self.bucket, self._prefix + prefix, recursive=True):
-                key = str(found.object_name).removeprefix(self._prefix)
-                if not key.startswith(OWN):
-                    yield ObjectInfo(key, found.size or 0, str(found.etag).strip('"'))
+            for info in self._client.list_objects(self.bucket, self._prefix + prefix, recursive=True):
+                key = str(info.object_name).removeprefix(self._prefix)
+                if not key.startswith(OWN_PREFIX):
+                    yield ObjectInfo(key, info.size or 0, str(info.etag).strip('"'))
 
     def folders(self) -> Iterator[str]:
-        """The first words of all keys that have more than one."""
+        """Yield the first segments of all keys that have several."""
         with self._connection.errors("s3:ListBucket", self.bucket, self._prefix):
-            for found in self._client.list_objects(self.bucket, self._prefix):
-                word = str(found.object_name).removeprefix(self._prefix).rstrip("/")
-                if found.is_dir and not word.startswith("."):
-                    yield word
+            for info in self._client.list_objects(self.bucket, self._prefix):
+                segment = str(info.object_name).removeprefix(self._prefix).rstrip("/")
+                if info.is_dir and not segment.startswith("."):
+                    yield segment
 
     def delete(self, key: str) -> None:
-        """Remove the object; an absent one is no error."""
+        """Delete an object; a missing one is no error."""
         with self._connection.errors("s3:DeleteObject", self.bucket, self._prefix + key):
             self._client.remove_object(self.bucket, self._prefix + key)
 
@@ -109,27 +104,27 @@ class S3Store:
             )
             return str(written.etag)
 
-    def _read(self, key: str, take: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T | None:
-        """What ``take`` makes of the object, None where there is none; from the start again if a transfer breaks."""
+    def _get(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T | None:
+        """The result of ``read``, which starts over if a transfer breaks; None if the object does not exist."""
         with self._connection.errors("s3:GetObject", self.bucket, self._prefix + key):
             for attempt in range(1, TRIES + 1):
                 try:
-                    return self._read_once(key, take)
+                    return self._get_once(key, read)
                 except S3Error as error:
-                    if error.code in ABSENT:
+                    if error.code in MISSING_OBJECT:
                         return None
                     raise
-                except _BROKEN_OFF as error:
-                    # Wrong content is read once more: bytes may turn on the way, but rarely do so twice.
+                except _RETRIED as error:
+                    # Content with a wrong hash is read once more: the transfer may have corrupted it, but rarely twice.
                     if attempt == TRIES or (isinstance(error, IntegrityError) and attempt > 1):
                         raise
                 time.sleep(BACKOFF_S * (attempt - 1))
         return None
 
-    def _read_once(self, key: str, take: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T:
-        answer = self._client.get_object(self.bucket, self._prefix + key)
+    def _get_once(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T:
+        response = self._client.get_object(self.bucket, self._prefix + key)
         try:
-            return take(answer)
+            return read(response)
         finally:
-            answer.close()
-            answer.release_conn()
+            response.close()
+            response.release_conn()

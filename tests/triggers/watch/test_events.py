@@ -97,6 +97,6 @@ def test_a_server_that_is_gone_is_a_sentence(monkeypatch: pytest.MonkeyPatch) ->
     with telling_minio() as minio:
         url = minio.url
     monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-    monkeypatch.setattr("evernear.store.connection.TRIES", 1)
+    monkeypatch.setattr("evernear.store.s3_connection.TRIES", 1)
     with pytest.raises(StoreError, match="cannot be reached"):
         listen(SOURCE, lambda: None)

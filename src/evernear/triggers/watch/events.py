@@ -1,7 +1,7 @@
 """A bucket that tells of its changes: MinIO's ListenBucketNotification, a stream of JSON lines that does not end.
 
 It is an extension of MinIO; AWS and others have none, and there the schedule alone decides. Between two events the
-server sends blanks, so a connection that died is found after `evernear.store.connection.READ_TIMEOUT_S`.
+server sends blanks, so a connection that died is found after `evernear.store.s3_connection.READ_TIMEOUT_S`.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import urllib3
 from minio import Minio
 
 from evernear.errors import StoreError
-from evernear.store.connection import Connection
+from evernear.store.s3_connection import S3Connection
 
 EVENTS = ("s3:ObjectCreated:*", "s3:ObjectRemoved:*")
 _STREAM = "text/event-stream"
@@ -35,7 +35,7 @@ def listen(source: str, on_change: Callable[[], None]) -> None:
     if parts.scheme != "s3":
         raise Untold(f"{source} does not tell of its changes; it is looked at on the schedule.")
     bucket, prefix = parts.netloc, parts.path.strip("/")
-    connection = Connection.from_environment()
+    connection = S3Connection.from_environment()
     host = urlsplit(connection.endpoint)
     if (host.hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn")):
         raise _untold(connection.endpoint)

@@ -1,4 +1,4 @@
-"""How S3 is reached: endpoint, keys, proxy, certificates, retries; and what its refusals mean."""
+"""The connection to S3: endpoint, keys, proxy, certificates, retries, and the meaning of its errors."""
 
 import os
 from collections.abc import Callable, Generator
@@ -24,13 +24,13 @@ from evernear.disk import sha256_bytes
 from evernear.errors import SettingsError, StoreError, TransientStoreError
 
 CONNECT_TIMEOUT_S = 10.0
-# Between two packets, not for a whole transfer.
+# Between two packets, not for the whole transfer.
 READ_TIMEOUT_S = 60.0
 TRIES = 4
 BACKOFF_S = 0.5
 
-# What says that there is no object; a missing bucket is another matter.
-ABSENT = frozenset({"NoSuchKey", "NoSuchObject"})
+# Codes for a missing object; a missing bucket is an error.
+MISSING_OBJECT = frozenset({"NoSuchKey", "NoSuchObject"})
 
 _OVERLOADED = (429, 500, 502, 503, 504)
 _BAD_KEYS = frozenset(
@@ -48,8 +48,8 @@ _OTHER_REGION = frozenset({"AuthorizationHeaderMalformed", "PermanentRedirect", 
 
 
 @dataclass(frozen=True)
-class Connection:
-    """An S3 endpoint, as the environment names it."""
+class S3Connection:
+    """A client of the S3 endpoint in the environment."""
 
     endpoint: str
     region: str
@@ -58,11 +58,11 @@ class Connection:
     credentials: EnvAWSProvider | None
 
     @classmethod
-    def from_environment(cls) -> "Connection":
+    def from_environment(cls) -> "S3Connection":
         """``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID`` ...; see `evernear.store.open_store`.
 
         Raises:
-            SettingsError: the endpoint is no URL, a key lacks its secret, a certificate file cannot be read.
+            SettingsError: the endpoint is not a URL, a key has no secret, or a certificate file is missing.
         """
         endpoint = os.environ.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com"
         parts = urlsplit(endpoint)
@@ -86,9 +86,9 @@ class Connection:
         return cls(endpoint.rstrip("/"), region, http, client, credentials)
 
     def put(self, bucket: str, name: str, data: bytes, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
-        """One signed PUT with ``headers`` that the client's own ``put_object`` does not pass on.
+        """Send a signed PUT with ``headers``, which `Minio.put_object` does not support.
 
-        Sent again only if it was certainly not executed. After any other failure the caller reads the object back.
+        It is retried only if it was certainly not executed. After any other failure the caller reads the object back.
         """
         url = BaseURL(self.endpoint, self.region).build(
             method="PUT", region=self.region, bucket_name=bucket, object_name=name
@@ -118,16 +118,16 @@ class Connection:
             url.geturl(),
             body=data,
             headers={name: str(value) for name, value in signed.items()},
-            retries=_retries(surely_unexecuted=True),
+            retries=_retries(only_unexecuted=True),
         )
 
     @contextmanager
     def errors(self, permission: str, bucket: str, name: str = "") -> Generator[None]:
-        """Turn what the client raises into a `StoreError`; ``permission`` is what the body's requests need.
+        """Convert errors of the client to `StoreError`; ``permission`` is the S3 action of the requests in the body.
 
         Raises:
-            TransientStoreError: the server is unreachable, overloaded, or the transfer broke off.
-            StoreError: the server refused the request.
+            TransientStoreError: the server is unreachable or overloaded, or the connection broke.
+            StoreError: the server rejected the request.
         """
         place = f"s3://{bucket}/{name}".rstrip("/")
         try:
@@ -137,23 +137,23 @@ class Connection:
             kind = TransientStoreError if transient else StoreError
             raise kind(self._explain(error, permission, bucket, place)) from error
         except InvalidResponseError as error:
-            # Also an ingress whose backend is down, so it is not the store that refuses.
-            said = " ".join(str(error).split())[:160]
+            # Transient, because an ingress whose backend is down answers like this.
+            text = " ".join(str(error).split())[:160]
             raise TransientStoreError(
-                f"{self.endpoint} does not answer as S3 does ({said}); check AWS_ENDPOINT_URL."
+                f"{self.endpoint} does not answer as S3 does ({text}); check AWS_ENDPOINT_URL."
             ) from error
         except (MinioException, ParseError, ValueError) as error:
             raise TransientStoreError(
-                f"{self.endpoint} gave a broken answer about {place} ({error}); run again."
+                f"{self.endpoint} sent an invalid response about {place} ({error}); run again."
             ) from error
         except urllib3.exceptions.MaxRetryError as error:
             if isinstance(error.reason, urllib3.exceptions.SSLError):
                 raise TransientStoreError(
-                    f"{self.endpoint} cannot be trusted: {_plain(error.reason)}; AWS_CA_BUNDLE may name its authority."
+                    f"{self.endpoint} cannot be trusted: {_reason(error.reason)}; AWS_CA_BUNDLE may name its authority."
                 ) from error
-            raise TransientStoreError(f"{self.endpoint} cannot be reached: {_plain(error.reason)}.") from error
+            raise TransientStoreError(f"{self.endpoint} cannot be reached: {_reason(error.reason)}.") from error
         except urllib3.exceptions.HTTPError as error:
-            raise TransientStoreError(f"The transfer of {place} broke off ({_plain(error)}); run again.") from error
+            raise TransientStoreError(f"The transfer of {place} broke off ({_reason(error)}); run again.") from error
 
     def _explain(self, error: S3Error, permission: str, bucket: str, place: str) -> str:
         code, status = error.code or "", error.response.status
@@ -165,54 +165,55 @@ class Connection:
                 " check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN."
             )
         if code == "RequestTimeTooSkewed":
-            return f"{_clocks(error, self.endpoint)}; set this machine's clock (NTP)."
+            return f"{_clock_skew(error, self.endpoint)}; set this machine's clock (NTP)."
         if code in _OTHER_REGION:
             return f"The bucket {bucket!r} is not in the region {self.region} ({error.message}); set AWS_REGION."
         if code in _DAMAGED:
-            return f"What was written to {place} was damaged on its way ({code}); nothing was kept, run again."
+            return f"The upload of {place} was damaged in transit ({code}); nothing was stored, run again."
         if status in _OVERLOADED:
             return f"{self.endpoint} is overloaded or broken ({status} {code}) after {TRIES} tries; run again later."
-        # An archived object (S3 Glacier) is 403, too; what the server says of it tells more.
+        # An archived object (S3 Glacier) is 403 as well; the server's message explains it.
         if code == "AccessDenied" or (status == 403 and code != "InvalidObjectState"):
-            return f"{permission} on {place} is not permitted {self._to_whom(permission)}; see docs/object-store.md."
+            to_whom = self._credentials_hint(permission)
+            return f"{permission} on {place} is not permitted {to_whom}; see docs/object-store.md."
         return f"{self.endpoint} refused {permission} on {place}: {error.message or code}."
 
-    def _to_whom(self, permission: str) -> str:
+    def _credentials_hint(self, permission: str) -> str:
         if not self.credentials:
             return "without keys; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        # AWS says 403 of an absent object to those who may not list.
-        absent = " (or it is absent and s3:ListBucket not permitted)" if permission == "s3:GetObject" else ""
-        return f"to these keys{absent}"
+        # AWS answers 403 for a missing object to a user without s3:ListBucket.
+        hint = " (or it is absent and s3:ListBucket not permitted)" if permission == "s3:GetObject" else ""
+        return f"to these keys{hint}"
 
 
-def _clocks(error: S3Error, endpoint: str) -> str:
+def _clock_skew(error: S3Error, endpoint: str) -> str:
     here, there = datetime.now(UTC), error.response.headers.get("date")
     difference = f" by {abs(here - parsedate_to_datetime(there)).total_seconds():.0f} s" if there else ""
     return f"This machine's clock and that of {endpoint} differ{difference}, too much for a signature"
 
 
-def _plain(error: Exception | None) -> str:
-    """urllib3's reason without the object it happened to."""
+def _reason(error: Exception | None) -> str:
+    """urllib3's message without the object in front of it."""
     return str(error).rpartition(": ")[2].rstrip(".") or type(error).__name__
 
 
-def _retries(surely_unexecuted: bool = False) -> urllib3.Retry:
-    """Retry what may be done twice; ``surely_unexecuted``: only what was never done at all."""
+def _retries(only_unexecuted: bool = False) -> urllib3.Retry:
+    """The retry policy of idempotent requests, or that of requests which are retried ``only_unexecuted``."""
     return urllib3.Retry(
         TRIES - 1,
-        read=False if surely_unexecuted else None,
-        other=0 if surely_unexecuted else None,
-        status_forcelist=(429, 503) if surely_unexecuted else _OVERLOADED,
+        read=False if only_unexecuted else None,
+        other=0 if only_unexecuted else None,
+        status_forcelist=(429, 503) if only_unexecuted else _OVERLOADED,
         allowed_methods=None,
         backoff_factor=BACKOFF_S,
         raise_on_status=False,
-        # A server may ask for hours in Retry-After; a pipeline step had better fail, and be run again.
+        # Retry-After may be hours; a pipeline step should fail and be run again instead.
         respect_retry_after_header=False,
     )
 
 
 def _pool(endpoint: str) -> urllib3.PoolManager:
-    """Connections to ``endpoint``, through the proxy that ``HTTP(S)_PROXY`` and ``NO_PROXY`` name."""
+    """A connection pool to ``endpoint``, through the proxy in ``HTTP(S)_PROXY`` and ``NO_PROXY``."""
     certificates = os.environ.get("AWS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or certifi.where()
     if not Path(certificates).exists():
         raise SettingsError(f"There are no certificates at {certificates} (AWS_CA_BUNDLE, SSL_CERT_FILE).")

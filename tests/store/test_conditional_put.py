@@ -22,7 +22,7 @@ from faulty import (
 )
 
 from evernear.errors import ConflictError, StoreError, TransientStoreError
-from evernear.store import S3Store, connection, swap
+from evernear.store import S3Store, conditional_put, s3_connection
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -61,7 +61,7 @@ def connect(request: pytest.FixtureRequest) -> Callable[[], S3Store]:
 
 
 def test_the_probe_tells_servers_apart(connect, request: pytest.FixtureRequest) -> None:
-    created, replaced = connect()._swapper.winners
+    created, replaced = connect()._conditional_writer.race_winners
     server = request.node.callspec.params["connect"]
     if server == "atomic":
         assert (created, replaced) == (1, 1)
@@ -77,7 +77,7 @@ def test_a_swap_takes_only_what_it_saw(connect) -> None:
     store = connect()
     first = store.put_if("head", b"1", None)
     for etag in (None, "0" * 32):
-        with pytest.raises(ConflictError, match=r"Somebody else changed s3://.*/prefix/head"):
+        with pytest.raises(ConflictError, match=r"Another writer changed s3://.*/prefix/head"):
             store.put_if("head", b"2", etag)
     assert store.find("head") == (b"1", first)
     second = store.put_if("head", b"2", first)
@@ -92,7 +92,7 @@ def test_a_swap_takes_only_what_it_saw(connect) -> None:
 def test_of_writers_at_once_exactly_one_wins(connect) -> None:
     writers = [connect() for _ in range(3)]
     for writer in writers:
-        assert writer._swapper.winners  # each has run its own race before
+        assert writer._conditional_writer.race_winners  # each has run its own race before
     etag: str | None = None
     for turn in range(2):
         start = threading.Barrier(len(writers), timeout=60)
@@ -131,7 +131,7 @@ def test_a_lease_that_is_held_is_waited_for_and_named(
 ) -> None:
     store = S3Store(bucket, "prefix")
     name = _leave_a_lease(store)
-    monkeypatch.setattr(swap, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(conditional_put, "_LEASE_TIMEOUT_S", 0.5)
     with pytest.raises(StoreError, match=f"Another writer holds s3://{bucket}/{name}; .* after 20 minutes") as raised:
         store.put_if("a/head", b"1", None)
     # Nobody is known to have written, so nobody is to look for what was.
@@ -141,7 +141,7 @@ def test_a_lease_that_is_held_is_waited_for_and_named(
     store.put_if("b/head", b"1", None)
 
     release = threading.Timer(0.5, store._client.remove_object, (bucket, name))
-    monkeypatch.setattr(swap, "_PATIENCE_S", 30)
+    monkeypatch.setattr(conditional_put, "_LEASE_TIMEOUT_S", 30)
     release.start()
     store.put_if("a/head", b"1", None)
     release.join()
@@ -151,13 +151,13 @@ def test_a_lease_that_is_held_is_waited_for_and_named(
 def test_a_killed_writers_lease_ends(ignoring: Front, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = S3Store(bucket, "prefix")
     _leave_a_lease(store)
-    monkeypatch.setattr(swap, "_STALE_AFTER", timedelta(seconds=1))
+    monkeypatch.setattr(conditional_put, "_STALE_AFTER", timedelta(seconds=1))
     store.put_if("a/head", b"1", None)
     assert list(store._client.list_objects(bucket, "prefix/.swap/", recursive=True)) == []
 
 
 def test_a_holder_that_was_frozen_does_not_write(ignoring: Front, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap, "_HOLD_S", 0.0)
+    monkeypatch.setattr(conditional_put, "_LEASE_WRITE_WINDOW_S", 0.0)
     store = S3Store(bucket, "prefix")
     with pytest.raises(StoreError, match="too slow to hold a lease there; nothing was written"):
         store.put_if("head", b"1", None)
@@ -166,9 +166,9 @@ def test_a_holder_that_was_frozen_does_not_write(ignoring: Front, bucket: str, m
 
 def test_a_listing_that_lags_is_refused(ignoring: Front, bucket: str) -> None:
     store = S3Store(bucket, "prefix")
-    assert store._swapper.winners == (8, 8)
+    assert store._conditional_writer.race_winners == (8, 8)
     ignoring.harm("GET", empty_listing)
-    with pytest.raises(StoreError, match="does not list what was just written; no pointer can move"):
+    with pytest.raises(StoreError, match="does not list an object right after its write; no pointer can move"):
         store.put_if("head", b"1", None)
     assert store.find("head") is None
 
@@ -217,7 +217,7 @@ def test_a_write_that_is_executed_late_is_not_taken_for_somebody_elses(atomic: F
 def test_of_two_who_write_the_same_one_wins_even_if_the_answer_is_lost(atomic: Front, bucket: str) -> None:
     one, other = S3Store(bucket, "prefix"), S3Store(bucket, "prefix")
     one.put_if("claim", b"mine", None)
-    assert other._swapper.winners
+    assert other._conditional_writer.race_winners
     atomic.harm("PUT", lose_answer)
     with pytest.raises(ConflictError):
         other.put_if("claim", b"mine", None)
@@ -242,21 +242,21 @@ def test_the_outcome_is_unknown_only_if_the_object_cannot_be_read_back(atomic: F
     store = S3Store(bucket, "prefix")
     first = store.put_if("head", b"1", None)
     atomic.harm("PUT", lose_answer)
-    atomic.harm("HEAD", *[lose_answer] * connection.TRIES)
+    atomic.harm("HEAD", *[lose_answer] * s3_connection.TRIES)
     with pytest.raises(TransientStoreError, match=r"not known whether it was, since it cannot be read either: http://"):
         store.put_if("head", b"2", first)
 
 
 def test_a_probe_whose_connections_break_is_resolved(atomic: Front, bucket: str) -> None:
     atomic.harm("PUT", *[lose_answer] * 12)
-    assert S3Store(bucket, "prefix")._swapper.winners == (1, 1)
-    atomic.harm("DELETE", *[lose_answer] * connection.TRIES)
-    assert S3Store(bucket, "prefix")._swapper.winners == (1, 1)
+    assert S3Store(bucket, "prefix")._conditional_writer.race_winners == (1, 1)
+    atomic.harm("DELETE", *[lose_answer] * s3_connection.TRIES)
+    assert S3Store(bucket, "prefix")._conditional_writer.race_winners == (1, 1)
 
 
 def test_a_loser_that_is_refused_before_its_body_is_read_is_told_of_a_conflict(early: Front, bucket: str) -> None:
     for _ in range(5):
-        assert S3Store(bucket, "prefix")._swapper.winners == (1, 1)
+        assert S3Store(bucket, "prefix")._conditional_writer.race_winners == (1, 1)
     store = S3Store(bucket, "prefix")
     first = store.put_if("head", b"1", None)
     for etag in (None, "0" * 32):
@@ -284,10 +284,10 @@ def test_a_write_that_was_put_off_is_repeated(atomic: Front, bucket: str) -> Non
 def test_a_leased_write_whose_answer_is_lost_is_read_back(ignoring: Front, bucket: str) -> None:
     store = S3Store(bucket, "prefix")
     first = store.put_if("head", b"1", None)
-    ignoring.harm("PUT", pass_on, *[lose_answer] * connection.TRIES)  # after the lease
+    ignoring.harm("PUT", pass_on, *[lose_answer] * s3_connection.TRIES)  # after the lease
     second = store.put_if("head", b"2", first)
     assert store.find("head") == (b"2", second)
-    ignoring.harm("PUT", pass_on, *[reset_upload] * connection.TRIES)
+    ignoring.harm("PUT", pass_on, *[reset_upload] * s3_connection.TRIES)
     with pytest.raises(TransientStoreError):
         store.put_if("head", b"3" * 10**6, second)
     assert store.find("head") == (b"2", second)
