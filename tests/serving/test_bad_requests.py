@@ -98,7 +98,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", hostile.REFUSED)
-def test_a_bomb_is_refused_alone_in_its_batch(served: Served, sender: Front, name: str) -> None:
+def test_decompression_bomb_fails_alone_in_its_batch(served: Served, sender: Front, name: str) -> None:
     bomb = hostile.REFUSED[name]
     image, query = served.parts.smoke_queries()[0]
     bomb_answer, *good = sender.send([Request(bomb.make()), *[Request(image)] * 15])
@@ -107,21 +107,21 @@ def test_a_bomb_is_refused_alone_in_its_batch(served: Served, sender: Front, nam
     assert [json.loads(answer.body)["pred"] for answer in good] == [query.pred] * 15
 
 
-def test_json_of_anything_but_an_image_is_not_built(sender: Front) -> None:
+def test_json_without_an_image_is_rejected_cheaply(sender: Front) -> None:
     bodies = [b'{"data": [' + b"{}," * 2_000_000 + b"{}]}", b'{"x": ' + b"[" * 6_000_000]
     for answer in sender.send([Request(body) for body in bodies]):
         assert answer.status == 400, answer.body
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_every_kind_of_png_and_jpeg_is_taken(sender: Front, name: str) -> None:
+def test_accepts_every_kind_of_png_and_jpeg(sender: Front, name: str) -> None:
     (answer,) = sender.send([TAKEN[name]])
     assert answer.status == 200, answer.body
     assert "pred" in json.loads(answer.body)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_bad_request_is_refused_with_a_sentence_and_alone(served: Served, sender: Front, name: str) -> None:
+def test_bad_request_is_rejected_alone_with_a_sentence(served: Served, sender: Front, name: str) -> None:
     request, status, sentence = REFUSED[name]
     image, query = served.parts.smoke_queries()[0]
     answers = sender.send([Request(image), request, Request(image)] * 4)
@@ -135,7 +135,7 @@ def test_a_bad_request_is_refused_with_a_sentence_and_alone(served: Served, send
             assert json.loads(answer.body)["pred"] == query.pred
 
 
-def test_a_body_of_unknown_length_that_grows_too_large_is_refused(sender: Front) -> None:
+def test_chunked_body_beyond_the_limit_is_rejected(sender: Front) -> None:
     chunk = b"%x\r\n%s\r\n" % (1_000_000, bytes(1_000_000))
     request = Request(chunk * 7 + b"0\r\n\r\n", ((b"Transfer-Encoding", b"chunked"),))
     (answer,) = sender.send([request])
@@ -143,7 +143,7 @@ def test_a_body_of_unknown_length_that_grows_too_large_is_refused(sender: Front)
     assert "is larger than" in answer.sentence
 
 
-def test_two_thousand_malformed_requests_cost_no_worker_and_no_5xx(served: Served, sender: Front) -> None:
+def test_survives_two_thousand_malformed_requests_without_5xx(served: Served, sender: Front) -> None:
     workers = served.management.describe("embedding").workers
     sent: set[Request] = set()
 
@@ -170,7 +170,7 @@ def test_two_thousand_malformed_requests_cost_no_worker_and_no_5xx(served: Serve
 
 
 @pytest.mark.slow
-def test_a_minute_of_new_bodies_costs_no_worker_and_no_5xx(served: Served, sender: Front) -> None:
+def test_survives_a_minute_of_fuzzing_without_5xx(served: Served, sender: Front) -> None:
     workers = served.management.describe("embedding").workers
     assert fuzz(sender, seconds=60) > 100
     assert served.management.describe("embedding").workers == workers

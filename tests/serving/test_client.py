@@ -38,7 +38,7 @@ def plain(port: int, format: Format, **changes: object) -> Target:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_both_ways_give_the_known_answers(served: Served, format: Format) -> None:
+def test_rest_and_grpc_return_the_stored_predictions(served: Served, format: Format) -> None:
     with Client.of(served.settings, format) as client:
         for image, query in served.parts.smoke_queries():
             answer = client.predict(image)
@@ -48,7 +48,7 @@ def test_both_ways_give_the_known_answers(served: Served, format: Format) -> Non
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_from_asyncio_many_questions_are_asked_together(served: Served, format: Format) -> None:
+def test_async_client_sends_concurrent_requests(served: Served, format: Format) -> None:
     queries = served.parts.smoke_queries() * 8
 
     async def ask() -> list[str]:
@@ -60,15 +60,13 @@ def test_from_asyncio_many_questions_are_asked_together(served: Served, format: 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(("body", "sentence"), [(b"", "is empty"), (b"text", "not a PNG or JPEG")])
-def test_a_bad_image_is_refused_with_the_servers_sentence(
-    served: Served, format: Format, body: bytes, sentence: str
-) -> None:
+def test_bad_image_raises_the_servers_message(served: Served, format: Format, body: bytes, sentence: str) -> None:
     with Client.of(served.settings, format) as client, pytest.raises(PredictionRejectedError, match=sentence):
         client.predict(body)
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_an_unknown_model_or_version_is_refused_by_name(served: Served, format: Format) -> None:
+def test_unknown_model_or_version_is_named_in_the_error(served: Served, format: Format) -> None:
     with (
         Client.of(served.settings, format) as client,
         pytest.raises(PredictionRejectedError, match=r"20260101\.000000\.00000000 does not exist"),
@@ -81,14 +79,14 @@ def test_an_unknown_model_or_version_is_refused_by_name(served: Served, format: 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("token", [None, "x"])
-def test_without_the_right_token_the_client_is_refused(served: Served, format: Format, token: str | None) -> None:
+def test_invalid_token_is_rejected(served: Served, format: Format, token: str | None) -> None:
     target = replace(Target.local(served.settings, format), token=lambda: token)
     with Client(target) as client, pytest.raises(PredictionRejectedError, match="Token Authorization failed"):
         client.predict(b"x")
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_servers_limit_holds_before_anything_is_sent_and_is_the_limit(served: Served, format: Format) -> None:
+def test_client_enforces_the_servers_size_limit_before_sending(served: Served, format: Format) -> None:
     image, query = served.parts.smoke_queries()[0]
     limit = served.settings.serving.max_request_size_bytes
     with Client.of(served.settings, format) as client:
@@ -100,7 +98,7 @@ def test_the_servers_limit_holds_before_anything_is_sent_and_is_the_limit(served
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_where_nothing_listens_the_client_says_where_it_looked(format: Format) -> None:
+def test_unreachable_server_is_named_in_the_error(format: Format) -> None:
     with Client(plain(NOTHING_LISTENS, format)) as client:
         with pytest.raises(ServerUnreachableError, match=r"127\.0\.0\.1:9; check its host and port") as caught:
             client.predict(b"x")
@@ -115,7 +113,7 @@ async def ask_once(target: Target) -> str:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_server_that_takes_the_call_and_says_nothing_is_a_timeout(format: Format) -> None:
+def test_silent_server_raises_a_timeout(format: Format) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         target = plain(silent.getsockname()[1], format, timeout_s=0.3)
         with Client(target) as client, pytest.raises(ServerTimeoutError, match=r"within 0\.3 s") as caught:
@@ -125,7 +123,7 @@ def test_a_server_that_takes_the_call_and_says_nothing_is_a_timeout(format: Form
     assert caught.value.exit_code == 11
 
 
-def test_statuses_of_http_tell_whose_fault_it_is() -> None:
+def test_http_statuses_map_to_errors() -> None:
     sentence = json.dumps({"code": 0, "type": "x", "message": "So it is."}).encode()
     for status, error in [
         (400, PredictionRejectedError),
@@ -145,7 +143,7 @@ def test_statuses_of_http_tell_whose_fault_it_is() -> None:
         client.predict(b"x")
 
 
-def test_statuses_of_grpc_tell_whose_fault_it_is() -> None:
+def test_grpc_statuses_map_to_errors() -> None:
     cases = [
         (grpc.StatusCode.INVALID_ARGUMENT, "So it is.", PredictionRejectedError),
         (grpc.StatusCode.INTERNAL, "So it is\norg.pytorch.serve.http.InternalServerException", ServingError),
@@ -162,7 +160,7 @@ def test_statuses_of_grpc_tell_whose_fault_it_is() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"<html>", b'{"pred": "7"}'])
-def test_a_stranger_that_answers_is_told(body: bytes) -> None:
+def test_foreign_server_is_reported(body: bytes) -> None:
     servers = {"rest": http_server(body=body), "grpc": grpc_server(lambda *_: body)}
     for format in FORMATS:
         with (
@@ -173,7 +171,7 @@ def test_a_stranger_that_answers_is_told(body: bytes) -> None:
             client.predict(b"x")
 
 
-def test_with_attempts_grpc_asks_again_until_the_server_is_there() -> None:
+def test_grpc_retries_until_the_server_is_reachable() -> None:
     calls: list[float] = []
 
     def answer(_: object, context: grpc.ServicerContext) -> bytes:
@@ -202,7 +200,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_tls_is_spoken_with_servers_of_a_trusted_authority_only(
+def test_tls_accepts_only_trusted_certificates(
     certificate: tuple[Path, Path], format: Format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, public = certificate
@@ -224,7 +222,7 @@ def test_tls_is_spoken_with_servers_of_a_trusted_authority_only(
         assert asyncio.run(ask_once(target)) == "7"
 
 
-def test_a_remote_servers_token_comes_from_the_environment(
+def test_remote_token_is_read_from_the_environment(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image, query = served.parts.smoke_queries()[0]
@@ -244,38 +242,38 @@ def test_a_remote_servers_token_comes_from_the_environment(
             client.predict(image)
 
 
-def test_only_the_preprocessing_server_tells_its_metadata(served: Served) -> None:
+def test_metadata_requires_a_preprocessing_server(served: Served) -> None:
     with Client.of(served.settings) as client, pytest.raises(SettingsError, match="Only the preprocessing server"):
         client.metadata()
 
 
-def test_a_file_that_is_absent_is_named(served: Served, tmp_path: Path) -> None:
+def test_missing_file_is_named_in_the_error(served: Served, tmp_path: Path) -> None:
     with Client.of(served.settings) as client, pytest.raises(DataError, match=r"absent\.png cannot be read"):
         client.predict_file(tmp_path / "absent.png")
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("make", NO_FILES)
-def test_what_is_no_file_is_no_image(served: Served, tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_predict_file_requires_a_regular_file(served: Served, tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "x.png")
     with Client.of(served.settings) as client, pytest.raises(DataError, match=r"x\.png cannot be read"):
         client.predict_file(tmp_path / "x.png")
 
 
-def test_without_a_server_it_says_how_to_start_one(tmp_path: Path) -> None:
+def test_without_a_server_the_error_says_how_to_start_one(tmp_path: Path) -> None:
     with pytest.raises(ServerUnreachableError, match="start it with `evernear serve`"):
         Client.of(Settings(workdir=tmp_path))
 
 
 @pytest.mark.parametrize("module", ["client.http", "client.grpc", "client"])
-def test_the_client_loads_nothing_heavy(module: str) -> None:
+def test_client_imports_no_heavy_modules(module: str) -> None:
     heavy = ("torch", "faiss", "numpy", "PIL", "minio", "kfp", "scipy", "sklearn", "fastapi")
     script = f"import sys, evernear.serving.{module}; print(sorted(set({heavy}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-def test_the_generated_messages_are_those_of_the_proto_file(tmp_path: Path) -> None:
+def test_generated_protobuf_modules_match_the_proto_file(tmp_path: Path) -> None:
     source = Path(__file__).parents[2] / "src"
     proto = "evernear/serving/torchserve_proto/inference.proto"
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{source}", f"--python_out={tmp_path}", proto]
@@ -293,7 +291,7 @@ class Several(Target):
         return f"ipv4:{self.host}"
 
 
-def test_servers_of_one_name_are_asked_in_turn() -> None:
+def test_addresses_of_one_name_are_used_in_turn() -> None:
     asked = [0, 0]
 
     def answer(number: int) -> bytes:

@@ -18,7 +18,7 @@ def core(parts: ReleaseParts) -> Predictor:
     return Predictor.open(parts)
 
 
-def test_a_release_answers_as_it_did_when_it_was_archived(core: Predictor, parts: ReleaseParts) -> None:
+def test_reproduces_the_stored_predictions(core: Predictor, parts: ReleaseParts) -> None:
     for image, query in parts.smoke_queries():
         (answer,) = core.predict([image])
         assert isinstance(answer, Prediction)
@@ -32,7 +32,7 @@ def test_a_release_answers_as_it_did_when_it_was_archived(core: Predictor, parts
         assert [n.dist for n in answer.neighbors] == sorted(n.dist for n in answer.neighbors)
 
 
-def test_a_bad_image_fails_alone_wherever_it_stands(core: Predictor, parts: ReleaseParts) -> None:
+def test_bad_image_fails_alone_at_any_position(core: Predictor, parts: ReleaseParts) -> None:
     good = [image for image, _ in parts.smoke_queries()]
     alone = [core.predict([image])[0] for image in good]
     assert all(isinstance(answer, Prediction) for answer in alone)
@@ -54,7 +54,7 @@ def test_a_bad_image_fails_alone_wherever_it_stands(core: Predictor, parts: Rele
                 assert answer.dist == pytest.approx(same.dist, abs=1e-4), "its neighbours in the batch matter"
 
 
-def test_bombs_fail_alone(core: Predictor, parts: ReleaseParts) -> None:
+def test_decompression_bombs_fail_alone(core: Predictor, parts: ReleaseParts) -> None:
     good = [image for image, _ in parts.smoke_queries()]
     bombs = [bomb.make() for bomb in hostile.REFUSED.values()]
     answers = core.predict([*good, *bombs])
@@ -66,7 +66,7 @@ def test_bombs_fail_alone(core: Predictor, parts: ReleaseParts) -> None:
         assert (answer.code, bomb.sentence in answer.message) == (400, True)
 
 
-def test_small_images_come_first_and_none_begins_after_the_time(
+def test_small_images_are_decoded_first_and_none_after_the_timeout(
     core: Predictor, parts: ReleaseParts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A clock on which a decode takes a second for each hundred pixels of its width."""
@@ -98,12 +98,12 @@ def test_small_images_come_first_and_none_begins_after_the_time(
     assert all(isinstance(answers[place], Prediction) for place in (3, 4))
 
 
-def test_a_batch_of_bad_images_and_an_empty_one(core: Predictor) -> None:
+def test_accepts_an_empty_batch_and_one_of_bad_images(core: Predictor) -> None:
     assert core.predict([]) == []
     assert all(isinstance(answer, Rejection) for answer in core.predict([b"", b"x"]))
 
 
-def test_an_image_of_another_size_is_answered(core: Predictor) -> None:
+def test_resizes_an_image_of_another_size(core: Predictor) -> None:
     from io import BytesIO
 
     from PIL import Image
@@ -114,7 +114,7 @@ def test_an_image_of_another_size_is_answered(core: Predictor) -> None:
     assert isinstance(answer, Prediction)
 
 
-def test_a_release_with_the_index_of_another_network_does_not_load(parts: ReleaseParts) -> None:
+def test_rejects_an_index_of_another_network(parts: ReleaseParts) -> None:
     other = parts.manifest.model_copy(update={"network_sha256": "0" * 64})
     with pytest.raises(IntegrityError, match="not of 000000000000"):
         Predictor.open(ReleaseParts(other, parts.directory))

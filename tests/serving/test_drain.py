@@ -75,7 +75,7 @@ class Caller:
         return not answer.will_close
 
 
-def test_a_stop_under_load_fails_no_request(server: Served) -> None:
+def test_stop_under_load_fails_no_request(server: Served) -> None:
     callers = [Caller(server, keep_alive=number % 3 > 0) for number in range(CLIENTS)]
     with ThreadPoolExecutor(CLIENTS) as pool:
         calls = [pool.submit(caller.call_until_refused) for caller in callers]
@@ -87,7 +87,7 @@ def test_a_stop_under_load_fails_no_request(server: Served) -> None:
     assert torchserve.processes(server.home) == []
 
 
-def test_a_request_that_is_still_being_sent_is_answered(server: Served) -> None:
+def test_drain_waits_for_a_request_that_is_being_sent(server: Served) -> None:
     image, query = server.parts.smoke_queries()[0]
     connection = http.client.HTTPConnection("127.0.0.1", server.settings.serving.inference_port, timeout=30)
     connection.putrequest("POST", "/predictions/embedding")
@@ -107,7 +107,7 @@ def test_a_request_that_is_still_being_sent_is_answered(server: Served) -> None:
 
 
 @pytest.mark.slow
-def test_a_request_that_never_ends_is_given_up(release: PackedRelease, tmp_path: Path) -> None:
+def test_drain_times_out_on_an_endless_request(release: PackedRelease, tmp_path: Path) -> None:
     with serving(release, tmp_path, drain_timeout_s=1) as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.settings.serving.inference_port, timeout=30)
         connection.putrequest("POST", "/predictions/embedding")
@@ -119,7 +119,7 @@ def test_a_request_that_never_ends_is_given_up(release: PackedRelease, tmp_path:
         assert torchserve.processes(server.home) == []
 
 
-def test_a_server_ends_with_the_process_that_owns_it_even_a_killed_one(server: Served) -> None:
+def test_server_ends_with_its_owner_even_if_killed(server: Served) -> None:
     script = (
         "import sys, time; from pathlib import Path; from evernear.serving import torchserve; "
         "torchserve.adopt(Path(sys.argv[1])); print('adopted', flush=True); time.sleep(600)"
@@ -142,7 +142,7 @@ def test_a_server_ends_with_the_process_that_owns_it_even_a_killed_one(server: S
     assert left == []
 
 
-def test_sigterm_alone_drains_as_well(server: Served) -> None:
+def test_sigterm_drains(server: Served) -> None:
     """What a container's runtime sends, to a Java that is its first process."""
     caller = Caller(server, keep_alive=True)
     calls = threading.Thread(target=caller.call_until_refused)
@@ -156,7 +156,7 @@ def test_sigterm_alone_drains_as_well(server: Served) -> None:
     assert left == []
 
 
-def test_only_a_server_that_would_answer_is_ready(server: Served, tmp_path: Path) -> None:
+def test_is_ready_only_if_a_request_would_succeed(server: Served, tmp_path: Path) -> None:
     assert torchserve.is_ready(server.home, "embedding")
     command = [Path(sys.executable).with_name("evernear"), "ready", "--workdir"]
     assert subprocess.run([*command, server.settings.workdir]).returncode == 0
@@ -177,6 +177,6 @@ def _await(condition: Callable[[], bool], timeout_s: float = 60) -> None:
         time.sleep(0.02)
 
 
-def test_asking_whether_it_is_ready_loads_neither_torch_nor_faiss() -> None:
+def test_ready_command_imports_neither_torch_nor_faiss() -> None:
     script = "import sys, evernear.serving.torchserve; print({'torch', 'faiss'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "set()\n"

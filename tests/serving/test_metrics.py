@@ -27,7 +27,7 @@ def scrape(served: Served) -> Series:
     }
 
 
-def test_a_real_server_counts_what_it_was_asked(served: Served) -> None:
+def test_server_exports_metrics_of_its_requests(served: Served) -> None:
     image, query = served.parts.smoke_queries()[0]
     version = f'version="{served.manifest.version}"'
 
@@ -77,7 +77,7 @@ class Sink:
 
 
 @given(st.lists(st.lists(st.floats(0, 2), max_size=6), max_size=5))
-def test_the_histogram_says_how_many_were_at_most_so_far(batches: list[list[float]]) -> None:
+def test_histogram_buckets_are_cumulative(batches: list[list[float]]) -> None:
     sink = Sink()
     meter = Meter(sink.emit, "v", "0" * 64, 0.0, 0.5)
     for distances in batches:

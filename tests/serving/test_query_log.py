@@ -49,7 +49,7 @@ def answered(dist: float = 0.1, unknown: bool = False) -> Prediction:
     return Prediction(pred="7", dist=dist, unknown=unknown, neighbors=(), version="v")
 
 
-def test_a_file_tells_what_the_release_answered(parts: ReleaseParts, tmp_path: Path) -> None:
+def test_file_contains_the_predictions(parts: ReleaseParts, tmp_path: Path) -> None:
     core, log = Predictor.open(parts), QueryLog(told(tmp_path, images=True), parts)
     images = [image for image, _ in parts.smoke_queries()]
     batch = core.predict_batch([images[0], b"no image", *images[1:]])
@@ -76,7 +76,7 @@ def test_a_file_tells_what_the_release_answered(parts: ReleaseParts, tmp_path: P
     assert log.write_file() is None, "nothing came since"
 
 
-def test_images_are_kept_only_when_switched_on(parts: ReleaseParts, tmp_path: Path) -> None:
+def test_images_are_logged_only_if_enabled(parts: ReleaseParts, tmp_path: Path) -> None:
     assert ServingSettings().query_log == "figures"
     log = QueryLog(told(tmp_path), parts)
     log.record([answered()], np.zeros((1, 16), np.float32), np.zeros((1, 8, 8, 1), np.uint8))
@@ -85,7 +85,7 @@ def test_images_are_kept_only_when_switched_on(parts: ReleaseParts, tmp_path: Pa
     assert parse_file(path.read_bytes(), "here")[1][0].image == ""
 
 
-def test_the_sample_is_bounded_and_every_query_is_as_likely_in_it(parts: ReleaseParts, tmp_path: Path) -> None:
+def test_sample_is_bounded_and_uniform(parts: ReleaseParts, tmp_path: Path) -> None:
     log = QueryLog(told(tmp_path, sample=20), parts)
     log._random = random.Random(1)
     kept: Counter[int] = Counter()
@@ -101,7 +101,7 @@ def test_the_sample_is_bounded_and_every_query_is_as_likely_in_it(parts: Release
     assert stats.chisquare([kept[number] for number in range(100)]).pvalue > 1e-4
 
 
-def test_the_directory_stays_within_its_bound_and_the_oldest_go_first(parts: ReleaseParts, tmp_path: Path) -> None:
+def test_oldest_files_are_removed_beyond_the_size_limit(parts: ReleaseParts, tmp_path: Path) -> None:
     log = QueryLog(told(tmp_path, size_bytes=20_000), parts)
     written: list[Path] = []
     for second in range(40):
@@ -116,7 +116,7 @@ def test_the_directory_stays_within_its_bound_and_the_oldest_go_first(parts: Rel
     assert sum(path.stat().st_size for path in left[:-1]) <= 20_000
 
 
-def test_workers_side_by_side_lose_nothing(parts: ReleaseParts, tmp_path: Path) -> None:
+def test_concurrent_workers_lose_nothing(parts: ReleaseParts, tmp_path: Path) -> None:
     def work() -> None:
         log = QueryLog(told(tmp_path), parts)
         for _ in range(25):
@@ -132,9 +132,7 @@ def test_workers_side_by_side_lose_nothing(parts: ReleaseParts, tmp_path: Path) 
     assert sum(period.queries for period in periods) == sum(period.unknown for period in periods) == 100
 
 
-def test_a_directory_that_cannot_be_written_fails_the_file_not_the_prediction(
-    parts: ReleaseParts, tmp_path: Path
-) -> None:
+def test_unwritable_directory_fails_the_file_but_not_the_prediction(parts: ReleaseParts, tmp_path: Path) -> None:
     (tmp_path / "queries").write_text("in the way")
     log = QueryLog(told(tmp_path / "queries"), parts)
     log.record([answered()], None, None)
@@ -143,9 +141,7 @@ def test_a_directory_that_cannot_be_written_fails_the_file_not_the_prediction(
     log.record([answered()], None, None)
 
 
-def test_the_thread_outlives_what_it_cannot_write(
-    parts: ReleaseParts, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_thread_survives_write_errors(parts: ReleaseParts, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "queries").write_text("in the way")
     log = QueryLog(told(tmp_path / "queries", period_s=0.02), parts)
     log.start()
@@ -156,7 +152,7 @@ def test_the_thread_outlives_what_it_cannot_write(
     _await(lambda: (tmp_path / "queries").is_dir() and any((tmp_path / "queries").glob("*.jsonl")))
 
 
-def test_a_worker_logs_what_the_server_was_configured_to(
+def test_worker_reads_the_servers_configuration(
     parts: ReleaseParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert QueryLog.from_environment(parts) is None
@@ -172,7 +168,7 @@ def test_a_worker_logs_what_the_server_was_configured_to(
     assert QueryLog.from_environment(parts) is None, "a worker with a damaged configuration answers nevertheless"
 
 
-def test_a_release_without_a_reference_is_logged_without_embeddings(parts: ReleaseParts, tmp_path: Path) -> None:
+def test_release_without_a_baseline_is_logged_without_embeddings(parts: ReleaseParts, tmp_path: Path) -> None:
     without = {name: part for name, part in parts.manifest.parts.items() if name != DRIFT_BASELINE_FILE}
     old = ReleaseParts(parts.manifest.model_copy(update={"parts": without}), parts.directory)
     log = QueryLog(told(tmp_path), old)
@@ -194,12 +190,12 @@ def test_a_release_without_a_reference_is_logged_without_embeddings(parts: Relea
         b"[" * 10_000,
     ],
 )
-def test_what_is_no_file_of_the_log_is_refused_with_its_place(data: bytes) -> None:
+def test_parse_file_names_the_source_of_invalid_data(data: bytes) -> None:
     with pytest.raises(IntegrityError, match="somewhere is not a file of the query log"):
         parse_file(data, "somewhere")
 
 
-def test_closed_files_are_shipped_once_whoever_ships(parts: ReleaseParts, tmp_path: Path, bucket: str) -> None:
+def test_concurrent_shippers_ship_each_file_once(parts: ReleaseParts, tmp_path: Path, bucket: str) -> None:
     directory, store = tmp_path / "queries", open_store(f"s3://{bucket}/prod")
     assert ship(directory, store) == 0
     log = QueryLog(told(directory), parts)
@@ -224,7 +220,7 @@ def test_closed_files_are_shipped_once_whoever_ships(parts: ReleaseParts, tmp_pa
     assert [path.name for path in directory.iterdir()] == [".half-written.jsonl.abc"]
 
 
-def test_what_cannot_be_shipped_waits(
+def test_unshipped_files_are_retried(
     parts: ReleaseParts,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -248,7 +244,7 @@ def test_what_cannot_be_shipped_waits(
     assert list((tmp_path / "queries").iterdir()) == []
 
 
-def test_a_real_server_writes_the_log_of_its_workers(served: Served) -> None:
+def test_server_writes_the_query_log(served: Served) -> None:
     directory = logged_queries(served.home)
 
     def periods() -> list[query_log.Period]:

@@ -94,29 +94,29 @@ def check(answers: list[Answer], case: Case) -> None:
 
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("name", LINES)
-def test_a_request_line_that_cannot_be_served_is_refused(served: Served, api: str, name: str) -> None:
+def test_invalid_request_line_is_rejected(served: Served, api: str, name: str) -> None:
     case = LINES[name]
     check(send(served, request(case.line, token(served, api)), api), case)
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_headers_that_could_be_understood_in_two_ways_are_refused(served: Served, name: str) -> None:
+def test_ambiguous_headers_are_rejected(served: Served, name: str) -> None:
     case = HEADERS[name]
     body = CHUNKS if b"chunked" in case.line else b"abc"
     check(send(served, request(PREDICT, bearer(served) + case.line) + body), case)
 
 
 @pytest.mark.parametrize("name", CHUNKED_BODIES)
-def test_chunks_that_cannot_be_read_are_refused(served: Served, name: str) -> None:
+def test_invalid_chunks_are_rejected(served: Served, name: str) -> None:
     case = CHUNKED_BODIES[name]
     check(send(served, request(PREDICT, bearer(served) + CHUNKED) + case.line), case)
 
 
-def test_a_request_without_a_host_is_refused(served: Served) -> None:
+def test_request_without_a_host_is_rejected(served: Served) -> None:
     check(send(served, b"GET /ping HTTP/1.1\r\n%s\r\n" % bearer(served)), Case(b"", 400, "one Host header"))
 
 
-def test_what_follows_a_refused_head_is_no_request(served: Served) -> None:
+def test_bytes_after_a_rejected_head_are_not_parsed(served: Served) -> None:
     """Netty 4.1.53 takes the body for the next request when it answers to Expect."""
     hidden = request(b"GET /ping", bearer(served))
     for expectation in (b"100-continue", b"nonsense"):
@@ -126,7 +126,7 @@ def test_what_follows_a_refused_head_is_no_request(served: Served) -> None:
 
 
 @pytest.mark.parametrize(("missing", "sent"), [("body", LENGTH + b"\r\nab"), ("head", LENGTH)])
-def test_a_request_that_ends_too_early_is_told_so(served: Served, missing: str, sent: bytes) -> None:
+def test_truncated_request_is_rejected(served: Served, missing: str, sent: bytes) -> None:
     with Raw.to(served.settings.serving.inference_port) as connection:
         connection.send(b"%s HTTP/1.1\r\nHost: x\r\n%s%s" % (PREDICT, bearer(served), sent)).end()
         (answer,) = connection.all_answers()
@@ -136,7 +136,7 @@ def test_a_request_that_ends_too_early_is_told_so(served: Served, missing: str, 
 
 @pytest.mark.parametrize("api", ["inference", "management"])
 @pytest.mark.parametrize("header", [b"", b"Authorization: Bearer x\r\n", b"Authorization: Basic eDp4\r\n"])
-def test_without_the_token_the_answer_is_401(served: Served, api: str, header: bytes) -> None:
+def test_missing_token_is_401(served: Served, api: str, header: bytes) -> None:
     for line in (b"GET /ping", b"GET /models", b"GET /api-description", b"OPTIONS /", b"GET /ready"):
         (answer,) = send(served, request(line, header), api)
         assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
@@ -144,23 +144,23 @@ def test_without_the_token_the_answer_is_401(served: Served, api: str, header: b
 
 
 @pytest.mark.parametrize("api", ["management", "metrics"])
-def test_apis_that_need_no_body_take_none(served: Served, api: str) -> None:
+def test_management_and_metrics_apis_accept_no_body(served: Served, api: str) -> None:
     check(send(served, request(b"POST /models", token(served, api), b"{"), api), Case(b"", 413, "accepts no bodies"))
 
 
-def test_a_whole_url_is_as_good_as_its_path(served: Served) -> None:
+def test_accepts_absolute_urls(served: Served) -> None:
     with Raw.to(served.settings.serving.inference_port) as connection:
         for target in (b"http://test/ping", b"HTTPS://test:1/ping", b"/ping?a=b"):
             assert connection.send(request(b"GET " + target, bearer(served))).answer().status == 200
 
 
-def test_a_header_on_two_lines_is_read_as_one(served: Served) -> None:
+def test_accepts_folded_headers(served: Served) -> None:
     with Raw.to(served.settings.serving.inference_port) as connection:
         folded = b"X: a\r\n b\r\n" + bearer(served)
         assert connection.send(request(b"GET /ping", folded)).answer().status == 200
 
 
-def test_an_expected_continue_is_given_before_the_body_and_without_one_too(served: Served) -> None:
+def test_sends_100_continue_before_the_body(served: Served) -> None:
     image, _ = served.parts.smoke_queries()[0]
     head = b"Expect: 100-Continue\r\nContent-Length: %d\r\n" % len(image)
     with Raw.to(served.settings.serving.inference_port) as connection:
@@ -170,7 +170,7 @@ def test_an_expected_continue_is_given_before_the_body_and_without_one_too(serve
         assert connection.send(request(PREDICT + b" HTTP/1.0", bearer(served) + head) + image).answer().status == 200
 
 
-def test_the_answer_to_head_has_no_body_and_the_connection_goes_on(served: Served) -> None:
+def test_head_response_has_no_body(served: Served) -> None:
     with Raw.to(served.settings.serving.inference_port) as connection:
         head = connection.send(request(b"HEAD /ping", bearer(served))).answer(head=True)
         whole = connection.send(request(b"GET /ping", bearer(served))).answer()

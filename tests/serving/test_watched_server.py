@@ -29,7 +29,7 @@ def noise(number: int) -> bytes:
 
 
 @pytest.mark.slow
-def test_what_a_real_server_was_asked_becomes_a_proposal(
+def test_drifting_queries_of_a_server_become_a_proposal(
     system: System, make_release: MakeRelease, tmp_path: Path
 ) -> None:
     shutil.copytree(urlsplit(system.dataset.manifest.store_uri).path, tmp_path / "store")

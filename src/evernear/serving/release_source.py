@@ -55,11 +55,11 @@ class ReleaseSource:
             return self.version
         champion = registry.champion()
         if champion is None:
-            raise StoreError("The store has no champion yet; name a version with --release.")
+            raise StoreError("The store has no champion yet; name a version.")
         return champion.version
 
     def _archive(self) -> Path:
         archives = [self.path] if self.path.is_file() else sorted(self.path.glob("*.mar"))
         if len(archives) != 1:
-            raise IntegrityError(f"{self.path} has {len(archives)} release archives (.mar); give --model_dir one.")
+            raise IntegrityError(f"{self.path} has {len(archives)} release archives (.mar); name a single one.")
         return archives[0]

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from inference_service import ENVIRONMENT, Server, open_inference_protocol
+from inference_service import ENVIRONMENT, V1_UPLOAD_TIMEOUT_S, Server, open_inference_protocol
 from releases import MakeRelease, PackedRelease
 
 from evernear.release.archive_reader import ReleaseParts, open_release
@@ -59,6 +59,7 @@ def service(
             *("transformer", logs / f"{protocol}.log", "--store", store, "--release", release.version),
             *("--predictor_host", f"127.0.0.1:{port}", "--predictor_protocol", protocol),
             *("--predictor_request_timeout_seconds", "10"),
+            *(("--upload_timeout_seconds", str(V1_UPLOAD_TIMEOUT_S)) if protocol == "v1" else ()),
         )
     try:
         for server in servers.values():

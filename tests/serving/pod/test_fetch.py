@@ -34,7 +34,7 @@ def archive_in(settings: Settings) -> Path:
     return home_of(settings.workdir) / "model-store" / "embedding.mar"
 
 
-def test_a_release_is_brought_and_checked(release: PackedRelease, settings: Settings) -> None:
+def test_fetch_downloads_and_verifies_a_release(release: PackedRelease, settings: Settings) -> None:
     assert pod.fetch(release.version, sha256_file(release.archive), settings) == release.manifest
     assert archive_in(settings).read_bytes() == release.archive.read_bytes()
     fetched = pod.release(settings)
@@ -46,20 +46,20 @@ def test_a_release_is_brought_and_checked(release: PackedRelease, settings: Sett
     assert {path.name for path in home_of(settings.workdir).iterdir()} == {"model-store"}
 
 
-def test_a_container_that_starts_again_needs_no_store(release: PackedRelease, settings: Settings) -> None:
+def test_restarted_container_needs_no_store(release: PackedRelease, settings: Settings) -> None:
     sha256 = sha256_file(release.archive)
     pod.fetch(release.version, sha256, settings)
     gone = settings.model_copy(update={"store": "s3://bucket/at-no-endpoint"})
     assert pod.fetch(release.version, sha256, gone) == release.manifest
 
 
-def test_what_the_deployer_does_not_expect_is_not_served(release: PackedRelease, settings: Settings) -> None:
+def test_fetch_rejects_an_unexpected_sha256(release: PackedRelease, settings: Settings) -> None:
     with pytest.raises(IntegrityError, match=r"has the sha256 [0-9a-f]{64}, but the pod expects 0000.*deploy"):
         pod.fetch(release.version, "0" * 64, settings)
     assert not settings.workdir.exists()
 
 
-def test_an_archive_that_was_changed_in_the_store_is_not_served(release: PackedRelease, settings: Settings) -> None:
+def test_fetch_rejects_an_archive_changed_in_the_store(release: PackedRelease, settings: Settings) -> None:
     sha256 = sha256_file(release.archive)
     store = open_store(settings.store_uri)
     data = bytearray(release.archive.read_bytes())
@@ -71,7 +71,7 @@ def test_an_archive_that_was_changed_in_the_store_is_not_served(release: PackedR
     assert list(home_of(settings.workdir).glob(".*")) == []
 
 
-def test_another_release_under_its_name_is_not_served(
+def test_fetch_rejects_another_release_under_the_same_name(
     release: PackedRelease, settings: Settings, tmp_path: Path
 ) -> None:
     """Both hashes agree, and the archive is not the one that the record describes."""
@@ -87,7 +87,7 @@ def test_another_release_under_its_name_is_not_served(
 
 
 @pytest.mark.skipif(not can_contain(), reason="this kernel gives us no namespaces of our own")
-def test_a_store_in_a_directory_need_only_be_readable(release: PackedRelease, tmp_path: Path) -> None:
+def test_fetch_reads_from_a_read_only_directory_store(release: PackedRelease, tmp_path: Path) -> None:
     """As a PersistentVolumeClaim is mounted; here in the place of the Secret, which is read-only."""
     container = Pod(tmp_path / "pod")
     Registry(open_store((tmp_path / "pod" / "secret" / "store").as_uri())).publish(release.archive)
@@ -100,14 +100,12 @@ def test_a_store_in_a_directory_need_only_be_readable(release: PackedRelease, tm
     assert f"There is no release {release.version}" in wrong.stderr
 
 
-def test_a_release_that_is_not_there_is_told(settings: Settings) -> None:
+def test_fetch_reports_a_missing_release(settings: Settings) -> None:
     with pytest.raises(StoreError, match=r"There is no release 20200101\.000000\.00000000"):
         pod.fetch("20200101.000000.00000000", "0" * 64, settings)
 
 
-def test_what_a_killed_fetch_left_is_removed_and_so_is_another_archive(
-    release: PackedRelease, settings: Settings
-) -> None:
+def test_fetch_removes_leftovers_and_other_archives(release: PackedRelease, settings: Settings) -> None:
     home = home_of(settings.workdir)
     left = [home / ".fetch-killed" / "release.mar", home / "model-store" / "another.mar", archive_in(settings)]
     for file in left:
@@ -120,7 +118,7 @@ def test_what_a_killed_fetch_left_is_removed_and_so_is_another_archive(
 
 
 @pytest.mark.parametrize("make", [*NO_FILES, Path.touch])
-def test_what_lies_beside_the_release_is_not_served_and_goes_with_the_next_fetch(
+def test_serve_rejects_files_beside_the_release_until_the_next_fetch(
     release: PackedRelease, settings: Settings, make: Callable[[Path], None]
 ) -> None:
     """The server would load it, and wait at a pipe for ever."""
@@ -133,7 +131,7 @@ def test_what_lies_beside_the_release_is_not_served_and_goes_with_the_next_fetch
     assert list(archive_in(settings).parent.iterdir()) == [archive_in(settings)]
 
 
-def test_without_a_release_nothing_is_started(tmp_path: Path) -> None:
+def test_serve_requires_a_release(tmp_path: Path) -> None:
     with pytest.raises(ServingError, match="run `evernear pod fetch` before"):
         pod.serve(Settings(workdir=tmp_path), without_token=True)
 
@@ -148,7 +146,7 @@ def test_without_a_release_nothing_is_started(tmp_path: Path) -> None:
         (b"\xff" * 32, "cannot be read"),
     ],
 )
-def test_a_token_that_cannot_be_used_is_told(
+def test_serve_rejects_an_invalid_token(
     release: PackedRelease,
     settings: Settings,
     tmp_path: Path,
@@ -165,7 +163,7 @@ def test_a_token_that_cannot_be_used_is_told(
         pod.serve(settings)
 
 
-def test_a_token_and_none_contradict_each_other(
+def test_serve_rejects_a_token_with_without_token(
     release: PackedRelease, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pod.fetch(release.version, sha256_file(release.archive), settings)
@@ -174,6 +172,6 @@ def test_a_token_and_none_contradict_each_other(
         pod.serve(settings, without_token=True)
 
 
-def test_the_grace_period_fits_what_happens_in_it() -> None:
+def test_grace_period_covers_prestop_and_drain() -> None:
     settings = ServingSettings(endpoint_removal_s=7, drain_timeout_s=40)
     assert pod.grace_period_s(settings) > 7 + 40

@@ -52,7 +52,7 @@ def workers(pod: Pod) -> list[psutil.Process]:
     return [process for process in pod.first_process().children() if "python" in process.name()]
 
 
-def test_the_shared_token_opens_inference_and_no_other_does(pod: Pod, shipped: Shipped) -> None:
+def test_inference_accepts_only_the_shared_token(pod: Pod, shipped: Shipped) -> None:
     for format in FORMATS:
         with Client(target(pod, TOKEN, format)) as client:
             assert client.predict(shipped.image).version == shipped.version
@@ -61,7 +61,7 @@ def test_the_shared_token_opens_inference_and_no_other_does(pod: Pod, shipped: S
                 client.predict(shipped.image)
 
 
-def test_only_inference_and_metrics_can_be_reached_from_outside(pod: Pod) -> None:
+def test_only_inference_and_metrics_are_reachable_from_outside(pod: Pod) -> None:
     java = pod.first_process()
     listening = {at.laddr.port: at.laddr.ip for at in java.net_connections("tcp") if at.status == psutil.CONN_LISTEN}
     outside = {port for port, address in listening.items() if address.removeprefix("::ffff:") != "127.0.0.1"}
@@ -70,7 +70,7 @@ def test_only_inference_and_metrics_can_be_reached_from_outside(pod: Pod) -> Non
     assert {serving.management_port, serving.grpc_management_port} <= set(listening)
 
 
-def test_no_model_can_be_registered_not_even_with_the_key_that_lies_in_the_pod(pod: Pod) -> None:
+def test_models_cannot_be_registered_even_with_the_pods_key(pod: Pod) -> None:
     key = read_key(home_of(pod.workdir), "management")
     url = f"http://127.0.0.1:{pod.serving.management_port}/models"
     headers = {"Authorization": f"Bearer {key}"}
@@ -80,7 +80,7 @@ def test_no_model_can_be_registered_not_even_with_the_key_that_lies_in_the_pod(p
     assert (refused.status_code, refused.json()["type"]) == (405, "MethodNotAllowedException")
 
 
-def test_the_server_and_its_worker_know_no_secret_but_the_tokens_place(pod: Pod) -> None:
+def test_server_and_worker_have_no_secret_in_their_environment(pod: Pod) -> None:
     (worker,) = workers(pod)
     for process in (pod.first_process(), worker):
         assert not [name for name in process.environ() if name.startswith(("AWS_", "EVERNEAR_TOKEN"))]
@@ -90,7 +90,7 @@ def test_the_server_and_its_worker_know_no_secret_but_the_tokens_place(pod: Pod)
 
 
 @pytest.mark.skipif(not can_contain(), reason="this kernel gives us no namespaces of our own")
-def test_it_runs_without_rights_on_a_root_that_is_read_only(pod: Pod) -> None:
+def test_runs_unprivileged_on_a_read_only_root(pod: Pod) -> None:
     """`container.sh` makes it so; that it serves at all is the proof, this only that the container is one."""
     for process in (pod.first_process(), *workers(pod)):
         proc = Path("/proc") / str(process.pid)
@@ -107,7 +107,7 @@ def test_it_runs_without_rights_on_a_root_that_is_read_only(pod: Pod) -> None:
     assert "Read-only file system" not in pod.log
 
 
-def test_ready_is_asked_without_a_token_and_tells_nothing_else(pod: Pod, shipped: Shipped) -> None:
+def test_ready_needs_no_token_and_reveals_nothing_else(pod: Pod, shipped: Shipped) -> None:
     answer = requests.get(f"http://127.0.0.1:{pod.port}/ready", timeout=10)
     assert (answer.status_code, answer.json()) == (200, {"status": "Ready"})
     url = f"http://127.0.0.1:{pod.port}/ready/predictions"
@@ -115,7 +115,7 @@ def test_ready_is_asked_without_a_token_and_tells_nothing_else(pod: Pod, shipped
     assert requests.post(f"http://127.0.0.1:{pod.port}/ready", shipped.image, timeout=10).status_code != 200
 
 
-def test_ready_is_answered_in_its_turn_and_only_a_bare_question_needs_no_token(pod: Pod, shipped: Shipped) -> None:
+def test_ready_is_pipelined_and_only_a_bare_get_needs_no_token(pod: Pod, shipped: Shipped) -> None:
     time.sleep(2.5)  # for the probe to ask by itself
     token = b"Authorization: Bearer %s\r\n" % TOKEN.encode()
     predict = request(b"POST /predictions/embedding", token, shipped.image)
@@ -131,7 +131,7 @@ def test_ready_is_answered_in_its_turn_and_only_a_bare_question_needs_no_token(p
 
 
 @pytest.mark.slow
-def test_traffic_makes_a_query_of_the_probes_own_superfluous(pod: Pod, shipped: Shipped) -> None:
+def test_probe_sends_no_query_under_traffic(pod: Pod, shipped: Shipped) -> None:
     def handled() -> int:
         """Requests that reached the worker; it tells once a second."""
         time.sleep(2.5)
@@ -149,7 +149,7 @@ def test_traffic_makes_a_query_of_the_probes_own_superfluous(pod: Pod, shipped: 
     assert handled() == before + len(FORMATS) + 1
 
 
-def test_who_does_not_predict_is_not_ready(pod: Pod) -> None:
+def test_pod_with_a_stopped_worker_is_not_ready(pod: Pod) -> None:
     (worker,) = workers(pod)
     _await(lambda: pod.probe() == 200)
     worker.send_signal(signal.SIGSTOP)
@@ -162,7 +162,7 @@ def test_who_does_not_predict_is_not_ready(pod: Pod) -> None:
 
 
 @pytest.mark.slow
-def test_another_pod_takes_its_place_and_no_request_fails(pod: Pod, start_pod: StartPod, shipped: Shipped) -> None:
+def test_replacing_a_pod_fails_no_request(pod: Pod, start_pod: StartPod, shipped: Shipped) -> None:
     """Ends the pod of the tests before. Its endpoint goes late: when most of the time for that is over."""
     successor = start_pod()
     service = Service("inference_port")
@@ -182,7 +182,7 @@ def test_another_pod_takes_its_place_and_no_request_fails(pod: Pod, start_pod: S
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_replacements_under_load_cost_no_request_of_5000_and_without_the_wait_they_would(
+def test_replacements_under_load_fail_no_request_of_5000_unless_prestop_is_too_short(
     start_pod: StartPod, shipped: Shipped, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The endpoint goes at once, then late; then later than the pod waits for, which has to show."""
@@ -215,9 +215,7 @@ def test_replacements_under_load_cost_no_request_of_5000_and_without_the_wait_th
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_makes_the_pod_unready_until_another_took_its_place(
-    start_pod: StartPod, shipped: Shipped
-) -> None:
+def test_pod_is_unready_until_a_dead_worker_is_replaced(start_pod: StartPod, shipped: Shipped) -> None:
     pod = start_pod()
 
     def is_unready() -> bool:
@@ -233,7 +231,7 @@ def test_a_worker_that_dies_makes_the_pod_unready_until_another_took_its_place(
 
 
 @pytest.mark.slow
-def test_a_container_that_was_killed_starts_again_in_what_it_left(start_pod: StartPod, shipped: Shipped) -> None:
+def test_killed_container_restarts_in_its_volume(start_pod: StartPod, shipped: Shipped) -> None:
     """A kubelet starts the container again, not the init container; the emptyDir is as it was."""
     pod = start_pod()
     pod.kill()
@@ -245,7 +243,7 @@ def test_a_container_that_was_killed_starts_again_in_what_it_left(start_pod: Sta
 
 
 @pytest.mark.slow
-def test_without_a_token_whoever_gets_there_is_answered(shipped: Shipped, tmp_path: Path) -> None:
+def test_without_token_serves_everyone(shipped: Shipped, tmp_path: Path) -> None:
     pod = Pod(tmp_path / "pod")
     try:
         assert pod.fetch(shipped.store, shipped.version, shipped.sha256).returncode == 0

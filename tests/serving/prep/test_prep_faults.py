@@ -77,9 +77,7 @@ def refusal(answer: httpx.Response, status: int) -> str:
     return answer.json()["message"]
 
 
-def test_after_a_rollout_images_are_prepared_as_the_new_release_prescribes(
-    shelf: Shelf, predictor: Predictor, port: int
-) -> None:
+def test_rollout_changes_the_preprocessing(shelf: Shelf, predictor: Predictor, port: int) -> None:
     with front(shelf.settings(port)) as client:
         assert client.post("/predict/label", json=png()).json() == told("8", predictor.version)
         predictor.version = shelf.release(2, size_px=16)
@@ -93,7 +91,7 @@ def told(label: str, version: str) -> dict[str, object]:
     return {"label": label, "unknown": False, "version": version}
 
 
-def test_a_rollout_that_keeps_the_preprocessing_costs_no_second_call(
+def test_rollout_with_the_same_preprocessing_costs_no_second_call(
     shelf: Shelf, predictor: Predictor, port: int
 ) -> None:
     with front(shelf.settings(port)) as client:
@@ -104,9 +102,7 @@ def test_a_rollout_that_keeps_the_preprocessing_costs_no_second_call(
         assert predictor.calls == calls + 1
 
 
-def test_through_rollouts_under_load_every_answer_is_of_an_image_prepared_for_it(
-    shelf: Shelf, predictor: Predictor, port: int
-) -> None:
+def test_rollouts_under_load_never_mix_preprocessing(shelf: Shelf, predictor: Predictor, port: int) -> None:
     """Release 1 wants 8 pixels, release 2 wants 16: an answer that names one and saw the other is a wrong one."""
     versions = {shelf.release(1): "8", shelf.release(2, size_px=16): "16"}
     with front(shelf.settings(port)) as client, ThreadPoolExecutor(8) as pool:
@@ -125,9 +121,7 @@ def test_through_rollouts_under_load_every_answer_is_of_an_image_prepared_for_it
     assert seen == set(versions)
 
 
-def test_a_release_that_the_registry_does_not_hold_is_told_and_its_answer_is_not(
-    shelf: Shelf, predictor: Predictor, port: int
-) -> None:
+def test_predictions_of_an_unregistered_release_are_withheld(shelf: Shelf, predictor: Predictor, port: int) -> None:
     predictor.version = version = shelf.release(2, published=False)
     with front(shelf.settings(port)) as client:
         for path in ("/health", "/metadata", "/label", "/predict/test", "/predict/test/label"):
@@ -140,7 +134,7 @@ def test_a_release_that_the_registry_does_not_hold_is_told_and_its_answer_is_not
         assert client.get("/health").json()["version"] == version
 
 
-def test_before_the_first_release_it_says_what_is_missing(shelf: Shelf, tmp_path: Path) -> None:
+def test_missing_first_release_is_reported(shelf: Shelf, tmp_path: Path) -> None:
     predictor = Predictor("x")
     with grpc_server(predictor) as port, front(shelf.settings(port)) as client:
         assert "No release has been promoted yet" in refusal(client.get("/health"), 503)
@@ -148,7 +142,7 @@ def test_before_the_first_release_it_says_what_is_missing(shelf: Shelf, tmp_path
         assert predictor.calls == 0
 
 
-def test_a_damaged_registry_is_told(shelf: Shelf, predictor: Predictor, port: int) -> None:
+def test_damaged_registry_is_reported(shelf: Shelf, predictor: Predictor, port: int) -> None:
     (shelf.directory / "releases" / "champion.json").write_text("{")
     with front(shelf.settings(port)) as client:
         assert "is not a valid" in refusal(client.get("/health"), 503)
@@ -156,7 +150,7 @@ def test_a_damaged_registry_is_told(shelf: Shelf, predictor: Predictor, port: in
         assert client.get("/health").status_code == 200
 
 
-def test_a_predictor_that_is_down_is_told_and_found_again(shelf: Shelf, predictor: Predictor) -> None:
+def test_predictor_is_reconnected_after_downtime(shelf: Shelf, predictor: Predictor) -> None:
     port = settings_on_free_ports().inference_port
     with front(shelf.settings(port, failures=1000)) as client:
         assert f"No server answers gRPC at 127.0.0.1:{port}" in refusal(client.post("/predict", json=png()), 503)
@@ -170,7 +164,7 @@ def test_a_predictor_that_is_down_is_told_and_found_again(shelf: Shelf, predicto
         assert 'evernear_prep_predictor_failures_total{reason="ServerUnreachableError"}' in told
 
 
-def test_a_predictor_that_hiccups_is_asked_again(shelf: Shelf, predictor: Predictor, port: int) -> None:
+def test_unavailable_predictor_is_retried(shelf: Shelf, predictor: Predictor, port: int) -> None:
     def hiccup(request: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
         if predictor.calls % 3:
             context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
@@ -182,16 +176,14 @@ def test_a_predictor_that_hiccups_is_asked_again(shelf: Shelf, predictor: Predic
         assert predictor.calls == 12
 
 
-def test_a_predictor_that_is_slow_is_a_timeout(shelf: Shelf, predictor: Predictor, port: int) -> None:
+def test_slow_predictor_times_out(shelf: Shelf, predictor: Predictor, port: int) -> None:
     predictor.answer = predictor.wait
     with front(shelf.settings(port, timeout_s=0.3)) as client:
         assert "within 0.3 s" in refusal(client.post("/predict", json=png()), 504)
         assert "within 0.3 s" in refusal(client.get("/health"), 504)
 
 
-def test_a_predictor_that_fails_again_and_again_is_left_alone_for_a_while(
-    shelf: Shelf, predictor: Predictor, port: int
-) -> None:
+def test_consecutive_failures_open_the_circuit_breaker(shelf: Shelf, predictor: Predictor, port: int) -> None:
     with front(shelf.settings(port, failures=3, recovery_s=1)) as client:
         predictor.answer = predictor.fail
         for _ in range(3):
@@ -214,9 +206,7 @@ def test_bad_images_do_not_open_the_circuit_breaker(shelf: Shelf, predictor: Pre
         assert client.post("/predict", json=png()).status_code == 200
 
 
-def test_no_more_requests_than_allowed_are_at_the_predictor_together(
-    shelf: Shelf, predictor: Predictor, port: int
-) -> None:
+def test_concurrent_requests_to_the_predictor_are_limited(shelf: Shelf, predictor: Predictor, port: int) -> None:
     together, most = 0, 0
 
     def count(request: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
@@ -236,7 +226,7 @@ def test_no_more_requests_than_allowed_are_at_the_predictor_together(
     assert most == 2
 
 
-def test_a_predictor_of_another_kind_is_told(shelf: Shelf, predictor: Predictor, port: int) -> None:
+def test_foreign_predictor_is_reported(shelf: Shelf, predictor: Predictor, port: int) -> None:
     predictor.answer = lambda *_: b"<html>"
     with front(shelf.settings(port)) as client:
         assert "is not an evernear release" in refusal(client.get("/health"), 503)

@@ -58,7 +58,7 @@ def refusal(answer: httpx.Response, status: int) -> str:
 
 
 @pytest.mark.parametrize("name", hostile.REFUSED)
-def test_a_bomb_is_refused_with_a_sentence(prep: httpx.Client, name: str) -> None:
+def test_decompression_bomb_is_rejected_with_a_sentence(prep: httpx.Client, name: str) -> None:
     bomb = hostile.REFUSED[name]
     assert bomb.sentence in refusal(prep.post("/predict", json=encoded(bomb.make())), 400)
 
@@ -95,7 +95,7 @@ def test_small_images_do_not_wait_for_large_ones(prep: httpx.Client, gate: Gate)
         assert {answer.result().status_code for answer in large} == {200}
 
 
-def test_more_large_images_than_can_wait_are_refused_at_once(shelf: Shelf, port: int, gate: Gate) -> None:
+def test_excess_large_images_are_rejected_immediately(shelf: Shelf, port: int, gate: Gate) -> None:
     places = 2 + MAX_WAITING_LARGE
     with front(shelf.settings(port, large_decodes=2)) as prep, ThreadPoolExecutor(places) as pool:
         waiting: list[Future[httpx.Response]] = []
@@ -126,7 +126,7 @@ def until(ask: Callable[[], httpx.Response], status: int, waiting: list[Future[h
         assert not all(each.done() for each in waiting)
 
 
-def test_an_image_that_waits_too_long_for_its_decoding_is_given_up(shelf: Shelf, port: int, gate: Gate) -> None:
+def test_waiting_too_long_for_decoding_times_out(shelf: Shelf, port: int, gate: Gate) -> None:
     with front(shelf.settings(port, timeout_s=2)) as prep:
         with ThreadPoolExecutor(2) as pool:
             answers = list(pool.map(lambda _: prep.post("/predict", json=LARGE), range(2)))
@@ -138,7 +138,7 @@ def test_an_image_that_waits_too_long_for_its_decoding_is_given_up(shelf: Shelf,
     assert not gate.reached.acquire(blocking=False)
 
 
-def test_the_server_allows_no_more_pixels_than_it_has_memory_for(shelf: Shelf, port: int) -> None:
+def test_servers_pixel_limit_applies_beside_the_releases(shelf: Shelf, port: int) -> None:
     settings = shelf.settings(port)
     few = settings.model_copy(update={"serving": settings.serving.model_copy(update={"max_pixels": 1_000})})
     with front(few) as prep:
@@ -154,7 +154,7 @@ def test_the_server_allows_no_more_pixels_than_it_has_memory_for(shelf: Shelf, p
         b'{"data":' * 1_000_000,
     ],
 )
-def test_json_of_anything_but_an_image_is_not_built(prep: httpx.Client, body: bytes) -> None:
+def test_json_without_an_image_is_rejected_cheaply(prep: httpx.Client, body: bytes) -> None:
     message = refusal(prep.post("/predict", content=body), 422)
     assert len(message) < 300
 
@@ -185,7 +185,7 @@ class Slow:
         return int(status.split()[1]), named, json.loads(body)["message"]
 
 
-def test_a_body_that_arrives_too_slowly_is_refused(shelf: Shelf, port: int) -> None:
+def test_slow_body_is_rejected(shelf: Shelf, port: int) -> None:
     with front(shelf.settings(port, upload_timeout_s=1)) as prep, Slow(prep) as slow:
         slow.head(1_000)
         slow.socket.sendall(b'{"data"')
@@ -195,7 +195,7 @@ def test_a_body_that_arrives_too_slowly_is_refused(shelf: Shelf, port: int) -> N
         assert 'path="/predict",status="408"' in prep.get("/metrics").text
 
 
-def test_bodies_are_held_up_to_a_bound_for_all_requests_together(shelf: Shelf, port: int) -> None:
+def test_total_size_of_bodies_in_flight_is_limited(shelf: Shelf, port: int) -> None:
     size_bytes = 60_000
     body = json.dumps(SMALL).encode().ljust(size_bytes)
     settings = shelf.settings(port, max_request_size_bytes=size_bytes, max_bodies_size_bytes=100_000)
@@ -220,7 +220,7 @@ def test_bodies_are_held_up_to_a_bound_for_all_requests_together(shelf: Shelf, p
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /predict HTTP/1.1\r\nHost:"])
-def test_a_client_that_does_not_say_what_it_wants_is_hung_up_on(
+def test_connection_without_a_head_is_closed(
     shelf: Shelf, port: int, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 1.0)
@@ -230,7 +230,7 @@ def test_a_client_that_does_not_say_what_it_wants_is_hung_up_on(
         assert prep.post("/predict", json=SMALL).status_code == 200
 
 
-def test_a_client_that_stalls_within_its_second_request_is_hung_up_on(
+def test_connection_with_a_stalled_second_head_is_closed(
     shelf: Shelf, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 1.0)
@@ -242,7 +242,7 @@ def test_a_client_that_stalls_within_its_second_request_is_hung_up_on(
             assert b"HTTP" not in part
 
 
-def test_a_request_that_takes_long_outlives_the_time_for_its_head(
+def test_slow_request_outlives_the_head_timeout(
     shelf: Shelf, port: int, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 1.0)
@@ -255,7 +255,7 @@ def test_a_request_that_takes_long_outlives_the_time_for_its_head(
         assert answer.result().status_code == 200
 
 
-def test_a_head_without_end_is_refused(prep: httpx.Client) -> None:
+def test_endless_head_is_rejected(prep: httpx.Client) -> None:
     with Slow(prep) as endless:
         endless.socket.sendall(b"GET /label HTTP/1.1\r\nX: " + b"x" * 70_000)
         assert endless.socket.recv(12) == b"HTTP/1.1 400"

@@ -23,7 +23,8 @@ import org.pytorch.serve.util.TokenAuthorization.TokenType;
  * fit into the limit on bytes in flight. A rejection closes the connection.
  */
 final class Admission extends ChannelDuplexHandler {
-    private static final AttributeKey<Object> SESSION = AttributeKey.valueOf("session"); // set until TorchServe responds
+    // Set until TorchServe responds.
+    private static final AttributeKey<Object> SESSION = AttributeKey.valueOf("session");
 
     private final int maxBytes;
     private final Set<TokenType> tokens;
@@ -108,7 +109,9 @@ final class Admission extends ChannelDuplexHandler {
             throw new RejectedException(
                     HttpResponseStatus.REQUEST_ENTITY_TOO_LARGE,
                     "TooLarge",
-                    maxBytes > 0 ? "The request is larger than " + maxBytes + " bytes." : "This API accepts no bodies.");
+                    maxBytes > 0
+                            ? "The request is larger than " + maxBytes + " bytes."
+                            : "This API accepts no bodies.");
         }
         int more = Math.max((int) bytes - reservedBytes, 0);
         if (!Limits.IN_FLIGHT_BYTES.tryAcquire(more)) {

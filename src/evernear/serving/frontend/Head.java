@@ -36,8 +36,9 @@ final class Head {
 
     private static void checkDecoded(HttpRequest request) {
         Throwable fault = request.decoderResult().cause();
-        if (fault instanceof TooLongFrameException && request instanceof FullHttpRequest) { // synthesized by Netty, without a head
-            throw new RejectedException(HttpResponseStatus.REQUEST_URI_TOO_LONG, "TooLong", "The request line is too long.");
+        if (fault instanceof TooLongFrameException && request instanceof FullHttpRequest) { // has no head
+            throw new RejectedException(
+                    HttpResponseStatus.REQUEST_URI_TOO_LONG, "TooLong", "The request line is too long.");
         }
         if (fault instanceof TooLongFrameException) {
             throw new RejectedException(

@@ -18,8 +18,8 @@ import java.util.List;
 /**
  * Decodes one request at a time: after {@link #pause}, further bytes are not decoded until {@link #next}.
  *
- * <p>Netty's FlowControlHandler queues decoded messages instead, without a limit: a client that pipelines could fill the
- * heap.
+ * <p>Netty's FlowControlHandler queues decoded messages instead, without a limit: a client that pipelines could fill
+ * the heap.
  */
 final class Requests extends HttpRequestDecoder {
     // More than a receive buffer arrives only from a client that has also closed its side (EPOLLRDHUP).

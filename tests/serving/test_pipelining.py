@@ -58,7 +58,7 @@ def answered(order: tuple[str, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("order", orders(), ids=" - ".join)
-def test_answers_come_in_the_order_of_the_requests(served: Served, order: tuple[str, ...]) -> None:
+def test_pipelined_requests_are_answered_in_order(served: Served, order: tuple[str, ...]) -> None:
     requests = b"".join(made(served, kind) for kind in order)
     expected = answered(order)
     with Raw.to(served.settings.serving.inference_port) as connection:
@@ -71,7 +71,7 @@ def test_answers_come_in_the_order_of_the_requests(served: Served, order: tuple[
 
 
 @pytest.mark.parametrize("order", orders(), ids=" - ".join)
-def test_a_client_that_ended_its_side_gets_all_its_answers(served: Served, order: tuple[str, ...]) -> None:
+def test_half_closed_connection_receives_all_responses(served: Served, order: tuple[str, ...]) -> None:
     requests = b"".join(made(served, kind) for kind in order)
     with Raw.to(served.settings.serving.inference_port) as connection:
         answers = connection.send(requests).end().all_answers()
@@ -79,7 +79,7 @@ def test_a_client_that_ended_its_side_gets_all_its_answers(served: Served, order
 
 
 @pytest.mark.parametrize("api", ["management", "metrics"])
-def test_the_other_apis_answer_in_order_as_well(served: Served, api: str) -> None:
+def test_other_apis_answer_pipelined_requests_in_order(served: Served, api: str) -> None:
     port = getattr(served.settings.serving, f"{api}_port")
     token = bearer(served, api) if api == "management" else b""
     path, _ = paths = (b"/models/embedding", b"/nothing") if api == "management" else (b"/metrics", b"/nothing")
@@ -88,7 +88,7 @@ def test_the_other_apis_answer_in_order_as_well(served: Served, api: str) -> Non
         assert [answer.status for answer in connection.all_answers()] == [200, 200, 404]
 
 
-def test_requests_may_come_byte_by_byte(served: Served) -> None:
+def test_requests_may_arrive_byte_by_byte(served: Served) -> None:
     with Raw.to(served.settings.serving.inference_port) as connection:
         connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for byte in made(served, "prediction") + made(served, "ping") + made(served, "prediction"):
@@ -96,14 +96,14 @@ def test_requests_may_come_byte_by_byte(served: Served) -> None:
         assert [kind_of(connection.answer()) for _ in range(3)] == ["prediction", "ping", "prediction"]
 
 
-def test_hundreds_of_requests_may_be_sent_ahead(served: Served) -> None:
+def test_hundreds_of_requests_may_be_pipelined(served: Served) -> None:
     order = ["ping"] * 400 + ["prediction"] * 20 + ["ping"] * 5
     with Raw.to(served.settings.serving.inference_port) as connection:
         connection.send(b"".join(made(served, kind) for kind in order))
         assert [kind_of(connection.answer()) for _ in order] == order
 
 
-def test_a_large_body_may_be_sent_ahead(served: Served) -> None:
+def test_large_body_may_be_pipelined(served: Served) -> None:
     image, _ = served.parts.smoke_queries()[0]
     large = request(PREDICT, bearer(served), image + bytes(5_000_000))  # what follows an image is ignored
     with Raw.to(served.settings.serving.inference_port) as connection:
@@ -111,7 +111,7 @@ def test_a_large_body_may_be_sent_ahead(served: Served) -> None:
         assert [kind_of(connection.answer()) for _ in range(3)] == ["prediction", "prediction", "ping"]
 
 
-def test_the_connection_ends_where_the_client_wants_it(served: Served) -> None:
+def test_server_closes_the_connection_on_request(served: Served) -> None:
     last = request(b"GET /ping", bearer(served) + b"Connection: close\r\n")
     old = request(b"GET /ping HTTP/1.0", bearer(served))
     for ending in (last, old):
@@ -120,7 +120,7 @@ def test_the_connection_ends_where_the_client_wants_it(served: Served) -> None:
         assert (first.headers["connection"], second.headers["connection"]) == ("keep-alive", "close")
 
 
-def test_who_goes_away_unanswered_costs_nobody_else(served: Served) -> None:
+def test_reset_connections_do_not_affect_other_clients(served: Served) -> None:
     with Raw.to(served.settings.serving.inference_port) as stays:
         for _ in range(50):
             with Raw.to(served.settings.serving.inference_port) as goes:

@@ -44,7 +44,7 @@ def images(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("format", ["rest", "grpc"])
-def test_a_folder_and_a_file_are_answered_line_by_line(served: Served, images: Path, format: str) -> None:
+def test_folder_and_file_give_one_line_per_image(served: Served, images: Path, format: str) -> None:
     one = next(images.glob("*.png"))
     done = predict(served, str(one), "--image-file", str(images), "--json", "--format", format)
     assert (done.returncode, done.stderr) == (0, b"")
@@ -55,13 +55,13 @@ def test_a_folder_and_a_file_are_answered_line_by_line(served: Served, images: P
         assert answer["version"] == served.manifest.version
 
 
-def test_an_image_comes_from_stdin_too(served: Served, images: Path) -> None:
+def test_reads_an_image_from_stdin(served: Served, images: Path) -> None:
     image = next(images.glob("*.png"))
     done = predict(served, "--image-file", "-", "--json", stdin=image.read_bytes())
     assert [(answer["image"], answer["pred"]) for answer in lines(done)] == [("-", image.name[0])]
 
 
-def test_people_get_a_table_with_a_line_for_each_image(served: Served, images: Path) -> None:
+def test_prints_a_table_with_a_row_per_image(served: Served, images: Path) -> None:
     (images / "odd [1].png").write_bytes(b"no image")
     done = predict(served, "--image-file", str(images))
     (images / "odd [1].png").unlink()
@@ -74,7 +74,7 @@ def test_people_get_a_table_with_a_line_for_each_image(served: Served, images: P
     assert "not a PNG or JPEG" in line
 
 
-def test_programs_get_a_refusal_as_a_line_too(served: Served, images: Path, tmp_path: Path) -> None:
+def test_json_output_has_a_line_per_rejected_image(served: Served, images: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.png").write_bytes(b"no image")
     good = str(next(images.glob("*.png")))
     done = predict(served, str(tmp_path / "bad.png"), str(tmp_path / "absent.png"), good, "--json", "--format", "grpc")
@@ -86,7 +86,7 @@ def test_programs_get_a_refusal_as_a_line_too(served: Served, images: Path, tmp_
 
 
 @pytest.mark.parametrize("format", ["rest", "grpc"])
-def test_what_goes_wrong_has_an_exit_code_of_its_own(served: Served, images: Path, tmp_path: Path, format: str) -> None:
+def test_errors_have_distinct_exit_codes(served: Served, images: Path, tmp_path: Path, format: str) -> None:
     image = str(next(images.glob("*.png")))
     (tmp_path / "bad.png").write_bytes(b"no image")
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -104,7 +104,7 @@ def test_what_goes_wrong_has_an_exit_code_of_its_own(served: Served, images: Pat
 
 
 @pytest.mark.parametrize("format", ["rest", "grpc"])
-def test_a_server_elsewhere_is_asked_with_the_token_of_the_environment(
+def test_remote_server_receives_the_token_of_the_environment(
     served: Served, images: Path, tmp_path: Path, format: str
 ) -> None:
     image = next(images.glob("*.png"))
@@ -122,7 +122,7 @@ def test_a_server_elsewhere_is_asked_with_the_token_of_the_environment(
         assert lines(done)[0]["pred"] == image.name[0]
 
 
-def test_metadata_of_the_server_of_the_working_directory(served: Served) -> None:
+def test_prints_metadata_of_the_local_server(served: Served) -> None:
     registry = Registry(open_store(served.settings.store_uri))
     registry.publish(torchserve.model_store(served.home) / "release.mar")
     told = lines(predict(served, "--metadata", "--json"))[0]
@@ -132,13 +132,13 @@ def test_metadata_of_the_server_of_the_working_directory(served: Served) -> None
     assert b"threshold" in predict(served, "--metadata").stdout
 
 
-def test_without_an_image_or_in_an_empty_folder_it_says_what_is_missing(served: Served, tmp_path: Path) -> None:
+def test_missing_images_are_reported(served: Served, tmp_path: Path) -> None:
     assert b"There is no image to ask about" in predict(served).stderr
     assert b"holds no PNG or JPEG file" in predict(served, "--image-file", str(tmp_path)).stderr
     assert b"--tls is for a server elsewhere" in predict(served, "x.png", "--tls").stderr
 
 
-def test_the_command_loads_nothing_heavy(served: Served, images: Path) -> None:
+def test_command_imports_no_heavy_modules(served: Served, images: Path) -> None:
     """What is imported until an answer is printed; the time that takes is not asserted."""
     script = (
         "import sys; from evernear.cli import app\n"

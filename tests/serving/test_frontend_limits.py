@@ -72,13 +72,13 @@ def predicts(served: Served) -> bool:
         return client.predict(image).pred == query.pred == grpc.predict(image).pred
 
 
-def test_who_has_no_token_is_refused_before_the_body_comes(small: Served) -> None:
+def test_missing_token_is_rejected_before_the_body_arrives(small: Served) -> None:
     with connections(small, 1) as (client,):
         answer = client.send(upload(b"")).answer()
         assert (answer.status, answer.headers["connection"]) == (401, "close")
 
 
-def test_bodies_of_those_without_a_token_are_kept_nowhere(small: Served) -> None:
+def test_bodies_without_a_token_are_not_stored(small: Served) -> None:
     with connections(small, CLIENTS) as clients:
         for client in clients:
             client.send(upload(b"") + bytes(LARGEST - 1))
@@ -86,7 +86,7 @@ def test_bodies_of_those_without_a_token_are_kept_nowhere(small: Served) -> None
         assert predicts(small)
 
 
-def test_the_heap_holds_all_that_may_be_in_flight_and_more_is_refused(small: Served) -> None:
+def test_heap_fits_all_requests_in_flight_and_more_are_rejected(small: Served) -> None:
     """As forms, which are taken apart twice on their way."""
     begin, end = FORM
     body = begin + bytes(LARGEST - len(begin) - len(end)) + end
@@ -105,7 +105,7 @@ def test_the_heap_holds_all_that_may_be_in_flight_and_more_is_refused(small: Ser
     assert predicts(small)
 
 
-def test_chunks_are_counted_as_they_come(small: Served) -> None:
+def test_chunks_count_as_they_arrive(small: Served) -> None:
     chunk = b"%x\r\n%s\r\n" % (1_000_000, bytes(1_000_000))
     head = request(b"POST /predictions/embedding", bearer(small) + b"Transfer-Encoding: chunked\r\n")
     with connections(small, 6) as clients:
@@ -119,7 +119,7 @@ def test_chunks_are_counted_as_they_come(small: Served) -> None:
     assert predicts(small)
 
 
-def test_what_clients_leave_behind_in_the_queue_is_counted(small: Served) -> None:
+def test_queued_requests_of_disconnected_clients_count(small: Served) -> None:
     (worker,) = [process for process in torchserve.processes(small.home) if "java" not in process.name()]
     before = asked(small)
     worker.send_signal(signal.SIGSTOP)
@@ -152,7 +152,7 @@ def has_room(served: Served) -> bool:
         return is_taken(client, served)
 
 
-def test_grpcs_calls_are_counted_as_well(small: Served) -> None:
+def test_grpc_calls_count_toward_the_limit(small: Served) -> None:
     await_true(lambda: has_room(small))
     with connections(small, most_uploads(small)) as clients, Client.of(small.settings, "grpc") as grpc:
         assert all(is_taken(client, small) for client in clients)
@@ -161,7 +161,7 @@ def test_grpcs_calls_are_counted_as_well(small: Served) -> None:
     assert predicts(small)
 
 
-def test_grpcs_messages_of_those_without_a_token_are_kept_nowhere(small: Served) -> None:
+def test_grpc_messages_without_a_token_are_not_stored(small: Served) -> None:
     target = replace(Target.local(small.settings, "grpc"), token=lambda: "x")
 
     def ask(_: int) -> str:
@@ -174,7 +174,7 @@ def test_grpcs_messages_of_those_without_a_token_are_kept_nowhere(small: Served)
     assert predicts(small)
 
 
-def test_a_request_that_could_never_be_taken_is_no_setting() -> None:
+def test_settings_reject_a_request_size_beyond_the_heap_quarter() -> None:
     with pytest.raises(SettingsError, match="at most a quarter of heap_size_bytes"):
         load(
             overrides=[
@@ -186,16 +186,16 @@ def test_a_request_that_could_never_be_taken_is_no_setting() -> None:
 
 @pytest.fixture(scope="module")
 def hasty(release: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server that waits for nobody for long, and has few connections."""
+    """A server with short timeouts and few connections."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(java, "UPLOAD_TIMEOUT_S", 2)
+        patch.setattr(java, "UPLOAD_TIMEOUT_S", 1)
         patch.setattr(java, "IDLE_TIMEOUT_S", 3)
         patch.setattr(java, "CONNECTION_BYTES", SMALLEST_HEAP // 20)
         with serving(release, tmp_path_factory.mktemp("hasty"), heap_size_bytes=SMALLEST_HEAP) as served:
             yield served
 
 
-def test_a_body_that_comes_too_slowly_is_given_up(hasty: Served) -> None:
+def test_slow_body_times_out(hasty: Served) -> None:
     with connections(hasty, 1) as (client,):
         client.send(upload(bearer(hasty)))
         client.socket.settimeout(0.1)
@@ -205,25 +205,25 @@ def test_a_body_that_comes_too_slowly_is_given_up(hasty: Served) -> None:
             with suppress(TimeoutError):
                 answer = client.answer()
         assert (answer.status, answer.headers["connection"]) == (408, "close")
-        assert "did not arrive within 2 s" in answer.sentence
+        assert "did not arrive within 1 s" in answer.sentence
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /ping HTTP/1.1\r\nHost: x\r\n"])
-def test_a_connection_without_a_request_ends(hasty: Served, sent: bytes) -> None:
+def test_connection_without_a_request_is_closed(hasty: Served, sent: bytes) -> None:
     with connections(hasty, 1) as (client,):
         assert client.send(sent).all_answers() == []
 
 
-def test_a_kept_connection_lasts_as_long_as_it_is_used(hasty: Served) -> None:
+def test_connection_in_use_stays_open(hasty: Served) -> None:
     with connections(hasty, 1) as (client,):
-        deadline_s = time.monotonic() + 5
+        deadline_s = time.monotonic() + 4
         while time.monotonic() < deadline_s:
             assert client.send(request(b"GET /ping", bearer(hasty))).answer().status == 200
             time.sleep(0.2)
         assert client.all_answers() == []
 
 
-def test_connections_beyond_the_most_wait_until_another_ends(hasty: Served) -> None:
+def test_connections_beyond_the_limit_wait(hasty: Served) -> None:
     ping = request(b"GET /ping", bearer(hasty))
     with connections(hasty, 20) as clients:
         for client in clients:
