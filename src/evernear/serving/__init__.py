@@ -1,8 +1,9 @@
 """Servers of releases and their clients.
 
 Every server wraps `core.Predictor`, which recognizes images with one release: `handler` in TorchServe, `kserve` in an
-InferenceService. `release_source` provides the release, `request_parsing`, `decoding` and `http_limits` handle untrusted
-input, and `responses` are the bodies that all servers return. `prep` is a preprocessing server in front of TorchServe.
+InferenceService. `release_source` provides the release; `request_parsing`, `decoding` and `http_limits` handle
+untrusted input; `responses` are the bodies that all servers return. `prep` is a preprocessing server in front of
+TorchServe.
 
 TorchServe itself is run by `torchserve` (lifecycle), `java`, `configuration`, `endpoints`, `management`, `metrics` and
 `frontend`; `pod` is what a serving pod runs.
