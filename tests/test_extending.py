@@ -1,0 +1,82 @@
+"""docs/extending.md keeps its word: each diff applies to the tree, touches few files, and its commands run."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES_MAX = 4
+COPIED = ("src", "components", "pipelines", "deploy", "tests")
+
+
+class Example(NamedTuple):
+    heading: str
+    diff: str
+    commands: str
+
+    @property
+    def files(self) -> set[str]:
+        return set(re.findall(r"^\+\+\+ b/(.+)$", self.diff, re.M))
+
+
+def examples() -> list[Example]:
+    sections = (ROOT / "docs" / "extending.md").read_text().split("\n## ")[1:]
+
+    def blocks(section: str, language: str) -> str:
+        return "\n".join(re.findall(rf"^```{language}\n(.*?)^```$", section, re.M | re.S))
+
+    return [Example(s.partition("\n")[0], blocks(s, "diff"), blocks(s, "sh")) for s in sections]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tree = tmp_path_factory.mktemp("extending") / "tree"
+    for name in COPIED:
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return tree
+
+
+@contextmanager
+def applied(example: Example, tree: Path) -> Iterator[None]:
+    apply = ["git", "apply", "--whitespace=error", "-"]
+    subprocess.run(apply, cwd=tree, input=example.diff, text=True, check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*apply, "--reverse"], cwd=tree, input=example.diff, text=True, check=True)
+
+
+@pytest.mark.parametrize("example", examples(), ids=lambda example: example.heading)
+def test_an_extension_is_a_small_diff_that_applies(tree: Path, example: Example) -> None:
+    assert len(example.files) <= FILES_MAX
+    with applied(example, tree):
+        for file in example.files:
+            if file.endswith(".py"):
+                compile((tree / file).read_text(), file, "exec")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", examples(), ids=lambda example: example.heading)
+def test_the_commands_of_an_extension_run(tree: Path, tmp_path: Path, example: Example) -> None:
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{tree / 'src'}:{tree}",
+    }
+    with applied(example, tree):
+        done = subprocess.run(
+            ["sh", "-euc", example.commands],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
