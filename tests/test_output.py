@@ -28,7 +28,7 @@ from evernear.progress import EVENTS_VARIABLE, Event, read_events, step
 from evernear.release.registry import Registry
 from evernear.settings import Settings
 from evernear.store import open_store
-from evernear.triggers.watch.switch import LastLook
+from evernear.triggers.watch.schedule_state import CheckReport
 
 HOSTILE = "\x1b]0;owned\x07\x1b[31m[red]cat[/red]\u202egod\nevernear: all is well\r\x00\x9b2J\u2028\udce4"
 """What steers a terminal, what rich takes for a color, what turns a line around, and lines and an end of its own."""
@@ -243,7 +243,7 @@ def test_what_the_pipeline_server_says(
 
 def test_what_the_watcher_saw(capsys: pytest.CaptureFixture[str]) -> None:
     texts = {"action": HOSTILE, "reasons": (HOSTILE,), "faults": (HOSTILE,), "proposal": HOSTILE}
-    watch._show(LastLook.model_construct(at=NOW, figures={HOSTILE: 1.0}, **texts), as_json=False)
+    watch._show(CheckReport.model_construct(at=NOW, figures={HOSTILE: 1.0}, **texts), as_json=False)
     out = capsys.readouterr().out
     shown_safely(out)
     assert len(out.splitlines()) == 5

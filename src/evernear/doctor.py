@@ -109,18 +109,18 @@ def _slack(settings: Settings) -> str:
     """Use each token once, and look whether the app has its scopes."""
     from slack_sdk.web import WebClient
 
+    from evernear.triggers.slack.client import translated_errors
     from evernear.triggers.slack.server import Secrets
-    from evernear.triggers.slack.web import failures
 
     secrets = Secrets.of_environment(settings.slack)
     client = WebClient(secrets.bot_token, base_url=settings.slack.api_url)
-    with failures("auth.test"):
+    with translated_errors("auth.test"):
         told = client.auth_test()
     granted = {scope.strip() for scope in str(told.headers.get("x-oauth-scopes", "")).split(",")}
     if missing := ", ".join(sorted(SLACK_SCOPES - granted)):
         raise SlackError(f"The bot lacks the scopes {missing}; install the app again from deploy/slack/manifest.yaml.")
     if secrets.app_token:
-        with failures("apps.connections.open"):
+        with translated_errors("apps.connections.open"):
             client.apps_connections_open(app_token=secrets.app_token)
     asks = "" if settings.slack.channel else " No slack.channel is set, so nobody is asked what the watcher proposes."
     return f"@{told['user']} of {told['team']} has its scopes and its connection.{asks}"

@@ -1,4 +1,4 @@
-"""From a question over HTTP to a proposal: TorchServe's workers log, the watcher ships, looks and finds the drift."""
+"""From a query over HTTP to a proposal: TorchServe workers log, the watcher ships, checks and detects the drift."""
 
 import shutil
 import time
@@ -17,7 +17,7 @@ from evernear.serving.configuration import logged_queries
 from evernear.serving.query_log import parse_file
 from evernear.settings import Settings
 from evernear.store import open_store
-from evernear.triggers.proposals import Proposals
+from evernear.triggers.requests import RequestStore
 from evernear.triggers.watch.watcher import Watcher
 
 
@@ -57,11 +57,11 @@ def test_drifting_queries_of_a_server_become_a_proposal(
                 "watch": {"min_queries": 50},
             }
         )
-        look = Watcher(settings, store, None, tmp_path).look()
-    assert look.faults == ()
-    assert look.figures["queries"] == asked
-    assert look.figures["new_files"] == 0
-    assert look.action == "retrain"
-    assert look.figures["drift_found"] == 3
-    assert [proposal.id for proposal in Proposals(store).list()] == [look.proposal]
+        report = Watcher(settings, store, None, tmp_path).check()
+    assert report.faults == ()
+    assert report.figures["queries"] == asked
+    assert report.figures["new_files"] == 0
+    assert report.action == "retrain"
+    assert report.figures["drift_found"] == 3
+    assert [proposal.id for proposal in RequestStore(store).list()] == [report.proposal]
     assert list(directory.glob("*.jsonl")) == []

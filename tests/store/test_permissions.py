@@ -22,8 +22,8 @@ from evernear.disk import sha256_bytes
 from evernear.errors import ConflictError, StoreError
 from evernear.serving.query_log import ship
 from evernear.store import S3Store, Store, open_store
-from evernear.triggers.proposals import Proposals
-from evernear.triggers.watch.switch import Switch
+from evernear.triggers.requests import RequestStore
+from evernear.triggers.watch.schedule_state import ScheduleStore
 
 USERS = ("reader", "writer", "server", "shipper", "watcher")
 IMAGES, STORE = "s3://evernear-images", "s3://evernear-store/prod"
@@ -208,9 +208,9 @@ def test_the_shipper_leaves_logged_queries_and_reads_nothing(enter: Enter, tmp_p
 def test_the_watcher_proposes_and_removes_old_queries_and_touches_nothing_else(enter: Enter, tmp_path: Path) -> None:
     enter("watcher")
     store = open_store(STORE)
-    assert Switch(store).turn(False, "U1").by == "U1"
+    assert ScheduleStore(store).switch(False, "U1").by == "U1"
     assert store.get("datasets/digits/head") == b"content"
-    assert list(Proposals(store).list()) == []
+    assert list(RequestStore(store).list()) == []
     store.delete("queries/20270301/old.jsonl")
     _refused(lambda: store.put("releases/champion.json", b"1"), "s3:PutObject", f"{STORE}/releases/champion.json")
     _refused(lambda: store.delete("releases/champion.json"), "s3:DeleteObject", f"{STORE}/releases/champion.json")

@@ -1,4 +1,4 @@
-"""``evernear slack``: the bot that starts runs when a person in Slack says so."""
+"""``evernear slack``: the Slack bot."""
 
 import logging
 import sys
@@ -14,7 +14,7 @@ from evernear.output import log_to_stderr, print_line
 app = typer.Typer(
     rich_markup_mode="markdown",
     invoke_without_command=True,
-    help="The Slack bot: start runs, follow them, tell the verdict.",
+    help="The Slack bot: start runs, follow them, report their verdicts.",
 )
 
 
@@ -25,7 +25,7 @@ def slack(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Be the Slack bot; stays until SIGTERM or Ctrl-C. Tokens come from the environment, see docs/slack.md."""
+    """Run the Slack bot until SIGTERM or Ctrl-C. Tokens come from the environment, see docs/slack.md."""
     if context.invoked_subcommand is not None:
         return
     settings = local_settings(config, overrides, workdir)
@@ -44,10 +44,10 @@ def slack(
 
 @app.command()
 def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
-    """Exit with 0 if the bot of this working directory is well, else with 1: a probe for orchestrators."""
-    from evernear.triggers.slack.health import is_well
+    """Exit with 0 if the bot of this working directory is healthy, else with 1: a probe for orchestrators."""
+    from evernear.triggers.slack.heartbeat import is_recent
 
-    if not is_well(local_settings(config, overrides, workdir)):
-        print_line("The bot does not run, or hangs; its log tells more.", sys.stderr)
+    if not is_recent(local_settings(config, overrides, workdir)):
+        print_line("The bot is not running or is stuck; see its log.", sys.stderr)
         raise typer.Exit(1)
     print_line("Ready.")

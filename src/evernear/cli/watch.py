@@ -1,4 +1,4 @@
-"""``evernear watch``: see what is new and what drifted, and propose or start a training or a new index."""
+"""``evernear watch``: check for new images and drift, and propose or start a training or a reindex."""
 
 import logging
 import os
@@ -25,12 +25,12 @@ from evernear.settings import Settings
 
 if TYPE_CHECKING:
     from evernear.kubeflow.client import KfpRuns
-    from evernear.triggers.watch.switch import LastLook, Switch
+    from evernear.triggers.watch.schedule_state import CheckReport, ScheduleStore
 
 app = typer.Typer(
     rich_markup_mode="markdown",
     no_args_is_help=True,
-    help="Look for new images and for drift; propose or start what is to be done about it.",
+    help="Check for new images and for drift, and propose or start a training or a reindex.",
 )
 
 
@@ -41,7 +41,7 @@ def run(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Watch until SIGTERM or Ctrl-C: on the schedule, and soon after a bucket at MinIO tells of a change."""
+    """Run the watcher until SIGTERM or Ctrl-C: check on the schedule, and soon after MinIO reports a change."""
     from evernear.store import open_store
     from evernear.triggers.watch.service import Service
     from evernear.triggers.watch.watcher import Watcher
@@ -52,7 +52,7 @@ def run(
         watcher = Watcher(settings, open_store(settings.store_uri), _runs(settings), Path(cache))
         service = Service(watcher, settings)
         remains = (
-            "Interrupted after the last look. No process is left; `evernear watch run` continues with the next one."
+            "Interrupted after the last check. No process is left; `evernear watch run` continues with the next one."
         )
         with stop_on_signals(service.stopping, remains):
             service.run()
@@ -60,62 +60,62 @@ def run(
 
 @app.command()
 def once(
-    act: Annotated[bool, typer.Option("--act", help="Propose or start what was decided, as `run` does.")] = False,
+    act: Annotated[bool, typer.Option("--act", help="Propose or start the decision, as `run` does.")] = False,
     source: SourceOption = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Look once and tell what would be done, with the numbers; nothing is changed."""
+    """Check once and show the decision with its figures; nothing is changed without --act."""
     from evernear.store import open_store
     from evernear.triggers.watch.watcher import Watcher
 
     settings = run_settings(source, None, config, overrides, workdir)
     with tempfile.TemporaryDirectory(prefix="evernear-watch-") as cache:
         watcher = Watcher(settings, open_store(settings.store_uri), _runs(settings), Path(cache))
-        _show(watcher.look(act=act), as_json)
+        _show(watcher.check(act=act), as_json)
 
 
 @app.command()
 def status(
     config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None, as_json: JsonOption = False
 ) -> None:
-    """Tell whether the watcher is switched on, and what its last look came to."""
-    watching = _switch(config, overrides, workdir).read()
+    """Show whether the watcher is on or paused, and its last check."""
+    state = _schedule(config, overrides, workdir).read()
     if as_json:
-        print_json(watching)
+        print_json(state)
         return
-    by = f" by {watching.by}" if watching.by else ""
-    print_line(f"{'on' if watching.on else 'off'} since {watching.since:%Y-%m-%d %H:%M:%S} UTC{by}")
-    if watching.last is None:
-        print_line("It never looked; `evernear watch run` is the process that does.")
+    by = f" by {state.by}" if state.by else ""
+    print_line(f"{'on' if state.on else 'off'} since {state.since:%Y-%m-%d %H:%M:%S} UTC{by}")
+    if state.last is None:
+        print_line("No check yet; `evernear watch run` starts the watcher.")
     else:
-        print_line(f"last look {watching.last.at:%Y-%m-%d %H:%M:%S} UTC")
-        _show(watching.last, as_json)
+        print_line(f"last check {state.last.at:%Y-%m-%d %H:%M:%S} UTC")
+        _show(state.last, as_json)
 
 
 @app.command()
 def start(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
-    """Switch the schedule on, for the watcher of this store wherever it runs."""
+    """Resume the watcher of this store, wherever it runs."""
     from evernear.release.registry import whoami
 
-    _switch(config, overrides, workdir).turn(True, whoami())
+    _schedule(config, overrides, workdir).switch(True, whoami())
     print_line("The watcher is on.")
 
 
 @app.command()
 def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
-    """Switch the schedule off; the process stays and does nothing until `start`."""
+    """Pause the watcher; its process stays and does nothing until `start`."""
     from evernear.release.registry import whoami
 
-    _switch(config, overrides, workdir).turn(False, whoami())
+    _schedule(config, overrides, workdir).switch(False, whoami())
     print_line("The watcher is off.")
 
 
 @app.command()
 def ship(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
-    """Beside a server: bring its logged queries to the store once a minute, until SIGTERM or Ctrl-C."""
+    """Ship the query logs of a server on this machine to the store once a minute, until SIGTERM or Ctrl-C."""
     from evernear.serving.configuration import logged_queries
     from evernear.serving.endpoints import home_of
     from evernear.serving.query_log import ship_until
@@ -123,21 +123,21 @@ def ship(config: ConfigOption = None, overrides: SetOption = None, workdir: Work
 
     settings = local_settings(config, overrides, workdir)
     log_to_stderr(logging.WARNING)
-    ended = threading.Event()
+    stop = threading.Event()
     remains = "Interrupted. Queries that are not in the store yet stay here; `evernear watch ship` continues with them."
-    with stop_on_signals(ended, remains):
-        ship_until(ended, logged_queries(home_of(settings.workdir)), open_store(settings.store_uri))
+    with stop_on_signals(stop, remains):
+        ship_until(stop, logged_queries(home_of(settings.workdir)), open_store(settings.store_uri))
 
 
-def _switch(config: Path | None, overrides: list[str] | None, workdir: Path | None) -> "Switch":
+def _schedule(config: Path | None, overrides: list[str] | None, workdir: Path | None) -> "ScheduleStore":
     from evernear.store import open_store
-    from evernear.triggers.watch.switch import Switch
+    from evernear.triggers.watch.schedule_state import ScheduleStore
 
-    return Switch(open_store(local_settings(config, overrides, workdir).store_uri))
+    return ScheduleStore(open_store(local_settings(config, overrides, workdir).store_uri))
 
 
 def _runs(settings: Settings) -> "KfpRuns | None":
-    """The pipeline server that the settings or the cluster that we are in name; None where there is none."""
+    """The pipeline server of the settings or of this cluster; None if there is none."""
     if not settings.pipeline.endpoint and "KUBERNETES_SERVICE_HOST" not in os.environ:
         return None
     try:
@@ -149,16 +149,16 @@ def _runs(settings: Settings) -> "KfpRuns | None":
     return KfpRuns(settings.pipeline)
 
 
-def _show(look: "LastLook", as_json: bool) -> None:
+def _show(report: "CheckReport", as_json: bool) -> None:
     if as_json:
-        print_json(look)
+        print_json(report)
         return
-    print_line(look.action)
-    for reason in look.reasons:
+    print_line(report.action)
+    for reason in report.reasons:
         print_line(f"  - {reason}")
-    for fault in look.faults:
+    for fault in report.faults:
         print_line(f"  ! {fault}")
-    for name, value in look.figures.items():
+    for name, value in report.figures.items():
         print_line(f"    {name.replace('_', ' '):<24} {value:,.4g}")
-    if look.proposal:
-        print_line(f"proposal {look.proposal}")
+    if report.proposal:
+        print_line(f"proposal {report.proposal}")

@@ -1,1 +1,1 @@
-"""Decide to train again, ask a person, start a pipeline run and follow it."""
+"""Triggers: decide to train again, ask for confirmation, start a pipeline run and follow it."""

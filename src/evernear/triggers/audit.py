@@ -1,8 +1,8 @@
-"""Who did what, when, to which run or release: one object for each action, never changed.
+"""The audit log: one immutable object in the store for each action of a person.
 
 ::
 
-    triggers/audit/<day>/<request>-<what>.json
+    triggers/audit/<day>/<request>-<action>-<result>.json
 """
 
 import logging
@@ -16,33 +16,34 @@ from evernear.frozen import Frozen
 from evernear.store import Store
 
 AUDIT = "triggers/audit/"
+Result = Literal["done", "refused", "failed"]
 _log = logging.getLogger(__name__)
 
 
-class Line(Frozen):
+class AuditEvent(Frozen):
     """One action of a person."""
 
     request: str
-    """The id of the request; what is repeated after a crash leaves the same line."""
+    """Id of the request; an action repeated after a crash writes the same object."""
     at: AwareDatetime
     who: str
     what: str
-    """The action, in a word: start, stop, promote, roll_back ..."""
-    result: Literal["done", "refused", "failed"]
+    """The action: start, stop, promote, roll_back ..."""
+    result: Result
     where: str = ""
-    """The channel."""
+    """Id of the channel."""
     run: str = ""
     release: str = ""
     detail: str = ""
 
 
-def write(store: Store, line: Line) -> None:
-    """Keep ``line``, and log it. One that is there already stays as it is.
+def write(store: Store, event: AuditEvent) -> None:
+    """Log ``event`` and store it; an event that is already stored stays unchanged.
 
     Raises:
-        StoreError: the store cannot be reached.
+        StoreError: the store is unavailable.
     """
-    key = f"{AUDIT}{line.at:%Y-%m-%d}/{line.request}-{line.what}-{line.result}.json"
-    _log.info("audit %s", line.model_dump_json(exclude_defaults=True))
+    _log.info("audit %s", event.model_dump_json(exclude_defaults=True))
     with suppress(ConflictError):
-        store.put_if(key, line.model_dump_json(indent=2).encode(), None)
+        key = f"{AUDIT}{event.at:%Y-%m-%d}/{event.request}-{event.what}-{event.result}.json"
+        store.put_if(key, event.to_json(), None)

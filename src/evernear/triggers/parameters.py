@@ -1,8 +1,8 @@
-"""The parameters of a run, from three places: what a person types, this process's own settings, and who starts it.
+"""The parameters of a run: from a person's ``key=value`` words, this process's settings, and the caller.
 
-Everything is written as in the settings, ``section.key``; the few settings that are pipeline parameters in their own
-right (`evernear.settings.PARAMETERS`) may also be written by the parameter's name. Only what is set is sent: the
-rest keeps the pipeline's defaults, which an upload may have pinned.
+Keys are names of settings, ``section.key``. The settings that are pipeline parameters themselves
+(`evernear.settings.PARAMETERS`) also go by the parameter's name. Only parameters that are set are sent; the others keep
+the defaults of the pipeline, which an upload may have pinned.
 """
 
 import difflib
@@ -19,7 +19,7 @@ from evernear.settings import PARAMETERS, RunSettings, Settings, known_keys, mer
 
 _BY_KEY = {key: name for name, key in PARAMETERS.items()}
 _QUOTES = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'"})
-"""Slack's clients turn straight quotes into these."""
+"""Slack's clients replace straight quotes by these."""
 _TYPES = {
     "STRING": "text",
     "NUMBER_INTEGER": "a whole number",
@@ -31,10 +31,10 @@ _TYPES = {
 
 
 def from_settings(settings: Settings, known: Sequence[Parameter]) -> dict[str, Any]:
-    """The arguments of a run that ``settings`` sets, for the parameters that the pipeline has.
+    """The arguments of a run that ``settings`` sets, for the parameters ``known`` to the pipeline.
 
-    The store is always sent, since the caller looks there for the outcome. Target ``local`` is not: it means this
-    machine, not the cluster's.
+    The store is always sent, because the caller reads the outcome there. Target ``local`` is not sent: it means this
+    machine, not the cluster.
     """
     sections = set(RunSettings.model_fields) - {"workdir", "store", "target"}
     tree: dict[str, Any] = settings.model_dump(mode="json", include=sections, exclude_unset=True) | {
@@ -42,16 +42,16 @@ def from_settings(settings: Settings, known: Sequence[Parameter]) -> dict[str, A
     }
     if settings.target != "local":
         tree["target"] = settings.target
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, dotted in PARAMETERS.items():
         section, _, key = dotted.rpartition(".")
-        holder: dict[str, Any] = tree.get(section, {}) if section else tree
-        if value := holder.pop(key, ""):
-            found[name] = value
+        values: dict[str, Any] = tree.get(section, {}) if section else tree
+        if value := values.pop(key, ""):
+            arguments[name] = value
     if overrides := {section: values for section, values in tree.items() if values}:
-        found["settings"] = overrides
+        arguments["settings"] = overrides
     names = {parameter.name for parameter in known}
-    return {name: value for name, value in found.items() if name in names}
+    return {name: value for name, value in arguments.items() if name in names}
 
 
 def from_words(
@@ -63,7 +63,7 @@ def from_words(
         SettingsError: a key is unknown or not among ``allowed``, or a value has the wrong type.
     """
     by_name = {parameter.name: parameter for parameter in known}
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
@@ -74,15 +74,15 @@ def from_words(
         if allowed is not None and key not in allowed:
             raise SettingsError(f"{key!r} cannot be set from here; slack.parameters allows: {', '.join(allowed)}.")
         if name == "settings" and key != "settings":
-            merge(found, {"settings": _typed(word)})
+            merge(arguments, {"settings": _typed(word)})
         else:
-            merge(found, {name: _value(by_name[name], text)})
-    of_run(found.get("settings", {}), preset=found.get("preset", ""))
-    return found
+            merge(arguments, {name: _value(by_name[name], text)})
+    of_run(arguments.get("settings", {}), preset=arguments.get("preset", ""))
+    return arguments
 
 
 def split_words(text: str) -> list[str]:
-    """A line that a person typed, in words as a shell splits them.
+    """Split a typed line into words as a shell does.
 
     Raises:
         SettingsError: a quote is not closed.
@@ -94,7 +94,7 @@ def split_words(text: str) -> list[str]:
 
 
 def combine(*arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """``arguments`` over one another, later ones winning, JSON objects key by key."""
+    """Merge ``arguments``, the later ones win, JSON objects key by key."""
     combined: dict[str, Any] = {}
     for each in arguments:
         merge(combined, each)
@@ -102,7 +102,7 @@ def combine(*arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def caller() -> str:
-    """Who starts a run from this process: a workflow of GitHub Actions and its actor, or user and host."""
+    """The caller of this process: a workflow of GitHub Actions and its actor, or user and host."""
     if os.environ.get("GITHUB_ACTIONS") == "true":
         environment = {name: os.environ.get(f"GITHUB_{name}", "") for name in ("EVENT_NAME", "SHA", "ACTOR", "RUN_ID")}
         return (
@@ -113,7 +113,7 @@ def caller() -> str:
 
 
 def _typed(word: str) -> dict[str, Any]:
-    """One ``section.key=value`` as JSON of the setting's own type."""
+    """``section.key=value`` as JSON of the setting's type."""
     return parse(RunSettings, overrides_from([word])).model_dump(mode="json", exclude_unset=True)
 
 
@@ -123,14 +123,16 @@ def _setting_keys() -> list[str]:
 
 def _unknown(key: str, by_name: Mapping[str, Parameter]) -> str:
     if key in _setting_keys() or key in _BY_KEY:
-        return f"The pipeline takes no {key!r}: it was uploaded by another version of evernear; upload it again."
+        return (
+            f"The pipeline has no parameter {key!r}: it was uploaded by another version of evernear; upload it again."
+        )
     known = [*by_name, *_setting_keys()]
     near = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    return f"There is no parameter or setting {key!r}; did you mean {near[0]!r}?"
+    return f"No parameter or setting {key!r}; did you mean {near[0]!r}?"
 
 
 def _value(parameter: Parameter, text: str) -> Any:
-    """``text`` as a value of the parameter's KFP type."""
+    """Parse ``text`` as the parameter's KFP type."""
     if parameter.type == "STRING":
         return text
     try:

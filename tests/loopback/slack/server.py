@@ -48,11 +48,11 @@ class Fault:
 
 
 class SlackServer:
-    """A workspace with one app. `messages`, `whispers`, `uploads` are what its people see."""
+    """A workspace with one app. `messages`, `ephemeral`, `uploads` are what its people see."""
 
     def __init__(self) -> None:
         self.messages: list[Shown] = []
-        self.whispers: list[Shown] = []
+        self.ephemeral: list[Shown] = []
         self.uploads: list[Payload] = []
         self.calls: list[str] = []
         self.faults: dict[str, Fault] = {}
@@ -219,7 +219,7 @@ class SlackServer:
         if fault := self._message_fault(arguments):
             return fault
         ts = f"{next(self._ts)}.000100"
-        self.whispers.append(Shown(arguments["channel"], ts, None, [arguments], arguments["user"]))
+        self.ephemeral.append(Shown(arguments["channel"], ts, None, [arguments], arguments["user"]))
         return {"message_ts": ts}
 
     def _usergroups_users_list(self, arguments: Payload) -> Payload:
@@ -265,7 +265,7 @@ class SlackServer:
         if self._message_fault({**arguments, "channel": "-"}):
             return web.Response(status=500, text="invalid_blocks")
         shown = Shown(channel, f"{next(self._ts)}.000100", None, [arguments], user or "U?")
-        (self.whispers if arguments.get("response_type") == "ephemeral" else self.messages).append(shown)
+        (self.ephemeral if arguments.get("response_type") == "ephemeral" else self.messages).append(shown)
         return web.Response(text="ok")
 
     async def _link(self, request: web.Request) -> web.WebSocketResponse:

@@ -1,4 +1,4 @@
-"""The bot under test, put together as its process does it, except that the test says when it looks."""
+"""The bot under test, wired like its process, except that a test decides when it polls."""
 
 import json
 import time
@@ -14,10 +14,11 @@ from evernear.errors import PipelineServerError, StoreError
 from evernear.kubeflow.runs import Parameter, Run, State, Step
 from evernear.settings import Settings, SlackSettings
 from evernear.store import Store, open_store
+from evernear.triggers.requests import RequestStore
 from evernear.triggers.slack.access import Access
-from evernear.triggers.slack.answers import Answers
-from evernear.triggers.slack.app import Desk, create_app
-from evernear.triggers.slack.web import Web
+from evernear.triggers.slack.client import SlackClient
+from evernear.triggers.slack.handlers import Handlers, create_app
+from evernear.triggers.slack.services import Services
 from evernear.triggers.slack.worker import Worker
 from tests.loopback.slack import Click, Person, SlackServer, signed
 from tests.loopback.slack.server import BOT_TOKEN, SIGNING_SECRET, Shown
@@ -34,7 +35,7 @@ PARAMETERS = (
 
 
 class Clock:
-    """The time, which passes when a test says so."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = datetime(2026, 11, 22, 9, 0, tzinfo=UTC)
@@ -47,7 +48,7 @@ class Clock:
 
 
 class MemoryRuns:
-    """Runs of a pipeline server that exists only here; `evernear.kubeflow.runs.Runs`."""
+    """A pipeline server in memory, with the interface of `evernear.kubeflow.client.KfpRuns`."""
 
     def __init__(self) -> None:
         self.started: dict[str, Run] = {}
@@ -89,10 +90,11 @@ class MemoryRuns:
         self.stopped.append(run_id)
 
     def set(self, state: State, ended: datetime | None = None, error: str = "", **steps: State) -> Run:
-        """Let the newest run be in ``state``, its steps in ``steps``."""
+        """Set the state of the newest run and of its steps."""
         key = next(reversed(self.started))
-        told = tuple(Step(name=name, state=each) for name, each in steps.items())
-        changed = self.started[key].model_copy(update={"state": state, "ended": ended, "steps": told, "error": error})
+        all_steps = tuple(Step(name=name, state=each) for name, each in steps.items())
+        update = {"state": state, "ended": ended, "steps": all_steps, "error": error}
+        changed = self.started[key].model_copy(update=update)
         self.started[key] = changed
         return changed
 
@@ -102,7 +104,7 @@ class MemoryRuns:
 
 
 class Outage:
-    """A store that cannot be reached while ``is_down``, and is what it wraps at other times."""
+    """A store that is unavailable while ``is_down``."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -115,7 +117,7 @@ class Outage:
 
 
 class Bot:
-    """One process of the bot; `restart` makes the next one, on the same store."""
+    """One process of the bot; `restart` replaces it by a new one with the same store."""
 
     def __init__(self, slack: SlackServer, runs: Any, workdir: Path, settings: Mapping[str, Any]) -> None:
         self.slack = slack
@@ -132,45 +134,44 @@ class Bot:
     def restart(self, **slack: Any) -> None:
         self.settings = self.settings.model_copy(update={"slack": self.settings.slack.model_copy(update=slack)})
         client = WebClient(token=BOT_TOKEN, base_url=self.slack.api_url, timeout=5)
-        web, answers = Web(client), Answers(self.store, self.runs, self.clock)
-        access = Access(self.settings.slack, web, self.clock)
-        self.worker = Worker(self.settings, self.store, self.runs, web, access, self.clock)
-        desk = Desk(self.settings.slack, self.store, access, answers, self.clock, lambda: None)
-        self.app = create_app(client, SIGNING_SECRET, desk)
+        api = SlackClient(client)
+        access = Access(self.settings.slack, api, self.clock)
+        services = Services(self.settings, self.store, self.runs, api, access, self.clock, wake=lambda: None)
+        self.worker = Worker(services)
+        self.app = create_app(client, SIGNING_SECRET, Handlers(services))
+        self.requests = RequestStore(self.store)
 
-    def receives(
-        self, payload: dict[str, Any], at_s: float | None = None, secret: str = SIGNING_SECRET
-    ) -> BoltResponse:
-        """What Slack sends over HTTP, signed; the time in its signature is the real one."""
+    def deliver(self, payload: dict[str, Any], at_s: float | None = None, secret: str = SIGNING_SECRET) -> BoltResponse:
+        """Deliver ``payload`` over HTTP, signed with the real time."""
         body, headers = signed(payload, secret, at_s)
         return self.app.dispatch(BoltRequest(body=body, headers={name: [value] for name, value in headers.items()}))
 
-    def told(self, person: Person, text: str, channel: str = CHANNEL) -> BoltResponse:
-        """``person`` types a command."""
-        return self.receives(person.types(text, channel, self.slack.response_url(channel, person.id)))
+    def command(self, person: Person, text: str, channel: str = CHANNEL) -> BoltResponse:
+        """``person`` types a command that changes something."""
+        return self.deliver(person.types(text, channel, self.slack.response_url(channel, person.id)))
 
-    def answered(self, person: Person, text: str) -> Shown:
-        """What ``person`` is shown; an answer comes a moment after the acknowledgement."""
-        seen = len(self.slack.whispers)
-        assert self.told(person, text).body == ""
+    def query(self, person: Person, text: str) -> Shown:
+        """The answer to a query, which follows its acknowledgement."""
+        seen = len(self.slack.ephemeral)
+        assert self.command(person, text).body == ""
         until_s = time.monotonic() + 5
-        while len(self.slack.whispers) == seen and time.monotonic() < until_s:
+        while len(self.slack.ephemeral) == seen and time.monotonic() < until_s:
             time.sleep(0.01)
-        return self.slack.whispers[seen]
+        return self.slack.ephemeral[seen]
 
-    def clicked(self, person: Person, shown: Shown, button: str) -> BoltResponse:
-        return self.receives(self.slack.button(shown, button).by(person))
+    def click(self, person: Person, shown: Shown, button: str) -> BoltResponse:
+        return self.deliver(self.slack.button(shown, button).by(person))
 
-    def look(self, seconds: float = 0.0) -> None:
-        """Let ``seconds`` pass and the worker look once."""
+    def poll(self, seconds: float = 0.0) -> None:
+        """Advance the clock and poll once."""
         self.clock.move(seconds)
         self.worker.follow()
         self.worker.move()
 
-    def asks(self, text: str = "/retrain", person: Person = ADA) -> Shown:
-        """The question that ``text`` leads to."""
-        assert self.told(person, text).status == 200
-        self.look()
+    def prompt(self, text: str = "/retrain", person: Person = ADA) -> Shown:
+        """The prompt that follows the command ``text``."""
+        assert self.command(person, text).status == 200
+        self.poll()
         return self.slack.messages[-1]
 
     def audit(self) -> list[dict[str, Any]]:

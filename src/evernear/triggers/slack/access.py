@@ -1,4 +1,4 @@
-"""Who may do what: the allow-lists of `evernear.settings.SlackSettings`."""
+"""Permissions: the allow-lists of `evernear.settings.SlackSettings`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,36 +9,36 @@ from slack_bolt import BoltContext
 
 from evernear.errors import EvernearError, SlackError
 from evernear.settings import SlackSettings
-from evernear.triggers.slack.inbox import Person
-from evernear.triggers.slack.web import Web
+from evernear.triggers.requests import Person
+from evernear.triggers.slack.client import SlackClient
 
-Action = Literal["start", "stop", "promote", "roll_back", "schedule"]
-_WORDS: dict[Action, str] = {
+Permission = Literal["start", "stop", "promote", "roll_back", "schedule"]
+_VERBS: dict[Permission, str] = {
     "start": "start runs",
     "stop": "stop runs",
     "promote": "promote a release that the gate held",
     "roll_back": "roll back",
-    "schedule": "switch the watcher",
+    "schedule": "pause or resume the watcher",
 }
-_GROUP_KNOWN_FOR = timedelta(minutes=1)
+_GROUP_CACHE_TIME = timedelta(minutes=1)
 
 
-class Refused(EvernearError):
-    """A person may not do that; the message is for them."""
+class RequestRefusedError(EvernearError):
+    """The bot refuses a command or click; the message is shown to the person."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who clicked or typed, and where."""
+    """The person who typed or clicked, and the channel."""
 
     person: Person
     channel: str
     is_of_workspace: bool
-    """False for somebody of another organisation in a shared channel."""
+    """False for members of another organization in a shared channel."""
 
     @staticmethod
     def of(context: BoltContext, body: Mapping[str, Any]) -> "Caller":
-        """The person behind a command, a click or an event. Bolt has found out whose workspace the bot's token is."""
+        """The person behind a command, a click or an event. Bolt has resolved the workspace of the bot's token."""
         user: Any = body.get("user") or {}
         own = context.authorize_result
         team = user.get("team_id") or context.actor_team_id
@@ -51,58 +51,58 @@ class Caller:
 
 
 class Access:
-    """The allow-lists, and the members of the groups in them."""
+    """The allow-lists, and the members of the user groups in them."""
 
-    def __init__(self, settings: SlackSettings, web: Web, clock: Callable[[], datetime]) -> None:
-        self._lists: dict[Action, tuple[str, ...]] = {
+    def __init__(self, settings: SlackSettings, slack: SlackClient, clock: Callable[[], datetime]) -> None:
+        self._lists: dict[Permission, tuple[str, ...]] = {
             "start": settings.may_start,
             "stop": settings.may_stop,
             "promote": settings.may_promote,
             "roll_back": settings.may_roll_back,
             "schedule": settings.may_schedule,
         }
-        self._web = web
+        self._slack = slack
         self._clock = clock
         self._groups: dict[str, tuple[datetime, frozenset[str]]] = {}
 
-    def is_open_to_anybody(self, action: Action) -> bool:
-        """Whether somebody at all may do it, so that a button makes sense."""
-        return bool(self._lists[action])
+    def is_granted(self, permission: Permission) -> bool:
+        """Whether anyone is authorized; the button is hidden otherwise."""
+        return bool(self._lists[permission])
 
-    def require(self, action: Action, caller: Caller) -> None:
-        """Let ``caller`` do ``action``.
+    def require(self, permission: Permission, caller: Caller) -> None:
+        """Check that ``caller`` has ``permission``.
 
         Raises:
-            Refused: they are not on the list.
+            RequestRefusedError: they are not on the list.
         """
-        setting, allowed = f"slack.may_{action}", self._lists[action]
+        setting, allowed = f"slack.may_{permission}", self._lists[permission]
         if not caller.is_of_workspace:
-            raise Refused("Sorry, only members of this workspace may do that.")
+            raise RequestRefusedError("Sorry, only members of this workspace may do that.")
         if not allowed:
-            raise Refused(
-                f"Sorry, nobody may {_WORDS[action]} from Slack yet. Whoever runs evernear can put your id, "
-                f"{caller.person.id}, a user group's or this channel's, {caller.channel}, into {setting}."
+            raise RequestRefusedError(
+                f"Sorry, nobody may {_VERBS[permission]} from Slack yet. The operator of evernear can add your id, "
+                f"{caller.person.id}, a user group's or this channel's, {caller.channel}, to {setting}."
             )
-        # Groups are looked up last: that asks Slack.
+        # Groups come last because they cost a call to Slack.
         for allowed_id in sorted(allowed, key=_is_group):
             if allowed_id in (caller.person.id, caller.channel) or (
                 _is_group(allowed_id) and caller.person.id in self._members(allowed_id)
             ):
                 return
-        raise Refused(
-            f"Sorry, you may not {_WORDS[action]}. Whoever runs evernear can put your id, {caller.person.id}, "
-            f"into {setting}."
+        raise RequestRefusedError(
+            f"Sorry, you may not {_VERBS[permission]}. The operator of evernear can add your id, {caller.person.id}, "
+            f"to {setting}."
         )
 
     def _members(self, group: str) -> frozenset[str]:
-        known = self._groups.get(group)
-        if known is None or self._clock() - known[0] > _GROUP_KNOWN_FOR:
+        cached = self._groups.get(group)
+        if cached is None or self._clock() - cached[0] > _GROUP_CACHE_TIME:
             try:
-                known = (self._clock(), self._web.members(group))
+                cached = (self._clock(), self._slack.members(group))
             except SlackError as error:
-                raise Refused(f"Sorry, I could not look up who is in the user group {group}: {error}") from None
-            self._groups[group] = known
-        return known[1]
+                raise RequestRefusedError(f"Sorry, I could not look up the members of {group}: {error}") from None
+            self._groups[group] = cached
+        return cached[1]
 
 
 def _is_group(allowed_id: str) -> bool:

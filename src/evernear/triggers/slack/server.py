@@ -1,4 +1,4 @@
-"""The bot as a process: one connection to Slack (or a port that Slack calls), two threads that work, one heartbeat."""
+"""The bot's process: a connection to Slack (or a port that Slack calls), two worker threads, a heartbeat."""
 
 import logging
 import os
@@ -29,26 +29,26 @@ from starlette.routing import Route
 from evernear.errors import PortInUseError, SettingsError
 from evernear.settings import Settings, SlackSettings
 from evernear.store import open_store
-from evernear.triggers.slack import health
+from evernear.triggers.slack import heartbeat
 from evernear.triggers.slack.access import Access
-from evernear.triggers.slack.answers import Answers
-from evernear.triggers.slack.app import Desk, create_app
-from evernear.triggers.slack.web import RateLimited, Unreached, Web, failure_of
-from evernear.triggers.slack.worker import Clock, Worker
+from evernear.triggers.slack.client import RateLimitedError, SlackClient, SlackUnavailableError, translate
+from evernear.triggers.slack.handlers import Handlers, create_app
+from evernear.triggers.slack.services import Clock, Services
+from evernear.triggers.slack.worker import Worker
 
 if TYPE_CHECKING:
     from evernear.kubeflow.client import KfpRuns
 
 PING_S = 5
-"""Between two pings; as often the SDK looks whether the connection stands, and makes a new one."""
+"""Interval of pings, and of the SDK's check that the connection is alive."""
 EVENTS_PATH = "/slack/events"
 TIMEOUT_S = 10
-LOOK_MAX_S = 300.0
-"""A look that takes longer hangs; one that moves the champion may take a rollout more."""
+POLL_MAX_S = 300.0
+"""A longer poll is stuck; one that moves the champion may take a rollout longer."""
 DISCONNECTED_MAX_S = 600.0
-"""Without a connection for so long, a new process is worth a try."""
-STOP_WITHIN_S = 25.0
-"""Less than the 30 s that Kubernetes gives a pod to end."""
+"""Time without a connection after which the heartbeat stops, so that the orchestrator restarts the process."""
+SHUTDOWN_S = 25.0
+"""Time to finish at shutdown; less than the 30 s that Kubernetes grants a pod."""
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
@@ -65,10 +65,10 @@ class Secrets:
     def of_environment(settings: SlackSettings) -> "Secrets":
         """``SLACK_BOT_TOKEN``, and ``SLACK_APP_TOKEN`` or ``SLACK_SIGNING_SECRET``, or the files named by ``..._FILE``.
 
-        They leave the environment of this process, so that nothing that it starts inherits them.
+        They are removed from the environment, so that no child process inherits them.
 
         Raises:
-            SettingsError: one that the mode needs is missing, or is no such token.
+            SettingsError: one that the mode needs is missing or of another kind.
         """
         in_socket_mode = settings.mode == "socket"
         return Secrets(
@@ -88,73 +88,75 @@ def _secret(name: str, prefix: str) -> str:
             raise SettingsError(f"{name}_FILE={file} cannot be read: {error.strerror}.") from None
     value = value.strip()
     if not value:
-        raise SettingsError(f"{name} is missing; set it, or {name}_FILE to a file that holds it (docs/slack.md).")
+        raise SettingsError(f"{name} is missing; set it, or {name}_FILE to a file that contains it (docs/slack.md).")
     if not value.startswith(prefix):
         raise SettingsError(f"{name} is not the right token: it has to begin with {prefix}.")
     return value
 
 
 def serve(settings: Settings, runs: "KfpRuns", stop: threading.Event, clock: Clock = lambda: datetime.now(UTC)) -> None:
-    """Be the bot until ``stop`` is set; what was acknowledged by then is done now or by the next process.
+    """Run the bot until ``stop`` is set; acknowledged requests that are open then are left to the next process.
 
     Raises:
         SettingsError: a token is missing.
         SlackError: Slack refuses a token.
         PortInUseError: ``slack.port`` is in use, in mode http.
     """
-    slack, secrets = settings.slack, Secrets.of_environment(settings.slack)
-    store = open_store(settings.store_uri)
-    client = WebClient(token=secrets.bot_token, base_url=slack.api_url, timeout=TIMEOUT_S)
-    web = Web(client)
-    access = Access(slack, web, clock)
-    worker = Worker(settings, store, runs, web, access, clock)
-    loops = [
-        _Loop("follow", worker.follow, slack.poll_s, LOOK_MAX_S),
-        _Loop("move", worker.move, slack.poll_s, LOOK_MAX_S + settings.kubernetes.rollout_timeout_s),
-    ]
+    secrets = Secrets.of_environment(settings.slack)
+    client = WebClient(token=secrets.bot_token, base_url=settings.slack.api_url, timeout=TIMEOUT_S)
+    slack = SlackClient(client)
+    loops: list[_Loop] = []
 
     def wake() -> None:
         for loop in loops:
             loop.wake()
 
-    desk = Desk(slack, store, access, Answers(store, runs, clock), clock, wake)
+    store, access = open_store(settings.store_uri), Access(settings.slack, slack, clock)
+    services = Services(settings, store, runs, slack, access, clock, wake)
+    worker, poll_s = Worker(services), settings.slack.poll_s
+    loops += [
+        _Loop("follow", worker.follow, poll_s, POLL_MAX_S),
+        _Loop("move", worker.move, poll_s, POLL_MAX_S + settings.kubernetes.rollout_timeout_s),
+    ]
 
     def sign_in() -> App:
-        web.sign_in()
-        return create_app(client, secrets.signing_secret, desk)  # a BoltError now is Slack's, not the token's
+        slack.sign_in()
+        # The token is valid, so that a BoltError from here on is an outage.
+        return create_app(client, secrets.signing_secret, Handlers(services))
 
-    app = _until_reached(sign_in, stop)
+    app = _retry_until_available(sign_in, stop)
     if app is None:
         return
-    connection = _socket_mode(app, secrets.app_token, stop) if slack.mode == "socket" else _http_mode(app, slack)
-    with connection as is_up, _running(loops):
-        _log.info("The bot is up, in mode %s.", slack.mode)
-        _stay(settings, is_up, loops, stop)
+    is_socket = settings.slack.mode == "socket"
+    connection = _socket_mode(app, secrets.app_token, stop) if is_socket else _http_mode(app, settings.slack)
+    with connection as is_connected, _running(loops):
+        _log.info("The bot is up, in mode %s.", settings.slack.mode)
+        _beat(settings, is_connected, loops, stop)
     _log.info("The bot has ended.")
 
 
-def _stay(settings: Settings, is_up: Callable[[], bool], loops: "list[_Loop]", stop: threading.Event) -> None:
-    """Until ``stop`` is set, with a heartbeat while the threads work and Slack is, or was lately, connected."""
+def _beat(settings: Settings, is_connected: Callable[[], bool], loops: "list[_Loop]", stop: threading.Event) -> None:
+    """Until ``stop`` is set, write heartbeats while the threads work and Slack is, or was recently, connected."""
     connected_s = time.monotonic()
     while True:
         now_s = time.monotonic()
-        connected_s = now_s if is_up() else connected_s
-        if now_s - connected_s < DISCONNECTED_MAX_S and all(loop.is_well() for loop in loops):
-            health.beat(settings)
-        if stop.wait(health.BEAT_S):
+        connected_s = now_s if is_connected() else connected_s
+        if now_s - connected_s < DISCONNECTED_MAX_S and all(loop.is_healthy() for loop in loops):
+            heartbeat.write(settings)
+        if stop.wait(heartbeat.INTERVAL_S):
             return
 
 
 class _Loop:
-    """A thread that looks every ``poll_s``, and at once when it is woken."""
+    """A thread that polls every ``poll_s``, and at once when it is woken."""
 
-    def __init__(self, name: str, look: Callable[[], None], poll_s: float, look_max_s: float) -> None:
-        self._look = look
+    def __init__(self, name: str, poll: Callable[[], None], poll_s: float, poll_max_s: float) -> None:
+        self._poll = poll
         self._poll_s = poll_s
-        self._look_max_s = look_max_s
+        self._poll_max_s = poll_max_s
         self._woken = threading.Event()
-        self._ended = False
-        self._looked_s = time.monotonic()
+        self._stopping = False
+        self._polled_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -163,21 +165,21 @@ class _Loop:
     def wake(self) -> None:
         self._woken.set()
 
-    def end(self) -> None:
-        self._ended = True
+    def stop(self) -> None:
+        self._stopping = True
         self._woken.set()
 
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
 
-    def is_well(self) -> bool:
-        return self._thread.is_alive() and time.monotonic() - self._looked_s < self._look_max_s
+    def is_healthy(self) -> bool:
+        return self._thread.is_alive() and time.monotonic() - self._polled_s < self._poll_max_s
 
     def _run(self) -> None:
-        while not self._ended:
+        while not self._stopping:
             self._woken.clear()
-            self._look()
-            self._looked_s = time.monotonic()
+            self._poll()
+            self._polled_s = time.monotonic()
             self._woken.wait(self._poll_s)
 
 
@@ -189,14 +191,14 @@ def _running(loops: list[_Loop]) -> Generator[None]:
         yield
     finally:
         for loop in loops:
-            loop.end()
-        until_s = time.monotonic() + STOP_WITHIN_S
-        for loop in loops:  # one that takes longer is left behind: its request is open and the next process has it
-            loop.join(max(0.0, until_s - time.monotonic()))
+            loop.stop()
+        deadline_s = time.monotonic() + SHUTDOWN_S
+        for loop in loops:  # a slower one is abandoned; the next process continues its request
+            loop.join(max(0.0, deadline_s - time.monotonic()))
 
 
-def _until_reached(connect: Callable[[], _T], stop: threading.Event) -> _T | None:
-    """The outcome of ``connect``, tried until Slack can be reached; None if ``stop`` comes first.
+def _retry_until_available(connect: Callable[[], _T], stop: threading.Event) -> _T | None:
+    """The result of ``connect``, retried until Slack is available; None if ``stop`` is set first.
 
     Raises:
         SlackError: Slack refuses.
@@ -205,13 +207,13 @@ def _until_reached(connect: Callable[[], _T], stop: threading.Event) -> _T | Non
     while not stop.is_set():
         try:
             return connect()
-        except (BoltError, OSError, HTTPException, Unreached) as error:
-            _log.warning("%s Trying again in %.0f s.", error, wait_s)
+        except (BoltError, OSError, HTTPException, SlackUnavailableError) as error:
+            _log.warning("%s Retrying in %.0f s.", error, wait_s)
         except SlackApiError as error:
-            refused = failure_of("apps.connections.open", error)
-            if not isinstance(refused, Unreached | RateLimited):
-                raise refused from None
-            _log.warning("%s Trying again in %.0f s.", refused, wait_s)
+            translated = translate("apps.connections.open", error)
+            if not isinstance(translated, SlackUnavailableError | RateLimitedError):
+                raise translated from None
+            _log.warning("%s Retrying in %.0f s.", translated, wait_s)
         stop.wait(wait_s)
         wait_s = min(60.0, 2 * wait_s)
     return None
@@ -219,11 +221,10 @@ def _until_reached(connect: Callable[[], _T], stop: threading.Event) -> _T | Non
 
 @contextmanager
 def _socket_mode(app: App, app_token: str, stop: threading.Event) -> Generator[Callable[[], bool]]:
-    """A connection to Slack, which the SDK renews by itself; yields whether it stands."""
+    """Connect to Slack; yields whether the connection is up. The SDK renews it."""
     handler = SocketModeHandler(app, app_token, ping_interval=PING_S)
-
     try:
-        _until_reached(handler.connect, stop)
+        _retry_until_available(handler.connect, stop)
         yield handler.client.is_connected
     finally:
         handler.close()
@@ -231,24 +232,24 @@ def _socket_mode(app: App, app_token: str, stop: threading.Event) -> Generator[C
 
 @contextmanager
 def _http_mode(app: App, settings: SlackSettings) -> Generator[Callable[[], bool]]:
-    """A port that Slack calls, through a proxy that speaks TLS; yields whether it takes calls."""
+    """Listen for Slack's calls, behind a proxy that terminates TLS; yields whether the server is up."""
     config = uvicorn.Config(
         http_app(app, settings.max_request_size_bytes), log_level="warning", access_log=False, server_header=False
     )
     server = uvicorn.Server(config)
-    with _bound(settings.host, settings.port) as listening:
-        _log.info("Slack is taken at http://%s:%d%s.", *listening.getsockname()[:2], EVENTS_PATH)
+    with _listen(settings.host, settings.port) as listening:
+        _log.info("Listening for Slack at http://%s:%d%s.", *listening.getsockname()[:2], EVENTS_PATH)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         try:
             yield thread.is_alive
         finally:
             server.should_exit = True
-            thread.join(STOP_WITHIN_S)
+            thread.join(SHUTDOWN_S)
 
 
 def http_app(app: App, max_request_size_bytes: int) -> Starlette:
-    """``app`` behind HTTP; Bolt checks each request's signature, and that it is at most five minutes old."""
+    """Serve ``app`` over HTTP. Bolt checks that each request is signed and at most five minutes old."""
 
     async def events(request: Request) -> Response:
         body = bytearray()
@@ -256,13 +257,13 @@ def http_app(app: App, max_request_size_bytes: int) -> Starlette:
             body += chunk
             if len(body) > max_request_size_bytes:
                 return PlainTextResponse("Too large.", status_code=413)
-        stamp = request.headers.get("x-slack-request-timestamp", "")
-        if not stamp.isdecimal() or len(stamp) > 20:  # Bolt takes it for a number
+        timestamp = request.headers.get("x-slack-request-timestamp", "")
+        if not timestamp.isdecimal() or len(timestamp) > 20:  # Bolt parses it before it checks the signature
             return PlainTextResponse("Not signed.", status_code=401)
         try:
             bolt_request = to_bolt_request(request, bytes(body))
         except ValueError:
-            return PlainTextResponse("No text.", status_code=400)
+            return PlainTextResponse("Not text.", status_code=400)
         return to_starlette_response(await run_in_threadpool(app.dispatch, bolt_request))
 
     async def health(_: Request) -> Response:
@@ -271,7 +272,7 @@ def http_app(app: App, max_request_size_bytes: int) -> Starlette:
     return Starlette(routes=[Route(EVENTS_PATH, events, methods=["POST"]), Route("/health", health)])
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:

@@ -1,11 +1,13 @@
-"""Look at the source and at the live queries, decide what is to be done, and propose or start it.
+"""The watcher: checks the source and the live queries, decides what to do, and proposes or starts it.
 
 ::
 
-    look.py       what is new, what drifted: all that a decision is made of
-    decide.py     from that to retrain, reindex or nothing, by the thresholds of `evernear.settings.WatchSettings`
-    act.py        propose or start it, once: cool-down, open proposals, runs under way
-    watcher.py    a look from end to end, which outlives what fails
-    service.py    the process that looks on a schedule and when the bucket tells of a change
-    switch.py     on or off, and what the last look found; in the store
+    observe.py           what changed in the source and what drifted: the input of a decision
+    queries.py           the logged live queries of a release
+    decide.py            retrain, reindex or nothing, by the thresholds of `evernear.settings.WatchSettings`
+    proposals.py         propose or start it, once: cooldown, pending proposals, active runs
+    watcher.py           a check from end to end
+    service.py           the process: checks on a schedule, and when the bucket reports a change
+    bucket_events.py     the notifications of a bucket
+    schedule_state.py    on or off, and the last check; in the store
 """

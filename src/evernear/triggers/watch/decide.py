@@ -1,27 +1,27 @@
-"""Retrain, reindex or nothing: by stated thresholds, from what a look saw, and from nothing else."""
+"""Decide between retrain, reindex and nothing: a function of an observation and of the thresholds in the settings."""
 
 from dataclasses import dataclass, field
 
 from evernear.data.drift import Shift
 from evernear.settings import Settings
-from evernear.triggers.watch.look import Drift, News, Sight
-from evernear.triggers.watch.switch import Action
+from evernear.triggers.watch.observe import Drift, Observation, SourceChanges
+from evernear.triggers.watch.schedule_state import Action
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What should be done, and why."""
+    """An action and its reasons."""
 
     action: Action
     reasons: tuple[str, ...]
     figures: dict[str, float] = field(default_factory=dict[str, float])
     for_a_person: bool = False
-    """Whether no policy may start it: training again on the same images would change nothing, or it is not known
-    what there is to train on.
+    """Whether a person has to decide, whatever the policy: there is nothing new to train on, or the source could not
+    be listed.
     """
 
     def has_grown_since(self, earlier: dict[str, float], settings: Settings) -> bool:
-        """Whether it is as much again as what an earlier proposal told, or something that that one did not tell."""
+        """Whether a figure has grown by its threshold since ``earlier``."""
         watch = settings.watch
         steps = {
             "new_train_images": watch.new_train_images,
@@ -32,113 +32,109 @@ class Decision:
         return any(self.figures.get(name, 0.0) >= earlier.get(name, 0.0) + step for name, step in steps.items())
 
 
-def decide(sight: Sight, settings: Settings) -> Decision:
-    """Many new images for training, or drift: retrain. New classes or new gallery images: reindex.
+def decide(observation: Observation, settings: Settings) -> Decision:
+    """Choose retrain for many new training images or drift, and reindex for new classes or gallery images.
 
-    A training indexes as well, so it is proposed where both are called for.
+    Retrain takes precedence because it builds an index, too.
     """
-    figures = _figures(sight, settings)
-    if retrain := _reasons_to_train(sight, settings):
-        # Not new files, which are new to the gallery: the network has not seen what only a new index took in.
-        is_worth_it = sight.news is not None and sight.news.train_images > 0
+    figures = _figures(observation, settings)
+    if retrain := _reasons_to_train(observation, settings):
+        # Counted since the training, not since the last reindex, whose new images the network has not seen.
+        is_worth_it = observation.changes is not None and observation.changes.train_images > 0
         return Decision("retrain", tuple(retrain), figures, for_a_person=not is_worth_it)
-    if reindex := _reasons_to_index(sight, settings):
+    if reindex := _reasons_to_index(observation, settings):
         return Decision("reindex", tuple(reindex), figures)
-    return Decision("nothing", tuple(_quiet(sight)), figures)
+    return Decision("nothing", tuple(_reasons_for_nothing(observation)), figures)
 
 
-def known_classes(news: News, settings: Settings) -> dict[str, int]:
-    """New classes with images enough for the pipeline, whose validation refuses smaller ones."""
+def _valid_classes(changes: SourceChanges, settings: Settings) -> dict[str, int]:
+    """New classes with enough images to pass the validation of the pipeline."""
     least = settings.validation.min_class_images
-    return {label: count for label, count in sorted(news.new_classes.items()) if count >= least}
+    return {label: count for label, count in sorted(changes.new_classes.items()) if count >= least}
 
 
-def _reasons_to_train(sight: Sight, settings: Settings) -> list[str]:
+def _reasons_to_train(observation: Observation, settings: Settings) -> list[str]:
     reasons: list[str] = []
-    watch, news = settings.watch, sight.news
-    if news and sight.champion is None and news.listed_files:
-        reasons.append(f"There is no release yet, and the source holds {news.listed_files:,} images.")
-    elif news and news.train_images >= max(watch.new_train_images, watch.new_train_share * news.trained_on):
-        share = f", {news.train_images / news.trained_on:.0%} of" if news.trained_on else " besides"
+    watch, changes = settings.watch, observation.changes
+    if changes and observation.champion is None and changes.listed_files:
+        reasons.append(f"No release exists yet, and the source has {changes.listed_files:,} images.")
+    elif changes and changes.train_images >= max(watch.new_train_images, watch.new_train_share * changes.trained_on):
+        share = f", {changes.train_images / changes.trained_on:.0%} of" if changes.trained_on else " in addition to"
         reasons.append(
-            f"About {news.train_images:,.0f} new images for training{share} the {news.trained_on:,} that the network"
+            f"About {changes.train_images:,.0f} new training images{share} the {changes.trained_on:,} that the network"
             " was trained on."
         )
-    found = [shift for shift in sight.drift.shifts if shift.found] if sight.drift else []
-    if sight.drift:
-        reasons += [_drifted(shift, sight.drift) for shift in found]
-    if found and news and not news.train_images:
-        reasons.append(
-            "But the source holds nothing new to train on: label images like those of the live queries first."
-        )
+    drifted = [shift for shift in observation.drift.shifts if shift.found] if observation.drift else []
+    if observation.drift:
+        reasons += [_drift_sentence(shift, observation.drift) for shift in drifted]
+    if drifted and changes and not changes.train_images:
+        reasons.append("But the source has nothing new to train on: label images like the live queries first.")
     return reasons
 
 
-def _reasons_to_index(sight: Sight, settings: Settings) -> list[str]:
-    news = sight.news
-    if news is None:
+def _reasons_to_index(observation: Observation, settings: Settings) -> list[str]:
+    changes = observation.changes
+    if changes is None:
         return []
     reasons: list[str] = []
-    if classes := known_classes(news, settings):
+    if classes := _valid_classes(changes, settings):
         named = ", ".join(f"{label} ({count:,} images)" for label, count in list(classes.items())[:5])
         more = f" and {len(classes) - 5:,} more" if len(classes) > 5 else ""
         reasons.append(f"{'A new class' if len(classes) == 1 else 'New classes'} in the source: {named}{more}.")
-    if news.gallery_images >= settings.watch.new_gallery_images:
-        reasons.append(f"About {news.gallery_images:,.0f} new images for the gallery.")
+    if changes.gallery_images >= settings.watch.new_gallery_images:
+        reasons.append(f"About {changes.gallery_images:,.0f} new gallery images.")
     return reasons
 
 
-def _drifted(shift: Shift, drift: Drift) -> str:
-    certainty = f"p {shift.p:.1g}, at most {shift.level:.1g} asked; {drift.queries:,} queries"
+def _drift_sentence(shift: Shift, drift: Drift) -> str:
+    certainty = f"p = {shift.p:.1g}, significant below {shift.level:.1g}; {drift.queries:,} queries"
     match shift.measure:
         case "unknown_rise":
             return (
-                f"{drift.unknown_rate:.1%} of the live queries are unknown, and {drift.reference_unknown_rate:.1%} were"
-                f" when the champion was made ({certainty})."
+                f"{drift.unknown_rate:.1%} of the live queries are unknown, compared with"
+                f" {drift.reference_unknown_rate:.1%} of the champion's reference ({certainty})."
             )
         case "distance_shift":
             return (
-                f"Distances to the gallery have shifted: Kolmogorov-Smirnov {shift.effect:.2f}, {shift.bound:.2f}"
-                f" allowed ({certainty})."
+                f"Distances to the gallery have shifted: Kolmogorov-Smirnov statistic {shift.effect:.2f}, bound"
+                f" {shift.bound:.2f} ({certainty})."
             )
         case "embedding_shift":
             return (
-                f"Embeddings of live queries have shifted: energy coefficient {shift.effect:.3f}, {shift.bound:.3f}"
-                f" allowed ({certainty})."
+                f"Embeddings of live queries have shifted: energy coefficient {shift.effect:.3f}, bound"
+                f" {shift.bound:.3f} ({certainty})."
             )
 
 
-def _quiet(sight: Sight) -> list[str]:
-    said: list[str] = []
-    if news := sight.news:
-        new = "one new file" if news.new_files == 1 else f"{news.new_files:,} new files"
-        said.append(
-            f"The source holds {new}, too few to act on." if news.new_files else "The source holds nothing new."
-        )
-    if drift := sight.drift:
-        said.append(
+def _reasons_for_nothing(observation: Observation) -> list[str]:
+    reasons: list[str] = []
+    if changes := observation.changes:
+        new = "1 new file" if changes.new_files == 1 else f"{changes.new_files:,} new files"
+        reasons.append(f"The source has {new}, below the thresholds." if changes.new_files else "Nothing is new.")
+    if drift := observation.drift:
+        reasons.append(
             f"No drift in {drift.queries:,} live queries."
             if drift.shifts
-            else f"Only {drift.sampled:,} live queries were sampled, too few to judge drift by."
+            else f"Only {drift.sampled:,} live queries were sampled, too few to test for drift."
         )
-    elif sight.champion:
-        said.append("Drift is not judged.")
-    return said
+    elif observation.champion:
+        reasons.append("Drift was not tested.")
+    return reasons
 
 
-def _figures(sight: Sight, settings: Settings) -> dict[str, float]:
+def _figures(observation: Observation, settings: Settings) -> dict[str, float]:
     figures: dict[str, float] = {}
-    if news := sight.news:
+    if changes := observation.changes:
         figures |= {
-            "new_train_images": round(news.train_images, 1),
-            "trained_on": news.trained_on,
-            "new_gallery_images": round(news.gallery_images, 1),
-            "new_classes": len(known_classes(news, settings)),
-            "new_files": news.new_files,
-            "gone_files": news.gone_files,
-            "listed_files": news.listed_files,
+            "new_train_images": round(changes.train_images, 1),
+            "trained_on": changes.trained_on,
+            "new_gallery_images": round(changes.gallery_images, 1),
+            "new_classes": len(_valid_classes(changes, settings)),
+            "new_files": changes.new_files,
+            "gone_files": changes.gone_files,
+            "listed_files": changes.listed_files,
         }
-    if drift := sight.drift:
+    if drift := observation.drift:
         figures |= {
             "queries": drift.queries,
             "sampled_queries": drift.sampled,

@@ -1,4 +1,4 @@
-"""The live queries of a release, as the servers' logs in the store tell of them."""
+"""The logged live queries of a release."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -12,17 +12,17 @@ from evernear.serving.query_log import MAX_FILE_BYTES, QUERIES, LoggedQuery, Per
 from evernear.store import ObjectInfo, Store
 
 MAX_FILES = 200
-"""Files that are read for one window, evenly over it: some 10 MB."""
+"""Number of files read for a window, evenly spaced: about 10 MB."""
 
 
 def live_queries(store: Store, version: str, since: datetime, until: datetime) -> tuple[Queries, list[str]]:
-    """The queries that ``version`` answered in a window, and a sentence for each fault.
+    """The queries that ``version`` answered in a time window, and a sentence for each damaged file.
 
-    The sample is uniform over all queries of the files read: a file that kept a larger share of its period's queries
-    gives up the surplus.
+    The sample is uniform over all queries of the files read: a file that sampled a larger share of its period's
+    queries is thinned.
 
     Raises:
-        StoreError: the store cannot be read.
+        StoreError: the store is unavailable.
     """
     files = [info for info in _files(store, since, until) if f"-{version}-" in info.key]
     step = max(1, -(-len(files) // MAX_FILES))
@@ -32,17 +32,17 @@ def live_queries(store: Store, version: str, since: datetime, until: datetime) -
         place = f"{store.uri}/{info.key}"
         try:
             if info.size_bytes > MAX_FILE_BYTES:
-                raise IntegrityError(f"{place} is too large for a file of the query log.")
-            found = store.find(info.key)
-            if found is not None:  # else it was removed meanwhile
-                periods.append(parse_file(found[0], place))
+                raise IntegrityError(f"{place} is too large for a query log.")
+            stored = store.find(info.key)
+            if stored is not None:  # it may have been removed since
+                periods.append(parse_file(stored[0], place))
         except IntegrityError as error:
             faults.append(str(error))
-    return _together([(period, rows) for period, rows in periods if rows and period.version == version]), faults
+    return _combine([(period, rows) for period, rows in periods if rows and period.version == version]), faults
 
 
 def reference_queries(reference: DriftBaseline) -> Queries:
-    """A release's reference, to compare with."""
+    """The reference queries of a release."""
     return Queries(
         total=len(reference.unknown),
         unknown=int(reference.unknown.sum()),
@@ -52,7 +52,7 @@ def reference_queries(reference: DriftBaseline) -> Queries:
 
 
 def remove_before(store: Store, before: datetime) -> int:
-    """Remove files that were closed before ``before``, and tell how many.
+    """Remove query logs that were closed before ``before`` and return their number.
 
     Raises:
         StoreError: the store refuses.
@@ -73,18 +73,18 @@ def _files(store: Store, since: datetime, until: datetime) -> Iterator[ObjectInf
         day += timedelta(days=1)
 
 
-def _together(periods: list[tuple[Period, list[LoggedQuery]]]) -> Queries:
+def _combine(periods: list[tuple[Period, list[LoggedQuery]]]) -> Queries:
     rng = np.random.default_rng(0)
     share = min((len(rows) / period.queries for period, rows in periods), default=0.0)
-    kept: list[LoggedQuery] = []
+    sampled: list[LoggedQuery] = []
     for period, rows in periods:
-        # Rounded up as often as it takes for the mean to be right.
+        # Randomized rounding, so that the expected count is exact.
         count = min(len(rows), int(share * period.queries + rng.random()))
-        kept += [rows[row] for row in sorted(rng.choice(len(rows), count, replace=False))]
-    dim = min((len(row.coordinates) for row in kept), default=0)
+        sampled += [rows[row] for row in sorted(rng.choice(len(rows), count, replace=False))]
+    dim = min((len(row.coordinates) for row in sampled), default=0)
     return Queries(
         total=sum(period.queries for period, _ in periods),
         unknown=sum(period.unknown for period, _ in periods),
-        distances=np.array([row.dist for row in kept], np.float32),
-        coordinates=np.array([row.coordinates[:dim] for row in kept], np.float32).reshape(len(kept), dim),
+        distances=np.array([row.dist for row in sampled], np.float32),
+        coordinates=np.array([row.coordinates[:dim] for row in sampled], np.float32).reshape(len(sampled), dim),
     )

@@ -1,4 +1,4 @@
-"""One look from end to end: gather, see, decide, act, remember."""
+"""A check from end to end: observe, decide, act, save."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -11,11 +11,11 @@ from evernear.serving.endpoints import home_of
 from evernear.serving.query_log import ship
 from evernear.settings import Settings
 from evernear.store import Store
-from evernear.triggers.watch.act import Actor, Done
 from evernear.triggers.watch.decide import decide
-from evernear.triggers.watch.look import Looker
+from evernear.triggers.watch.observe import Observer
+from evernear.triggers.watch.proposals import Outcome, ProposalService
 from evernear.triggers.watch.queries import remove_before
-from evernear.triggers.watch.switch import LastLook, Switch
+from evernear.triggers.watch.schedule_state import CheckReport, ScheduleStore
 
 if TYPE_CHECKING:
     from evernear.kubeflow.client import KfpRuns
@@ -24,7 +24,7 @@ Clock = Callable[[], datetime]
 
 
 class Watcher:
-    """Watches one source for one store. ``cache`` is a directory of its own; what lies there is only a copy."""
+    """Checks one source for one store. ``cache`` is a directory that holds only copies."""
 
     def __init__(
         self,
@@ -34,62 +34,62 @@ class Watcher:
         cache: Path,
         clock: Clock = lambda: datetime.now(UTC),
     ) -> None:
-        """``runs`` is the pipeline server; None: there is none, so proposals are only written down.
+        """``runs`` is the pipeline server; without one, proposals are only stored.
 
         Raises:
-            SettingsError: the policy is to start runs, and there is nothing to start them on.
+            SettingsError: the policy is to start runs, and there is no pipeline server.
         """
         if settings.watch.policy == "start" and runs is None:
             raise SettingsError(
                 "watch.policy=start needs a pipeline server to start runs on: set pipeline.endpoint, or policy=ask."
             )
-        self.switch = Switch(store)
+        self.schedule = ScheduleStore(store)
         self._settings = settings
         self._store = store
-        self._looker = Looker(settings, store, cache)
-        self._actor = Actor(settings, store, runs)
+        self._observer = Observer(settings, store, cache)
+        self._proposals = ProposalService(settings, store, runs)
         self._clock = clock
 
-    def look(self, act: bool = True) -> LastLook:
-        """Look once. With ``act`` what was decided is proposed or started, and the look kept in the store.
+    def check(self, act: bool = True) -> CheckReport:
+        """Check once. With ``act``, propose or start the decision and save the report in the store.
 
-        What fails and is not needed to decide is told in the look's ``faults``.
+        A failure in a part that the decision does not need is reported in ``faults``.
 
         Raises:
-            EvernearError: the store cannot be reached, or it cannot be told what serves.
+            EvernearError: the store is unavailable, or the champion cannot be read.
         """
         now = self._clock()
-        faults = self._keep_house(now) if act else []
-        sight = self._looker.look(now)
-        decision = decide(sight, self._settings)
-        done = Done()
+        faults = self._maintain_logs(now) if act else []
+        observation = self._observer.observe(now)
+        decision = decide(observation, self._settings)
+        outcome = Outcome()
         if act:
             try:
-                done = self._actor.act(decision, sight, self.switch.read().id, now)
+                outcome = self._proposals.act(decision, observation, self.schedule.read().id, now)
             except EvernearError as error:
                 faults.append(str(error))
-        look = LastLook(
+        report = CheckReport(
             at=now,
             action=decision.action,
-            reasons=(*decision.reasons, *([done.said] if done.said else [])),
+            reasons=(*decision.reasons, *filter(None, [outcome.reason])),
             figures=decision.figures,
-            faults=(*faults, *sight.faults),
-            proposal=done.proposal.id if done.proposal else None,
+            faults=(*faults, *observation.faults),
+            proposal=outcome.request.id if outcome.request else None,
         )
         if act:
-            self.switch.remember(look)
-        return look
+            self.schedule.save(report)
+        return report
 
-    def _keep_house(self, now: datetime) -> list[str]:
-        """Ship what a server of this machine logged, and remove what is too old; what failed, in sentences."""
+    def _maintain_logs(self, now: datetime) -> list[str]:
+        """Ship the query logs of a server on this machine and remove old ones; returns the errors."""
         faults: list[str] = []
         oldest = now - timedelta(seconds=self._settings.watch.query_retention_s)
-        for work in (
+        for step in (
             lambda: ship(logged_queries(home_of(self._settings.workdir)), self._store),
             lambda: remove_before(self._store, oldest),
         ):
             try:
-                work()
+                step()
             except EvernearError as error:
                 faults.append(str(error))
         return faults

@@ -1,4 +1,4 @@
-"""Promote anyway and roll back, with real releases in a real registry."""
+"""Promotions and rollbacks, with real releases in a real registry."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def registry(bot: Bot) -> Registry:
 
 @pytest.fixture(scope="module")
 def packed(make_release: MakeRelease) -> dict[bool, list[PackedRelease]]:
-    """Real releases by what their verdict says; to pack one takes a second."""
+    """Real releases by verdict; packing one takes a second."""
     return {True: [make_release() for _ in range(3)], False: [make_release(promote=False)]}
 
 
@@ -34,13 +34,13 @@ def packed(make_release: MakeRelease) -> dict[bool, list[PackedRelease]]:
 def ran(
     bot: Bot, slack: SlackServer, runs: MemoryRuns, registry: Registry, packed: dict[bool, list[PackedRelease]]
 ) -> Ran:
-    """Let a run come to a release, promoted or held, and return the verdict's message."""
+    """End a run with a release, promoted or held, and return the message with its verdict."""
     next_of = {promote: iter(releases) for promote, releases in packed.items()}
 
     def run(promote: bool) -> Shown:
         champion, release = registry.champion(), next(next_of[promote])
-        bot.clicked(ADA, bot.asks(), "Start training")
-        bot.look()
+        bot.click(ADA, bot.prompt(), "Start training")
+        bot.poll()
         (started,) = [run for run in runs.started.values() if run.state is State.PENDING]
         record = registry.publish(release.archive)
         verdict = Verdict.load(release.verdict).model_dump(mode="json")
@@ -51,13 +51,13 @@ def ran(
             of_run.save(deployment={"version": moved.version})
         finalize(of_run, "continuous-training", "SUCCEEDED", "")
         runs.set(State.SUCCEEDED, ended=bot.clock(), gate=State.SUCCEEDED)
-        bot.look(30)
+        bot.poll(30)
         return slack.messages[-1]
 
     return run
 
 
-def test_a_held_release_is_promoted_by_a_person_who_stays_in_the_history(
+def test_promotion_of_a_held_release_records_the_person(
     bot: Bot, slack: SlackServer, registry: Registry, ran: Ran
 ) -> None:
     ran(True)
@@ -65,39 +65,39 @@ def test_a_held_release_is_promoted_by_a_person_who_stays_in_the_history(
     serving = registry.champion()
     assert serving is not None
     held = ran(False)
-    assert f"{serving.version}* serves as before" in held.text
+    assert f"{serving.version}* is still live" in held.text
     assert held.buttons == ["Promote anyway", "Open in Kubeflow"]
     click = slack.button(held, "Promote anyway")
-    assert "Your name goes into the history" in click.button["confirm"]["text"]["text"]
+    assert "Your name is recorded" in click.button["confirm"]["text"]["text"]
 
-    bot.receives(click.by(BOB))
-    bot.look()
+    bot.deliver(click.by(BOB))
+    bot.poll()
     assert registry.champion() == serving
-    bot.receives(click.by(ADA))
-    bot.receives(click.by(ADA))
-    bot.look()
+    bot.deliver(click.by(ADA))
+    bot.deliver(click.by(ADA))
+    bot.poll()
     champion = registry.champion()
     assert champion is not None
     assert champion.version == json.loads(click.button["value"])["release"]
     assert (champion.promotion.how, champion.promotion.by) == ("force", "ada (U0ADA in Slack)")
     assert champion.promotion.number == 3
     assert slack.messages[-1].thread == held.thread == slack.messages[-2].thread
-    assert f"*{champion.version}* serves now" in slack.messages[-1].text
+    assert f"*{champion.version}* is live" in slack.messages[-1].text
 
-    # The earlier run's button is about a champion that is one no longer.
-    bot.clicked(ADA, earlier, "Roll back")
-    bot.look()
+    # The button of the earlier run is for a former champion.
+    bot.click(ADA, earlier, "Roll back")
+    bot.poll()
     assert registry.champion() == champion
     assert "The champion has changed since" in slack.messages[-1].text
-    told = {(line["what"], line["result"], line["release"]) for line in bot.audit() if line["what"] != "start"}
-    assert told == {
+    audited = {(line["what"], line["result"], line["release"]) for line in bot.audit() if line["what"] != "start"}
+    assert audited == {
         ("promote", "refused", ""),
         ("promote", "done", champion.version),
         ("roll_back", "failed", serving.version),
     }
 
 
-def test_two_clicks_on_roll_back_take_one_move_back(bot: Bot, slack: SlackServer, registry: Registry, ran: Ran) -> None:
+def test_double_click_rolls_back_once(bot: Bot, slack: SlackServer, registry: Registry, ran: Ran) -> None:
     versions = []
     for _ in range(3):
         verdict = ran(True)
@@ -106,18 +106,18 @@ def test_two_clicks_on_roll_back_take_one_move_back(bot: Bot, slack: SlackServer
         versions.append(champion.version)
     assert verdict.buttons == ["Roll back", "Open in Kubeflow"]
     click = slack.button(verdict, "Roll back")
-    bot.receives(click.by(ADA))
-    bot.look()
-    bot.receives(click.by(ADA))
+    bot.deliver(click.by(ADA))
+    bot.poll()
+    bot.deliver(click.by(ADA))
     bot.restart()
-    bot.look()
+    bot.poll()
     champion = registry.champion()
     assert champion is not None
     assert champion.version == versions[1]
     assert champion.promotion.how == "rollback"
 
 
-def test_a_process_that_dies_after_the_move_says_so_when_it_is_back(
+def test_crash_after_a_rollback_is_reported_by_the_next_process(
     bot: Bot, slack: SlackServer, registry: Registry, ran: Ran, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran(True)
@@ -130,12 +130,12 @@ def test_a_process_that_dies_after_the_move_says_so_when_it_is_back(
         raise RuntimeError("killed")
 
     monkeypatch.setattr(deployment, "roll_back", roll_back_and_die)
-    bot.clicked(ADA, verdict, "Roll back")
-    bot.look()
+    bot.click(ADA, verdict, "Roll back")
+    bot.poll()
     monkeypatch.undo()
     bot.store.is_down = False
     bot.restart()
-    bot.look()
+    bot.poll()
     champion = registry.champion()
     assert champion is not None
     assert champion.promotion.number == 3
@@ -143,22 +143,22 @@ def test_a_process_that_dies_after_the_move_says_so_when_it_is_back(
     assert [line["result"] for line in bot.audit() if line["what"] == "roll_back"] == ["done"]
 
 
-def test_evernear_rollback_asks_and_champion_tells_who_did_it(
+def test_rollback_command_prompts_before_it_rolls_back(
     bot: Bot, slack: SlackServer, registry: Registry, ran: Ran
 ) -> None:
     ran(True)
     ran(True)
-    question = bot.answered(ADA, "/evernear rollback")
+    question = bot.query(ADA, "/evernear rollback")
     assert question.buttons == ["Roll back"]
-    bot.clicked(ADA, question, "Roll back")
-    bot.look()
+    bot.click(ADA, question, "Roll back")
+    bot.poll()
     champion = registry.champion()
     assert champion is not None
     assert champion.promotion.how == "rollback"
     assert (slack.messages[-1].channel, slack.messages[-1].thread) == (question.channel, None)
 
 
-def test_what_is_broken_is_told_and_can_be_tried_again(
+def test_failed_promotion_is_reported_and_can_be_repeated(
     bot: Bot, slack: SlackServer, registry: Registry, ran: Ran
 ) -> None:
     ran(True)
@@ -166,16 +166,16 @@ def test_what_is_broken_is_told_and_can_be_tried_again(
     archive = registry.get(json.loads(slack.button(held, "Promote anyway").button["value"])["release"]).archive_key
     content = bot.store.get(archive)
     bot.store.delete(archive)
-    bot.clicked(ADA, held, "Promote anyway")
-    bot.look()
+    bot.click(ADA, held, "Promote anyway")
+    bot.poll()
     assert "*Not promoted.*" in slack.messages[-1].text
     bot.store.put(archive, content)
-    bot.clicked(ADA, held, "Promote anyway")
-    bot.look()
-    assert "serves now" in slack.messages[-1].text
+    bot.click(ADA, held, "Promote anyway")
+    bot.poll()
+    assert "is live" in slack.messages[-1].text
 
 
-def test_nobody_who_may_no_button(bot: Bot, ran: Ran) -> None:
+def test_buttons_without_permissions_are_hidden(bot: Bot, ran: Ran) -> None:
     bot.restart(may_promote=(), may_roll_back=())
     assert ran(True).buttons == ["Open in Kubeflow"]
     assert ran(False).buttons == ["Open in Kubeflow"]

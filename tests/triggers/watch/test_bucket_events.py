@@ -1,4 +1,4 @@
-"""The real client at a loopback MinIO that streams, ends, refuses, or is another server altogether."""
+"""Bucket notifications from a loopback MinIO that streams, ends, refuses, or is another server."""
 
 import os
 import threading
@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-from telling_minio import KEYS, Minio, telling_minio
+from notifying_minio import KEYS, Minio, notifying_minio
 
 from evernear.errors import StoreError
-from evernear.triggers.watch.events import Untold, listen
+from evernear.triggers.watch.bucket_events import NotificationsUnsupportedError, listen
 
 SOURCE = "s3://images/incoming"
 
@@ -36,55 +36,55 @@ def await_(condition: Callable[[], object], timeout_s: float = 20) -> None:
         time.sleep(0.01)
 
 
-def test_a_change_is_told_when_it_happens_and_only_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[float] = []
-    with telling_minio() as minio:
-        thread = listening(minio, monkeypatch, lambda: told.append(time.monotonic()))
-        await_(lambda: len(told) == 1)  # the stream stands
-        assert minio.asked == [
+def test_changes_of_the_source_are_notified(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls_s: list[float] = []
+    with notifying_minio() as minio:
+        thread = listening(minio, monkeypatch, lambda: calls_s.append(time.monotonic()))
+        await_(lambda: len(calls_s) == 1)  # the stream stands
+        assert minio.filters == [
             {"prefix": ["incoming/"], "suffix": [""], "events": ["s3:ObjectCreated:*", "s3:ObjectRemoved:*"]}
         ]
-        time.sleep(1.2)  # blanks are no events
-        assert len(told) == 1
-        minio.tell("elsewhere/7/a.png")
+        time.sleep(1.2)  # blanks are not events
+        assert len(calls_s) == 1
+        minio.notify("elsewhere/7/a.png")
         for number in range(3):
-            minio.tell(f"incoming/7/{number}.png")
-        await_(lambda: len(told) == 4)
+            minio.notify(f"incoming/7/{number}.png")
+        await_(lambda: len(calls_s) == 4)
         minio.end_streams()
         thread.join(timeout=10)
         assert not thread.is_alive()
-        assert len(told) == 4
-        assert len(minio.asked) == 1, "the client alone would ask again at once, for ever"
+        assert len(calls_s) == 4
+        assert len(minio.filters) == 1, "the end of the stream ends the listener"
 
 
 @pytest.mark.parametrize("kind", ["list", "not implemented"])
-def test_a_server_that_knows_no_such_stream_is_not_asked_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with telling_minio(kind) as minio:
+def test_server_without_notifications_is_recognized(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with notifying_minio(kind) as minio:
         monkeypatch.setenv("AWS_ENDPOINT_URL", minio.url)
-        with pytest.raises(Untold, match="does not tell of changes in its buckets"):
+        with pytest.raises(NotificationsUnsupportedError, match="has no bucket notifications"):
             listen(SOURCE, lambda: pytest.fail("nothing changed"))
 
 
-@pytest.mark.skipif("TEST_S3_URL" in os.environ, reason="it may be MinIO, which tells")
-def test_moto_is_such_a_server(bucket: str) -> None:
-    with pytest.raises(Untold):
+@pytest.mark.skipif("TEST_S3_URL" in os.environ, reason="it may be MinIO")
+def test_moto_is_a_server_without_notifications(bucket: str) -> None:
+    with pytest.raises(NotificationsUnsupportedError):
         listen(f"s3://{bucket}/images", lambda: pytest.fail("nothing changed"))
 
 
-def test_aws_is_not_even_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aws_gets_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
-    with pytest.raises(Untold, match=r"s3\.amazonaws\.com does not tell of changes"):
+    with pytest.raises(NotificationsUnsupportedError, match=r"s3\.amazonaws\.com has no bucket notifications"):
         listen(SOURCE, lambda: pytest.fail("nothing changed"))
 
 
 @pytest.mark.parametrize("source", ["folder:/images", "digits"])
-def test_what_is_no_bucket_tells_nothing(source: str) -> None:
-    with pytest.raises(Untold, match="on the schedule"):
+def test_sources_other_than_buckets_have_no_notifications(source: str) -> None:
+    with pytest.raises(NotificationsUnsupportedError, match="on the schedule"):
         listen(source, lambda: pytest.fail("nothing changed"))
 
 
-def test_what_is_not_permitted_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with telling_minio("denied") as minio:
+def test_refusals_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    with notifying_minio("denied") as minio:
         monkeypatch.setenv("AWS_ENDPOINT_URL", minio.url)
         with pytest.raises(StoreError, match="s3:ListenBucketNotification on s3://images/incoming is not permitted"):
             listen(SOURCE, lambda: None)
@@ -93,8 +93,8 @@ def test_what_is_not_permitted_is_named(monkeypatch: pytest.MonkeyPatch) -> None
             listen(SOURCE, lambda: None)
 
 
-def test_a_server_that_is_gone_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    with telling_minio() as minio:
+def test_unreachable_server_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    with notifying_minio() as minio:
         url = minio.url
     monkeypatch.setenv("AWS_ENDPOINT_URL", url)
     monkeypatch.setattr("evernear.store.s3_connection.TRIES", 1)

@@ -1,7 +1,7 @@
 """A MinIO reduced to ListenBucketNotification, as cmd/listen-notification-handlers.go of its source answers it.
 
-It checks the signature as botocore computes it, the bucket, and the three query parameters; then it streams: a blank
-every half second, a JSON line for each event.
+It checks the signature as botocore computes it, the bucket, and the three query parameters; then it streams a blank
+every half second and a JSON line for each event.
 """
 
 import json
@@ -25,19 +25,19 @@ _END = None
 
 @dataclass
 class Minio:
-    """What it was asked, and what it is to say."""
+    """The streams that it serves, and their filters."""
 
     url: str = ""
     bucket: str = "images"
     kind: str = "minio"
-    """Or ``list``: one that takes the request for a listing; ``not implemented``; ``denied``."""
+    """Or ``list``: a server that answers with a list of objects; ``not implemented``; ``denied``."""
     streams: list[queue.Queue[dict[str, Any] | None]] = field(default_factory=list[Any])
-    asked: list[dict[str, list[str]]] = field(default_factory=list[Any])
+    filters: list[dict[str, list[str]]] = field(default_factory=list[Any])
 
-    def tell(self, key: str, name: str = "s3:ObjectCreated:Put") -> None:
-        """An event to all who listen to that key."""
-        for stream, asked in zip(list(self.streams), list(self.asked), strict=True):
-            if key.startswith(asked.get("prefix", [""])[0]):
+    def notify(self, key: str, name: str = "s3:ObjectCreated:Put") -> None:
+        """Send an event to the listeners of that key."""
+        for stream, filters in zip(list(self.streams), list(self.filters), strict=True):
+            if key.startswith(filters.get("prefix", [""])[0]):
                 stream.put({"eventName": name, "s3": {"bucket": {"name": self.bucket}, "object": {"key": key}}})
 
     def end_streams(self) -> None:
@@ -46,7 +46,7 @@ class Minio:
 
 
 @contextmanager
-def telling_minio(kind: str = "minio") -> Generator[Minio]:
+def notifying_minio(kind: str = "minio") -> Generator[Minio]:
     minio = Minio(kind=kind)
 
     class Handler(BaseHTTPRequestHandler):
@@ -55,7 +55,8 @@ def telling_minio(kind: str = "minio") -> Generator[Minio]:
 
         def do_GET(self) -> None:
             parts = urlsplit(self.path)
-            asked = parse_qs(parts.query, keep_blank_values=True)
+            query = parse_qs(parts.query, keep_blank_values=True)
+            filters = {name: values for name, values in query.items() if not name.startswith("X-Amz-")}
             if not _is_signed(self):
                 return self._refuse(403, "SignatureDoesNotMatch")
             if parts.path != f"/{minio.bucket}":
@@ -66,19 +67,19 @@ def telling_minio(kind: str = "minio") -> Generator[Minio]:
                 return self._refuse(501, "NotImplemented")
             if minio.kind == "list":
                 return self._answer(200, "application/xml", b"<ListBucketResult/>")
-            if set(asked) != {"prefix", "suffix", "events"} or not all(
-                event.startswith("s3:Object") for event in asked["events"]
+            if set(filters) != {"prefix", "suffix", "events"} or not all(
+                event.startswith("s3:Object") for event in filters["events"]
             ):
                 return self._refuse(400, "InvalidArgument")
-            return self._stream(asked)
+            return self._stream(filters)
 
-        def _stream(self, asked: dict[str, list[str]]) -> None:
+        def _stream(self, filters: dict[str, list[str]]) -> None:
             events: queue.Queue[dict[str, Any] | None] = queue.Queue()
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
-            minio.asked.append(asked)
+            minio.filters.append(filters)
             minio.streams.append(events)
             while True:
                 try:
@@ -112,7 +113,7 @@ def telling_minio(kind: str = "minio") -> Generator[Minio]:
         daemon_threads = True
 
         def handle_error(self, request: object, client_address: object) -> None:
-            """A listener that went away."""
+            """A listener has closed its connection."""
 
     with Server(("127.0.0.1", 0), Handler) as server:
         minio.url = f"http://127.0.0.1:{server.server_port}"
@@ -127,26 +128,15 @@ def telling_minio(kind: str = "minio") -> Generator[Minio]:
 
 
 def _is_signed(request: BaseHTTPRequestHandler) -> bool:
-    """Whether botocore, given the same request at the same time, signs it alike."""
-    told = request.headers.get("Authorization", "")
-    signed = told.partition("SignedHeaders=")[2].partition(",")[0].split(";")
-    again = AWSRequest(
-        method="GET",
-        url=f"http://{request.headers['Host']}{request.path}",
-        headers={name: request.headers[name] for name in signed},
-    )
-    again.context["timestamp"] = request.headers["x-amz-date"]
+    """Whether botocore computes the signature of the presigned URL."""
+    path, _, query = request.path.partition("?")
+    signed, _, signature = query.partition("&X-Amz-Signature=")
+    if not signature:
+        return False
+    host = request.headers["Host"]
+    again = AWSRequest(method="GET", url=f"http://{host}{path}")
+    again.context["timestamp"] = parse_qs(query)["X-Amz-Date"][0]
     auth = SigV4Auth(Credentials(*KEYS), "s3", "us-east-1")
-    canonical = "\n".join(
-        [
-            "GET",
-            urlsplit(request.path).path,
-            "&".join(sorted(urlsplit(request.path).query.split("&"))),
-            *(f"{name}:{' '.join(request.headers[name].split())}" for name in signed),
-            "",
-            ";".join(signed),
-            request.headers["x-amz-content-sha256"],
-        ]
-    )
-    signature = auth.signature(auth.string_to_sign(again, canonical), again)
-    return told.endswith(f"Signature={signature}")
+    sorted_query = "&".join(sorted(signed.split("&")))
+    canonical = "\n".join(["GET", path, sorted_query, f"host:{host}", "", "host", "UNSIGNED-PAYLOAD"])
+    return auth.signature(auth.string_to_sign(again, canonical), again) == signature

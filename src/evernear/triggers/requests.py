@@ -1,0 +1,218 @@
+"""Requests of people and of the watcher, in the store: one object each, changed by compare-and-swap.
+
+::
+
+    triggers/requests/<id>.json
+
+    pending ──> accepted ──> started ──> ended
+       ├──────> declined        │
+       ├──────> expired         │
+       └───────────┴────────────┴──────> failed
+
+A request to run a pipeline is pending until a person answers its prompt in Slack; the other kinds are accepted from
+the beginning. The id of a request says what is requested, so that copies of a delivery, double clicks and concurrent
+watchers meet in one conditional write. It is also the idempotency key of the run at KFP (`Request.key`): a process
+that stops between two states leaves a request that the next process continues.
+"""
+
+import logging
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from typing import Annotated, Any, Literal
+
+from pydantic import AwareDatetime, Field
+
+from evernear.disk import sha256_bytes
+from evernear.errors import ConflictError, IntegrityError
+from evernear.frozen import Frozen
+from evernear.store import Store
+
+REQUESTS = "triggers/requests/"
+RETENTION = timedelta(days=7)
+"""Age at which finished requests of people are removed. Slack's last retry of a delivery comes after an hour."""
+TEXT_MAX_CHARACTERS = 2000
+"""Longest text of a command."""
+TRAINING = "continuous-training"
+
+Kind = Literal["run", "stop", "promote", "roll_back", "help"]
+State = Literal["pending", "accepted", "declined", "expired", "started", "ended", "failed"]
+_NEXT: dict[State, tuple[State, ...]] = {
+    "pending": ("accepted", "declined", "expired", "failed"),
+    "accepted": ("started", "ended", "failed"),
+    "started": ("ended", "failed"),
+    "failed": ("accepted",),  # requested again
+}
+_log = logging.getLogger(__name__)
+
+
+class Person(Frozen):
+    """A member of the Slack workspace, or, without an id, a part of evernear."""
+
+    id: str
+    name: str = ""
+
+    def __str__(self) -> str:
+        if not self.id:
+            return self.name
+        return f"{self.name} ({self.id} in Slack)" if self.name else f"{self.id} in Slack"
+
+
+WATCHER = Person(id="", name="the watcher")
+POLICY = Person(id="", name="the watcher's policy")
+"""Accepts the watcher's requests where ``watch.policy`` is ``start``."""
+
+
+class Request(Frozen):
+    """A request and its state."""
+
+    id: Annotated[str, Field(pattern=r"^[^/\\.][^/\\]{0,127}$")]
+    kind: Kind = "run"
+    state: State = "accepted"
+    created: AwareDatetime
+    expires: AwareDatetime | None = None
+    """End of the time to answer, for a pending request."""
+    asked_by: Person
+    answered_by: Person | None = None
+    answered: AwareDatetime | None = None
+    attempt: int = 0
+    """Number of times it was requested again after it had failed."""
+
+    pipeline: str = TRAINING
+    text: str = ""
+    """Kind ``run``: the settings as typed. Kind ``stop`` without ``run``: the first characters of the run's id."""
+    parameters: dict[str, Any] = Field(default={})
+    reasons: tuple[str, ...] = ()
+    """The watcher's reasons, a sentence each."""
+    figures: dict[str, float] = Field(default={})
+    """The watcher's measurements at the time of the request."""
+    run: str = ""
+    release: str = ""
+    """Kind ``promote``: the release to promote. Kind ``roll_back``: the champion to replace."""
+    move: int = 0
+    """Number of the champion's move that the button showed; the request fails if there is a later one."""
+
+    trigger: str = ""
+    """Slack's id of the click or command; copies of a delivery share it."""
+    channel: str = ""
+    thread: str = ""
+    """Timestamp of the message whose thread gets the answer; empty: no thread."""
+    message: str = ""
+    """The prompt, later the run's status: ``channel/ts``."""
+    progress: str = ""
+    """The message with the steps of the run."""
+    verdict: str = ""
+    is_closed: bool = False
+    """Whether ``message`` says that the request was declined or has expired."""
+
+    @property
+    def key(self) -> str:
+        """Idempotency key of the run."""
+        return f"{self.id}-{self.attempt}" if self.attempt else self.id
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the bot has something left to do."""
+        if self.state in ("declined", "expired"):
+            return bool(self.message) and not self.is_closed
+        return self.state in ("pending", "accepted", "started")
+
+    @property
+    def is_proposal(self) -> bool:
+        """Whether the watcher made the request."""
+        return self.asked_by == WATCHER
+
+    @property
+    def by(self) -> Person:
+        """The person responsible: who accepted it, else who asked for it."""
+        return self.answered_by or self.asked_by
+
+    @property
+    def started_by(self) -> str:
+        """``started_by`` of the run, for the champion's history."""
+        if self.asked_by.id or self.by == self.asked_by:
+            return str(self.by)
+        return f"{self.asked_by}, accepted by {self.by}"
+
+    def is_expired(self, now: datetime) -> bool:
+        """Whether nobody answered in time."""
+        return self.state == "expired" or (self.state == "pending" and self.expires is not None and now >= self.expires)
+
+
+class RequestStore:
+    """The requests in one store. Every method may raise `StoreError`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._cache: dict[str, tuple[str, Request | None]] = {}
+        """Etag and content by key, so that a poll reads only changed objects; None: not readable."""
+
+    def add(self, request: Request) -> None:
+        """Create a request.
+
+        Raises:
+            ConflictError: a request with this id exists.
+        """
+        self._store.put_if(_key(request.id), request.to_json(), None)
+
+    def ids(self) -> list[str]:
+        """The ids of all requests, readable or not."""
+        return [info.key.removeprefix(REQUESTS).removesuffix(".json") for info in self._store.list(REQUESTS)]
+
+    def list(self) -> Iterator[Request]:
+        """All requests by id. One that is damaged or of another version is logged once and skipped."""
+        for info in list(self._store.list(REQUESTS)):
+            etag, request = self._cache.get(info.key, ("", None))
+            if etag != info.etag:
+                try:
+                    _, request = self._read(info.key)
+                except IntegrityError as error:
+                    _log.warning("%s", error)
+                    request = None
+                    self._cache[info.key] = (info.etag, request)
+            if request is not None:
+                yield request
+
+    def find(self, request_id: str) -> Request | None:
+        """The request with this id, or None."""
+        return self._read(_key(request_id))[1]
+
+    def change(self, request: Request, **fields: object) -> Request:
+        """Replace fields of ``request`` if it is unchanged since it was read.
+
+        Raises:
+            ConflictError: somebody else changed it.
+            ValueError: the new state does not follow from the present one.
+        """
+        key = _key(request.id)
+        etag, current = self._read(key)
+        if current != request:
+            raise ConflictError(f"{key} in {self._store.uri} was changed in the meantime; read it again.")
+        changed = Request.model_validate(request.model_dump() | fields)
+        if changed.state != request.state and changed.state not in _NEXT.get(request.state, ()):
+            raise ValueError(f"request {request.id} cannot change from {request.state} to {changed.state}")
+        self._cache[key] = (self._store.put_if(key, changed.to_json(), etag), changed)
+        return changed
+
+    def remove_old(self, now: datetime) -> None:
+        """Remove finished requests of people after `RETENTION`. The watcher's are its memory and stay."""
+        for request in self.list():
+            if not request.is_open and not request.is_proposal and now - request.created > RETENTION:
+                self._store.delete(_key(request.id))
+                self._cache.pop(_key(request.id), None)
+
+    def _read(self, key: str) -> tuple[str, Request | None]:
+        found = self._store.find(key)
+        if found is None:
+            return "", None
+        data, etag = found
+        self._cache[key] = etag, Request.from_json(data, f"{self._store.uri}/{key}")
+        return self._cache[key]
+
+
+def request_id(kind: str, *subject: object) -> str:
+    """The id of a request of ``kind`` about ``subject``: equal for equal arguments."""
+    return f"{kind}-{sha256_bytes(repr(subject).encode())[:20]}"
+
+
+def _key(request_id: str) -> str:
+    return f"{REQUESTS}{request_id}.json"

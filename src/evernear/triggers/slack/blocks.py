@@ -1,0 +1,161 @@
+"""Building blocks of messages: Block Kit, and text from outside made safe for it.
+
+Slack's own limits apply: 3000 characters of a section, 2000 of a field, 150 of a header.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from itertools import accumulate
+from typing import Any
+
+from evernear.errors import EvernearError
+from evernear.kubeflow.runs import State
+from evernear.output import printable
+from evernear.triggers.requests import Person
+from evernear.triggers.slack.client import Block, Message
+
+TEXT_MAX = 3000
+FIELD_MAX = 2000
+HEADER_MAX = 150
+LINK = "link"
+"""Action of the buttons that open a page."""
+EMOJI = {
+    State.PENDING: ":white_circle:",
+    State.RUNNING: ":hourglass_flowing_sand:",
+    State.SUCCEEDED: ":white_check_mark:",
+    State.SKIPPED: ":heavy_minus_sign:",
+    State.FAILED: ":x:",
+    State.CANCELING: ":octagonal_sign:",
+    State.CANCELED: ":octagonal_sign:",
+    State.PAUSED: ":double_vertical_bar:",
+}
+
+
+def line(text: str) -> Message:
+    """A message of one line; ``text`` is plain, whatever its origin."""
+    return Message(text=escape(text), blocks=(section(escape(text)),))
+
+
+def error_text(error: Exception) -> str:
+    """The sentence of an expected error, or the type of an unexpected one, whose text may hold anything."""
+    if isinstance(error, EvernearError):
+        return str(error)
+    return f"An internal error occurred ({type(error).__name__}); the bot's log has the details."
+
+
+def escape(text: str) -> str:
+    """Text from outside for mrkdwn: on one line, without links or mentions.
+
+    Text that Slack parses consists of literals of this package and of strings that passed through this function:
+    names, versions, sentences and ids of any origin. https://docs.slack.dev/messaging/formatting-message-text#escaping
+    """
+    return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def mention(person: Person) -> str:
+    """A mention, or the escaped name of somebody without an id, such as the watcher."""
+    return f"<@{person.id}>" if re.fullmatch(r"[UW]\w+", person.id, re.ASCII) else escape(person.name)
+
+
+def date(at: datetime) -> str:
+    """A time in the reader's time zone."""
+    return f"<!date^{int(at.timestamp())}^{{date_short_pretty}} {{time}}|{at:%Y-%m-%d %H:%M} UTC>"
+
+
+def duration(time: timedelta) -> str:
+    """A duration in its two largest units."""
+    seconds = max(0, int(time.total_seconds()))
+    hours, minutes = seconds // 3600, seconds % 3600 // 60
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds % 60} s" if minutes else f"{seconds} s"
+
+
+def link(url: str, name: str) -> str:
+    """A link, or the escaped name if there is no URL."""
+    if not url.startswith("http"):
+        return escape(name)
+    return f"<{escape(url).replace('|', '%7C')}|{escape(name).replace('|', '/')}>"
+
+
+def code(text: str) -> str:
+    """Escaped text in the style of code."""
+    return "`" + escape(text).replace("`", "'") + "`"
+
+
+def cut(text: str, length: int) -> str:
+    """``text``, shortened to ``length`` characters."""
+    return text if len(text) <= length else text[: length - 2] + " …"
+
+
+def join_lines(lines: Sequence[str]) -> str:
+    """As many whole lines as fit into a section; a line that is cut could end within a link."""
+    ends = accumulate(len(line) + 1 for line in lines)
+    fitting = [line for line, end in zip(lines, ends, strict=True) if end < TEXT_MAX]
+    return "\n".join([*fitting, "…"] if len(fitting) < len(lines) else fitting)
+
+
+def header(text: str) -> Block:
+    """A header; the text is plain except for emoji."""
+    return {"type": "header", "text": _plain(cut(printable(text), HEADER_MAX)) | {"emoji": True}}
+
+
+def section(text: str) -> Block:
+    """A paragraph of mrkdwn."""
+    return {"type": "section", "text": _mrkdwn(cut(text, TEXT_MAX))}
+
+
+def fields(texts: Mapping[str, str]) -> Block:
+    """Fields of mrkdwn by title, in two columns."""
+    return {
+        "type": "section",
+        "fields": [_mrkdwn(cut(f"*{title}*\n{text}", FIELD_MAX)) for title, text in texts.items()],
+    }
+
+
+def context(text: str) -> Block:
+    """A small line of mrkdwn."""
+    return {"type": "context", "elements": [_mrkdwn(cut(text, TEXT_MAX))]}
+
+
+def actions(*buttons: Block) -> list[Block]:
+    """A row of buttons; nothing if there are none."""
+    return [{"type": "actions", "elements": list(buttons)}] if buttons else []
+
+
+def button(text: str, action: str, value: str, **options: Any) -> Block:
+    """A button that sends ``value`` to the handler of ``action``; ``options``: style, url, confirm."""
+    return {"type": "button", "action_id": action, "text": _plain(text), "value": value, **options}
+
+
+def link_button(url: str, value: str) -> list[Block]:
+    """The button that opens a run; nothing if its URL is not known."""
+    return [button("Open in Kubeflow", LINK, value, url=url)] if url.startswith("http") else []
+
+
+def danger_button(text: str, action: str, value: str, question: str, explanation: str) -> Block:
+    """A red button that asks for confirmation."""
+    confirm = {
+        "title": _plain(question),
+        "text": _plain(cut(printable(explanation), 300)),
+        "confirm": _plain(text),
+        "deny": _plain("Cancel"),
+        "style": "danger",
+    }
+    return button(text, action, value, style="danger", confirm=confirm)
+
+
+def as_text(value: Any) -> str:
+    """A parameter's value, shortened."""
+    return cut(value if isinstance(value, str) else json.dumps(value), 100)
+
+
+def _plain(text: str) -> Block:
+    """Text in which Slack parses nothing."""
+    return {"type": "plain_text", "text": printable(text)}
+
+
+def _mrkdwn(text: str) -> Block:
+    return {"type": "mrkdwn", "text": text}

@@ -1,0 +1,157 @@
+"""Client of Slack's Web API: the calls that the bot makes, with failures sorted by what to do about them."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import Any
+
+from slack_sdk.errors import SlackApiError, SlackRequestError
+from slack_sdk.web import WebClient
+
+from evernear.errors import SlackError
+
+Block = dict[str, Any]
+DEFAULT_RETRY_AFTER_S = 30
+"""Wait after a rate limit without ``Retry-After``."""
+
+# A retry does not help: the bot has no access to the channel, or the message no longer exists.
+_NOT_WRITABLE = frozenset({
+    "cant_update_message",
+    "channel_not_found",
+    "edit_window_closed",
+    "is_archived",
+    "message_not_found",
+    "msg_too_long",
+    "invalid_blocks",
+    "not_in_channel",
+    "restricted_action",
+    "thread_not_found",
+    "user_not_in_channel",
+})  # fmt: skip
+_UNAVAILABLE = frozenset({"fatal_error", "internal_error", "request_timeout", "service_unavailable"})
+
+
+class RateLimitedError(SlackError):
+    """Slack limits the rate of calls; the next one may come after ``retry_after_s``."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class SlackUnavailableError(SlackError):
+    """Slack is unreachable or reports an outage."""
+
+
+class NotWritableError(SlackError):
+    """The bot cannot write to the channel or message."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """Blocks, and ``text`` for notifications and for clients that do not render blocks."""
+
+    text: str
+    blocks: tuple[Block, ...] = ()
+
+
+class SlackClient:
+    """Slack's Web API.
+
+    Every method raises `RateLimitedError`, `SlackUnavailableError`, `NotWritableError`, or a plain `SlackError` if
+    Slack refuses. A place is the address of a message: ``channel/ts``.
+    """
+
+    def __init__(self, client: WebClient) -> None:
+        self._client = client
+
+    def sign_in(self) -> None:
+        """Verify the token."""
+        with translated_errors("auth.test"):
+            self._client.auth_test()
+
+    def post(self, channel: str, message: Message, thread: str = "") -> str:
+        """Post ``message``, as a reply to ``thread`` (a timestamp) if one is given, and return its place."""
+        with translated_errors("chat.postMessage"):
+            response = self._client.chat_postMessage(
+                channel=channel,
+                text=message.text,
+                blocks=message.blocks,
+                thread_ts=thread or None,
+                unfurl_links=False,
+                unfurl_media=False,
+            )
+        return f"{response['channel']}/{response['ts']}"  # a user's id becomes that of the conversation with them
+
+    def edit(self, place: str, message: Message) -> None:
+        """Replace the message at ``place``; a deleted message is ignored."""
+        channel, _, ts = place.partition("/")
+        try:
+            with translated_errors("chat.update"):
+                self._client.chat_update(channel=channel, ts=ts, text=message.text, blocks=message.blocks)
+        except NotWritableError:
+            pass
+
+    def post_ephemeral(self, channel: str, user: str, message: Message) -> None:
+        """Show ``message`` to one user: in the channel, or in a direct message if the bot is not a member."""
+        try:
+            with translated_errors("chat.postEphemeral"):
+                self._client.chat_postEphemeral(channel=channel, user=user, text=message.text, blocks=message.blocks)
+        except NotWritableError:
+            self.post(user, message)
+
+    def upload(self, place: str, data: bytes, filename: str, title: str, alt_text: str) -> None:
+        """Upload a file to the thread of ``place``."""
+        channel, _, ts = place.partition("/")
+        with translated_errors("files.upload"):
+            self._client.files_upload_v2(
+                channel=channel, thread_ts=ts, content=data, filename=filename, title=title, alt_txt=alt_text
+            )
+
+    def members(self, group: str) -> frozenset[str]:
+        """The ids of the members of a user group."""
+        with translated_errors("usergroups.users.list"):
+            users: list[str] = self._client.usergroups_users_list(usergroup=group)["users"] or []
+            return frozenset(users)
+
+
+@contextmanager
+def translated_errors(call: str) -> Generator[None]:
+    """Raise the SDK's errors in ``call`` as `SlackError`."""
+    try:
+        yield
+    except SlackApiError as error:
+        raise translate(call, error) from None
+    except (OSError, HTTPException, SlackRequestError) as error:
+        raise _unavailable(call, str(error)) from None
+
+
+def translate(call: str, error: SlackApiError) -> SlackError:
+    """The error for a refusal of ``call``."""
+    response: Any = error.response
+    data: Any = getattr(response, "data", response)
+    body: dict[str, Any] = data if isinstance(data, dict) else {}  # a proxy's error page is not JSON
+    status = getattr(response, "status_code", 0)
+    code = str(body.get("error") or f"status {status}")
+    if status == 429 or code == "ratelimited":
+        headers = {name.lower(): value for name, value in dict(getattr(response, "headers", {})).items()}
+        wait_s = str(headers.get("retry-after", ""))
+        wait = float(wait_s) if wait_s.isdigit() else DEFAULT_RETRY_AFTER_S
+        return RateLimitedError(f"Slack limits the rate of {call}.", wait)
+    if status >= 500 or code in _UNAVAILABLE:
+        return _unavailable(call, f"status {status}" if status >= 500 else code)
+    if code in _NOT_WRITABLE:
+        return NotWritableError(f"Slack refused {call}: {code}.")
+    if code == "missing_scope":
+        return SlackError(
+            f"Slack refused {call}: the app lacks the scope {body.get('needed', '')!r}; compare its manifest "
+            "with deploy/slack/manifest.yaml and install it again."
+        )
+    if code in ("invalid_auth", "not_authed", "account_inactive", "token_revoked", "token_expired"):
+        return SlackError(f"Slack refused {call}: {code}; configure the bot token of the installed app.")
+    return SlackError(f"Slack refused {call}: {code}.")
+
+
+def _unavailable(call: str, reason: str) -> SlackUnavailableError:
+    return SlackUnavailableError(f"Slack is unavailable ({call}: {reason}); see https://slack-status.com.")

@@ -1,0 +1,178 @@
+"""The slash commands, each with its name, permission, help line, handler and message."""
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from evernear.errors import StoreError
+from evernear.kubeflow.runs import Run
+from evernear.release.registry import Champion, Record
+from evernear.triggers.requests import TRAINING, request_id
+from evernear.triggers.slack.access import RequestRefusedError
+from evernear.triggers.slack.blocks import (
+    EMOJI,
+    actions,
+    code,
+    date,
+    duration,
+    escape,
+    fields,
+    join_lines,
+    line,
+    link,
+    section,
+)
+from evernear.triggers.slack.client import Message
+from evernear.triggers.slack.promotions import roll_back_buttons
+from evernear.triggers.slack.prompts import request_run
+from evernear.triggers.slack.routes import COMMANDS, Call, command, query
+from evernear.triggers.slack.services import Services
+from evernear.triggers.watch.schedule_state import ScheduleStore
+
+RUN_ID_MIN_CHARACTERS = 4
+
+
+@command(
+    "/retrain",
+    "starts a training run after confirmation, e.g. `/retrain train.epochs=8`",
+    usage="[name=value ...]",
+    permission="start",
+)
+def retrain(call: Call) -> None:
+    """Prompt for a training run."""
+    request_run(call, TRAINING)
+
+
+@query("/evernear status", "the live release, active runs, open prompts, the watcher")
+def status(call: Call) -> Message:
+    """Summarize the state of the system."""
+    services = call.services
+    active = [run for run in services.runs.list(limit=50) if not run.state.is_final]
+    pending = sum(request.state == "pending" for request in services.requests.list())
+    return status_message(
+        services.registry.champion(), active, pending, _watcher_status(services), now=services.clock()
+    )
+
+
+@query("/evernear runs", "the newest runs")
+def runs(call: Call) -> Message:
+    """List the newest runs."""
+    return runs_message(call.services.runs.list(limit=10), call.services.clock())
+
+
+@query("/evernear champion", "the live release, its accuracy and its promotion")
+def champion(call: Call) -> Message:
+    """Describe the champion."""
+    registry = call.services.registry
+    current = registry.champion()
+    return champion_message(current, registry.get(current.version, include_pruned=True) if current else None)
+
+
+@query("/evernear rollback", "rolls back to the previous release after confirmation", permission="roll_back")
+def rollback(call: Call) -> Message:
+    """Prompt for a rollback; only the caller sees the prompt."""
+    current = call.services.registry.champion()
+    if current is None:
+        raise StoreError("There is nothing to roll back to: no release has been promoted yet.")
+    current.rollback_target()
+    return rollback_message(current)
+
+
+@command("/evernear stop", "ends a run, given the first characters of its id", usage="RUN", permission="stop")
+def stop(call: Call) -> None:
+    """Record a request to stop a run."""
+    run_id = call.text.strip()
+    if len(run_id.split()) != 1 or len(run_id) < RUN_ID_MIN_CHARACTERS:
+        raise RequestRefusedError(f"Which run? /evernear stop RUN, with at least {RUN_ID_MIN_CHARACTERS} characters.")
+    call.record("stop", request_id("stop", call.trigger), text=run_id[:100])
+
+
+@query("/evernear schedule", "whether the watcher checks on its schedule, and its last result")
+def schedule(call: Call) -> Message:
+    """Describe the watcher's schedule."""
+    return line(f"The watcher is {_watcher_status(call.services)}")
+
+
+@command("/evernear schedule start", "resumes the watcher", permission="schedule")
+def schedule_start(call: Call) -> Message:
+    """Resume the watcher's schedule."""
+    return _switch_schedule(call, on=True)
+
+
+@command("/evernear schedule stop", "pauses the watcher", permission="schedule")
+def schedule_stop(call: Call) -> Message:
+    """Pause the watcher's schedule."""
+    return _switch_schedule(call, on=False)
+
+
+def help_message() -> Message:
+    """The registered commands and their help lines."""
+    lines = [f"• `{each.name}{f' {each.usage}' if each.usage else ''}` {each.help}" for each in COMMANDS.values()]
+    intro = "I start training runs, follow them and report their results."
+    names = ", ".join(COMMANDS)
+    return Message(text=f"{intro} Commands: {names}.", blocks=(section("\n".join([intro, *lines])),))
+
+
+def status_message(
+    current: Champion | None, active: Sequence[Run], pending: int, watcher: str, now: datetime
+) -> Message:
+    """The live release, active runs, open prompts and the watcher."""
+    running = ", ".join(f"{link(run.url, run.name)} for {duration(now - run.created)}" for run in active)
+    lines = [
+        f"*Live release* {escape(current.version)} since {date(current.promotion.since)}"
+        if current
+        else "*Live release* none yet",
+        f"*Active runs* {running or 'none'}",
+        f"*Open prompts* {pending or 'none'}",
+        f"*Watcher* {escape(watcher)}",
+    ]
+    return Message(text="Status", blocks=(section("\n".join(lines)),))
+
+
+def runs_message(newest: Sequence[Run], now: datetime) -> Message:
+    """The newest runs, one per line."""
+    lines = [
+        f"{EMOJI[run.state]} {code(run.id[:8])} {link(run.url, run.name)}: {run.state}, "
+        f"{duration((run.ended or now) - run.created)}, {date(run.created)}"
+        for run in newest
+    ]
+    return Message(text="The newest runs", blocks=(section(join_lines(lines) or "No runs yet."),))
+
+
+def champion_message(current: Champion | None, record: Record | None) -> Message:
+    """The live release and its promotion."""
+    if current is None or record is None:
+        return line("No release has been promoted yet.")
+    promotion, accuracy = current.promotion, record.manifest.metrics.get("accuracy")
+    text = f"*{escape(promotion.version)}* is live since {date(promotion.since)}: {escape(promotion.how)} by " + (
+        escape(promotion.by) or "an unknown person"
+    )
+    if promotion.why:
+        text += f"\n_{escape(promotion.why)}_"
+    facts = fields(
+        {
+            "Accuracy": "not measured" if accuracy is None else f"{accuracy:.2%}",
+            "Classes": str(len(record.manifest.labels)),
+            "Rollback target": escape(promotion.previous or "") or "none: this is the first release",
+        }
+    )
+    return Message(text=f"{escape(promotion.version)} is live", blocks=(section(text), facts))
+
+
+def rollback_message(current: Champion) -> Message:
+    """The question whether to roll back."""
+    text = f"*{escape(current.version)}* is live. A rollback restores *{escape(current.previous or '')}*."
+    return Message(text=text, blocks=(section(text), *actions(*roll_back_buttons(current))))
+
+
+def _switch_schedule(call: Call, on: bool) -> Message:
+    person = str(call.caller.person)
+    ScheduleStore(call.services.store).switch(on, person)
+    call.audit("schedule_start" if on else "schedule_stop", "done")
+    return schedule(call) or line("")
+
+
+def _watcher_status(services: Services) -> str:
+    state = ScheduleStore(services.store).read()
+    by = f" by {state.by}" if state.by else ""
+    last = f" Last check {state.last.at:%Y-%m-%d %H:%M} UTC: {state.last.action}." if state.last else ""
+    return f"{'on' if state.on else 'off'}{by} since {state.since:%Y-%m-%d %H:%M} UTC.{last}"

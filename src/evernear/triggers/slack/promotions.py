@@ -1,0 +1,143 @@
+"""Promotions and rollbacks: the buttons, and the work behind them.
+
+In a cluster a pipeline moves the champion, because the bot has no rights there; elsewhere the bot's process does it.
+"""
+
+import json
+import logging
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+
+from evernear.errors import EvernearError
+from evernear.frozen import Frozen
+from evernear.release.registry import Cause, Champion, Promotion
+from evernear.triggers.requests import Request, request_id
+from evernear.triggers.slack.access import RequestRefusedError
+from evernear.triggers.slack.blocks import danger_button, escape, mention, section
+from evernear.triggers.slack.client import Block, Message
+from evernear.triggers.slack.routes import Call
+from evernear.triggers.slack.routes import button as on_click
+from evernear.triggers.slack.services import Services
+
+PROMOTE, ROLL_BACK = "release.promote", "release.roll_back"
+_PIPELINES = {"promote": "promote", "roll_back": "rollback"}
+_CHANGED = "The champion has changed since the button was shown; /evernear champion shows the current one."
+_log = logging.getLogger(__name__)
+
+
+class _Target(Frozen):
+    """The value of a button that moves the champion."""
+
+    release: Annotated[str, Field(max_length=100)]
+    move: int
+
+
+@on_click(PROMOTE, permission="promote")
+def request_promotion(call: Call) -> None:
+    """Record a request to promote a held release."""
+    _record(call, "promote")
+
+
+@on_click(ROLL_BACK, permission="roll_back")
+def request_rollback(call: Call) -> None:
+    """Record a request to roll back the champion's last move."""
+    _record(call, "roll_back")
+
+
+def is_done_here(services: Services, request: Request) -> bool:
+    """Whether this process carries out the request itself."""
+    return request.kind in ("promote", "roll_back") and services.settings.target != "kubernetes"
+
+
+def prepare_run(services: Services, request: Request) -> Request | None:
+    """Choose pipeline and parameters; None if the request failed because the champion has changed."""
+    if request.parameters:
+        return request
+    current = services.registry.champion()
+    if (current.promotion.number if current else 0) != request.move:
+        services.slack.post(request.channel, not_moved(request, _CHANGED), request.thread)
+        services.audit(request, request.kind, "failed", detail=_CHANGED)
+        services.finish(request, "failed")
+        return None
+    parameters = {"release": request.release, "reason": _reason(request)}
+    return services.requests.change(request, pipeline=_PIPELINES[request.kind], parameters=parameters)
+
+
+def move(services: Services, request: Request) -> None:
+    """Promote or roll back in this process; a move that a stopped process has made is not repeated."""
+    before = services.registry.champion()  # raises if the store is unavailable, and is retried
+    if (before.promotion.number if before else 0) == request.move:
+        error = _try_move(services, request)
+    elif before and before.promotion.number == request.move + 1 and request.id in before.promotion.why:
+        error = ""
+    else:
+        error = _CHANGED
+    after = services.registry.champion()
+    message = not_moved(request, error) if error or after is None else moved(request, after.promotion)
+    services.audit(request, request.kind, "failed" if error else "done", detail=error)
+    services.slack.post(request.channel, message, request.thread)
+    services.finish(request, "failed" if error else "ended")
+
+
+def promote_button(candidate: str, current: Champion | None) -> Block:
+    """The button that promotes a held release."""
+    value = _Target(release=candidate, move=current.promotion.number if current else 0).model_dump_json()
+    explanation = f"{candidate} goes live although the gate held it. Your name is recorded in the release history."
+    return danger_button("Promote anyway", PROMOTE, value, "Promote against the verdict?", explanation)
+
+
+def roll_back_buttons(current: Champion) -> list[Block]:
+    """The button that rolls back the champion's last move; nothing if there is no previous release."""
+    if current.previous is None:
+        return []
+    value = _Target(release=current.version, move=current.promotion.number).model_dump_json()
+    explanation = f"{current.previous} goes live again and replaces {current.version}."
+    return [danger_button("Roll back", ROLL_BACK, value, "Roll back?", explanation)]
+
+
+def moved(request: Request, promotion: Promotion) -> Message:
+    """Another release is live."""
+    verb = {"promote": "promoted", "roll_back": "rolled back"}[request.kind]
+    replaced = f" and replaces {escape(promotion.previous)}" if promotion.previous else ""
+    text = f":white_check_mark: {mention(request.by)} {verb}: *{escape(promotion.version)}* is live{replaced}."
+    return Message(text=text, blocks=(section(text),))
+
+
+def not_moved(request: Request, error: str) -> Message:
+    """The champion is unchanged."""
+    result = {"promote": "Not promoted", "roll_back": "Not rolled back"}[request.kind]
+    text = f":x: {mention(request.by)} *{result}.* {escape(error)}"
+    return Message(text=text, blocks=(section(text),))
+
+
+def _record(call: Call, kind: Literal["promote", "roll_back"]) -> None:
+    try:
+        target = _Target.model_validate(json.loads(call.text))
+    except (ValueError, ValidationError):
+        raise RequestRefusedError(
+            "That button is of another version of the bot; /evernear champion shows the live release."
+        ) from None
+    call.record(kind, request_id(kind, target.release, target.move), release=target.release, move=target.move)
+
+
+def _try_move(services: Services, request: Request) -> str:
+    """Promote or roll back; returns the error, or an empty string."""
+    cause = Cause(by=str(request.by), why=_reason(request))
+    try:  # the bot's image lacks the packages that serve; there a pipeline does this
+        from evernear.deployment import promote, roll_back
+    except ModuleNotFoundError as error:
+        return f"{error.name} is not installed where the bot runs; run `evernear registry` next to a server."
+    try:
+        if request.kind == "promote":
+            promote(request.release, services.settings, force=True, cause=cause)
+        else:
+            roll_back(services.settings, cause=cause, expected=request.release)
+    except EvernearError as error:
+        _log.warning("%s: %s", request.id, error)
+        return str(error)
+    return ""
+
+
+def _reason(request: Request) -> str:
+    return f"requested in Slack, request {request.id}"

@@ -1,0 +1,236 @@
+"""Prompts: ask in the channel whether to start a run, and take the answer."""
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from evernear.errors import ConflictError, SettingsError
+from evernear.kubeflow.runs import Run
+from evernear.kubeflow.runs import State as RunState
+from evernear.settings import DataSettings
+from evernear.triggers.parameters import combine, from_settings, from_words, split_words
+from evernear.triggers.requests import TEXT_MAX_CHARACTERS, TRAINING, Request, State, request_id
+from evernear.triggers.slack.access import RequestRefusedError
+from evernear.triggers.slack.blocks import (
+    actions,
+    as_text,
+    button,
+    code,
+    context,
+    date,
+    duration,
+    escape,
+    fields,
+    join_lines,
+    line,
+    link,
+    mention,
+    section,
+)
+from evernear.triggers.slack.client import Block, Message, NotWritableError
+from evernear.triggers.slack.routes import Call
+from evernear.triggers.slack.routes import button as on_click
+from evernear.triggers.slack.services import Services
+
+ACCEPT, DECLINE = "request.accept", "request.decline"
+_VERBS = {TRAINING: "train", "reindex": "index the gallery"}
+
+
+def request_run(call: Call, pipeline: str) -> None:
+    """Record a request to run ``pipeline`` with the settings of ``call.text``; the worker prompts for confirmation."""
+    timeout = timedelta(seconds=call.services.settings.slack.prompt_timeout_s)
+    call.record(
+        "run",
+        request_id("run", call.trigger),
+        state="pending",
+        expires=call.services.clock() + timeout,
+        pipeline=pipeline,
+        text=call.text[: TEXT_MAX_CHARACTERS + 1],
+    )
+
+
+def advance(services: Services, request: Request) -> None:
+    """Post the prompt of a pending request, or let the request expire."""
+    if request.is_expired(services.clock()) and (request.message or request.is_proposal):
+        services.requests.change(request, state="expired")
+    elif request.message:
+        return
+    elif request.is_proposal:
+        _post_proposal(services, request)
+    else:
+        _post_prompt(services, request)
+
+
+def close(services: Services, request: Request) -> None:
+    """Show in the prompt that the request was declined or has expired."""
+    services.slack.edit(request.message, closed(request))
+    services.requests.change(request, is_closed=True)
+
+
+@on_click(ACCEPT, permission="start")
+def accept(call: Call) -> None:
+    """Accept the request; the worker starts the run."""
+    request = _find(call)
+    if not request.message:
+        raise RequestRefusedError("This prompt is still being recorded; click again in a moment.")
+    _answer(call, request, "accepted")
+
+
+@on_click(DECLINE)
+def decline(call: Call) -> None:
+    """Decline the request; whoever asked for it needs no permission."""
+    request = _find(call)
+    if not call.caller.person.id or call.caller.person.id != request.asked_by.id:
+        call.require("start")
+    _answer(call, request, "declined")
+    call.audit("decline", "done", request=request.id)
+
+
+def prompt(
+    request: Request, parameters: Mapping[str, Any], defaults: Mapping[str, Any], newest: Sequence[Run]
+) -> Message:
+    """The question whether to start a run: its settings, its data, the duration of the last run, other active runs."""
+    changed = [code(f"{name} = {as_text(value)}") for name, value in _changes(parameters, defaults)]
+    source = parameters.get("source") or defaults.get("source") or DataSettings().source
+    succeeded = next((run for run in newest if run.state is RunState.SUCCEEDED), None)
+    active = [run for run in newest if not run.state.is_final]
+    verb = _VERBS.get(request.pipeline) or f"run {escape(request.pipeline)}"
+    question = "Train again?" if request.pipeline == TRAINING else f"Time to {verb}?"
+    start = "Start training" if request.pipeline == TRAINING else "Start"
+    blocks: list[Block] = [
+        section(f"*{question}* Requested by {mention(request.asked_by)}."),
+        fields(
+            {
+                "Pipeline": f"{escape(request.pipeline)}, newest published version",
+                "Data": escape(str(source)),
+                "Changed settings": ", ".join(changed) or "none",
+                "Last successful run": _duration_of(succeeded),
+            }
+        ),
+        *([section(f":warning: {_already_active(active)}")] if active else []),
+        *actions(
+            button(start, ACCEPT, request.id, style="primary"),
+            button("Not now", DECLINE, request.id),
+        ),
+        context("Nothing starts without confirmation." + _expiry(request)),
+    ]
+    name = escape(request.asked_by.name) or "Somebody"
+    return Message(text=f"{question} Requested by {name}.", blocks=tuple(blocks))
+
+
+def proposal(request: Request) -> Message:
+    """The watcher's question whether to start a run, with its reasons."""
+    text = "Train" if request.pipeline == TRAINING else "Index"
+    buttons = [button(text, ACCEPT, request.id, style="primary"), button("Not now", DECLINE, request.id)]
+    found = f"Proposed by the watcher {date(request.created)}. Nothing starts without confirmation."
+    return _with_reasons(request, *actions(*buttons), context(found + _expiry(request)))
+
+
+def closed(request: Request) -> Message:
+    """The prompt of a request that was declined or has expired."""
+    if request.is_proposal:
+        ending = "*Expired:* nobody answered in time."
+        return _with_reasons(
+            request, context(ending if request.state == "expired" else f"*Declined* by {mention(request.by)}.")
+        )
+    if request.state == "expired":
+        text = f"*Not started.* Nobody answered {mention(request.asked_by)} in time."
+    else:
+        text = f"*Not started.* Declined by {mention(request.by)}."
+    return Message(text="Not started.", blocks=(section(text),))
+
+
+def _post_proposal(services: Services, request: Request) -> None:
+    channel = services.settings.slack.channel
+    place = services.slack.post(channel, proposal(request))
+    services.requests.change(request, message=place, channel=channel)
+
+
+def _post_prompt(services: Services, request: Request) -> None:
+    known = services.runs.parameters(request.pipeline)
+    try:
+        if len(request.text) > TEXT_MAX_CHARACTERS:
+            raise SettingsError(
+                f"The command has more than {TEXT_MAX_CHARACTERS} characters; set the settings in the pipeline instead."
+            )
+        parameters = from_words(split_words(request.text), known, services.settings.slack.parameters)
+    except SettingsError as error:
+        services.notify(request, str(error))
+        services.finish(request, "failed")
+        return
+    defaults = combine(
+        {parameter.name: parameter.default for parameter in known}, from_settings(services.settings, known)
+    )
+    message = prompt(request, parameters, defaults, services.runs.list(request.pipeline, limit=20))
+    try:
+        place = services.slack.post(request.channel, message)
+    except NotWritableError:
+        text = "I cannot write to that channel; invite me with /invite @evernear and repeat the command."
+        services.slack.post(request.asked_by.id, line(text))
+        services.finish(request, "failed")
+        return
+    services.requests.change(request, message=place, parameters=parameters)
+
+
+def _find(call: Call) -> Request:
+    request = call.services.requests.find(call.text[:128])
+    if request is None or request.kind != "run":
+        raise RequestRefusedError("The request of this prompt no longer exists; repeat the command.")
+    return request
+
+
+def _answer(call: Call, request: Request, answer: State) -> None:
+    """Write the answer if the request is pending.
+
+    Raises:
+        RequestRefusedError: the request has expired, or somebody answered otherwise before.
+    """
+    services, person = call.services, call.caller.person
+    if request.state == "pending" and not request.is_expired(services.clock()):
+        try:
+            request = services.requests.change(request, state=answer, answered_by=person, answered=services.clock())
+        except ConflictError:  # another click was faster
+            request = _find(call)
+        services.wake()
+    if request.is_expired(services.clock()):
+        raise RequestRefusedError("This prompt has expired; /retrain asks again.")
+    was_declined = request.state == "declined"
+    by_caller = request.answered_by is not None and request.answered_by.id == person.id
+    if was_declined != (answer == "declined") or not by_caller:
+        raise RequestRefusedError(f"{request.by} was faster and {'declined' if was_declined else 'accepted'} this.")
+
+
+def _with_reasons(request: Request, *more: Block) -> Message:
+    question = f"Time to {_VERBS.get(request.pipeline) or 'run ' + escape(request.pipeline)}?"
+    reasons = [escape(reason) for reason in request.reasons]
+    lines = [f":eyes: *{question}*", *(f"• {reason}" for reason in reasons)]
+    return Message(text=" ".join([question, *reasons]), blocks=(section(join_lines(lines)), *more))
+
+
+def _expiry(request: Request) -> str:
+    return f" This prompt expires {date(request.expires)}." if request.expires else ""
+
+
+def _changes(parameters: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The parameters and settings that differ from the defaults; settings by their full name."""
+    ours, theirs = _flat(parameters), _flat(defaults)
+    return [(name.removeprefix("settings."), value) for name, value in ours.items() if theirs.get(name) != value]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        leaves |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return leaves
+
+
+def _duration_of(run: Run | None) -> str:
+    if run is None or run.ended is None:
+        return "none yet"
+    return f"took {duration(run.ended - run.created)}, {date(run.created)}"
+
+
+def _already_active(runs: Sequence[Run]) -> str:
+    names = ", ".join(link(run.url, run.name) for run in runs[:3])
+    more = f" and {len(runs) - 3} more" if len(runs) > 3 else ""
+    return f"Already active: {names}{more}."

@@ -1,0 +1,156 @@
+"""The registry of slash commands and buttons.
+
+A function with a decorator of this module is all that a command needs: `handlers` checks its permission, `/evernear
+help` lists it. The modules `commands`, `prompts`, `runs` and `promotions` register theirs when they are imported.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from evernear.errors import ConflictError
+from evernear.triggers import audit
+from evernear.triggers.audit import AuditEvent
+from evernear.triggers.requests import Kind, Request, request_id
+from evernear.triggers.slack.access import Caller, Permission, RequestRefusedError
+from evernear.triggers.slack.client import Message
+from evernear.triggers.slack.services import Services
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One command, click or mention."""
+
+    services: Services
+    caller: Caller
+    trigger: str
+    """Slack's id of it; copies of a delivery share it."""
+    text: str = ""
+    """The arguments of the command, or the value of the button."""
+    thread: str = ""
+    """Timestamp of the message to reply to."""
+
+    def require(self, permission: Permission) -> None:
+        """Check that the caller has ``permission``; a refusal is audited.
+
+        Raises:
+            RequestRefusedError: they do not.
+        """
+        try:
+            self.services.access.require(permission, self.caller)
+        except RequestRefusedError as error:
+            _log.warning("refused: %s may not %s.", self.caller.person, permission)
+            self.audit(permission, "refused", detail=str(error))
+            raise
+
+    def record(self, kind: Kind, record_id: str, **fields: Any) -> None:
+        """Store a request, from which the worker continues. A copy of a delivery changes nothing.
+
+        A request that failed is accepted again if it is not a copy.
+        """
+        services = self.services
+        request = Request.model_validate(
+            {"id": record_id, "kind": kind, "created": services.clock(), "asked_by": self.caller.person}
+            | {"channel": self.caller.channel, "thread": self.thread, "trigger": self.trigger}
+            | fields
+        )
+        try:
+            services.requests.add(request)
+        except ConflictError:
+            failed = services.requests.find(record_id)
+            if failed and failed.state == "failed" and failed.trigger != request.trigger:
+                again = request.model_dump(exclude={"id", "attempt"})
+                services.requests.change(failed, **again, attempt=failed.attempt + 1)
+        services.wake()
+
+    def audit(self, what: str, result: audit.Result, request: str = "", detail: str = "") -> None:
+        """Record an action that needs no request, or refuses one."""
+        event = AuditEvent(
+            request=request or request_id("help", self.trigger),
+            at=self.services.clock(),
+            who=str(self.caller.person),
+            what=what,
+            result=result,
+            where=self.caller.channel,
+            detail=detail,
+        )
+        audit.write(self.services.store, event)
+
+
+Handler = Callable[[Call], Message | None]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A slash command."""
+
+    name: str
+    usage: str
+    help: str
+    permission: Permission | None
+    is_query: bool
+    run: Handler
+
+
+@dataclass(frozen=True)
+class Button:
+    """The handler of a button's clicks."""
+
+    permission: Permission | None
+    run: Callable[[Call], None]
+
+
+COMMANDS: dict[str, Command] = {}
+BUTTONS: dict[str, Button] = {}
+
+
+def command(
+    name: str, help: str, *, usage: str = "", permission: Permission | None = None
+) -> Callable[[Handler], Handler]:
+    """Register a command that changes something, as in ``@command("/evernear stop", "ends a run", usage="RUN")``.
+
+    It runs before the acknowledgement, for which Slack waits 3 seconds: it may record a request for the worker, but not
+    wait for KFP. A returned message is shown to the caller.
+    """
+    return _register(name, help, usage, permission, is_query=False)
+
+
+def query(name: str, help: str, *, permission: Permission | None = None) -> Callable[[Handler], Handler]:
+    """Register a command that changes nothing. It runs after the acknowledgement, so that it may take longer."""
+    return _register(name, help, "", permission, is_query=True)
+
+
+def button(
+    action: str, permission: Permission | None = None
+) -> Callable[[Callable[[Call], None]], Callable[[Call], None]]:
+    """Register the handler of the buttons with ``action`` as their id; it runs before the acknowledgement."""
+
+    def register(run: Callable[[Call], None]) -> Callable[[Call], None]:
+        BUTTONS[action] = Button(permission, run)
+        return run
+
+    return register
+
+
+def find(slash: str, text: str) -> tuple[Command, str] | None:
+    """The command that a person typed, the longest name that fits, and its arguments."""
+    words = text.split()
+    for count in range(min(2, len(words)), -1, -1):
+        found = COMMANDS.get(" ".join([slash, *words[:count]]))
+        if found is not None:
+            is_complete = count == len(words) or bool(found.usage)
+            return (found, text.split(maxsplit=count)[count] if count < len(words) else "") if is_complete else None
+    return None
+
+
+def _register(
+    name: str, help: str, usage: str, permission: Permission | None, is_query: bool
+) -> Callable[[Handler], Handler]:
+    def register(run: Handler) -> Handler:
+        COMMANDS[name] = Command(name, usage, help, permission, is_query, run)
+        return run
+
+    return register

@@ -1,0 +1,324 @@
+"""Runs: start what was accepted, follow it in one message and its thread, post the verdict, stop it."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+
+from evernear.errors import SettingsError
+from evernear.evaluation.verdict import Rule
+from evernear.kubeflow.runs import Run, State, Step
+from evernear.output import printable
+from evernear.release.registry import Champion
+from evernear.reporting.notify import Outcome, load_confusion_matrix, load_outcome, load_rules
+from evernear.run_record import RunRecord
+from evernear.triggers.parameters import combine, from_settings
+from evernear.triggers.requests import Request, request_id
+from evernear.triggers.slack.blocks import (
+    EMOJI,
+    LINK,
+    TEXT_MAX,
+    actions,
+    code,
+    context,
+    cut,
+    danger_button,
+    duration,
+    escape,
+    header,
+    join_lines,
+    link_button,
+    mention,
+    section,
+)
+from evernear.triggers.slack.client import Block, Message
+from evernear.triggers.slack.promotions import promote_button, roll_back_buttons
+from evernear.triggers.slack.routes import Call
+from evernear.triggers.slack.routes import button as on_click
+from evernear.triggers.slack.services import Services
+
+STOP = "run.stop"
+STEPS_MAX = 40
+OUTCOME_GRACE = timedelta(minutes=1)
+"""The outcome of a successful run may become visible in the store a moment after its end."""
+_OUTCOME_EMOJI = {
+    "promoted": ":tada:",
+    "held": ":no_entry:",
+    "rolled back": ":rewind:",
+    "stopped": ":octagonal_sign:",
+    "failed": ":x:",
+}
+_AUDITED_AS = {"run": "start", "promote": "promote", "roll_back": "roll_back"}
+
+
+@on_click(STOP, permission="stop")
+def request_stop(call: Call) -> None:
+    """Record a request to stop a run."""
+    run_id = call.text[:100]
+    call.record("stop", request_id("stop", run_id), run=run_id)
+
+
+@on_click(LINK)
+def open_link(_: Call) -> None:
+    """Acknowledge a button that opens a page; Slack reports those clicks too."""
+
+
+class RunTracker:
+    """Starts and follows runs, and limits how often a message is edited."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._shown: dict[str, tuple[Message, datetime]] = {}
+        """The content of each edited message, by place, with the time of the edit."""
+
+    def start(self, request: Request) -> None:
+        """Start the run of an accepted request, with its key, so that a repeated start finds the first run."""
+        services = self._services
+        request = self._with_message(request)
+        try:
+            ours = from_settings(services.settings, services.runs.parameters(request.pipeline))
+            arguments = combine(ours, {"started_by": request.started_by}, request.parameters)
+            run = services.runs.start(request.pipeline, arguments, request.key, services.store)
+        except SettingsError as error:
+            self.give_up(request, str(error))
+            return
+        services.audit(request, _AUDITED_AS[request.kind], "done", run=run.id)
+        request = services.requests.change(request, state="started", run=run.id)
+        services.slack.edit(request.message, self._status(request, run, None))
+
+    def give_up(self, request: Request, error: str) -> None:
+        """Show that the run of an accepted request was not started."""
+        self._services.slack.edit(request.message, not_started(request, error))
+        self._services.audit(request, _AUDITED_AS[request.kind], "failed", detail=error)
+        self._services.finish(request, "failed")
+
+    def follow(self, request: Request) -> None:
+        """Show the progress of a started run, and its verdict when it has ended."""
+        services = self._services
+        run = services.runs.show(request.run)
+        outcome = load_outcome(services.store, run.id) if run.state.is_final else None
+        ended_just_now = run.ended is not None and services.clock() - run.ended < OUTCOME_GRACE
+        if run.state is State.SUCCEEDED and outcome is None and ended_just_now:
+            return
+        request = self._with_message(request)
+        channel, _, thread = request.message.partition("/")
+        if request.progress:
+            self._edit(request.progress, progress(run), at_once=run.state.is_final)
+        elif run.steps:
+            place = services.slack.post(channel, progress(run), thread)
+            request = services.requests.change(request, progress=place)
+        if run.state.is_final:
+            self._report(request, run, outcome)
+        else:
+            self._edit(request.message, self._status(request, run, None))
+
+    def stop(self, request: Request) -> None:
+        """Stop the run that ``request`` names by its id or by the first characters of it."""
+        services = self._services
+        if request.run:
+            matches = [services.runs.show(request.run)]
+        else:
+            matches = [run for run in services.runs.list(limit=50) if run.id.startswith(request.text)]
+        if len(matches) != 1:
+            subject = "More than one run's id begins" if matches else "No run's id begins"
+            services.notify(request, f"{subject} with {request.text!r}; /evernear runs lists them.")
+            services.finish(request, "failed")
+            return
+        (run,) = matches
+        if not run.state.is_final:
+            RunRecord(services.store, run.id).save_stop(str(request.by), services.clock())
+            services.runs.stop(run.id)
+            services.audit(request, "stop", "done", run=run.id)
+        services.slack.post(request.channel, stopping(request, run), request.thread)
+        services.finish(request, "ended", run=run.id)
+
+    def _report(self, request: Request, run: Run, outcome: Outcome | None) -> None:
+        services = self._services
+        channel, _, thread = request.message.partition("/")
+        if not request.verdict:
+            current, access = services.registry.champion(), services.access
+            buttons: list[Block] = []
+            if outcome and outcome.state == "held" and outcome.candidate and access.is_granted("promote"):
+                buttons.append(promote_button(outcome.candidate, current))
+            is_live = outcome and outcome.state == "promoted" and current and current.version == outcome.release
+            if is_live and current and access.is_granted("roll_back"):
+                buttons += roll_back_buttons(current)
+            message = verdict(request, run, outcome, load_rules(services.store, run.id), current, buttons)
+            request = services.requests.change(request, verdict=services.slack.post(channel, message, thread))
+        self._edit(request.message, self._status(request, run, outcome), at_once=True)
+        picture = load_confusion_matrix(services.store, run.id)
+        if picture:
+            title = "Confusion matrix of the candidate"
+            alt_text = "Confusion matrix: true labels by predicted labels, mistakes in red"
+            services.slack.upload(request.message, picture, "confusion-matrix.png", title, alt_text)
+        services.finish(request, "ended" if run.state is State.SUCCEEDED else "failed")
+
+    def _with_message(self, request: Request) -> Request:
+        """Post the status message of a request that was accepted without a prompt."""
+        if request.message:
+            return request
+        channel = request.channel or self._services.settings.slack.channel
+        place = self._services.slack.post(channel, starting(request))
+        return self._services.requests.change(request, message=place, channel=channel)
+
+    def _status(self, request: Request, run: Run, outcome: Outcome | None) -> Message:
+        return status(request, run, outcome, can_stop=self._services.access.is_granted("stop"))
+
+    def _edit(self, place: str, message: Message, at_once: bool = False) -> None:
+        """Edit ``place`` if the content changed and the last edit is long enough ago."""
+        shown, edited = self._shown.get(place, (None, None))
+        if shown == message:
+            return
+        interval = timedelta(seconds=self._services.settings.slack.update_interval_s)
+        if edited and not at_once and self._services.clock() - edited < interval:
+            return
+        self._services.slack.edit(place, message)
+        self._shown[place] = (message, self._services.clock())
+        if at_once:  # the last edit
+            del self._shown[place]
+
+
+def starting(request: Request, error: str = "") -> Message:
+    """An accepted request whose run has not started yet; ``error``: why the last attempt failed."""
+    blocks = [section(f":hourglass_flowing_sand: *Starting.* {_people(request)}")]
+    if error:
+        blocks.append(context(f":warning: {escape(error)} The request is stored; retrying."))
+    return Message(text="Starting a run.", blocks=tuple(blocks))
+
+
+def not_started(request: Request, error: str) -> Message:
+    """An accepted request whose run cannot be started."""
+    text = f":x: *Not started.* {escape(error)}"
+    return Message(text=f"Not started: {escape(error)}", blocks=(section(text), context(_people(request))))
+
+
+def status(request: Request, run: Run, outcome: Outcome | None, can_stop: bool) -> Message:
+    """The run in brief: the message in the channel, above the thread."""
+    if run.state.is_final:
+        emoji, result = _result(run, outcome)
+        text = f"{emoji} *{escape(result)}* after {duration(_age(run))}. The thread has the verdict."
+    else:
+        active = [escape(step.name) for step in run.steps if step.state is State.RUNNING]
+        text = f"{EMOJI[run.state]} *{run.state.capitalize()}*" + (f": {', '.join(active)}" if active else "")
+    buttons = link_button(run.url, run.id)
+    if can_stop and not run.state.is_final:
+        buttons.append(danger_button("Stop", STOP, run.id, "Stop this run?", f"{run.name} ends without a release."))
+    blocks = [
+        section(f"{text}\n{escape(run.name)}, {code(run.id)}"),
+        *actions(*buttons),
+        context(_people(request)),
+    ]
+    return Message(text=f"{cut(escape(run.name), 200)}: {run.state}", blocks=tuple(blocks))
+
+
+def progress(run: Run) -> Message:
+    """The steps of the run."""
+    lines = [_step(step) for step in run.steps[-STEPS_MAX:]] or ["No step has started yet."]
+    return Message(text=f"{len(run.steps)} steps so far", blocks=(section(join_lines(lines)),))
+
+
+def verdict(
+    request: Request,
+    run: Run,
+    outcome: Outcome | None,
+    rules: Sequence[Rule],
+    current: Champion | None,
+    buttons: Sequence[Block],
+) -> Message:
+    """The result of the run, its reasons, the gate's rules, and the actions that are possible."""
+    emoji, result = _result(run, outcome)
+    lines = [_live(outcome, current), *(f"• {escape(reason)}" for reason in _reasons(run, outcome))]
+    blocks = [header(f"{emoji} {result}"), section(join_lines(lines))]
+    if rules:
+        blocks.append(section(_table(rules)))
+    if outcome and "accuracy" in outcome.metrics:
+        blocks.append(context(_accuracy(outcome.metrics)))
+    blocks += actions(*buttons, *link_button(run.url, run.id))
+    blocks.append(context(f"{mention(request.by)} · run {code(run.id)} · {escape(run.pipeline_version)}"))
+    return Message(text=f"{escape(result)} {mention(request.by)}", blocks=tuple(blocks))
+
+
+def stopping(request: Request, run: Run) -> Message:
+    """The run is being stopped, or had ended before."""
+    if run.state.is_final:
+        text = f"{escape(run.name)} had already ended: {run.state}."
+    else:
+        text = f":octagonal_sign: {mention(request.by)} stops {escape(run.name)}, {code(run.id)}."
+    return Message(text=text, blocks=(section(text),))
+
+
+def _result(run: Run, outcome: Outcome | None) -> tuple[str, str]:
+    """Emoji and words for the result of a run that has ended."""
+    if run.state is State.CANCELED and (outcome is None or outcome.state == "failed"):
+        return EMOJI[State.CANCELED], "Stopped"
+    if outcome is not None:
+        release = f": {outcome.release}" if outcome.state in ("promoted", "rolled back") else ""
+        return _OUTCOME_EMOJI[outcome.state], outcome.state.capitalize() + release
+    return (":grey_question:", "Ended without a verdict") if run.state is State.SUCCEEDED else (":x:", "Failed")
+
+
+def _reasons(run: Run, outcome: Outcome | None) -> Sequence[str]:
+    reasons = outcome.reasons if outcome else ()
+    if outcome and outcome.step:
+        return [f"{outcome.step}: {' '.join(reasons)}"]
+    failed = [f"{step.name}: {step.error or 'failed'}" for step in run.steps if step.state is State.FAILED]
+    return reasons or failed or ([run.error] if run.error else [])
+
+
+def _live(outcome: Outcome | None, current: Champion | None) -> str:
+    if current is None:
+        return "No release is live yet."
+    is_new = outcome is not None and outcome.release == current.version
+    return f"*{escape(current.version)}* {'is live' if is_new else 'is still live'}."
+
+
+def _step(step: Step) -> str:
+    time = f"  {duration(step.ended - step.started)}" if step.started and step.ended else ""
+    error = f"\n      {escape(cut(step.error, 300))}" if step.error else ""
+    return f"{EMOJI[step.state]} {escape(step.name)}{time}{error}"
+
+
+def _table(rules: Sequence[Rule]) -> str:
+    rows = [("", "candidate", "champion", "bound", "")]
+    rows += [
+        (
+            printable(rule.name.replace("_", " ").replace("`", "'")),
+            _number(rule.candidate),
+            _number(rule.champion),
+            _number(rule.bound),
+            "" if rule.passed else "broken",
+        )
+        for rule in rules
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if 0 < column < 4 else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return cut("```\n" + "\n".join(map(escape, lines)), TEXT_MAX - 200) + "\n```"
+
+
+def _accuracy(metrics: Mapping[str, float]) -> str:
+    text = f"Accuracy {metrics['accuracy']:.2%}"
+    if "accuracy_low" in metrics and "accuracy_high" in metrics:
+        text += f" ({metrics['accuracy_low']:.2%} to {metrics['accuracy_high']:.2%})"
+    images = f"{metrics['test_images']:,.0f} test images" if "test_images" in metrics else "test images"
+    if "champion_accuracy" in metrics:
+        return f"{text}, the champion's {metrics['champion_accuracy']:.2%}, on the same {images}"
+    return f"{text} on {images}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _age(run: Run) -> timedelta:
+    return (run.ended or run.created) - run.created
+
+
+def _people(request: Request) -> str:
+    if request.answered_by == request.asked_by:
+        return f"Requested and started by {mention(request.by)}"
+    started = f", started by {mention(request.answered_by)}" if request.answered_by else ""
+    return f"Requested by {mention(request.asked_by)}{started}"

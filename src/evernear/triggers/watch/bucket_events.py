@@ -1,0 +1,79 @@
+"""MinIO's ListenBucketNotification: an endless response with a JSON line for each change, and blanks between them.
+
+An extension of MinIO. AWS and others have no such request; there the schedule alone decides. A dead connection is
+detected after `evernear.store.s3_connection.READ_TIMEOUT_S` without a blank.
+"""
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+from minio.error import S3Error
+from minio.helpers import BaseURL
+from minio.signer import presign_v4
+
+from evernear.errors import StoreError
+from evernear.store.s3_connection import S3Connection
+
+EVENTS = ["s3:ObjectCreated:*", "s3:ObjectRemoved:*"]
+EXPIRES_S = 60
+"""Validity of the signature, which the server checks when it opens the stream."""
+
+
+class NotificationsUnsupportedError(StoreError):
+    """The source has no notifications; a retry does not help."""
+
+
+def listen(source: str, on_change: Callable[[], None]) -> None:
+    """Call ``on_change`` when the stream is open (later changes are not missed) and at every change of ``source``.
+
+    Returns when the server ends the stream.
+
+    Raises:
+        NotificationsUnsupportedError: the source is not a bucket, or its server has no notifications.
+        StoreError: the server is unreachable or refuses, or the connection broke.
+    """
+    parts = urlsplit(source)
+    if parts.scheme != "s3":
+        raise NotificationsUnsupportedError(f"{source} has no notifications; it is checked on the schedule.")
+    bucket, folder = parts.netloc, parts.path.strip("/")
+    connection = S3Connection.from_environment()
+    host = urlsplit(connection.endpoint).hostname or ""
+    if host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
+        raise _unsupported(connection.endpoint)
+    filters: dict[str, Any] = {"prefix": f"{folder}/" if folder else "", "suffix": "", "events": EVENTS}
+    with connection.errors("s3:ListenBucketNotification", bucket, folder):
+        # Not minio's `listen_bucket_notification`, which repeats the request at once and forever when a stream ends.
+        response = connection.http.request("GET", _url(connection, bucket, filters), preload_content=False)
+        try:
+            if response.status == 501:
+                raise _unsupported(connection.endpoint)
+            if response.status != 200:
+                raise S3Error.fromxml(response)
+            if "text/event-stream" not in response.headers.get("content-type", ""):
+                raise _unsupported(connection.endpoint)  # other servers answer with a list of the bucket's objects
+            on_change()
+            for chunk in response.stream():
+                if chunk.strip():
+                    on_change()
+        finally:
+            response.close()
+
+
+def _url(connection: S3Connection, bucket: str, query: dict[str, Any]) -> str:
+    """A presigned URL; without keys, a plain one."""
+    region, keys = connection.region, connection.credentials.retrieve() if connection.credentials else None
+    if keys and keys.session_token:
+        query = query | {"X-Amz-Security-Token": keys.session_token}
+    url = BaseURL(connection.endpoint, region).build(
+        method="GET", region=region, bucket_name=bucket, query_params=query
+    )
+    if keys:
+        now = datetime.now(UTC)
+        url = presign_v4(method="GET", url=url, region=region, credentials=keys, date=now, expires=EXPIRES_S)
+    return url.geturl()
+
+
+def _unsupported(endpoint: str) -> NotificationsUnsupportedError:
+    return NotificationsUnsupportedError(f"{endpoint} has no bucket notifications; the source is checked on schedule.")

@@ -1,0 +1,194 @@
+"""Observe what changed: images that are new to the champion, and how live queries differ from its reference.
+
+The images that the network was trained on and those in the gallery are read from releases. The champion names the
+snapshot of its gallery. The oldest release in its line with the same network names the snapshot of the training,
+because a reindex keeps the network. The watcher keeps no state about either, so that a restart changes nothing.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TypeVar
+
+from evernear.data.drift import Measure, Shift, measure_drift
+from evernear.data.manifest import Manifest, manifest_key
+from evernear.data.source_diff import SourceDiff, diff_source, fetch_ledger
+from evernear.errors import EvernearError, StoreError
+from evernear.release.archive_reader import ARCHIVE_FILE, read_part
+from evernear.release.drift_baseline import DriftBaseline
+from evernear.release.manifest import DRIFT_BASELINE_FILE, ReleaseManifest
+from evernear.release.registry import Registry
+from evernear.settings import Settings
+from evernear.store import Store
+from evernear.triggers.watch.queries import live_queries, reference_queries
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class SourceChanges:
+    """Differences of the source from the champion's snapshots."""
+
+    train_images: float
+    """Expected number of new training images, since the training of the network."""
+    trained_on: int
+    """Number of images that the network was trained on."""
+    gallery_images: float
+    """Expected number of new gallery images, since the champion's index was built."""
+    new_files: int
+    """Files that are not in the champion's snapshot."""
+    gone_files: int
+    listed_files: int
+    new_classes: dict[str, int]
+    """Number of files by class, for classes that the champion does not know."""
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Differences of the champion's live queries from its reference; no ``shifts`` if the sample is too small."""
+
+    shifts: tuple[Shift, ...]
+    queries: int
+    sampled: int
+    unknown_rate: float
+    reference_unknown_rate: float
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The input of a decision. A part that could not be observed is None, with a sentence in ``faults``."""
+
+    champion: str | None
+    champion_since: datetime | None = None
+    changes: SourceChanges | None = None
+    drift: Drift | None = None
+    faults: tuple[str, ...] = ()
+
+
+@dataclass
+class Observer:
+    """Observes one source and one store; ``cache`` is a directory for ledgers, which never change."""
+
+    settings: Settings
+    store: Store
+    cache: Path
+    _baselines: dict[str, DriftBaseline | None] = field(default_factory=dict[str, DriftBaseline | None])
+
+    def observe(self, now: datetime) -> Observation:
+        """Compare source and live queries with the champion.
+
+        A failure of the source or of a part of the store is reported in ``faults`` and does not affect the rest.
+
+        Raises:
+            StoreError, IntegrityError: the champion cannot be read.
+        """
+        registry = Registry(self.store)
+        pointer = registry.champion()
+        champion = registry.get(pointer.version).manifest if pointer else None
+        faults: list[str] = []
+        changes = _try(lambda: self._changes(registry, champion), faults)
+        drift = _try(lambda: self._drift(registry, champion, now, faults), faults) if champion else None
+        return Observation(
+            champion=pointer.version if pointer else None,
+            champion_since=pointer.promotion.since if pointer else None,
+            changes=changes,
+            drift=drift,
+            faults=tuple(faults),
+        )
+
+    def _changes(self, registry: Registry, champion: ReleaseManifest | None) -> SourceChanges:
+        if champion is None:
+            (every,) = diff_source(self.settings.data, [None])
+            return _source_changes(every, every, 0, every.labels)
+        indexed = self._snapshot(champion)
+        trained = self._snapshot(_first_with_network(registry, champion))
+        ledgers = [fetch_ledger(self.store, snapshot, self.cache) for snapshot in (indexed, trained)]
+        for path in set(self.cache.glob("*.sqlite")) - set(ledgers):
+            path.unlink(missing_ok=True)
+        if indexed.digest == trained.digest:
+            (gallery,) = (train,) = diff_source(self.settings.data, ledgers[:1])
+        else:
+            gallery, train = diff_source(self.settings.data, ledgers)
+        known = set(champion.labels)
+        new_classes = {label: count for label, count in gallery.labels.items() if label not in known}
+        return _source_changes(gallery, train, trained.count("train"), new_classes)
+
+    def _snapshot(self, release: ReleaseManifest) -> Manifest:
+        key = manifest_key(release.dataset_name, release.dataset_digest)
+        stored = self.store.find(key)
+        if stored is None:
+            raise StoreError(
+                f"New images cannot be counted: {key}, from which release {release.version} was made, is no longer in"
+                " the store; train once more."
+            )
+        return Manifest.from_json(stored[0], f"{self.store.uri}/{key}")
+
+    def _drift(self, registry: Registry, champion: ReleaseManifest, now: datetime, faults: list[str]) -> Drift | None:
+        watch = self.settings.watch
+        baseline = self._baseline(registry, champion.version)
+        if baseline is None:
+            return None
+        live, damaged = live_queries(self.store, champion.version, now - timedelta(seconds=watch.drift_window_s), now)
+        faults += damaged
+        reference = reference_queries(baseline)
+        is_enough = len(live.distances) >= watch.min_queries
+        bounds: dict[Measure, float] = {
+            "unknown_rise": watch.unknown_rise,
+            "distance_shift": watch.distance_shift,
+            "embedding_shift": watch.embedding_shift,
+        }
+        return Drift(
+            shifts=tuple(measure_drift(reference, live, bounds, watch.false_alarm_rate)) if is_enough else (),
+            queries=live.total,
+            sampled=len(live.distances),
+            unknown_rate=live.unknown_rate,
+            reference_unknown_rate=reference.unknown_rate,
+        )
+
+    def _baseline(self, registry: Registry, version: str) -> DriftBaseline | None:
+        """The drift baseline of a release; None if the release predates drift baselines."""
+        if version not in self._baselines:
+            if DRIFT_BASELINE_FILE not in registry.get(version).manifest.parts:
+                self._baselines = {version: None}
+                return None
+            with tempfile.TemporaryDirectory(prefix="evernear-champion-") as temporary:
+                archive = Path(temporary) / ARCHIVE_FILE
+                registry.fetch(version, archive)
+                data = read_part(archive, DRIFT_BASELINE_FILE) or b""
+            self._baselines = {version: DriftBaseline.parse(data, f"{DRIFT_BASELINE_FILE} of release {version}")}
+        return self._baselines[version]
+
+
+def _first_with_network(registry: Registry, champion: ReleaseManifest) -> ReleaseManifest:
+    """The oldest release in the champion's line with its network; the network was trained on its snapshot."""
+    release = champion
+    while release.parent is not None:
+        parent = registry.get(release.parent, include_pruned=True).manifest
+        if parent.network_sha256 != champion.network_sha256:
+            break
+        release = parent
+    return release
+
+
+def _source_changes(
+    gallery: SourceDiff, train: SourceDiff, trained_on: int, new_classes: Mapping[str, int]
+) -> SourceChanges:
+    return SourceChanges(
+        train_images=train.expected("train"),
+        trained_on=trained_on,
+        gallery_images=gallery.expected("gallery"),
+        new_files=gallery.new,
+        gone_files=gallery.gone,
+        listed_files=gallery.listed,
+        new_classes=dict(new_classes),
+    )
+
+
+def _try(observe: Callable[[], _T], faults: list[str]) -> _T | None:
+    try:
+        return observe()
+    except EvernearError as error:
+        faults.append(str(error))
+        return None

@@ -1,0 +1,148 @@
+"""Propose or start what was decided, once.
+
+The memory of the watcher are its requests in the store. The id of the next one follows from theirs, so that of two
+concurrent watchers one creates it and the other gets a conflict.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
+
+from evernear.errors import ConflictError
+from evernear.reporting.notify import load_outcome
+from evernear.settings import Settings
+from evernear.store import Store
+from evernear.triggers.parameters import from_settings
+from evernear.triggers.requests import POLICY, TRAINING, WATCHER, Request, RequestStore
+from evernear.triggers.watch.decide import Decision
+from evernear.triggers.watch.observe import Observation
+
+if TYPE_CHECKING:
+    from evernear.kubeflow.client import KfpRuns
+
+_PIPELINES = {"retrain": TRAINING, "reindex": "reindex"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The request that a decision led to, or the reason why it led to none."""
+
+    request: Request | None = None
+    reason: str = ""
+
+
+class ProposalService:
+    """Carries out decisions about one store. ``runs`` is None without a pipeline server."""
+
+    def __init__(self, settings: Settings, store: Store, runs: "KfpRuns | None") -> None:
+        self._settings = settings
+        self._store = store
+        self._runs = runs
+        self._requests = RequestStore(store)
+        self._cooldown = timedelta(seconds=settings.watch.cooldown_s)
+
+    def act(self, decision: Decision, observation: Observation, watcher_id: str, now: datetime) -> Outcome:
+        """Propose the decision or start its run, unless something holds it back; ``watcher_id`` is the store's.
+
+        Raises:
+            StoreError: the store is unavailable.
+            PipelineServerError: the pipeline server is unavailable, so that active runs are unknown. An accepted
+                request stays accepted, and the next check starts its run.
+        """
+        requests = [request for request in self._requests.list() if request.is_proposal]
+        requests = [self._expire(request, decision, observation, now) for request in requests]
+        requests = [self._start(request) for request in requests]
+        if decision.action == "nothing":
+            return Outcome()
+        pipeline = _PIPELINES[decision.action]
+        reason = self._held_back(decision, pipeline, requests, observation, now)
+        if reason:
+            return Outcome(reason=reason)
+        by_policy = self._settings.watch.policy == "start" and not decision.for_a_person
+        request = Request(
+            id=_next_id(self._requests.ids(), watcher_id),
+            state="accepted" if by_policy else "pending",
+            created=now,
+            expires=now + self._cooldown,
+            asked_by=WATCHER,
+            answered_by=POLICY if by_policy else None,
+            answered=now if by_policy else None,
+            pipeline=pipeline,
+            reasons=decision.reasons,
+            figures=decision.figures,
+        )
+        try:
+            self._requests.add(request)
+        except ConflictError:
+            return Outcome(reason="Another watcher proposed it first.")
+        return Outcome(self._start(request))
+
+    def _expire(self, request: Request, decision: Decision, observation: Observation, now: datetime) -> Request:
+        """Expire a pending request that nobody answered in time, or whose reason no longer holds."""
+        if request.state != "pending":
+            return request
+        promoted = observation.champion_since is not None and observation.champion_since > request.created
+        obsolete = decision.action == "nothing" and not observation.faults
+        if not (promoted or obsolete or request.is_expired(now)):
+            return request
+        return self._change(request, state="expired")
+
+    def _held_back(
+        self,
+        decision: Decision,
+        pipeline: str,
+        requests: Sequence[Request],
+        observation: Observation,
+        now: datetime,
+    ) -> str:
+        """The reason why nothing is proposed now; empty if there is none."""
+        if pending := [request.id for request in requests if request.state == "pending"]:
+            return f"Proposal {pending[-1]} waits for an answer."
+        if accepted := [request.id for request in requests if request.state == "accepted"]:
+            return f"Proposal {accepted[-1]} is accepted, and its run is about to start."
+        if self._runs:
+            newest = [run for each in _PIPELINES.values() for run in self._runs.list(each)]
+            if active := [run for run in newest if not run.state.is_final]:
+                return f"Run {active[0].name} of {active[0].pipeline} is {active[0].state}."
+        last = next((request for request in reversed(requests) if request.pipeline == pipeline), None)
+        if last is None or decision.has_grown_since(last.figures, self._settings):
+            return ""
+        until = (last.answered or last.created) + self._cooldown
+        if now < until:
+            return (
+                f"Proposal {last.id} was {last.state}; an equal one follows after {until:%Y-%m-%d %H:%M} UTC,"
+                " or earlier if the figures grow."
+            )
+        if self._was_held(last, observation):
+            return f"The gate held the run of proposal {last.id}, and too little is new since then."
+        return ""
+
+    def _was_held(self, request: Request, observation: Observation) -> bool:
+        """Whether the run ended without a release, and no release went live since."""
+        if not request.run or (observation.champion_since and observation.champion_since > request.created):
+            return False
+        outcome = load_outcome(self._store, request.run)
+        return outcome is not None and outcome.state == "held"
+
+    def _start(self, request: Request) -> Request:
+        """Start the run that the policy accepted; its id is the key, so that a repeated start finds the first run."""
+        if self._runs is None or request.state != "accepted" or request.answered_by != POLICY:
+            return request
+        parameters = from_settings(self._settings, self._runs.parameters(request.pipeline))
+        parameters["started_by"] = f"the watcher, proposal {request.id}"
+        run = self._runs.start(request.pipeline, parameters, request.key, self._store)
+        return self._change(request, state="started", run=run.id)
+
+    def _change(self, request: Request, **fields: object) -> Request:
+        try:
+            return self._requests.change(request, **fields)
+        except ConflictError:  # an answer or another watcher was faster
+            return self._requests.find(request.id) or request
+
+
+def _next_id(ids: Sequence[str], watcher_id: str) -> str:
+    """Equal for all watchers that see the same requests, and unlike those of other stores."""
+    numbers = [int(match[1]) for each in ids if (match := re.fullmatch(r"(\d{6})-\w+", each))]
+    return f"{max(numbers, default=0) + 1:06d}-{watcher_id}"

@@ -1,0 +1,90 @@
+"""The watcher's state in the store, ``triggers/watch.json``: on or off, and the last check.
+
+Changed by compare-and-swap, from the command line, from Slack and by the watcher, which reads it before every check.
+"""
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import ClassVar, Literal
+from uuid import uuid4
+
+from pydantic import AwareDatetime
+
+from evernear.errors import ConflictError
+from evernear.frozen import Frozen
+from evernear.store import Store
+
+STATE = "triggers/watch.json"
+_ATTEMPTS = 5
+
+Action = Literal["retrain", "reindex", "nothing"]
+
+
+class CheckReport(Frozen):
+    """The result of a check."""
+
+    at: AwareDatetime
+    action: Action
+    reasons: tuple[str, ...]
+    """The reasons for the action, and for not proposing it now."""
+    figures: dict[str, float] = {}
+    faults: tuple[str, ...] = ()
+    """The parts of the check that failed, a sentence each."""
+    proposal: str | None = None
+    """Id of the request that the check created."""
+
+
+class ScheduleState(Frozen):
+    """The object at `STATE`."""
+
+    remedy: ClassVar[str] = "remove it to start over"
+
+    id: str
+    """Identifies the store in the ids of proposals, which are keys at a KFP that may serve several stores."""
+    on: bool = True
+    since: AwareDatetime
+    by: str = ""
+    """The person who paused or resumed the watcher."""
+    last: CheckReport | None = None
+
+
+class ScheduleStore:
+    """The schedule's state in one store. Every method may raise `StoreError` or `IntegrityError`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def read(self) -> ScheduleState:
+        """The current state; created, and on, at the first call."""
+        return self._change(lambda state: state)
+
+    def switch(self, on: bool, by: str) -> ScheduleState:
+        """Resume (``on``) or pause the watcher."""
+        update = {"on": on, "since": datetime.now(UTC), "by": by}
+        return self._change(lambda state: state if state.on == on else state.model_copy(update=update))
+
+    def save(self, report: CheckReport) -> ScheduleState:
+        """Store the last check, unless a later one is stored."""
+        return self._change(
+            lambda state: (
+                state if state.last and state.last.at > report.at else state.model_copy(update={"last": report})
+            )
+        )
+
+    def _change(self, change: Callable[[ScheduleState], ScheduleState]) -> ScheduleState:
+        """Apply ``change``, repeatedly if others write at the same time."""
+        for _ in range(_ATTEMPTS):
+            stored = self._store.find(STATE)
+            if stored:
+                state = ScheduleState.from_json(stored[0], f"{self._store.uri}/{STATE}")
+            else:
+                state = ScheduleState(id=uuid4().hex[:8], since=datetime.now(UTC))
+            changed = change(state)
+            if stored and changed == state:
+                return state
+            try:
+                self._store.put_if(STATE, changed.to_json(), stored[1] if stored else None)
+            except ConflictError:
+                continue
+            return changed
+        raise ConflictError(f"{STATE} in {self._store.uri} changes faster than it can be written; try again.")

@@ -1,0 +1,75 @@
+"""The queries of /evernear, whose answers only the caller sees."""
+
+import pytest
+from bot import ADA, BOB, Bot, MemoryRuns
+
+from evernear.kubeflow.runs import State
+from evernear.triggers.watch.schedule_state import ScheduleStore
+from tests.loopback.slack import SlackServer
+
+
+def _query(bot: Bot, text: str) -> str:
+    return bot.query(BOB, text).text
+
+
+def test_status_shows_release_runs_prompts_and_watcher(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+    bot.prompt()
+    runs.start("continuous-training", {}, "key")
+    bot.clock.move(90)
+    answer = _query(bot, "/evernear status")
+    assert "*Live release* none yet" in answer
+    assert "|continuous-training 1> for 1 min 30 s" in answer
+    assert "*Open prompts* 1" in answer
+    assert "*Watcher* on" in answer
+
+
+def test_runs_lists_the_newest(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+    assert "No runs yet." in _query(bot, "/evernear runs")
+    runs.start("continuous-training", {}, "1")
+    runs.set(State.FAILED, ended=bot.clock())
+    runs.start("reindex", {}, "2")
+    answer = _query(bot, "/evernear runs").splitlines()
+    assert [line.split(" ")[0] for line in answer] == [":white_circle:", ":x:"]
+    assert "`00000002`" in answer[0]
+
+
+@pytest.mark.parametrize("state", State)
+def test_runs_in_every_state_are_listed(bot: Bot, runs: MemoryRuns, state: State) -> None:
+    runs.start("continuous-training", {}, "1")
+    runs.set(state)
+    assert f": {state}, " in _query(bot, "/evernear runs")
+
+
+def test_champion_before_the_first_promotion(bot: Bot, slack: SlackServer) -> None:
+    assert "No release has been promoted yet." in _query(bot, "/evernear champion")
+
+
+def test_kfp_outage_is_reported(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+    runs.is_down = True
+    assert "Kubeflow Pipelines at http://kfp.example cannot be reached." in _query(bot, "/evernear status")
+
+
+def test_internal_error_is_reported(bot: Bot, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "list", lambda **_: 1 / 0)
+    assert "An internal error occurred (ZeroDivisionError); the bot's log has the details." in _query(
+        bot, "/evernear runs"
+    )
+
+
+@pytest.mark.parametrize("text", ["/evernear", "/evernear help", "/evernear champion now", "/evernear <!channel>"])
+def test_unknown_commands_get_help(bot: Bot, text: str) -> None:
+    assert "/evernear rollback" in bot.command(BOB, text).body
+
+
+def test_stop_needs_a_run(bot: Bot) -> None:
+    assert "Which run?" in bot.command(ADA, "/evernear stop").body
+    assert "Which run?" in bot.command(ADA, "/evernear stop 1").body
+
+
+def test_schedule_is_paused_and_resumed_by_name(bot: Bot, slack: SlackServer) -> None:
+    assert "The watcher is off by ada (U0ADA in Slack)" in bot.command(ADA, "/evernear schedule stop").body
+    assert ScheduleStore(bot.store).read().on is False
+    assert "off by ada" in _query(bot, "/evernear schedule")
+    bot.command(ADA, "/evernear schedule start")
+    assert ScheduleStore(bot.store).read().on is True
+    assert {line["what"] for line in bot.audit()} == {"schedule_stop", "schedule_start"}
