@@ -1,4 +1,4 @@
-"""Files: opened safely, hashed, and written whole or not at all."""
+"""Open, hash and atomically write files."""
 
 import errno
 import hashlib
@@ -15,20 +15,20 @@ from evernear.errors import StoreError, no_space
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file to read it. A pipe, whose reader would wait for a writer, a device or a directory is refused.
+    """Open a regular file for reading; unlike `open`, this never waits for the writer of a pipe.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: the file cannot be opened, or is a pipe, a device or a directory.
     """
-    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 - Path.open takes no opener
+    file = open(path, "rb", opener=_open_nonblocking)  # noqa: SIM115 - Path.open takes no opener
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return file
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # to a regular file it makes no difference
+def _open_nonblocking(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # no effect on regular files
 
 
 def sha256_bytes(data: bytes) -> str:
@@ -43,7 +43,7 @@ def sha256_file(path: Path) -> str:
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
-    """Write a file so that a reader, or a crash, sees the old content or the new one and nothing between.
+    """Write a file atomically: after a crash, or for a reader, it has the old content or the new one.
 
     Raises:
         StoreError: disk full, permission denied, ...
@@ -54,7 +54,7 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Generator[BinaryIO]:
-    """A new file to write, which replaces ``path`` when the body ends, and is removed if it fails.
+    """A new file that replaces ``path`` when the body ends, and is removed if the body fails.
 
     Raises:
         StoreError: disk full, permission denied, ...
@@ -68,13 +68,13 @@ def atomic_file(path: Path) -> Generator[BinaryIO]:
 
 
 @contextmanager
-def disk_errors(place: Path | str) -> Generator[None]:
-    """Turn an `OSError` on ``place`` into a `StoreError` of one sentence."""
+def disk_errors(path: Path | str) -> Generator[None]:
+    """Convert an `OSError` on ``path`` to a `StoreError`."""
     try:
         yield
     except OSError as error:
-        sentence = no_space(error, place) or f"{place} cannot be read or written: {error.strerror or error}."
-        raise StoreError(sentence) from error
+        message = no_space(error, path) or f"{path} cannot be read or written: {error.strerror or error}."
+        raise StoreError(message) from error
 
 
 @contextmanager
@@ -91,6 +91,6 @@ def staged_file(directory: Path, name: str) -> Generator[tuple[BinaryIO, Path]]:
 
 
 def sync(file: BinaryIO) -> None:
-    """Bring the content to the disk before the name, so that power loss cannot leave an empty object."""
+    """Flush the content to disk, before a rename, so that a power failure cannot leave an empty file."""
     file.flush()
     os.fsync(file.fileno())

@@ -1,8 +1,8 @@
-"""What evernear prints for people: one place where text from outside becomes printable.
+"""Output for people, with untrusted text escaped.
 
-Names of classes and files, fields of a release, answers of servers and names of people are chosen by others. Printed
-as they are, they could steer the terminal (ESC), turn a line around (U+202E), hide its end (NUL) or add lines that
-evernear never wrote. Every line for a console, a log or a report therefore goes through `printable`.
+Class and file names, fields of a release, responses of servers and user names are untrusted. Printed verbatim, they
+could control the terminal (ESC), reverse a line (U+202E), hide its end (NUL) or forge lines. Every line for a console,
+a log or a report therefore goes through `printable`.
 """
 
 import logging
@@ -16,9 +16,9 @@ _ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | 
 
 
 def printable(text: str, limit: int | None = None) -> str:
-    """``text`` on one line: what `str.isprintable` denies as an escape such as ``\\x1b``, ``\\u202e`` or ``\\n``.
+    """``text`` on one line, with unprintable characters escaped as in ``\\x1b``, ``\\u202e`` or ``\\n``.
 
-    What is longer than ``limit`` characters ends in "...". Doing it twice changes nothing.
+    Text longer than ``limit`` characters is truncated and ends in "...". The function is idempotent.
     """
     shown = text if limit is None else text[:limit]
     escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
@@ -26,30 +26,30 @@ def printable(text: str, limit: int | None = None) -> str:
 
 
 def print_line(text: str = "", file: TextIO | None = None) -> None:
-    """Print ``text`` as one line for a person, on stdout unless ``file`` is another stream."""
+    """Print ``text`` as one line to ``file`` (stdout by default)."""
     print(printable(text), file=file or sys.stdout, flush=True)
 
 
 def print_json(value: object) -> None:
-    """Print ``value``, a pydantic model or a tree with some, as one line of JSON that holds nothing but ASCII."""
+    """Print ``value``, which may contain pydantic models, as one line of ASCII JSON."""
     text = to_json(value, ensure_ascii=True, inf_nan_mode="null").decode()
-    print_line(text.replace("\x7f", "\\u007f"))  # DEL, the one control character that JSON need not escape
+    print_line(text.replace("\x7f", "\\u007f"))  # DEL, the only control character that JSON does not escape
 
 
 class LogFormatter(logging.Formatter):
-    """A formatter whose records are one line each, with the lines of a traceback below."""
+    """A formatter that prints each record on one line, followed by the traceback."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
-        """The line of a record, whatever its arguments hold."""
+        """The line of a record, with untrusted arguments escaped."""
         return printable(super().formatMessage(record))
 
     def formatException(self, ei: _ExcInfo) -> str:  # noqa: N802 - logging's own name
-        """A traceback, whose last lines quote the exception."""
+        """A traceback; its last lines quote the exception, which is untrusted."""
         return "\n".join(map(printable, super().formatException(ei).split("\n")))
 
 
 def log_to_stderr(level: int) -> None:
-    """Send this process's log to stderr, from ``level`` on."""
+    """Log to stderr from ``level`` on."""
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])

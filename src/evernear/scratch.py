@@ -1,4 +1,4 @@
-"""Directories of one user alone, among everybody's in ``/tmp``, under a name that other processes find again."""
+"""Private directories in ``/tmp`` under predictable names, so that other processes can locate them."""
 
 import hashlib
 import os
@@ -13,18 +13,17 @@ from evernear.errors import StoreError
 
 
 def scratch_name(owner: Path) -> str:
-    """A name that belongs to ``owner`` and this user; short, as paths of sockets must be."""
+    """The directory name for ``owner`` and this user; short, because socket paths are limited."""
     return "evernear-" + hashlib.sha256(f"{os.geteuid()}:".encode() + os.fsencode(owner)).hexdigest()[:12]
 
 
 def make_private(directory: Path) -> None:
-    """Make ``directory``, new and for this user alone; what was left there before goes.
+    """Create ``directory`` empty, with access for this user only; an earlier one of this user is removed.
 
-    Whoever knows the name can have made it first, with their files in it or as a link to another place: such a one is
-    not used.
+    The name is predictable, so another user may have created it first, as a directory or a link; it is not used then.
 
     Raises:
-        StoreError: something is there that cannot be removed, or the directory cannot be made.
+        StoreError: the path exists and cannot be removed, or the directory cannot be created.
     """
     remove_own(directory)
     with disk_errors(directory):
@@ -35,21 +34,21 @@ def make_private(directory: Path) -> None:
 
 
 def remove_own(directory: Path) -> None:
-    """Remove ``directory`` with all that is in it, if it is one and this user's."""
+    """Remove ``directory`` recursively if it is a directory of this user."""
     try:
-        found = directory.lstat()
+        status = directory.lstat()
     except OSError:
         return
-    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
         shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager
 def scratch(directory: Path) -> Generator[Path]:
-    """``directory``, as `make_private` makes it, and gone afterwards.
+    """Create ``directory`` with `make_private`, and remove it at the end.
 
     Raises:
-        StoreError: as `make_private`.
+        StoreError: see `make_private`.
     """
     make_private(directory)
     try:

@@ -1,13 +1,13 @@
-"""Threads of the numerical libraries: as many as the container has CPUs, and none that spins while it waits.
+"""Threads of the numerical libraries: one per CPU of the container, without busy waiting.
 
-torch and FAISS each load an OpenMP runtime of their own (GNU's; LLVM's on macOS), and torch's MKL and the OpenBLAS of
-FAISS and of NumPy read OMP_NUM_THREADS, too. By default they start one thread per CPU of the node, whatever the limit
-of the container, and a thread that waits for the others spins before it sleeps [1]. When another process needs the
-CPU, the spinning thread takes it from the very thread that it waits for: an epoch of 6 s took 164 s
-(docs/decisions/0026-threads.md, benchmarks/contention.py). OMP_WAIT_POLICY=PASSIVE ends that in both runtimes [1, 2].
+torch and FAISS each load an OpenMP runtime (GNU's; LLVM's on macOS). torch's MKL and the OpenBLAS of FAISS and NumPy
+read OMP_NUM_THREADS as well. By default they start one thread per CPU of the node, regardless of the container's limit,
+and a waiting thread spins before it sleeps [1]. If another process needs the CPU, the spinning thread takes it from the
+very thread that it waits for: an epoch of 6 s took 164 s (docs/decisions/0026-threads.md, benchmarks/contention.py).
+OMP_WAIT_POLICY=PASSIVE prevents that in both runtimes [1, 2].
 
-The libraries read the environment when they are loaded, and child processes inherit it. Importing any part of
-evernear therefore calls `configure` before anything else.
+The libraries read the environment when they are loaded, and child processes inherit it. Importing evernear therefore
+calls `configure` first.
 
 [1] https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
 [2] https://reviews.llvm.org/D18577: PASSIVE means KMP_BLOCKTIME=0.
@@ -22,13 +22,13 @@ from pathlib import Path
 THREADS = "OMP_NUM_THREADS"
 WAIT_POLICY = "OMP_WAIT_POLICY"
 CHOSEN_THREADS = "_EVERNEAR_THREADS"
-"""The value that `configure` chose for `THREADS`, so that no process takes it for the user's own."""
+"""The value that `configure` chose for `THREADS`, to distinguish it from a value of the user."""
 
 
 def configure() -> None:
-    """Set `THREADS` and `WAIT_POLICY` for this process and its children; values of the user's environment win.
+    """Set `THREADS` and `WAIT_POLICY` for this process and its children, unless the user set them.
 
-    A library that is loaded already keeps what it read.
+    Libraries that are already loaded are not affected.
     """
     os.environ.setdefault(WAIT_POLICY, "PASSIVE")
     if THREADS not in os.environ:
@@ -53,21 +53,21 @@ def divide_between(processes: int) -> Generator[None]:
 
 
 def available_cpus(root: Path = Path("/")) -> int:
-    """CPUs that this process may use at once: those of its affinity, or fewer under a CPU limit of its cgroups.
+    """The number of CPUs that this process may use: those of its affinity, or fewer under a cgroup CPU limit.
 
-    A limit of 1.5 CPUs counts as 2, since a single thread would leave a third of it unused. ``root`` is the directory
+    A limit of 1.5 CPUs counts as 2, because a single thread would leave a third of it unused. ``root`` is the directory
     that holds ``proc`` and ``sys``.
     """
-    # os.process_cpu_count of Python 3.13 knows affinity alone; joblib.cpu_count knows limits, but not those of the
-    # cgroups above, and takes 0.2 s to import.
+    # os.process_cpu_count (Python 3.13) considers affinity only; joblib.cpu_count considers limits, but not those of
+    # parent cgroups, and takes 0.2 s to import.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return math.ceil(min([cpus, *map(_cpu_limit, _cgroups(root))]))
 
 
 def _cgroups(root: Path) -> Iterator[Path]:
-    """This process's cgroup and those above it, in each hierarchy that can limit CPU time.
+    """The cgroup of this process and its parents, in each hierarchy that can limit CPU time.
 
-    In a container only the root of the hierarchy may be visible, which is then the container's own cgroup.
+    In a container only the root of the hierarchy may be visible, which is then the container's cgroup.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()  # hierarchy:controllers:path, see cgroups(7)
@@ -85,7 +85,7 @@ def _cgroups(root: Path) -> Iterator[Path]:
 
 
 def _cpu_limit(cgroup: Path) -> float:
-    """CPUs of one cgroup, infinity without a limit.
+    """The CPU limit of one cgroup; infinity if there is none.
 
     Version 2: https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files, version 1:
     https://docs.kernel.org/scheduler/sched-bwc.html#management.
@@ -95,6 +95,6 @@ def _cpu_limit(cgroup: Path) -> float:
         try:
             quota_us, period_us = " ".join((cgroup / name).read_text() for name in names).split()
             return math.inf if quota_us in ("max", "-1") else int(quota_us) / int(period_us)
-        except (OSError, ValueError):  # not there, or of a kernel that is none
+        except (OSError, ValueError):  # missing, or not in the expected format
             continue
     return math.inf

@@ -51,8 +51,8 @@ def test_where_nothing_drifted_a_look_alarms_at_most_at_the_stated_rate() -> Non
         assert {shift.measure for shift in shifts} == set(BOUNDS)
         for shift in shifts:
             assert shift.level == pytest.approx(LEVEL / 3)
-            alarms[shift.measure] += shift.found
-        looks += any(shift.found for shift in shifts)
+            alarms[shift.measure] += shift.detected
+        looks += any(shift.detected for shift in shifts)
     assert looks <= MOST_ALARMS
     assert looks > 0, "a test that never alarms finds nothing either"
     assert max(alarms.values()) <= stats.binom.isf(1e-4, SEEDS, LEVEL / 3)
@@ -72,7 +72,7 @@ def test_a_planted_shift_is_found_at_the_default_rate(planted: dict[str, float],
         rng = np.random.default_rng(seed)
         reference = drawn(rng, 500, 500)
         shifts = measure_drift(reference, drawn(rng, 500, 500, **planted), {measure: BOUNDS[measure]}, 0.005, seed)
-        found += shifts[0].found
+        found += shifts[0].detected
     assert found == 8
 
 
@@ -80,7 +80,7 @@ def test_a_planted_shift_is_found_at_the_default_rate(planted: dict[str, float],
 def test_a_shift_is_found_at_rates_whose_share_is_rounded_down(rate: float) -> None:
     rng = np.random.default_rng(0)
     shifts = measure_drift(drawn(rng), drawn(rng, one_class=0.9), BOUNDS, rate)
-    assert [shift.measure for shift in shifts if shift.found] == ["embedding_shift"]
+    assert [shift.measure for shift in shifts if shift.detected] == ["embedding_shift"]
 
 
 def test_a_difference_too_small_to_matter_is_none_however_sure_it_is() -> None:
@@ -88,7 +88,7 @@ def test_a_difference_too_small_to_matter_is_none_however_sure_it_is() -> None:
     reference, live = drawn(rng, 200_000, 100_000), drawn(rng, 200_000, 100_000, farther=0.005)
     for shift in measure_drift(reference, live, {m: BOUNDS[m] for m in ("unknown_rise", "distance_shift")}, 0.001):
         assert shift.p <= shift.level
-        assert not shift.found
+        assert not shift.detected
 
 
 def test_a_fall_of_the_unknown_rate_is_no_rise() -> None:

@@ -34,8 +34,8 @@ def test_errors_stop_with_one_sentence_that_names_the_files(tree, take, draw) ->
         require_valid(report)
     sentence = str(caught.value)
     assert sentence == (
-        "The data cannot be used: 2 files cannot be decoded; mend or remove 1/cut.png, 2/words.png;"
-        " 1 image stands under several labels and was left out; keep the right one of 1/again.png, 2/001.png."
+        "The data cannot be used: 2 files cannot be decoded; fix or remove 1/cut.png, 2/words.png;"
+        " 1 image has several labels and was left out; keep the right one of 1/again.png, 2/001.png."
     )
     assert caught.value.exit_code == 3
     assert "- 2/words.png is not a PNG or JPEG image." in report.markdown()
@@ -79,7 +79,7 @@ def test_many_names_are_cut_short(tree, take) -> None:
     (finding,) = check(take(tree)).findings
     assert finding.count == 50
     assert finding.message == (
-        "50 files cannot be decoded; mend or remove 1/w00.png, 1/w01.png, 1/w02.png, 1/w03.png, 1/w04.png and more."
+        "50 files cannot be decoded; fix or remove 1/w00.png, 1/w01.png, 1/w02.png, 1/w03.png, 1/w04.png and more."
     )
 
 
@@ -100,7 +100,7 @@ def test_a_vanished_class_is_held_against_the_champion(tree, take) -> None:
         path.unlink()
     (tree / "2").rmdir()
     second = take(tree)
-    with pytest.raises(DataValidationError, match="The release that serves knows 2, but no such image is left"):
+    with pytest.raises(DataValidationError, match="The live release has the classes 2, but no image of them is left"):
         require_valid(check(second, ("1", "2", "10")))
     # A class that no release knew may go.
     assert check(second, ("1", "10")).findings == ()
@@ -153,7 +153,7 @@ def test_a_report_survives_names_of_any_kind(tree, take) -> None:
     report = check(take(tree))
     table = [line for line in report.markdown().splitlines() if line.startswith("| ")]
     assert {line.replace("\\|", "").count("|") for line in table} <= {4, 6}
-    with pytest.raises(DataValidationError, match=r"mend or remove a\|b/\\x1b\[31m\.png, a\|b/x\\ny\.png\."):
+    with pytest.raises(DataValidationError, match=r"fix or remove a\|b/\\x1b\[31m\.png, a\|b/x\\ny\.png\."):
         require_valid(report)
     assert "| <b>" not in report.markdown()
     assert r"| \!\[x\](evil.example) \*\_\` |" in report.markdown()

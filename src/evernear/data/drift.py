@@ -1,10 +1,10 @@
-"""Whether live queries still are what the champion was measured on: three two-sample tests, each with an effect size.
+"""Drift of live queries from the champion's reference: three two-sample tests, each with an effect size.
 
-A test's p-value says that two samples differ, not that it matters: with enough queries any difference is significant.
-So drift is found where the effect is at least a bound *and* the p-value at most its share of the false alarm rate
-(Bonferroni). If live queries are independent draws from the reference's distribution, a look therefore raises a false
-alarm at most at that rate, whatever the bounds; they only lower it. Queries that come in bursts (one camera, one
-hour) are no independent draws: then the bounds hold the line, not the p-values.
+A p-value shows that two samples differ, not that the difference matters: with enough queries any difference is
+significant. Drift is therefore reported if the effect is at least a bound *and* the p-value is at most its share of the
+false alarm rate (Bonferroni). If live queries are independent draws from the reference distribution, a measurement
+raises a false alarm at most at that rate; the bounds only lower it. Queries that come in bursts (one camera, one hour)
+are not independent; then the bounds limit false alarms, not the p-values.
 """
 
 import math
@@ -20,23 +20,23 @@ Measure = Literal["unknown_rise", "distance_shift", "embedding_shift"]
 Floats = NDArray[np.float32]
 
 SAMPLE = 500
-"""Points of either side that the energy test takes: its matrix of distances is 4 MB then."""
+"""Points per side in the energy test; its distance matrix then takes 4 MB."""
 
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries of one release: ``unknown`` of ``total``, and of a sample of them what they are compared by."""
+    """Queries of one release: ``unknown`` of ``total``, and the distances and coordinates of a sample."""
 
     total: int
     unknown: int
     distances: Floats
     """L2 distance to the nearest gallery image, (N,)."""
     coordinates: Floats
-    """Projected embeddings, (N, D); D is 0 where the release has no projection."""
+    """Projected embeddings, (N, D); D is 0 if the release has no projection."""
 
     @property
     def unknown_rate(self) -> float:
-        """Share of unknown images."""
+        """The proportion of unknown images."""
         return self.unknown / self.total if self.total else 0.0
 
 
@@ -51,8 +51,8 @@ class Shift:
     level: float
 
     @property
-    def found(self) -> bool:
-        """Whether it matters and is no chance."""
+    def detected(self) -> bool:
+        """Whether the effect is large enough and significant."""
         return self.effect >= self.bound and self.p <= self.level
 
 
@@ -61,7 +61,7 @@ def measure_drift(
 ) -> list[Shift]:
     """Compare ``live`` with ``reference`` by each measure of ``bounds``.
 
-    The embeddings are left out where one side has none. ``seed`` chooses the energy test's sample and permutations.
+    The embeddings are skipped if one side has none. ``seed`` chooses the energy test's sample and permutations.
     """
     level = false_alarm_rate / len(bounds)
     shifts: list[Shift] = []
@@ -80,9 +80,9 @@ def measure_drift(
 
 
 def unknown_rise(reference: Queries, live: Queries) -> tuple[float, float]:
-    """By how much the unknown rate rose, and Fisher's exact one-sided p-value that it did not.
+    """The increase of the unknown rate, and Fisher's exact one-sided p-value.
 
-    Exact, so conservative: with few unknown images it alarms more rarely than its level.
+    The exact test is conservative: with few unknown images it rejects more rarely than its level.
     """
     table = [[live.unknown, live.total - live.unknown], [reference.unknown, reference.total - reference.unknown]]
     result: Any = stats.fisher_exact(table, alternative="greater")
@@ -92,7 +92,7 @@ def unknown_rise(reference: Queries, live: Queries) -> tuple[float, float]:
 def distance_shift(reference: Floats, live: Floats) -> tuple[float, float]:
     """Kolmogorov-Smirnov distance of two samples (largest gap of their distribution functions), and its p-value.
 
-    The asymptotic p-value (Hodges 1958), which for samples of a hundred and more is right or a little too large.
+    The p-value is asymptotic (Hodges 1958); for samples of 100 and more it is accurate or slightly too large.
     """
     result: Any = stats.ks_2samp(reference, live, method="asymp")
     return float(result.statistic), float(result.pvalue)
@@ -117,9 +117,9 @@ def embedding_shift(
     for column in range(1, permutations + 1):
         sides[rng.permutation(len(points))[: len(first)], column] = 1
     energies, across = _energies(distances, sides, len(first))
-    # Rounding must not let a permutation that gives the same two sides pass for a smaller one.
-    as_large = int((energies[1:] >= energies[0] - 1e-6 * across[0]).sum())
-    return float(energies[0] / across[0]) if across[0] else 0.0, (1 + as_large) / (1 + permutations)
+    # Rounding must not make a permutation with the same two sides look smaller.
+    count = int((energies[1:] >= energies[0] - 1e-6 * across[0]).sum())
+    return float(energies[0] / across[0]) if across[0] else 0.0, (1 + count) / (1 + permutations)
 
 
 def _draw(points: Floats, count: int, rng: np.random.Generator) -> Floats:

@@ -1,8 +1,8 @@
-"""The structure of PNG and JPEG files: what decoding one costs, and the parts that its pixels depend on.
+"""Inspect the structure of PNG and JPEG files, to bound the cost of decoding them.
 
 A few kilobytes can claim gigabytes of pixels, thousands of passes over them, or metadata that takes longer to read
-than the image. `inspect` walks a file's chunks or segments without decoding anything, refuses what would cost too
-much, and rewrites the rest without its metadata. So the decoder sees one header, one palette, one stream of pixels.
+than the image. `inspect` walks the chunks or segments of a file without decoding it, rejects files that are too
+expensive, and removes the metadata. The decoder then sees one header, one palette and one stream of pixels.
 
 Sources: PNG specification (third edition), sections 5 and 11; ITU-T T.81, annex B; Exif 2.32, section 4.6.
 """
@@ -18,20 +18,20 @@ from evernear.errors import DataError
 from evernear.settings.section import MAX_PIXELS
 
 MAX_SIDE_PX = 2**15 - 1
-"""Each row costs a pointer, and resizing takes memory for each column."""
+"""Each row needs a pointer, and resizing needs memory for each column."""
 MAX_SCANS = 32
 """Scans of a JPEG file. libjpeg writes 10 for color and 18 for CMYK, MozJPEG up to about 20."""
 SEGMENTS = 256
 MEAN_SEGMENT_SIZE_BYTES = 512
-"""A file may have so many PNG chunks or JPEG segments, and more if they have that size on average: each costs half a
-microsecond. libpng writes 8 KiB of pixels into a chunk."""
+"""A file may have ``SEGMENTS`` PNG chunks or JPEG segments, plus one per ``MEAN_SEGMENT_SIZE_BYTES``: each takes half a
+microsecond. libpng writes chunks of 8 KiB."""
 MAX_TABLES_SIZE_BYTES = 2**16
-"""Quantization and Huffman tables of a JPEG file. Four and eight of them fit into 2.8 KiB; each scan may bring new
-Huffman tables."""
+"""Quantization and Huffman tables of a JPEG file. The usual four and eight need 2.8 KiB; each scan may add Huffman
+tables."""
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _JPEG_SIGNATURE = b"\xff\xd8\xff"
-# A marker; stuffed zeros and restart markers belong to the scan in which they stand.
+# A marker; stuffed zeros and restart markers belong to the scan around them.
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 _TEM, _SOI, _EOI, _SOS, _APP1 = 0x01, 0xD8, 0xD9, 0xDA, 0xE1
 _COLOR_SPACE = {0xE0: b"JFIF\0", 0xEE: b"Adobe"}  # APP0, APP14
@@ -45,10 +45,10 @@ _EXIF_SHORT, _EXIF_LONG = 3, 4
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """A PNG or JPEG file whose decoding is bounded.
+    """A PNG or JPEG file whose decoding cost is bounded.
 
-    ``data`` is the file without its metadata. ``orientation`` is that of EXIF, 1 to 8. ``name`` begins the
-    sentences about it.
+    ``data`` is the file without its metadata, ``orientation`` is that of EXIF, 1 to 8, and ``name`` is used in error
+    messages.
     """
 
     name: str
@@ -60,16 +60,16 @@ class EncodedImage:
 
     @property
     def pixels(self) -> int:
-        """The number of its pixels, which decides what decoding costs."""
+        """The number of pixels, which determines the cost of decoding."""
         return self.width_px * self.height_px
 
 
 def inspect(data: bytes, max_pixels: int, name: str = "The image") -> EncodedImage:
-    """Read the structure of a PNG or JPEG file, which its content tells, never a name.
+    """Inspect a PNG or JPEG file; the format is detected from the content.
 
     Raises:
-        DataError: it is another format, broken, animated, of more than ``max_pixels``, or coded in a way whose
-            decoding is not bounded; the sentence begins with ``name``.
+        DataError: the file has another format, is broken or animated, has more than ``max_pixels``, or an encoding of
+            unbounded cost; the message begins with ``name``.
     """
     if data.startswith(_PNG_SIGNATURE):
         image = _inspect_png(data, name)
@@ -94,7 +94,7 @@ def broken(name: str, reason: str) -> DataError:
 
 def _inspect_png(data: bytes, name: str) -> EncodedImage:
     """Keep IHDR, PLTE, tRNS and the pixels, which become one chunk."""
-    kept: dict[bytes, memoryview] = {}
+    headers: dict[bytes, memoryview] = {}
     pixels: list[memoryview] = []
     pixels_ended = False
     orientation = 1
@@ -112,18 +112,18 @@ def _inspect_png(data: bytes, name: str) -> EncodedImage:
         if kind == b"eXIf":
             orientation = _orientation(data[start:stop].removeprefix(_EXIF))
         elif kind == b"IHDR" or (kind in (b"PLTE", b"tRNS") and not pixels):
-            kept.setdefault(kind, view[start - 8 : stop + 4])
-    if b"IHDR" not in kept or len(kept[b"IHDR"]) != 25:
+            headers.setdefault(kind, view[start - 8 : stop + 4])
+    if b"IHDR" not in headers or len(headers[b"IHDR"]) != 25:
         raise broken(name, "it has no header")
     if not pixels:
         raise broken(name, "it has no pixels")
-    width_px, height_px = struct.unpack_from(">II", kept[b"IHDR"], 8)
-    chunks = [*kept.values(), *_png_chunk(b"IDAT", pixels), *_png_chunk(b"IEND", [])]
+    width_px, height_px = struct.unpack_from(">II", headers[b"IHDR"], 8)
+    chunks = [*headers.values(), *_png_chunk(b"IDAT", pixels), *_png_chunk(b"IEND", [])]
     return EncodedImage(name, "PNG", width_px, height_px, orientation, b"".join([_PNG_SIGNATURE, *chunks]))
 
 
 def _png_chunks(data: bytes, name: str) -> Iterator[tuple[bytes, int, int]]:
-    """Type, start and end of each chunk's data; a file that is cut short has a last chunk that is cut short."""
+    """Yield type, start and end of each chunk's data; a truncated file ends in a truncated chunk."""
     at = len(_PNG_SIGNATURE)
     for _ in range(max_segments(len(data))):
         if at + 8 > len(data):
@@ -137,7 +137,7 @@ def _png_chunks(data: bytes, name: str) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _png_chunk(kind: bytes, data: list[memoryview]) -> Iterator[bytes | memoryview]:
-    """The pieces of a chunk, whose data are not copied."""
+    """Yield the parts of a chunk without copying its data."""
     yield struct.pack(">I4s", sum(map(len, data)), kind)
     yield from data
     checksum = zlib.crc32(kind)
@@ -147,7 +147,7 @@ def _png_chunk(kind: bytes, data: list[memoryview]) -> Iterator[bytes | memoryvi
 
 
 def _inspect_jpeg(data: bytes, name: str) -> EncodedImage:
-    """Keep tables, frame, scans, and what says which colors the components are (JFIF, Adobe)."""
+    """Keep tables, frame, scans, and the markers of the color space (JFIF, Adobe)."""
     parts: list[memoryview] = []
     color_space: dict[int, memoryview] = {}
     frame: tuple[int, int] | None = None
@@ -185,16 +185,16 @@ def _inspect_jpeg(data: bytes, name: str) -> EncodedImage:
 
 
 def _jpeg_segments(data: bytes, name: str) -> Iterator[tuple[int, int, int]]:
-    """Marker, start and end of each segment, up to the end of the image or the first fault, where libjpeg stops, too.
+    """Yield marker, start and end of each segment, up to the end of the image or the first error, as libjpeg does.
 
-    A scan's data follow its segment.
+    The data of a scan follow its segment.
     """
     at = 2
     for _ in range(max_segments(len(data))):
-        found = _JPEG_MARKER.search(data, at)
-        if found is None:
+        match = _JPEG_MARKER.search(data, at)
+        if match is None:
             return
-        marker, start, at = data[found.end() - 1], found.start(), found.end()
+        marker, start, at = data[match.end() - 1], match.start(), match.end()
         if marker == _EOI:
             yield marker, start, at
             return
@@ -230,10 +230,10 @@ def _too_many_segments(name: str, kind: str, size_bytes: int) -> DataError:
 
 
 def _orientation(tiff: bytes) -> int:
-    """The orientation in EXIF data, 1 to 8; data that cannot be read say nothing, as in a viewer.
+    """The orientation in EXIF data, 1 to 8; invalid data are ignored, as in a viewer.
 
-    Only the first directory is read. Pillow would load every tag of it, and a few bytes each can claim the whole
-    of the data as their value.
+    Only the first directory is read, and only this tag: Pillow would load every tag, and each can claim the whole data
+    as its value.
     """
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
     if order is None:

@@ -1,4 +1,4 @@
-"""What a dataset snapshot is: an immutable manifest that names its shards by their hash."""
+"""The manifest of a dataset snapshot: immutable, with shards named by hash."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ _IDENTITY = {"format", "shape", "labels", "shards", "problems", "problem_counts"
 
 
 class Shard(Frozen):
-    """One file of images of one split: ``datasets/<name>/shards/<sha256>.npy``."""
+    """A file with images of one split: ``datasets/<name>/shards/<sha256>.npy``."""
 
     sha256: str
     split: Split
@@ -24,9 +24,9 @@ class Shard(Frozen):
 
 
 class Problem(Frozen):
-    """A fault that ingest met; ``kind`` is a rule of `evernear.settings.ValidationSettings`.
+    """A problem that ingest found; ``kind`` is a rule of `evernear.settings.ValidationSettings`.
 
-    ``names`` are files of the source, a few where there are many.
+    ``names`` are some of the affected files in the source.
     """
 
     kind: str
@@ -35,10 +35,10 @@ class Problem(Frozen):
 
 
 class Manifest(Frozen):
-    """A snapshot of a dataset. It never changes; the next ingest makes another one with this as ``parent``.
+    """An immutable snapshot of a dataset; the next ingest makes another one with this as ``parent``.
 
-    ``labels`` only ever grows at its end, so that a label's number is the same in every snapshot.
-    ``problems`` lists some of each kind, ``problem_counts`` counts them all. ``created`` is UTC, ISO 8601.
+    ``labels`` is append-only, so the number of a label is the same in every snapshot. ``problems`` lists some of each
+    kind, ``problem_counts`` counts them all. ``created`` is UTC, ISO 8601.
     """
 
     remedy = "run the ingest step again"
@@ -58,16 +58,16 @@ class Manifest(Frozen):
 
     @property
     def digest(self) -> str:
-        """sha256 of what the snapshot holds: images, labels, splits, order, problems; not of where it is."""
+        """sha256 of the content (images, labels, splits, order, problems), independent of its location."""
         identity = self.model_dump(mode="json", include=_IDENTITY)
         return sha256_bytes(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode())
 
     def count(self, split: Split) -> int:
-        """Images of a split."""
+        """The number of images in a split."""
         return sum(shard.count for shard in self.shards if shard.split == split)
 
     def label_counts(self, split: Split) -> dict[str, int]:
-        """Images of each label of a split, in the order of ``labels``, zeros included."""
+        """The number of images per label in a split, in the order of ``labels``, including zeros."""
         counts = dict.fromkeys(self.labels, 0)
         for shard in self.shards:
             if shard.split == split:
@@ -77,17 +77,17 @@ class Manifest(Frozen):
 
 
 def manifest_key(name: str, digest: str) -> str:
-    """Where the store has the snapshot ``digest`` of the dataset ``name``."""
+    """The key of the snapshot ``digest`` of the dataset ``name``."""
     return f"datasets/{name}/manifests/{digest}.json"
 
 
 def ledger_key(name: str, sha256: str) -> str:
-    """Where the store has the ledger of a snapshot of the dataset ``name``."""
+    """The key of the ledger ``sha256`` of the dataset ``name``."""
     return f"datasets/{name}/ledgers/{sha256}.sqlite"
 
 
 def save_manifest(manifest: Manifest, directory: Path) -> None:
-    """Write ``manifest.json`` into ``directory``: all that a pipeline step hands on of a dataset."""
+    """Write ``manifest.json`` into ``directory``; that is the whole dataset artifact of a pipeline step."""
     manifest.save(directory / FILE_NAME)
 
 
@@ -95,11 +95,11 @@ def load_manifest(directory: Path) -> Manifest:
     """The manifest of a dataset artifact.
 
     Raises:
-        IntegrityError: the directory holds none, or a broken one.
+        IntegrityError: the manifest is missing or invalid.
     """
     return Manifest.load(directory / FILE_NAME)
 
 
 def as_split(name: str) -> Split | None:
-    """``name`` as a split, or None where it is none."""
+    """``name`` as a split, or None."""
     return name if name in SPLITS else None

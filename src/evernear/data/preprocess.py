@@ -1,4 +1,4 @@
-"""From the bytes of an image file to the array that the network takes: one way, for ingest and serving."""
+"""Decode and resize images: the same code for ingest and serving."""
 
 import hashlib
 import struct
@@ -17,11 +17,11 @@ from evernear.frozen import Frozen
 Pixels = NDArray[np.uint8]
 
 DECODE_BYTES_PER_PIXEL = 12
-"""Memory of a decode at its most: a progressive CMYK JPEG, whose 8 bytes of coefficients and 4 of pixels are held
-together (``benchmarks/decode_limits.py`` measures it)."""
+"""Peak memory of decoding: a progressive CMYK JPEG needs 8 bytes of coefficients and 4 bytes of pixels at once
+(measured by ``benchmarks/decode_limits.py``)."""
 _BAND_PIXELS = 2**20
 
-# What Pillow raises for broken files, by reading its decoders.
+# Exceptions that Pillow's decoders raise for broken files, from its source code.
 _BROKEN = (
     OSError,
     SyntaxError,
@@ -34,8 +34,8 @@ _BROKEN = (
     zlib.error,
 )
 
-# How an image is turned upright, by its EXIF orientation.
-_TURNS = {
+# The transposition for each EXIF orientation.
+_TRANSPOSITIONS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -47,10 +47,10 @@ _TURNS = {
 
 
 class Preprocessing(Frozen):
-    """What is done to an image before the network sees it; part of every release.
+    """The preprocessing of images for a network; part of every release.
 
-    `to_array` applies size and channels and gives uint8. ``mean`` and ``std``, one per channel and in units
-    of 0..1, are applied inside the exported network.
+    `to_array` applies size and channels and returns uint8. ``mean`` and ``std`` per channel, on a scale of 0..1,
+    are applied inside the exported network.
     """
 
     height_px: int
@@ -62,12 +62,12 @@ class Preprocessing(Frozen):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Height, width and channels of what the network takes."""
+        """Height, width and channels of the network's input."""
         return self.height_px, self.width_px, self.channels
 
 
 def decode(data: bytes, max_pixels: int, name: str = "The image") -> Image.Image:
-    """A PNG or JPEG file as an 8-bit image of mode ``L`` (gray) or ``RGB``.
+    """Decode a PNG or JPEG file to an 8-bit image of mode ``L`` (gray) or ``RGB``.
 
     Raises:
         DataError: as `inspect` and `decode_inspected`.
@@ -76,10 +76,10 @@ def decode(data: bytes, max_pixels: int, name: str = "The image") -> Image.Image
 
 
 def decode_inspected(file: EncodedImage) -> Image.Image:
-    """An inspected file as an 8-bit image of mode ``L`` (gray) or ``RGB``.
+    """Decode an inspected file to an 8-bit image of mode ``L`` (gray) or ``RGB``.
 
-    EXIF orientation is applied; transparency is laid over white, as a viewer shows it; 16-bit gray keeps its upper
-    8 bits; palette and CMYK become RGB. Memory stays below `decode_size_bytes`.
+    EXIF orientation is applied; transparency is composited over white, as in a viewer; 16-bit gray keeps its upper 8
+    bits; palette and CMYK become RGB. Memory stays below `decode_size_bytes`.
 
     Raises:
         DataError: the file is broken.
@@ -87,20 +87,20 @@ def decode_inspected(file: EncodedImage) -> Image.Image:
     try:
         image = Image.open(BytesIO(file.data), formats=(file.format,))
         image.load()
-        if (turn := _TURNS.get(file.orientation)) is not None:
-            image = image.transpose(turn)
+        if (transposition := _TRANSPOSITIONS.get(file.orientation)) is not None:
+            image = image.transpose(transposition)
         return _eight_bit(image)
     except _BROKEN as error:
         raise broken(file.name, str(error).rstrip(".") or type(error).__name__) from None
 
 
 def decode_size_bytes(max_pixels: int) -> int:
-    """Memory of `decode_inspected` and `to_array` at its most, for an image of ``max_pixels`` and besides its file."""
+    """Peak memory of `decode_inspected` and `to_array` for an image of ``max_pixels``, excluding its file."""
     return max_pixels * DECODE_BYTES_PER_PIXEL
 
 
 def to_array(image: Image.Image, height_px: int, width_px: int, channels: int) -> Pixels:
-    """An image of `decode` as uint8 (H, W, C): stretched to the size (bilinear, antialiased), grey or RGB."""
+    """Convert an image of `decode` to uint8 (H, W, C); the resize stretches it (bilinear, antialiased)."""
     image = _as_mode(image, "L" if channels == 1 else "RGB")
     if image.size != (width_px, height_px):
         image = image.resize((width_px, height_px), Image.Resampling.BILINEAR)
@@ -134,7 +134,7 @@ def _eight_bit(image: Image.Image) -> Image.Image:
 
 
 def _by_bands(image: Image.Image, mode: str, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
-    """``convert`` applied to a band of rows at a time, so that its intermediate images stay small."""
+    """Apply ``convert`` to one band of rows at a time, so that its intermediate images stay small."""
     converted = Image.new(mode, image.size)
     for band in _bands(image):
         converted.paste(_as_mode(convert(image.crop(band)), mode), band)
@@ -158,5 +158,5 @@ def _over_white(band: Image.Image) -> Image.Image:
 
 
 def _as_mode(image: Image.Image, mode: str) -> Image.Image:
-    """`Image.convert`, which copies an image that has the mode already, where it is needed."""
+    """`Image.convert` without the copy of an image that already has the mode."""
     return image if image.mode == mode else image.convert(mode)

@@ -1,4 +1,4 @@
-"""Reading a dataset: images come in blocks, in order or shuffled, in flat memory."""
+"""Read a dataset in blocks of images, in order or shuffled, in flat memory."""
 
 import hashlib
 import os
@@ -18,17 +18,17 @@ from evernear.disk import disk_errors
 from evernear.errors import DataError, IntegrityError
 from evernear.store import FileStore, Store, open_store
 
-# A shuffle reads pieces of this size from all over a group of shards, and mixes a buffer of them.
+# A shuffle reads pieces of this size from a whole group of shards, and mixes them in a buffer.
 _PIECE_BYTES = 256 * 2**10
 _BUFFER_BYTES = 32 * 2**20
 _GROUP_SHARDS = 16
-# Local copies of shards that lie in S3; the least recently used go first.
+# Local copies of remote shards; the least recently used are evicted first.
 _CACHE_BYTES = 8 * 2**30
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some images: uint8 (N, H, W, C), the numbers of their labels (N,), their sha256 as uint8 (N, 32)."""
+    """A block of images: uint8 (N, H, W, C), their label numbers (N,), and their sha256 as uint8 (N, 32)."""
 
     images: Pixels
     labels: NDArray[np.int64]
@@ -39,10 +39,10 @@ class Block:
 
 
 class Dataset:
-    """A snapshot, opened for reading. Each shard's hash is checked before its first use."""
+    """A snapshot opened for reading. The hash of each shard is checked before its first use."""
 
     def __init__(self, manifest: Manifest, store: Store, cache: Path | None = None) -> None:
-        """Read ``manifest``'s shards from ``store``; copies of remote ones go to ``cache``."""
+        """Read the shards of ``manifest`` from ``store``; remote ones are cached in ``cache``."""
         self.manifest = manifest
         self.labels = manifest.labels
         self.shape = manifest.shape
@@ -52,34 +52,34 @@ class Dataset:
 
     @staticmethod
     def open(directory: Path) -> "Dataset":
-        """The dataset whose manifest lies in ``directory`` (`evernear.data.manifest.save_manifest`).
+        """Open the dataset whose manifest is in ``directory`` (`evernear.data.manifest.save_manifest`).
 
         Raises:
-            IntegrityError: there is no manifest, or a broken one.
+            IntegrityError: the manifest is missing or invalid.
         """
         manifest = load_manifest(directory)
         return Dataset(manifest, open_store(manifest.store_uri))
 
     @staticmethod
     def find(store: Store, name: str, digest: str) -> "Dataset | None":
-        """An earlier snapshot of the dataset ``name``, or None where the store no longer has it.
+        """An earlier snapshot of the dataset ``name``; None if the store no longer has it.
 
         Raises:
-            IntegrityError: what the store has is no manifest.
+            IntegrityError: the stored manifest is invalid.
         """
         key = manifest_key(name, digest)
-        found = store.find(key)
-        return Dataset(Manifest.from_json(found[0], f"{store.uri}/{key}"), store) if found else None
+        stored = store.find(key)
+        return Dataset(Manifest.from_json(stored[0], f"{store.uri}/{key}"), store) if stored else None
 
     def count(self, split: Split) -> int:
         """Images of a split."""
         return self.manifest.count(split)
 
     def require_shape(self, shape: tuple[int, int, int], taker: str) -> None:
-        """Refuse to be measured by ``taker``, a release or the candidate, which takes images of ``shape``.
+        """Check that ``taker``, a release or the candidate, takes images of this dataset's shape.
 
         Raises:
-            DataError: these images have another one.
+            DataError: it takes images of another ``shape``.
         """
         if shape != self.shape:
             raise DataError(
@@ -88,7 +88,7 @@ class Dataset:
             )
 
     def blocks(self, split: Split, block_size: int = 4096) -> Iterator[Block]:
-        """A split in its order, at most ``block_size`` images at a time.
+        """Yield a split in order, at most ``block_size`` images at a time.
 
         Raises:
             IntegrityError: a shard is damaged.
@@ -97,23 +97,22 @@ class Dataset:
             yield from self.shard_blocks(shard, block_size)
 
     def shard_blocks(self, shard: Shard, block_size: int = 4096) -> Iterator[Block]:
-        """The same of one of its shards."""
+        """Yield one shard in order, at most ``block_size`` images at a time."""
         with self._files.open(shard) as file:
             for start in range(0, shard.count, block_size):
                 yield _block(self._read(file, shard, min(block_size, shard.count - start)))
 
     def shards(self, split: Split) -> list[Shard]:
-        """The shards of a split, in its order."""
+        """The shards of a split in order."""
         return [shard for shard in self.manifest.shards if shard.split == split]
 
     def shuffled_batches(
         self, split: Split, batch_size: int, seed: int, epoch: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[Block]:
-        """One epoch of batches in an order that ``seed`` and ``epoch`` decide; every rank gets as many.
+        """Yield one epoch of batches, shuffled by ``seed`` and ``epoch``; every rank gets the same number.
 
-        The order of the shards is shuffled, then that of pieces of neighbouring shards, then the images of a
-        buffer (32 MiB, or 8 batches where that is more). Images that fill no last batch sit this epoch out. A
-        split smaller than one batch is one batch.
+        The shards are shuffled, then pieces of neighboring shards, then the images in a buffer of 32 MiB or 8 batches,
+        whichever is larger. An incomplete last batch is dropped; a split smaller than one batch is one batch.
         """
         total = self.count(split) // world_size
         if total == 0:
@@ -133,7 +132,7 @@ class Dataset:
                 yield _block(buffer[order[first : first + batch_size]])
 
     def mean_std(self, split: Split = "train") -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and standard deviation of each channel, in units of 0..1."""
+        """Mean and standard deviation of each channel, scaled to 0..1."""
         total = np.zeros(self.shape[2], np.int64)
         squares = np.zeros(self.shape[2], np.int64)
         pixels = self.count(split) * self.shape[0] * self.shape[1]
@@ -147,7 +146,7 @@ class Dataset:
                 total[channel] += int(counts @ np.arange(256))
                 squares[channel] += int(counts @ np.arange(256) ** 2)
         mean = total / (255.0 * pixels)
-        # Rounding may leave a channel of one value a variance below zero.
+        # Rounding may make the variance of a constant channel negative.
         std = np.sqrt(np.maximum(squares / (255.0**2 * pixels) - mean**2, 0))
         return tuple(mean.tolist()), tuple(std.tolist())
 
@@ -179,7 +178,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class _Piece:
-    """``count`` neighbouring rows of a shard."""
+    """``count`` consecutive rows of a shard."""
 
     shard: Shard
     start: int
@@ -187,14 +186,14 @@ class _Piece:
 
 
 class _Window:
-    """Hands out pieces of a stream of rows, cut where a reader's share or its buffer ends."""
+    """Splits a stream of pieces at the end of a rank's share or of its buffer."""
 
     def __init__(self, pieces: Iterator[_Piece]) -> None:
         self._pieces = pieces
         self._rest: _Piece | None = None
 
     def take(self, rows: int) -> Iterator[_Piece]:
-        """Pieces of together ``rows`` rows."""
+        """Yield pieces with ``rows`` rows in total."""
         while rows:
             piece = self._rest or next(self._pieces)
             count = min(rows, piece.count)
@@ -220,15 +219,15 @@ def _block(rows: Rows) -> Block:
 
 
 class _ShardFiles:
-    """Opens shards: in place where the store is a directory, from a bounded cache where it is not."""
+    """Opens shards: in place if the store is a directory, otherwise from a bounded cache."""
 
     def __init__(self, dataset: str, store: Store, dtype: np.dtype[np.void], cache: Path) -> None:
         self._dataset, self._store, self._dtype, self._cache = dataset, store, dtype, cache
         self._first_row: dict[str, int] = {}
-        self._whole: set[str] = set()
+        self._intact: set[str] = set()
 
     def open(self, shard: Shard, row: int = 0) -> FileIO:
-        """The shard's file, checked, at ``row``."""
+        """The verified file of a shard, positioned at ``row``."""
         key = shard_key(self._dataset, shard.sha256)
         if isinstance(self._store, FileStore):
             path = self._store.path(key)
@@ -236,8 +235,8 @@ class _ShardFiles:
         else:
             path = self._cache / f"{shard.sha256}.npy"
             with suppress(FileNotFoundError):
-                os.utime(path)  # access times are not kept on every file system
-            file = self._whole_copy(path, shard) or self._fetched(key, path, shard)
+                os.utime(path)  # some file systems do not update access times
+            file = self._cached(path, shard) or self._fetched(key, path, shard)
         if file is None:
             raise IntegrityError(f"The shard {path} is missing; restore it, or ingest into a new dataset.")
         try:
@@ -248,23 +247,23 @@ class _ShardFiles:
         return file
 
     def _start(self, file: FileIO, shard: Shard, path: Path) -> int:
-        """The offset of the first row; the first time the whole content is checked."""
-        if not self._is_whole(file, shard):
+        """The offset of the first row; the first call verifies the content."""
+        if not self._is_intact(file, shard):
             raise IntegrityError(f"The shard {path} is damaged: its content does not have its sha256.")
         if shard.sha256 not in self._first_row:
             self._first_row[shard.sha256] = check_header(file, self._dtype, shard)
         return self._first_row[shard.sha256]
 
-    def _is_whole(self, file: FileIO, shard: Shard) -> bool:
-        if shard.sha256 not in self._whole and hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256:
-            self._whole.add(shard.sha256)
+    def _is_intact(self, file: FileIO, shard: Shard) -> bool:
+        if shard.sha256 not in self._intact and hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256:
+            self._intact.add(shard.sha256)
             file.seek(0)
-        return shard.sha256 in self._whole
+        return shard.sha256 in self._intact
 
-    def _whole_copy(self, path: Path, shard: Shard) -> FileIO | None:
-        """The copy in the cache; a damaged one, as a loss of power leaves it, is as good as none."""
+    def _cached(self, path: Path, shard: Shard) -> FileIO | None:
+        """The file in the cache; None if it is missing or damaged, for example by a power failure."""
         file = _opened(path)
-        if file is None or self._is_whole(file, shard):
+        if file is None or self._is_intact(file, shard):
             return file
         file.close()
         return None
@@ -275,16 +274,16 @@ class _ShardFiles:
         return _opened(path)
 
     def _make_room(self, size_bytes: int) -> None:
-        """Drop the least recently used copies; a process that still reads one keeps it until it closes it."""
+        """Evict the least recently used copies; a process that reads one can go on until it closes the file."""
         with disk_errors(self._cache):
             self._cache.mkdir(parents=True, exist_ok=True)
-            held: list[tuple[int, int, Path]] = []
+            copies: list[tuple[int, int, Path]] = []
             for path in self._cache.glob("*.npy"):
                 with suppress(FileNotFoundError):
                     stat = path.stat()
-                    held.append((stat.st_atime_ns, stat.st_size, path))
-            room = _CACHE_BYTES - size_bytes - sum(size for _, size, _ in held)
-            for _, size, path in sorted(held):
+                    copies.append((stat.st_atime_ns, stat.st_size, path))
+            room = _CACHE_BYTES - size_bytes - sum(size for _, size, _ in copies)
+            for _, size, path in sorted(copies):
                 if room >= 0:
                     return
                 path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Faults of a dataset, each a rule with its severity: what stops a run, what only warns, named by file."""
+"""Validate a dataset by rules, each with a severity: errors stop a run, warnings do not."""
 
 import html
 import re
@@ -16,27 +16,27 @@ Counts = dict[Split, dict[str, int]]
 
 _MAX_NAMES = 5
 
-# One such problem, several, and what to do with the files.
+# Singular, plural, and what to do with the files.
 _PROBLEMS = {
-    "undecodable": ("file cannot be decoded", "files cannot be decoded", "mend or remove"),
+    "undecodable": ("file cannot be decoded", "files cannot be decoded", "fix or remove"),
     "wrong_size": (
         "image had another size and was stretched",
         "images had another size and were stretched",
         "look at",
     ),
     "duplicate": (
-        "image is there more than once and was taken once",
-        "images are there more than once and were taken once",
+        "image is there more than once and was used once",
+        "images are there more than once and were used once",
         "see",
     ),
     "duplicate_across_splits": (
-        "image is given in several splits and was taken into one of them",
-        "images are given in several splits and were taken into one of them each",
+        "image is in several splits and was added to one of them",
+        "images are in several splits and were added to one of them each",
         "keep one of",
     ),
     "conflicting_labels": (
-        "image stands under several labels and was left out",
-        "images stand under several labels and were left out",
+        "image has several labels and was left out",
+        "images have several labels and were left out",
         "keep the right one of",
     ),
     "hidden_folder": (
@@ -53,7 +53,7 @@ _PROBLEMS = {
 
 
 class Finding(Frozen):
-    """One rule that fired; ``names`` are some of the ``count`` files, classes or splits at fault."""
+    """A violated rule; ``names`` are some of the ``count`` affected files, classes or splits."""
 
     rule: str
     severity: Literal["error", "warn"]
@@ -64,17 +64,17 @@ class Finding(Frozen):
 
 
 class Report(Frozen):
-    """What validation found in one snapshot; ``counts`` are images by split and label."""
+    """The validation of one snapshot; ``counts`` are images by split and label."""
 
     dataset_digest: str
     counts: Counts
     findings: tuple[Finding, ...]
 
     def markdown(self) -> str:
-        """The report as a person reads it."""
+        """The report as Markdown."""
         lines = ["# Data validation", "", f"Dataset `{self.dataset_digest[:12]}`.", ""]
         if self.findings:
-            lines += ["| severity | rule | what |", "|---|---|---|"]
+            lines += ["| severity | rule | finding |", "|---|---|---|"]
             lines += [f"| {f.severity} | {f.rule} | {_cell(f.message)} |" for f in self.findings]
         else:
             lines.append("Nothing found.")
@@ -98,14 +98,14 @@ class Report(Frozen):
 
 
 def validate(dataset: Dataset, settings: ValidationSettings, champion_labels: Sequence[str] = ()) -> Report:
-    """Hold a snapshot against all rules that are not ``off``; findings raise nothing.
+    """Check a snapshot against all rules that are not ``off``; findings do not raise.
 
-    ``champion_labels`` are the classes that the serving release knows: one without any image has vanished.
+    ``champion_labels`` are the classes of the live release: one without any image has vanished.
     """
     manifest = dataset.manifest
     counts: Counts = {split: manifest.label_counts(split) for split in SPLITS}
     totals = {label: sum(counts[split][label] for split in SPLITS) for label in manifest.labels}
-    found = [
+    all_findings = [
         *_problems(manifest),
         *_classes(manifest, totals, settings),
         *_vanished(totals, champion_labels),
@@ -114,7 +114,7 @@ def validate(dataset: Dataset, settings: ValidationSettings, champion_labels: Se
     severities = settings.model_dump()
     findings = [
         finding.model_copy(update={"severity": severities[finding.rule]})
-        for finding in found
+        for finding in all_findings
         if severities[finding.rule] != "off"
     ]
     findings.sort(key=lambda finding: finding.severity)
@@ -122,10 +122,10 @@ def validate(dataset: Dataset, settings: ValidationSettings, champion_labels: Se
 
 
 def require_valid(report: Report) -> None:
-    """Stop where a rule of severity ``error`` fired.
+    """Require that no rule of severity ``error`` is violated.
 
     Raises:
-        DataValidationError: one sentence with all of them.
+        DataValidationError: the message lists all violations.
     """
     errors = [finding.message.removesuffix(".") for finding in report.findings if finding.severity == "error"]
     if errors:
@@ -133,7 +133,7 @@ def require_valid(report: Report) -> None:
 
 
 def _problems(manifest: Manifest) -> Iterator[Finding]:
-    """What ingest met."""
+    """Problems that ingest found."""
     for rule, (one, several, mend) in _PROBLEMS.items():
         count = manifest.problem_counts.get(rule, 0)
         if count:
@@ -146,17 +146,17 @@ def _problems(manifest: Manifest) -> Iterator[Finding]:
 
 def _classes(manifest: Manifest, totals: dict[str, int], settings: ValidationSettings) -> Iterator[Finding]:
     empty = [name for problem in manifest.problems if problem.kind == "tiny_class" for name in problem.names]
-    # A class of no image at all is one that went from the source: `_vanished` says so where it matters.
-    held = {label: count for label, count in totals.items() if count}
-    tiny = empty + [label for label, count in held.items() if count < settings.min_class_images]
+    # A class without any image was removed from the source; `_vanished` reports it if it matters.
+    present = {label: count for label, count in totals.items() if count}
+    tiny = empty + [label for label, count in present.items() if count < settings.min_class_images]
     if tiny:
-        which = _listed([f"{name} ({held.get(name, 0)})" for name in tiny])
+        which = _listed([f"{name} ({present.get(name, 0)})" for name in tiny])
         message = f"Classes need {settings.min_class_images} images, these have fewer: {which}; add some."
         yield _finding("tiny_class", message, tiny, len(tiny))
-    if held and max(held.values()) > settings.max_imbalance * min(held.values()):
-        large, small = max(held, key=held.__getitem__), min(held, key=held.__getitem__)
+    if present and max(present.values()) > settings.max_imbalance * min(present.values()):
+        large, small = max(present, key=present.__getitem__), min(present, key=present.__getitem__)
         message = (
-            f"Classes are out of balance: {held[large]:,} images of {large}, {held[small]:,} of {small};"
+            f"Classes are out of balance: {present[large]:,} images of {large}, {present[small]:,} of {small};"
             f" more than {settings.max_imbalance:g} to 1."
         )
         yield _finding("imbalance", message, [large, small], 1)
@@ -166,7 +166,7 @@ def _vanished(totals: dict[str, int], champion_labels: Sequence[str]) -> Iterato
     gone = [label for label in champion_labels if not totals.get(label)]
     if gone:
         message = (
-            f"The release that serves knows {_listed(gone)}, but no such image is left;"
+            f"The live release has the classes {_listed(gone)}, but no image of them is left;"
             " bring them back or set validation.vanished_class=warn."
         )
         yield _finding("vanished_class", message, gone, len(gone))
@@ -206,5 +206,5 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text as it may stand in a Markdown table, where it makes no link, no image, no emphasis and no HTML."""
+    """Escape text for a Markdown table: no links, images, emphasis or HTML."""
     return re.sub(r"([\\`*_~|!\[\]])", r"\\\1", html.escape(printable(text), quote=False))

@@ -1,4 +1,4 @@
-"""Puts images into bounded shards: the last shard of a split is filled up before a new one is begun."""
+"""Write images into shards of bounded size; the last shard of a split is filled before a new one is started."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,12 +21,12 @@ _BLOCK_BYTES = 2**20
 
 
 def row_dtype(shape: tuple[int, int, int]) -> np.dtype[np.void]:
-    """One image of a shard: pixels, number of its label, and the sha256 that is its identity."""
+    """One image of a shard: pixels, label number, and the sha256 that identifies it."""
     return np.dtype([("image", "u1", shape), ("label", "<i4"), ("digest", "u1", (32,))])
 
 
 def shard_key(dataset: str, sha256: str) -> str:
-    """Where a shard lies in the store."""
+    """The key of a shard in the store."""
     return f"datasets/{dataset}/shards/{sha256}.npy"
 
 
@@ -34,20 +34,20 @@ def check_header(file: BinaryIO, dtype: np.dtype[np.void], shard: Shard) -> int:
     """Read a shard's header and return the offset of its first row.
 
     Raises:
-        IntegrityError: the shard does not hold what its manifest says.
+        IntegrityError: the shard does not match its manifest.
     """
     try:
         version = np.lib.format.read_magic(file)
-        held = np.lib.format.read_array_header_1_0(file) if version == (1, 0) else None
+        header = np.lib.format.read_array_header_1_0(file) if version == (1, 0) else None
     except ValueError:
-        held = None
-    if held != ((shard.count,), False, dtype):
+        header = None
+    if header != ((shard.count,), False, dtype):
         raise IntegrityError(f"The shard {shard.sha256} does not hold {shard.count} images of {dtype['image'].shape}.")
     return file.tell()
 
 
 class ShardWriter:
-    """Appends images to splits and keeps the ledger's slots; memory is one block a split."""
+    """Appends images to splits and updates the slots of the ledger, with one block per split in memory."""
 
     def __init__(
         self,
@@ -73,34 +73,34 @@ class ShardWriter:
         self._labels: Sequence[str] = ledger.labels()
 
     def append(self, split: Split, images: Pixels, labels: Sequence[int], digests: Sequence[bytes]) -> list[int]:
-        """Append images (N, H, W, C) to a split and return the slot that each went to."""
+        """Append images (N, H, W, C) to a split and return the slot of each."""
         rows = np.empty(len(images), self._dtype)
         rows["image"], rows["label"] = images, labels
         rows["digest"] = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32)
         slots: list[int] = []
         while len(slots) < len(rows):
             shard = self._open.get(split) or self._begin(split)
-            taken = rows[len(slots) : len(slots) + self._capacity - shard.count]
-            shard.write(taken)
-            slots += [shard.slot] * len(taken)
+            block = rows[len(slots) : len(slots) + self._capacity - shard.count]
+            shard.write(block)
+            slots += [shard.slot] * len(block)
             if shard.count == self._capacity:
                 self._finish(split)
         return slots
 
     def close(self) -> None:
-        """Publish what is still open."""
+        """Publish the open shards."""
         for split in SPLITS:
             if split in self._open:
                 self._finish(split)
 
     def rewrite(self, slot: int, changes: Mapping[bytes, int | None]) -> None:
-        """Give images of a slot other labels, or take them out (None); call it when no shard is open."""
+        """Relabel images of a slot or remove them (None); call this only while no shard is open."""
         shard = self._shards[slot]
         rewritten = _OpenShard(self._scratch, slot, self._dtype)
         for rows in self._rows_of(shard):
             wanted = [changes.get(digest.tobytes(), -1) for digest in rows["digest"]]
-            relabelled = [row for row, label in enumerate(wanted) if label not in (None, -1)]
-            rows["label"][relabelled] = [wanted[row] for row in relabelled]
+            relabeled = [row for row, label in enumerate(wanted) if label not in (None, -1)]
+            rows["label"][relabeled] = [wanted[row] for row in relabeled]
             rewritten.write(rows[[label is not None for label in wanted]])
         self._publish(rewritten, shard.split)
 
@@ -149,7 +149,7 @@ class ShardWriter:
 
 
 class _OpenShard:
-    """A shard that is being written to a scratch file."""
+    """A shard being written to a scratch file."""
 
     def __init__(self, scratch: Path, slot: int, dtype: np.dtype[np.void]) -> None:
         self.slot = slot
@@ -161,21 +161,21 @@ class _OpenShard:
             self._path.write_bytes(_header(dtype, 0))
 
     def write(self, rows: Rows) -> None:
-        # Opened for each block, so that an ingest that fails leaves no handle behind.
+        # Opened for each block, so that a failed ingest leaves no open file.
         with disk_errors(self._path), self._path.open("ab") as file:
             file.write(rows.tobytes())
         self.count += len(rows)
         self._labels.update(rows["label"].tolist())
 
     def finish(self) -> tuple[Path, Counter[int]]:
-        """Complete the header; the file's path and the images of each label."""
+        """Complete the header; the path of the file and its images per label."""
         with disk_errors(self._path), self._path.open("r+b") as file:
             file.write(_header(self._dtype, self.count))
         return self._path, self._labels
 
 
 def _header(dtype: np.dtype[np.void], count: int) -> bytes:
-    """The .npy header. numpy pads it so that its length does not depend on ``count``."""
+    """The .npy header; numpy pads it to a length that does not depend on ``count``."""
     buffer = BytesIO()
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
     np.lib.format.write_array_header_1_0(buffer, header)

@@ -64,7 +64,7 @@ def _reasons_to_train(observation: Observation, settings: Settings) -> list[str]
             f"About {changes.train_images:,.0f} new training images{share} the {changes.trained_on:,} that the network"
             " was trained on."
         )
-    drifted = [shift for shift in observation.drift.shifts if shift.found] if observation.drift else []
+    drifted = [shift for shift in observation.drift.shifts if shift.detected] if observation.drift else []
     if observation.drift:
         reasons += [_drift_sentence(shift, observation.drift) for shift in drifted]
     if drifted and changes and not changes.train_images:
@@ -140,7 +140,7 @@ def _figures(observation: Observation, settings: Settings) -> dict[str, float]:
             "sampled_queries": drift.sampled,
             "unknown_rate": drift.unknown_rate,
             "reference_unknown_rate": drift.reference_unknown_rate,
-            "drift_found": sum(shift.found for shift in drift.shifts),
+            "drift_found": sum(shift.detected for shift in drift.shifts),
         }
         for shift in drift.shifts:
             figures |= {shift.measure: shift.effect, f"{shift.measure}_p": shift.p}
