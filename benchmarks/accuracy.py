@@ -22,7 +22,7 @@ from evernear.embedding.embed import Embeddings, embed
 from evernear.embedding.export import export
 from evernear.embedding.train import train
 from evernear.evaluation.measure import Measurement, measure
-from evernear.evaluation.recogniser import Recogniser
+from evernear.evaluation.recognizer import Recognizer
 from evernear.index.build import build
 from evernear.settings import Settings, load
 
@@ -69,7 +69,7 @@ def run(dataset: Dataset, settings: Settings, scratch: Path, split: Any) -> dict
     export(trained, dataset, network, settings.train.parity_tolerance)
     embed(network, dataset, embeddings)
     build(Embeddings.open(embeddings), dataset.labels, settings.index, index)
-    measured, _ = measure(Recogniser.open(network, index), dataset, settings.evaluation, split)
+    measured, _ = measure(Recognizer.open(network, index), dataset, settings.evaluation, split)
     return {"train_s": round(train_s, 1), "epochs": len(history.epochs), **figures(measured)}
 
 

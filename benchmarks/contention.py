@@ -33,7 +33,7 @@ from evernear.embedding.embed import embed
 from evernear.embedding.export import export
 from evernear.embedding.train import train
 from evernear.evaluation.probe import probe
-from evernear.index.library import faiss
+from evernear.index.faiss_compat import faiss
 from evernear.settings import Settings
 from evernear.threads import available_cpus
 

@@ -28,7 +28,7 @@ from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.gate import decide
 from evernear.evaluation.measure import Measurement, Outcomes
 from evernear.evaluation.open_set import OpenSet
-from evernear.evaluation.statistics import share
+from evernear.evaluation.statistics import proportion
 from evernear.settings import EvaluationSettings, GateSettings
 
 CONFIDENCE = EvaluationSettings().confidence
@@ -92,16 +92,16 @@ def evaluated(challenger: Outcomes, champion: Outcomes) -> Evaluation:
         champion=measured("champion", champion),
         comparison=compare(challenger, champion, LABELS),
         open_set=OpenSet(held_out=()),
-        leaks={"train": 0, "gallery": 0, "query": 0},
-        champion_leaks={"train": 0, "gallery": 0, "query": 0},
-        champion_test_kept=1.0,
+        leakage={"train": 0, "gallery": 0, "query": 0},
+        champion_leakage={"train": 0, "gallery": 0, "query": 0},
+        champion_test_overlap=1.0,
     )
 
 
 def measured(name: str, outcomes: Outcomes) -> Measurement:
     totals = np.bincount(outcomes.labels, minlength=len(LABELS))
     rights = np.bincount(outcomes.labels[outcomes.right], minlength=len(LABELS))
-    accuracy = share(int(outcomes.right.sum()), len(outcomes.right), CONFIDENCE)
+    accuracy = proportion(int(outcomes.right.sum()), len(outcomes.right), CONFIDENCE)
     return Measurement(
         name=name,
         network_sha256=name,
@@ -115,10 +115,10 @@ def measured(name: str, outcomes: Outcomes) -> Measurement:
         accuracy=accuracy,
         recall_at_1=accuracy,
         recall_at_5=accuracy,
-        false_rejects=share(0, accuracy.total, CONFIDENCE),
-        index_recall=share(accuracy.total, accuracy.total, CONFIDENCE),
+        false_rejects=proportion(0, accuracy.total, CONFIDENCE),
+        index_recall=proportion(accuracy.total, accuracy.total, CONFIDENCE),
         class_recall={
-            label: share(int(right), int(total), CONFIDENCE)
+            label: proportion(int(right), int(total), CONFIDENCE)
             for label, right, total in zip(LABELS, rights, totals, strict=True)
             if total
         },

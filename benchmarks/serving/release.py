@@ -21,7 +21,7 @@ from evernear.embedding.train import train
 from evernear.evaluation.verdict import Rule, System, Verdict
 from evernear.index.build import build
 from evernear.index.description import LABELS_FILE, VECTORS_FILE
-from evernear.index.library import faiss
+from evernear.index.faiss_compat import faiss
 from evernear.release.archive import archive
 from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry

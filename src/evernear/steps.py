@@ -164,10 +164,10 @@ def evaluate(
         from evernear.embedding.export import training_dataset
         from evernear.evaluation.evaluate import evaluate
         from evernear.evaluation.open_set import OpenSet
-        from evernear.evaluation.recogniser import Recogniser
+        from evernear.evaluation.recognizer import Recognizer
         from evernear.release.champion import open_champion
 
-        data, candidate = Dataset.open(Path(dataset)), Recogniser.open(Path(network), Path(index))
+        data, candidate = Dataset.open(Path(dataset)), Recognizer.open(Path(network), Path(index))
         probed = OpenSet.model_validate_json(Path(open_set).read_bytes())
         opened = open_store(chosen.store_uri)
         seen = training_dataset(Path(network), data, opened)

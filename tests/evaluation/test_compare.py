@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evernear.errors import IntegrityError
-from evernear.evaluation.compare import Pairs, compare, mcnemar_worse
+from evernear.evaluation.compare import PairedCounts, compare, mcnemar_worse
 from evernear.evaluation.measure import Outcomes
 
 COUNTS = st.integers(0, 150)
@@ -49,9 +49,11 @@ def test_pairs_are_counted_overall_and_by_class(columns):
     labels = truth.astype(np.int32)
     found = compare(Outcomes(ours, labels), Outcomes(theirs, labels), ("a", "b", "c", "no query"))
 
-    def pairs(mask) -> Pairs:
+    def pairs(mask) -> PairedCounts:
         rows = [(bool(o), bool(t)) for o, t in zip(ours[mask], theirs[mask], strict=True)]
-        return Pairs(queries=len(rows), regressions=rows.count((False, True)), improvements=rows.count((True, False)))
+        return PairedCounts(
+            queries=len(rows), regressions=rows.count((False, True)), improvements=rows.count((True, False))
+        )
 
     assert found.overall == pairs(truth >= 0)
     assert found.classes == {"abc"[label]: pairs(truth == label) for label in set(truth.tolist())}

@@ -14,8 +14,8 @@ from evernear.evaluation.evaluate import Evaluation, evaluate
 from evernear.evaluation.gate import decide
 from evernear.evaluation.measure import measure
 from evernear.evaluation.open_set import OpenSet
-from evernear.evaluation.recogniser import Recogniser
-from evernear.evaluation.statistics import auroc, roc, share
+from evernear.evaluation.recognizer import Recognizer
+from evernear.evaluation.statistics import auroc, proportion, roc
 from evernear.index.build import build
 from evernear.settings import DataSettings, EvaluationSettings, GateSettings, IndexSettings
 from evernear.store import open_store
@@ -30,14 +30,14 @@ PROBED = OpenSet(
     auroc=auroc(NEAR, FAR, 0.95),
     roc=roc(NEAR, FAR),
     threshold=0.9,
-    false_accepts=share(3, 40, 0.95),
-    false_rejects=share(2, 40, 0.95),
+    false_accepts=proportion(3, 40, 0.95),
+    false_rejects=proportion(2, 40, 0.95),
 )
 
 
 @pytest.fixture(scope="module")
-def full(system: System) -> Recogniser:
-    return Recogniser.open(system.network_dir, system.index_dir, "v1")
+def full(system: System) -> Recognizer:
+    return Recognizer.open(system.network_dir, system.index_dir, "v1")
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +47,17 @@ def embeddings(system: System, tmp_path_factory: pytest.TempPathFactory) -> Path
     return directory
 
 
-def indexed(system: System, embeddings: Path, directory: Path, exclude: frozenset[str] = frozenset()) -> Recogniser:
+def indexed(system: System, embeddings: Path, directory: Path, exclude: frozenset[str] = frozenset()) -> Recognizer:
     build(Embeddings.open(embeddings), system.dataset.labels, IndexSettings(), directory, exclude)
-    return Recogniser.open(system.network_dir, directory)
+    return Recognizer.open(system.network_dir, directory)
 
 
 @pytest.fixture(scope="module")
-def collapsed(system: System, embeddings: Path, tmp_path_factory: pytest.TempPathFactory) -> Recogniser:
+def collapsed(system: System, embeddings: Path, tmp_path_factory: pytest.TempPathFactory) -> Recognizer:
     return indexed(system, embeddings, tmp_path_factory.mktemp("index"), frozenset({"7"}))
 
 
-def test_an_evaluation_survives_the_disk(system: System, full: Recogniser, collapsed: Recogniser, tmp_path):
+def test_an_evaluation_survives_the_disk(system: System, full: Recognizer, collapsed: Recognizer, tmp_path):
     evaluation = evaluate(collapsed, full, system.dataset, PROBED, SETTINGS, system.dataset)
     evaluation.write(tmp_path)
     loaded = Evaluation.open(tmp_path)
@@ -69,7 +69,7 @@ def test_an_evaluation_survives_the_disk(system: System, full: Recogniser, colla
 
 
 @pytest.fixture
-def saved(system: System, full: Recogniser, collapsed: Recogniser, tmp_path) -> Path:
+def saved(system: System, full: Recognizer, collapsed: Recognizer, tmp_path) -> Path:
     evaluate(collapsed, full, system.dataset, PROBED, SETTINGS).write(tmp_path)
     return tmp_path
 
@@ -111,7 +111,7 @@ def test_a_figure_that_is_no_number_does_not_load(saved: Path):
         Evaluation.open(saved)
 
 
-def test_metrics_are_flat_finite_numbers(system: System, full: Recogniser, collapsed: Recogniser):
+def test_metrics_are_flat_finite_numbers(system: System, full: Recognizer, collapsed: Recognizer):
     alone = evaluate(full, None, system.dataset, OpenSet(held_out=()), SETTINGS).metrics()
     paired = evaluate(collapsed, full, system.dataset, PROBED, SETTINGS).metrics()
     assert set(alone) < set(paired)
@@ -120,29 +120,29 @@ def test_metrics_are_flat_finite_numbers(system: System, full: Recogniser, colla
         assert all(type(value) is float and math.isfinite(value) for value in metrics.values())
 
 
-def test_the_first_release_needs_no_champion(system: System, full: Recogniser):
+def test_the_first_release_needs_no_champion(system: System, full: Recognizer):
     verdict = decide(evaluate(full, None, system.dataset, PROBED, SETTINGS), LENIENT)
     assert verdict.promote
     assert verdict.champion is None
     assert any("no champion yet" in reason for reason in verdict.reasons)
 
 
-def test_a_champion_against_itself_passes(system: System, full: Recogniser):
+def test_a_champion_against_itself_passes(system: System, full: Recognizer):
     assert decide(evaluate(full, full, system.dataset, PROBED, SETTINGS, system.dataset), LENIENT).promote
 
 
-def test_images_that_the_network_was_trained_on_count_wherever_it_was(system: System, full: Recogniser):
+def test_images_that_the_network_was_trained_on_count_wherever_it_was(system: System, full: Recognizer):
     """The candidate's network comes of another snapshot, whose train split holds what is tested here."""
 
     shards = tuple(shard.model_copy(update={"split": "train"}) for shard in system.dataset.shards("test"))
     manifest = system.dataset.manifest.model_copy(update={"shards": shards})
     trained_on = Dataset(manifest, open_store(manifest.store_uri))
     evaluation = evaluate(full, full, system.dataset, PROBED, SETTINGS, system.dataset, trained_on)
-    assert evaluation.leaks == {"train": system.dataset.count("test"), "gallery": 0, "query": 0}
+    assert evaluation.leakage == {"train": system.dataset.count("test"), "gallery": 0, "query": 0}
     assert "test_images_unseen" in {rule.name for rule in decide(evaluation, LENIENT).rules if not rule.passed}
 
 
-def test_a_class_that_collapsed_holds(system: System, full: Recogniser, collapsed: Recogniser):
+def test_a_class_that_collapsed_holds(system: System, full: Recognizer, collapsed: Recognizer):
     verdict = decide(evaluate(collapsed, full, system.dataset, PROBED, SETTINGS, system.dataset), LENIENT)
     failed = {rule.name: rule.reason for rule in verdict.rules if not rule.passed}
     assert {"classes_kept", "class_recall_floor", "class_recall_drop", "no_worse"} == set(failed)
@@ -174,7 +174,7 @@ def test_shuffled_labels_hold_and_the_reason_says_so(system: System, embeddings:
     assert "as if the labels had been shuffled" in reason
 
 
-def test_both_are_measured_on_the_same_queries(system: System, full: Recogniser, collapsed: Recogniser):
+def test_both_are_measured_on_the_same_queries(system: System, full: Recognizer, collapsed: Recognizer):
     evaluation = evaluate(collapsed, full, system.dataset, PROBED, SETTINGS)
     assert evaluation.champion == measure(full, system.dataset, SETTINGS)[0]
     assert evaluation.champion.queries_sha256 == evaluation.candidate.queries_sha256
@@ -183,10 +183,10 @@ def test_both_are_measured_on_the_same_queries(system: System, full: Recogniser,
 
 
 def test_another_data_set_does_not_keep_the_champions_test_images(
-    system: System, full: Recogniser, tmp_path_factory: pytest.TempPathFactory
+    system: System, full: Recognizer, tmp_path_factory: pytest.TempPathFactory
 ):
     def kept(champion_dataset: Dataset) -> float | None:
-        return evaluate(full, full, system.dataset, PROBED, SETTINGS, champion_dataset).champion_test_kept
+        return evaluate(full, full, system.dataset, PROBED, SETTINGS, champion_dataset).champion_test_overlap
 
     def other(settings: DataSettings) -> Dataset:
         store = tmp_path_factory.mktemp("store").as_uri()
@@ -199,5 +199,5 @@ def test_another_data_set_does_not_keep_the_champions_test_images(
     assert fewer is not None
     assert 0.3 < fewer < 0.7, "half of its test images are trained on here"
     without = evaluate(full, full, system.dataset, PROBED, SETTINGS)
-    assert without.champion_test_kept is None
+    assert without.champion_test_overlap is None
     assert "same_test_set" in {rule.name for rule in decide(without, LENIENT).rules if not rule.passed}

@@ -18,7 +18,7 @@ from evernear.errors import IntegrityError
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.gate import Rule, Verdict, decide
 from evernear.evaluation.measure import Outcomes
-from evernear.evaluation.statistics import Share, share
+from evernear.evaluation.statistics import Proportion, proportion
 from evernear.settings import GateSettings
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -108,18 +108,18 @@ def test_a_sound_challenger_passes_and_every_rule_says_why(sound: Evaluation):
 
 
 def test_each_rule_holds_alone(planted: ModuleType, sound: Evaluation):
-    low = share(90, 100, 0.95)
+    low = proportion(90, 100, 0.95)
     slow_rot = planted.evaluated(outcomes({1: 5, 3: 4, 5: 3, 8: 3}), outcomes({1: 2, 8: 1}))
     one_class = planted.evaluated(outcomes({1: 2, 4: 12}), outcomes({1: 2, 2: 12}))
     cases = {
-        "accuracy_floor": with_candidate(sound, accuracy=share(949, 1000, 0.95)),
+        "accuracy_floor": with_candidate(sound, accuracy=proportion(949, 1000, 0.95)),
         "class_recall_floor": with_candidate(
-            sound, class_recall=sound.candidate.class_recall | {"4": share(30, 100, 0.95)}
+            sound, class_recall=sound.candidate.class_recall | {"4": proportion(30, 100, 0.95)}
         ),
         "index_recall": with_candidate(sound, index_recall=low),
         "parity": with_candidate(sound, parity_max_abs_difference=2e-4),
-        "test_images_unseen": sound.model_copy(update={"leaks": UNSEEN | {"gallery": 1}}),
-        "same_test_set": sound.model_copy(update={"champion_test_kept": 0.89}),
+        "test_images_unseen": sound.model_copy(update={"leakage": UNSEEN | {"gallery": 1}}),
+        "same_test_set": sound.model_copy(update={"champion_test_overlap": 0.89}),
         "same_queries": with_candidate(sound, queries_sha256="others"),
         "no_worse": slow_rot,
         "classes_kept": with_candidate(sound, known_labels=planted.LABELS[:-1]),
@@ -133,15 +133,23 @@ def test_each_rule_holds_alone(planted: ModuleType, sound: Evaluation):
 @pytest.mark.parametrize(
     ("field", "value", "rule"),
     [
-        ("accuracy", Share.model_construct(count=math.nan, total=1000, low=math.nan, high=math.nan), "accuracy_floor"),
-        ("index_recall", Share.model_construct(count=math.nan, total=9, low=math.nan, high=math.nan), "index_recall"),
+        (
+            "accuracy",
+            Proportion.model_construct(count=math.nan, total=1000, low=math.nan, high=math.nan),
+            "accuracy_floor",
+        ),
+        (
+            "index_recall",
+            Proportion.model_construct(count=math.nan, total=9, low=math.nan, high=math.nan),
+            "index_recall",
+        ),
         ("parity_max_abs_difference", math.nan, "parity"),
         ("parity_max_abs_difference", math.inf, "parity"),
         ("known_labels", (), "classes_kept"),
         ("class_recall", {}, "class_recall_floor"),
         (
             "class_recall",
-            {"4": Share.model_construct(count=math.nan, total=9, low=math.nan, high=math.nan)},
+            {"4": Proportion.model_construct(count=math.nan, total=9, low=math.nan, high=math.nan)},
             "class_recall_floor",
         ),
     ],
@@ -155,9 +163,9 @@ def test_a_figure_that_is_missing_or_no_number_holds(sound: Evaluation, field, v
     ("changes", "rules"),
     [
         ({"comparison": None}, {"same_queries", "no_worse", "class_recall_drop"}),
-        ({"leaks": {}}, {"test_images_unseen"}),
-        ({"champion_test_kept": None}, {"same_test_set"}),
-        ({"champion_test_kept": math.nan}, {"same_test_set"}),
+        ({"leakage": {}}, {"test_images_unseen"}),
+        ({"champion_test_overlap": None}, {"same_test_set"}),
+        ({"champion_test_overlap": math.nan}, {"same_test_set"}),
     ],
 )
 def test_a_part_that_is_missing_holds(sound: Evaluation, changes, rules):
@@ -201,7 +209,7 @@ def test_a_new_class_does_not_outweigh_what_the_others_lose(planted: ModuleType)
     assert set(failed(decide(losing, SETTINGS))) == {"no_worse"}
 
 
-def test_a_new_class_that_is_not_recognised_holds(planted: ModuleType):
+def test_a_new_class_that_is_not_recognized_holds(planted: ModuleType):
     assert set(failed(decide(with_new_class(planted, {1: 2, 8: 1, 9: 70}), GateSettings(accuracy_floor=0.9)))) == {
         "class_recall_floor"
     }
@@ -222,8 +230,8 @@ def test_a_class_without_a_test_image_is_named(planted: ModuleType, sound: Evalu
 
 
 def test_what_the_champion_has_seen_is_told_but_does_not_hold(sound: Evaluation):
-    for leaks, words in ((UNSEEN | {"train": 7}, "has seen 7 test images"), (None, "was not at hand")):
-        verdict = decide(sound.model_copy(update={"champion_leaks": leaks}), SETTINGS)
+    for leakage, words in ((UNSEEN | {"train": 7}, "has seen 7 test images"), (None, "was not at hand")):
+        verdict = decide(sound.model_copy(update={"champion_leakage": leakage}), SETTINGS)
         assert verdict.promote
         assert any(words in reason for reason in verdict.reasons)
 

@@ -7,7 +7,7 @@ import pytest
 from evernear.embedding.embed import Embeddings, embed
 from evernear.errors import DataError, IntegrityError
 from evernear.evaluation.measure import ELSEWHERE, Measurement, Outcomes, measure
-from evernear.evaluation.recogniser import Recogniser
+from evernear.evaluation.recognizer import Recognizer
 from evernear.index.build import build
 from evernear.index.search import Recognition
 from evernear.settings import EvaluationSettings, IndexSettings
@@ -17,20 +17,20 @@ SETTINGS = EvaluationSettings(batch_size=32)
 
 
 @pytest.fixture(scope="module")
-def recogniser(system: System) -> Recogniser:
-    return Recogniser.open(system.network_dir, system.index_dir, "v1")
+def recognizer(system: System) -> Recognizer:
+    return Recognizer.open(system.network_dir, system.index_dir, "v1")
 
 
 @pytest.fixture(scope="module")
-def measured(system: System, recogniser: Recogniser) -> tuple[Measurement, Outcomes]:
-    return measure(recogniser, system.dataset, SETTINGS)
+def measured(system: System, recognizer: Recognizer) -> tuple[Measurement, Outcomes]:
+    return measure(recognizer, system.dataset, SETTINGS)
 
 
 @pytest.fixture(scope="module")
-def one_by_one(system: System, recogniser: Recogniser) -> list[tuple[str, Recognition]]:
+def one_by_one(system: System, recognizer: Recognizer) -> list[tuple[str, Recognition]]:
     """Each test image's label and the answer to it, asked as a server would ask."""
     return [
-        (system.dataset.labels[label], recogniser.gallery.recognise(recogniser.embed(image[None]))[0])
+        (system.dataset.labels[label], recognizer.gallery.recognize(recognizer.embed(image[None]))[0])
         for block in system.dataset.blocks("test")
         for image, label in zip(block.images, block.labels, strict=True)
     ]
@@ -54,18 +54,18 @@ def test_every_figure_is_that_of_the_answers_counted_one_by_one(measured, one_by
         assert (recall.count, recall.total) == (sum(mine), len(mine))
 
 
-def test_the_batch_size_changes_nothing(system: System, recogniser: Recogniser, measured):
-    found, outcomes = measure(recogniser, system.dataset, EvaluationSettings(batch_size=1000))
+def test_the_batch_size_changes_nothing(system: System, recognizer: Recognizer, measured):
+    found, outcomes = measure(recognizer, system.dataset, EvaluationSettings(batch_size=1000))
     assert found == measured[0]
     assert (outcomes.right == measured[1].right).all()
 
 
-def test_a_measurement_says_of_what_it_is(system: System, recogniser: Recogniser, measured):
+def test_a_measurement_says_of_what_it_is(system: System, recognizer: Recognizer, measured):
     found = measured[0]
     assert found.dataset_digest == system.dataset.digest
-    assert found.network_sha256 == recogniser.gallery.description.network_sha256
-    assert found.index_digest == recogniser.gallery.description.digest
-    assert found.queries_sha256 != measure(recogniser, system.dataset, SETTINGS, "query")[0].queries_sha256
+    assert found.network_sha256 == recognizer.gallery.description.network_sha256
+    assert found.index_digest == recognizer.gallery.description.digest
+    assert found.queries_sha256 != measure(recognizer, system.dataset, SETTINGS, "query")[0].queries_sha256
 
 
 def test_a_confusion_matrix_has_a_bounded_size_and_loses_no_query(measured):
@@ -95,7 +95,7 @@ def index_without(system: System, tmp_path_factory: pytest.TempPathFactory):
 
 def test_a_class_that_is_not_in_the_index_is_never_answered(system: System, index_without, measured):
     index_dir = index_without(system.dataset.labels, frozenset({"3"}))
-    found, _ = measure(Recogniser.open(system.network_dir, index_dir), system.dataset, SETTINGS)
+    found, _ = measure(Recognizer.open(system.network_dir, index_dir), system.dataset, SETTINGS)
     assert found.known_labels == tuple("012456789")
     assert found.class_recall["3"].count == 0
     assert all(answer != "3" for _, answer, _ in found.confusions)
@@ -105,7 +105,7 @@ def test_a_class_that_is_not_in_the_index_is_never_answered(system: System, inde
 def test_labels_go_by_name_and_not_by_number(system: System, index_without, measured):
     """A champion may know other labels than the dataset has today, in another order."""
     renamed = tuple("gone" if label == "3" else label for label in system.dataset.labels)
-    found, _ = measure(Recogniser.open(system.network_dir, index_without(renamed)), system.dataset, SETTINGS)
+    found, _ = measure(Recognizer.open(system.network_dir, index_without(renamed)), system.dataset, SETTINGS)
     assert found.class_recall["3"].count == 0
     assert {label: recall for label, recall in found.class_recall.items() if label != "3"} == {
         label: recall for label, recall in measured[0].class_recall.items() if label != "3"
@@ -116,33 +116,33 @@ def test_labels_go_by_name_and_not_by_number(system: System, index_without, meas
     assert sum(map(sum, rows)) == found.accuracy.total
 
 
-def test_images_of_another_shape_are_refused_in_a_sentence(system: System, recogniser: Recogniser):
+def test_images_of_another_shape_are_refused_in_a_sentence(system: System, recognizer: Recognizer):
     from dataclasses import replace
 
     with pytest.raises(DataError, match=r"v1 takes images of \(28, 28, 1\).*\(8, 8, 1\).*another --workdir"):
-        measure(replace(recogniser, shape=(28, 28, 1)), system.dataset, SETTINGS)
+        measure(replace(recognizer, shape=(28, 28, 1)), system.dataset, SETTINGS)
 
 
 def test_an_index_of_another_network_does_not_open(system: System, index_without, tmp_path):
     for path in system.index_dir.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     description = (tmp_path / "index.json").read_text()
-    stamp = Recogniser.open(system.network_dir, system.index_dir).network_sha256
+    stamp = Recognizer.open(system.network_dir, system.index_dir).network_sha256
     (tmp_path / "index.json").write_text(description.replace(stamp, "0" * 64))
     with pytest.raises(IntegrityError, match="run embed and index again"):
-        Recogniser.open(system.network_dir, tmp_path)
+        Recognizer.open(system.network_dir, tmp_path)
 
 
-def test_memory_does_not_hold_the_split(system: System, recogniser: Recogniser, monkeypatch):
+def test_memory_does_not_hold_the_split(system: System, recognizer: Recognizer, monkeypatch):
     """Blocks are asked for one after another, none larger than the batch."""
     sizes: list[int] = []
-    embedding = Recogniser.embed
+    embedding = Recognizer.embed
 
     def noted(self, images):
         sizes.append(len(images))
         return embedding(self, images)
 
-    monkeypatch.setattr(Recogniser, "embed", noted)
-    measure(recogniser, system.dataset, SETTINGS)
+    monkeypatch.setattr(Recognizer, "embed", noted)
+    measure(recognizer, system.dataset, SETTINGS)
     assert max(sizes) == 32
     assert np.sum(sizes) == system.dataset.count("test")

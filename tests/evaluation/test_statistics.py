@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from evernear.evaluation.statistics import ROC_POINTS, auroc, roc, share
+from evernear.evaluation.statistics import ROC_POINTS, auroc, proportion, roc
 
 GRID = st.integers(0, 8).map(lambda step: step / 4)
 DISTANCES = st.lists(GRID, min_size=1, max_size=25).map(lambda values: np.array(values, np.float32))
@@ -15,7 +15,7 @@ DISTANCES = st.lists(GRID, min_size=1, max_size=25).map(lambda values: np.array(
 @given(total=st.integers(1, 20_000), part=st.floats(0, 1))
 def test_share_has_wilsons_interval(total, part):
     count = round(total * part)
-    found = share(count, total, 0.95)
+    found = proportion(count, total, 0.95)
     interval = binomtest(count, total).proportion_ci(0.95, method="wilson")
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high), abs=1e-12)
     assert 0 <= found.low <= found.value <= found.high <= 1

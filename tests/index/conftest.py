@@ -23,11 +23,11 @@ class MakeEmbeddings(Protocol):
 
 
 def blobs(seed: int, count: int, classes: int = 5, dim: int = 16, spread: float = 0.35) -> tuple[Vectors, Numbers]:
-    """Unit vectors around one centre a class, the same centres whatever the seed; every class occurs."""
-    centres = np.random.default_rng(99).normal(size=(classes, dim))
+    """Unit vectors around one center a class, the same centers whatever the seed; every class occurs."""
+    centers = np.random.default_rng(99).normal(size=(classes, dim))
     rng = np.random.default_rng(seed)
     labels = np.concatenate([np.arange(classes), rng.integers(0, classes, count - classes)])
-    return unit(centres[labels] + spread * np.sqrt(dim) * rng.normal(size=(count, dim))), labels
+    return unit(centers[labels] + spread * np.sqrt(dim) * rng.normal(size=(count, dim))), labels
 
 
 def unit(vectors: NDArray[np.float64]) -> Vectors:

@@ -57,12 +57,12 @@ def test_false_rejects_and_index_recall_are_those_of_the_index(make_embeddings: 
 
 
 def test_a_compressed_index_finds_only_what_it_names(make_embeddings: MakeEmbeddings, tmp_path):
-    """Its distances come out too small, which must not pass for a neighbour found."""
+    """Its distances come out too small, which must not pass for a neighbor found."""
     gallery, queries = blobs(1, 400), blobs(2, 100)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
     found = build(embeddings, LABELS, IndexSettings(factory="PQ2x4"), tmp_path).calibration.nearest_found
 
-    from evernear.index.library import faiss
+    from evernear.index.faiss_compat import faiss
 
     index = faiss.read_index(str(tmp_path / "index.faiss"))
     true_nearest = np.linalg.norm(queries[0][:, None] - gallery[0][None], axis=2).argmin(axis=1)

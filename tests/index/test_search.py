@@ -12,7 +12,7 @@ from evernear.disk import sha256_file
 from evernear.errors import IntegrityError
 from evernear.index.build import build
 from evernear.index.description import DESCRIPTION_FILE, describe_index
-from evernear.index.library import faiss
+from evernear.index.faiss_compat import faiss
 from evernear.index.search import FARTHEST, NOBODY, Gallery, vote
 from evernear.settings import IndexSettings
 
@@ -40,10 +40,10 @@ def test_recognise_agrees_with_plain_arithmetic(make_embeddings: MakeEmbeddings,
     build(embeddings, LABELS, IndexSettings(k=k, label_by=label_by, false_accept_rate=0.2), tmp_path)
     gallery = Gallery.open(tmp_path, NETWORK)
 
-    recognised = gallery.recognise(queries)
+    recognized = gallery.recognize(queries)
     centroids = np.array([vectors[numbers == label].mean(axis=0) for label in range(5)])
     centroids /= np.linalg.norm(centroids, axis=1, keepdims=True)
-    for query, answer in zip(queries, recognised, strict=True):
+    for query, answer in zip(queries, recognized, strict=True):
         distances = np.linalg.norm(vectors - query, axis=1)
         nearest = np.argsort(distances)[:k]
         by_vote = counted(numbers[nearest].tolist())
@@ -54,7 +54,7 @@ def test_recognise_agrees_with_plain_arithmetic(make_embeddings: MakeEmbeddings,
         assert [neighbor.label for neighbor in answer.neighbors] == [LABELS[number] for number in numbers[nearest]]
         assert [neighbor.dist for neighbor in answer.neighbors] == pytest.approx(distances[nearest], abs=1e-5)
         assert all(nearer.dist <= farther.dist for nearer, farther in pairwise(answer.neighbors))
-    assert {answer.unknown for answer in recognised} == {True, False}
+    assert {answer.unknown for answer in recognized} == {True, False}
 
 
 @pytest.fixture(scope="module")
@@ -64,50 +64,50 @@ def index_dir(make_embeddings: MakeEmbeddings, tmp_path_factory: pytest.TempPath
     return directory
 
 
-def test_how_many_neighbours_are_listed_does_not_change_who_votes(index_dir):
+def test_how_many_neighbors_are_listed_does_not_change_who_votes(index_dir):
     gallery, queries = Gallery.open(index_dir, NETWORK), blobs(3, 30)[0]
-    usual = gallery.recognise(queries)
+    usual = gallery.recognize(queries)
     for k in (1, 3, 12):
-        listed = gallery.recognise(queries, k)
+        listed = gallery.recognize(queries, k)
         assert {len(answer.neighbors) for answer in listed} == {k}
         assert [answer[:3] for answer in listed] == [answer[:3] for answer in usual]
-    assert {len(answer.neighbors) for answer in gallery.recognise(queries, 1000)} == {40}
+    assert {len(answer.neighbors) for answer in gallery.recognize(queries, 1000)} == {40}
 
 
 def test_a_query_is_answered_alike_alone_and_in_any_batch(index_dir):
     gallery, queries = Gallery.open(index_dir, NETWORK), blobs(3, 1500)[0]
-    together = gallery.recognise(queries)
+    together = gallery.recognize(queries)
     for number in (0, 7, 1499):
-        (alone,) = gallery.recognise(queries[number : number + 1])
+        (alone,) = gallery.recognize(queries[number : number + 1])
         assert (alone.pred, alone.unknown) == (together[number].pred, together[number].unknown)
         assert alone.dist == pytest.approx(together[number].dist, abs=1e-5)
-    assert gallery.recognise(queries[:0]) == []
+    assert gallery.recognize(queries[:0]) == []
 
 
 def test_an_answer_is_plain_data(index_dir):
-    (answer,) = Gallery.open(index_dir, NETWORK).recognise(blobs(3, 5)[0][:1])
+    (answer,) = Gallery.open(index_dir, NETWORK).recognize(blobs(3, 5)[0][:1])
     kinds = (type(answer.pred), type(answer.dist), type(answer.unknown), type(answer.neighbors[0].dist))
     assert kinds == (str, float, bool, float)
 
 
 def test_vectors_of_another_size_are_refused(index_dir):
     with pytest.raises(IntegrityError, match="16 coordinates"):
-        Gallery.open(index_dir, NETWORK).recognise(np.zeros((2, 8), np.float32))
+        Gallery.open(index_dir, NETWORK).recognize(np.zeros((2, 8), np.float32))
 
 
-def test_neighbours_that_an_approximate_index_misses_are_left_out(make_embeddings: MakeEmbeddings, tmp_path):
+def test_neighbors_that_an_approximate_index_misses_are_left_out(make_embeddings: MakeEmbeddings, tmp_path):
     """One list of an IVF index can hold fewer vectors than asked for, or none."""
     vectors, numbers = blobs(1, 60, spread=0.05)
     embeddings = make_embeddings({"gallery": (vectors, numbers), "query": blobs(2, 60, spread=0.05)})
     build(embeddings, LABELS, IndexSettings(factory="IVF5,Flat", k=50), tmp_path)
     gallery = Gallery.open(tmp_path, NETWORK)
-    answers = gallery.recognise(vectors)
+    answers = gallery.recognize(vectors)
     assert [answer.pred for answer in answers] == [LABELS[number] for number in numbers]
     assert all(0 < len(answer.neighbors) < 50 for answer in answers)
 
     nobody = gallery.search(vectors, 50)
     nobody.labels[:], nobody.distances[:] = NOBODY, np.inf
-    answered = gallery.answer(vectors, nobody)
+    answered = gallery.classify(vectors, nobody)
     assert answered.unknown.all()
     assert (answered.distances == FARTHEST).all()
     assert answered.labels.tolist() == numbers.tolist()  # by the nearest centroid
@@ -169,14 +169,14 @@ def test_a_file_that_is_no_index_is_refused(copied):
 def test_parts_that_do_not_fit_each_other_are_refused(copied):
     np.save(copied / "labels.npy", np.zeros(39, np.int32))
     with_hash_of(copied, "labels.npy")
-    with pytest.raises(IntegrityError, match="do not fit"):
+    with pytest.raises(IntegrityError, match="do not match each other"):
         Gallery.open(copied, NETWORK)
 
 
 def test_labels_that_are_out_of_range_are_refused(copied):
     np.save(copied / "labels.npy", np.full(40, 6, np.int32))
     with_hash_of(copied, "labels.npy")
-    with pytest.raises(IntegrityError, match="do not fit"):
+    with pytest.raises(IntegrityError, match="do not match each other"):
         Gallery.open(copied, NETWORK)
 
 
@@ -185,7 +185,7 @@ def test_a_directory_without_a_sound_description_is_no_index(copied, content):
     (copied / DESCRIPTION_FILE).unlink()
     if content is not None:
         (copied / DESCRIPTION_FILE).write_text(content)
-    with pytest.raises(IntegrityError, match="holds no index"):
+    with pytest.raises(IntegrityError, match="run the index step again"):
         Gallery.open(copied, NETWORK)
 
 

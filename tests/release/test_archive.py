@@ -69,7 +69,7 @@ def test_smoke_queries_are_real_query_images_with_the_answers_of_this_very_syste
     for image, query in queries:
         decoded = decode(image, 10_000)
         assert known[image_digest(decoded)] == query.label
-        (answer,) = gallery.recognise(embed_images(network, to_array(decoded, 8, 8, 1)[None]))
+        (answer,) = gallery.recognize(embed_images(network, to_array(decoded, 8, 8, 1)[None]))
         assert (answer.pred, answer.unknown) == (query.pred, query.unknown)
         assert answer.dist == pytest.approx(query.dist, abs=1e-5)
 
@@ -128,12 +128,12 @@ def test_the_champion_opens_to_be_measured(make_release: MakeRelease, tmp_path: 
     registry = Registry(store)
     registry.publish(packed.archive)
     registry.set_champion(packed.version, None)
-    with open_champion(store) as (recogniser, made_from):
+    with open_champion(store) as (recognizer, made_from):
         assert made_from is None, "this store holds no datasets"
-        assert recogniser is not None
-        assert recogniser.name == packed.version
+        assert recognizer is not None
+        assert recognizer.name == packed.version
         (block, *_) = system.dataset.blocks("test", 8)
-        assert recogniser.embed(block.images).shape == (8, packed.manifest.embedding_dim)
+        assert recognizer.embed(block.images).shape == (8, packed.manifest.embedding_dim)
 
 
 def test_a_champion_that_cannot_be_opened_is_told_with_the_way_out(make_release: MakeRelease, tmp_path: Path) -> None:

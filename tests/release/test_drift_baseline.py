@@ -26,7 +26,7 @@ def test_a_reference_is_what_the_release_answers_on_its_query_split(reference: D
     (block,) = system.dataset.blocks("query")
     embeddings = embed_images(load_network(system.network_dir), block.images)
     gallery = Gallery.open(system.index_dir, reference_network(system))
-    answers = gallery.recognise(embeddings)
+    answers = gallery.recognize(embeddings)
     assert reference.distances == pytest.approx([answer.dist for answer in answers], abs=1e-5)
     assert reference.unknown.tolist() == [answer.unknown for answer in answers]
     assert reference.coordinates == pytest.approx(embeddings @ reference.projection, abs=1e-5)

@@ -9,15 +9,15 @@ from matplotlib.figure import Figure
 from evernear.evaluation.evaluate import evaluate
 from evernear.evaluation.gate import decide
 from evernear.evaluation.open_set import OpenSet
-from evernear.evaluation.recogniser import Recogniser
+from evernear.evaluation.recognizer import Recognizer
 from evernear.reporting.card import confusion_png, verdict_card
 from evernear.settings import EvaluationSettings, GateSettings
 from tests.conftest import System
 
 
 @pytest.fixture(scope="module")
-def recogniser(system: System) -> Recogniser:
-    return Recogniser.open(system.network_dir, system.index_dir, "20260101.000000.00000000")
+def recognizer(system: System) -> Recognizer:
+    return Recognizer.open(system.network_dir, system.index_dir, "20260101.000000.00000000")
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,9 @@ def recogniser(system: System) -> Recogniser:
     ],
 )
 def test_a_card_is_small_self_contained_and_begins_with_the_reasons(
-    system: System, recogniser: Recogniser, open_set: OpenSet, told: str
+    system: System, recognizer: Recognizer, open_set: OpenSet, told: str
 ) -> None:
-    evaluation = evaluate(recogniser, recogniser, system.dataset, open_set, EvaluationSettings(), system.dataset)
+    evaluation = evaluate(recognizer, recognizer, system.dataset, open_set, EvaluationSettings(), system.dataset)
     for floor, title in ((0.5, "Promote: "), (1.0, "Hold: ")):
         verdict = decide(evaluation, GateSettings(accuracy_floor=floor))
         card = verdict_card(verdict, evaluation)
@@ -44,9 +44,9 @@ def test_a_card_is_small_self_contained_and_begins_with_the_reasons(
         assert [html.unescape(item) for item in re.findall("<li>(.*?)</li>", top)] == verdict.reasons
 
 
-def test_a_class_may_have_any_name(system: System, recogniser: Recogniser, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_may_have_any_name(system: System, recognizer: Recognizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two dollars would be a formula to matplotlib, and what cannot be read as one an error after hours of training."""
-    evaluation = evaluate(recogniser, recogniser, system.dataset, OpenSet(held_out=()), EvaluationSettings())
+    evaluation = evaluate(recognizer, recognizer, system.dataset, OpenSet(held_out=()), EvaluationSettings())
     matrix = (
         ["$1_$2", "a<b&c", "\x1b[31m\x00", "\u202egod\nline"],
         [[3, 1, 0, 0], [0, 4, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]],
@@ -65,10 +65,10 @@ def test_a_class_may_have_any_name(system: System, recogniser: Recogniser, monke
 
 @pytest.mark.parametrize("names", [["short", "x" * 40], [f"{number} {'x' * 90} {number}" for number in range(10)]])
 def test_long_names_leave_room_for_the_matrix(
-    recogniser: Recogniser, system: System, monkeypatch: pytest.MonkeyPatch, names: list[str]
+    recognizer: Recognizer, system: System, monkeypatch: pytest.MonkeyPatch, names: list[str]
 ) -> None:
     """Names cut off at the edge of the picture tell no class from another."""
-    evaluation = evaluate(recogniser, recogniser, system.dataset, OpenSet(held_out=()), EvaluationSettings())
+    evaluation = evaluate(recognizer, recognizer, system.dataset, OpenSet(held_out=()), EvaluationSettings())
     rows = [[int(i == j) for j in range(len(names))] for i in range(len(names))]
     monkeypatch.setattr(type(evaluation.candidate), "confusion_matrix", lambda _: (names, rows))
     drawn: list[Figure] = []

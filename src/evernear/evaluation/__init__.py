@@ -1,1 +1,1 @@
-"""Candidate and champion, both as served, measured on the same frozen test split; and who may serve next."""
+"""Measure candidate and champion, both as served, on the same frozen test split, and decide on promotion."""

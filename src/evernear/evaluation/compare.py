@@ -11,7 +11,7 @@ from evernear.evaluation.measure import Outcomes
 from evernear.frozen import Frozen
 
 
-class Pairs(Frozen):
+class PairedCounts(Frozen):
     """Queries by who answered them rightly; those that both or neither did tell nothing of who is better."""
 
     queries: int = Field(ge=0)
@@ -29,13 +29,13 @@ class Pairs(Frozen):
 class Comparison(Frozen):
     """Candidate against champion over all queries and within each class that has any."""
 
-    overall: Pairs
-    classes: dict[str, Pairs]
+    overall: PairedCounts
+    classes: dict[str, PairedCounts]
 
-    def within(self, labels: Iterable[str]) -> Pairs:
+    def within(self, labels: Iterable[str]) -> PairedCounts:
         """The queries of ``labels`` alone."""
         chosen = [self.classes[label] for label in labels if label in self.classes]
-        return Pairs(
+        return PairedCounts(
             queries=sum(pairs.queries for pairs in chosen),
             regressions=sum(pairs.regressions for pairs in chosen),
             improvements=sum(pairs.improvements for pairs in chosen),
@@ -68,9 +68,9 @@ def compare(candidate: Outcomes, champion: Outcomes, labels: tuple[str, ...]) ->
         np.bincount(numbers, minlength=len(labels)).tolist() for numbers in (truth, truth[regressed], truth[improved])
     )
     return Comparison(
-        overall=Pairs(queries=len(truth), regressions=int(regressed.sum()), improvements=int(improved.sum())),
+        overall=PairedCounts(queries=len(truth), regressions=int(regressed.sum()), improvements=int(improved.sum())),
         classes={
-            label: Pairs(queries=total, regressions=less, improvements=more)
+            label: PairedCounts(queries=total, regressions=less, improvements=more)
             for label, total, less, more in zip(labels, totals, lost, won, strict=True)
             if total
         },

@@ -89,7 +89,7 @@ def _accuracy_floor(candidate: Measurement, settings: GateSettings) -> Rule:
         f"Accuracy is {accuracy} on {accuracy.total:,} test images, "
         f"{'at least' if passed else 'below'} the floor of {floor:.2%}."
     )
-    guess = candidate.commonest_class_share
+    guess = candidate.most_common_class_proportion
     if not passed and accuracy.low <= guess:
         reason += (
             f" That is no better than always answering the commonest class ({guess:.2%}): "
@@ -126,7 +126,7 @@ def _index_recall(candidate: Measurement, settings: GateSettings) -> Rule:
     recall, floor = candidate.index_recall, settings.index_recall_floor
     passed = recall.value >= floor
     reason = (
-        f"The index finds the true nearest neighbour of {recall} of queries, "
+        f"The index finds the true nearest neighbor of {recall} of queries, "
         f"{'at least' if passed else 'less than'} {floor:.2%}."
     )
     return Rule(name="index_recall", passed=passed, candidate=recall.value, bound=floor, reason=reason)
@@ -143,35 +143,35 @@ def _parity(candidate: Measurement, settings: GateSettings) -> Rule:
 
 
 def _test_images_unseen(evaluation: Evaluation) -> Rule:
-    seen = sum(evaluation.leaks.values())
+    seen = sum(evaluation.leakage.values())
     # An empty mapping is no proof of anything.
-    passed = bool(evaluation.leaks) and seen == 0
-    where = ", ".join(f"{count:,} in {split}" for split, count in evaluation.leaks.items() if count)
+    passed = bool(evaluation.leakage) and seen == 0
+    where = ", ".join(f"{count:,} in {split}" for split, count in evaluation.leakage.items() if count)
     reason = "No test image is among those the candidate was made from."
     if not passed:
         reason = f"Test images are among those the candidate was made from: {where or 'not counted'}."
-    if evaluation.champion_leaks and sum(evaluation.champion_leaks.values()):
-        known = sum(evaluation.champion_leaks.values())
+    if evaluation.champion_leakage and sum(evaluation.champion_leakage.values()):
+        known = sum(evaluation.champion_leakage.values())
         reason += f" The champion has seen {known:,} test images, which flatters it."
-    elif evaluation.champion and evaluation.champion_leaks is None:
+    elif evaluation.champion and evaluation.champion_leakage is None:
         reason += " The champion's dataset was not at hand, so what it has seen was not counted."
     return Rule(name="test_images_unseen", passed=passed, candidate=float(seen), bound=0.0, reason=reason)
 
 
 def _same_test_set(evaluation: Evaluation, champion: Measurement, settings: GateSettings) -> Rule:
-    kept, floor = evaluation.champion_test_kept, settings.test_overlap_floor
-    passed = kept is not None and kept >= floor
-    if kept is None:
+    overlap, floor = evaluation.champion_test_overlap, settings.test_overlap_floor
+    passed = overlap is not None and overlap >= floor
+    if overlap is None:
         reason = f"The dataset that {champion.name} was made from is not in the store, so its test images are unknown."
     elif passed:
-        reason = f"The test split still holds {kept:.1%} of the images that {champion.name} was tested on."
+        reason = f"The test split still holds {overlap:.1%} of the images that {champion.name} was tested on."
     else:
         reason = (
-            f"The test split holds only {kept:.1%} of the images that {champion.name} was tested on, below "
+            f"The test split holds only {overlap:.1%} of the images that {champion.name} was tested on, below "
             f"{floor:.0%}: the data has another source or other splits, so the two accuracies say little. A person "
             "may promote the release all the same."
         )
-    return Rule(name="same_test_set", passed=passed, candidate=kept, bound=floor, reason=reason)
+    return Rule(name="same_test_set", passed=passed, candidate=overlap, bound=floor, reason=reason)
 
 
 def _same_queries(evaluation: Evaluation, champion: Measurement) -> Rule:
@@ -219,7 +219,7 @@ def _accuracy_within(measurement: Measurement, labels: tuple[str, ...]) -> float
 
 def _classes_kept(candidate: Measurement, champion: Measurement) -> Rule:
     gone = [label for label in champion.known_labels if label not in candidate.known_labels]
-    new = [_told(label, candidate) for label in candidate.known_labels if label not in champion.known_labels]
+    new = [_class_figures(label, candidate) for label in candidate.known_labels if label not in champion.known_labels]
     reason = "Every class of the champion is still there."
     if gone:
         reason = f"The champion knows classes that the candidate does not: {_some(gone)}."
@@ -234,10 +234,10 @@ def _classes_kept(candidate: Measurement, champion: Measurement) -> Rule:
     )
 
 
-def _told(label: str, measurement: Measurement) -> str:
+def _class_figures(label: str, measurement: Measurement) -> str:
     figures = [("recall", measurement.class_recall), ("called unknown", measurement.class_rejects)]
-    told = ", ".join(f"{name} {shares[label].value:.1%}" for name, shares in figures if label in shares)
-    return f"{label} ({told})" if told else label
+    text = ", ".join(f"{name} {shares[label].value:.1%}" for name, shares in figures if label in shares)
+    return f"{label} ({text})" if text else label
 
 
 def _class_recall_drop(evaluation: Evaluation, champion: Measurement, settings: GateSettings) -> Rule:

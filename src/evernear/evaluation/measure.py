@@ -1,4 +1,4 @@
-"""One system, as served, on one split: how often it is right, and where not."""
+"""Accuracy, recall and confusions of one recognizer, as served, on one split."""
 
 import hashlib
 from collections import Counter
@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
 from evernear.errors import DataError
-from evernear.evaluation.statistics import Share, share
+from evernear.evaluation.statistics import Proportion, proportion
 from evernear.frozen import Frozen
 from evernear.settings import EvaluationSettings
 
-if TYPE_CHECKING:  # who only reads an evaluation loads neither torch nor FAISS
-    from evernear.evaluation.recogniser import Recogniser
-    from evernear.index.search import Answers, Neighbors
+if TYPE_CHECKING:  # readers of an evaluation load neither torch nor FAISS
+    from evernear.evaluation.recognizer import Recognizer
+    from evernear.index.search import Classifications, Neighbors
 
 
 RECALL_AT = 5
@@ -25,7 +25,7 @@ ELSEWHERE = "(a label that the dataset does not have)"
 
 
 class Measurement(Frozen):
-    """What `measure` found. Shares are of all queries of the split, unless they say otherwise."""
+    """The result of `measure`. Proportions are of all queries of the split, unless they say otherwise."""
 
     name: str
     network_sha256: str
@@ -36,29 +36,29 @@ class Measurement(Frozen):
     labels: tuple[str, ...]
     """The dataset's."""
     known_labels: tuple[str, ...]
-    """Those that the system can answer with."""
+    """Labels that the system can predict."""
     threshold: float
     parity_max_abs_difference: float
     """Of the exported network against the eager one, from the export step."""
-    accuracy: Share
+    accuracy: Proportion
     """Queries given their own label, "unknown" or not."""
-    recall_at_1: Share
-    """Queries whose nearest neighbour has their label."""
-    recall_at_5: Share
-    """Queries with their label among the five nearest neighbours."""
-    false_rejects: Share
+    recall_at_1: Proportion
+    """Queries whose nearest neighbor has their label."""
+    recall_at_5: Proportion
+    """Queries with their label among the five nearest neighbors."""
+    false_rejects: Proportion
     """Queries called unknown; all are of known classes, unless the system does not know their class."""
-    index_recall: Share
+    index_recall: Proportion
     """Queries of the query split whose nearest vector the index found (recall@1 against exact search)."""
-    class_recall: dict[str, Share]
+    class_recall: dict[str, Proportion]
     """For each label with a query: its queries given it."""
-    class_rejects: dict[str, Share] = {}
+    class_rejects: dict[str, Proportion] = {}
     """For each label with a query: its queries called unknown."""
     confusions: tuple[tuple[str, str, int], ...]
     """(label, answer, how often), by label; only pairs that occur."""
 
     @property
-    def commonest_class_share(self) -> float:
+    def most_common_class_proportion(self) -> float:
         """The accuracy of always answering the commonest class of the split."""
         return max((recall.total for recall in self.class_recall.values()), default=0) / self.accuracy.total
 
@@ -83,7 +83,7 @@ class Measurement(Frozen):
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Query by query, in the split's order: what the paired test is about."""
+    """Outcome of each query, in the order of the split."""
 
     right: NDArray[np.bool_]
     labels: NDArray[np.int32]
@@ -91,43 +91,43 @@ class Outcomes:
 
 
 def measure(
-    recogniser: "Recogniser", dataset: Dataset, settings: EvaluationSettings, split: Split = "test"
+    recognizer: "Recognizer", dataset: Dataset, settings: EvaluationSettings, split: Split = "test"
 ) -> tuple[Measurement, Outcomes]:
-    """Let ``recogniser`` answer every image of ``split``.
+    """Measure ``recognizer`` on every image of ``split``.
 
-    Streams: what grows with the split are the outcomes, 5 bytes an image.
+    Only the outcomes grow with the split: 5 bytes per image.
 
     Raises:
-        DataError: the split is empty, or of images of another shape than the recogniser takes.
+        DataError: the split is empty, or of images of another shape than the recognizer takes.
     """
-    dataset.require_shape(recogniser.shape, recogniser.name or "The candidate")
-    gallery, tally = recogniser.gallery, _Tally(dataset.labels, recogniser.gallery.labels)
+    dataset.require_shape(recognizer.shape, recognizer.name or "The candidate")
+    gallery, tally = recognizer.gallery, _Tally(dataset.labels, recognizer.gallery.labels)
     for block in dataset.blocks(split, settings.batch_size):
-        embeddings = recogniser.embed(block.images)
+        embeddings = recognizer.embed(block.images)
         neighbors = gallery.search(embeddings, max(RECALL_AT, gallery.description.k))
-        tally.add(block, neighbors, gallery.answer(embeddings, neighbors))
+        tally.add(block, neighbors, gallery.classify(embeddings, neighbors))
     if not tally.queries:
         raise DataError(f"The {split} split of {dataset.manifest.name} is empty; raise data.{split}_fraction.")
 
-    def of_all(count: int) -> Share:
-        return share(count, tally.queries, settings.confidence)
+    def of_all(count: int) -> Proportion:
+        return proportion(count, tally.queries, settings.confidence)
 
     calibration = gallery.description.calibration
     measurement = Measurement(
-        name=recogniser.name,
-        network_sha256=recogniser.network_sha256,
+        name=recognizer.name,
+        network_sha256=recognizer.network_sha256,
         index_digest=gallery.description.digest,
         dataset_digest=dataset.digest,
         queries_sha256=tally.sha256.hexdigest(),
         labels=dataset.labels,
         known_labels=gallery.description.known_labels,
         threshold=gallery.threshold,
-        parity_max_abs_difference=recogniser.parity_max_abs_difference,
+        parity_max_abs_difference=recognizer.parity_max_abs_difference,
         accuracy=of_all(int(tally.class_right.sum())),
         recall_at_1=of_all(tally.nearest_right),
         recall_at_5=of_all(tally.among_nearest),
         false_rejects=of_all(tally.unknown),
-        index_recall=share(calibration.nearest_found, calibration.queries, settings.confidence),
+        index_recall=proportion(calibration.nearest_found, calibration.queries, settings.confidence),
         class_recall=tally.by_class(tally.class_right, settings.confidence),
         class_rejects=tally.by_class(tally.class_unknown, settings.confidence),
         confusions=tally.confusions(),
@@ -136,7 +136,7 @@ def measure(
 
 
 class _Tally:
-    """Counts over blocks. Answers are numbered as the dataset's labels; one past the end is none of them."""
+    """Counts over blocks. Predictions are numbered as the dataset's labels; one past the end is none of them."""
 
     def __init__(self, labels: tuple[str, ...], answers: tuple[str, ...]) -> None:
         number = {label: position for position, label in enumerate(labels)}
@@ -153,7 +153,7 @@ class _Tally:
         self.queries = self.nearest_right = self.among_nearest = self.unknown = 0
         self.sha256 = hashlib.sha256()
 
-    def add(self, block: Block, neighbors: "Neighbors", answers: "Answers") -> None:
+    def add(self, block: Block, neighbors: "Neighbors", answers: "Classifications") -> None:
         truth, classes = block.labels, len(self.class_total)
         answered = self._as_label[answers.labels]
         matches = self._as_label[neighbors.labels[:, :RECALL_AT]] == truth[:, None]
@@ -173,10 +173,10 @@ class _Tally:
         numbers = truth.astype("<i8")[:, None].view(np.uint8)
         self.sha256.update(np.concatenate([block.digests, numbers], axis=1).tobytes())
 
-    def by_class(self, counts: NDArray[np.int64], confidence: float) -> dict[str, Share]:
-        """``counts`` of each label as a share of its queries, for labels with any."""
+    def by_class(self, counts: NDArray[np.int64], confidence: float) -> dict[str, Proportion]:
+        """``counts`` of each label as a proportion of its queries, for labels with any."""
         return {
-            label: share(int(count), int(total), confidence)
+            label: proportion(int(count), int(total), confidence)
             for label, count, total in zip(self._names, counts, self.class_total, strict=False)
             if total
         }

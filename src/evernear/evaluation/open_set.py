@@ -1,6 +1,6 @@
-"""What a probe found out about unknown images; see `evernear.evaluation.probe`."""
+"""The result of a probe for unknown images; see `evernear.evaluation.probe`."""
 
-from evernear.evaluation.statistics import Auroc, Roc, Share
+from evernear.evaluation.statistics import Auroc, Proportion, Roc
 from evernear.frozen import Frozen
 
 
@@ -16,7 +16,7 @@ class OpenSet(Frozen):
     threshold: float | None = None
     """Beyond which all but `IndexSettings.false_accept_rate` of the images of classes held out lie, of those
     in the query and gallery splits: a release's open-set threshold."""
-    false_accepts: Share | None = None
+    false_accepts: Proportion | None = None
     """Test images of the classes held out that lie within the threshold."""
-    false_rejects: Share | None = None
+    false_rejects: Proportion | None = None
     """Test images of the other classes that lie beyond it."""

@@ -13,8 +13,8 @@ from evernear.embedding.embed import Embeddings, embed
 from evernear.embedding.export import export
 from evernear.embedding.train import train
 from evernear.evaluation.open_set import OpenSet
-from evernear.evaluation.recogniser import Recogniser
-from evernear.evaluation.statistics import auroc, roc, share
+from evernear.evaluation.recognizer import Recognizer
+from evernear.evaluation.statistics import auroc, proportion, roc
 from evernear.index.build import build
 from evernear.index.calibrate import threshold_at
 from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
@@ -44,19 +44,19 @@ def probe(
     if not held_out:
         return OpenSet(held_out=())
     recipe = train_settings.model_copy(update={"epochs": settings.probe_epochs})
-    recogniser = _recogniser_without(held_out, dataset, recipe, index_settings, settings.batch_size)
+    recognizer = _recognizer_without(held_out, dataset, recipe, index_settings, settings.batch_size)
     strangers = [
-        _distances(recogniser, dataset, split, held_out, settings.batch_size)[1] for split in ("query", "gallery")
+        _distances(recognizer, dataset, split, held_out, settings.batch_size)[1] for split in ("query", "gallery")
     ]
     threshold = threshold_at(np.concatenate(strangers), index_settings.false_accept_rate)
-    known, unknown = _distances(recogniser, dataset, "test", held_out, settings.batch_size)
+    known, unknown = _distances(recognizer, dataset, "test", held_out, settings.batch_size)
     return OpenSet(
         held_out=tuple(sorted(held_out)),
         auroc=auroc(known, unknown, settings.confidence),
         roc=roc(known, unknown),
         threshold=threshold,
-        false_accepts=share(int((unknown <= threshold).sum()), len(unknown), settings.confidence),
-        false_rejects=share(int((known > threshold).sum()), len(known), settings.confidence),
+        false_accepts=proportion(int((unknown <= threshold).sum()), len(unknown), settings.confidence),
+        false_rejects=proportion(int((known > threshold).sum()), len(known), settings.confidence),
     )
 
 
@@ -69,32 +69,32 @@ def choose_held_out(labels: list[str], wanted: int, seed: int) -> frozenset[str]
     return frozenset(labels[number] for number in picked)
 
 
-def _recogniser_without(
+def _recognizer_without(
     held_out: frozenset[str],
     dataset: Dataset,
     recipe: TrainSettings,
     index_settings: IndexSettings,
     batch_size: int,
-) -> Recogniser:
+) -> Recognizer:
     with TemporaryDirectory(prefix="evernear-probe-") as scratch:
         trained, network, embeddings, index = (Path(scratch) / step for step in ("train", "export", "embed", "index"))
         train(dataset, recipe, trained, exclude_labels=held_out)
         export(trained, dataset, network, recipe.parity_tolerance)
         embed(network, dataset, embeddings, batch_size=batch_size)
         build(Embeddings.open(embeddings), dataset.labels, index_settings, index, held_out)
-        return Recogniser.open(network, index)
+        return Recognizer.open(network, index)
 
 
 def _distances(
-    recogniser: Recogniser, dataset: Dataset, split: Split, held_out: Iterable[str], batch_size: int
+    recognizer: Recognizer, dataset: Dataset, split: Split, held_out: Iterable[str], batch_size: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Distances to the nearest neighbour of a split's images of known classes and of those held out."""
+    """Distances to the nearest neighbor of a split's images of known classes and of those held out."""
     numbers = [dataset.labels.index(label) for label in held_out]
     known, unknown = [np.empty(0, np.float32)], [np.empty(0, np.float32)]
     for block in dataset.blocks(split, batch_size):
-        embeddings = recogniser.embed(block.images)
-        gallery = recogniser.gallery
-        distances = gallery.answer(embeddings, gallery.search(embeddings, gallery.description.k)).distances
+        embeddings = recognizer.embed(block.images)
+        gallery = recognizer.gallery
+        distances = gallery.classify(embeddings, gallery.search(embeddings, gallery.description.k)).distances
         strange = np.isin(block.labels, numbers)
         known.append(distances[~strange])
         unknown.append(distances[strange])

@@ -15,7 +15,7 @@ from evernear.frozen import Frozen
 ROC_POINTS = 200
 
 
-class Share(Frozen):
+class Proportion(Frozen):
     """``count`` of ``total`` with the interval of Wilson (1927), which holds near 0 and 1 and for few."""
 
     count: int = Field(ge=0)
@@ -25,7 +25,7 @@ class Share(Frozen):
 
     @property
     def value(self) -> float:
-        """The share itself, 0 to 1."""
+        """The proportion, 0 to 1."""
         return self.count / self.total
 
     def __str__(self) -> str:
@@ -49,19 +49,19 @@ class Roc(Frozen):
     """Accepting what is nearer than each of ``thresholds``: at most `ROC_POINTS` points, all finite."""
 
     false_accepts: tuple[float, ...]
-    """Share of unknown images within the threshold (the curve's x, FAR)."""
+    """Proportion of unknown images within the threshold (the curve's x, FAR)."""
     true_accepts: tuple[float, ...]
-    """Share of known images within it (the curve's y, 1 - FRR)."""
+    """Proportion of known images within it (the curve's y, 1 - FRR)."""
     thresholds: tuple[float, ...]
 
 
-def share(count: int, total: int, confidence: float) -> Share:
+def proportion(count: int, total: int, confidence: float) -> Proportion:
     """``count`` of ``total`` (at least 1) with its two-sided interval."""
     z, seen = _deviations(confidence), count / total
     middle = (seen + z**2 / (2 * total)) / (1 + z**2 / total)
     half = z * math.sqrt(seen * (1 - seen) / total + (z / total) ** 2 / 4) / (1 + z**2 / total)
     # At 0 and 1 rounding may put an end on the wrong side by 1e-17.
-    return Share(
+    return Proportion(
         count=count,
         total=total,
         low=max(0.0, min(middle - half, seen)),

@@ -1,4 +1,4 @@
-"""What the gate decided, as a file. Who only reads a verdict loads no more than this."""
+"""The verdict of the gate. This module imports nothing heavy, for those who only read a verdict."""
 
 from collections.abc import Iterable
 from pathlib import Path

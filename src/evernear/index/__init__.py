@@ -1,1 +1,1 @@
-"""Gallery embeddings become a FAISS index that turns neighbours into a label, or into "unknown"."""
+"""Gallery embeddings become a FAISS index that turns neighbors into a label, or into "unknown"."""

@@ -1,4 +1,4 @@
-"""Gallery embeddings to a FAISS index, stamped with the network that made them."""
+"""Build a FAISS index from gallery embeddings, stamped with the sha256 of their network."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from evernear.disk import atomic_file, disk_errors, sha256_file, write_atomically
 from evernear.embedding.embed import Embeddings
 from evernear.errors import DataError, IntegrityError, SettingsError
-from evernear.index.calibrate import calibrate, of_known
+from evernear.index.calibrate import calibrate, select_labels
 from evernear.index.description import (
     CENTROIDS_FILE,
     DESCRIPTION_FILE,
@@ -21,11 +21,11 @@ from evernear.index.description import (
     VECTORS_FILE,
     IndexDescription,
 )
-from evernear.index.library import faiss, write_index
+from evernear.index.faiss_compat import faiss, write_index
 from evernear.settings import IndexSettings
 
 TRAINING_VECTORS = 262_144
-"""Vectors that an index with a trained part (IVF, PQ) is trained on at most: 128 MB at 128 dimensions."""
+"""Most vectors to train an index with a trained part (IVF, PQ) on: 128 MB at 128 dimensions."""
 
 
 def build(
@@ -38,21 +38,21 @@ def build(
 ) -> IndexDescription:
     """Index the gallery split, calibrate on the query split, and write both to ``out_dir``.
 
-    ``labels`` are the dataset's, by number. Images of ``exclude_labels`` take no part. ``threshold`` is what
-    a probe found (`evernear.evaluation.probe.OpenSet`); without one it is found here. The description is
-    written last: a directory without ``index.json`` is an index that never was finished.
+    ``labels`` are the dataset's, by number. Images of ``exclude_labels`` are ignored. ``threshold`` comes from a probe
+    (`evernear.evaluation.open_set.OpenSet`); without one it is calibrated here. The description is written last, so a
+    directory without ``index.json`` is an unfinished index.
 
     Raises:
         StoreError: the disk is full, or ``out_dir`` cannot be written.
         DataError: no gallery, fewer than two classes in it, or no query.
-        SettingsError: FAISS does not know the index type or its search parameters, or has too few vectors for
-            it. IntegrityError: an embedding is not finite.
+        SettingsError: the index type or its search parameters are unknown to FAISS, or need more vectors.
+        IntegrityError: an embedding is not finite.
     """
     known = np.array([label not in exclude_labels for label in labels])
-    if next(of_known(embeddings.blocks("gallery"), known), None) is None:
+    if next(select_labels(embeddings.blocks("gallery"), known), None) is None:
         raise DataError("The gallery is empty; raise data.gallery_fraction.")
     index = _make(embeddings, known, settings)
-    with _refusals(settings, embeddings):
+    with _faiss_errors(settings, embeddings):
         numbers, sums = _add(index, embeddings, known)
         calibration = calibrate(embeddings, known, index, settings.false_accept_rate, threshold)
 
@@ -76,21 +76,21 @@ def build(
         calibration=calibration,
         parts={name: sha256_file(out_dir / name) for name in PARTS},
     )
-    write_atomically(out_dir / DESCRIPTION_FILE, description.model_dump_json(indent=2))
+    description.save(out_dir / DESCRIPTION_FILE)
     return description
 
 
 def _make(embeddings: Embeddings, known: NDArray[np.bool_], settings: IndexSettings) -> "faiss.Index":
     try:
-        # Unit vectors are as near as their inner product is large, and BLAS computes that and nothing else.
+        # The nearest unit vector has the largest inner product, which a single BLAS call computes.
         index = faiss.index_factory(embeddings.dim, settings.factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError:
         raise SettingsError(
-            f"index.factory = {settings.factory!r} is no index that FAISS knows at {embeddings.dim} "
-            "dimensions; Flat, HNSW32 and IVF256,Flat are some."
+            f"index.factory = {settings.factory!r} is not an index type of FAISS at {embeddings.dim} "
+            "dimensions; use Flat, HNSW32 or IVF256,Flat, for example."
         ) from None
     if not index.is_trained:
-        with _refusals(settings, embeddings):
+        with _faiss_errors(settings, embeddings):
             index.train(_sample(embeddings, known))
     if settings.search:
         try:
@@ -103,8 +103,8 @@ def _make(embeddings: Embeddings, known: NDArray[np.bool_], settings: IndexSetti
 
 
 @contextmanager
-def _refusals(settings: IndexSettings, embeddings: Embeddings) -> Generator[None]:
-    """FAISS finds out while it trains, adds or searches that it cannot, and says so in its own terms."""
+def _faiss_errors(settings: IndexSettings, embeddings: Embeddings) -> Generator[None]:
+    """Turn FAISS's errors while it trains, adds or searches into one that names the setting."""
     try:
         yield
     except RuntimeError as error:
@@ -118,10 +118,10 @@ def _refusals(settings: IndexSettings, embeddings: Embeddings) -> Generator[None
 def _add(
     index: "faiss.Index", embeddings: Embeddings, known: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """Add the gallery; return each vector's label number (N,) and each label's sum (labels, D)."""
+    """Add the gallery; return the label number (N,) of each vector and the sum of vectors (labels, D) of each label."""
     numbers: list[NDArray[np.int32]] = []
     sums = np.zeros((len(known), embeddings.dim))
-    for block in of_known(embeddings.blocks("gallery"), known):
+    for block in select_labels(embeddings.blocks("gallery"), known):
         index.add(block.embeddings)
         numbers.append(block.labels.astype(np.int32))
         np.add.at(sums, block.labels, block.embeddings)
@@ -131,20 +131,22 @@ def _add(
 
 
 def _sample(embeddings: Embeddings, known: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """Gallery vectors evenly over all shards, at most `TRAINING_VECTORS`."""
+    """At most `TRAINING_VECTORS` gallery vectors, evenly over all shards."""
     step = -(-embeddings.count("gallery") // TRAINING_VECTORS)
     # Copies, for a view would keep the whole block in memory.
-    return np.concatenate([block.embeddings[::step].copy() for block in of_known(embeddings.blocks("gallery"), known)])
+    return np.concatenate(
+        [block.embeddings[::step].copy() for block in select_labels(embeddings.blocks("gallery"), known)]
+    )
 
 
 def _npy(array: NDArray[Any]) -> bytes:
-    """``array`` in numpy's file format."""
+    """``array`` in NumPy's file format."""
     buffer = BytesIO()
     np.save(buffer, array, allow_pickle=False)
     return buffer.getvalue()
 
 
 def _unit_rows(sums: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Each row brought to unit length; rows of zeros stay (labels without a vector)."""
+    """Normalize each row to unit length. Rows of zeros, of labels without a vector, remain."""
     lengths = np.linalg.norm(sums, axis=1, keepdims=True)
     return (sums / np.where(lengths > 0, lengths, 1)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The open-set threshold: from which distance on an image counts as unknown."""
+"""The open-set threshold: the distance beyond which an image is unknown."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from evernear.embedding.embed import EmbeddingBlock, Embeddings
 from evernear.errors import DataError
 from evernear.index.description import FARTHEST, Calibration
-from evernear.index.library import nearest_rows
+from evernear.index.faiss_compat import nearest_rows
 
 if TYPE_CHECKING:
     from faiss import Index
 
 QUERIES_AT_ONCE = 1024
 ROUNDING = 1e-5
-"""Two squared distances of float32 unit vectors that differ by less are taken as equal (seen: 1e-6)."""
+"""Squared distances of float32 unit vectors that differ by less are equal (observed: 1e-6)."""
 Floats = NDArray[np.float32]
 
 
@@ -28,32 +28,30 @@ def calibrate(
     false_accept_rate: float,
     threshold: float | None,
 ) -> Calibration:
-    """Set the threshold, and count what the index does at it on the query split, neither trained nor tested
-    on.
+    """Set the threshold, and measure its effect on the query split, which is neither trained nor tested on.
 
-    ``threshold`` is the one that `evernear.evaluation.probe` found on classes its network had never seen, and
-    is taken as it is: distances between unit vectors of one recipe compare. How near it comes depends on
-    which classes are unknown: a stated 5% was 6% over eight draws of two unseen classes of scikit-learn's
-    digits (0 to 25%), and 12% and 2% for two draws on MNIST. It cost 16% of known digits and 6% of MNIST's,
-    called unknown.
+    ``threshold`` comes from `evernear.evaluation.probe`, measured on classes that its network had not seen. It is used
+    unchanged, since distances between unit vectors of the same recipe are comparable. Its accuracy depends on the
+    classes: a stated false-accept rate of 5% was 6% over eight draws of two unseen classes of scikit-learn's digits (0
+    to 25%), and 12% and 2% for two draws on MNIST. 16% of known digits and 6% of MNIST's were called unknown.
 
-    Where there are too few classes for a probe (None), impostors stand in: each query counts as unknown once,
-    at the distance to the nearest gallery vector of *another* class, and ``false_accept_rate`` of them may
-    lie within the threshold. That trusts classes never seen too much (5% was 70% in the draws of digits, 56%
-    and 5% on MNIST), for a network puts those it was trained on far apart.
+    With too few classes for a probe (None), impostors are used instead: each query counts as unknown once, at the
+    distance to the nearest gallery vector of *another* class, and ``false_accept_rate`` of them may lie within the
+    threshold. This underestimates unseen classes (5% was 70% in the draws of digits, 56% and 5% on MNIST), because a
+    network separates the classes that it was trained on.
 
-    Distances to impostors are exact, whatever the index: an approximate search started amid a query's own
-    class would find no impostor, and the threshold would come out too wide. ``known`` says of each label
-    number whether its class is part of the gallery.
+    Distances to impostors are exact for every index type. An approximate search that starts within a query's own class
+    would find no impostor, and the threshold would be too large. ``known`` is a mask over label numbers: the classes
+    in the gallery.
 
     Raises:
         DataError: no query, or a gallery of fewer than two classes.
     """
     impostors, genuine, found = [np.empty(0, np.float32)], [np.empty(0, np.float32)], 0
-    for queries in _slices(of_known(embeddings.blocks("query"), known)):
-        exact = _nearest(queries, of_known(embeddings.blocks("gallery"), known))
+    for queries in _slices(select_labels(embeddings.blocks("query"), known)):
+        exact = _nearest(queries, select_labels(embeddings.blocks("gallery"), known))
         distances, rows = nearest_rows(index, queries.embeddings, 1)
-        # The same distance is as good as the same vector: a gallery may hold an image twice.
+        # An equal distance counts as the same vector: a gallery may have an image twice.
         found += int(((rows[:, 0] == exact.rows) | (np.abs(distances[:, 0] ** 2 - exact.squared) <= ROUNDING)).sum())
         impostors.append(_root(exact.squared_to_others))
         genuine.append(distances[:, 0])
@@ -61,7 +59,7 @@ def calibrate(
     if not len(distances):
         raise DataError("No image of the query split is left to calibrate on; raise data.query_fraction.")
     if not np.isfinite(impostor_distances).all():
-        raise DataError("The gallery holds one class only, so no query has an impostor; raise data.gallery_fraction.")
+        raise DataError("The gallery has one class only, so no query has an impostor; raise data.gallery_fraction.")
     found_by = "impostors" if threshold is None else "unseen classes"
     if threshold is None:
         threshold = threshold_at(impostor_distances, false_accept_rate)
@@ -77,10 +75,9 @@ def calibrate(
 
 
 def threshold_at(unknown_distances: Floats, false_accept_rate: float) -> float:
-    """The largest float32 that at most ``false_accept_rate`` of ``unknown_distances`` (N,), N >= 1, do not
-    exceed.
+    """The largest float32 that accepts at most ``false_accept_rate`` of ``unknown_distances`` (N,), N >= 1.
 
-    With ties among the distances fewer are accepted, never more; with N below 1 / ``false_accept_rate`` none.
+    Ties reduce the number of accepted distances; with N below 1 / ``false_accept_rate``, none is accepted.
     """
     allowed = int(np.floor(false_accept_rate * len(unknown_distances)))
     first_refused = np.partition(unknown_distances, allowed)[allowed]
@@ -89,9 +86,7 @@ def threshold_at(unknown_distances: Floats, false_accept_rate: float) -> float:
 
 @dataclass(frozen=True)
 class _Nearest:
-    """For each query, exactly: squared distance to the nearest vector, its row, and the same for other
-    classes.
-    """
+    """For each query: exact squared distance to the nearest vector, its row, and the distance to other classes."""
 
     squared: Floats
     rows: NDArray[np.int64]
@@ -115,16 +110,16 @@ def _nearest(queries: EmbeddingBlock, gallery: Iterable[EmbeddingBlock]) -> _Nea
     return _Nearest(nearest, rows, other)
 
 
-def of_known(blocks: Iterable[EmbeddingBlock], known: NDArray[np.bool_]) -> Iterator[EmbeddingBlock]:
-    """``blocks`` without the embeddings whose label number is not ``known`` (a mask over label numbers)."""
+def select_labels(blocks: Iterable[EmbeddingBlock], known: NDArray[np.bool_]) -> Iterator[EmbeddingBlock]:
+    """Yield the embeddings whose label number is in ``known``, a mask over label numbers."""
     for block in blocks:
-        kept = known[block.labels]
-        if kept.any():
-            yield EmbeddingBlock(block.embeddings[kept], block.labels[kept], block.digests[kept])
+        selected = known[block.labels]
+        if selected.any():
+            yield EmbeddingBlock(block.embeddings[selected], block.labels[selected], block.digests[selected])
 
 
 def _slices(blocks: Iterable[EmbeddingBlock]) -> Iterator[EmbeddingBlock]:
-    """The same in smaller pieces: the matrix of distances between two whole blocks would be a gigabyte."""
+    """Split blocks, because the distance matrix between two whole blocks would take a gigabyte."""
     for block in blocks:
         for start in range(0, len(block.labels), QUERIES_AT_ONCE):
             part = slice(start, start + QUERIES_AT_ONCE)

@@ -1,9 +1,9 @@
-"""``index.json``: what an index is made of, whose vectors it holds and how it answers."""
+"""``index.json``: the contents of an index, the network of its vectors, and how it classifies."""
 
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from evernear.disk import sha256_bytes, sha256_file
 from evernear.errors import IntegrityError
@@ -19,7 +19,7 @@ PARTS = (VECTORS_FILE, LABELS_FILE, CENTROIDS_FILE)
 
 
 class Calibration(Frozen):
-    """How the open-set threshold was found, and what the index does at it on the query split."""
+    """Origin of the open-set threshold, and its effect on the query split."""
 
     found_by: Literal["unseen classes", "impostors"]
     stated_false_accept_rate: float
@@ -30,11 +30,13 @@ class Calibration(Frozen):
     false_rejects: int
     """Queries whose nearest vector, as the index finds it, is beyond the threshold."""
     nearest_found: int
-    """Queries whose nearest vector of all the index found: recall@1 against exact search."""
+    """Queries for which the index found the exact nearest vector: its recall@1."""
 
 
 class IndexDescription(Frozen):
-    """All of ``index.json``. Distances are L2 between unit vectors, not squared: 0 to 2."""
+    """The content of ``index.json``. Distances are L2 between unit vectors, not squared: 0 to 2."""
+
+    remedy = "run the index step again"
 
     format: Literal[1] = 1
     network_sha256: str
@@ -42,12 +44,12 @@ class IndexDescription(Frozen):
     factory: str
     search: str
     metric: Literal["inner product", "l2"] = "inner product"
-    """What FAISS ranks by; of unit vectors, L2 ranks alike."""
+    """Metric by which FAISS ranks. L2 ranks unit vectors in the same order."""
     dim: int = Field(ge=1)
     size: int = Field(ge=1)
     labels: tuple[str, ...]
     counts: tuple[int, ...]
-    """Vectors of each of ``labels``; a label with none cannot be answered."""
+    """Number of vectors of each of ``labels``. A label without vectors is never predicted."""
     label_by: Literal["vote", "centroid"]
     k: int = Field(ge=1)
     calibration: Calibration
@@ -56,37 +58,34 @@ class IndexDescription(Frozen):
 
     @property
     def threshold(self) -> float:
-        """The largest distance to the nearest neighbour at which an image counts as known."""
+        """The largest distance to the nearest neighbor at which an image counts as known."""
         return self.calibration.threshold
 
     @property
     def known_labels(self) -> tuple[str, ...]:
-        """The labels that the index can answer with."""
+        """The labels that the index can predict."""
         return tuple(label for label, count in zip(self.labels, self.counts, strict=True) if count)
 
     @property
     def digest(self) -> str:
-        """sha256 that names the index: of its parts and of how it answers."""
+        """sha256 that identifies the index and its settings."""
         return sha256_bytes(self.model_dump_json().encode())
 
 
 def describe_index(directory: Path) -> IndexDescription:
-    """The description of the index in ``directory``; its parts are not looked at.
+    """Read the description of the index in ``directory``, without its other files.
 
     Raises:
-        IntegrityError: there is none, or it is not one that `build` wrote.
+        IntegrityError: it is missing, invalid or inconsistent.
     """
-    try:
-        described = IndexDescription.model_validate_json((directory / DESCRIPTION_FILE).read_bytes())
-    except (OSError, ValidationError) as error:
-        raise IntegrityError(f"{directory} holds no index; run the index step again.") from error
+    described = IndexDescription.load(directory / DESCRIPTION_FILE)
     if set(described.parts) != set(PARTS) or len(described.counts) != len(described.labels):
-        raise IntegrityError(f"{directory / DESCRIPTION_FILE} contradicts itself; run the index step again.")
+        raise IntegrityError(f"{directory / DESCRIPTION_FILE} is inconsistent; {described.remedy}.")
     return described
 
 
 def check_parts(directory: Path, described: IndexDescription) -> None:
-    """Compare the files with their hashes, before anything parses them.
+    """Compare the files with their hashes. Call it before parsing any of them.
 
     Raises:
         IntegrityError: one is missing or changed.
@@ -94,4 +93,4 @@ def check_parts(directory: Path, described: IndexDescription) -> None:
     for name, sha256 in described.parts.items():
         path = directory / name
         if not path.is_file() or sha256_file(path) != sha256:
-            raise IntegrityError(f"{path} is missing or changed since it was written; run the index step again.")
+            raise IntegrityError(f"{path} is missing or changed since it was written; {described.remedy}.")

@@ -1,4 +1,4 @@
-"""Embeddings to labels: neighbours from FAISS, a label by vote or by centroid, "unknown" by distance."""
+"""Embeddings to labels: neighbors from FAISS, a label by vote or by centroid, "unknown" by distance."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +17,13 @@ from evernear.index.description import (
     check_parts,
     describe_index,
 )
-from evernear.index.library import faiss, nearest_rows
+from evernear.index.faiss_compat import faiss, nearest_rows
 
 if TYPE_CHECKING:
     from faiss import Index
 
 NOBODY = -1
-"""Label number of a neighbour that an approximate index did not find."""
+"""Label number in place of a neighbor that an approximate index did not find."""
 CENTROID_BLOCK = 4096
 Embedded = NDArray[np.float32]
 
@@ -36,7 +36,7 @@ class Neighbor(NamedTuple):
 
 
 class Recognition(NamedTuple):
-    """The answer to one query; ``dist`` is the L2 distance (0 to 2) to its nearest neighbour."""
+    """The result for one query; ``dist`` is the L2 distance (0 to 2) to its nearest neighbor."""
 
     pred: str
     dist: float
@@ -48,7 +48,7 @@ class Recognition(NamedTuple):
 class Neighbors:
     """The nearest vectors of N queries, nearest first: label numbers and L2 distances, both (N, k).
 
-    Where the index found fewer, the label is `NOBODY` and the distance infinite.
+    If the index found fewer, labels are `NOBODY` and distances infinite.
     """
 
     labels: NDArray[np.int32]
@@ -56,8 +56,8 @@ class Neighbors:
 
 
 @dataclass(frozen=True)
-class Answers:
-    """What N queries were taken for: label numbers, distances to the nearest neighbour and verdicts, each
+class Classifications:
+    """What N queries were taken for: label numbers, distances to the nearest neighbor and verdicts, each
     (N,).
     """
 
@@ -67,7 +67,7 @@ class Answers:
 
 
 class Gallery:
-    """An index ready to answer; made by `open`."""
+    """An index that is open for search."""
 
     def __init__(
         self,
@@ -84,17 +84,17 @@ class Gallery:
 
     @staticmethod
     def open(directory: Path, network_sha256: str) -> "Gallery":
-        """The index that `build` left in ``directory``, for queries embedded by the network of that hash.
+        """Open the index in ``directory``, for queries embedded by the network with that hash.
 
         Raises:
-            IntegrityError: another network made its vectors; a part is missing or changed (looked at before
-                anything is parsed); the parts do not fit each other.
+            IntegrityError: its vectors are of another network, a file is missing or changed, or the files do not match
+                each other. Hashes are compared before any file is parsed.
         """
         described = describe_index(directory)
         if described.network_sha256 != network_sha256:
             raise IntegrityError(
                 f"The index in {directory} holds vectors of network {described.network_sha256[:12]}, not of "
-                f"{network_sha256[:12]}: distances between them mean nothing; run embed and index again."
+                f"{network_sha256[:12]}: distances between them are meaningless; run embed and index again."
             )
         check_parts(directory, described)
         try:
@@ -102,11 +102,11 @@ class Gallery:
             numbers, centroids = (_read_array(directory / name) for name in (LABELS_FILE, CENTROIDS_FILE))
             counts = np.bincount(numbers, minlength=len(described.labels)).tolist()
         except (RuntimeError, ValueError, TypeError) as error:
-            raise IntegrityError(f"The index in {directory} cannot be read; run the index step again.") from error
+            raise IntegrityError(f"The index in {directory} cannot be read; {described.remedy}.") from error
         size, dim = described.size, described.dim
         shapes = (index.ntotal, index.d), numbers.shape, centroids.shape
         if shapes != ((size, dim), (size,), (len(counts), dim)) or counts != list(described.counts):
-            raise IntegrityError(f"The parts of the index in {directory} do not fit; run the index step again.")
+            raise IntegrityError(f"The files of the index in {directory} do not match each other; {described.remedy}.")
         return Gallery(described, index, numbers, centroids)
 
     @property
@@ -116,14 +116,14 @@ class Gallery:
 
     @property
     def threshold(self) -> float:
-        """Distance to the nearest neighbour beyond which an image is unknown."""
+        """Distance to the nearest neighbor beyond which an image is unknown."""
         return self.description.threshold
 
-    def recognise(self, embeddings: Embedded, k: int | None = None) -> list[Recognition]:
-        """Answer unit vectors (N, D), listing up to ``k`` neighbours of each (None: those that vote)."""
+    def recognize(self, embeddings: Embedded, k: int | None = None) -> list[Recognition]:
+        """Recognize unit vectors (N, D); list up to ``k`` neighbors of each (None: those that vote)."""
         listed = self.description.k if k is None else k
         neighbors = self.search(embeddings, max(listed, self.description.k))
-        answers = self.answer(embeddings, neighbors)
+        answers = self.classify(embeddings, neighbors)
         names = (*self.labels, "")  # the last for NOBODY, which is dropped below
         return [
             Recognition(
@@ -156,13 +156,12 @@ class Gallery:
         distances, rows = nearest_rows(self._index, embeddings, min(k, self.description.size))
         return Neighbors(labels=np.where(rows >= 0, self._numbers[rows], np.int32(NOBODY)), distances=distances)
 
-    def answer(self, embeddings: Embedded, neighbors: Neighbors) -> Answers:
-        """Label unit vectors (N, D) by what `search` found for them.
+    def classify(self, embeddings: Embedded, neighbors: Neighbors) -> Classifications:
+        """Classify unit vectors (N, D) by the neighbors that `search` found for them.
 
-        The label is the one that most of the first ``description.k`` neighbours have (of equals the
-        nearest's), or the one with the nearest centroid; the distance is always that to the nearest
-        neighbour, which rejects better than the distance to a centroid. A query for which the index found
-        nobody is unknown at distance `FARTHEST`.
+        The label is that of most of the first ``description.k`` neighbors (the nearest wins a tie), or of the nearest
+        centroid. The distance is always that to the nearest neighbor, which rejects unknown images better than the
+        distance to a centroid. A query without neighbors is unknown at distance `FARTHEST`.
         """
         votes = neighbors.labels[:, : self.description.k]
         nobody = votes[:, 0] == NOBODY
@@ -172,7 +171,7 @@ class Gallery:
             labels = vote(votes)
             labels[nobody] = self._nearest_centroid(embeddings[nobody])
         distances = np.where(nobody, np.float32(FARTHEST), np.minimum(neighbors.distances[:, 0], FARTHEST))
-        return Answers(labels, distances, (distances > self.threshold) | nobody)
+        return Classifications(labels, distances, (distances > self.threshold) | nobody)
 
     def _nearest_centroid(self, embeddings: Embedded) -> NDArray[np.int32]:
         nearest = [
@@ -183,15 +182,15 @@ class Gallery:
 
 
 def _read_array(path: Path) -> NDArray[Any]:
-    """An ``.npy`` file and nothing else: `numpy.load` would also take an archive or a pickle."""
+    """Read an ``.npy`` file. `numpy.load` would also read an archive or a pickle."""
     with path.open("rb") as file:
         return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def vote(labels: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The commonest label of each row of (N, k), nearest first; of equally common ones that of the nearest.
+    """The most common label of each row of (N, k), nearest first; the nearest wins a tie.
 
-    `NOBODY` has no vote, unless the whole row is.
+    `NOBODY` has no vote, unless the whole row is `NOBODY`.
     """
     order = np.argsort(labels, axis=1, kind="stable")
     ordered = np.take_along_axis(labels, order, axis=1)

@@ -180,7 +180,7 @@ def _write_smoke_queries(parts: Path, dataset: Dataset, network_dir: Path, galle
     block = next(iter(dataset.blocks("query", SMOKE_BLOCK)), None)
     if block is None:
         raise DataError(f"Dataset {dataset.manifest.name} has no query image; raise data.query_fraction.")
-    answers = gallery.recognise(embed_images(network, block.images))
+    answers = gallery.recognize(embed_images(network, block.images))
     queries: list[SmokeQuery] = []
     for number, row in enumerate(islice(_clearest(block.labels, answers, dataset.labels), count)):
         file = f"smoke-{number:02d}.png"
@@ -212,7 +212,7 @@ def _reference(dataset: Dataset, network_dir: Path, gallery: Gallery) -> DriftBa
             embeddings.append(embed_images(network, block.images[rows]))
         before += len(block)
     queries = np.concatenate(embeddings)
-    answers = gallery.recognise(queries)
+    answers = gallery.recognize(queries)
     projection = random_projection(queries.shape[1])
     return DriftBaseline(
         projection=projection,

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.gate import Rule, Verdict
 from evernear.evaluation.open_set import OpenSet
-from evernear.evaluation.statistics import Share
+from evernear.evaluation.statistics import Proportion
 from evernear.output import printable
 from evernear.reporting.plots import escape, page, svg
 
@@ -56,7 +56,7 @@ def _rules(rules: list[Rule]) -> str:
 
 def _figures(evaluation: Evaluation) -> str:
     candidate, champion = evaluation.candidate, evaluation.champion
-    shares: dict[str, tuple[Share, Share | None]] = {
+    shares: dict[str, tuple[Proportion, Proportion | None]] = {
         "accuracy": (candidate.accuracy, champion.accuracy if champion else None),
         "recall@1": (candidate.recall_at_1, champion.recall_at_1 if champion else None),
         "recall@5": (candidate.recall_at_5, champion.recall_at_5 if champion else None),

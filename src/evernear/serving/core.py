@@ -110,7 +110,7 @@ class Predictor:
                 neighbors=tuple(Neighbor(label=near.label, dist=near.dist) for near in result.neighbors),
                 version=self.manifest.version,
             )
-            for result in self._gallery.recognise(embeddings)
+            for result in self._gallery.recognize(embeddings)
         ]
 
     def _decode_all(self, images: Sequence[bytes | Rejection], deadline_s: float) -> list[Pixels | Rejection]:

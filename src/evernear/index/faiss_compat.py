@@ -1,4 +1,4 @@
-"""FAISS, imported in this one place and told how to search."""
+"""The only import of FAISS, with its settings and the differences between its index types."""
 
 import warnings
 from typing import BinaryIO
@@ -11,17 +11,17 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     import faiss
 
-# FAISS compares the number of queries times their dimensions with this; beyond it they go through BLAS together,
-# which is still exact. From three queries of 128 dimensions on that is the faster way.
+# Above this number of queries times dimensions, FAISS uses BLAS, which is also exact. It is faster from three
+# queries of 128 dimensions.
 faiss.cvar.distance_compute_blas_threshold = 300
 
 __all__ = ["faiss", "nearest_rows", "write_index"]
 
 
 def write_index(index: faiss.Index, file: BinaryIO) -> None:
-    """Write ``index`` to ``file``; an `OSError` says what is wrong with the disk.
+    """Write ``index`` to ``file``. Raises `OSError` if the disk is full.
 
-    Given a path, FAISS raises a RuntimeError for a disk that is full, and nothing if it is found full on closing.
+    With a path, FAISS raises RuntimeError for a full disk, and nothing if the disk is full when the file is closed.
     """
     faiss.write_index(index, faiss.PyCallbackIOWriter(file.write))  # pyright: ignore[reportAttributeAccessIssue] (its stubs lack it)
 
@@ -29,10 +29,10 @@ def write_index(index: faiss.Index, file: BinaryIO) -> None:
 def nearest_rows(
     index: faiss.Index, embeddings: NDArray[np.float32], k: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """L2 distances and rows, both (N, k), of what ``index`` finds for unit vectors (N, D), nearest first.
+    """Search unit vectors (N, D): L2 distances and rows of the nearest vectors, both (N, k), nearest first.
 
-    Where it finds fewer, the row is -1 and the distance infinite. Of unit vectors, |a - b|^2 = 2 - 2 ab; releases
-    of evernear 0.1.0 hold indexes of L2.
+    If the index finds fewer than k, rows are -1 and distances infinite. For unit vectors, |a - b|^2 = 2 - 2 ab.
+    Releases of evernear 0.1.0 have L2 indexes.
     """
     scores, rows = index.search(np.ascontiguousarray(embeddings, dtype=np.float32), k)
     squared = scores if index.metric_type == faiss.METRIC_L2 else 2 - 2 * np.clip(scores, -1, 1)

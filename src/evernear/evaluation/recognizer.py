@@ -1,4 +1,4 @@
-"""The system as it is served: network, index, labels and threshold in one."""
+"""Network, index, labels and threshold, combined as they are served."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +13,8 @@ from evernear.index.search import Gallery
 
 
 @dataclass(frozen=True)
-class Recogniser:
-    """What a release answers with. ``name`` is the release's version, or empty for one that has none yet."""
+class Recognizer:
+    """A release or a candidate. ``name`` is the version of the release, empty for a candidate."""
 
     network: torch.jit.ScriptModule
     gallery: Gallery
@@ -25,15 +25,15 @@ class Recogniser:
     name: str = ""
 
     @staticmethod
-    def open(network_dir: Path, index_dir: Path, name: str = "") -> "Recogniser":
-        """From what the export and the index step left; both may be the same directory.
+    def open(network_dir: Path, index_dir: Path, name: str = "") -> "Recognizer":
+        """Open the output of the export and the index step; both may be the same directory.
 
         Raises:
-            IntegrityError: a part is missing or changed, or another network made the index's vectors.
+            IntegrityError: a file is missing or changed, or the index is of another network.
         """
         described = describe_network(network_dir)
         preprocessing = described.preprocessing
-        return Recogniser(
+        return Recognizer(
             network=load_network(network_dir),
             gallery=Gallery.open(index_dir, described.sha256),
             shape=preprocessing.shape,
@@ -43,5 +43,5 @@ class Recogniser:
         )
 
     def embed(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Images (N, H, W, C) as unit vectors (N, D)."""
+        """Embed images (N, H, W, C) as unit vectors (N, D)."""
         return embed_images(self.network, images)

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from evernear.data.shards import Dataset
-from evernear.evaluation import leaks
-from evernear.evaluation.leaks import count_leaks
+from evernear.evaluation import leakage
+from evernear.evaluation.leakage import count_leakage
 from evernear.store import open_store
 from tests.conftest import System
 
@@ -16,14 +16,14 @@ def with_test_images_in(dataset: Dataset, split: str) -> Dataset:
 
 
 def test_a_dataset_of_ours_has_no_leak(system: System):
-    assert count_leaks(system.dataset, system.dataset) == {"train": 0, "gallery": 0, "query": 0}
+    assert count_leakage(system.dataset, system.dataset) == {"train": 0, "gallery": 0, "query": 0}
 
 
 @pytest.mark.parametrize("split", ["train", "gallery", "query"])
 @pytest.mark.parametrize("at_once", [1_000_000, 50])
 def test_test_images_are_found_where_they_were_planted(system: System, monkeypatch, split, at_once):
-    monkeypatch.setattr(leaks, "TEST_IMAGES_AT_ONCE", at_once)
-    found = count_leaks(system.dataset, with_test_images_in(system.dataset, split))
+    monkeypatch.setattr(leakage, "TEST_IMAGES_AT_ONCE", at_once)
+    found = count_leakage(system.dataset, with_test_images_in(system.dataset, split))
     assert found == {"train": 0, "gallery": 0, "query": 0} | {split: system.dataset.count("test")}
 
 
@@ -40,5 +40,5 @@ def test_a_single_image_in_a_later_snapshot_is_found(system: System, monkeypatch
 
     later = Dataset(system.dataset.manifest, open_store(system.dataset.manifest.store_uri))
     monkeypatch.setattr(Dataset, "blocks", moved)
-    assert count_leaks(later, system.dataset) == {"train": 1, "gallery": 0, "query": 0}
+    assert count_leakage(later, system.dataset) == {"train": 1, "gallery": 0, "query": 0}
     assert np.any(train[17])
