@@ -4,6 +4,9 @@ import pytest
 from bot import ADA, BOB, Bot, MemoryRuns
 
 from evernear.kubeflow.runs import State
+from evernear.triggers.slack import commands, routes
+from evernear.triggers.slack.prompts import request_run
+from evernear.triggers.slack.routes import Call
 from evernear.triggers.watch.schedule_state import ScheduleStore
 from tests.loopback.slack import SlackServer
 
@@ -73,3 +76,23 @@ def test_schedule_is_paused_and_resumed_by_name(bot: Bot, slack: SlackServer) ->
     bot.command(ADA, "/evernear schedule start")
     assert ScheduleStore(bot.store).read().on is True
     assert {line["what"] for line in bot.audit()} == {"schedule_stop", "schedule_start"}
+
+
+def test_new_command_is_one_decorated_function(
+    bot: Bot, runs: MemoryRuns, slack: SlackServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "COMMANDS", dict(routes.COMMANDS))
+    monkeypatch.setattr(commands, "COMMANDS", routes.COMMANDS)
+
+    @routes.command("/evernear reindex", "starts a reindex", usage="[name=value ...]", permission="start")
+    def reindex(call: Call) -> None:
+        request_run(call, "reindex")
+
+    assert "you may not start runs" in bot.command(BOB, "/evernear reindex index.k=9").body
+    assert "`/evernear reindex [name=value ...]` starts a reindex" in bot.command(BOB, "/evernear help").body
+    prompt = bot.prompt("/evernear reindex index.k=9")
+    assert "*Time to index the gallery?* Requested by <@U0ADA>" in prompt.text
+    bot.click(ADA, prompt, "Start")
+    bot.poll()
+    (run,) = runs.started.values()
+    assert (run.pipeline, run.parameters["settings"]) == ("reindex", {"index": {"k": 9}})
