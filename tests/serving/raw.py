@@ -1,4 +1,4 @@
-"""HTTP as bytes on a socket: what no client library would send, and all that comes back."""
+"""HTTP as bytes on a socket, for requests that no client library sends."""
 
 import json
 import socket
@@ -43,19 +43,19 @@ class Raw:
         return self
 
     def end(self) -> Self:
-        """End our side, as ``nc -N`` does after its input."""
+        """Close our side, as ``nc -N`` does after its input."""
         self.socket.shutdown(socket.SHUT_WR)
         return self
 
     def answer(self, *, head: bool = False) -> Answer:
-        """The next answer; to a request of HEAD without a body."""
+        """Read the next response, without a body if it answers HEAD."""
         lines = self._until(b"\r\n\r\n").decode("latin-1").split("\r\n")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
         body = b"" if head else self._take(int(headers.get("content-length", 0)))
         return Answer(int(lines[0].split()[1]), headers, body)
 
     def all_answers(self) -> list[Answer]:
-        """The answers until the server ends the connection; a reset is an error."""
+        """Read responses until the server closes the connection; a reset is an error."""
         answers: list[Answer] = []
         while self._received or self._more():
             answers.append(self.answer())
@@ -64,14 +64,14 @@ class Raw:
     def _until(self, mark: bytes) -> bytes:
         while mark not in self._received:
             assert self._more(), f"the connection ended after {self._received!r}"
-        found, _, self._received = self._received.partition(mark)
-        return found
+        head, _, self._received = self._received.partition(mark)
+        return head
 
     def _take(self, size: int) -> bytes:
         while len(self._received) < size:
             assert self._more(), f"the connection ended within a body, after {self._received!r}"
-        found, self._received = self._received[:size], self._received[size:]
-        return found
+        data, self._received = self._received[:size], self._received[size:]
+        return data
 
     def _more(self) -> bool:
         data = self.socket.recv(65536)
@@ -80,12 +80,12 @@ class Raw:
 
 
 def bearer(served: Served, api: str = "inference") -> bytes:
-    """The header that ``api`` wants."""
+    """The header for ``api``."""
     return b"Authorization: Bearer %s\r\n" % read_key(served.home, api).encode()
 
 
 def request(line: bytes, headers: bytes = b"", body: bytes | None = None) -> bytes:
-    """``line`` is method and target, or with a version if it is another one than 1.1."""
+    """Format a request; ``line`` is method and target, optionally with a version other than 1.1."""
     if line.count(b" ") < 2:
         line += b" HTTP/1.1"
     length = b"" if body is None else b"Content-Length: %d\r\n" % len(body)

@@ -1,4 +1,4 @@
-"""A release that a real TorchServe serves."""
+"""A release on a real TorchServe."""
 
 import shutil
 from collections.abc import Generator
@@ -19,7 +19,7 @@ from evernear.settings import Settings
 
 @dataclass(frozen=True)
 class Served:
-    """A release that a real TorchServe serves."""
+    """A release on a real TorchServe."""
 
     settings: Settings
     parts: ReleaseParts
@@ -42,7 +42,7 @@ class Served:
 
 @contextmanager
 def serving(release: PackedRelease, workdir: Path, **changes: object) -> Generator[Served]:
-    """A TorchServe of its own for ``release``; nothing of it is left afterwards."""
+    """Run a TorchServe with ``release``; afterwards all its processes are gone."""
     settings = Settings(workdir=workdir, serving=settings_on_free_ports(**changes))
     home = home_of(workdir)
     torchserve.start(settings.serving, home)

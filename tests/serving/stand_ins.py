@@ -1,4 +1,4 @@
-"""Servers that answer as a test wants it: on real sockets, where the real one cannot be made to misbehave."""
+"""Fake servers on real sockets, for behavior that the real one does not show on demand."""
 
 import http.server
 import json

@@ -1,4 +1,4 @@
-"""Whatever is sent, the answer is a prediction or 4xx with a sentence; the worker and its neighbours never notice."""
+"""Every request gets a prediction or 4xx with a sentence, and does not affect the worker or other requests."""
 
 import base64
 import json
@@ -41,7 +41,7 @@ def sixteen_bits() -> bytes:
 
 
 def with_header(image: bytes, width: int, height: int, depth: int = 8, colours: int = 0) -> bytes:
-    """A PNG whose header says something else, with a checksum that agrees."""
+    """A PNG with a forged header and a matching checksum."""
     header = struct.pack(">IIBBBBB", width, height, depth, colours, 0, 0, 0)
     return image[:16] + header + struct.pack(">I", zlib.crc32(b"IHDR" + header)) + image[33:]
 

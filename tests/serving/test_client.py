@@ -1,4 +1,4 @@
-"""The client, over REST and gRPC, against a real TorchServe and against servers that misbehave."""
+"""The client over REST and gRPC, with a real TorchServe and with servers that misbehave."""
 
 import asyncio
 import json
@@ -190,7 +190,7 @@ def test_grpc_retries_until_the_server_is_reachable() -> None:
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A key, and a certificate for 127.0.0.1 that nobody but this test trusts."""
+    """A key and a certificate for 127.0.0.1 that only this test trusts."""
     directory = tmp_path_factory.mktemp("tls")
     key, certificate = directory / "key.pem", directory / "certificate.pem"
     words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
@@ -284,7 +284,7 @@ def test_generated_protobuf_modules_match_the_proto_file(tmp_path: Path) -> None
 
 
 class Several(Target):
-    """Servers that go by one name, as the pods of a headless Service do."""
+    """Several addresses of one name, as the pods of a headless Service have."""
 
     @property
     def address(self) -> str:
@@ -292,10 +292,10 @@ class Several(Target):
 
 
 def test_addresses_of_one_name_are_used_in_turn() -> None:
-    asked = [0, 0]
+    calls = [0, 0]
 
     def answer(number: int) -> bytes:
-        asked[number] += 1
+        calls[number] += 1
         return json.dumps(ANSWER).encode()
 
     with grpc_server(lambda *_: answer(0)) as one, grpc_server(lambda *_: answer(1)) as other:
@@ -303,7 +303,7 @@ def test_addresses_of_one_name_are_used_in_turn() -> None:
         with Client(target) as client:
             client.predict(b"image")
             time.sleep(0.2)  # until both are connected
-            before = list(asked)
+            before = list(calls)
             for _ in range(10):
                 client.predict(b"image")
-    assert [now - then for now, then in zip(asked, before, strict=True)] == [5, 5]
+    assert [now - then for now, then in zip(calls, before, strict=True)] == [5, 5]

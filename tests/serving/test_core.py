@@ -69,7 +69,7 @@ def test_decompression_bombs_fail_alone(core: Predictor, parts: ReleaseParts) ->
 def test_small_images_are_decoded_first_and_none_after_the_timeout(
     core: Predictor, parts: ReleaseParts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A clock on which a decode takes a second for each hundred pixels of its width."""
+    """Uses a clock on which a decode takes a second per hundred pixels of width."""
     now_s = 0.0
     widths: list[int] = []
 

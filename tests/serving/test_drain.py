@@ -1,4 +1,4 @@
-"""How a server ends: nobody who was let in is cut off, and nothing stays behind."""
+"""Shutdown of a server: requests in flight are answered, and no process or file remains."""
 
 import http.client
 import os
@@ -34,7 +34,7 @@ def server(release: PackedRelease, tmp_path: Path) -> Iterator[Served]:
 
 
 class Caller:
-    """A client that counts: answers, and anything else that befalls a request on an open connection."""
+    """A client that counts responses and failures of requests on open connections."""
 
     def __init__(self, server: Served, keep_alive: bool) -> None:
         self._port = server.settings.serving.inference_port
@@ -143,7 +143,7 @@ def test_server_ends_with_its_owner_even_if_killed(server: Served) -> None:
 
 
 def test_sigterm_drains(server: Served) -> None:
-    """What a container's runtime sends, to a Java that is its first process."""
+    """SIGTERM to Java as the first process, as a container runtime sends it."""
     caller = Caller(server, keep_alive=True)
     calls = threading.Thread(target=caller.call_until_refused)
     calls.start()

@@ -1,4 +1,4 @@
-"""Our part of TorchServe's frontend is what its source says."""
+"""The committed jar of TorchServe's frontend matches its sources."""
 
 import zipfile
 

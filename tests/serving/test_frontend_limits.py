@@ -1,4 +1,4 @@
-"""What clients may take of a server: with Java's smallest heap, all of it taken, and it serves on."""
+"""Limits on clients of a server with the smallest Java heap, which keeps working at every limit."""
 
 import signal
 import socket
@@ -47,12 +47,12 @@ def connections(served: Served, count: int) -> Iterator[list[Raw]]:
 
 
 def upload(token: bytes, headers: bytes = b"") -> bytes:
-    """The head of a prediction's request with the largest body."""
+    """The head of a prediction request with the largest body."""
     return request(b"POST /predictions/embedding", token + headers + b"Content-Length: %d\r\n" % LARGEST)
 
 
-def is_taken(client: Raw, served: Served, headers: bytes = b"") -> bool:
-    """Whether the server wants the largest body from ``client``, or has no room for it."""
+def is_admitted(client: Raw, served: Served, headers: bytes = b"") -> bool:
+    """Whether the server admits the largest body from ``client``."""
     answer = client.send(upload(bearer(served), b"Expect: 100-continue\r\n" + headers)).answer()
     return answer.status == 100 or not is_overload(answer)
 
@@ -87,19 +87,19 @@ def test_bodies_without_a_token_are_not_stored(small: Served) -> None:
 
 
 def test_heap_fits_all_requests_in_flight_and_more_are_rejected(small: Served) -> None:
-    """As forms, which are taken apart twice on their way."""
+    """Forms are parsed twice."""
     begin, end = FORM
     body = begin + bytes(LARGEST - len(begin) - len(end)) + end
     for _ in range(2):  # what was held is free again
         with connections(small, CLIENTS) as clients:
-            taken = [client for client in clients if is_taken(client, small, FORM_TYPE)]
-            assert len(taken) == most_uploads(small) == 5
-            for client in taken:
+            admitted = [client for client in clients if is_admitted(client, small, FORM_TYPE)]
+            assert len(admitted) == most_uploads(small) == 5
+            for client in admitted:
                 client.send(body[:-1])
             assert predicts(small)  # for an image of the usual size there is room
-            for client in taken:
+            for client in admitted:
                 client.send(body[-1:])
-            for client in taken:
+            for client in admitted:
                 answer = client.answer()
                 assert (answer.status, "is not a PNG or JPEG" in answer.sentence) == (400, True)
     assert predicts(small)
@@ -125,7 +125,7 @@ def test_queued_requests_of_disconnected_clients_count(small: Served) -> None:
     worker.send_signal(signal.SIGSTOP)
     try:
         with connections(small, most_uploads(small)) as clients:
-            assert all(is_taken(client, small) for client in clients)
+            assert all(is_admitted(client, small) for client in clients)
             for client in clients:
                 client.send(bytes(LARGEST))
             await_true(lambda: asked(small) == before + len(clients))
@@ -141,7 +141,7 @@ def test_queued_requests_of_disconnected_clients_count(small: Served) -> None:
 
 
 def asked(served: Served) -> int:
-    """Requests for a prediction that TorchServe ever took."""
+    """Total number of prediction requests that TorchServe has received."""
     url = f"http://127.0.0.1:{served.settings.serving.metrics_port}/metrics"
     lines = requests.get(url, timeout=30).text.splitlines()
     return sum(int(float(line.split()[-1])) for line in lines if line.startswith("ts_inference_requests_total{"))
@@ -149,13 +149,13 @@ def asked(served: Served) -> int:
 
 def has_room(served: Served) -> bool:
     with connections(served, 1) as (client,):
-        return is_taken(client, served)
+        return is_admitted(client, served)
 
 
 def test_grpc_calls_count_toward_the_limit(small: Served) -> None:
     await_true(lambda: has_room(small))
     with connections(small, most_uploads(small)) as clients, Client.of(small.settings, "grpc") as grpc:
-        assert all(is_taken(client, small) for client in clients)
+        assert all(is_admitted(client, small) for client in clients)
         with pytest.raises(ServingError, match="reached the server's limit in bytes"):
             grpc.predict(bytes(LARGEST - 10_000))
     assert predicts(small)

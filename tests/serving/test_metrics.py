@@ -1,4 +1,4 @@
-"""What the server tells Prometheus, scraped from a real one, and how it is added up."""
+"""Metrics: those of a real server, and the arithmetic of the meter."""
 
 import re
 import time
@@ -19,7 +19,7 @@ Series = dict[tuple[str, frozenset[str]], float]
 
 
 def scrape(served: Served) -> Series:
-    """Every sample by its name and labels (``key="value"``), without the host's."""
+    """All samples by name and labels (``key="value"``), without the host's."""
     text = requests.get(f"http://127.0.0.1:{served.settings.serving.metrics_port}/metrics", timeout=10).text
     return {
         (name, frozenset(label for label in labels.split(",") if label and not label.startswith("Host"))): float(value)
@@ -63,7 +63,7 @@ def test_server_exports_metrics_of_its_requests(served: Served) -> None:
 
 
 class Sink:
-    """Adds up what is emitted, as Prometheus would."""
+    """Accumulates emitted values as Prometheus would."""
 
     def __init__(self) -> None:
         self.values: Counter[tuple[str, Labels]] = Counter()

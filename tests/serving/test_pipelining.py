@@ -1,4 +1,4 @@
-"""Requests that are sent ahead on one connection are answered in their order, whatever each takes and comes to."""
+"""Pipelined requests are answered in order, whatever each costs and returns."""
 
 import itertools
 import json
@@ -30,9 +30,9 @@ def made(served: Served, kind: str) -> bytes:
 
 
 def kind_of(answer: Answer) -> str:
-    told = json.loads(answer.body)
+    content = json.loads(answer.body)
     if answer.status == 200:
-        return "prediction" if "pred" in told else "ping"
+        return "prediction" if "pred" in content else "ping"
     return {
         (404, "ResourceNotFoundException"): "unknown path",
         (405, "MethodNotAllowed"): "wrong method",
@@ -40,11 +40,11 @@ def kind_of(answer: Answer) -> str:
         (413, "TooLarge"): "too large",
         (401, "Unauthorized"): "no token",
         (400, "BadRequest"): "malformed",
-    }[answer.status, told["type"]]
+    }[answer.status, content["type"]]
 
 
 def orders() -> list[tuple[str, ...]]:
-    """All orders of a prediction, what is answered without the worker, and one of what ends a connection."""
+    """All orders of a prediction, a request that needs no worker, and one that closes the connection."""
     return [order for ending in ENDINGS for order in itertools.permutations(("prediction", "ping", ending))] + [
         ("prediction", "ping") * 3,
         ("ping", "prediction") * 3,
@@ -52,7 +52,7 @@ def orders() -> list[tuple[str, ...]]:
 
 
 def answered(order: tuple[str, ...]) -> list[str]:
-    """All, up to the first with which the connection ends."""
+    """All kinds up to the first that closes the connection."""
     ends = [number for number, kind in enumerate(order, start=1) if kind in ENDINGS]
     return list(order[: ends[0]] if ends else order)
 

@@ -33,7 +33,7 @@ def lines(done: subprocess.CompletedProcess[bytes]) -> list[dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def images(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of images, named by what they are, one of them a folder below."""
+    """A folder of images named by their labels, one of them in a subfolder."""
     directory = tmp_path_factory.mktemp("images")
     for number, (image, query) in enumerate(served.parts.smoke_queries()):
         file = directory / ("below" if number == 0 else ".") / f"{query.pred}-{number}.png"
@@ -65,12 +65,12 @@ def test_prints_a_table_with_a_row_per_image(served: Served, images: Path) -> No
     (images / "odd [1].png").write_bytes(b"no image")
     done = predict(served, "--image-file", str(images))
     (images / "odd [1].png").unlink()
-    told = done.stdout.decode()
+    printed = done.stdout.decode()
     assert done.returncode == 9
     for image in images.rglob("*.png"):
-        (line,) = [line for line in told.splitlines() if str(image) in line]
+        (line,) = [line for line in printed.splitlines() if str(image) in line]
         assert served.manifest.version in line
-    (line,) = [line for line in told.splitlines() if "odd [1].png" in line]
+    (line,) = [line for line in printed.splitlines() if "odd [1].png" in line]
     assert "not a PNG or JPEG" in line
 
 
@@ -125,10 +125,10 @@ def test_remote_server_receives_the_token_of_the_environment(
 def test_prints_metadata_of_the_local_server(served: Served) -> None:
     registry = Registry(open_store(served.settings.store_uri))
     registry.publish(torchserve.model_store(served.home) / "release.mar")
-    told = lines(predict(served, "--metadata", "--json"))[0]
-    assert told["version"] == served.manifest.version
-    assert told["labels"] == list(served.manifest.labels)
-    assert (told["height_px"], told["channels"]) == (8, 1)
+    printed = lines(predict(served, "--metadata", "--json"))[0]
+    assert printed["version"] == served.manifest.version
+    assert printed["labels"] == list(served.manifest.labels)
+    assert (printed["height_px"], printed["channels"]) == (8, 1)
     assert b"threshold" in predict(served, "--metadata").stdout
 
 
@@ -139,7 +139,7 @@ def test_missing_images_are_reported(served: Served, tmp_path: Path) -> None:
 
 
 def test_command_imports_no_heavy_modules(served: Served, images: Path) -> None:
-    """What is imported until an answer is printed; the time that takes is not asserted."""
+    """Checks imports until a prediction is printed, rather than the time."""
     script = (
         "import sys; from evernear.cli import app\n"
         "try: app(sys.argv[1:])\n"

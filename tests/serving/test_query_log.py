@@ -1,4 +1,4 @@
-"""The log of live queries: what it keeps, that it stays within its bounds, and that a real server writes it."""
+"""The log of live queries: its content, its limits, and the log of a real server."""
 
 import base64
 import random
@@ -34,7 +34,7 @@ from evernear.settings import ServingSettings
 from evernear.store import open_store
 
 
-def told(directory: Path, **changes: object) -> QueryLogConfiguration:
+def configuration(directory: Path, **changes: object) -> QueryLogConfiguration:
     values: dict[str, object] = {
         "directory": directory,
         "images": False,
@@ -50,7 +50,7 @@ def answered(dist: float = 0.1, unknown: bool = False) -> Prediction:
 
 
 def test_file_contains_the_predictions(parts: ReleaseParts, tmp_path: Path) -> None:
-    core, log = Predictor.open(parts), QueryLog(told(tmp_path, images=True), parts)
+    core, log = Predictor.open(parts), QueryLog(configuration(tmp_path, images=True), parts)
     images = [image for image, _ in parts.smoke_queries()]
     batch = core.predict_batch([images[0], b"no image", *images[1:]])
     predictions = [answer for answer in batch.responses if isinstance(answer, Prediction)]
@@ -68,8 +68,8 @@ def test_file_contains_the_predictions(parts: ReleaseParts, tmp_path: Path) -> N
     projection = DriftBaseline.parse(parts.read(DRIFT_BASELINE_FILE), "here").projection
     assert np.array([row.coordinates for row in rows]) == pytest.approx(batch.embeddings @ projection, abs=1e-4)
     for row, pixels in zip(rows, batch.images, strict=True):
-        kept = np.asarray(Image.open(BytesIO(base64.b64decode(row.image))))
-        assert (kept == pixels[:, :, 0]).all()
+        logged = np.asarray(Image.open(BytesIO(base64.b64decode(row.image))))
+        assert (logged == pixels[:, :, 0]).all()
     at = closed_at(path.name)
     assert at is not None
     assert abs(at - period.until) <= timedelta(seconds=1)
@@ -78,7 +78,7 @@ def test_file_contains_the_predictions(parts: ReleaseParts, tmp_path: Path) -> N
 
 def test_images_are_logged_only_if_enabled(parts: ReleaseParts, tmp_path: Path) -> None:
     assert ServingSettings().query_log == "figures"
-    log = QueryLog(told(tmp_path), parts)
+    log = QueryLog(configuration(tmp_path), parts)
     log.record([answered()], np.zeros((1, 16), np.float32), np.zeros((1, 8, 8, 1), np.uint8))
     path = log.write_file()
     assert path is not None
@@ -86,9 +86,9 @@ def test_images_are_logged_only_if_enabled(parts: ReleaseParts, tmp_path: Path) 
 
 
 def test_sample_is_bounded_and_uniform(parts: ReleaseParts, tmp_path: Path) -> None:
-    log = QueryLog(told(tmp_path, sample=20), parts)
+    log = QueryLog(configuration(tmp_path, sample=20), parts)
     log._random = random.Random(1)
-    kept: Counter[int] = Counter()
+    sampled: Counter[int] = Counter()
     for _ in range(80):
         for start in range(0, 100, 10):
             log.record([answered(dist=number / 100) for number in range(start, start + 10)], None, None)
@@ -96,13 +96,13 @@ def test_sample_is_bounded_and_uniform(parts: ReleaseParts, tmp_path: Path) -> N
         assert path is not None
         period, rows = parse_file(path.read_bytes(), "here")
         assert (period.queries, len(rows)) == (100, 20)
-        kept.update(round(row.dist * 100) for row in rows)
-    assert set(kept) == set(range(100))
-    assert stats.chisquare([kept[number] for number in range(100)]).pvalue > 1e-4
+        sampled.update(round(row.dist * 100) for row in rows)
+    assert set(sampled) == set(range(100))
+    assert stats.chisquare([sampled[number] for number in range(100)]).pvalue > 1e-4
 
 
 def test_oldest_files_are_removed_beyond_the_size_limit(parts: ReleaseParts, tmp_path: Path) -> None:
-    log = QueryLog(told(tmp_path, size_bytes=20_000), parts)
+    log = QueryLog(configuration(tmp_path, size_bytes=20_000), parts)
     written: list[Path] = []
     for second in range(40):
         log.record([answered()] * 30, None, None)
@@ -118,7 +118,7 @@ def test_oldest_files_are_removed_beyond_the_size_limit(parts: ReleaseParts, tmp
 
 def test_concurrent_workers_lose_nothing(parts: ReleaseParts, tmp_path: Path) -> None:
     def work() -> None:
-        log = QueryLog(told(tmp_path), parts)
+        log = QueryLog(configuration(tmp_path), parts)
         for _ in range(25):
             log.record([answered(unknown=True)], None, None)
             log.write_file()
@@ -134,7 +134,7 @@ def test_concurrent_workers_lose_nothing(parts: ReleaseParts, tmp_path: Path) ->
 
 def test_unwritable_directory_fails_the_file_but_not_the_prediction(parts: ReleaseParts, tmp_path: Path) -> None:
     (tmp_path / "queries").write_text("in the way")
-    log = QueryLog(told(tmp_path / "queries"), parts)
+    log = QueryLog(configuration(tmp_path / "queries"), parts)
     log.record([answered()], None, None)
     with pytest.raises(StoreError, match="cannot be read or written"):
         log.write_file()
@@ -143,7 +143,7 @@ def test_unwritable_directory_fails_the_file_but_not_the_prediction(parts: Relea
 
 def test_thread_survives_write_errors(parts: ReleaseParts, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "queries").write_text("in the way")
-    log = QueryLog(told(tmp_path / "queries", period_s=0.02), parts)
+    log = QueryLog(configuration(tmp_path / "queries", period_s=0.02), parts)
     log.start()
     log.record([answered()], None, None)
     _await(lambda: "Some queries were not logged" in caplog.text)
@@ -171,7 +171,7 @@ def test_worker_reads_the_servers_configuration(
 def test_release_without_a_baseline_is_logged_without_embeddings(parts: ReleaseParts, tmp_path: Path) -> None:
     without = {name: part for name, part in parts.manifest.parts.items() if name != DRIFT_BASELINE_FILE}
     old = ReleaseParts(parts.manifest.model_copy(update={"parts": without}), parts.directory)
-    log = QueryLog(told(tmp_path), old)
+    log = QueryLog(configuration(tmp_path), old)
     log.record([answered()], np.zeros((1, 16), np.float32), None)
     path = log.write_file()
     assert path is not None
@@ -198,7 +198,7 @@ def test_parse_file_names_the_source_of_invalid_data(data: bytes) -> None:
 def test_concurrent_shippers_ship_each_file_once(parts: ReleaseParts, tmp_path: Path, bucket: str) -> None:
     directory, store = tmp_path / "queries", open_store(f"s3://{bucket}/prod")
     assert ship(directory, store) == 0
-    log = QueryLog(told(directory), parts)
+    log = QueryLog(configuration(directory), parts)
     contents: dict[str, bytes] = {}
     for _ in range(6):
         log.record([answered()], None, None)
@@ -212,8 +212,8 @@ def test_concurrent_shippers_ship_each_file_once(parts: ReleaseParts, tmp_path: 
     for shipper in shippers:
         shipper.join()
     day = datetime.now(UTC)
-    found = {info.key.rpartition("/")[2]: store.get(info.key) for info in store.list("queries/")}
-    assert found == contents
+    shipped = {info.key.rpartition("/")[2]: store.get(info.key) for info in store.list("queries/")}
+    assert shipped == contents
     assert {info.key.split("/")[1] for info in store.list("queries/")} <= {
         f"{at:%Y%m%d}" for at in (day, day - timedelta(minutes=1))
     }
@@ -228,7 +228,7 @@ def test_unshipped_files_are_retried(
 ) -> None:
     monkeypatch.setattr(query_log, "SHIP_EVERY_S", 0.01)
     (tmp_path / "store").write_text("in the way")
-    log = QueryLog(told(tmp_path / "queries"), parts)
+    log = QueryLog(configuration(tmp_path / "queries"), parts)
     log.record([answered()], None, None)
     log.write_file()
     ended = threading.Event()

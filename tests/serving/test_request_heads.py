@@ -1,4 +1,4 @@
-"""Whatever a request's first lines are, the answer is 4xx with a sentence: no 5xx, no reset, no silence."""
+"""Invalid request heads get 4xx with a sentence: no 5xx, no reset, no silence."""
 
 from dataclasses import dataclass
 
@@ -117,7 +117,7 @@ def test_request_without_a_host_is_rejected(served: Served) -> None:
 
 
 def test_bytes_after_a_rejected_head_are_not_parsed(served: Served) -> None:
-    """Netty 4.1.53 takes the body for the next request when it answers to Expect."""
+    """Netty 4.1.53 parses the body as the next request after it rejects Expect."""
     hidden = request(b"GET /ping", bearer(served))
     for expectation in (b"100-continue", b"nonsense"):
         head = b"Expect: %s\r\nContent-Length: 7000000\r\n" % expectation

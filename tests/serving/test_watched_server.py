@@ -37,16 +37,16 @@ def test_drifting_queries_of_a_server_become_a_proposal(
     release = make_release()
     Registry(store).publish(release.archive)
     Registry(store).set_champion(release.version, None)
-    asked = 60
+    sent = 60
     with serving(release, tmp_path / "work", query_log_period_s=0.5) as served:
-        for number in range(asked):
+        for number in range(sent):
             served.client().predict(noise(number))
         directory, deadline_s = logged_queries(served.home), time.monotonic() + 30
 
         def logged() -> int:
             return sum(parse_file(path.read_bytes(), str(path))[0].queries for path in directory.glob("*.jsonl"))
 
-        while logged() < asked:
+        while logged() < sent:
             assert time.monotonic() < deadline_s
             time.sleep(0.1)
         settings = Settings.model_validate(
@@ -59,7 +59,7 @@ def test_drifting_queries_of_a_server_become_a_proposal(
         )
         report = Watcher(settings, store, None, tmp_path).check()
     assert report.faults == ()
-    assert report.figures["queries"] == asked
+    assert report.figures["queries"] == sent
     assert report.figures["new_files"] == 0
     assert report.action == "retrain"
     assert report.figures["drift_found"] == 3

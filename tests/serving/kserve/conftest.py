@@ -1,4 +1,4 @@
-"""One predictor, and a transformer in front of it for each protocol in which it may be asked."""
+"""One predictor, and a transformer for each protocol of the predictor."""
 
 import os
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def parts(release: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> R
 def service(
     release: PackedRelease, store: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Server]]:
-    """The processes; the predictor mounts a directory, the transformers ask the registry."""
+    """The processes; the predictor loads from a directory, the transformers from the registry."""
     logs: Path = tmp_path_factory.mktemp("logs")
     predictor = Server("predictor", logs / "predictor.log", "--model_dir", str(release.archive.parent))
     servers = {"predictor": predictor}
@@ -76,7 +76,7 @@ def service(
 
 @pytest.fixture(params=("predictor", *PROTOCOLS))
 def server(request: pytest.FixtureRequest, service: dict[str, Server]) -> Server:
-    """Each of them: a client cannot tell which one it asks."""
+    """Each server in turn: clients cannot tell them apart."""
     return service[request.param]
 
 

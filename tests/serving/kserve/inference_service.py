@@ -1,4 +1,4 @@
-"""A predictor and a transformer as processes of the environment that holds KServe's SDK, and ways to ask them."""
+"""A predictor and a transformer as processes in the environment of KServe's SDK, and requests to them."""
 
 import base64
 import contextlib
@@ -29,11 +29,11 @@ V1_UPLOAD_TIMEOUT_S = 3  # of the transformer that is asked in v1
 
 @cache
 def open_inference_protocol() -> ModuleType | None:
-    """The protocol's messages, which the SDK brings; None where it is not installed."""
-    found = [*ENVIRONMENT.glob("lib/python*/site-packages/kserve/protocol/grpc/grpc_predict_v2_pb2.py")]
-    if not found:
+    """The protocol's messages from the SDK; None if it is not installed."""
+    candidates = [*ENVIRONMENT.glob("lib/python*/site-packages/kserve/protocol/grpc/grpc_predict_v2_pb2.py")]
+    if not candidates:
         return None
-    spec = importlib.util.spec_from_file_location("grpc_predict_v2_pb2", found[0])
+    spec = importlib.util.spec_from_file_location("grpc_predict_v2_pb2", candidates[0])
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -42,15 +42,15 @@ def open_inference_protocol() -> ModuleType | None:
 
 
 def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [each.getsockname()[1] for each in sockets]
 
 
 class Server:
-    """One process of an InferenceService, on ports that it keeps over restarts."""
+    """One process of an InferenceService, whose ports survive restarts."""
 
     def __init__(self, module: str, log: Path, *options: str) -> None:
         self.http_port, self.grpc_port = free_ports(2)
@@ -62,7 +62,7 @@ class Server:
         self._client: httpx.Client | None = None
 
     def start(self, *options: str) -> None:
-        """Start it; ``options`` come after those of the constructor, and win."""
+        """Start the process; ``options`` override those of the constructor."""
         ports = ("--http_port", str(self.http_port), "--grpc_port", str(self.grpc_port))
         command = [PYTHON, "-m", f"evernear.serving.kserve.{self._module}", *ports, *self._options, *options]
         self._client = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
@@ -70,7 +70,7 @@ class Server:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def await_answer(self, path: str) -> None:
-        """Wait until GET ``path`` answers at all."""
+        """Wait until GET ``path`` returns any response."""
         deadline_s = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline_s:
             assert self.process is not None
@@ -82,7 +82,7 @@ class Server:
         raise AssertionError(self.log.read_text())
 
     def stop(self) -> int:
-        """SIGTERM, and the exit status."""
+        """Send SIGTERM; returns the exit status."""
         assert self.process is not None
         assert self._client is not None
         self._client.close()
@@ -94,7 +94,7 @@ class Server:
 
     @contextlib.contextmanager
     def frozen(self):
-        """While it is stopped it accepts connections and answers nothing."""
+        """Stop the process, which then accepts connections but does not respond."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
         try:
@@ -111,16 +111,16 @@ class Server:
         return self._client.post(path, **body)
 
     def predict(self, images: Sequence[bytes]) -> httpx.Response:
-        """By v1."""
+        """Predict with v1."""
         instances = [{"data": base64.b64encode(image).decode()} for image in images]
         return self.post("/v1/models/embedding:predict", json={"instances": instances})
 
     def infer(self, *inputs: dict[str, Any]) -> httpx.Response:
-        """By v2 over REST."""
+        """Predict with v2 over REST."""
         return self.post("/v2/models/embedding/infer", json={"inputs": list(inputs)})
 
     def grpc(self, method: str, request: Any, answer: str) -> Any:
-        """By v2 over gRPC; ``answer`` is the name of the message that comes back."""
+        """Call a method of v2 over gRPC; ``answer`` is the name of the response message."""
         protocol = open_inference_protocol()
         with grpc.insecure_channel(f"127.0.0.1:{self.grpc_port}") as channel:
             call = channel.unary_unary(
@@ -140,18 +140,18 @@ class Server:
 
 
 def files(images: Sequence[bytes]) -> dict[str, Any]:
-    """The v2 input that carries image files in JSON."""
+    """The v2 input with image files in JSON."""
     data = [base64.b64encode(image).decode() for image in images]
     return {"name": "images", "datatype": "BYTES", "shape": [len(images)], "data": data}
 
 
 def pixels(array: NDArray[np.uint8]) -> dict[str, Any]:
-    """The v2 input that carries prepared images in JSON."""
+    """The v2 input with prepared images in JSON."""
     return {"name": "pixels", "datatype": "UINT8", "shape": list(array.shape), "data": array.ravel().tolist()}
 
 
 def predictions_of(response: Any) -> list[dict[str, Any]]:
-    """The v1 objects in a v2 answer, of REST (a dict) or gRPC (a message with listed contents)."""
+    """The predictions in a v2 response of REST (a dict) or gRPC (a message with listed contents)."""
     if isinstance(response, dict):
         columns = {output["name"]: output["data"] for output in response["outputs"]}
     else:
@@ -176,7 +176,7 @@ def _contents(output: Any) -> list[Any]:
 
 
 def run_in_environment(code: str, *args: str) -> Any:
-    """What ``code`` prints as JSON, run beside the SDK."""
+    """Run ``code`` in the SDK's environment; returns its JSON output."""
     done = subprocess.run([PYTHON, "-c", code, *args], capture_output=True, text=True, timeout=READY_TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     print(done.stderr, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Transformer and predictor as processes, asked over real sockets in every protocol they speak."""
+"""Transformer and predictor as processes, over real sockets and in every protocol."""
 
 import base64
 import http.client
@@ -46,8 +46,8 @@ def images(parts: ReleaseParts) -> list[bytes]:
 
 
 @pytest.fixture(scope="module")
-def known(parts: ReleaseParts, images: list[bytes]) -> list[dict[str, Any]]:
-    """What the core answers in this process, and TorchServe with it."""
+def stored(parts: ReleaseParts, images: list[bytes]) -> list[dict[str, Any]]:
+    """The predictions of `Predictor` in this process."""
     answers = Predictor.open(parts).predict(images)
     assert all(isinstance(answer, Prediction) for answer in answers)
     return [answer.model_dump(mode="json") for answer in answers]
@@ -58,16 +58,16 @@ def prepared(images: list[bytes]) -> np.ndarray:
 
 
 def photograph() -> bytes:
-    """A colour JPEG of another size than the release's."""
+    """A color JPEG of another size than the release's input."""
     noise = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
     buffer = BytesIO()
     Image.fromarray(noise).resize((300, 200)).save(buffer, format="JPEG")
     return buffer.getvalue()
 
 
-def assert_same(answers: list[dict[str, Any]], known: list[dict[str, Any]]) -> None:
-    assert len(answers) == len(known)
-    for answer, expected in zip(answers, known, strict=True):
+def assert_same(answers: list[dict[str, Any]], stored: list[dict[str, Any]]) -> None:
+    assert len(answers) == len(stored)
+    for answer, expected in zip(answers, stored, strict=True):
         assert answer.keys() == expected.keys()
         assert (answer["pred"], answer["unknown"], answer["version"]) == (
             expected["pred"],
@@ -82,26 +82,26 @@ def assert_same(answers: list[dict[str, Any]], known: list[dict[str, Any]]) -> N
 
 
 class TestAnswers:
-    def test_v1(self, server: Server, images: list[bytes], known: list[dict[str, Any]]) -> None:
+    def test_v1(self, server: Server, images: list[bytes], stored: list[dict[str, Any]]) -> None:
         response = server.predict(images)
         assert response.status_code == 200
-        assert_same(response.json()["predictions"], known)
+        assert_same(response.json()["predictions"], stored)
 
-    def test_v2_over_rest(self, server: Server, images: list[bytes], known: list[dict[str, Any]]) -> None:
+    def test_v2_over_rest(self, server: Server, images: list[bytes], stored: list[dict[str, Any]]) -> None:
         response = server.infer(files(images))
         assert response.status_code == 200
-        assert_same(predictions_of(response.json()), known)
+        assert_same(predictions_of(response.json()), stored)
 
-    def test_v2_over_grpc(self, server: Server, images: list[bytes], known: list[dict[str, Any]]) -> None:
+    def test_v2_over_grpc(self, server: Server, images: list[bytes], stored: list[dict[str, Any]]) -> None:
         response = server.infer_grpc("images", "BYTES", [len(images)], bytes_contents=images)
-        assert_same(predictions_of(response), known)
+        assert_same(predictions_of(response), stored)
 
-    def test_v2_over_grpc_in_binary(self, server: Server, images: list[bytes], known: list[dict[str, Any]]) -> None:
+    def test_v2_over_grpc_in_binary(self, server: Server, images: list[bytes], stored: list[dict[str, Any]]) -> None:
         raw = b"".join(len(image).to_bytes(4, "little") + image for image in images)
         response = server.infer_grpc("images", "BYTES", [len(images)], raw=raw)
         names = [output.name for output in response.outputs]
         dists = np.frombuffer(response.raw_output_contents[names.index("dist")], np.float32)
-        assert dists.tolist() == pytest.approx([answer["dist"] for answer in known], abs=1e-4)
+        assert dists.tolist() == pytest.approx([answer["dist"] for answer in stored], abs=1e-4)
 
     def test_v2_returns_the_requested_outputs(self, server: Server, images: list[bytes]) -> None:
         body = {"id": "7", "inputs": [files(images[:1])], "outputs": [{"name": "pred"}]}
@@ -116,15 +116,15 @@ class TestAnswers:
         )
 
     def test_predictor_accepts_prepared_pixels(
-        self, predictor: Server, images: list[bytes], known: list[dict[str, Any]]
+        self, predictor: Server, images: list[bytes], stored: list[dict[str, Any]]
     ) -> None:
         array = prepared(images)
-        assert_same(predictions_of(predictor.infer(pixels(array)).json()), known)
+        assert_same(predictions_of(predictor.infer(pixels(array)).json()), stored)
         listed = predictor.infer_grpc("pixels", "UINT8", array.shape, uint_contents=array.ravel().tolist())
-        assert_same(predictions_of(listed), known)
+        assert_same(predictions_of(listed), stored)
         raw = predictor.infer_grpc("pixels", "UINT8", array.shape, raw=array.tobytes())
         labels = raw.raw_output_contents[[output.name for output in raw.outputs].index("pred")]
-        assert labels == b"".join(len(a["pred"]).to_bytes(4, "little") + a["pred"].encode() for a in known)
+        assert labels == b"".join(len(a["pred"]).to_bytes(4, "little") + a["pred"].encode() for a in stored)
 
     def test_transformer_rejects_pixels(self, transformer: Server, images: list[bytes]) -> None:
         response = transformer.infer(pixels(prepared(images)))
@@ -137,48 +137,48 @@ class TestAnswers:
         assert server.predict([]).json() == {"predictions": []}
         assert predictions_of(server.infer(files([])).json()) == []
 
-    def test_serves_concurrent_clients(self, server: Server, images: list[bytes], known: list[dict[str, Any]]) -> None:
+    def test_serves_concurrent_clients(self, server: Server, images: list[bytes], stored: list[dict[str, Any]]) -> None:
         def ask(n: int) -> None:
             at = n % len(images)
-            assert_same(server.predict(images[at : at + 1]).json()["predictions"], known[at : at + 1])
+            assert_same(server.predict(images[at : at + 1]).json()["predictions"], stored[at : at + 1])
 
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(ask, range(64)))
 
 
 class TestBadImages:
-    def test_v1_bad_image_fails_alone(self, server: Server, images: list[bytes], known: list[dict[str, Any]]) -> None:
+    def test_v1_bad_image_fails_alone(self, server: Server, images: list[bytes], stored: list[dict[str, Any]]) -> None:
         response = server.predict([BAD, images[0], b"", images[1][:60], images[1]])
         assert response.status_code == 200
         told = response.json()["predictions"]
-        assert_same([told[1], told[4]], known[:2])
+        assert_same([told[1], told[4]], stored[:2])
         assert told[0] == {"code": 400, "type": "BadImage", "message": IMAGE_SENTENCE}
         assert all(told[n]["code"] == 400 and told[n]["message"].endswith(".") for n in (2, 3))
 
     @pytest.mark.parametrize("instance", [{}, {"data": 3}, {"data": "***"}, {"data": "ä"}, "AAAA", None, [1]])
     def test_v1_instance_without_an_image_fails_alone(
-        self, predictor: Server, images: list[bytes], known: list[dict[str, Any]], instance: object
+        self, predictor: Server, images: list[bytes], stored: list[dict[str, Any]], instance: object
     ) -> None:
         good = {"data": base64.b64encode(images[0]).decode()}
         told = predictor.post("/v1/models/embedding:predict", json={"instances": [instance, good]}).json()
         assert told["predictions"][0]["code"] == 400
-        assert_same(told["predictions"][1:], known[:1])
+        assert_same(told["predictions"][1:], stored[:1])
 
     @pytest.mark.parametrize("name", hostile.REFUSED)
     def test_v1_decompression_bomb_fails_alone(
-        self, server: Server, images: list[bytes], known: list[dict[str, Any]], name: str
+        self, server: Server, images: list[bytes], stored: list[dict[str, Any]], name: str
     ) -> None:
         bomb = hostile.REFUSED[name]
         told = server.predict([images[0], bomb.make(), images[1]]).json()["predictions"]
-        assert_same([told[0], told[2]], known[:2])
+        assert_same([told[0], told[2]], stored[:2])
         assert (told[1]["code"], bomb.sentence in told[1]["message"]) == (400, True)
 
     def test_large_and_small_images_keep_their_order(
-        self, server: Server, images: list[bytes], known: list[dict[str, Any]]
+        self, server: Server, images: list[bytes], stored: list[dict[str, Any]]
     ) -> None:
         large = hostile.png(1001, 1000, 1)
         told = server.predict([large, images[0], b"", large, *images[1:]]).json()["predictions"]
-        assert_same([told[1], *told[4:]], known)
+        assert_same([told[1], *told[4:]], stored)
         assert_same([told[0]], [told[3]])
 
     def test_v1_request_of_bad_images_only_is_400(self, server: Server) -> None:
@@ -407,7 +407,7 @@ class TestOperation:
         release: PackedRelease,
         make_release: MakeRelease,
         images: list[bytes],
-        known: list[dict[str, Any]],
+        stored: list[dict[str, Any]],
     ) -> None:
         predictor = service["predictor"]
         transformers = [server for name, server in service.items() if name != "predictor"]
@@ -429,11 +429,11 @@ class TestOperation:
         for server in transformers:
             await_connection(server, images)
             assert server.get("/v2/models/embedding/ready").status_code == 200
-            assert_same(server.predict(images).json()["predictions"], known)
+            assert_same(server.predict(images).json()["predictions"], stored)
 
 
 def await_connection(server: Server, images: list[bytes]) -> None:
-    """Within seconds of the predictor's return, not after gRPC's two minutes."""
+    """Reconnects within seconds of the predictor's return, not after gRPC's two minutes."""
     deadline_s = time.monotonic() + 30
     while "cannot be reached" in server.predict(images).text:
         assert time.monotonic() < deadline_s
@@ -503,6 +503,6 @@ def test_startup_errors_are_one_sentence_and_the_transformer_needs_no_torch(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["predictor", "grpc-v2"])
 def test_survives_a_minute_of_fuzzing_without_5xx(
-    service: dict[str, Server], images: list[bytes], known: list[dict[str, Any]], name: str
+    service: dict[str, Server], images: list[bytes], stored: list[dict[str, Any]], name: str
 ) -> None:
-    assert fuzz(kserve(service[name].http_port, images[0], known[0]["pred"]), seconds=60) > 100
+    assert fuzz(kserve(service[name].http_port, images[0], stored[0]["pred"]), seconds=60) > 100

@@ -14,7 +14,7 @@ CHUNK_BYTES = 2**16
 
 
 class Balancer:
-    """Listens on ``port``; ``refused`` counts the connections that no pod took."""
+    """Listens on ``port``; ``refused`` counts connections without a pod."""
 
     def __init__(self) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
@@ -27,11 +27,11 @@ class Balancer:
         self._done = asyncio.Event()
 
     def add(self, port: int, lag_s: float = 0) -> None:
-        """Send connections to ``port`` too, ``lag_s`` from now on."""
+        """Add ``port`` as an endpoint after ``lag_s``."""
         self._loop.call_soon_threadsafe(self._loop.call_later, lag_s, self._endpoints.append, port)
 
     def remove(self, port: int, lag_s: float = 0) -> None:
-        """Send none there any more, ``lag_s`` from now on."""
+        """Remove ``port`` from the endpoints after ``lag_s``."""
         self._loop.call_soon_threadsafe(self._loop.call_later, lag_s, self._endpoints.remove, port)
 
     @contextmanager
@@ -69,7 +69,7 @@ class Balancer:
 
 
 async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """What comes from one end goes to the other, its end too; a reset is passed on as one."""
+    """Copy one direction of a connection, including its end; a reset is passed on."""
     try:
         while chunk := await reader.read(CHUNK_BYTES):
             writer.write(chunk)

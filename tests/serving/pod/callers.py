@@ -1,4 +1,4 @@
-"""Clients that never stop asking, and count what becomes of each request."""
+"""Clients that send requests continuously and count the outcomes."""
 
 import http.client
 import threading
@@ -16,7 +16,7 @@ TIMEOUT_S = 30
 
 @dataclass
 class Calls:
-    """What became of all requests: answers by release, and the reason of each failure."""
+    """Outcomes of all requests: predictions by release, and failures."""
 
     answers: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Calls:
 
 @contextmanager
 def calling(port: int, image: bytes, token: str, clients: int, pause_s: float = 0.0) -> Iterator[Calls]:
-    """Clients ask all the while; every third opens a connection for each request, the others keep theirs."""
+    """Send REST requests continuously; every third client opens a connection per request."""
     calls, done = Calls(), threading.Event()
     headers = {"Authorization": f"Bearer {token}"}
 
@@ -59,7 +59,7 @@ def calling(port: int, image: bytes, token: str, clients: int, pause_s: float = 
 
 @contextmanager
 def calling_grpc(port: int, image: bytes, token: str, clients: int, pause_s: float = 0.0) -> Iterator[Calls]:
-    """Clients ask over gRPC all the while, each on a connection of its own, and none asks again what failed."""
+    """Send gRPC requests continuously, each client on its own connection and without retries."""
     calls, done = Calls(), threading.Event()
     target = Target("127.0.0.1", port, "embedding", "grpc", token=lambda: token, timeout_s=TIMEOUT_S)
 

@@ -18,7 +18,7 @@ KEYS = ("tester", "not-a-secret")
 
 @pytest.fixture(scope="module")
 def in_bucket(s3_endpoint: str) -> Iterator[str]:
-    """The URI of a store in a bucket; the environment leads the init containers to it."""
+    """The URI of a store in a bucket, with the environment for init containers."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("AWS_ENDPOINT_URL", s3_endpoint)
         environment.setenv("AWS_ACCESS_KEY_ID", KEYS[0])
@@ -40,7 +40,7 @@ def shipped(make_release: MakeRelease, in_bucket: str, tmp_path_factory: pytest.
 
 @pytest.fixture(scope="module")
 def start_pod(shipped: Shipped, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartPod]:
-    """Bring a pod up as a kubelet does: it is started, and ready."""
+    """Start a pod as a kubelet does, and wait until it is ready."""
     with ExitStack() as pods:
 
         def start(**serving: object) -> Pod:

@@ -46,7 +46,7 @@ class Pod:
 
     @property
     def log(self) -> str:
-        """What the server wrote to its console."""
+        """The server's console."""
         return self._log.read_text(errors="replace")
 
     @property
@@ -54,25 +54,25 @@ class Pod:
         return Settings(workdir=self.workdir, serving=self.serving)
 
     def fetch(self, store: str, version: str, sha256: str) -> subprocess.CompletedProcess[str]:
-        """The init container, which alone knows the store."""
+        """Run the init container, which alone has access to the store."""
         environment = {name: os.environ[name] for name in STORE_VARIABLES if name in os.environ}
         command = [*self._contained(), EVERNEAR, "pod", "fetch", "--release", version, "--sha256", sha256]
         environment |= self._environment(contained=True) | {"EVERNEAR_STORE": store}
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
     def start(self, *flags: str) -> None:
-        """The container, which goes on; its console is the pod's log."""
+        """Start the container; its console is the pod's log."""
         command = [*self._contained(), EVERNEAR, "pod", "serve", *flags]
         with self._log.open("wb") as log:
             self._server = subprocess.Popen(command, env=self._environment(contained=True), stdout=log, stderr=log)
 
     def exec(self, word: str) -> subprocess.CompletedProcess[str]:
-        """A probe or hook, beside the server."""
+        """Run a probe or a hook beside the server."""
         environment = self._environment(contained=False)
         return subprocess.run([EVERNEAR, "pod", word], env=environment, capture_output=True, text=True, timeout=120)
 
     def await_started(self, timeout_s: float = 120) -> str:
-        """The startup probe, until it succeeds; returns what it said then."""
+        """Repeat the startup probe until it succeeds; returns its output."""
         deadline_s = time.monotonic() + timeout_s
         while (probe := self.exec("ready")).returncode:
             assert self.is_alive(), self.log
@@ -81,7 +81,7 @@ class Pod:
         return probe.stdout
 
     def probe(self, timeout_s: float = 5) -> int:
-        """The readiness probe: its status, 0 if nobody answers."""
+        """Run the readiness probe; returns its status, 0 without a response."""
         try:
             return requests.get(f"http://127.0.0.1:{self.port}/ready", timeout=timeout_s).status_code
         except requests.RequestException:
@@ -91,7 +91,7 @@ class Pod:
         return self._server is not None and self._server.poll() is None
 
     def first_process(self) -> psutil.Process:
-        """The container's process 1, as the node sees it."""
+        """Process 1 of the container, as the node sees it."""
         assert self._server is not None
         launched = psutil.Process(self._server.pid)
         return launched.children()[0] if can_contain() else launched
@@ -115,7 +115,7 @@ class Pod:
         return time.monotonic() - began_s
 
     def kill(self) -> None:
-        """SIGKILL; nothing of the pod is left."""
+        """Kill all processes of the pod."""
         if self._server is not None:
             for process in psutil.Process(self._server.pid).children(recursive=True) if self.is_alive() else []:
                 process.kill()
@@ -145,7 +145,7 @@ class Pod:
 
 
 def can_contain() -> bool:
-    """Whether this kernel lets us make namespaces with mounts of our own, and /tmp does not hold us; asked once."""
+    """Whether this kernel allows user namespaces with mounts, and /tmp is not an ancestor of this checkout; cached."""
     if not _contains:
         script = 'mount --bind /srv /tmp && exec setpriv --no-new-privs "$0" -c "import evernear"'
         command = ["unshare", *NAMESPACES, "sh", "-c", script, sys.executable]

@@ -1,4 +1,4 @@
-"""A release that was published, and how its pods are started."""
+"""A published release, and how its pods are started."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +14,7 @@ TOKEN = "0123456789abcdef0123456789abcdef"
 
 @dataclass(frozen=True)
 class Shipped:
-    """A release that was published."""
+    """A published release."""
 
     release: PackedRelease
     parts: ReleaseParts

@@ -1,4 +1,4 @@
-"""The init container: a release that is what the deployer and the registry say, or a sentence and nothing."""
+"""The init container: a verified release, or one sentence and no files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -40,9 +40,9 @@ def test_fetch_downloads_and_verifies_a_release(release: PackedRelease, settings
     fetched = pod.release(settings)
     assert fetched.manifest == release.manifest
     assert len(fetched.smoke_queries()) == 8
-    kept = {path.name for path in fetched.directory.iterdir()}
+    remaining = {path.name for path in fetched.directory.iterdir()}
     images = {f"smoke-{number:02d}.png" for number in range(8)}
-    assert kept == {"manifest.json", "preprocessing.json", "smoke.json", *images}
+    assert remaining == {"manifest.json", "preprocessing.json", "smoke.json", *images}
     assert {path.name for path in home_of(settings.workdir).iterdir()} == {"model-store"}
 
 
@@ -74,7 +74,7 @@ def test_fetch_rejects_an_archive_changed_in_the_store(release: PackedRelease, s
 def test_fetch_rejects_another_release_under_the_same_name(
     release: PackedRelease, settings: Settings, tmp_path: Path
 ) -> None:
-    """Both hashes agree, and the archive is not the one that the record describes."""
+    """Both hashes agree, but the archive is not the release in the record."""
     other = forge(release, tmp_path / "other.mar", preprocessing_json=b"{}")
     sha256 = sha256_file(other.archive)
     registry, store = Registry(open_store(settings.store_uri)), open_store(settings.store_uri)
@@ -88,7 +88,7 @@ def test_fetch_rejects_another_release_under_the_same_name(
 
 @pytest.mark.skipif(not can_contain(), reason="this kernel gives us no namespaces of our own")
 def test_fetch_reads_from_a_read_only_directory_store(release: PackedRelease, tmp_path: Path) -> None:
-    """As a PersistentVolumeClaim is mounted; here in the place of the Secret, which is read-only."""
+    """Like a mounted PersistentVolumeClaim; here in place of the Secret, which is read-only."""
     container = Pod(tmp_path / "pod")
     Registry(open_store((tmp_path / "pod" / "secret" / "store").as_uri())).publish(release.archive)
     sha256 = sha256_file(release.archive)
@@ -121,7 +121,7 @@ def test_fetch_removes_leftovers_and_other_archives(release: PackedRelease, sett
 def test_serve_rejects_files_beside_the_release_until_the_next_fetch(
     release: PackedRelease, settings: Settings, make: Callable[[Path], None]
 ) -> None:
-    """The server would load it, and wait at a pipe for ever."""
+    """The server would load a file, and block on a pipe."""
     sha256 = sha256_file(release.archive)
     pod.fetch(release.version, sha256, settings)
     make(archive_in(settings).with_name("x.mar"))

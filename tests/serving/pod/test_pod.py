@@ -1,4 +1,4 @@
-"""The life of a pod: what its containers, probes and hook do, and how another one takes its place."""
+"""Lifecycle of a pod: its containers, probes and hook, and its replacement."""
 
 import dataclasses
 import signal
@@ -26,12 +26,12 @@ LAG_S = 0.5  # from an endpoint's change to the balancer's
 
 @pytest.fixture(scope="module")
 def pod(start_pod: StartPod) -> Pod:
-    """The one that the last test replaces."""
+    """The pod that the last test replaces."""
     return start_pod(endpoint_removal_s=2, threads=2)
 
 
 class Service:
-    """The pods' ports of one name, behind one port."""
+    """One port of all pods, behind a balancer."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -91,12 +91,12 @@ def test_server_and_worker_have_no_secret_in_their_environment(pod: Pod) -> None
 
 @pytest.mark.skipif(not can_contain(), reason="this kernel gives us no namespaces of our own")
 def test_runs_unprivileged_on_a_read_only_root(pod: Pod) -> None:
-    """`container.sh` makes it so; that it serves at all is the proof, this only that the container is one."""
+    """`container.sh` sets this up, and every other test runs in it; this one checks that the setup is in effect."""
     for process in (pod.first_process(), *workers(pod)):
         proc = Path("/proc") / str(process.pid)
-        told = dict(line.split(":\t", 1) for line in (proc / "status").read_text().splitlines())
-        assert {told[name] for name in ("CapEff", "CapPrm", "CapBnd", "CapAmb")} == {"0" * 16}
-        assert told["NoNewPrivs"] == "1"
+        status = dict(line.split(":\t", 1) for line in (proc / "status").read_text().splitlines())
+        assert {status[name] for name in ("CapEff", "CapPrm", "CapBnd", "CapAmb")} == {"0" * 16}
+        assert status["NoNewPrivs"] == "1"
         mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
         options = {fields[4]: set(fields[5].split(",")) for fields in mounts}
         assert "ro" in options["/"]
@@ -133,7 +133,7 @@ def test_ready_is_pipelined_and_only_a_bare_get_needs_no_token(pod: Pod, shipped
 @pytest.mark.slow
 def test_probe_sends_no_query_under_traffic(pod: Pod, shipped: Shipped) -> None:
     def handled() -> int:
-        """Requests that reached the worker; it tells once a second."""
+        """Requests that reached the worker, whose metrics arrive once a second."""
         time.sleep(2.5)
         text = requests.get(f"http://127.0.0.1:{pod.serving.metrics_port}/metrics", timeout=10).text
         lines = [line for line in text.splitlines() if line.startswith("evernear_requests_total{")]
@@ -163,7 +163,7 @@ def test_pod_with_a_stopped_worker_is_not_ready(pod: Pod) -> None:
 
 @pytest.mark.slow
 def test_replacing_a_pod_fails_no_request(pod: Pod, start_pod: StartPod, shipped: Shipped) -> None:
-    """Ends the pod of the tests before. Its endpoint goes late: when most of the time for that is over."""
+    """Ends the pod of the previous tests. Its endpoint is removed late, after most of the preStop delay."""
     successor = start_pod()
     service = Service("inference_port")
     service.add(pod)
@@ -185,7 +185,7 @@ def test_replacing_a_pod_fails_no_request(pod: Pod, start_pod: StartPod, shipped
 def test_replacements_under_load_fail_no_request_of_5000_unless_prestop_is_too_short(
     start_pod: StartPod, shipped: Shipped, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The endpoint goes at once, then late; then later than the pod waits for, which has to show."""
+    """The endpoint is removed at once, then late, then later than the preStop delay, which must fail requests."""
     pods = [start_pod(endpoint_removal_s=3)]
     rest, grpc = Service("inference_port"), Service("grpc_inference_port")
     for service in (rest, grpc):
@@ -200,7 +200,7 @@ def test_replacements_under_load_fail_no_request_of_5000_unless_prestop_is_too_s
             pods.append(start_pod(endpoint_removal_s=3))
             end_s = replace([rest, grpc], pods[-2], pods[-1], lag_s)
             with capsys.disabled():
-                print(f"\nendpoint removed after {lag_s} s, pod gone after {end_s:.1f} s: {told(calls, grpc_calls)}")
+                print(f"\nendpoint removed after {lag_s} s, pod gone after {end_s:.1f} s: {summary(calls, grpc_calls)}")
         _await(lambda: calls.asked >= 5000, timeout_s=200)
         assert calls.failures + grpc_calls.failures == []
         assert balancer.refused + grpc_balancer.refused == 0
@@ -210,7 +210,7 @@ def test_replacements_under_load_fail_no_request_of_5000_unless_prestop_is_too_s
         replace([rest, grpc], pods[-2], pods[-1], 3)
         time.sleep(3)  # until the endpoint of a pod that is gone is removed
     with capsys.disabled():
-        print(f"endpoint removed after 3 s, for which nothing waited: {told(calls, grpc_calls)}")
+        print(f"endpoint removed after 3 s, for which nothing waited: {summary(calls, grpc_calls)}")
     assert calls.failures
 
 
@@ -232,7 +232,7 @@ def test_pod_is_unready_until_a_dead_worker_is_replaced(start_pod: StartPod, shi
 
 @pytest.mark.slow
 def test_killed_container_restarts_in_its_volume(start_pod: StartPod, shipped: Shipped) -> None:
-    """A kubelet starts the container again, not the init container; the emptyDir is as it was."""
+    """A kubelet restarts the container but not the init container, with the emptyDir unchanged."""
     pod = start_pod()
     pod.kill()
     assert pod.probe() == 0
@@ -256,13 +256,13 @@ def test_without_token_serves_everyone(shipped: Shipped, tmp_path: Path) -> None
         pod.kill()
 
 
-def told(calls: Calls, grpc_calls: Calls) -> str:
+def summary(calls: Calls, grpc_calls: Calls) -> str:
     failed = len(calls.failures), len(grpc_calls.failures)
     return f"{calls.asked:,} requests so far and {grpc_calls.asked:,} over gRPC; {failed[0]} and {failed[1]} failed"
 
 
 def replace(services: list[Service], pod: Pod, successor: Pod, lag_s: float) -> float:
-    """What a Deployment with maxUnavailable 0 does when ``successor`` is ready; returns the seconds of the end."""
+    """Replace a pod as a Deployment with maxUnavailable 0; returns the seconds until the old pod is gone."""
     for service in services:
         service.add(successor, LAG_S)
     time.sleep(2 * LAG_S)

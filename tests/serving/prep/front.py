@@ -1,4 +1,4 @@
-"""A preprocessing server on a real port, and releases that prescribe what a test wants."""
+"""A preprocessing server on a real port, and releases with chosen preprocessing."""
 
 import threading
 import time
@@ -39,20 +39,20 @@ def front(settings: Settings) -> Iterator[httpx.Client]:
 
 
 def make_champion(store_uri: str, version: str) -> None:
-    """Let the pointer stand at ``version``, as after its deployment."""
+    """Point the champion at ``version``, as a deployment does."""
     move = Promotion(version=version, previous=None, since=datetime.now(UTC))
     open_store(store_uri).put(CHAMPION, move.model_dump_json().encode())
 
 
 @dataclass(frozen=True)
 class Shelf:
-    """A registry of releases that differ in their preprocessing alone."""
+    """A registry of releases that differ only in their preprocessing."""
 
     directory: Path
     manifest: ReleaseManifest
 
     def release(self, number: int, size_px: int = 8, *, published: bool = True, champion: bool = False) -> str:
-        """The version of release ``number``, whose images are of ``size_px``."""
+        """The version of release ``number``, whose input is ``size_px`` wide."""
         version = f"20260101.00000{number}.0000000{number}"
         shape = Preprocessing(height_px=size_px, width_px=size_px, channels=1, mean=(0.5,), std=(0.5,))
         manifest = self.manifest.model_copy(update={"version": version, "preprocessing": shape})

@@ -1,4 +1,4 @@
-"""The preprocessing server in front of predictors that move on, are slow, or are gone."""
+"""The preprocessing server with predictors that change releases, are slow, or fail."""
 
 import base64
 import json
@@ -28,7 +28,7 @@ def png(size_px: int = 100) -> dict[str, str]:
 
 
 class Predictor:
-    """Answers with ``version`` and tells, as the label, how wide the image was that it got."""
+    """Answers with ``version``, and with the width of the image as the label."""
 
     def __init__(self, version: str) -> None:
         self.version = version
@@ -61,7 +61,7 @@ def shelf(parts: ReleaseParts, tmp_path: Path) -> Shelf:
 
 @pytest.fixture
 def predictor(shelf: Shelf) -> Predictor:
-    """It serves release 1, the champion, whose images are 8 pixels wide."""
+    """A predictor with release 1, the champion, whose input is 8 pixels wide."""
     return Predictor(shelf.release(1, champion=True))
 
 
@@ -79,15 +79,15 @@ def refusal(answer: httpx.Response, status: int) -> str:
 
 def test_rollout_changes_the_preprocessing(shelf: Shelf, predictor: Predictor, port: int) -> None:
     with front(shelf.settings(port)) as client:
-        assert client.post("/predict/label", json=png()).json() == told("8", predictor.version)
+        assert client.post("/predict/label", json=png()).json() == label_response("8", predictor.version)
         predictor.version = shelf.release(2, size_px=16)
-        assert client.post("/predict/label", json=png()).json() == told("16", predictor.version)
+        assert client.post("/predict/label", json=png()).json() == label_response("16", predictor.version)
         assert client.get("/metadata").json()["height_px"] == 16
         predictor.version = shelf.release(1)
-        assert client.post("/predict/label", json=png()).json() == told("8", predictor.version)
+        assert client.post("/predict/label", json=png()).json() == label_response("8", predictor.version)
 
 
-def told(label: str, version: str) -> dict[str, object]:
+def label_response(label: str, version: str) -> dict[str, object]:
     return {"label": label, "unknown": False, "version": version}
 
 
@@ -103,7 +103,7 @@ def test_rollout_with_the_same_preprocessing_costs_no_second_call(
 
 
 def test_rollouts_under_load_never_mix_preprocessing(shelf: Shelf, predictor: Predictor, port: int) -> None:
-    """Release 1 wants 8 pixels, release 2 wants 16: an answer that names one and saw the other is a wrong one."""
+    """Release 1 takes 8 pixels and release 2 takes 16, so a prediction with the other width is wrong."""
     versions = {shelf.release(1): "8", shelf.release(2, size_px=16): "16"}
     with front(shelf.settings(port)) as client, ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(client.post, "/predict", json=png()) for _ in range(300)]
@@ -160,8 +160,8 @@ def test_predictor_is_reconnected_after_downtime(shelf: Shelf, predictor: Predic
             while client.get("/health").status_code != 200:
                 assert time.monotonic() < deadline_s
             assert client.post("/predict", json=png()).status_code == 200
-        told = client.get("/metrics").text
-        assert 'evernear_prep_predictor_failures_total{reason="ServerUnreachableError"}' in told
+        exported = client.get("/metrics").text
+        assert 'evernear_prep_predictor_failures_total{reason="ServerUnreachableError"}' in exported
 
 
 def test_unavailable_predictor_is_retried(shelf: Shelf, predictor: Predictor, port: int) -> None:

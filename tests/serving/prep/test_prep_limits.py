@@ -1,4 +1,4 @@
-"""What a client may cost the preprocessing server, and that others do not notice."""
+"""Limits on clients of the preprocessing server, and their isolation from other clients."""
 
 import base64
 import json
@@ -64,7 +64,7 @@ def test_decompression_bomb_is_rejected_with_a_sentence(prep: httpx.Client, name
 
 
 class Gate:
-    """Holds the decoding of large images until it is opened."""
+    """Blocks the decoding of large images until it is opened."""
 
     def __init__(self) -> None:
         self.opened, self.reached = threading.Event(), threading.Semaphore(0)
@@ -115,7 +115,7 @@ def test_excess_large_images_are_rejected_immediately(shelf: Shelf, port: int, g
 
 
 def until(ask: Callable[[], httpx.Response], status: int, waiting: list[Future[httpx.Response]]) -> httpx.Response:
-    """Ask again until the answer has ``status``: those sent before may still be on their way."""
+    """Repeat until the response has ``status``: earlier requests may still be in flight."""
     while True:
         try:
             answer = ask()
@@ -160,7 +160,7 @@ def test_json_without_an_image_is_rejected_cheaply(prep: httpx.Client, body: byt
 
 
 class Slow:
-    """A client that sends what it is told to, and no more."""
+    """A client that sends exactly the given bytes."""
 
     def __init__(self, prep: httpx.Client) -> None:
         self.socket = socket.create_connection(("127.0.0.1", prep.base_url.port or 0), timeout=30)
@@ -175,7 +175,7 @@ class Slow:
         self.socket.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size_bytes)
 
     def answer(self) -> tuple[int, dict[str, str], str]:
-        """Status, headers and message; the server has closed the connection behind it."""
+        """Status, headers and message, after the server has closed the connection."""
         received = b""
         while part := self.socket.recv(2**16):
             received += part

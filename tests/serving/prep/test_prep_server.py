@@ -57,7 +57,7 @@ def encoded(image: bytes) -> dict[str, str]:
 
 
 def jpeg() -> bytes:
-    """A colour photograph of sorts, of another size than the network's."""
+    """A color photograph of another size than the network's input."""
     buffer = BytesIO()
     Image.effect_mandelbrot((301, 203), (-2, -1, 1, 1), 50).convert("RGB").rotate(3).save(buffer, format="JPEG")
     return buffer.getvalue()
@@ -69,11 +69,15 @@ def test_prediction_equals_torchserves(served: Served, prep: httpx.Client) -> No
             answer = prep.post("/predict", json=encoded(image))
             assert answer.status_code == 200, answer.text
             expected = direct.predict(image).model_dump(mode="json")
-            told = answer.json()
-            assert {**told, "dist": 0, "neighbors": 0} == {**expected, "dist": 0, "neighbors": 0}
-            assert told["dist"] == pytest.approx(expected["dist"], abs=1e-5)
+            received = answer.json()
+            assert {**received, "dist": 0, "neighbors": 0} == {**expected, "dist": 0, "neighbors": 0}
+            assert received["dist"] == pytest.approx(expected["dist"], abs=1e-5)
             label = prep.post("/predict/label", json=encoded(image)).json()
-            assert label == {"label": told["pred"], "unknown": told["unknown"], "version": served.manifest.version}
+            assert label == {
+                "label": received["pred"],
+                "unknown": received["unknown"],
+                "version": served.manifest.version,
+            }
 
 
 def test_health_label_and_metadata_name_the_release(served: Served, prep: httpx.Client) -> None:
@@ -86,9 +90,9 @@ def test_health_label_and_metadata_name_the_release(served: Served, prep: httpx.
 
 def test_predict_test_recognizes_a_stored_query(served: Served, prep: httpx.Client) -> None:
     _, query = served.parts.smoke_queries()[0]
-    told = prep.get("/predict/test").json()
-    assert (told["pred"], told["unknown"]) == (query.pred, query.unknown)
-    assert told["dist"] == pytest.approx(query.dist, abs=1e-3)
+    received = prep.get("/predict/test").json()
+    assert (received["pred"], received["unknown"]) == (query.pred, query.unknown)
+    assert received["dist"] == pytest.approx(query.dist, abs=1e-3)
     assert prep.get("/predict/test/label").json()["label"] == query.pred
 
 
@@ -176,11 +180,11 @@ def test_client_supports_the_preprocessing_server(served: Served, prep: httpx.Cl
 def test_exports_prometheus_metrics(prep: httpx.Client, served: Served) -> None:
     prep.post("/predict", json=encoded(b"text"))
     prep.get("/health")
-    told = prep.get("/metrics").text
-    assert 'evernear_prep_requests_total{path="/predict",status="400"}' in told
-    assert 'evernear_prep_requests_total{path="/health",status="200"}' in told
-    assert f'evernear_prep_release_info{{version="{served.manifest.version}"}} 1.0' in told
-    assert "evernear_prep_breaker_open 0.0" in told
+    received = prep.get("/metrics").text
+    assert 'evernear_prep_requests_total{path="/predict",status="400"}' in received
+    assert 'evernear_prep_requests_total{path="/health",status="200"}' in received
+    assert f'evernear_prep_release_info{{version="{served.manifest.version}"}} 1.0' in received
+    assert "evernear_prep_breaker_open 0.0" in received
     prep.get("/some/odd/path")
     assert "odd" not in prep.get("/metrics").text
 
@@ -275,8 +279,8 @@ def test_process_loads_no_torch_listens_on_loopback_and_exits_cleanly(
 def test_ctrl_c_exits_with_a_sentence(process: tuple[subprocess.Popen[str], int]) -> None:
     running, _ = process
     running.send_signal(signal.SIGINT)
-    _, told = running.communicate(timeout=60)
-    assert (running.returncode, told) == (
+    _, received = running.communicate(timeout=60)
+    assert (running.returncode, received) == (
         130,
         "evernear: Interrupted. Requests in flight were answered; `evernear prep` starts the server again.\n",
     )
