@@ -21,8 +21,9 @@ from evernear.evaluation.verdict import Rule, Verdict
 from evernear.evaluation.verdict import System as Measured
 from evernear.index.build import build
 from evernear.index.description import describe_index
-from evernear.release.archive import archive
+from evernear.release.archive import Candidate, archive
 from evernear.release.manifest import Part, ReleaseManifest
+from evernear.serving import HANDLER
 from evernear.settings import DataSettings, IndexSettings, ServingSettings, TrainSettings
 
 
@@ -74,17 +75,16 @@ def release_maker(system: System, new_directory: Callable[[], Path]) -> MakeRele
         directory = new_directory()
         verdict_file = directory / "verdict.json"
         verdict_file.write_text(verdict or decided(system, parent, promote).model_dump_json(indent=2))
-        release = archive(
+        candidate = Candidate(
             dataset=system.dataset,
             network_dir=system.network_dir,
             index_dir=system.index_dir,
             verdict_file=verdict_file,
             metrics={"accuracy": 0.9},
             parent=parent,
-            settings=ServingSettings(),
-            out_dir=directory / "release",
-            created=datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=next(seconds)),
         )
+        created = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=next(seconds))
+        release = archive(candidate, ServingSettings(), HANDLER, directory / "release", created)
         return PackedRelease(release.archive, release.manifest, verdict_file)
 
     return make

@@ -22,9 +22,10 @@ from evernear.evaluation.verdict import Rule, System, Verdict
 from evernear.index.build import build
 from evernear.index.description import LABELS_FILE, VECTORS_FILE
 from evernear.index.faiss_compat import faiss
-from evernear.release.archive import archive
+from evernear.release.archive import Candidate, archive
 from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
+from evernear.serving import HANDLER
 from evernear.settings import Settings
 from evernear.store import open_store
 
@@ -62,16 +63,15 @@ def prepare(settings: Settings, scratch: Path) -> Served:
         index_digest=index.digest,
     )
     verdict.write_text(Verdict.of([rule], measured, None, dataset.digest).model_dump_json())
-    packed = archive(
+    candidate = Candidate(
         dataset=dataset,
         network_dir=network_dir,
         index_dir=index_dir,
         verdict_file=verdict,
         metrics={},
         parent=None,
-        settings=settings.serving,
-        out_dir=scratch / "release",
     )
+    packed = archive(candidate, settings.serving, HANDLER, scratch / "release")
     registry = Registry(open_store(settings.store_uri))
     registry.publish(packed.archive)
     registry.set_champion(packed.manifest.version, None)

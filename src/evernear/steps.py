@@ -206,20 +206,20 @@ def archive(run: str, settings: Tree, dataset: str, parts: dict[str, str], relea
         from evernear.data.shards import Dataset
         from evernear.evaluation.evaluate import Evaluation
         from evernear.evaluation.verdict import Verdict
-        from evernear.release.archive import archive
+        from evernear.release.archive import Candidate, archive
         from evernear.release.registry import Registry
+        from evernear.serving import HANDLER
 
         measured = Evaluation.open(Path(parts["evaluation"]))
-        packed = archive(
+        candidate = Candidate(
             dataset=Dataset.open(Path(dataset)),
             network_dir=Path(parts["network"]),
             index_dir=Path(parts["index"]),
             verdict_file=Path(parts["verdict"]),
             metrics=measured.metrics(),
             parent=measured.champion.name if measured.champion else None,
-            settings=chosen.serving,
-            out_dir=Path(release),
         )
+        packed = archive(candidate, chosen.serving, HANDLER, Path(release))
         store = open_store(chosen.store_uri)
         if not Verdict.load(Path(parts["verdict"])).promote:
             Registry(store).publish(packed.archive)

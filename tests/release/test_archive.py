@@ -13,10 +13,11 @@ from evernear.embedding.embed import embed_images
 from evernear.embedding.export import load_network
 from evernear.errors import IntegrityError, StoreError
 from evernear.index.search import Gallery
-from evernear.release.archive import archive, git_commit
+from evernear.release.archive import Candidate, archive, git_commit
 from evernear.release.archive_reader import open_release, read_release_manifest
 from evernear.release.champion import open_champion
 from evernear.release.registry import Registry
+from evernear.serving import HANDLER
 from evernear.settings import ServingSettings
 from evernear.store import open_store
 
@@ -97,17 +98,9 @@ def test_an_index_of_another_network_is_not_packed(system: System, tmp_path: Pat
     verdict = tmp_path / "verdict.json"
     verdict.write_text("{}")
 
+    candidate = Candidate(system.dataset, system.network_dir, index_dir, verdict, metrics={}, parent=None)
     with pytest.raises(IntegrityError, match="holds vectors of network 000000000000"):
-        archive(
-            dataset=system.dataset,
-            network_dir=system.network_dir,
-            index_dir=index_dir,
-            verdict_file=verdict,
-            metrics={},
-            parent=None,
-            settings=ServingSettings(),
-            out_dir=tmp_path / "release",
-        )
+        archive(candidate, ServingSettings(), HANDLER, tmp_path / "release")
     assert not (tmp_path / "release").exists()
 
 

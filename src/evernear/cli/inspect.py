@@ -34,9 +34,10 @@ ReleaseArgument = Annotated[str, typer.Argument(metavar="RELEASE", help="A .mar 
 def show(registry: "Registry", release: ReleaseArgument, as_json: JsonOption = False) -> None:
     """Tell a release's signature, preprocessing, index, labels, metrics and lineage; runs none of its code."""
     from evernear.release.describe import describe
+    from evernear.serving import HANDLER
 
     with _archive(release, registry) as archive:
-        described = describe(archive)
+        described = describe(archive, HANDLER)
     if as_json:
         print_json(described)
     else:

@@ -1,6 +1,5 @@
-"""Network, index, preprocessing and verdict become one file that TorchServe loads: a release."""
+"""Pack network, index, preprocessing and verdict into a release: one archive that TorchServe loads."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -43,7 +42,7 @@ from evernear.release.git import git_commit
 from evernear.release.manifest import DRIFT_BASELINE_FILE, Part, ReleaseManifest, new_version
 from evernear.settings import ServingSettings
 
-SMOKE_BLOCK = 512  # images of the query split that the smoke queries are chosen from
+SMOKE_BLOCK = 512  # images of the query split among which the smoke queries are chosen
 # The script of torch-model-archiver; ``python -m model_archiver...`` warns that the module is imported twice.
 # Its exit code says which OSError ended it, a full disk for one.
 _OS_ERROR = 100
@@ -59,6 +58,22 @@ except OSError as error:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """The artifacts that a release is packed from.
+
+    ``metrics`` are those that the verdict was reached on, ``parent`` is the champion of that measurement (None: there
+    was none).
+    """
+
+    dataset: Dataset
+    network_dir: Path
+    index_dir: Path
+    verdict_file: Path
+    metrics: Mapping[str, float]
+    parent: str | None
+
+
+@dataclass(frozen=True)
 class Release:
     """An archived release: the ``.mar``, and ``manifest.json`` beside it."""
 
@@ -67,21 +82,11 @@ class Release:
 
 
 def archive(
-    *,
-    dataset: Dataset,
-    network_dir: Path,
-    index_dir: Path,
-    verdict_file: Path,
-    metrics: Mapping[str, float],
-    parent: str | None,
-    settings: ServingSettings,
-    out_dir: Path,
-    created: datetime | None = None,
+    candidate: Candidate, settings: ServingSettings, handler: Path, out_dir: Path, created: datetime | None = None
 ) -> Release:
     """Pack a release into ``out_dir``.
 
-    ``metrics`` are those that the verdict was reached on, ``parent`` is the champion of that measurement
-    (None: there was none), ``created`` defaults to now.
+    ``handler`` is the module that TorchServe runs (`evernear.serving.HANDLER`); ``created`` defaults to now.
 
     Raises:
         IntegrityError: network, index and dataset do not belong together, or a file is not what it was.
@@ -90,21 +95,24 @@ def archive(
         StoreError: ``out_dir`` cannot be written.
     """
     created = created or datetime.now(UTC)
+    dataset, network_dir = candidate.dataset, candidate.network_dir
     network = describe_network(network_dir)
-    gallery = Gallery.open(index_dir, network.sha256)
+    gallery = Gallery.open(candidate.index_dir, network.sha256)
     if gallery.description.dataset_digest != dataset.digest:
-        raise IntegrityError(f"The index in {index_dir} was made of another dataset; run the index step again.")
+        raise IntegrityError(
+            f"The index in {candidate.index_dir} was made of another dataset; run the index step again."
+        )
     with disk_errors(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out_dir, prefix=".archive-") as temporary:
             parts = Path(temporary) / "parts"
             parts.mkdir()
-            _link_parts(parts, network_dir, index_dir, verdict_file)
+            _link_parts(parts, candidate, handler)
             write_atomically(parts / PREPROCESSING_FILE, network.preprocessing.model_dump_json(indent=2))
             write_atomically(parts / MODEL_CONFIG_FILE, _model_config(settings))
             _write_smoke_queries(parts, dataset, network_dir, gallery, settings.smoke_queries)
-            write_atomically(parts / DRIFT_BASELINE_FILE, _reference(dataset, network_dir, gallery).to_bytes())
-            manifest = _describe(parts, dataset, network, gallery, metrics, parent, settings, created)
+            write_atomically(parts / DRIFT_BASELINE_FILE, _drift_baseline(dataset, network_dir, gallery).to_bytes())
+            manifest = _describe(parts, candidate, network, gallery, settings, created)
             write_atomically(parts / MANIFEST_FILE, manifest.to_json())
             _pack(Path(temporary), settings.model_name, manifest.version)
             (Path(temporary) / f"{settings.model_name}.mar").replace(out_dir / ARCHIVE_FILE)
@@ -112,23 +120,17 @@ def archive(
     return Release(manifest, out_dir / ARCHIVE_FILE)
 
 
-def _link_parts(parts: Path, network_dir: Path, index_dir: Path, verdict_file: Path) -> None:
-    network_files = [network_dir / name for name in (NETWORK_FILE, NETWORK_DESCRIPTION)]
-    index_files = [index_dir / name for name in (*INDEX_FILES, INDEX_DESCRIPTION)]
+def _link_parts(parts: Path, candidate: Candidate, handler: Path) -> None:
+    network_files = [candidate.network_dir / name for name in (NETWORK_FILE, NETWORK_DESCRIPTION)]
+    index_files = [candidate.index_dir / name for name in (*INDEX_FILES, INDEX_DESCRIPTION)]
     for file in (*network_files, *index_files):
         (parts / file.name).symlink_to(file.resolve())
-    (parts / VERDICT_FILE).symlink_to(verdict_file.resolve())
-    handler = importlib.util.find_spec("evernear.serving.handler")
-    if handler is None or handler.origin is None:
-        raise EvernearError("This installation of evernear lacks its TorchServe handler; install it again.")
-    (parts / HANDLER_FILE).symlink_to(Path(handler.origin).resolve())
+    (parts / VERDICT_FILE).symlink_to(candidate.verdict_file.resolve())
+    (parts / HANDLER_FILE).symlink_to(handler.resolve())
 
 
 def _model_config(settings: ServingSettings) -> str:
-    """How TorchServe is to run the model, wherever the archive is loaded: by a deployment or as a pod starts.
-
-    How many workers do so is the machine's matter, and stands in the server's own configuration.
-    """
+    """TorchServe's options for the model. The number of workers is an option of the server, not of the model."""
     options = {
         "batchSize": settings.batch_size,
         "maxBatchDelay": settings.max_batch_delay_ms,
@@ -141,11 +143,9 @@ def _model_config(settings: ServingSettings) -> str:
 
 def _describe(
     parts: Path,
-    dataset: Dataset,
+    candidate: Candidate,
     network: ExportedNetwork,
     gallery: Gallery,
-    metrics: Mapping[str, float],
-    parent: str | None,
     settings: ServingSettings,
     created: datetime,
 ) -> ReleaseManifest:
@@ -160,16 +160,16 @@ def _describe(
         created=created,
         parts=described,
         network_sha256=network.sha256,
-        dataset_name=dataset.manifest.name,
-        dataset_digest=dataset.digest,
+        dataset_name=candidate.dataset.manifest.name,
+        dataset_digest=candidate.dataset.digest,
         labels=gallery.description.known_labels,
         preprocessing=network.preprocessing,
         max_pixels=settings.max_pixels,
         embedding_dim=network.embedding_dim,
         threshold=gallery.threshold,
-        metrics=dict(metrics),
+        metrics=dict(candidate.metrics),
         verdict_sha256=described[VERDICT_FILE].sha256,
-        parent=parent,
+        parent=candidate.parent,
         evernear_version=__version__,
         git_commit=git_commit(),
     )
@@ -198,8 +198,8 @@ def _write_smoke_queries(parts: Path, dataset: Dataset, network_dir: Path, galle
     write_atomically(parts / SMOKE_FILE, smoke_file(tuple(queries)))
 
 
-def _reference(dataset: Dataset, network_dir: Path, gallery: Gallery) -> DriftBaseline:
-    """What the release answers on its query split, of which it saw nothing."""
+def _drift_baseline(dataset: Dataset, network_dir: Path, gallery: Gallery) -> DriftBaseline:
+    """The answers of the release on its query split, none of which it was trained on."""
     network = load_network(network_dir)
     wanted = deque(evenly(dataset.count("query")))
     embeddings: list[NDArray[np.float32]] = []

@@ -1,6 +1,6 @@
-"""Open an archive that nobody vouches for: all is checked against the manifest before anything parses it.
+"""Open an untrusted archive: every part is checked against the manifest before anything parses it.
 
-Only names, sizes and hashes are looked at here; nothing is unpickled, loaded or run.
+This module handles only names, sizes and hashes. It unpickles, loads and runs nothing.
 """
 
 import hashlib
@@ -11,9 +11,11 @@ import struct
 import zipfile
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -60,16 +62,13 @@ LARGE_PARTS = frozenset({NETWORK_FILE, VECTORS_FILE, LABELS_FILE, CENTROIDS_FILE
 MAX_MANIFEST_BYTES = 4 * 2**20
 MAX_SMALL_PART_BYTES = 16 * 2**20
 MAX_RELEASE_BYTES = 16 * 2**30
-MAX_DIRECTORY_BYTES = 2**20  # of the zip: thousands of members; a release has some twenty
+MAX_READ_BYTES = MAX_MANIFEST_BYTES + 1  # also of the list of members; a release has about twenty
 _CHUNK_BYTES = 2**20
-_ENCRYPTED = 0x1
-_LOCAL_HEADER = struct.Struct("<6x2H8x2L2H")  # flags, compression, compressed and plain size, lengths of name and extra
-_ZIP64 = struct.Struct("<2H2Q")  # the extra field of a member beyond 2 GB, which then has _SEE_EXTRA for its sizes
-_SEE_EXTRA = 2**32 - 1
+_UTF8_NAME = 0x800  # the one flag of a member that is neither encrypted nor followed by its sizes
 
 
 class SmokeQuery(Frozen):
-    """An image of the query split and what the release answered for it when it was archived."""
+    """An image of the query split and its prediction when the release was archived."""
 
     file: PartName
     label: str
@@ -83,13 +82,13 @@ _SMOKE = TypeAdapter(tuple[SmokeQuery, ...])
 
 @dataclass(frozen=True)
 class ReleaseParts:
-    """A release whose files, in ``directory``, are the ones that its manifest names."""
+    """An unpacked release whose files match its manifest."""
 
     manifest: ReleaseManifest
     directory: Path
 
     def smoke_queries(self) -> list[tuple[bytes, SmokeQuery]]:
-        """Images (PNG) and their known answers."""
+        """Images (PNG) and their expected answers."""
         queries = _SMOKE.validate_json((self.directory / SMOKE_FILE).read_bytes())
         return [(self.read(query.file), query) for query in queries]
 
@@ -110,7 +109,7 @@ def smoke_file(queries: tuple[SmokeQuery, ...]) -> bytes:
 
 
 def open_parts(directory: Path) -> ReleaseParts:
-    """An unpacked release, all parts checked.
+    """Open an unpacked release and check every part.
 
     Raises:
         IntegrityError: it is no release, or a part is missing or was changed.
@@ -130,9 +129,8 @@ def open_release(archive: Path, out_dir: Path, max_size_bytes: int = MAX_RELEASE
     """Unpack a ``.mar`` into ``out_dir``, an empty or new directory; on failure nothing stays there.
 
     Raises:
-        IntegrityError: it is no release archive; it holds a member that its manifest does not name, or one
-            twice, or a compressed one; a size or a hash does not match; it is larger than ``max_size_bytes``;
-            or TorchServe would be told another version or handler than the manifest's.
+        IntegrityError: it is no release; a member is unknown, duplicate or compressed; a size or a hash does not
+            match; it is larger than ``max_size_bytes``; or TorchServe's own manifest names another version or handler.
         StoreError: ``out_dir`` cannot be written.
     """
     with disk_errors(out_dir):
@@ -150,9 +148,7 @@ def open_release(archive: Path, out_dir: Path, max_size_bytes: int = MAX_RELEASE
 
 
 def read_release(archive: Path) -> tuple[ReleaseManifest, dict[str, bytes]]:
-    """The manifest of a ``.mar`` and its JSON parts by name; the others are hashed as well, and not kept.
-
-    Nothing is written to the disk.
+    """The manifest of a ``.mar`` and its JSON parts by name. All parts are hashed; nothing is written to the disk.
 
     Raises:
         IntegrityError: as `open_release`.
@@ -170,7 +166,7 @@ def read_release(archive: Path) -> tuple[ReleaseManifest, dict[str, bytes]]:
 
 
 def read_part(archive: Path, name: str) -> bytes | None:
-    """One small part of a ``.mar``, its hash checked; None where the release has no such part.
+    """One small part of a ``.mar``, its hash checked; None if the release has no such part.
 
     Raises:
         IntegrityError: as `open_release`.
@@ -180,7 +176,7 @@ def read_part(archive: Path, name: str) -> bytes | None:
 
 
 def read_release_manifest(archive: Path) -> ReleaseManifest:
-    """The manifest of a ``.mar``; nothing else of it is looked at.
+    """The manifest of a ``.mar``; its parts are not checked.
 
     Raises:
         IntegrityError: the archive cannot be read or holds no manifest.
@@ -191,43 +187,29 @@ def read_release_manifest(archive: Path) -> ReleaseManifest:
 
 @contextmanager
 def _checked(archive: Path, max_size_bytes: int) -> Generator[tuple[zipfile.ZipFile, ReleaseManifest]]:
-    """An archive whose members are those of its manifest, which it also yields; contents are not looked at."""
+    """Open an archive and check its members against its manifest, but not their contents."""
     with _zip(archive) as members:
         manifest = _read_manifest(members, archive)
         _check_members(members, manifest, archive, max_size_bytes)
         yield members, manifest
 
 
+class _BoundedReader(BufferedReader):
+    """A file that bounds each read: `zipfile` loads the list of members in one, into 20 times as much memory."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > MAX_READ_BYTES:
+            raise zipfile.BadZipFile(f"its list of members has {size} bytes, of {MAX_READ_BYTES} allowed")
+        return super().read(size)
+
+
 @contextmanager
 def _zip(archive: Path) -> Generator[zipfile.ZipFile]:
     try:
-        with open_regular(archive) as file:
-            _check_directory(file)
-            with zipfile.ZipFile(file) as members:
-                yield members
+        with _BoundedReader(open_regular(archive).detach()) as file, zipfile.ZipFile(file) as members:
+            yield members
     except (zipfile.BadZipFile, OSError, RuntimeError, EOFError, ValueError, struct.error) as error:
         raise IntegrityError(f"{archive} cannot be read as a release: {printable(str(error), QUOTED_MAX)}.") from None
-
-
-def _check_directory(file: BinaryIO) -> None:
-    """Bound the zip's central directory before `zipfile` reads it into memory, some 20 times its size.
-
-    It is told where `zipfile` looks first: at the very end of the file, without a comment, after the records
-    of zip64 where there are any (APPNOTE 4.3.14 to 4.3.16).
-    """
-    size = file.seek(0, 2)
-    file.seek(-min(98, size), 2)
-    tail = file.read().rjust(98)
-    zip64, locator, end = tail[:56], tail[56:76], tail[76:]
-    if end[:4] != b"PK\x05\x06" or end[-2:] != b"\0\0":
-        raise zipfile.BadZipFile("it is no zip file, or not a whole one")
-    directory_bytes = int.from_bytes(end[12:16], "little")
-    if locator[:4] == b"PK\x06\x07":
-        if zip64[:4] != b"PK\x06\x06" or int.from_bytes(locator[8:16], "little") != size - 98:
-            raise zipfile.BadZipFile("its zip64 records are not where they belong")
-        directory_bytes = int.from_bytes(zip64[40:48], "little")
-    if directory_bytes > MAX_DIRECTORY_BYTES:
-        raise zipfile.BadZipFile(f"its list of members has {directory_bytes} bytes, of {MAX_DIRECTORY_BYTES} allowed")
 
 
 def _read_manifest(members: zipfile.ZipFile, archive: Path) -> ReleaseManifest:
@@ -241,7 +223,7 @@ def _read_small(members: zipfile.ZipFile, name: str, archive: Path) -> bytes:
         raise IntegrityError(f"{archive} is no release: it holds no {name}.") from None
     _require_plain(info, archive)
     with members.open(info) as member:
-        data = member.read(MAX_MANIFEST_BYTES + 1)
+        data = member.read(MAX_READ_BYTES)
     if len(data) > MAX_MANIFEST_BYTES:
         raise IntegrityError(f"{name} in {archive} is larger than {MAX_MANIFEST_BYTES} bytes.")
     return data
@@ -250,11 +232,11 @@ def _read_small(members: zipfile.ZipFile, name: str, archive: Path) -> bytes:
 def _check_members(members: zipfile.ZipFile, manifest: ReleaseManifest, archive: Path, max_size_bytes: int) -> None:
     infos = members.infolist()
     expected = {*manifest.parts, MANIFEST_FILE, TORCHSERVE_MANIFEST_FILE}
-    found = [info.filename for info in infos]
-    if sorted(found) != sorted(expected):
-        odd = sorted(expected.symmetric_difference(found)) or ["a name twice"]
-        names = ", ".join(printable(name, QUOTED_MAX) for name in odd[:3])
-        raise IntegrityError(f"{archive} does not hold what its manifest names: {names}.")
+    names = [info.filename for info in infos]
+    if sorted(names) != sorted(expected):
+        odd = sorted(expected.symmetric_difference(names)) or ["a name twice"]
+        quoted = ", ".join(printable(name, QUOTED_MAX) for name in odd[:3])
+        raise IntegrityError(f"{archive} does not hold what its manifest names: {quoted}.")
     for info in infos:
         _require_plain(info, archive)
         part = manifest.parts.get(info.filename)
@@ -269,24 +251,24 @@ def _check_members(members: zipfile.ZipFile, manifest: ReleaseManifest, archive:
 
 
 def _check_layout(members: zipfile.ZipFile, archive: Path) -> None:
-    """From the file's beginning to its list of members lies one member behind the other, and nothing else.
+    """Check that the file is a sequence of the listed members, with the headers that `zipfile` writes, and no more.
 
-    `zipfile` finds members by the list, TorchServe (Java's ZipInputStream) by their own headers (APPNOTE 4.3.7), one
-    after another: what is in no list it unpacks too. And where members overlap, more comes out than went in.
+    `zipfile` finds members by the list at the end. TorchServe (Java's ZipInputStream) reads them one after another by
+    their local headers, so it would also unpack a member that is not listed.
     """
     scattered = IntegrityError(f"{archive} does not hold its members one behind the other, or not them alone.")
     end = 0
     with open_regular(archive) as file:
-        for info in sorted(members.infolist(), key=lambda info: info.header_offset):
-            file.seek(info.header_offset)
-            flags, kind, *sizes, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-            more = file.read(name + extra)[name:]
-            size = info.file_size
-            if sizes == [_SEE_EXTRA, _SEE_EXTRA] and more == _ZIP64.pack(1, 16, size, size):
-                sizes = [size, size]
-            if info.header_offset != end or [flags, kind, *sizes] != [info.flag_bits, info.compress_type, size, size]:
+        for info in members.infolist():
+            bare = copy(info)
+            bare.extra = b""
+            headers = [bare.FileHeader(zip64) for zip64 in (False, True)]  # beyond 2 GiB sizes are in an extra field
+            file.seek(end)
+            start = file.read(len(headers[1]))
+            header = next((header for header in headers if start.startswith(header)), None)
+            if info.header_offset != end or header is None:
                 raise scattered
-            end += _LOCAL_HEADER.size + name + extra + size
+            end += len(header) + info.file_size
     if end != members.start_dir:
         raise scattered
 
@@ -295,18 +277,18 @@ def _require_plain(info: zipfile.ZipInfo, archive: Path) -> None:
     name = printable(info.filename, QUOTED_MAX)
     if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG):
         raise IntegrityError(f"{name} in {archive} is not a plain file.")
-    # Nothing is compressed, so that no member can be larger than the file that holds it: no bomb.
-    if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _ENCRYPTED:
+    # Without compression no member can be larger than the archive: no decompression bomb.
+    if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & ~_UTF8_NAME:
         raise IntegrityError(f"{name} in {archive} is compressed or encrypted, as in no release.")
 
 
 def _check_torchserve_manifest(data: bytes, manifest: ReleaseManifest, archive: Path) -> None:
-    """What TorchServe acts on must be what was checked: this version, this handler, nothing to install."""
+    """Check the manifest that TorchServe acts on: this version, this handler, no requirements to install."""
     try:
-        told: Any = json.loads(data)
-        model: dict[str, Any] = told["model"]
+        described: Any = json.loads(data)
+        model: dict[str, Any] = described["model"]
         actual = (
-            told["runtime"],
+            described["runtime"],
             model.pop("modelVersion"),
             model.pop("handler"),
             model.pop("configFile", None),
@@ -320,7 +302,7 @@ def _check_torchserve_manifest(data: bytes, manifest: ReleaseManifest, archive: 
 
 
 def _content(members: zipfile.ZipFile, name: str, manifest: ReleaseManifest, archive: Path) -> Iterator[bytes]:
-    """The chunks of a part; at the end of them it is known whether they are those of the manifest."""
+    """The chunks of a part; raises at the end if their hash is not that of the manifest."""
     part = manifest.parts[name]
     digest = hashlib.sha256()
     left = part.size_bytes

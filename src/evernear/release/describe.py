@@ -1,11 +1,7 @@
-"""What a release takes, gives and comes from, told by its archive alone: nothing of it is loaded or run."""
+"""Describe a release from its archive alone: signature, lineage and metrics. Nothing is loaded or run."""
 
-import importlib.util
 from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
-
-from pydantic import BaseModel, ValidationError
 
 from evernear.data.preprocess import Preprocessing
 from evernear.disk import sha256_file
@@ -16,8 +12,6 @@ from evernear.index.description import DESCRIPTION_FILE, IndexDescription
 from evernear.release.archive_reader import read_release
 from evernear.release.manifest import HANDLER_FILE, PREPROCESSING_FILE, VERDICT_FILE, ReleaseManifest
 from evernear.release.registry import Decision
-
-Model = TypeVar("Model", bound=BaseModel)
 
 
 class Value(Frozen):
@@ -30,14 +24,14 @@ class Value(Frozen):
 
 
 class Signature(Frozen):
-    """What goes in and what comes out."""
+    """Inputs and outputs."""
 
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
 
 
 class Index(Frozen):
-    """The FAISS index and how it answers; ``threshold`` is the L2 distance beyond which an image is unknown."""
+    """The FAISS index and its rule; ``threshold`` is the L2 distance beyond which an image is unknown."""
 
     factory: str
     search: str
@@ -50,7 +44,7 @@ class Index(Frozen):
 
 
 class Lineage(Frozen):
-    """What the release was made of, when, and by which source code."""
+    """The origin of a release: data, network, time and source code."""
 
     created: datetime
     parent: str | None
@@ -74,7 +68,7 @@ class Description(Frozen):
     preprocessing: Preprocessing
     index: Index
     labels: tuple[str, ...]
-    """Those that it can answer with."""
+    """The labels that the release can answer with."""
     verdict: Decision
     metrics: dict[str, float]
     lineage: Lineage
@@ -82,17 +76,17 @@ class Description(Frozen):
     """Size of each file in bytes."""
 
 
-def describe(archive: Path) -> Description:
-    """Describe a ``.mar`` that nobody vouches for.
+def describe(archive: Path, handler: Path) -> Description:
+    """Describe an untrusted ``.mar``. ``handler`` is that of this installation, to compare with.
 
-    All members are hashed before any is parsed, and only JSON is: neither the network nor the index.
+    All members are hashed before any is parsed, and only JSON is parsed: neither the network nor the index.
 
     Raises:
         IntegrityError: it is no sound release, or its parts contradict each other.
     """
     manifest, texts = read_release(archive)
-    index = _parsed(IndexDescription, texts, DESCRIPTION_FILE, archive)
-    preprocessing = _parsed(Preprocessing, texts, PREPROCESSING_FILE, archive)
+    index = IndexDescription.from_json(texts[DESCRIPTION_FILE], f"{DESCRIPTION_FILE} in {archive}")
+    preprocessing = Preprocessing.from_json(texts[PREPROCESSING_FILE], f"{PREPROCESSING_FILE} in {archive}")
     verdict = Verdict.from_json(texts[VERDICT_FILE], f"{VERDICT_FILE} in {archive}")
     _require_agreement(manifest, index, preprocessing, verdict, archive)
     return Description(
@@ -107,17 +101,11 @@ def describe(archive: Path) -> Description:
         verdict=Decision(promote=verdict.promote, reasons=tuple(verdict.reasons)),
         metrics=manifest.metrics,
         lineage=Lineage(
-            own_handler=_is_own_handler(manifest), **manifest.model_dump(include=set(Lineage.model_fields))
+            own_handler=manifest.parts[HANDLER_FILE].sha256 == sha256_file(handler),
+            **manifest.model_dump(include=set(Lineage.model_fields)),
         ),
         parts={name: part.size_bytes for name, part in sorted(manifest.parts.items())},
     )
-
-
-def _parsed(model: type[Model], texts: dict[str, bytes], name: str, archive: Path) -> Model:
-    try:
-        return model.model_validate_json(texts[name])
-    except ValidationError as error:
-        raise IntegrityError(f"{name} in {archive} is none that this evernear understands.") from error
 
 
 def _require_agreement(
@@ -132,8 +120,8 @@ def _require_agreement(
     if verdict.candidate.network_sha256 != network:
         raise IntegrityError(f"The verdict in {archive} is on another network than the one it holds.")
     stamps = {name: manifest.parts[name].sha256 for name in index.parts if name in manifest.parts}
-    told = (index.parts, index.dim, index.threshold, index.known_labels, index.dataset_digest, preprocessing)
-    kept = (
+    described = (index.parts, index.dim, index.threshold, index.known_labels, index.dataset_digest, preprocessing)
+    stated = (
         stamps,
         manifest.embedding_dim,
         manifest.threshold,
@@ -141,7 +129,7 @@ def _require_agreement(
         manifest.dataset_digest,
         manifest.preprocessing,
     )
-    if told != kept or len(index.counts) != len(index.labels):
+    if described != stated or len(index.counts) != len(index.labels):
         raise IntegrityError(f"The manifest of {archive} contradicts its index or its preprocessing.")
 
 
@@ -168,9 +156,3 @@ def _network(manifest: ReleaseManifest) -> Signature:
         inputs=(Value(name="images", dtype="uint8", shape=images, meaning="0 to 255, NCHW"),),
         outputs=(Value(name="embeddings", dtype="float32", shape=("N", manifest.embedding_dim), meaning="L2 norm 1"),),
     )
-
-
-def _is_own_handler(manifest: ReleaseManifest) -> bool:
-    handler = importlib.util.find_spec("evernear.serving.handler")
-    own = Path(handler.origin) if handler and handler.origin else None
-    return own is not None and manifest.parts[HANDLER_FILE].sha256 == sha256_file(own)

@@ -8,3 +8,8 @@ TorchServe.
 TorchServe itself is run by `torchserve` (lifecycle), `java`, `configuration`, `endpoints`, `management`, `metrics` and
 `frontend`; `pod` is what a serving pod runs.
 """
+
+from pathlib import Path
+
+HANDLER = Path(__file__).with_name("handler.py")
+"""The module that TorchServe runs; the archive step copies it into every release."""
