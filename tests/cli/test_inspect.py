@@ -155,7 +155,7 @@ def test_an_archive_that_agrees_with_itself_runs_nothing_unless_it_is_trusted(
 
     # Even then neither the handler is run, nor is a plain pickle taken for a network:
     trusted = evernear("inspect", "run", evil.archive, "--image", image, "--trust", store=registry.uri, cwd=tmp_path)
-    assert "is no TorchScript network" in sentence(trusted, 5)
+    assert "is not a TorchScript network" in sentence(trusted, 5)
     assert not proof.exists()
 
 
