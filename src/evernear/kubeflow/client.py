@@ -82,10 +82,10 @@ class KfpRuns:
         version = self.newest(pipeline)
         arguments = arguments_for(version, parameters)
         experiment_id = self.experiment_id()
-        with self._lock(name, store) as held_since_s:
-            if (found := self._started(name)) is not None:
-                return found
-            if time.monotonic() - held_since_s > self._lease_s / 2:
+        with self._lock(name, store) as held:
+            if isinstance(held, Run):
+                return held
+            if time.monotonic() - held > self._lease_s / 2:
                 raise PipelineServerError(f"{self._kfp.url} was too slow to start {name} safely; try it again.")
             run = {
                 "display_name": name,
@@ -144,39 +144,46 @@ class KfpRuns:
         )
 
     @contextmanager
-    def _lock(self, name: str, store: Store | None) -> Generator[float]:
+    def _lock(self, name: str, store: Store | None) -> Generator[Run | float]:
         """Hold the right to start ``name``; yields the moment (monotonic seconds) when the hold began.
 
-        A process that dies holding it, or loses the answer to its request, leaves the lock behind. Others take it over
-        after the lease, when the request has been executed or never will be.
+        Yields the run instead if another process starts it meanwhile. A process that dies holding the lock, or gets no
+        answer to its request, leaves it behind. After the lease the request has been executed or never will be, and
+        others take the lock over.
         """
         if store is None:
-            yield time.monotonic()
+            held_since_s = time.monotonic()
+            yield self._started(name) or held_since_s
             return
         key = f"runs/starting/{sha256_bytes(name.encode())[:32]}"
-        self._take_lock(store, key)
+        if (run := self._take_lock(store, key, name)) is not None:
+            yield run
+            return
         held_since_s = time.monotonic()
         try:
-            yield held_since_s
+            yield self._started(name) or held_since_s
         except Refused:
             store.delete(key)
             raise
         with suppress(StoreError):  # the run is started, so nobody waits for the lock
             store.delete(key)
 
-    def _take_lock(self, store: Store, key: str) -> None:
+    def _take_lock(self, store: Store, key: str, name: str) -> Run | None:
+        """Take the lock of ``name``, or return its run as soon as there is one."""
         ours, seen, since_s = uuid.uuid4().bytes, "", time.monotonic()
         while True:
             expired = seen if time.monotonic() - since_s > self._lease_s else None
             try:
                 store.put_if(key, ours, expired or None)
             except ConflictError:
-                found = store.find(key)
-                if found is not None and found[1] != seen:
-                    seen, since_s = found[1], time.monotonic()
+                current = store.find(key)
+                if current is not None and current[1] != seen:
+                    seen, since_s = current[1], time.monotonic()
+                if (run := self._started(name)) is not None:
+                    return run
                 time.sleep(LOCK_POLL_S)
             else:
-                return
+                return None
 
     def _started(self, name: str) -> Run | None:
         """The run of that name; the oldest, should there be several."""
