@@ -5,8 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES_MAX = 4
-COPIED = ("src", "components", "pipelines", "deploy", "tests")
+COPIED = ("src", "components", "pipelines")
 
 
 class Example(NamedTuple):
@@ -36,31 +34,24 @@ def examples() -> list[Example]:
     return [Example(s.partition("\n")[0], blocks(s, "diff"), blocks(s, "sh")) for s in sections]
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tree = tmp_path_factory.mktemp("extending") / "tree"
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
     for name in COPIED:
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    return tree
+        shutil.copytree(ROOT / name, tmp_path / "tree" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "tree"
 
 
-@contextmanager
-def applied(example: Example, tree: Path) -> Iterator[None]:
-    apply = ["git", "apply", "--whitespace=error", "-"]
-    subprocess.run(apply, cwd=tree, input=example.diff, text=True, check=True)
-    try:
-        yield
-    finally:
-        subprocess.run([*apply, "--reverse"], cwd=tree, input=example.diff, text=True, check=True)
+def apply(diff: str, tree: Path) -> None:
+    subprocess.run(["git", "apply", "--whitespace=error", "-"], cwd=tree, input=diff, text=True, check=True)
 
 
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.heading)
 def test_an_extension_is_a_small_diff_that_applies(tree: Path, example: Example) -> None:
     assert len(example.files) <= FILES_MAX
-    with applied(example, tree):
-        for file in example.files:
-            if file.endswith(".py"):
-                compile((tree / file).read_text(), file, "exec")
+    apply(example.diff, tree)
+    for file in example.files:
+        if file.endswith(".py"):
+            compile((tree / file).read_text(), file, "exec")
 
 
 @pytest.mark.slow
@@ -70,13 +61,13 @@ def test_the_commands_of_an_extension_run(tree: Path, tmp_path: Path, example: E
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": f"{tree / 'src'}:{tree}",
     }
-    with applied(example, tree):
-        done = subprocess.run(
-            ["sh", "-euc", example.commands],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    apply(example.diff, tree)
+    done = subprocess.run(
+        ["sh", "-euc", example.commands],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
