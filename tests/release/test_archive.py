@@ -1,3 +1,4 @@
+import ast
 import json
 import subprocess
 import sys
@@ -146,3 +147,11 @@ def test_opening_a_release_loads_neither_torch_nor_faiss() -> None:
     script = f"import sys, {rooms}; print({{'torch', 'faiss'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == "set()\n"
+
+
+def test_the_archived_handler_holds_no_code_that_an_upgrade_could_break(make_release: MakeRelease) -> None:
+    with zipfile.ZipFile(make_release().archive) as members:
+        tree = ast.parse(members.read("handler.py"))
+    imports = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert imports == ["evernear.serving.handler"]
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Import)]

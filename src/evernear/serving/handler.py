@@ -1,4 +1,4 @@
-"""TorchServe's entry point to `Predictor`; `evernear.release.archive` puts this file into every archive.
+"""TorchServe's entry point to `Predictor`; every archive names it in its own handler (`archived_handler`).
 
 Accepted are PNG and JPEG, by their content, of any size: with a palette, alpha (composited over white), CMYK, and
 16-bit gray (its upper 8 bits), decoded as by ingest. Rejected with 400 and a sentence, each alone in its batch: a
@@ -30,7 +30,7 @@ _METRICS_LOGGER = "ts.metrics.caching_metric"
 
 
 class EmbeddingHandler:
-    """The only class of this module: TorchServe calls ``initialize`` once and ``handle`` for each batch."""
+    """TorchServe calls ``initialize`` once and ``handle`` for each batch."""
 
     def initialize(self, context: Any) -> None:
         """Verify every part of the unpacked release against its manifest, then load it."""
