@@ -110,7 +110,7 @@ def test_a_step_and_its_events(
 
     def fail(error: Exception) -> None:
         with step("ingest", "run", tmp_path.as_uri()) as running:
-            running.say(HOSTILE)
+            running.report(HOSTILE)
             raise error
 
     for error, raised in ((DataError(HOSTILE), SystemExit), (ValueError(HOSTILE), ValueError)):

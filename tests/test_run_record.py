@@ -22,9 +22,9 @@ def test_a_step_is_running_until_it_is_finished(store: Store) -> None:
     with step("train", "run", store.uri) as running:
         (seen,) = record.steps()
         assert (seen.step, seen.state, seen.ended) == ("train", "running", None)
-        running.summary = "kept epoch 3"
+        running.summary = "best epoch 3"
     (seen,) = record.steps()
-    assert (seen.state, seen.message, seen.exit_code) == ("finished", "kept epoch 3", 0)
+    assert (seen.state, seen.message, seen.exit_code) == ("finished", "best epoch 3", 0)
     assert seen.ended is not None
     assert seen.started <= seen.ended
     assert RunRecord(store, "another run").steps() == ()
@@ -35,7 +35,7 @@ def test_a_step_is_running_until_it_is_finished(store: Store) -> None:
     [
         (DataError("There are no images."), "There are no images.", 3),
         (OSError(errno.ENOSPC, "full", "/data/x"), "The disk that holds /data/x is full; free some space", 4),
-        (KeyError("surprise"), "evernear itself failed: KeyError: 'surprise'", 1),
+        (KeyError("surprise"), "Unexpected KeyError: 'surprise'", 1),
     ],
 )
 def test_a_step_that_fails_records_its_error(store: Store, error: Exception, sentence: str, exit_code: int) -> None:

@@ -77,7 +77,7 @@ def test_two_classes_leave_none_for_the_probe(tmp_path: Path, capsys: pytest.Cap
     settings = RunSettings(workdir=tmp_path).model_dump(mode="json")
     steps.probe("run", settings, str(tmp_path), str(tmp_path / "open-set.json"))
     assert (tmp_path / "open-set.json").is_file()
-    assert "too few classes to leave one out" in "".join(capsys.readouterr())
+    assert "too few classes to hold one out" in "".join(capsys.readouterr())
 
 
 def first_step(tmp_path: Path, **parameters: str) -> int:

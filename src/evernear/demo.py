@@ -1,4 +1,4 @@
-"""The whole journey on one laptop, told as it happens: what ``make demo`` runs."""
+"""``evernear demo``: run the pipeline, deploy the release locally, and recognize images that it was not trained on."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,74 +23,74 @@ SHOWN_NEIGHBORS = 3
 
 
 def demo(settings: Settings, console: Console, show: Callable[[Event], None], *, keep: bool) -> None:
-    """Run the pipeline, deploy the release on a real TorchServe, and recognise images it never saw."""
+    """Run the pipeline, deploy the release on TorchServe, and recognize images that it was not trained on."""
     source = (printable(settings.data.source), "cyan")
     console.print(Text.assemble(("1. The pipeline", "bold"), ", each step its own process, on ", source))
     try:
         result = run(settings, show)
-        _tell_verdict(result, console)
+        _print_verdict(result, console)
         if result.promoted:
-            _recognise(settings, result, console)
-        _tell_places(settings, result, console, keep=keep and result.promoted)
+            _recognize(settings, result, console)
+        _print_next_steps(settings, result, console, keep=keep and result.promoted)
     finally:
         if not keep:
             stop(settings)
 
 
-def _tell_verdict(result: RunResult, console: Console) -> None:
-    what = f": {result.state}" + f", release {result.release}" * result.promoted
-    console.print(Text.assemble(("\n2. The verdict", "bold"), printable(what)))
+def _print_verdict(result: RunResult, console: Console) -> None:
+    verdict = f": {result.state}" + f", release {result.release}" * result.promoted
+    console.print(Text.assemble(("\n2. The verdict", "bold"), printable(verdict)))
     for reason in result.reasons:
         console.print(Text(printable(f"  - {reason}")), soft_wrap=True)
 
 
-def _recognise(settings: Settings, result: RunResult, console: Console) -> None:
-    console.print("\n[bold]3. Images that were never trained on[/], answered by TorchServe")
+def _recognize(settings: Settings, result: RunResult, console: Console) -> None:
+    console.print("\n[bold]3. Images that were not trained on[/], recognized by TorchServe")
     dataset = Dataset.open(Path(result.paths["ingest.dataset"]))
-    table = Table("image", "is", "answer", "distance", "neighbours", box=box.SIMPLE)
+    table = Table("image", "label", "answer", "distance", "neighbors", box=box.SIMPLE)
     client = Client.of(settings)
     for label, path in unseen_images(dataset, settings.workdir / "demo-images"):
         answer = client.predict_file(path)
-        near = " ".join(f"{n['label']}:{n['dist']:.2f}" for n in answer["neighbors"][:SHOWN_NEIGHBORS])
+        neighbors = " ".join(f"{n['label']}:{n['dist']:.2f}" for n in answer["neighbors"][:SHOWN_NEIGHBORS])
         shown = f"{answer['pred']} (unknown)" if answer["unknown"] else answer["pred"]
-        colour = "green" if answer["pred"] == label else "red"
-        cells = (path.name, ""), (label, ""), (shown, colour), (f"{answer['dist']:.3f}", ""), (near, "")
+        color = "green" if answer["pred"] == label else "red"
+        cells = (path.name, ""), (label, ""), (shown, color), (f"{answer['dist']:.3f}", ""), (neighbors, "")
         table.add_row(*(Text(printable(text), style) for text, style in cells))
     console.print(table)
 
 
 def unseen_images(dataset: Dataset, directory: Path) -> Iterator[tuple[str, Path]]:
-    """One PNG of each class from the test split, written to ``directory``: (label, path)."""
+    """Write one test image of each class to ``directory`` as PNG; yield (label, path)."""
     directory.mkdir(parents=True, exist_ok=True)
-    wanted = set(range(len(dataset.labels)))
+    remaining = set(range(len(dataset.labels)))
     for block in dataset.blocks("test"):
         for row in range(len(block.labels)):
             label = int(block.labels[row])
-            if label in wanted:
-                wanted.remove(label)
+            if label in remaining:
+                remaining.remove(label)
                 path = directory / f"{printable(dataset.labels[label])}-{bytes(block.digests[row]).hex()[:8]}.png"
                 with disk_errors(path):
                     Image.fromarray(np.squeeze(block.images[row])).save(path)
                 yield dataset.labels[label], path
-        if not wanted:
+        if not remaining:
             return
 
 
-def _tell_places(settings: Settings, result: RunResult, console: Console, *, keep: bool) -> None:
-    own_s = sum(result.steps_s.values())
+def _print_next_steps(settings: Settings, result: RunResult, console: Console, *, keep: bool) -> None:
+    steps_s = sum(result.steps_s.values())
     console.print(
-        f"\n[bold]4. What it took[/]: {result.wall_s:.1f} s for the pipeline, {own_s:.1f} s of it its steps' own work"
+        f"\n[bold]4. Duration[/]: {result.wall_s:.1f} s for the pipeline; the steps took {steps_s:.1f} s of it"
     )
 
-    def tell(line: str) -> None:  # to be copied as it is
+    def print_unwrapped(line: str) -> None:  # so that paths and commands can be copied
         console.print(Text(printable(line)), soft_wrap=True)
 
-    tell(f"   artifacts and log  {Path(result.paths['log']).parent}")
-    tell(f"   releases           {settings.store_uri}/releases")
+    print_unwrapped(f"   artifacts and log  {Path(result.paths['log']).parent}")
+    print_unwrapped(f"   releases           {settings.store_uri}/releases")
     command = "evernear" if settings.workdir == Settings().workdir else f"EVERNEAR_WORKDIR={settings.workdir} evernear"
-    console.print("\n[bold]5. Next[/] (commands stand in .venv/bin)")
+    console.print("\n[bold]5. Next steps[/] (the commands are in .venv/bin)")
     if not keep:
-        tell(f"   {command} serve                     the release again, on TorchServe")
-    tell(f"   {command} predict {settings.workdir}/demo-images/*.png")
-    tell(f"   {command} run --source folder:IMAGES --workdir mine   your own, one folder per class")
-    tell(f"   {command} stop                      end the server")
+        print_unwrapped(f"   {command} serve                     start TorchServe with this release")
+    print_unwrapped(f"   {command} predict {settings.workdir}/demo-images/*.png")
+    print_unwrapped(f"   {command} run --source folder:IMAGES --workdir mine   your own images, one folder per class")
+    print_unwrapped(f"   {command} stop                      stop the server")

@@ -1,7 +1,7 @@
-"""Look at everything that evernear depends on before anything is started: what is missing, and how to mend it.
+"""Check the services that evernear depends on, and report problems and their remedies.
 
-Each part is tried for real, with the identity and the settings of this process. Nothing is changed but one small
-object of the store, ``doctor.json``.
+Each check sends real requests with the settings and the identity of this process. The only change that it makes is
+one small object in the store, ``doctor.json``.
 """
 
 import os
@@ -18,21 +18,21 @@ PARTS: tuple[Part, ...] = get_args(Part)
 SLACK_SCOPES = frozenset(
     {"app_mentions:read", "chat:write", "chat:write.public", "commands", "files:write", "usergroups:read"}
 )
-"""What deploy/slack/manifest.yaml asks for."""
+"""The scopes that deploy/slack/manifest.yaml requests."""
 PIPELINE = "continuous-training"
 PROBE = "doctor.json"
 
 
 class Finding(Frozen):
-    """What was found of one part."""
+    """The result of checking one part."""
 
     part: Part
-    well: bool
+    ok: bool
     message: str
 
 
 def configured(settings: Settings) -> list[Part]:
-    """The parts that ``settings`` and the environment speak of."""
+    """The parts that ``settings`` or the environment configure."""
     parts: list[Part] = ["store"]
     if settings.target == "kubernetes":
         parts.append("cluster")
@@ -43,9 +43,9 @@ def configured(settings: Settings) -> list[Part]:
     return parts
 
 
-def examine(settings: Settings, parts: Sequence[Part]) -> Iterator[Finding]:
-    """What is found of ``parts``, as it is found; no error leaves this."""
-    examinations: dict[Part, Callable[[Settings], str]] = {
+def check(settings: Settings, parts: Sequence[Part]) -> Iterator[Finding]:
+    """Check ``parts`` and yield each result at once. An error becomes a finding."""
+    checks: dict[Part, Callable[[Settings], str]] = {
         "store": _store,
         "cluster": _cluster,
         "pipelines": _pipelines,
@@ -53,60 +53,60 @@ def examine(settings: Settings, parts: Sequence[Part]) -> Iterator[Finding]:
     }
     for part in parts:
         try:
-            message, well = examinations[part](settings), True
+            message, ok = checks[part](settings), True
         except EvernearError as error:
-            message, well = str(error), False
+            message, ok = str(error), False
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
-            message, well = f"{package} is not installed; run `pip install 'evernear[pipeline,triggers]'`.", False
-        yield Finding(part=part, well=well, message=message)
+            message, ok = f"{package} is not installed; run `pip install 'evernear[pipeline,triggers]'`.", False
+        yield Finding(part=part, ok=ok, message=message)
 
 
 def _store(settings: Settings) -> str:
-    """Write, read, list, and lose a compare-and-swap."""
+    """Write, read and list objects, and check that the store rejects a conditional write with a stale ETag."""
     from evernear.release.registry import Registry
     from evernear.store import open_store
 
     store = open_store(settings.store_uri)
-    before, data = store.find(PROBE), f'{{"looked": "{datetime.now(UTC).isoformat()}"}}'.encode()
+    before, data = store.find(PROBE), f'{{"checked": "{datetime.now(UTC).isoformat()}"}}'.encode()
     store.put_if(PROBE, data, before[1] if before else None)
     try:
         store.put_if(PROBE, b"{}", before[1] if before else None)
     except ConflictError:
         pass
     else:
-        raise StoreError(f"{store.uri} lets a write through whose condition does not hold; use another object store.")
+        raise StoreError(f"{store.uri} accepts a conditional write whose condition is false; use another object store.")
     registry = Registry(store)
     champion, releases = registry.champion(), sum(1 for _ in registry.list())
-    serves = f"champion {champion.version}" if champion else "no champion yet"
-    return f"{store.uri} can be read and written, conditionally too; {releases} releases, {serves}."
+    current = f"champion {champion.version}" if champion else "no champion yet"
+    return f"{store.uri} allows reads, writes and conditional writes; {releases} releases, {current}."
 
 
 def _cluster(settings: Settings) -> str:
-    """Ask the API server whether a deployment could work."""
+    """Check the deployer's rights and whether the API server accepts the objects of a release (dry run)."""
     from evernear.deployment.kubernetes import KubernetesTarget
 
     target = KubernetesTarget(settings)
     target.require_deployable()
     cluster = target.cluster
     return (
-        f"{cluster.host} would accept the objects of a release in namespace {cluster.namespace}, "
-        "and allows a rollout to be followed, explained and rolled back."
+        f"{cluster.host} accepts the objects of a release in namespace {cluster.namespace} (dry run), and grants the "
+        "rights to watch, diagnose and undo a rollout."
     )
 
 
 def _pipelines(settings: Settings) -> str:
-    """Ask for the newest version of the pipeline."""
+    """Get the newest version of the pipeline and its last run."""
     from evernear.kubeflow.client import KfpRuns
 
     runs = KfpRuns(settings.pipeline)
-    newest, started = runs.newest(PIPELINE), runs.list(limit=1)
-    last = f"the last run is {started[0].state}" if started else "no run yet"
+    newest, recent = runs.newest(PIPELINE), runs.list(limit=1)
+    last = f"the last run is {recent[0].state}" if recent else "no run yet"
     return f"{runs.url} has {PIPELINE} {newest.display_name}, {last}."
 
 
 def _slack(settings: Settings) -> str:
-    """Use each token once, and look whether the app has its scopes."""
+    """Use each token once, and check the scopes of the app."""
     from slack_sdk.web import WebClient
 
     from evernear.triggers.slack.client import translated_errors
@@ -115,12 +115,12 @@ def _slack(settings: Settings) -> str:
     secrets = Secrets.of_environment(settings.slack)
     client = WebClient(secrets.bot_token, base_url=settings.slack.api_url)
     with translated_errors("auth.test"):
-        told = client.auth_test()
-    granted = {scope.strip() for scope in str(told.headers.get("x-oauth-scopes", "")).split(",")}
+        identity = client.auth_test()
+    granted = {scope.strip() for scope in str(identity.headers.get("x-oauth-scopes", "")).split(",")}
     if missing := ", ".join(sorted(SLACK_SCOPES - granted)):
         raise SlackError(f"The bot lacks the scopes {missing}; install the app again from deploy/slack/manifest.yaml.")
     if secrets.app_token:
         with translated_errors("apps.connections.open"):
             client.apps_connections_open(app_token=secrets.app_token)
-    asks = "" if settings.slack.channel else " No slack.channel is set, so nobody is asked what the watcher proposes."
-    return f"@{told['user']} of {told['team']} has its scopes and its connection.{asks}"
+    warning = "" if settings.slack.channel else " slack.channel is not set, so the watcher's proposals are not posted."
+    return f"@{identity['user']} of {identity['team']} is connected and has its scopes.{warning}"

@@ -1,4 +1,4 @@
-"""One pipeline run on this machine: start it, follow its events, read its outcome."""
+"""Run a pipeline on this machine: start the process, follow its events, read its outcome."""
 
 import json
 import os
@@ -28,13 +28,14 @@ from evernear.settings import RunSettings, Settings
 
 POLL_S = 0.1
 CLEAN_UP_S = 10.0
-"""What interrupted steps get for cleaning up; then they are killed."""
-ROOM_FOR_EVENTS_BYTES = 64 * 1024
+"""Time that interrupted steps have to clean up before they are killed."""
+EVENTS_MIN_FREE_BYTES = 64 * 1024
+"""With less free space, a step may fail without being able to write its error to the event file."""
 Pipeline = Literal["continuous_training", "reindex"]
 
 
 class RunResult(Frozen):
-    """What ``evernear run --json`` prints."""
+    """The result of a run, as ``evernear run --json`` prints it."""
 
     release: str | None
     promoted: bool
@@ -46,8 +47,8 @@ class RunResult(Frozen):
     wall_s: float
 
 
-class RunFailed(EvernearError):
-    """A step failed; its own sentence, with its own exit code."""
+class RunFailedError(EvernearError):
+    """A step failed; carries the step's error message and exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -55,15 +56,15 @@ class RunFailed(EvernearError):
 
 
 def run(settings: Settings, show: Callable[[Event], None], pipeline: Pipeline = "continuous_training") -> RunResult:
-    """Run ``pipeline`` with ``settings``, handing each event to ``show`` as it happens.
+    """Run ``pipeline`` with ``settings`` and call ``show`` with each event as it happens.
 
     Raises:
-        BusyError: another run holds the working directory.
-        RunFailed: a step failed.
-        StoreError: the temporary directory cannot be made.
-        UserInterruptError: Ctrl-C; what the run made so far is kept for the next one.
+        BusyError: another run uses the working directory.
+        RunFailedError: a step failed.
+        StoreError: the temporary directory cannot be created.
+        UserInterruptError: Ctrl-C; the next run resumes from the checkpoints of this one.
     """
-    with _sole_run(settings.workdir), scratch(_temporary_directory(settings.workdir)) as temporary:
+    with _lock(settings.workdir), scratch(_temporary_directory(settings.workdir)) as temporary:
         started_s = time.monotonic()
         directory = settings.workdir.resolve() / "runs" / datetime.now(UTC).strftime("%Y%m%d-%H%M%S.%f")
         with disk_errors(directory):
@@ -71,30 +72,30 @@ def run(settings: Settings, show: Callable[[Event], None], pipeline: Pipeline = 
         failures, steps_s = _follow(settings, pipeline, directory, temporary, show)
         wall_s = time.monotonic() - started_s
         if failures:
-            raise RunFailed(failures[0].message, failures[0].exit_code)
+            raise RunFailedError(failures[0].message, failures[0].exit_code)
         return _result(directory, steps_s, wall_s)
 
 
 def _temporary_directory(workdir: Path) -> Path:
-    """What the steps have for /tmp: kfp leaves one directory per step, and a killed step whatever it had there."""
+    """The TMPDIR of the steps. Deleted after the run, because kfp and killed steps leave files there."""
     return Path(tempfile.gettempdir()) / scratch_name(workdir.resolve())
 
 
 @contextmanager
-def _sole_run(workdir: Path) -> Generator[None]:
+def _lock(workdir: Path) -> Generator[None]:
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         if full := no_space(error, workdir):
             raise StoreError(full) from None
-        raise SettingsError(f"The working directory {workdir} cannot be made: {error.strerror}.") from None
-    holder = workdir / "run.pid"
+        raise SettingsError(f"Cannot create the working directory {workdir}: {error.strerror}.") from None
+    pid_file = workdir / "run.pid"
     try:
         with FileLock(workdir / "run.lock", timeout=0):
-            write_atomically(holder, str(os.getpid()))
+            write_atomically(pid_file, str(os.getpid()))
             yield
     except Timeout:
-        pid = holder.read_text() if holder.exists() else "unknown"
+        pid = pid_file.read_text() if pid_file.exists() else "unknown"
         message = f"Another run (process {pid}) uses {workdir}; wait for it to end or choose another --workdir."
         raise BusyError(message) from None
 
@@ -102,10 +103,10 @@ def _sole_run(workdir: Path) -> Generator[None]:
 def _follow(
     settings: Settings, pipeline: Pipeline, directory: Path, temporary: Path, show: Callable[[Event], None]
 ) -> tuple[list[Event], dict[str, float]]:
-    """Run the pipeline's process to its end; returns the failed events and each step's own work in seconds.
+    """Run the pipeline process to its end; return the events of failed steps and the duration of each step.
 
     Raises:
-        UserInterruptError: Ctrl-C; no process is left then.
+        UserInterruptError: Ctrl-C. All processes of the run have ended by then.
     """
     events_path = directory / "events.jsonl"
     failures: list[Event] = []
@@ -114,12 +115,12 @@ def _follow(
     try:
         with _pipeline_process(settings, pipeline, directory, temporary, events_path) as process:
             while True:
-                ended = process.poll() is not None  # before the read, so that the last events are read too
+                ended = process.poll() is not None  # checked before the read, so that the last events are read as well
                 events, offset = read_events(events_path, offset)
                 for event in events:
                     show(event)
                     if event.kind in ("finished", "failed"):
-                        steps_s[event.step] = event.own_work_s
+                        steps_s[event.step] = event.duration_s
                     if event.kind == "failed":
                         failures.append(event)
                 if ended:
@@ -133,24 +134,24 @@ def _follow(
 
 
 def _interrupted(events: Sequence[Event]) -> str:
-    """What to say of a run that was interrupted after ``events``."""
+    """The message about a run that was interrupted after ``events``."""
     started = [event.step for event in events if event.kind == "started"]
     finished = [event.step for event in events if event.kind == "finished"]
     running = " and ".join(step for step in started if step not in finished)
     where = f"during {running}" if running else "between two steps" if started else "before the first step"
-    serving = "`evernear status` tells what serves" if "deploy" in started else "what serves is unchanged"
+    live = "`evernear status` shows which release is live" if "deploy" in started else "the live release is unchanged"
     return (
-        f"Interrupted {where}: no process of the run is left, {serving}. Ingested images and finished epochs are kept; "
-        "the same command continues from there."
+        f"Interrupted {where}: all processes of the run have ended, and {live}. Ingested images and finished epochs "
+        "are saved; the same command resumes from there."
     )
 
 
 def _silent_failure(directory: Path) -> Event:
-    """What to say of a run that failed and left no word of it."""
-    if shutil.disk_usage(directory).free < ROOM_FOR_EVENTS_BYTES:
+    """The event for a run that failed without recording an error."""
+    if shutil.disk_usage(directory).free < EVENTS_MIN_FREE_BYTES:
         message, code = f"The disk that holds {directory} is full; free some space and run again.", StoreError.exit_code
     else:
-        message = f"A step of the run ended without a word (killed, or out of memory); see {directory / 'log.txt'}."
+        message = f"A step was killed or ran out of memory; see {directory / 'log.txt'}."
         code = EvernearError.exit_code
     return Event(at=datetime.now(UTC), step="run", kind="failed", message=message, exit_code=code)
 
@@ -159,7 +160,7 @@ def _silent_failure(directory: Path) -> Event:
 def _pipeline_process(
     settings: Settings, pipeline: Pipeline, directory: Path, temporary: Path, events: Path
 ) -> Generator[subprocess.Popen[str]]:
-    # From an empty directory, so that nothing is found by accident that an image would not hold.
+    # The process runs in an empty directory, so that no step depends on files that the image does not have.
     empty = temporary / "empty"
     with disk_errors(empty):
         empty.mkdir()
@@ -174,14 +175,14 @@ def _pipeline_process(
             text=True,
             start_new_session=True,
         )
-        assert process.stdin is not None  # noqa: S101 - it is PIPE, the type checker cannot know
+        assert process.stdin is not None  # noqa: S101 - set because of stdin=PIPE, for the type checker
         try:
-            order = {
+            request = {
                 "pipeline": pipeline,
                 "pipeline_root": str(directory),
                 "arguments": pipeline_arguments(settings),
             }
-            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
             yield process
         except KeyboardInterrupt:
@@ -192,16 +193,16 @@ def _pipeline_process(
 
 
 def _interrupt(process: "subprocess.Popen[str]") -> None:
-    """Let the steps clean up: a deployment takes back what it began, temporary files go."""
+    """Interrupt the steps, so that a deployment is undone and temporary files are removed."""
     steps = _descendants(process)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGINT)
-    _, left = psutil.wait_procs(steps, timeout=CLEAN_UP_S)
-    _kill(left)
+    _, alive = psutil.wait_procs(steps, timeout=CLEAN_UP_S)
+    _kill(alive)
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    """Leave no step behind, whether the run ended or was interrupted."""
+    """Kill whatever still runs after the run ended or was interrupted."""
     steps = _descendants(process)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -210,7 +211,7 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 
 def _descendants(process: "subprocess.Popen[str]") -> list[psutil.Process]:
-    """The steps and their children, also those in sessions of their own."""
+    """All steps and their child processes, in whatever session they run."""
     try:
         return psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -224,7 +225,7 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def pipeline_arguments(settings: Settings) -> dict[str, object]:
-    """``settings`` as the parameters of a pipeline."""
+    """``settings`` as the arguments of a pipeline."""
     sections = set(RunSettings.model_fields) - {"store", "target"}
     return {
         "store": settings.store_uri,
@@ -240,7 +241,7 @@ def _result(directory: Path, steps_s: dict[str, float], wall_s: float) -> RunRes
         for artifact in sorted(directory.glob("*/*/*"))
         if artifact.name != "executor_output.json"
     }
-    outcome = Outcome.model_validate_json(Path(paths["notify.outcome"]).read_bytes())
+    outcome = Outcome.load(Path(paths["notify.outcome"]))
     return RunResult(
         release=outcome.release,
         promoted=outcome.state == "promoted",

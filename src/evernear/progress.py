@@ -1,12 +1,11 @@
-"""What every pipeline step shares: a clock for its own work, its progress, and an error of one sentence.
+"""The context manager that every pipeline step runs in: it reports progress, records the state and handles errors.
 
-A step writes events as JSON lines to the file that `EVENTS_VARIABLE` names, if it names one; a local run follows
-that file to show progress. In a cluster the same lines are the step's log. Its last state goes into the run's record
-in the store (`evernear.run_record`).
+A step appends events as JSON lines to the file that the environment variable `EVENTS_VARIABLE` names, if it is set. A
+local run reads that file to show progress. In a cluster, the step's log has the same messages. The last state of the
+step is stored in the run's record (`evernear.run_record`).
 """
 
 import gc
-import json
 import os
 import sys
 import time
@@ -26,7 +25,7 @@ from evernear.store import open_store
 EVENTS_VARIABLE = "_EVERNEAR_EVENTS"
 TERMINATION_MESSAGE = Path("/dev/termination-log")
 TERMINATION_MESSAGE_MAX_CHARACTERS = 1000
-"""The kubelet reads 4,096 bytes; UTF-8 has up to four to a character."""
+"""The kubelet reads 4,096 bytes, and a character takes up to four bytes in UTF-8."""
 
 
 class Event(Frozen):
@@ -36,12 +35,13 @@ class Event(Frozen):
     step: str
     kind: Literal["started", "progress", "finished", "failed"]
     message: str = ""
-    own_work_s: float = 0.0
+    duration_s: float = 0.0
+    """Time since the step started, without the start of its process."""
     exit_code: int = 0
 
 
 class Step:
-    """A running step; `say` tells a person how far it is, ``summary`` what it came to."""
+    """A running step. The step assigns its result in a few words to ``summary``."""
 
     def __init__(self, name: str, recorder: "_Recorder") -> None:
         self.name = name
@@ -49,24 +49,24 @@ class Step:
         self._recorder = recorder
         self._started_s = time.monotonic()
 
-    def say(self, message: str) -> None:
-        """Tell how far the step is, in a few words."""
+    def report(self, message: str) -> None:
+        """Report progress in a few words."""
         self.emit("progress", message)
 
     def emit(self, kind: Literal["started", "progress", "finished", "failed"], message: str, code: int = 0) -> None:
-        """Append one event to the run's event file, to the step's log and, but for progress, to the run's record."""
+        """Write one event to the event file, to the log and, except for progress, to the run's record."""
         message = printable(message)
         event = Event(
             at=datetime.now(UTC),
             step=self.name,
             kind=kind,
             message=message,
-            own_work_s=time.monotonic() - self._started_s,
+            duration_s=time.monotonic() - self._started_s,
             exit_code=code,
         )
         print_line(f"[{self.name}] {kind}: {message}")
         if path := os.environ.get(EVENTS_VARIABLE):
-            with suppress(OSError), Path(path).open("a") as file:  # a full disk: the step's own sentence matters more
+            with suppress(OSError), Path(path).open("a") as file:  # a full disk must not hide the step's own error
                 file.write(event.model_dump_json() + "\n")
         self._recorder.save(event)
 
@@ -75,8 +75,8 @@ class Step:
 def step(name: str, run: str, store_uri: str) -> Generator[Step]:
     """Run the body as the step ``name`` of ``run``, and record its state in the store.
 
-    An `EvernearError` ends the process with its sentence and its exit code; anything else is a bug and keeps its
-    traceback.
+    An `EvernearError` or a full disk ends the process with an error message and exit code. Any other exception is a
+    bug: it propagates with its traceback.
     """
     running = Step(name, _Recorder(run, store_uri))
     running.emit("started", "")
@@ -98,17 +98,19 @@ def step(name: str, run: str, store_uri: str) -> Generator[Step]:
         _emit_bug(running, error)
         raise
     running.emit("finished", running.summary)
-    gc.freeze()  # the interpreter's last collections would walk through all of torch, half a second in each step
+    gc.freeze()  # the garbage collection at exit would traverse all of torch, which takes half a second per step
 
 
 def _emit_bug(running: Step, error: Exception) -> None:
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    place = f"{Path(where.filename).name}:{where.lineno}"
-    running.emit("failed", f"evernear itself failed: {type(error).__name__}: {error} ({place}); see the log.", 1)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    location = f"{Path(frame.filename).name}:{frame.lineno}"
+    running.emit(
+        "failed", f"Unexpected {type(error).__name__}: {error} ({location}); see the log for the traceback.", 1
+    )
 
 
 class _Recorder:
-    """Records the states of one step. A store that cannot be written must not fail a step that does not need it."""
+    """Records the states of one step. Store errors are ignored: the step may not need the store otherwise."""
 
     def __init__(self, run: str, store_uri: str) -> None:
         self._run = run
@@ -133,22 +135,22 @@ class _Recorder:
             if self._record is not None:
                 self._record.save_step(step)
         if event.kind == "failed":
-            _explain_to_kubernetes(event.message)
+            _write_termination_message(event.message)
 
 
-def _explain_to_kubernetes(message: str) -> None:
-    """Leave the error where the kubelet looks for it, so that the pod, and Argo's node, show it."""
+def _write_termination_message(message: str) -> None:
+    """In a pod, write the error as its termination message, which Kubernetes and the Argo UI show."""
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         with suppress(OSError):
             TERMINATION_MESSAGE.write_text(message[:TERMINATION_MESSAGE_MAX_CHARACTERS])
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
-    """Whole event lines of ``path`` from byte ``offset`` on, and the offset to read from next time."""
+    """Read the complete event lines of ``path`` from byte ``offset`` on; also return the offset for the next call."""
     if not path.exists():
         return [], offset
     with path.open("rb") as file:
         file.seek(offset)
         data = file.read()
-    whole = data[: data.rfind(b"\n") + 1]
-    return [Event.model_validate(json.loads(line)) for line in whole.splitlines()], offset + len(whole)
+    complete = data[: data.rfind(b"\n") + 1]
+    return [Event.from_json(line, path) for line in complete.splitlines()], offset + len(complete)

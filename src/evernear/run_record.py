@@ -1,11 +1,11 @@
-"""What a pipeline run records about itself in the object store, for whoever looks at it from outside.
+"""The record of a pipeline run in the object store.
 
-Kubeflow Pipelines keeps no error message of a failed task, does not say who stopped a run, and hands no artifacts to
-the exit step. So each step records its own state::
+Kubeflow Pipelines keeps no error message of a failed task, does not report who stopped a run, and passes no artifacts
+to the exit step. Each step therefore records its own state::
 
     runs/<run>/steps/<step>.json    the last state of a step, with its error
-    runs/<run>/stop.json            who asked the run to stop
-    runs/<run>/<name>.json          what a step leaves for the exit step, such as the verdict
+    runs/<run>/stop.json            who requested the run to stop, and when
+    runs/<run>/<name>.json          data of a step for the exit step, such as the verdict
 """
 
 import json
@@ -13,22 +13,21 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Literal, TypeVar
 
-from pydantic import AwareDatetime, BaseModel, ValidationError
+from pydantic import AwareDatetime
 
-from evernear.errors import IntegrityError
 from evernear.frozen import Frozen
 from evernear.store import Store
 
-Model = TypeVar("Model", bound=BaseModel)
+Document = TypeVar("Document", bound=Frozen)
 
 
 class StepRecord(Frozen):
-    """The last recorded state of one step. A retried step overwrites the state of the attempt before."""
+    """The last recorded state of one step. A retry overwrites the state of the previous attempt."""
 
     step: str
     state: Literal["running", "finished", "failed"]
     message: str = ""
-    """The summary of a finished step, the error of a failed one."""
+    """The summary of a finished step, or the error of a failed one."""
     exit_code: int = 0
     started: AwareDatetime
     ended: AwareDatetime | None = None
@@ -42,7 +41,10 @@ class StopRecord(Frozen):
 
 
 class RunRecord:
-    """The record of one run. Every method may raise `StoreError`, and `IntegrityError` for a damaged object."""
+    """The record of one run.
+
+    Every method raises `StoreError` if the store fails, and `IntegrityError` for a damaged object.
+    """
 
     def __init__(self, store: Store, run: str) -> None:
         self.run = run
@@ -50,42 +52,37 @@ class RunRecord:
 
     def save_step(self, record: StepRecord) -> None:
         """Record the state of a step."""
-        self.store.put(self._key(f"steps/{record.step}"), record.model_dump_json(indent=2).encode())
+        self.store.put(self._key(f"steps/{record.step}"), record.to_json())
 
     def steps(self) -> tuple[StepRecord, ...]:
-        """The recorded steps in the order they started."""
-        found = [
-            _parse(StepRecord, self.store.get(info.key), info.key)
-            for info in self.store.list(f"runs/{self.run}/steps/")
-        ]
-        return tuple(sorted(found, key=lambda record: record.started))
+        """The recorded steps in the order in which they started."""
+        keys = [info.key for info in self.store.list(f"runs/{self.run}/steps/")]
+        records = [StepRecord.from_json(self.store.get(key), key) for key in keys]
+        return tuple(sorted(records, key=lambda record: record.started))
 
     def save_stop(self, by: str, at: datetime) -> None:
-        """Record who asks the run to stop, before it is asked."""
-        self.store.put(self._key("stop"), StopRecord(by=by, at=at).model_dump_json().encode())
+        """Record a request to stop the run. Call this before stopping it."""
+        self.store.put(self._key("stop"), StopRecord(by=by, at=at).to_json())
 
     def stop(self) -> StopRecord | None:
-        """The request to stop the run, if there was one."""
-        key = self._key("stop")
-        found = self.store.find(key)
-        return _parse(StopRecord, found[0], key) if found else None
+        """The request to stop the run; None if there was none."""
+        return self.find("stop", StopRecord)
 
     def save(self, **documents: Mapping[str, Any]) -> None:
-        """Record JSON documents, each under its name."""
+        """Record JSON documents by name."""
         for name, document in documents.items():
             self.store.put(self._key(name), json.dumps(document, indent=2).encode())
 
     def load(self, name: str) -> dict[str, Any]:
         """The JSON document ``name``; empty if it was not recorded."""
-        found = self.store.find(self._key(name))
-        return json.loads(found[0]) if found else {}
+        entry = self.store.find(self._key(name))
+        return json.loads(entry[0]) if entry else {}
+
+    def find(self, name: str, model: type[Document]) -> Document | None:
+        """The document ``name`` as a ``model``; None if it was not recorded."""
+        key = self._key(name)
+        entry = self.store.find(key)
+        return model.from_json(entry[0], key) if entry else None
 
     def _key(self, name: str) -> str:
         return f"runs/{self.run}/{name}.json"
-
-
-def _parse(model: type[Model], data: bytes, key: str) -> Model:
-    try:
-        return model.model_validate_json(data)
-    except ValidationError:
-        raise IntegrityError(f"{key} is damaged.") from None

@@ -17,7 +17,7 @@ def predict(*words: str) -> None:
 
 @pytest.mark.parametrize("target", ["localhost:8080", "127.0.0.1:8080", "http://localhost", "me@there", "a b", "a\nb"])
 def test_a_target_is_a_host_alone(target: str) -> None:
-    with pytest.raises(SettingsError, match="give a port with --port") as caught:
+    with pytest.raises(SettingsError, match="pass the port as --port") as caught:
         predict("image.png", "--target", target)
     assert "\n" not in str(caught.value)
 

@@ -34,7 +34,7 @@ def test_a_step_that_ended_has_a_line_of_its_own_on_a_terminal() -> None:
     written = io.StringIO()
     with run._Progress(Console(file=written, force_terminal=True, no_color=True)) as show:
         for kind, message in (("started", ""), ("progress", "file a[/b].png"), ("finished", "label [/red]")):
-            show(Event(at=datetime.now(UTC), step="ingest", kind=kind, message=message, own_work_s=1.5))
+            show(Event(at=datetime.now(UTC), step="ingest", kind=kind, message=message, duration_s=1.5))
     shown = written.getvalue().replace("\r", "").replace("\n", ERASED).split(ERASED)
     assert any(line.endswith("  ok ingest        1.5 s  label [/red]") for line in shown)
     assert any("file a[/b].png" in line for line in shown)

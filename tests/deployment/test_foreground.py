@@ -85,6 +85,6 @@ def test_an_interrupted_start_leaves_nothing(make_release: MakeRelease, tmp_path
         _, told = server.communicate(timeout=60)
     assert (server.returncode, told) == (
         130,
-        "evernear: Interrupted. No process is left; `evernear serve` continues.\n",
+        "evernear: Interrupted. TorchServe was stopped; `evernear serve` tries again.\n",
     )
     assert torchserve.processes(home) == []

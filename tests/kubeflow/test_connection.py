@@ -1,4 +1,4 @@
-"""Who asks, how long and how often, and what is said when it goes wrong."""
+"""The connection to the KFP API: credentials, retries, timeouts and error messages."""
 
 import socket
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 from evernear.errors import EvernearError, PipelineServerError, SettingsError
 from evernear.kubeflow import connection
-from evernear.kubeflow.connection import Connection, Refused
+from evernear.kubeflow.connection import ApiError, Connection
 from evernear.settings import PipelineSettings
 from tests.loopback.kfp import KfpServer
 
@@ -18,7 +18,7 @@ LIST = "run_service_list_runs"
 
 
 @pytest.fixture(autouse=True)
-def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "BACKOFF_S", 0.01)
 
 
@@ -29,125 +29,123 @@ def server() -> Iterator[KfpServer]:
 
 
 def connect(url: str, environment: dict[str, str] | None = None, **settings: object) -> Connection:
-    given = {"endpoint": url, "timeout_s": 5.0, **settings}
-    return Connection(PipelineSettings.model_validate(given), environment or {})
+    values = {"endpoint": url, "timeout_s": 5.0, **settings}
+    return Connection(PipelineSettings.model_validate(values), environment or {})
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503])
-def test_a_question_is_asked_again(server: KfpServer, status: int) -> None:
+def test_failed_reads_are_retried(server: KfpServer, status: int) -> None:
     server.calls.clear()
     server.fail(status=status, times=3)
-    assert connect(server.url).ask(LIST).runs is None
+    assert connect(server.url).call(LIST).runs is None
     assert len(server.calls) == 4
 
 
-def test_patience_has_an_end(server: KfpServer) -> None:
+def test_retries_are_limited(server: KfpServer) -> None:
     server.calls.clear()
     server.fail(times=2)
     with pytest.raises(PipelineServerError, match=r"answered 503: Service unavailable\."):
-        connect(server.url, attempts=2).ask(LIST)
+        connect(server.url, attempts=2).call(LIST)
     assert len(server.calls) == 2
 
 
-def test_a_no_is_not_asked_again(server: KfpServer) -> None:
+def test_rejected_requests_are_not_retried(server: KfpServer) -> None:
     server.calls.clear()
-    with pytest.raises(Refused, match=r"answered 400: Invalid sorting field: .tree.") as refused:
-        connect(server.url).ask(LIST, sort_by="tree")
-    assert refused.value.status == 400
+    with pytest.raises(ApiError, match=r"answered 400: Invalid sorting field: .tree.") as error:
+        connect(server.url).call(LIST, sort_by="tree")
+    assert error.value.status == 400
     assert len(server.calls) == 1
 
 
-def test_nobody_there_is_one_sentence() -> None:
+def test_unreachable_server_error_names_url_and_remedy() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        with pytest.raises(PipelineServerError) as said:
-            connect(url).ask("run_service_create_run", run={})
-    assert str(said.value) == (
-        f"Kubeflow Pipelines at {url} cannot be reached ([Errno 111] Connection refused); "
-        "check pipeline.endpoint and that the server is up."
+        with pytest.raises(PipelineServerError) as error:
+            connect(url).call("run_service_create_run", run={})
+    assert str(error.value) == (
+        f"Kubeflow Pipelines at {url} is unreachable ([Errno 111] Connection refused); "
+        "check pipeline.endpoint and that the server is running."
     )
 
 
-def test_what_was_never_sent_is_sent_again_even_if_it_creates_something(
-    server: KfpServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    connected = connect(server.url)
-    service = next(s for s in connected._services if hasattr(s, LIST))
+def test_create_requests_that_were_never_sent_are_retried(server: KfpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    connection_ = connect(server.url)
+    service = next(s for s in connection_._services if hasattr(s, LIST))
     address, service.api_client.configuration.host = service.api_client.configuration.host, "http://127.0.0.1:9"
 
-    def come_up(_: float) -> None:
+    def start_server(_: float) -> None:
         service.api_client.configuration.host = address
 
-    monkeypatch.setattr(time, "sleep", come_up)
-    made = connected.ask("experiment_service_create_experiment", experiment={"display_name": "x"})
-    assert made.display_name == "x"
+    monkeypatch.setattr(time, "sleep", start_server)
+    created = connection_.call("experiment_service_create_experiment", experiment={"display_name": "x"})
+    assert created.display_name == "x"
 
 
-def test_a_silent_server_is_not_waited_for_longer_than_set(server: KfpServer) -> None:
+def test_requests_time_out(server: KfpServer) -> None:
     server.fail(delay_s=1.0)
-    began = time.monotonic()
+    started_s = time.monotonic()
     with pytest.raises(PipelineServerError, match=r"did not answer within 0\.2 s"):
-        connect(server.url, timeout_s=0.2, attempts=1).ask(LIST)
-    assert time.monotonic() - began < 0.9
+        connect(server.url, timeout_s=0.2, attempts=1).call(LIST)
+    assert time.monotonic() - started_s < 0.9
 
 
-def test_a_bearer_token_comes_from_the_environment() -> None:
+def test_bearer_token_is_read_from_the_environment() -> None:
     with KfpServer(token="let-me-in") as server:
-        assert connect(server.url, {"KFP_TOKEN": "let-me-in"}).ask(LIST).runs is None
+        assert connect(server.url, {"KFP_TOKEN": "let-me-in"}).call(LIST).runs is None
         for environment in ({}, {"KFP_TOKEN": "expired"}):
-            with pytest.raises(Refused, match="does not know who asks: set KFP_TOKEN or KFP_COOKIES") as said:
-                connect(server.url, environment).ask(LIST)
-            assert "expired" not in str(said.value).removesuffix("to one that has not expired.")
+            with pytest.raises(ApiError, match="requires authentication: set KFP_TOKEN or KFP_COOKIES") as error:
+                connect(server.url, environment).call(LIST)
+            assert "expired" not in str(error.value)
 
 
-def test_a_pods_token_is_read_again_for_each_request(tmp_path: Path) -> None:
+def test_mounted_token_is_read_for_each_request(tmp_path: Path) -> None:
     mounted = tmp_path / "token"
     mounted.write_text("old")
     with KfpServer(token="new") as server:
-        connected = connect(server.url, {"KF_PIPELINES_SA_TOKEN_PATH": str(mounted)})
-        with pytest.raises(Refused, match="does not know who asks"):
-            connected.ask(LIST)
+        connection_ = connect(server.url, {"KF_PIPELINES_SA_TOKEN_PATH": str(mounted)})
+        with pytest.raises(ApiError, match="requires authentication"):
+            connection_.call(LIST)
         mounted.write_text("new")  # the kubelet rotates it
-        assert connected.ask(LIST).runs is None
+        assert connection_.call(LIST).runs is None
         mounted.unlink()
-        with pytest.raises(PipelineServerError, match=r"The token for http.* cannot be read"):
-            connected.ask(LIST)
+        with pytest.raises(PipelineServerError, match=r"Cannot read the token for http.*"):
+            connection_.call(LIST)
 
 
-def test_a_session_that_has_expired_is_not_taken_for_an_empty_list() -> None:
+def test_login_page_is_an_error_and_not_an_empty_list() -> None:
     with KfpServer(cookie="authservice_session=mine") as server:
-        assert connect(server.url, {"KFP_COOKIES": "a=b; authservice_session=mine"}).ask(LIST).runs is None
-        with pytest.raises(Refused, match="a log-in most likely, instead of JSON: renew KFP_COOKIES"):
-            connect(server.url, {"KFP_COOKIES": "authservice_session=old"}).ask(LIST)
+        assert connect(server.url, {"KFP_COOKIES": "a=b; authservice_session=mine"}).call(LIST).runs is None
+        with pytest.raises(ApiError, match="probably a login page, instead of JSON: renew KFP_COOKIES"):
+            connect(server.url, {"KFP_COOKIES": "authservice_session=old"}).call(LIST)
 
 
 @pytest.mark.parametrize("variable", ["KFP_TOKEN", "KFP_COOKIES"])
-def test_a_secret_does_not_travel_in_the_clear(variable: str) -> None:
+def test_secrets_are_not_sent_unencrypted(variable: str) -> None:
     secret = {variable: "not-for-everybody"}
-    with pytest.raises(SettingsError, match=f"{variable} would travel unencrypted to kfp.example.org") as said:
+    with pytest.raises(SettingsError, match=f"{variable} would be sent unencrypted to kfp.example.org") as error:
         connect("http://kfp.example.org", secret)
-    assert "not-for-everybody" not in str(said.value)
-    for fine in (
+    assert "not-for-everybody" not in str(error.value)
+    for allowed in (
         "https://kfp.example.org",
         "http://localhost:8080",
         "http://[::1]:8080",
         "http://ml-pipeline.kubeflow.svc:8888",
     ):
-        connect(fine, secret)
+        connect(allowed, secret)
 
 
-def test_a_pods_token_does_not_travel_in_the_clear(tmp_path: Path) -> None:
+def test_mounted_token_is_not_sent_unencrypted(tmp_path: Path) -> None:
     mounted = tmp_path / "token"
     mounted.write_text("not-for-everybody")
     secret = {"KF_PIPELINES_SA_TOKEN_PATH": str(mounted)}
-    with pytest.raises(SettingsError, match=f"The token {mounted} would travel unencrypted to kfp.example.org"):
+    with pytest.raises(SettingsError, match=f"The token {mounted} would be sent unencrypted to kfp.example.org"):
         connect("http://kfp.example.org", secret)
     connect("https://kfp.example.org", secret)
     connect("http://ml-pipeline.kubeflow.svc:8888", secret)
 
 
-def test_the_server_of_the_cluster_is_found_from_inside_only() -> None:
+def test_endpoint_defaults_to_the_service_only_inside_a_cluster() -> None:
     assert connect("", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}).url == connection.IN_CLUSTER
     assert connect("", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}).ui_url == ""
     assert connect("https://kfp.example.org/pipeline/").ui_url == "https://kfp.example.org/pipeline"
@@ -156,21 +154,21 @@ def test_the_server_of_the_cluster_is_found_from_inside_only() -> None:
         connect("")
 
 
-def test_tls_is_spoken_with_servers_of_a_trusted_authority_only(tmp_path: Path) -> None:
+def test_tls_requires_a_trusted_certificate(tmp_path: Path) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
+    arguments = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
     names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(["openssl", *words.split(), *names], check=True, capture_output=True)
+    subprocess.run(["openssl", *arguments.split(), *names], check=True, capture_output=True)
     with KfpServer(certificate=certificate, key=key) as server:
         with pytest.raises(PipelineServerError, match=r"is not trusted .*pipeline\.ca_file"):
-            connect(server.url, attempts=1).ask(LIST)
-        assert connect(server.url, ca_file=certificate).ask(LIST).runs is None
-    with pytest.raises(EvernearError, match=r"The CA file .*gone\.pem .*cannot be read"):
+            connect(server.url, attempts=1).call(LIST)
+        assert connect(server.url, ca_file=certificate).call(LIST).runs is None
+    with pytest.raises(EvernearError, match=r"The CA file .*gone\.pem .*does not exist"):
         connect("https://127.0.0.1", ca_file=tmp_path / "gone.pem")
 
 
-def test_the_constructor_asks_the_server_nothing(server: KfpServer) -> None:
-    """kfp.Client would ask whether it is multi-user, and wait 25 s for a server that is down."""
+def test_constructor_sends_no_request(server: KfpServer) -> None:
+    """kfp.Client would request the server's mode, and wait 25 s for a server that is down."""
     server.calls.clear()
     connect(server.url)
     assert not server.calls

@@ -81,7 +81,7 @@ def test_a_cluster_gets_the_image_by_digest_only() -> None:
     images = {part["container"]["image"] for part in spec["deploymentSpec"]["executors"].values()}
     assert images == {image}
     for moving in ("registry.example/evernear-train:latest", "evernear-train@sha256:abc", "a b@sha256:" + "ab" * 32):
-        with pytest.raises(SettingsError, match="is not named by digest"):
+        with pytest.raises(SettingsError, match="has no digest"):
             for_cluster("continuous-training", moving)
 
 

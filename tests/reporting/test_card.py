@@ -23,8 +23,8 @@ def recognizer(system: System) -> Recognizer:
 @pytest.mark.parametrize(
     ("open_set", "told"),
     [
-        (OpenSet(held_out=()), "impostors gave the threshold"),
-        (OpenSet(held_out=(), threshold=0.4), "was taken over with the network"),
+        (OpenSet(held_out=()), "was calibrated on gallery impostors"),
+        (OpenSet(held_out=(), threshold=0.4), "was reused together with the network"),
     ],
 )
 def test_a_card_is_small_self_contained_and_begins_with_the_reasons(

@@ -84,7 +84,7 @@ def test_a_failed_run_names_the_step_its_error_and_the_next_command(record: RunR
     outcome = finalize(record, "continuous-training", "FAILED", "")
     assert outcome.summary() == (
         "failed at probe: The disk is full. "
-        "train: It ended without recording an error: it was stopped, evicted, or out of memory."
+        "train: The step ended without recording an error: it was stopped, evicted or out of memory."
     )
     assert outcome.next_command() == "evernear pipeline run continuous-training"
     assert outcome.markdown().startswith("## Failed at probe\n\nThe disk is full.")

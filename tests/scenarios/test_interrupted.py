@@ -39,8 +39,8 @@ def test_a_run_is_interrupted(bench: Bench) -> None:
     assert told.startswith("evernear: Interrupted during ")
     assert "train" in told
     assert told.endswith(
-        ": no process of the run is left, what serves is unchanged. Ingested images and finished epochs are kept; "
-        "the same command continues from there."
+        ": all processes of the run have ended, and the live release is unchanged. Ingested images and finished epochs "
+        "are saved; the same command resumes from there."
     )
     assert not list(temporary.glob("evernear-*")), "the steps clean up"
 
@@ -53,7 +53,7 @@ def test_a_run_goes_on_after_it_was_interrupted(bench: Bench, step: str) -> None
         bench.await_step(step, process)
         told = interrupted(process)
     assert step in told
-    assert ("`evernear status` tells what serves" in told) is (step == "deploy")
+    assert ("`evernear status` shows which release is live" in told) is (step == "deploy")
     words = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
     assert not [line for line in words if str(bench.workdir) in line], "a TorchServe that was begun is ended"
     try:

@@ -133,9 +133,9 @@ def test_prints_metadata_of_the_local_server(served: Served) -> None:
 
 
 def test_missing_images_are_reported(served: Served, tmp_path: Path) -> None:
-    assert b"There is no image to ask about" in predict(served).stderr
-    assert b"holds no PNG or JPEG file" in predict(served, "--image-file", str(tmp_path)).stderr
-    assert b"--tls is for a server elsewhere" in predict(served, "x.png", "--tls").stderr
+    assert b"No image: pass files" in predict(served).stderr
+    assert b"contains no PNG or JPEG file" in predict(served, "--image-file", str(tmp_path)).stderr
+    assert b"--tls requires --target" in predict(served, "x.png", "--tls").stderr
 
 
 def test_command_imports_no_heavy_modules(served: Served, images: Path) -> None:

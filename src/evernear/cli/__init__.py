@@ -1,4 +1,4 @@
-"""The ``evernear`` command. Heavy libraries are imported by the commands that need them, never here."""
+"""The ``evernear`` command. Each command imports heavy libraries itself, so that the others start quickly."""
 
 import sys
 from pathlib import Path
@@ -12,15 +12,15 @@ from evernear.cli import cluster, doctor, inspect, pipeline, pod, predict, prep,
 from evernear.errors import EvernearError, StoreError, UserInterruptError, no_space
 from evernear.output import printable
 
-OURS = ("evernear", "pipelines", "components")
-EXTRAS = "train,serve,prep,pipeline,triggers"  # each command needs some of them
+OWN_PACKAGES = ("evernear", "pipelines", "components")
+EXTRAS = "train,serve,prep,pipeline,triggers"  # no command needs all of them
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",  # rich's own would swallow [brackets]
-    help="Keeps an image recogniser fresh: labelled images in, a gated release served by TorchServe.",
+    rich_markup_mode="markdown",  # rich's own markup would drop text in [brackets]
+    help="Continuously train and deploy an image recognizer: labeled images in, a gated release on TorchServe out.",
 )
 for command in (
     run.run,
@@ -46,28 +46,28 @@ app.add_typer(slack.app, name="slack")
 
 
 def main() -> None:
-    """Run the command line; an `EvernearError`, Ctrl-C, a fault of a file and a missing extra become a sentence."""
+    """Run the command line; report expected errors in one sentence, without a traceback."""
     try:
         app()
-    except SystemExit as ended:
-        if ended.code == UserInterruptError.exit_code:  # what typer makes of Ctrl-C
+    except SystemExit as exited:
+        if exited.code == UserInterruptError.exit_code:  # typer turns Ctrl-C into this
             sentence = "Interrupted. Nothing is half-written; run the command again to continue."
-            _refuse(sentence, UserInterruptError.exit_code)
+            _fail(sentence, UserInterruptError.exit_code)
         raise
     except EvernearError as error:
-        _refuse(str(error), error.exit_code)
+        _fail(str(error), error.exit_code)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package in ("", *OURS):
+        if package in ("", *OWN_PACKAGES):
             raise
-        _refuse(f"{package} is not installed; run `pip install 'evernear[{EXTRAS}]'`.", EvernearError.exit_code)
+        _fail(f"{package} is not installed; run `pip install 'evernear[{EXTRAS}]'`.", EvernearError.exit_code)
     except OSError as error:
-        full = no_space(error, error.filename or Path.cwd())
-        if full is None and error.filename is None:
+        disk_full = no_space(error, error.filename or Path.cwd())
+        if disk_full is None and error.filename is None:
             raise
-        _refuse(full or f"{error.filename} cannot be read or written: {error.strerror}.", StoreError.exit_code)
+        _fail(disk_full or f"{error.filename} cannot be read or written: {error.strerror}.", StoreError.exit_code)
 
 
-def _refuse(sentence: str, exit_code: int) -> NoReturn:
+def _fail(sentence: str, exit_code: int) -> NoReturn:
     Console(stderr=True).print(Text.assemble(("evernear:", "bold red"), " ", printable(sentence)), soft_wrap=True)
     sys.exit(exit_code)

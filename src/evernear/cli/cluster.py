@@ -1,4 +1,4 @@
-"""``evernear deployment``: what a deployment to Kubernetes applies."""
+"""``evernear deployment``: the Kubernetes objects of a release."""
 
 import json
 import sys
@@ -9,14 +9,12 @@ import typer
 from evernear.cli.options import local_settings, with_options
 from evernear.settings import Settings
 
-app = typer.Typer(
-    rich_markup_mode="markdown", no_args_is_help=True, help="The objects that serve a release in a cluster."
-)
+app = typer.Typer(rich_markup_mode="markdown", no_args_is_help=True, help="The Kubernetes objects of a release.")
 
 
 @app.callback()
 def _group() -> None:
-    """Keeps the command's own name, as long as it is the only one."""
+    """Make typer treat the only command as a subcommand."""
 
 
 @app.command()
@@ -24,14 +22,14 @@ def _group() -> None:
 def render(
     settings: Settings,
     release: Annotated[
-        str | None, typer.Option("--release", metavar="VERSION", help="Of the registry. [the champion]")
+        str | None, typer.Option("--release", metavar="VERSION", help="Release in the registry. [the champion]")
     ] = None,
 ) -> None:
-    """Print as YAML just what a deployment would apply, for review, for policy checks or for GitOps."""
+    """Print the objects that a deployment would apply, as YAML, for reviews, policy checks or GitOps."""
     import yaml
 
     from evernear.deployment.kubernetes import KubernetesTarget
 
     objects = KubernetesTarget(settings).render(release)
-    unshared = json.loads(json.dumps(objects))  # else YAML writes what occurs twice as an alias
-    sys.stdout.write(yaml.safe_dump_all(unshared, sort_keys=False, width=120))  # which escapes what is not ASCII
+    unshared = json.loads(json.dumps(objects))  # without shared values, which YAML would write as aliases
+    sys.stdout.write(yaml.safe_dump_all(unshared, sort_keys=False, width=120))  # escapes non-ASCII characters

@@ -1,4 +1,4 @@
-"""``evernear doctor``: whether what evernear depends on is there and lets it do its work."""
+"""``evernear doctor``: check the services that evernear depends on."""
 
 from typing import Annotated, cast
 
@@ -14,23 +14,23 @@ def doctor(
     settings: Settings,
     parts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PART]...", help="store, cluster, pipelines, slack [those that are configured]"),
+        typer.Argument(metavar="[PART]...", help="store, cluster, pipelines or slack. [the configured ones]"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Try object store, cluster, Kubeflow Pipelines and Slack, and say what is missing and how to mend it."""
-    from evernear.doctor import PARTS, Part, configured, examine
+    """Check object store, cluster, Kubeflow Pipelines and Slack; report each problem with its remedy."""
+    from evernear.doctor import PARTS, Part, check, configured
     from evernear.errors import SettingsError
 
     for part in parts or ():
         if part not in PARTS:
-            raise SettingsError(f"There is no part {part!r} to look at; known: {', '.join(PARTS)}.")
-    ill = False
-    for found in examine(settings, cast("list[Part]", parts) or configured(settings)):
-        ill = ill or not found.well
+            raise SettingsError(f"Unknown part {part!r}; known: {', '.join(PARTS)}.")
+    failed = False
+    for finding in check(settings, cast("list[Part]", parts) or configured(settings)):
+        failed = failed or not finding.ok
         if as_json:
-            print_json(found)
+            print_json(finding)
         else:
-            print_line(f"{'ok ' if found.well else 'ILL'} {found.part:<10} {found.message}")
-    if ill:
+            print_line(f"{'ok  ' if finding.ok else 'FAIL'} {finding.part:<10} {finding.message}")
+    if failed:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""What Ctrl-C means to a command: it ends with a sentence that says what remains, and with exit code 130."""
+"""Ctrl-C: the command ends with exit code 130 and a message that states what remains."""
 
 import signal
 import threading
@@ -10,8 +10,8 @@ from evernear.errors import UserInterruptError
 
 
 @contextmanager
-def interrupt_says(sentence: str) -> Generator[None]:
-    """Let Ctrl-C end the body with ``sentence``.
+def message_on_interrupt(message: str) -> Generator[None]:
+    """Turn Ctrl-C in the body into an error with ``message``.
 
     Raises:
         UserInterruptError: Ctrl-C.
@@ -19,24 +19,24 @@ def interrupt_says(sentence: str) -> Generator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise UserInterruptError(sentence) from None
+        raise UserInterruptError(message) from None
 
 
 @contextmanager
-def stop_on_signals(stop: threading.Event, sentence: str) -> Generator[None]:
-    """Set ``stop`` at SIGTERM and at Ctrl-C, so that the body finishes what is under way.
+def stop_on_signals(stop: threading.Event, message: str) -> Generator[None]:
+    """Set ``stop`` on SIGTERM and Ctrl-C, so that the body can finish its current work.
 
     Raises:
-        UserInterruptError: it was Ctrl-C; ``sentence`` says what remains. After SIGTERM the exit code is 0.
+        UserInterruptError: Ctrl-C; carries ``message``. SIGTERM raises nothing, so the exit code is 0.
     """
     received: list[int] = []
 
-    def end(number: int, _: FrameType | None) -> None:
+    def handle(number: int, _: FrameType | None) -> None:
         received.append(number)
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+        signal.signal(number, handle)
     yield
     if signal.SIGINT in received:
-        raise UserInterruptError(sentence)
+        raise UserInterruptError(message)

@@ -1,6 +1,6 @@
 """Options that several commands share.
 
-A command names the values it needs, and `with_options` adds the options that each of them is made from:
+A command declares the values that it needs, and `with_options` adds the options that they are built from:
 
     @app.command()
     @with_options(settings=local_settings)  # adds --config, --set and --workdir
@@ -18,9 +18,7 @@ import typer
 from evernear.settings import Settings, load
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="Settings file (TOML).")]
-PresetOption = Annotated[
-    str | None, typer.Option("--preset", help="Settings that come with evernear: best, fast, quick.")
-]
+PresetOption = Annotated[str | None, typer.Option("--preset", help="Built-in settings: best, fast or quick.")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as train.epochs=3.")
 ]
@@ -35,7 +33,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 
 
 def local_settings(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> Settings:
-    """The settings from file, environment and options."""
+    """Settings from file, environment and options."""
     return load(config=config, overrides=assignments(overrides, workdir=workdir))
 
 
@@ -46,13 +44,13 @@ def run_settings(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> Settings:
-    """The settings of a run, with the two options that most runs differ in."""
+    """Settings of a run, with options for its source and preset."""
     options = assignments(overrides, workdir=workdir, **{"data.source": source})
     return load(preset=preset, config=config, overrides=options)
 
 
 def with_options(**providers: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of ``providers``, and the result of each under its name."""
+    """Add the options of each provider to a command, and pass the command the provider's result by name."""
     signatures = {name: inspect.signature(provider) for name, provider in providers.items()}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -67,7 +65,7 @@ def with_options(**providers: Callable[..., Any]) -> Callable[[Callable[..., Non
         own = [p for p in inspect.signature(command).parameters.values() if p.name not in providers]
         shared = [option for signature in signatures.values() for option in signature.parameters.values()]
         parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*own, *shared)]
-        del run.__wrapped__  # typer would read the options of the command itself
+        del run.__wrapped__  # typer would follow it and read the signature of the original command
         run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
@@ -76,5 +74,5 @@ def with_options(**providers: Callable[..., Any]) -> Callable[[Callable[..., Non
 
 
 def assignments(overrides: list[str] | None, **options: object) -> list[str]:
-    """``--set`` words, then the options that have a name of their own."""
+    """All assignments as ``key=value``: those of ``--set``, then those of dedicated options."""
     return [*(overrides or []), *(f"{key}={value}" for key, value in options.items() if value is not None)]

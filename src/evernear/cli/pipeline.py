@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from evernear.cli.interrupts import interrupt_says
+from evernear.cli.interrupts import message_on_interrupt
 from evernear.cli.options import ConfigOption, JsonOption, PresetOption, assignments, local_settings, with_options
 from evernear.cli.runs import follow, outcome_of, record_of, row, show, store_of, title
 from evernear.cli.tables import print_table
@@ -58,37 +58,37 @@ StoreOption = Annotated[
 def server_settings(
     endpoint: EndpointOption = None, namespace: NamespaceOption = None, config: ConfigOption = None
 ) -> PipelineSettings:
-    """The Kubeflow Pipelines server."""
+    """Settings of the Kubeflow Pipelines server."""
     options = {"pipeline.endpoint": endpoint, "pipeline.namespace": namespace}
     return local_settings(config, assignments(None, **options)).pipeline
 
 
-def run_words(
+def run_assignments(
     source: SourceOption = None,
     preset: PresetOption = None,
     target: TargetOption = None,
     serving_image: ServingImageOption = None,
     parameters: ParameterOption = None,
 ) -> list[str]:
-    """The parameters of a run, as ``key=value``."""
+    """Parameters of a run as ``key=value``."""
     return assignments(parameters, source=source, preset=preset, target=target, serving_image=serving_image)
 
 
-def default_words(
+def default_assignments(
     source: SourceOption = None,
     target: TargetOption = None,
     serving_image: ServingImageOption = None,
     store: StoreOption = None,
     defaults: ParameterOption = None,
 ) -> list[str]:
-    """The defaults of a pipeline version, as ``key=value``."""
+    """Defaults of a pipeline version as ``key=value``."""
     return assignments(defaults, source=source, target=target, serving_image=serving_image, store=store)
 
 
 @app.command(name="compile")
-@with_options(pinned=default_words)
+@with_options(defaults=default_assignments)
 def compile_(
-    pinned: list[str],
+    defaults: list[str],
     image: ImageOption,
     pipelines: PipelinesArgument = None,
     output: Annotated[Path, typer.Option("--output", metavar="DIR", help="Output directory.")] = Path(),
@@ -101,11 +101,11 @@ def compile_(
     version: VersionOption = None,
     namespace: NamespaceOption = None,
 ) -> None:
-    """Write the pipelines for a cluster as DIR/PIPELINE.yaml, the same bytes each time. Options set their defaults."""
+    """Compile pipelines to DIR/PIPELINE.yaml, reproducibly. The options set the defaults of their parameters."""
     from evernear.disk import write_atomically
     from evernear.kubeflow.compiled import as_manifests
 
-    compiled = _compiled(pipelines, image, pinned)
+    compiled = _compile_all(pipelines, image, defaults)
     if kubernetes_native:
         commit = version or _commit()
         compiled = {name: as_manifests(content, commit, namespace or "") for name, content in compiled.items()}
@@ -120,34 +120,37 @@ def compile_(
 
 
 @app.command()
-@with_options(pinned=default_words, server=server_settings)
+@with_options(defaults=default_assignments, server=server_settings)
 def upload(
-    pinned: list[str],
+    defaults: list[str],
     server: PipelineSettings,
     image: ImageOption,
     pipelines: PipelinesArgument = None,
     version: VersionOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Upload the pipelines as a new version with this image. Options set their defaults. A repeat changes nothing."""
+    """Upload pipelines as a new version with this image. The options set the defaults of their parameters.
+
+    A version that already exists with the same content is left unchanged.
+    """
     commit = version or _commit()
     from evernear.kubeflow.publish import Publisher
 
-    compiled = _compiled(pipelines, image, pinned)
+    compiled = _compile_all(pipelines, image, defaults)
     publisher = Publisher(server)
     uploaded = [publisher.upload(content, commit) for content in compiled.values()]
     if as_json:
         print_json(uploaded)
         return
-    for one in uploaded:
-        done = "uploaded" if one.new else "already exists, unchanged"
-        print_line(f"{one.pipeline} {one.version}: {done}.")
+    for version_ in uploaded:
+        result = "uploaded" if version_.new else "already exists, unchanged"
+        print_line(f"{version_.pipeline} {version_.version}: {result}.")
 
 
 @app.command()
-@with_options(words=run_words, server=server_settings)
+@with_options(assigned=run_assignments, server=server_settings)
 def run(
-    words: list[str],
+    assigned: list[str],
     server: PipelineSettings,
     pipeline: PipelineArgument = DEFAULT,
     wait: Annotated[
@@ -164,11 +167,11 @@ def run(
     from evernear.triggers.parameters import caller, combine, from_words
 
     runs = KfpRuns(server)
-    arguments = combine({"started_by": caller()}, from_words(words, runs.parameters(pipeline)))
+    arguments = combine({"started_by": caller()}, from_words(assigned, runs.parameters(pipeline)))
     started = runs.start(pipeline, arguments, key or _new_key(), store_of(arguments, runs, pipeline))
     if wait:
-        commands = f"`evernear pipeline status {started.id}` shows it, `evernear pipeline stop {started.id}` stops it"
-        with interrupt_says(f"Interrupted. The run {started.id} continues in Kubeflow Pipelines; {commands}."):
+        commands = f"`evernear pipeline status {started.id}` shows it; `evernear pipeline stop {started.id}` stops it"
+        with message_on_interrupt(f"Interrupted. The run {started.id} continues in Kubeflow Pipelines; {commands}."):
             follow(runs, started, as_json)
     elif as_json:
         print_json(started)
@@ -177,9 +180,9 @@ def run(
 
 
 @app.command()
-@with_options(words=run_words, server=server_settings)
+@with_options(assigned=run_assignments, server=server_settings)
 def schedule(
-    words: list[str],
+    assigned: list[str],
     server: PipelineSettings,
     pipeline: PipelineArgument = DEFAULT,
     cron: Annotated[
@@ -187,34 +190,34 @@ def schedule(
         typer.Option(
             "--cron",
             metavar="CRON",
-            help="Schedule, such as '0 3 * * *': daily at 3:00 of the server's clock, usually UTC.",
+            help="Schedule such as '0 3 * * *': daily at 3:00 in the server's time zone, usually UTC.",
         ),
     ] = None,
     off: Annotated[bool, typer.Option("--off", help="Remove the schedule instead; active runs continue.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the newest version on a schedule, which replaces the pipeline's present schedule."""
+    """Run the newest version on a schedule. Replaces the current schedule of the pipeline."""
     if (cron is None) != off:
         raise SettingsError("Pass either --cron '0 3 * * *' (daily at 3:00) or --off.")
     from evernear.kubeflow.publish import Publisher
 
     publisher = Publisher(server)
     if cron is None:
-        ended = publisher.unschedule(pipeline)
+        removed = publisher.unschedule(pipeline)
         if as_json:
-            print_json({"ended": ended})
+            print_json({"removed": removed})
         else:
-            print_line(f"{pipeline}: {ended or 'no'} schedule ended.")
+            print_line(f"{pipeline}: {removed or 'no'} schedule removed.")
         return
     from evernear.triggers.parameters import caller, combine, from_words
 
-    arguments = from_words(words, publisher.runs.parameters(pipeline))
+    arguments = from_words(assigned, publisher.runs.parameters(pipeline))
     started_by = f"the schedule {cron} of {caller()}"
-    made = publisher.schedule(pipeline, cron, combine({"started_by": started_by}, arguments))
+    scheduled = publisher.schedule(pipeline, cron, combine({"started_by": started_by}, arguments))
     if as_json:
-        print_json(made)
+        print_json(scheduled)
     else:
-        print_line(f"{made.pipeline} runs at {made.cron} (seconds first).")
+        print_line(f"{scheduled.pipeline} runs at {scheduled.cron} (seconds first).")
 
 
 @app.command()
@@ -227,24 +230,24 @@ def status(
     limit: Annotated[int, typer.Option("--limit", min=1, max=1000, metavar="N")] = 10,
     as_json: JsonOption = False,
 ) -> None:
-    """Show one run step by step, or the newest runs and the schedules."""
+    """Show the steps of one run, or the newest runs and the schedules."""
     if run_id is not None:
         from evernear.kubeflow.client import KfpRuns
 
         runs = KfpRuns(server)
-        found = runs.show(run_id)
-        show(found, outcome_of(found, runs), as_json)
+        selected = runs.show(run_id)
+        show(selected, outcome_of(selected, runs), as_json)
         return
     from evernear.kubeflow.publish import Publisher
 
     publisher = Publisher(server)
-    listed, schedules = publisher.runs.list(limit=limit), publisher.schedules()
+    newest, schedules = publisher.runs.list(limit=limit), publisher.schedules()
     if as_json:
-        print_json({"runs": listed, "schedules": schedules})
+        print_json({"runs": newest, "schedules": schedules})
         return
-    print_table(("run", "pipeline", "version", "state", "started (UTC)", "took"), map(row, listed))
-    for one in schedules:
-        print_line(f"{one.pipeline} runs at {one.cron} (seconds first), {one.state}.")
+    print_table(("run", "pipeline", "version", "state", "started (UTC)", "duration"), map(row, newest))
+    for scheduled in schedules:
+        print_line(f"{scheduled.pipeline} runs at {scheduled.cron} (seconds first), {scheduled.state}.")
 
 
 @app.command()
@@ -258,19 +261,19 @@ def stop(
     from evernear.triggers.parameters import caller
 
     runs = KfpRuns(server)
-    found = runs.show(run_id)
-    if found.state.is_final:
-        print_line(f"Run {run_id} has already ended: {found.state}.")
+    run = runs.show(run_id)
+    if run.state.is_final:
+        print_line(f"Run {run_id} has already ended: {run.state}.")
         return
-    record = record_of(found, runs)
+    record = record_of(run, runs)
     try:
         if record is not None:
             record.save_stop(caller(), datetime.now(UTC))
     except StoreError:
         record = None
     runs.stop(run_id)
-    unnamed = "" if record else " The run's store is not writable from here, so its record will not say who stopped it."
-    print_line(f"Run {run_id} is stopping.{unnamed}")
+    note = "" if record else " The run's store is not writable from here, so its record will not show who stopped it."
+    print_line(f"Run {run_id} is stopping.{note}")
 
 
 def _commit() -> str:
@@ -279,7 +282,7 @@ def _commit() -> str:
     if commit := git_commit():
         return commit
     raise SettingsError(
-        "evernear does not run from a git checkout, so the version has no default name; pass --version."
+        "evernear is not installed from a git checkout, so the version has no default name; pass --version."
     )
 
 
@@ -287,16 +290,16 @@ def _new_key() -> str:
     return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
-def _compiled(pipelines: list[str] | None, image: str, defaults: list[str]) -> dict[str, bytes]:
-    """Each pipeline for a cluster. A default applies to every pipeline that has the parameter."""
+def _compile_all(pipelines: list[str] | None, image: str, defaults: list[str]) -> dict[str, bytes]:
+    """Compile pipelines by name. A default applies to every pipeline that has the parameter."""
     from evernear.kubeflow import NAMES
     from evernear.kubeflow.compiled import for_cluster, parameters_of, with_defaults
     from evernear.triggers.parameters import from_words
 
     compiled = {name: for_cluster(name, image) for name in pipelines or NAMES}
-    known = {name: parameters_of(content) for name, content in compiled.items()}
-    arguments = from_words(defaults, [parameter for parameters in known.values() for parameter in parameters])
+    declared = {name: parameters_of(content) for name, content in compiled.items()}
+    arguments = from_words(defaults, [parameter for parameters in declared.values() for parameter in parameters])
     for name, content in compiled.items():
-        own = {parameter.name for parameter in known[name]}
+        own = {parameter.name for parameter in declared[name]}
         compiled[name] = with_defaults(content, {name: value for name, value in arguments.items() if name in own})
     return compiled

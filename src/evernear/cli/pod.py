@@ -1,4 +1,4 @@
-"""``evernear pod``: what the containers, the probes and the hook of a serving pod run; see `evernear.serving.pod`."""
+"""``evernear pod``: the commands, probes and hooks of a serving pod's containers; see `evernear.serving.pod`."""
 
 import time
 from typing import Annotated
@@ -12,7 +12,7 @@ from evernear.settings import Settings
 app = typer.Typer(
     rich_markup_mode="markdown",
     no_args_is_help=True,
-    help="For the containers of a serving pod: fetch, serve, ready, drain.",
+    help="Commands of a serving pod's containers.",
 )
 
 
@@ -20,14 +20,14 @@ app = typer.Typer(
 @with_options(settings=local_settings)
 def fetch(
     settings: Settings,
-    release: Annotated[str, typer.Option("--release", metavar="VERSION", help="The release that the pod serves.")],
-    sha256: Annotated[str, typer.Option("--sha256", metavar="HEX", help="Of its archive, as the deployer knows it.")],
+    release: Annotated[str, typer.Option("--release", metavar="VERSION", help="The release of the pod.")],
+    sha256: Annotated[str, typer.Option("--sha256", metavar="HEX", help="SHA-256 of its archive.")],
 ) -> None:
-    """Init container: bring one release from the store to where `serve` finds it; doing so again changes nothing."""
+    """Init container: download a release from the store for `serve`. Idempotent."""
     from evernear.serving import pod
 
     fetched = pod.fetch(release, sha256, settings)
-    print_line(f"Release {fetched.version} is here, sha256 {sha256}.")
+    print_line(f"Fetched release {fetched.version}, sha256 {sha256}.")
 
 
 @app.command()
@@ -35,10 +35,11 @@ def fetch(
 def serve(
     settings: Settings,
     without_token: Annotated[
-        bool, typer.Option("--without-token", help="Answer whoever gets here: behind a NetworkPolicy only.")
+        bool,
+        typer.Option("--without-token", help="Accept requests without a token. Restrict access with a NetworkPolicy."),
     ] = False,
 ) -> None:
-    """Become TorchServe with the fetched release; inference wants the token in the file EVERNEAR_TOKEN_FILE."""
+    """Replace this process by TorchServe with the fetched release. The file EVERNEAR_TOKEN_FILE has the token."""
     from evernear.serving import pod
 
     pod.serve(settings, without_token=without_token)
@@ -47,17 +48,17 @@ def serve(
 @app.command()
 @with_options(settings=local_settings)
 def ready(settings: Settings) -> None:
-    """Startup probe: exit with 0 if the server answers all stored queries as when the release was archived."""
+    """Startup probe: exit with 0 if the answers to all stored queries are those recorded in the release."""
     from evernear.deployment.smoke import smoke
     from evernear.serving import pod
 
     with pod.client(settings) as client:
-        asked = smoke(client, pod.release(settings))
-    print_line(f"Ready: {asked} stored queries are answered.")
+        queries = smoke(client, pod.release(settings))
+    print_line(f"Ready: {queries} stored queries passed.")
 
 
 @app.command()
 @with_options(settings=local_settings)
 def drain(settings: Settings) -> None:
-    """preStop: wait until nobody is sent here any more, `serving.endpoint_removal_s`, while the server answers."""
+    """preStop hook: wait `serving.endpoint_removal_s` while Kubernetes removes the pod from its endpoints."""
     time.sleep(settings.serving.endpoint_removal_s)

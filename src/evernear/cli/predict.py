@@ -1,4 +1,4 @@
-"""``evernear predict``: ask what serves. Imports neither torch nor FAISS."""
+"""``evernear predict``: recognize images with a running server. Imports neither torch nor FAISS."""
 
 import re
 import sys
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 SUFFIXES = (".png", ".jpg", ".jpeg")
 STDIN = Path("-")
 SHOWN_NEIGHBORS = 3
-UNBOUNDED = 10_000
+PIPE_WIDTH = 10_000
+"""Table width in characters where the output is not a terminal, so that no row wraps."""
 
 
 @with_options(settings=local_settings)
@@ -31,61 +32,63 @@ def predict(
     images: Annotated[list[Path] | None, typer.Argument(help="PNG or JPEG files.", metavar="IMAGE...")] = None,
     image_files: Annotated[
         list[Path] | None,
-        typer.Option("--image-file", metavar="PATH", help="A file, a folder, or - for stdin; may be repeated."),
+        typer.Option("--image-file", metavar="PATH", help="A file, a folder, or - for stdin; repeatable."),
     ] = None,
     format: Annotated[
         Literal["rest", "grpc", "prep"],
-        typer.Option("--format", help="TorchServe's REST or gRPC, or the preprocessing server."),
+        typer.Option("--format", help="REST or gRPC of TorchServe, or the preprocessing server."),
     ] = "rest",
     target: Annotated[
         str | None,
         typer.Option(
             "--target",
             metavar="HOST",
-            help="A server elsewhere; its token is EVERNEAR_TOKEN, or in the file EVERNEAR_TOKEN_FILE.",
+            help="Remote server. Its token is in EVERNEAR_TOKEN or in the file EVERNEAR_TOKEN_FILE.",
         ),
     ] = None,
     port: Annotated[int | None, typer.Option("--port", min=1, max=65535)] = None,
-    tls: Annotated[bool, typer.Option("--tls", help="Speak TLS to --target (SSL_CERT_FILE: whom to trust).")] = False,
-    timeout_s: Annotated[float | None, typer.Option("--timeout-s", min=0.001, help="For each prediction.")] = None,
+    tls: Annotated[bool, typer.Option("--tls", help="Use TLS for --target; SSL_CERT_FILE names its CA.")] = False,
+    timeout_s: Annotated[
+        float | None, typer.Option("--timeout-s", min=0.001, help="Timeout of each prediction.")
+    ] = None,
     model_name: Annotated[str | None, typer.Option("--model-name")] = None,
-    version: Annotated[str | None, typer.Option("--version", help="A loaded release, not the default one.")] = None,
-    metadata: Annotated[bool, typer.Option("--metadata", help="What the model takes and gives.")] = False,
+    version: Annotated[str | None, typer.Option("--version", help="A loaded release other than the default.")] = None,
+    metadata: Annotated[bool, typer.Option("--metadata", help="Show the model's inputs and outputs instead.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Ask the serving release what the images show."""
+    """Recognize images with the live release."""
     from evernear.serving.client import Client, Target
 
     if metadata and target is None and format != "prep":
-        _show_metadata(_local_metadata(settings, version), as_json)
+        _print_metadata(_local_metadata(settings, version), as_json)
         return
     if tls and target is None:
-        raise SettingsError("--tls is for a server elsewhere; name it with --target.")
-    asked = Target.remote(settings, _host(target), format, tls=tls) if target else Target.local(settings, format)
-    with Client(_changed(asked, port, timeout_s, model_name)) as client:
+        raise SettingsError("--tls requires --target.")
+    server = Target.remote(settings, _host(target), format, tls=tls) if target else Target.local(settings, format)
+    with Client(_with_overrides(server, port, timeout_s, model_name)) as client:
         if metadata:
-            _show_metadata(client.metadata(), as_json)
+            _print_metadata(client.metadata(), as_json)
             return
         files = list(_files([*(images or []), *(image_files or [])]))
         if not files:
-            raise SettingsError("There is no image to ask about; name files, or --image-file with a file, folder or -.")
-        answers = _ask(client, files, version)
+            raise SettingsError("No image: pass files, or --image-file with a file, a folder or -.")
+        answers = _predict_all(client, files, version)
         exit_code = _print_json(answers) if as_json else _print_table(answers, alone=len(files) == 1)
     if exit_code:
         sys.exit(exit_code)
 
 
 def _host(target: str) -> str:
-    """A host's name or address, without what has an option of its own."""
+    """Check that ``target`` is a host name or address without scheme and port."""
     try:
         return target if re.fullmatch(r"[\w.-]+", target) else str(IPv6Address(target.strip("[]")))
     except AddressValueError:
         raise SettingsError(
-            f"--target {target!r} is no host alone; give a port with --port, and say --tls for https."
+            f"--target {target!r} is not a host name; pass the port as --port, and --tls instead of https."
         ) from None
 
 
-def _changed(target: "Target", port: int | None, timeout_s: float | None, model: str | None) -> "Target":
+def _with_overrides(target: "Target", port: int | None, timeout_s: float | None, model: str | None) -> "Target":
     return replace(
         target,
         port=port or target.port,
@@ -95,13 +98,13 @@ def _changed(target: "Target", port: int | None, timeout_s: float | None, model:
 
 
 def _files(paths: list[Path]) -> Iterator[Path]:
-    """The files that ``paths`` name; a folder stands for its images, at any depth."""
+    """The files in ``paths``; a folder expands to the images in it, at any depth."""
     for path in paths:
         if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-            if not found:
-                raise DataError(f"The folder {path} holds no PNG or JPEG file.")
-            yield from found
+            images = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+            if not images:
+                raise DataError(f"The folder {path} contains no PNG or JPEG file.")
+            yield from images
         else:
             yield path
 
@@ -109,8 +112,8 @@ def _files(paths: list[Path]) -> Iterator[Path]:
 Answer = tuple[Path, dict[str, Any] | EvernearError]
 
 
-def _ask(client: Any, files: list[Path], version: str | None) -> Iterator[Answer]:
-    """The answer for each file, or the fault of that file; a fault of the server ends it."""
+def _predict_all(client: Any, files: list[Path], version: str | None) -> Iterator[Answer]:
+    """The answer or error for each file. An error that does not concern one file is raised."""
     for file in files:
         try:
             if file == STDIN:
@@ -122,7 +125,7 @@ def _ask(client: Any, files: list[Path], version: str | None) -> Iterator[Answer
 
 
 def _print_json(answers: Iterator[Answer]) -> int:
-    """A line of JSON for each answer as it comes; the exit code."""
+    """Print each answer as a line of JSON as soon as it arrives; return the exit code."""
     exit_code = 0
     for file, answer in answers:
         if isinstance(answer, EvernearError):
@@ -132,7 +135,7 @@ def _print_json(answers: Iterator[Answer]) -> int:
 
 
 def _print_table(answers: Iterator[Answer], *, alone: bool) -> int:
-    """One table of all answers, those before the server's fault too; the exit code."""
+    """Print all answers as a table, also those before an error; return the exit code."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -140,7 +143,7 @@ def _print_table(answers: Iterator[Answer], *, alone: bool) -> int:
 
     exit_code = 0
     table = Table(box=box.SIMPLE_HEAD)
-    for name in ("image", "answer", "distance", "neighbours", "release"):
+    for name in ("image", "answer", "distance", "neighbors", "release"):
         table.add_column(name, overflow="fold")
     try:
         for file, answer in answers:
@@ -150,19 +153,18 @@ def _print_table(answers: Iterator[Answer], *, alone: bool) -> int:
                 exit_code = answer.exit_code
                 table.add_row(Text(printable(str(file))), Text(printable(str(answer)), "red"))
                 continue
-            near = " ".join(f"{n['label']}:{n['dist']:.2f}" for n in answer["neighbors"][:SHOWN_NEIGHBORS])
+            neighbors = " ".join(f"{n['label']}:{n['dist']:.2f}" for n in answer["neighbors"][:SHOWN_NEIGHBORS])
             label = f"unknown (nearest {answer['pred']})" if answer["unknown"] else answer["pred"]
-            cells = (str(file), label, f"{answer['dist']:.3f}", near, answer["version"])
+            cells = (str(file), label, f"{answer['dist']:.3f}", neighbors, answer["version"])
             table.add_row(*(Text(printable(text)) for text in cells))
     finally:
         if table.row_count:
-            # A file or a pipe has no width: there a row stays one line.
-            (Console() if sys.stdout.isatty() else Console(width=UNBOUNDED)).print(table)
+            (Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)).print(table)
     return exit_code
 
 
 def _local_metadata(settings: Settings, version: str | None) -> "Metadata":
-    """Of a release that the TorchServe of the working directory has loaded, by the registry's record of it."""
+    """The metadata of a release that the local TorchServe has loaded, from the registry."""
     from evernear.release.registry import Registry
     from evernear.serving.endpoints import home_of
     from evernear.serving.management import Management
@@ -170,14 +172,11 @@ def _local_metadata(settings: Settings, version: str | None) -> "Metadata":
     from evernear.store import open_store
 
     model = settings.serving.model_name
-    served = Management(home_of(settings.workdir)).describe(model, version)
-    return Metadata.of(Registry(open_store(settings.store_uri)).get(served.version).manifest, model)
+    loaded = Management(home_of(settings.workdir)).describe(model, version)
+    return Metadata.of(Registry(open_store(settings.store_uri)).get(loaded.version).manifest, model)
 
 
-def _show_metadata(
-    metadata: "Metadata",
-    as_json: bool,
-) -> None:
+def _print_metadata(metadata: "Metadata", as_json: bool) -> None:
     if as_json:
         print_json(metadata)
         return

@@ -1,4 +1,4 @@
-"""``evernear registry``: the releases of a store, and the pointer to the one that serves."""
+"""``evernear registry``: the releases of a store and the pointer to the champion."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from evernear.release.registry import Champion, Record, Registry
 
 app = typer.Typer(
-    rich_markup_mode="markdown", no_args_is_help=True, help="Releases: list, look at, promote, roll back, prune."
+    rich_markup_mode="markdown", no_args_is_help=True, help="List, show, promote, roll back and prune releases."
 )
 VersionArgument = Annotated[str, typer.Argument(metavar="VERSION")]
 StoreOption = Annotated[
@@ -23,18 +23,18 @@ StoreOption = Annotated[
     typer.Option(
         "--store",
         metavar="URI",
-        help="This store alone, file:///path or s3://bucket/prefix; no TorchServe follows. [the settings' store]",
+        help="Use this registry and leave servers alone: file:///path or s3://bucket/prefix. [the settings' store]",
     ),
 ]
-WhyOption = Annotated[str, typer.Option("--why", metavar="TEXT", help="Reason, for the history.")]
+WhyOption = Annotated[str, typer.Option("--why", metavar="TEXT", help="Reason for the history.")]
 
 
 def registry_settings(
     store: StoreOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> Settings:
-    """The settings. With ``--store`` only the registry changes: the local server may belong to another store."""
-    only = [f"store={store}", "target=registry"] if store else []
-    return local_settings(config, [*(overrides or []), *only], workdir)
+    """Settings; ``--store`` also selects target ``registry``, because the local server may use another store."""
+    registry_only = [f"store={store}", "target=registry"] if store else []
+    return local_settings(config, [*(overrides or []), *registry_only], workdir)
 
 
 def registry_of(
@@ -50,11 +50,11 @@ def registry_of(
 @app.command(name="list")
 @with_options(registry=registry_of)
 def list_(registry: "Registry", as_json: JsonOption = False) -> None:
-    """All releases, oldest first; the champion is marked."""
+    """List all releases, oldest first, and mark the champion."""
     champion = registry.champion()
-    told = [_told(registry.get(version), champion) for version in registry.list()]
+    releases = [_fields(registry.get(version), champion) for version in registry.list()]
     if as_json:
-        print_json(told)
+        print_json(releases)
         return
     rows = [
         (
@@ -65,7 +65,7 @@ def list_(registry: "Registry", as_json: JsonOption = False) -> None:
             release["parent"] or "-",
             f"{release['archive_size_bytes'] / 1e6:.1f} MB",
         )
-        for release in told
+        for release in releases
     ]
     print_table(("version", "created (UTC)", "accuracy", "", "parent", "size"), rows)
 
@@ -73,16 +73,16 @@ def list_(registry: "Registry", as_json: JsonOption = False) -> None:
 @app.command()
 @with_options(registry=registry_of)
 def show(registry: "Registry", version: VersionArgument, as_json: JsonOption = False) -> None:
-    """All that is known of a release, of a pruned one too: data, network, code, verdict, metrics, parts."""
-    told: dict[str, Any] = _told(registry.get(version, include_pruned=True), registry.champion())
-    told["pruned"] = version not in registry.list()
+    """Show data, network, code, verdict, metrics and parts of a release, even of a pruned one."""
+    fields: dict[str, Any] = _fields(registry.get(version, include_pruned=True), registry.champion())
+    fields["pruned"] = version not in registry.list()
     if as_json:
-        print_json(told)
+        print_json(fields)
         return
-    verdict = told.pop("verdict")
-    metrics, labels, parts = told.pop("metrics"), told.pop("labels"), told.pop("parts")
-    for key, value in told.items():
-        print_line(f"{key.replace('_', ' '):<20} {_word(value)}")
+    verdict = fields.pop("verdict")
+    metrics, labels, parts = fields.pop("metrics"), fields.pop("labels"), fields.pop("parts")
+    for key, value in fields.items():
+        print_line(f"{key.replace('_', ' '):<20} {_format(value)}")
     print_line(f"{'labels':<20} {len(labels)}: {' '.join(labels[:20])}{' ...' * (len(labels) > 20)}")
     if verdict:
         print_line(f"{'verdict':<20} {'promote' if verdict['promote'] else 'hold'}")
@@ -99,26 +99,28 @@ def show(registry: "Registry", version: VersionArgument, as_json: JsonOption = F
 @app.command()
 @with_options(registry=registry_of)
 def champion(registry: "Registry", as_json: JsonOption = False) -> None:
-    """The release that serves, and how it came to."""
-    found = registry.champion()
-    if found is None:
+    """Print the version of the champion; with --json, its promotion."""
+    current = registry.champion()
+    if current is None:
         raise StoreError(f"No release has been promoted in {registry.uri} yet; run `evernear run` first.")
     if as_json:
-        print_json(found.promotion)
+        print_json(current.promotion)
     else:
-        print_line(found.version)
+        print_line(current.version)
 
 
 @app.command()
 @with_options(registry=registry_of)
 def history(registry: "Registry", as_json: JsonOption = False) -> None:
-    """Every move of the champion's pointer, oldest first: when, what, how, by whom and why."""
-    moves = list(registry.history())
+    """Show every promotion and rollback, oldest first: when, how, by whom and why."""
+    promotions = list(registry.history())
     if as_json:
-        print_json(moves)
+        print_json(promotions)
         return
-    rows = [(f"{m.since:%Y-%m-%d %H:%M:%S}", m.version, m.previous or "-", m.how, m.by, m.run, m.why) for m in moves]
-    print_table(("since (UTC)", "version", "before it", "how", "by", "run", "why"), rows)
+    rows = [
+        (f"{p.since:%Y-%m-%d %H:%M:%S}", p.version, p.previous or "-", p.how, p.by, p.run, p.why) for p in promotions
+    ]
+    print_table(("since (UTC)", "version", "previous", "how", "by", "run", "why"), rows)
 
 
 @app.command()
@@ -127,37 +129,36 @@ def promote(
     settings: Settings,
     version: VersionArgument,
     why: WhyOption = "",
-    force: Annotated[bool, typer.Option("--force", help="Although the verdict holds it; wants --why.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Promote even if the verdict is hold. Requires --why.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a release the champion; a TorchServe that is up in the working directory follows, proved first."""
+    """Make a release the champion. A running server loads it first and must pass its stored queries."""
     from evernear.deployment import promote
     from evernear.release.registry import Cause
 
-    _tell(
-        promote(version, settings, force=force, cause=Cause.of_this_process(why)),
-        as_json,
-    )
+    _print(promote(version, settings, force=force, cause=Cause.of_this_process(why)), as_json)
 
 
 @app.command()
 @with_options(settings=registry_settings)
 def rollback(settings: Settings, why: WhyOption = "", as_json: JsonOption = False) -> None:
-    """Take the champion's last move back; again, the one before that."""
+    """Make the previous champion the champion again. Repeat to go further back."""
     from evernear.deployment import roll_back
     from evernear.release.registry import Cause
 
-    _tell(roll_back(settings, cause=Cause.of_this_process(why)), as_json)
+    _print(roll_back(settings, cause=Cause.of_this_process(why)), as_json)
 
 
 @app.command()
 @with_options(registry=registry_of)
 def prune(
     registry: "Registry",
-    keep: Annotated[int, typer.Option("--keep", min=1, metavar="N", help="How many of the newest stay.")],
+    keep: Annotated[int, typer.Option("--keep", min=1, metavar="N", help="Number of newest releases to keep.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Remove old releases; never the champion, its parent, or what a rollback leads to."""
+    """Remove old releases, except the champion, its parent and the targets of a rollback."""
     removed = registry.prune(keep)
     if as_json:
         print_json({"removed": removed})
@@ -165,35 +166,35 @@ def prune(
         print_line(f"Removed {', '.join(removed)}." if removed else "Nothing to remove.")
 
 
-def _told(record: "Record", champion: "Champion | None") -> dict[str, Any]:
-    """A record as one level of names, for people and programs."""
+def _fields(record: "Record", champion: "Champion | None") -> dict[str, Any]:
+    """The fields of a record and its manifest in one flat dictionary."""
     tree = record.model_dump(mode="json")
     manifest: dict[str, Any] = tree.pop("manifest")
     return manifest | tree | {"champion": champion is not None and champion.version == record.manifest.version}
 
 
-def _tell(deployed: "Deployment", as_json: bool) -> None:
+def _print(deployed: "Deployment", as_json: bool) -> None:
     if as_json:
         print_json(deployed)
         return
-    place = f"serves at {deployed.url}" if deployed.url else "is the champion; servers take it up when they start"
-    before = f" A rollback would lead to {deployed.previous}." if deployed.previous else ""
-    print_line(f"Release {deployed.version} {place}.{before}")
+    state = f"is live at {deployed.url}" if deployed.url else "is the champion; servers load it when they start"
+    target = f" A rollback would restore {deployed.previous}." if deployed.previous else ""
+    print_line(f"Release {deployed.version} {state}.{target}")
 
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.2%}"
 
 
-def _word(value: Any) -> str:
+def _format(value: Any) -> str:
     match value:
         case None | "":
             return "-"
         case bool():
             return "yes" if value else "no"
         case dict():
-            return ", ".join(f"{key} {_word(inner)}" for key, inner in value.items())
+            return ", ".join(f"{key} {_format(inner)}" for key, inner in value.items())
         case list():
-            return " ".join(_word(inner) for inner in value)
+            return " ".join(_format(inner) for inner in value)
         case _:
             return str(value)

@@ -14,22 +14,22 @@ from evernear.settings import Settings
 
 @with_options(settings=run_settings)
 def run(settings: Settings, as_json: JsonOption = False) -> None:
-    """Run the continuous-training pipeline on this machine, each step a process of its own."""
+    """Run the continuous-training pipeline on this machine, each step in its own process."""
     _run_and_show(settings, "continuous_training", as_json)
 
 
 @with_options(settings=run_settings)
 def reindex(settings: Settings, as_json: JsonOption = False) -> None:
-    """Take new gallery images, a whole new class even, into the index of the network that serves: no training."""
+    """Add new gallery images, even of a new class, to the index of the champion's network, without training."""
     _run_and_show(settings, "reindex", as_json)
 
 
 @with_options(settings=run_settings)
 def demo(
     settings: Settings,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave TorchServe up.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave TorchServe running.")] = False,
 ) -> None:
-    """The whole journey on one laptop: run, deploy, recognise images that were never trained on."""
+    """Run the pipeline, deploy the release locally, and recognize images that it was not trained on."""
     from evernear.demo import demo
 
     console = Console()
@@ -38,7 +38,7 @@ def demo(
 
 
 class _Progress:
-    """Shows a run's events: the step at work, and a line for each step that ended."""
+    """Displays the events of a run: a status line for the current step and a line for each completed step."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -49,7 +49,7 @@ class _Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._status.stop()  # however the run ended: the cursor is hidden until then
+        self._status.stop()  # also after an error, because the cursor is hidden until then
 
     def __call__(self, event: Any) -> None:
         match event.kind:
@@ -58,10 +58,10 @@ class _Progress:
                 if not self._console.is_terminal and event.kind == "progress":
                     self._console.print(Text(f"  .. {event.step:<10} {printable(event.message)}"))
             case _:
-                mark, colour = ("ok", "green") if event.kind == "finished" else ("!!", "red")
-                rest = f" {event.step:<10} {event.own_work_s:6.1f} s  {printable(event.message)}"
-                # At once: the step at work, shown below, is drawn anew after each print, over a line that goes on.
-                self._console.print(Text.assemble("  ", (mark, colour), rest), soft_wrap=True)
+                mark, color = ("ok", "green") if event.kind == "finished" else ("!!", "red")
+                rest = f" {event.step:<10} {event.duration_s:6.1f} s  {printable(event.message)}"
+                # One print call for the line, because rich redraws the status line after each call.
+                self._console.print(Text.assemble("  ", (mark, color), rest), soft_wrap=True)
         if event.step == "notify" and event.kind == "finished":
             self._status.stop()
 
@@ -74,13 +74,11 @@ def _run_and_show(settings: Settings, pipeline: Literal["continuous_training", "
     if as_json:
         print_json(result)
     else:
-        _show_result(result)
+        _print_result(result)
 
 
-def _show_result(result: Any) -> None:
-    print_line(
-        f"{result.state}: " + (f"release {result.release} serves" if result.promoted else "nothing was deployed")
-    )
+def _print_result(result: Any) -> None:
+    print_line(f"{result.state}: " + (f"release {result.release} is live" if result.promoted else "nothing deployed"))
     for reason in result.reasons:
         print_line(f"  - {reason}")
     print_line(f"artifacts and log: {Path(result.paths['log']).parent}")

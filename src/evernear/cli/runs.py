@@ -1,4 +1,4 @@
-"""How the command line shows a run on Kubeflow Pipelines and follows it to its end."""
+"""Print a run on Kubeflow Pipelines, and follow it to its end."""
 
 import os
 import time
@@ -23,7 +23,7 @@ POLL_S = 2.0
 
 
 def follow(runs: "KfpRuns", run: "Run", as_json: bool) -> None:
-    """Show each step as it ends, until the run does. KFP's own wait ignores the states CANCELED and FAILED.
+    """Print each step as it ends, until the run ends. kfp's own wait function ignores the states CANCELED and FAILED.
 
     Raises:
         EvernearError: the run failed or was stopped.
@@ -33,7 +33,7 @@ def follow(runs: "KfpRuns", run: "Run", as_json: bool) -> None:
     shown: set[str] = set()
     with console.status("waiting for the first step") as status:
         while True:
-            run = _poll(runs, run.id)
+            run = _get(runs, run.id)
             for step in run.steps:
                 if step.state.is_final and step.name not in shown:
                     shown.add(step.name)
@@ -88,7 +88,7 @@ def outcome_of(run: "Run", runs: "KfpRuns") -> "Outcome | None":
 
 
 def record_of(run: "Run", runs: "KfpRuns") -> "RunRecord | None":
-    """The run's record in its store; None if this process cannot open the store."""
+    """The run's record; None if its store is not accessible from here."""
     from evernear.run_record import RunRecord
 
     try:
@@ -99,13 +99,13 @@ def record_of(run: "Run", runs: "KfpRuns") -> "RunRecord | None":
 
 
 def store_of(arguments: dict[str, object], runs: "KfpRuns", pipeline: str) -> "Store | None":
-    """The store of a run in the cluster; None without keys for it, or without its directory."""
+    """The store of a run; None if this process has no access keys for it or its directory does not exist."""
     from evernear.store import open_store
 
     default = next((p.default for p in runs.parameters(pipeline) if p.name == "store"), "")
     uri = str(arguments.get("store") or default)
     if uri.startswith("s3://") and "AWS_ACCESS_KEY_ID" not in os.environ:
-        return None  # an anonymous request would reach a stranger's bucket of the same name
+        return None  # anonymous requests could reach somebody else's bucket of that name
     if uri.startswith("file://") and not Path(uri.removeprefix("file://")).is_dir():
         return None
     try:
@@ -114,8 +114,8 @@ def store_of(arguments: dict[str, object], runs: "KfpRuns", pipeline: str) -> "S
         return None
 
 
-def _poll(runs: "KfpRuns", run_id: str, attempts: int = 10) -> "Run":
-    """The run's present state. A restart of the server must not end the wait for a run of hours."""
+def _get(runs: "KfpRuns", run_id: str, attempts: int = 10) -> "Run":
+    """Get the current state of the run. Retries, so that a restart of the server does not end the wait."""
     for attempt in range(1, attempts + 1):
         try:
             return runs.show(run_id)
@@ -141,7 +141,7 @@ def _failure(run: "Run", outcome: "Outcome | None") -> str:
     failed = [step for step in run.steps if step.state == "failed"]
     where = f" at {failed[0].name}" if failed else ""
     reasons = [step.error for step in failed if step.error] or [run.error]
-    return f"The run {run.id} failed{where}: {' '.join(filter(None, reasons)) or 'see its log in KFP.'}"
+    return f"The run {run.id} failed{where}: {' '.join(filter(None, reasons)) or 'see the logs in KFP.'}"
 
 
 def _duration(start: datetime, end: datetime | None) -> str:

@@ -1,4 +1,4 @@
-"""The client of Kubeflow Pipelines, and the compiled pipelines.
+"""The Kubeflow Pipelines client and the compiled pipelines.
 
 kfp is an optional dependency: only this package, ``components/`` and ``pipelines/`` import it.
 """
@@ -8,8 +8,8 @@ from pathlib import Path
 
 GOLDEN = Path(str(resources.files("pipelines"))) / "golden"
 PIPELINES = ("continuous_training", "reindex", "rollback", "promote")
-"""The pipeline functions; ``pipelines/golden`` has a file for each."""
+"""Names of the pipeline functions and of their files in ``pipelines/golden``."""
 NAMES = tuple(pipeline.replace("_", "-") for pipeline in PIPELINES)
 """The names of the pipelines in Kubeflow."""
 PLACEHOLDER_IMAGE = "evernear-train@sha256:" + 64 * "0"
-"""The image in the golden files. An upload replaces it by a digest; local runs use no image."""
+"""The image in the golden files. An upload replaces it with a real one; local runs use no image."""

@@ -1,4 +1,4 @@
-"""`KfpRuns`: the runs of a Kubeflow Pipelines server, as the triggers and the command line see them."""
+"""Start, list, show and stop the runs of a Kubeflow Pipelines server."""
 
 import copy
 import difflib
@@ -12,7 +12,7 @@ from typing import Any
 
 from evernear.disk import sha256_bytes
 from evernear.errors import ConflictError, PipelineServerError, SettingsError, StoreError
-from evernear.kubeflow.connection import Connection, Refused
+from evernear.kubeflow.connection import ApiError, Connection
 from evernear.kubeflow.runs import Parameter, Run, State, Step
 from evernear.settings import PipelineSettings, merge
 from evernear.store import Store
@@ -26,18 +26,17 @@ KINDS: dict[str, tuple[type, ...]] = {
     "LIST": (list, tuple),
     "STRUCT": (dict,),
 }
-NEVER = datetime(1970, 1, 1, tzinfo=UTC)
-"""KFP's word for a time that has not come."""
+UNSET_TIME = datetime(1970, 1, 1, tzinfo=UTC)
+"""KFP's value for a time that is not set."""
 
 
 class KfpRuns:
-    """The runs of one server. May be shared by threads.
+    """The runs of one server. Thread-safe.
 
-    Every method raises `PipelineServerError` where the server cannot be reached
-    or refuses.
+    Every method raises `PipelineServerError` if the server is unreachable or rejects the request.
 
     Raises:
-        SettingsError: the settings name no server, or one that the token must not be sent to.
+        SettingsError: no endpoint is configured, or a secret would be sent to it unencrypted.
     """
 
     def __init__(self, settings: PipelineSettings, connection: Connection | None = None) -> None:
@@ -50,7 +49,7 @@ class KfpRuns:
 
     @property
     def url(self) -> str:
-        """Of the API."""
+        """URL of the API."""
         return self._kfp.url
 
     def parameters(self, pipeline: str) -> Sequence[Parameter]:
@@ -58,162 +57,161 @@ class KfpRuns:
         return parameters_of(self.newest(pipeline))
 
     def newest(self, pipeline: str) -> Any:
-        """The version of ``pipeline`` that was uploaded last, as KFP describes it."""
+        """The newest version of ``pipeline``, as an object of the KFP API."""
         pipeline_id = self._find_pipeline(pipeline).pipeline_id
         sorting = {"sort_by": "created_at desc", "page_size": 1}
-        found = self._kfp.ask("pipeline_service_list_pipeline_versions", pipeline_id=pipeline_id, **sorting)
-        if not found.pipeline_versions:
-            raise PipelineServerError(f"The pipeline {pipeline} has no version; `evernear pipeline upload` makes one.")
-        return found.pipeline_versions[0]
+        page = self._kfp.call("pipeline_service_list_pipeline_versions", pipeline_id=pipeline_id, **sorting)
+        if not page.pipeline_versions:
+            raise PipelineServerError(f"The pipeline {pipeline} has no version; run `evernear pipeline upload`.")
+        return page.pipeline_versions[0]
 
     def start(self, pipeline: str, parameters: Mapping[str, Any], key: str, store: Store | None = None) -> Run:
-        """Start the newest version of ``pipeline``, once for each ``key``.
+        """Start the newest version of ``pipeline``, once per ``key``; return the existing run of that key if any.
 
-        The key is part of the run's name, and a start looks for a run of that name before it creates one. With a
-        ``store``, starts of the same key take turns. Without one, two starts at the same moment can create two runs.
-        See `arguments_for` about ``parameters``.
+        The key is part of the run's name, which is looked up before the run is created. With a ``store``, a lock
+        serializes starts with the same key. Without one, two simultaneous starts can create two runs.
+        `arguments_for` describes ``parameters``.
 
         Raises:
             SettingsError: a parameter is unknown or of the wrong type.
         """
         name = f"{pipeline} [{key}]"
-        if (found := self._started(name)) is not None:
-            return found
+        if (existing := self._find_run(name)) is not None:
+            return existing
         version = self.newest(pipeline)
         arguments = arguments_for(version, parameters)
         experiment_id = self.experiment_id()
-        with self._lock(name, store) as held:
-            if isinstance(held, Run):
-                return held
-            if time.monotonic() - held > self._lease_s / 2:
-                raise PipelineServerError(f"{self._kfp.url} was too slow to start {name} safely; try it again.")
-            run = {
+        with self._lock(name, store) as lock:
+            if isinstance(lock, Run):
+                return lock
+            if time.monotonic() - lock > self._lease_s / 2:
+                raise PipelineServerError(f"{self._kfp.url} responds too slowly to start {name} only once; try again.")
+            request = {
                 "display_name": name,
                 "experiment_id": experiment_id,
                 "pipeline_version_reference": reference_to(version),
                 "runtime_config": {"parameters": arguments},
             }
-            started = self._kfp.ask("run_service_create_run", run=run)
-        return self._told(started)
+            created = self._kfp.call("run_service_create_run", run=request)
+        return self._run_from(created)
 
     def show(self, run_id: str) -> Run:
-        """A run with its steps: the tasks that do work, not their drivers, executors and groups."""
-        found = self._ask_for_run("run_service_get_run", run_id)
-        return self._told(found).model_copy(update={"steps": self._steps(found)})
+        """A run with its steps. KFP's driver, executor and group nodes are left out."""
+        resource = self._call_for_run("run_service_get_run", run_id)
+        return self._run_from(resource).model_copy(update={"steps": self._steps(resource)})
 
     def list(self, pipeline: str | None = None, limit: int = 10, since: datetime | None = None) -> Sequence[Run]:
-        """The newest runs first, without steps; those of all pipelines, or of one."""
-        found: Any = []
+        """The runs of one pipeline or of all pipelines, newest first and without their steps."""
+        runs: Any = []
         sorting = {"sort_by": "created_at desc", "namespace": self._namespace}
-        for run in self._kfp.pages("run_service_list_runs", "runs", **sorting):
-            if len(found) == limit or (since is not None and run.created_at < since):
+        for resource in self._kfp.pages("run_service_list_runs", "runs", **sorting):
+            if len(runs) == limit or (since is not None and resource.created_at < since):
                 break
-            told = self._told(run)
-            if pipeline in (None, told.pipeline):
-                found.append(told)
-        return tuple(found)
+            run = self._run_from(resource)
+            if pipeline in (None, run.pipeline):
+                runs.append(run)
+        return tuple(runs)
 
     def stop(self, run_id: str) -> None:
-        """Ask a run to end; one that has ended, or is about to, is left alone."""
+        """Terminate a run. Do nothing if it has ended or is already terminating."""
         if self._is_ending(run_id):
             return
         try:
-            self._ask_for_run("run_service_terminate_run", run_id)
-        except Refused:
-            if not self._is_ending(run_id):  # it ended between the question and the request
+            self._call_for_run("run_service_terminate_run", run_id)
+        except ApiError:
+            if not self._is_ending(run_id):  # it may have ended since the check above
                 raise
 
     def experiment_id(self) -> str:
-        """The experiment that runs are kept in; made if it is not there."""
+        """The id of the configured experiment, which is created if necessary."""
         name, namespace = self._experiment, self._namespace
         for _ in range(2):
             arguments = {"field": "experiments", "name": name, "namespace": namespace}
-            if found := self._kfp.named("experiment_service_list_experiments", **arguments):
-                return found[0].experiment_id
+            if matches := self._kfp.find_by_name("experiment_service_list_experiments", **arguments):
+                return matches[0].experiment_id
             experiment = {"display_name": name, "description": "Runs of evernear."} | _in(namespace)
             try:
-                made = self._kfp.ask("experiment_service_create_experiment", experiment=experiment)
-            except Refused as refused:
-                if refused.status != 409:  # somebody else made it meanwhile
+                created = self._kfp.call("experiment_service_create_experiment", experiment=experiment)
+            except ApiError as error:
+                if error.status != 409:  # another client has just created it
                     raise
             else:
-                return made.experiment_id
+                return created.experiment_id
         raise PipelineServerError(
-            f"The experiment {name} at {self._kfp.url} is there but cannot be seen; "
-            "another pipeline.experiment may do, since KFP takes upper and lower case as the same name."
+            f"The experiment {name} exists at {self._kfp.url} but is not listed, perhaps under a name in other case; "
+            "set pipeline.experiment to another name."
         )
 
     @contextmanager
     def _lock(self, name: str, store: Store | None) -> Generator[Run | float]:
-        """Hold the right to start ``name``; yields the moment (monotonic seconds) when the hold began.
+        """Lock the start of ``name``; yield the time (monotonic seconds) at which the lock was acquired.
 
-        Yields the run instead if another process starts it meanwhile. A process that dies holding the lock, or gets no
-        answer to its request, leaves it behind. After the lease the request has been executed or never will be, and
-        others take the lock over.
+        Yields the run instead if it already exists. If the process dies or gets no response to its request, the lock
+        stays. Others take it over when the lease expires: by then the server has executed the request or never will.
         """
         if store is None:
-            held_since_s = time.monotonic()
-            yield self._started(name) or held_since_s
+            locked_at_s = time.monotonic()
+            yield self._find_run(name) or locked_at_s
             return
         key = f"runs/starting/{sha256_bytes(name.encode())[:32]}"
-        if (run := self._take_lock(store, key, name)) is not None:
+        if (run := self._acquire(store, key, name)) is not None:
             yield run
             return
-        held_since_s = time.monotonic()
+        locked_at_s = time.monotonic()
         try:
-            yield self._started(name) or held_since_s
-        except Refused:
+            yield self._find_run(name) or locked_at_s
+        except ApiError:
             store.delete(key)
             raise
-        with suppress(StoreError):  # the run is started, so nobody waits for the lock
+        with suppress(StoreError):  # the run has started, so a remaining lock delays nobody
             store.delete(key)
 
-    def _take_lock(self, store: Store, key: str, name: str) -> Run | None:
-        """Take the lock of ``name``, or return its run as soon as there is one."""
-        ours, seen, since_s = uuid.uuid4().bytes, "", time.monotonic()
+    def _acquire(self, store: Store, key: str, name: str) -> Run | None:
+        """Acquire the lock of ``name``, or return its run as soon as it exists."""
+        token, seen_etag, since_s = uuid.uuid4().bytes, "", time.monotonic()
         while True:
-            expired = seen if time.monotonic() - since_s > self._lease_s else None
+            expired_etag = seen_etag if time.monotonic() - since_s > self._lease_s else None
             try:
-                store.put_if(key, ours, expired or None)
+                store.put_if(key, token, expired_etag or None)
             except ConflictError:
-                current = store.find(key)
-                if current is not None and current[1] != seen:
-                    seen, since_s = current[1], time.monotonic()
-                if (run := self._started(name)) is not None:
+                entry = store.find(key)
+                if entry is not None and entry[1] != seen_etag:
+                    seen_etag, since_s = entry[1], time.monotonic()
+                if (run := self._find_run(name)) is not None:
                     return run
                 time.sleep(LOCK_POLL_S)
             else:
                 return None
 
-    def _started(self, name: str) -> Run | None:
-        """The run of that name; the oldest, should there be several."""
+    def _find_run(self, name: str) -> Run | None:
+        """The oldest run with that name."""
         arguments = {"field": "runs", "name": name, "sort_by": "created_at asc", "namespace": self._namespace}
-        found = self._kfp.named("run_service_list_runs", **arguments)
-        return self._told(found[0]) if found else None
+        matches = self._kfp.find_by_name("run_service_list_runs", **arguments)
+        return self._run_from(matches[0]) if matches else None
 
     def _find_pipeline(self, name: str) -> Any:
         try:
-            return self._kfp.ask("pipeline_service_get_pipeline_by_name", name=name, namespace=self._namespace)
-        except Refused as refused:
-            if refused.status != 404:
+            return self._kfp.call("pipeline_service_get_pipeline_by_name", name=name, namespace=self._namespace)
+        except ApiError as error:
+            if error.status != 404:
                 raise
-            hint = "`evernear pipeline upload` puts it there"
-            raise PipelineServerError(f"There is no pipeline {name} at {self._kfp.url}; {hint}.") from None
+            hint = "upload it with `evernear pipeline upload`"
+            raise PipelineServerError(f'No pipeline "{name}" at {self._kfp.url}; {hint}.') from None
 
-    def _ask_for_run(self, operation: str, run_id: str) -> Any:
+    def _call_for_run(self, operation: str, run_id: str) -> Any:
         try:
-            return self._kfp.ask(operation, run_id=run_id)
-        except Refused as refused:
-            if refused.status != 404:
+            return self._kfp.call(operation, run_id=run_id)
+        except ApiError as error:
+            if error.status != 404:
                 raise
-            hint = "`evernear pipeline status` lists those that there are"
-            raise PipelineServerError(f"There is no run {run_id} at {self._kfp.url}; {hint}.") from None
+            hint = "`evernear pipeline status` lists the runs"
+            raise PipelineServerError(f"No run {run_id} at {self._kfp.url}; {hint}.") from None
 
     def _is_ending(self, run_id: str) -> bool:
-        state = _state(self._ask_for_run("run_service_get_run", run_id).state)
+        state = _state(self._call_for_run("run_service_get_run", run_id).state)
         return state.is_final or state is State.CANCELING
 
-    def _told(self, run: Any) -> Run:
+    def _run_from(self, run: Any) -> Run:
         state = _state(run.state)
         pipeline, version = self._names_of(run)
         key = re.fullmatch(re.escape(pipeline) + r" \[(.+)\]", run.display_name)
@@ -224,7 +222,7 @@ class KfpRuns:
             pipeline_version=version,
             state=state,
             created=run.created_at.astimezone(UTC),
-            ended=_moment(run.finished_at) if state.is_final else None,
+            ended=_utc(run.finished_at) if state.is_final else None,
             parameters=(run.runtime_config and run.runtime_config.parameters) or {},
             key=key[1] if key else "",
             error=_error(run),
@@ -232,15 +230,15 @@ class KfpRuns:
         )
 
     def _names_of(self, run: Any) -> tuple[str, str]:
-        """Names of the run's pipeline and version; their ids where they have been deleted."""
+        """Names of the run's pipeline and version, or their ids if they have been deleted."""
         reference = run.pipeline_version_reference
         if reference is None:  # started from a file
             spec = run.pipeline_spec or {}
             return spec.get("pipeline_spec", spec).get("pipelineInfo", {}).get("name", ""), ""
         pipeline_id, version_id = reference.pipeline_id, reference.pipeline_version_id
         if pipeline_id not in self._pipelines:
-            found = self._unless_deleted("pipeline_service_get_pipeline", pipeline_id=pipeline_id)
-            self._pipelines[pipeline_id] = (found.name or found.display_name) if found else pipeline_id
+            resource = self._unless_deleted("pipeline_service_get_pipeline", pipeline_id=pipeline_id)
+            self._pipelines[pipeline_id] = (resource.name or resource.display_name) if resource else pipeline_id
         version = self._version(run)
         return self._pipelines[pipeline_id], version.display_name if version else version_id
 
@@ -254,25 +252,25 @@ class KfpRuns:
 
     def _unless_deleted(self, operation: str, **ids: str) -> Any:
         try:
-            return self._kfp.ask(operation, **ids)
-        except Refused as refused:
-            if refused.status != 404:
+            return self._kfp.call(operation, **ids)
+        except ApiError as error:
+            if error.status != 404:
                 raise
             return None
 
     def _steps(self, run: Any) -> tuple[Step, ...]:
-        """KFP tells a node of the workflow for each driver, executor and group too; the spec knows which do work."""
+        """The run's tasks. KFP also lists drivers, executors and groups; the pipeline spec tells them apart."""
         version = self._version(run) if run.pipeline_version_reference else None
         spec = version.pipeline_spec if version else run.pipeline_spec
         names = tasks_of(spec) if spec else None
         details = (run.run_details and run.run_details.task_details) or ()
-        last = {d.display_name: d for d in details if _is_work(d.display_name, names)}
+        last = {d.display_name: d for d in details if _is_task(d.display_name, names)}
         steps = [
             Step(
                 name=detail.display_name,
                 state=_state(detail.state),
-                started=_moment(detail.start_time),
-                ended=_moment(detail.end_time),
+                started=_utc(detail.start_time),
+                ended=_utc(detail.end_time),
                 error=_error(detail),
             )
             for detail in last.values()
@@ -287,7 +285,7 @@ def parameters_of(version: Any) -> Sequence[Parameter]:
 
 def parameters_in(root: Mapping[str, Any]) -> Sequence[Parameter]:
     """The parameters that the ``root`` of a compiled pipeline declares."""
-    found = root.get("inputDefinitions", {}).get("parameters", {})
+    parameters = root.get("inputDefinitions", {}).get("parameters", {})
     return tuple(
         Parameter(
             name=name,
@@ -296,37 +294,37 @@ def parameters_in(root: Mapping[str, Any]) -> Sequence[Parameter]:
             description=parameter.get("description", ""),
             required="defaultValue" not in parameter and not parameter.get("isOptional", False),
         )
-        for name, parameter in found.items()
+        for name, parameter in parameters.items()
     )
 
 
-def arguments_for(version: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a run of ``version``: those ``given``, JSON objects merged over their defaults.
+def arguments_for(version: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a run of ``version``: ``values``, with JSON objects merged into their defaults.
 
-    KFP replaces a default whole, so a run that sends one key of an object would lose what an upload pinned in it.
+    KFP replaces a default as a whole, so a run that sends only one key of an object would lose the other keys.
 
     Raises:
         SettingsError: a parameter is unknown, missing or has the wrong type.
     """
-    known = {parameter.name: parameter for parameter in parameters_of(version)}
-    for name, value in given.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
+    declared = {parameter.name: parameter for parameter in parameters_of(version)}
+    for name, value in values.items():
+        if name not in declared:
+            matches = difflib.get_close_matches(name, declared, n=1, cutoff=0.0)
+            hint = f"; did you mean {matches[0]!r}?" if matches else "."
             raise SettingsError(f"The pipeline has no parameter {name!r}{hint}")
-        kind = known[name].type
+        kind = declared[name].type
         if not isinstance(value, KINDS[kind]) or (isinstance(value, bool) and kind != "BOOLEAN"):
-            raise SettingsError(f"The pipeline's parameter {name} is a {kind}; {value!r} is none.")
-    if missing := [name for name, parameter in known.items() if parameter.required and name not in given]:
-        raise SettingsError(f"The pipeline's parameter {missing[0]} has no default; give it a value.")
-    arguments: dict[str, Any] = {name: known[name].default for name in given if known[name].type == "STRUCT"}
+            raise SettingsError(f"The pipeline parameter {name} must be a {kind}, not {value!r}.")
+    if missing := [name for name, parameter in declared.items() if parameter.required and name not in values]:
+        raise SettingsError(f"The pipeline parameter {missing[0]} has no default; set it.")
+    arguments: dict[str, Any] = {name: declared[name].default for name in values if declared[name].type == "STRUCT"}
     arguments = copy.deepcopy({name: default for name, default in arguments.items() if default})
-    merge(arguments, given)
+    merge(arguments, values)
     return arguments
 
 
 def tasks_of(spec: Mapping[str, Any]) -> set[str]:
-    """Names of the tasks that do work, in whatever group they stand."""
+    """Names of the tasks that run a container, in all groups."""
     components = spec.get("pipeline_spec", spec)["components"]
     dags = [_root(spec), *components.values()]
     return {
@@ -338,7 +336,7 @@ def tasks_of(spec: Mapping[str, Any]) -> set[str]:
 
 
 def reference_to(version: Any) -> dict[str, str]:
-    """The pinned version, as runs and schedules name it."""
+    """The reference to a version in runs and schedules."""
     return {"pipeline_id": version.pipeline_id, "pipeline_version_id": version.pipeline_version_id}
 
 
@@ -350,7 +348,7 @@ def _in(namespace: str) -> dict[str, str]:
     return {"namespace": namespace} if namespace else {}
 
 
-def _is_work(name: str, names: set[str] | None) -> bool:
+def _is_task(name: str, names: set[str] | None) -> bool:
     if names is not None:
         return name in names
     return name not in ("root", "executor") and not name.endswith("-driver")
@@ -359,16 +357,16 @@ def _is_work(name: str, names: set[str] | None) -> bool:
 def _state(state: str | None) -> State:
     try:
         return State((state or "pending").lower())
-    except ValueError:  # RUNTIME_STATE_UNSPECIFIED: KFP has not looked at it yet
+    except ValueError:  # RUNTIME_STATE_UNSPECIFIED: KFP has not processed it yet
         return State.PENDING
 
 
-def _moment(moment: datetime | None) -> datetime | None:
-    return None if moment is None or moment <= NEVER else moment.astimezone(UTC)
+def _utc(value: datetime | None) -> datetime | None:
+    return None if value is None or value <= UNSET_TIME else value.astimezone(UTC)
 
 
-def _error(told: Any) -> str:
-    """KFP gives the reason beside the run or task, or with the last of its states; often it gives none."""
-    last = told.state_history[-1].error if told.state_history else None
-    error = told.error or last
+def _error(resource: Any) -> str:
+    """The error of a run or task. KFP reports it in the resource or in its last state, and often not at all."""
+    last = resource.state_history[-1].error if resource.state_history else None
+    error = resource.error or last
     return (error.message or "") if error else ""

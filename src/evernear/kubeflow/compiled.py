@@ -1,4 +1,4 @@
-"""The compiled pipelines, made ready for one cluster: with its image, its defaults, or as Kubernetes manifests."""
+"""Prepare compiled pipelines for a cluster: set image and defaults, or convert them to Kubernetes manifests."""
 
 import re
 import tempfile
@@ -17,17 +17,16 @@ from evernear.kubeflow.runs import Parameter
 
 
 def for_cluster(pipeline: str, image: str) -> bytes:
-    """The golden file of ``pipeline`` with ``image`` in it.
+    """The golden file of ``pipeline`` with the placeholder replaced by ``image``.
 
     Raises:
-        SettingsError: there is no such pipeline, or ``image`` is no digest.
+        SettingsError: ``pipeline`` is unknown, or ``image`` has no digest.
     """
     if pipeline not in NAMES:
-        raise SettingsError(f"There is no pipeline {pipeline!r}; known: {', '.join(NAMES)}.")
+        raise SettingsError(f"Unknown pipeline {pipeline!r}; known: {', '.join(NAMES)}.")
     if not re.fullmatch(r"[\w.:/-]+@sha256:[0-9a-f]{64}", image):
         raise SettingsError(
-            f"The image {image!r} is not named by digest; give REF@sha256:<64 hex digits>, "
-            "since KFP's cache does not see what changes behind a tag."
+            f"The image {image!r} has no digest; use REF@sha256:<64 hex digits>, because a tag may change between runs."
         )
     golden = GOLDEN / f"{pipeline.replace('-', '_')}.yaml"
     return golden.read_bytes().replace(PLACEHOLDER_IMAGE.encode(), image.encode())
@@ -39,7 +38,7 @@ def parameters_of(compiled: bytes) -> Sequence[Parameter]:
 
 
 def with_defaults(compiled: bytes, defaults: Mapping[str, Any]) -> bytes:
-    """``compiled`` with other defaults for some of its parameters: those of the place where it will run."""
+    """``compiled`` with its parameter defaults replaced by ``defaults``."""
     if not defaults:
         return compiled
     documents = list(yaml.safe_load_all(compiled))
@@ -50,7 +49,7 @@ def with_defaults(compiled: bytes, defaults: Mapping[str, Any]) -> bytes:
 
 
 def as_manifests(compiled: bytes, version: str, namespace: str = "") -> bytes:
-    """``compiled`` as the Pipeline and PipelineVersion that a KFP in Kubernetes-native mode takes from ``kubectl``."""
+    """``compiled`` as Pipeline and PipelineVersion manifests for KFP in Kubernetes-native mode."""
     information = next(yaml.load_all(compiled, Loader=yaml.CSafeLoader))["pipelineInfo"]
     options = KubernetesManifestOptions(
         pipeline_display_name=information.get("displayName"),
@@ -70,5 +69,5 @@ def as_manifests(compiled: bytes, version: str, namespace: str = "") -> bytes:
 
 
 def version_name(pipeline: str, version: str) -> str:
-    """The name of a pipeline version in KFP: unlike its display name, unique in the namespace."""
+    """The name of a pipeline version in KFP. Unlike the display name, it must be unique in the namespace."""
     return f"{pipeline}-{version}"

@@ -1,4 +1,4 @@
-"""Put a compiled pipeline on a Kubeflow Pipelines server, and let it run on a schedule."""
+"""Upload and schedule compiled pipelines on a Kubeflow Pipelines server."""
 
 import tempfile
 from collections.abc import Mapping
@@ -17,24 +17,24 @@ from evernear.errors import PipelineServerError
 from evernear.frozen import Frozen
 from evernear.kubeflow.client import KfpRuns, arguments_for, reference_to
 from evernear.kubeflow.compiled import version_name
-from evernear.kubeflow.connection import Connection, Refused
+from evernear.kubeflow.connection import ApiError, Connection
 from evernear.settings import PipelineSettings
 
-SECONDS_FIRST_FIELDS = 6
+KFP_CRON_FIELDS = 6
 
 
 class Uploaded(Frozen):
-    """A version of a pipeline, as it is on the server now."""
+    """A pipeline version on the server."""
 
     pipeline: str
     version: str
     pipeline_version_id: str
     new: bool
-    """False: it was there already, from the same file."""
+    """False if the same version already existed."""
 
 
 class Schedule(Frozen):
-    """A pipeline that runs by the clock."""
+    """The schedule of a pipeline (in KFP: a recurring run)."""
 
     id: str
     pipeline: str
@@ -46,9 +46,9 @@ class Schedule(Frozen):
 
 
 class Publisher:
-    """Uploads and schedules on one server.
+    """Uploads and schedules pipelines on one server.
 
-    Every method raises `PipelineServerError` where the server cannot be reached or refuses.
+    Every method raises `PipelineServerError` if the server is unreachable or rejects the request.
     """
 
     def __init__(self, settings: PipelineSettings) -> None:
@@ -57,48 +57,48 @@ class Publisher:
         self.runs = KfpRuns(settings, self._kfp)
 
     def upload(self, compiled: bytes, version: str) -> Uploaded:
-        """Make ``compiled`` the version ``version`` of its pipeline, or find that it is so already.
+        """Upload ``compiled`` as ``version`` of its pipeline, unless the same version already exists.
 
         Raises:
-            PipelineServerError: the server has another file under that name.
+            PipelineServerError: a version of that name exists with different content.
         """
         spec, platform = _documents(compiled)
         information = spec["pipelineInfo"]
         pipeline, name = information["name"], version_name(information["name"], version)
         pipeline_id = self._pipeline_id(information)
-        found = self._version(pipeline_id, version, name)
-        if found is None:
+        existing = self._version(pipeline_id, version, name)
+        if existing is None:
             try:
-                made = self._send(compiled, pipelineid=pipeline_id, name=name, display_name=version)
-            except Refused as refused:
-                found = self._version(pipeline_id, version, name) if refused.status == 409 else None
-                if found is None:
+                created = self._send(compiled, pipelineid=pipeline_id, name=name, display_name=version)
+            except ApiError as error:
+                existing = self._version(pipeline_id, version, name) if error.status == 409 else None
+                if existing is None:
                     raise
             else:
-                return _uploaded(pipeline, made, new=True)
-        held = found.pipeline_spec
-        if _normal(held.get("pipeline_spec", held), held.get("platform_spec")) != _normal(spec, platform):
+                return _uploaded(pipeline, created, new=True)
+        stored = existing.pipeline_spec
+        if _normalize(stored.get("pipeline_spec", stored), stored.get("platform_spec")) != _normalize(spec, platform):
             raise PipelineServerError(
-                f"The pipeline {pipeline} has a version {version} already, and it is another one: "
-                "commit the change, or give the version another name with --version."
+                f"Version {version} of the pipeline {pipeline} already exists with different content: "
+                "commit the change, or pass another name as --version."
             )
-        return _uploaded(pipeline, found, new=False)
+        return _uploaded(pipeline, existing, new=False)
 
     def schedule(self, pipeline: str, cron: str, parameters: Mapping[str, Any]) -> Schedule:
-        """Let the newest version of ``pipeline`` run by ``cron`` instead of whatever schedule it had.
+        """Run the newest version of ``pipeline`` on the schedule ``cron``, which replaces any previous schedule.
 
-        A recurring run cannot be changed, so a new one takes its place. The old one is disabled before the new one
-        begins: a moment between the two is missed rather than run twice. If the new one is refused, the old one is in
-        force again.
+        KFP cannot update a recurring run, so a new one is created. The old one is disabled first: a run that is due
+        between the two calls is skipped rather than started twice. If KFP rejects the new one, the old one is enabled
+        again.
 
         Raises:
             SettingsError: a parameter is unknown or of the wrong type.
         """
         version = self.runs.newest(pipeline)
         arguments = arguments_for(version, parameters)
-        wanted = {
+        request = {
             "display_name": pipeline,
-            "description": f"Made by evernear; `evernear pipeline schedule {pipeline}` replaces it.",
+            "description": f"Created by evernear; `evernear pipeline schedule {pipeline}` replaces it.",
             "experiment_id": self.runs.experiment_id(),
             "pipeline_version_reference": reference_to(version),
             "runtime_config": {"parameters": arguments},
@@ -107,89 +107,89 @@ class Publisher:
             "max_concurrency": "1",
             "no_catchup": True,
         }
-        before = self._recurring(pipeline)
-        in_force = [recurring for recurring in before if recurring.status == "ENABLED"]
-        for recurring in in_force:
-            self._ask_about(recurring, "recurring_run_service_disable_recurring_run")
+        previous = self._recurring_runs(pipeline)
+        enabled = [recurring for recurring in previous if recurring.status == "ENABLED"]
+        for recurring in enabled:
+            self._update(recurring, "recurring_run_service_disable_recurring_run")
         try:
-            made = self._kfp.ask("recurring_run_service_create_recurring_run", recurring_run=wanted)
-        except Refused:
-            for recurring in in_force:
-                self._ask_about(recurring, "recurring_run_service_enable_recurring_run")
+            created = self._kfp.call("recurring_run_service_create_recurring_run", recurring_run=request)
+        except ApiError:
+            for recurring in enabled:
+                self._update(recurring, "recurring_run_service_enable_recurring_run")
             raise
-        except PipelineServerError as error:  # there may be a new one: with the old one in force, runs would double
+        except PipelineServerError as error:  # the new one may exist: enabling the old one could start runs twice
             raise PipelineServerError(
-                f"{error} Whether {pipeline} has its new schedule is not known, and the old one is off; do it again."
+                f"{error} The old schedule of {pipeline} is disabled and the new one may not exist; try again."
             ) from None
-        self._delete(before)
-        return _told(made)
+        self._delete(previous)
+        return _schedule(created)
 
     def unschedule(self, pipeline: str) -> int:
-        """End the schedules of ``pipeline``; returns how many there were. Runs that have begun go on."""
-        found = self._recurring(pipeline)
-        self._delete(found)
-        return len(found)
+        """Delete the schedules of ``pipeline`` and return their number. Active runs continue."""
+        existing = self._recurring_runs(pipeline)
+        self._delete(existing)
+        return len(existing)
 
     def schedules(self) -> list[Schedule]:
-        """What runs by the clock, whether `schedule` made it or somebody else did."""
-        listed = self._kfp.pages(
+        """All cron schedules on the server, including those created by others."""
+        recurring_runs = self._kfp.pages(
             "recurring_run_service_list_recurring_runs", "recurring_runs", namespace=self._namespace
         )
-        return [_told(recurring) for recurring in listed if recurring.trigger.cron_schedule is not None]
+        return [_schedule(recurring) for recurring in recurring_runs if recurring.trigger.cron_schedule is not None]
 
     def _pipeline_id(self, information: Mapping[str, str]) -> str:
         name, namespace = information["name"], self._namespace
         by_name = {"operation": "pipeline_service_get_pipeline_by_name", "name": name, "namespace": namespace}
         try:
-            return self._kfp.ask(**by_name).pipeline_id
-        except Refused as refused:
-            if refused.status != 404:
+            return self._kfp.call(**by_name).pipeline_id
+        except ApiError as error:
+            if error.status != 404:
                 raise
         pipeline = {"name": name, "display_name": information.get("displayName", name), "namespace": namespace}
         pipeline["description"] = information.get("description", "")
         try:
-            given = {key: value for key, value in pipeline.items() if value}
-            return self._kfp.ask("pipeline_service_create_pipeline", pipeline=given).pipeline_id
-        except Refused as refused:
-            if refused.status != 409:  # somebody else made it meanwhile
+            nonempty = {key: value for key, value in pipeline.items() if value}
+            return self._kfp.call("pipeline_service_create_pipeline", pipeline=nonempty).pipeline_id
+        except ApiError as error:
+            if error.status != 409:  # another client has just created it
                 raise
-        return self._kfp.ask(**by_name).pipeline_id
+        return self._kfp.call(**by_name).pipeline_id
 
     def _version(self, pipeline_id: str, version: str, name: str) -> Any:
-        listed = {"field": "pipeline_versions", "name": version, "pipeline_id": pipeline_id}
-        found = self._kfp.named("pipeline_service_list_pipeline_versions", **listed)
-        return next((one for one in found if one.name in (name, version, None)), None)
+        query = {"field": "pipeline_versions", "name": version, "pipeline_id": pipeline_id}
+        matches = self._kfp.find_by_name("pipeline_service_list_pipeline_versions", **query)
+        return next((match for match in matches if match.name in (name, version, None)), None)
 
     def _send(self, compiled: bytes, **fields: str) -> Any:
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "pipeline.yaml"
             path.write_bytes(compiled)
-            return self._kfp.ask("upload_pipeline_version", uploadfile=str(path), **fields)
+            return self._kfp.call("upload_pipeline_version", uploadfile=str(path), **fields)
 
-    def _recurring(self, pipeline: str) -> list[Any]:
-        listed = {"field": "recurring_runs", "name": pipeline, "namespace": self._namespace}
-        return self._kfp.named("recurring_run_service_list_recurring_runs", **listed)
+    def _recurring_runs(self, pipeline: str) -> list[Any]:
+        query = {"field": "recurring_runs", "name": pipeline, "namespace": self._namespace}
+        return self._kfp.find_by_name("recurring_run_service_list_recurring_runs", **query)
 
     def _delete(self, recurring_runs: list[Any]) -> None:
         for recurring in recurring_runs:
-            # Without ORPHAN, Kubernetes would delete the workflows of its runs too, those at work included.
-            self._ask_about(recurring, "recurring_run_service_delete_recurring_run", propagation_policy="ORPHAN")
+            # Without ORPHAN, Kubernetes would also delete the workflows of its runs, even of active ones.
+            self._update(recurring, "recurring_run_service_delete_recurring_run", propagation_policy="ORPHAN")
 
-    def _ask_about(self, recurring: Any, operation: str, **arguments: str) -> None:
+    def _update(self, recurring: Any, operation: str, **arguments: str) -> None:
         try:
-            self._kfp.ask(operation, recurring_run_id=recurring.recurring_run_id, **arguments)
-        except Refused as refused:
-            if refused.status != 404:  # gone already
+            self._kfp.call(operation, recurring_run_id=recurring.recurring_run_id, **arguments)
+        except ApiError as error:
+            if error.status != 404:  # already deleted
                 raise
 
 
 def cron_with_seconds(cron: str) -> str:
-    """``cron`` as KFP reads it, with the seconds first: five fields are Unix's, and get second 0.
+    """``cron`` in KFP's format, which starts with the seconds: a Unix expression of five fields gets second 0.
 
-    KFP takes five fields too, but as seconds to months, so that ``0 3 * * *`` would run at every hour's third minute.
+    KFP would read five fields as seconds to months, and run ``0 3 * * *`` at minute 3 of every hour.
     """
     fields = cron.split()
-    return cron if len(fields) >= SECONDS_FIRST_FIELDS or cron.startswith("@") else " ".join(["0", *fields])
+    return cron if len(fields) >= KFP_CRON_FIELDS or cron.startswith("@") else " ".join(["0", *fields])
 
 
 def _uploaded(pipeline: str, version: Any, new: bool) -> Uploaded:
@@ -198,8 +198,8 @@ def _uploaded(pipeline: str, version: Any, new: bool) -> Uploaded:
     )
 
 
-def _told(recurring: Any) -> Schedule:
-    reference = recurring.pipeline_version_reference  # none, if somebody scheduled a file
+def _schedule(recurring: Any) -> Schedule:
+    reference = recurring.pipeline_version_reference  # None if a file was scheduled
     return Schedule(
         id=recurring.recurring_run_id,
         pipeline=recurring.display_name,
@@ -211,13 +211,13 @@ def _told(recurring: Any) -> Schedule:
 
 
 def _documents(compiled: bytes) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The pipeline's spec, and that of its platform if it has one."""
+    """The pipeline spec, and the platform spec if there is one."""
     spec, *platform = yaml.load_all(compiled, Loader=yaml.CSafeLoader)
     return spec, platform[0] if platform else None
 
 
-def _normal(spec: Mapping[str, Any], platform: Mapping[str, Any] | None) -> tuple[Any, Any]:
-    """A pipeline as its protocol buffers have it: the server writes numbers and empty fields in its own way."""
+def _normalize(spec: Mapping[str, Any], platform: Mapping[str, Any] | None) -> tuple[Any, Any]:
+    """Parse the specs into protocol buffers, because the server reformats numbers and drops empty fields."""
     return (
         json_format.ParseDict(dict(spec), PipelineSpec()),
         json_format.ParseDict(dict(platform or {}), PlatformSpec()),

@@ -1,4 +1,4 @@
-"""Runs of a Kubeflow Pipelines server, as plain data."""
+"""Data classes for the runs of a Kubeflow Pipelines server."""
 
 from enum import StrEnum
 from typing import Any
@@ -9,7 +9,7 @@ from evernear.frozen import Frozen
 
 
 class State(StrEnum):
-    """Of a run or of one of its steps; KFP's runtime states, in small letters."""
+    """State of a run or step: KFP's runtime states in lower case."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -22,7 +22,7 @@ class State(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing will follow."""
+        """Whether the state will not change again."""
         return self in (State.SUCCEEDED, State.SKIPPED, State.FAILED, State.CANCELED)
 
 
@@ -40,7 +40,7 @@ class Run(Frozen):
     """One run of a pipeline."""
 
     id: str
-    """KFP's run id; also the folder of its outcome in the store, see `evernear.reporting.notify`."""
+    """KFP's run id; also names the run's record in the store, see `evernear.run_record`."""
     name: str
     pipeline: str
     pipeline_version: str
@@ -49,12 +49,12 @@ class Run(Frozen):
     ended: AwareDatetime | None = None
     parameters: dict[str, Any] = {}
     key: str = ""
-    """The idempotency key that it was started with."""
+    """The idempotency key of the start."""
     error: str = ""
     url: str = ""
-    """The run's page in the KFP UI; empty where that is not known."""
+    """The run's page in the KFP UI; empty if the URL of the UI is unknown."""
     steps: tuple[Step, ...] = ()
-    """In the order they started; only `evernear.kubeflow.client.KfpRuns.show` fills it."""
+    """Steps in the order in which they started; set only by `evernear.kubeflow.client.KfpRuns.show`."""
 
 
 class Parameter(Frozen):
@@ -62,8 +62,8 @@ class Parameter(Frozen):
 
     name: str
     type: str
-    """KFP's word for it: STRING, NUMBER_INTEGER, NUMBER_DOUBLE, BOOLEAN, STRUCT, LIST."""
+    """KFP's name of the type: STRING, NUMBER_INTEGER, NUMBER_DOUBLE, BOOLEAN, STRUCT or LIST."""
     default: Any = None
     description: str = ""
     required: bool = False
-    """There is no default: a run must be given a value."""
+    """Whether a run must set it because it has no default."""

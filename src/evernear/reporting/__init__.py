@@ -1,1 +1,1 @@
-"""What a person looks at: curves, the verdict's card, and the outcome of a run."""
+"""Reports for people: training curves, the verdict card and the outcome of a run."""

@@ -1,4 +1,4 @@
-"""The verdict's card: what was decided and why, on one small page."""
+"""The verdict card: an HTML page with the decision, its reasons and the metrics."""
 
 import io
 
@@ -11,24 +11,24 @@ from evernear.evaluation.statistics import Proportion
 from evernear.output import printable
 from evernear.reporting.plots import escape, page, svg
 
-LONGEST_NAME = 30
-"""Letters of a class's name beside the confusion matrix."""
+MAX_LABEL_CHARACTERS = 30
+"""Longest class name beside the confusion matrix; longer names are shortened."""
 
 
 def verdict_card(verdict: Verdict, evaluation: Evaluation) -> str:
-    """The verdict with its reasons on top, then rules, figures and the confusion matrix, as an HTML page."""
+    """The verdict as an HTML page: reasons, rules, metrics and confusion matrix."""
     title = "Promote" if verdict.promote else "Hold"
     return page(
         f"{title}: candidate against {_champion_name(evaluation)}",
         _list(verdict.reasons),
         _rules(verdict.rules),
-        _figures(evaluation),
+        _metrics(evaluation),
         svg(_confusion(evaluation)),
     )
 
 
 def confusion_png(evaluation: Evaluation) -> bytes:
-    """The candidate's confusion matrix as a picture, for where no HTML is shown."""
+    """The candidate's confusion matrix as PNG, for clients that do not show HTML."""
     buffer = io.BytesIO()
     _confusion(evaluation).savefig(buffer, format="png", dpi=100, metadata={"Software": None})
     return buffer.getvalue()
@@ -38,14 +38,14 @@ def _champion_name(evaluation: Evaluation) -> str:
     return f"champion {evaluation.champion.name}" if evaluation.champion else "no champion yet"
 
 
-def _list(sentences: list[str]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
+def _list(items: list[str]) -> str:
+    return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
 
 
 def _rules(rules: list[Rule]) -> str:
     rows = (
         f'<tr><td>{escape(rule.name)}</td><td class="{"yes" if rule.passed else "no"}">'
-        f"{'kept' if rule.passed else 'broken'}</td>"
+        f"{'passed' if rule.passed else 'failed'}</td>"
         f"<td class=n>{_number(rule.candidate)}</td><td class=n>{_number(rule.champion)}</td>"
         f"<td class=n>{_number(rule.bound)}</td></tr>"
         for rule in rules
@@ -54,7 +54,7 @@ def _rules(rules: list[Rule]) -> str:
     return f"<h2>Rules</h2><table>{head}{''.join(rows)}</table>"
 
 
-def _figures(evaluation: Evaluation) -> str:
+def _metrics(evaluation: Evaluation) -> str:
     candidate, champion = evaluation.candidate, evaluation.champion
     shares: dict[str, tuple[Proportion, Proportion | None]] = {
         "accuracy": (candidate.accuracy, champion.accuracy if champion else None),
@@ -68,47 +68,51 @@ def _figures(evaluation: Evaluation) -> str:
         for name, (ours, theirs) in shares.items()
     )
     head = "<tr><th></th><th>candidate</th><th>champion</th></tr>"
-    unseen = f"<p>{escape(_unseen(evaluation.open_set, candidate.threshold))}</p>"
-    return f"<h2>Figures on {candidate.accuracy.total:,} test images</h2><table>{head}{rows}</table>{unseen}"
+    rejection = f"<p>{escape(_open_set(evaluation.open_set, candidate.threshold))}</p>"
+    return f"<h2>Metrics on {candidate.accuracy.total:,} test images</h2><table>{head}{rows}</table>{rejection}"
 
 
-def _unseen(probe: OpenSet, threshold: float) -> str:
+def _open_set(probe: OpenSet, threshold: float) -> str:
     if probe.auroc:
         held_out = ", ".join(probe.held_out)
         return f"Classes never trained on ({held_out}): AUROC {probe.auroc}, accepted {probe.false_accepts}."
     if probe.threshold is not None:
-        return f"The threshold of {threshold:.3f}, beyond which an image is unknown, was taken over with the network."
-    return f"Too few classes to leave some out of a training: impostors gave the threshold of {threshold:.3f}."
+        return f"The open-set threshold of {threshold:.3f} was reused together with the network."
+    return f"Too few classes to hold some out: the threshold of {threshold:.3f} was calibrated on gallery impostors."
 
 
 def _confusion(evaluation: Evaluation) -> Figure:
     labels, rows = evaluation.candidate.confusion_matrix()
     names = [_short(label) for label in labels]
-    # Inches: half of one for a cell, a twelfth for a letter, as far as that fits on a screen.
+    # In inches: 0.5 per cell and 1/12 per character of the labels, limited to the size of a screen.
     side = min(12.0, max(4.0, 0.5 * len(labels) + 1.5 + max(map(len, names)) / 12))
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.subplots()
-    # Mistakes are what one looks for: right answers are left white, so that one mistake in thousands shows.
+    # Only mistakes are colored, so that a single one among thousands of right answers is visible.
     mistakes = [[0 if i == j else count for j, count in enumerate(row)] for i, row in enumerate(rows)]
-    most = max(1, *(max(row) for row in mistakes))
-    axes.imshow(mistakes, cmap="Reds", vmin=0, vmax=most)
-    places = range(len(labels))
-    axes.set(xticks=places, yticks=places, xlabel="answer", ylabel="label", title="Confusion matrix")
+    highest = max(1, *(max(row) for row in mistakes))
+    axes.imshow(mistakes, cmap="Reds", vmin=0, vmax=highest)
+    ticks = range(len(labels))
+    axes.set(xticks=ticks, yticks=ticks, xlabel="answer", ylabel="label", title="Confusion matrix")
     axes.set_xticklabels(names, rotation=90 if max(map(len, names)) > 2 else 0)
     axes.set_yticklabels(names)
     if len(labels) <= 25:
         for i, row in enumerate(rows):
             for j, count in enumerate(row):
                 if count:
-                    colour = "white" if mistakes[i][j] > 0.6 * most else "black"
-                    axes.text(j, i, str(count), ha="center", va="center", fontsize=8, color=colour)
+                    color = "white" if mistakes[i][j] > 0.6 * highest else "black"
+                    axes.text(j, i, str(count), ha="center", va="center", fontsize=8, color=color)
     return figure
 
 
 def _short(label: str) -> str:
-    """``label`` with its middle left out, if beside the matrix there is no room for all of it."""
+    """``label`` with its middle replaced by an ellipsis if it is too long."""
     label = printable(label)
-    return label if len(label) <= LONGEST_NAME else f"{label[: LONGEST_NAME // 2]}…{label[-LONGEST_NAME // 2 + 1 :]}"
+    return (
+        label
+        if len(label) <= MAX_LABEL_CHARACTERS
+        else f"{label[: MAX_LABEL_CHARACTERS // 2]}…{label[-MAX_LABEL_CHARACTERS // 2 + 1 :]}"
+    )
 
 
 def _number(value: float | None) -> str:

@@ -1,6 +1,6 @@
 """The outcome of a run: promoted, held, rolled back, stopped or failed.
 
-The exit step derives it from what the steps before recorded in the store; see `evernear.run_record`.
+The exit step derives it from the run's record in the store; see `evernear.run_record`.
 """
 
 from typing import Literal
@@ -11,9 +11,9 @@ from evernear.run_record import RunRecord, StepRecord
 from evernear.store import Store
 
 SUCCEEDED = ("SUCCEEDED", "COMPLETE")
-"""The states that kfp's local runner, and KFP's server, give to a group whose tasks all ended well."""
+"""The state of a group whose tasks all succeeded, in kfp's local runner and on the KFP server."""
 EXIT_STEP = "notify"
-"""The exit step, which is itself running while it looks at the others."""
+"""The exit step. Its own record still says "running" when it derives the outcome."""
 
 
 class Outcome(Frozen):
@@ -23,9 +23,9 @@ class Outcome(Frozen):
     pipeline: str = ""
     state: Literal["promoted", "held", "rolled back", "stopped", "failed"]
     release: str | None = None
-    """The release that the run made live; None if it changed nothing."""
+    """The release that the run deployed; None if it deployed none."""
     candidate: str | None = None
-    """The release that the run packed, live or held; None if it packed none."""
+    """The release that the run archived, deployed or held; None if it archived none."""
     step: str = ""
     """The step that failed."""
     reasons: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class Outcome(Frozen):
                 return f"failed{where}: {reasons}" + self._live_nevertheless()
 
     def next_command(self) -> str:
-        """The command that most likely comes next; empty where there is nothing to do."""
+        """The most likely next command; empty if there is nothing to do."""
         if self.state == "held" and self.candidate:
             return f"evernear registry promote {self.candidate} --force --why REASON"
         if self.state in ("stopped", "failed") and self.pipeline:
@@ -69,24 +69,23 @@ class Outcome(Frozen):
 
 
 def save_confusion_matrix(record: RunRecord, png: bytes) -> None:
-    """Record the picture of the candidate's confusion matrix, for Slack."""
+    """Record the PNG of the candidate's confusion matrix, for Slack."""
     record.store.put(_confusion_key(record.run), png)
 
 
 def load_confusion_matrix(store: Store, run: str) -> bytes | None:
-    """The picture (PNG) that `save_confusion_matrix` recorded, if it did."""
-    found = store.find(_confusion_key(run))
-    return found[0] if found else None
+    """The PNG of the confusion matrix; None if the run recorded none."""
+    entry = store.find(_confusion_key(run))
+    return entry[0] if entry else None
 
 
 def load_outcome(store: Store, run: str) -> Outcome | None:
     """The outcome of ``run``; None before `finalize`."""
-    found = RunRecord(store, run).load("outcome")
-    return Outcome.model_validate(found) if found else None
+    return RunRecord(store, run).find("outcome", Outcome)
 
 
 def load_rules(store: Store, run: str) -> tuple[Rule, ...]:
-    """The rules of the run's verdict: candidate, champion and bound of each; empty before the gate."""
+    """The rules of the run's verdict; empty before the gate."""
     return tuple(Rule.model_validate(rule) for rule in RunRecord(store, run).load("verdict").get("rules", ()))
 
 
@@ -94,8 +93,8 @@ def finalize(record: RunRecord, pipeline: str, state: str, error_message: str) -
     """Derive the outcome of a run, and record it.
 
     ``state`` is the run's state according to KFP (COMPLETE, FAILED, RUNNING ...) and ``error_message`` its error,
-    which is mostly empty. A held run is recognized by what its steps recorded: KFP's server does not count the
-    skipped deployment, so it reports RUNNING, or FAILED if a step was retried.
+    which is usually empty. KFP's server does not count the skipped deployment of a held run and reports RUNNING, or
+    FAILED if a step was retried, so the record of the steps decides whether the run was held.
     """
     verdict = record.load("verdict")
     rollback, promotion, deployment = (record.load(name) for name in ("rollback", "promotion", "deployment"))
@@ -106,39 +105,39 @@ def finalize(record: RunRecord, pipeline: str, state: str, error_message: str) -
     held = candidate is not None and verdict.get("promote") is False
     if state not in SUCCEEDED and not held:
         live = (rollback or promotion or deployment).get("version")
-        found = _failure(record, state, error_message) | {"release": live}
+        fields = _failure(record, state, error_message) | {"release": live}
     elif rollback:
         reasons = (rollback["why"],) if rollback["why"] else ()
-        found = {"state": "rolled back", "release": rollback["version"], "reasons": reasons}
+        fields = {"state": "rolled back", "release": rollback["version"], "reasons": reasons}
     elif promotion:
-        found = {"state": "promoted", "release": promotion["version"], "reasons": (promotion["why"],)}
+        fields = {"state": "promoted", "release": promotion["version"], "reasons": (promotion["why"],)}
     elif verdict.get("promote") and deployment:
-        found = {"state": "promoted", "release": deployment["version"], "reasons": tuple(verdict["reasons"])}
+        fields = {"state": "promoted", "release": deployment["version"], "reasons": tuple(verdict["reasons"])}
     elif verdict.get("promote"):
-        found = {"reasons": ("The gate promoted the candidate, but it was not deployed.",)}
+        fields = {"reasons": ("The gate promoted the candidate, but it was not deployed.",)}
     else:
-        found = {"state": "held", "reasons": tuple(verdict.get("reasons", ()))}
-    outcome = outcome.model_copy(update=found)
+        fields = {"state": "held", "reasons": tuple(verdict.get("reasons", ()))}
+    outcome = outcome.model_copy(update=fields)
     record.save(outcome=outcome.model_dump(mode="json"))
     return outcome
 
 
 def _failure(record: RunRecord, state: str, error_message: str) -> dict[str, object]:
-    """The fields of the outcome of a run that did not reach its end."""
+    """The outcome fields of a run that failed or was stopped."""
     if stop := record.stop():
         return {"state": "stopped", "reasons": (f"by {stop.by}.",)}
     unfinished = [step for step in record.steps() if step.step != EXIT_STEP and step.state != "finished"]
     if unfinished:
-        unfinished.sort(key=lambda step: step.state != "failed")  # an error explains more than a silent end
+        unfinished.sort(key=lambda step: step.state != "failed")  # recorded errors first
         (step, message), *others = map(_error_of, unfinished)
-        return {"step": step, "reasons": (message, *(f"{name}: {also}" for name, also in others))}
+        return {"step": step, "reasons": (message, *(f"{name}: {error}" for name, error in others))}
     return {"reasons": (error_message or f"Kubeflow Pipelines reports {state}, and no step recorded an error.",)}
 
 
 def _error_of(step: StepRecord) -> tuple[str, str]:
     if step.state == "failed":
         return step.step, step.message
-    return step.step, "It ended without recording an error: it was stopped, evicted, or out of memory."
+    return step.step, "The step ended without recording an error: it was stopped, evicted or out of memory."
 
 
 def _confusion_key(run: str) -> str:

@@ -1,4 +1,4 @@
-"""Curves as self-contained HTML: one inline SVG, no script, nothing fetched."""
+"""Self-contained HTML pages with inline SVG plots, without scripts or external resources."""
 
 import html
 import io
@@ -13,20 +13,20 @@ from evernear.output import printable
 if TYPE_CHECKING:  # readers of a verdict load no torch
     from evernear.embedding.artifact import Epoch
 
-# Text stays text: smaller, searchable, and read out by a screen reader. A fixed salt makes the SVG byte-stable.
+# Text instead of paths is smaller, searchable and accessible. A fixed salt makes the SVG reproducible.
 mpl.rcParams["svg.fonttype"] = "none"
 mpl.rcParams["svg.hashsalt"] = "evernear"
-# Classes are named by whoever labels images: a $ in a name is no formula.
+# A $ in a class name must not start a formula.
 mpl.rcParams["text.parse_math"] = False
 
 
 def training_curves(history: Sequence["Epoch"]) -> str:
-    """Loss, accuracy and learning rate over epochs, as an HTML page."""
+    """Loss, accuracy and learning rate by epoch, as an HTML page."""
     epochs = [point.epoch for point in history]
     figure = Figure(figsize=(10, 3.2), layout="constrained")
     loss, accuracy, rate = figure.subplots(1, 3)
     loss.plot(epochs, [point.train_loss for point in history], marker="o", label="train, with margin")
-    loss.plot(epochs, [point.gallery_loss for point in history], marker="o", label="gallery, not trained on")
+    loss.plot(epochs, [point.gallery_loss for point in history], marker="o", label="gallery, held out")
     loss.legend()
     accuracy.plot(epochs, [point.gallery_accuracy for point in history], marker="o")
     rate.plot(epochs, [point.learning_rate for point in history], marker="o")
@@ -46,12 +46,12 @@ def svg(figure: Figure) -> str:
 
 
 def escape(text: object) -> str:
-    """``text`` for HTML, on one line and without control characters."""
+    """``text`` escaped for HTML, on one line and without control characters."""
     return html.escape(printable(str(text)))
 
 
 def page(title: str, *parts: str) -> str:
-    """A self-contained HTML page of ``parts``; ``title`` is escaped, the parts are HTML already."""
+    """A self-contained HTML page. ``title`` is text, which is escaped; ``parts`` are HTML."""
     style = (
         "body{font:15px/1.5 system-ui,sans-serif;margin:1.5rem;max-width:60rem;color:#1d2330}"
         "table{border-collapse:collapse;margin:1rem 0}td,th{padding:.3rem .8rem;border-bottom:1px solid #d8dce5;"

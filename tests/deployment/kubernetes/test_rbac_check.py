@@ -10,7 +10,7 @@ from conftest import BASE, MakeSettings
 from kubernetes import client, config
 from loopback.kubernetes import LoopbackCluster
 
-from evernear.doctor import examine
+from evernear.doctor import check
 
 ROLE = next(
     manifest for manifest in yaml.safe_load_all((BASE / "deployer.yaml").read_text()) if manifest["kind"] == "Role"
@@ -35,8 +35,8 @@ LESS = dict(one_right_less())
 def test_a_cluster_that_would_take_a_release_and_nothing_is_left_in_it(
     loopback: LoopbackCluster, make_settings: MakeSettings
 ) -> None:
-    (found,) = examine(make_settings(), ["cluster"])
-    assert found.well, found.message
+    (found,) = check(make_settings(), ["cluster"])
+    assert found.ok, found.message
     assert "would accept the objects of a release in namespace evernear" in found.message
     assert not [call for call in loopback.calls if call.verb == "patch" and call.query.get("dryRun") != "All"]
 
@@ -49,8 +49,8 @@ def test_each_right_that_the_deployer_has_is_missed_where_it_lacks(
         roles = client.RbacAuthorizationV1Api(administrator)
         for right, rules in LESS.items():
             roles.patch_namespaced_role("evernear-deployer", "evernear", {"rules": rules})
-            (found,) = examine(make_settings(), ["cluster"])
-            assert not found.well, right
+            (found,) = check(make_settings(), ["cluster"])
+            assert not found.ok, right
             said[right] = found.message
     for right, message in said.items():
         sentence = f"The credentials may not, in namespace evernear: {right}. docs/kubernetes.md has the Role"
@@ -62,23 +62,23 @@ def test_from_outside_the_service_is_asked_through_the_api_server(
 ) -> None:
     with config.new_client_from_config(str(loopback.kubeconfig())) as administrator:
         client.RbacAuthorizationV1Api(administrator).delete_namespaced_role("from-outside", "evernear")
-    (found,) = examine(make_settings(), ["cluster"])
+    (found,) = check(make_settings(), ["cluster"])
     assert "may not, in namespace evernear: create services/proxy evernear-serving:http." in found.message
-    (found,) = examine(make_settings(service_url="http://serving.example"), ["cluster"])
-    assert found.well, found.message
+    (found,) = check(make_settings(service_url="http://serving.example"), ["cluster"])
+    assert found.ok, found.message
 
 
 def test_all_that_is_missing_is_named_at_once(loopback: LoopbackCluster, make_settings: MakeSettings) -> None:
-    (found,) = examine(make_settings(namespace="elsewhere"), ["cluster"])
-    assert not found.well
+    (found,) = check(make_settings(namespace="elsewhere"), ["cluster"])
+    assert not found.ok
     for right in ("create, patch, delete deployments evernear-serving", "list pods", "list events", "get pods/log"):
         assert f" {right};" in found.message
     assert "in namespace elsewhere" in found.message
 
 
 def test_settings_that_no_release_can_be_deployed_with(loopback: LoopbackCluster, make_settings: MakeSettings) -> None:
-    (found,) = examine(make_settings(image=""), ["cluster"])
-    assert not found.well
+    (found,) = check(make_settings(image=""), ["cluster"])
+    assert not found.ok
     assert "kubernetes.image" in found.message
 
 
@@ -86,6 +86,6 @@ def test_a_namespace_that_is_not_there(
     loopback: LoopbackCluster, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(loopback.kubeconfig()))
-    (found,) = examine(make_settings(namespace="elsewhere"), ["cluster"])
-    assert not found.well
+    (found,) = check(make_settings(namespace="elsewhere"), ["cluster"])
+    assert not found.ok
     assert 'namespaces "elsewhere" not found' in found.message

@@ -93,7 +93,7 @@ def test_fetch_reads_from_a_read_only_directory_store(release: PackedRelease, tm
     Registry(open_store((tmp_path / "pod" / "secret" / "store").as_uri())).publish(release.archive)
     sha256 = sha256_file(release.archive)
     done = container.fetch("file:///mnt/store", release.version, sha256)
-    assert (done.returncode, done.stdout) == (0, f"Release {release.version} is here, sha256 {sha256}.\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"Fetched release {release.version}, sha256 {sha256}.\n"), done.stderr
     assert archive_in(container.settings).read_bytes() == release.archive.read_bytes()
     wrong = container.fetch("file:///mnt/absent", release.version, "0" * 64)
     assert (wrong.returncode, wrong.stderr.count("\n")) == (4, 1)

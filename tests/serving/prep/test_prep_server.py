@@ -282,7 +282,7 @@ def test_ctrl_c_exits_with_a_sentence(process: tuple[subprocess.Popen[str], int]
     _, received = running.communicate(timeout=60)
     assert (running.returncode, received) == (
         130,
-        "evernear: Interrupted. Requests in flight were answered; `evernear prep` starts the server again.\n",
+        "evernear: Interrupted. All requests in flight were answered; `evernear prep` starts the server again.\n",
     )
 
 
@@ -304,4 +304,4 @@ def test_memory_stays_below_the_pods_limit(process: tuple[subprocess.Popen[str],
 def test_does_not_start_without_a_predictor(tmp_path: Path) -> None:
     done = subprocess.run([EVERNEAR, "prep", "--workdir", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 8
-    assert "No TorchServe runs in" in done.stderr
+    assert "TorchServe is not running in" in done.stderr
