@@ -144,12 +144,12 @@ def test_the_end_of_a_run(capsys: pytest.CaptureFixture[str], console: Console) 
         steps_s={},
         wall_s=0.0,
     )
-    run_command._show_result(result)
+    run_command._print_result(result)
     out = capsys.readouterr().out
     shown_safely(out)
     assert len(out.splitlines()) == 3
-    demo._tell_verdict(result, console)
-    demo._tell_places(Settings(), result, console, keep=True)
+    demo._print_verdict(result, console)
+    demo._print_next_steps(Settings(), result, console, keep=True)
     shown_safely(sent_to(console))
 
 

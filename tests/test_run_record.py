@@ -1,4 +1,4 @@
-"""What a step records about itself, whatever happens to it."""
+"""The run's record of a step that runs, finishes or fails."""
 
 import errno
 from pathlib import Path
@@ -17,36 +17,36 @@ def store(tmp_path: Path) -> Store:
     return open_store((tmp_path / "store").as_uri())
 
 
-def test_a_step_is_running_until_it_is_finished(store: Store) -> None:
+def test_step_is_recorded_as_running_then_finished(store: Store) -> None:
     record = RunRecord(store, "run")
     with step("train", "run", store.uri) as running:
-        (seen,) = record.steps()
-        assert (seen.step, seen.state, seen.ended) == ("train", "running", None)
+        (recorded,) = record.steps()
+        assert (recorded.step, recorded.state, recorded.ended) == ("train", "running", None)
         running.summary = "best epoch 3"
-    (seen,) = record.steps()
-    assert (seen.state, seen.message, seen.exit_code) == ("finished", "best epoch 3", 0)
-    assert seen.ended is not None
-    assert seen.started <= seen.ended
+    (recorded,) = record.steps()
+    assert (recorded.state, recorded.message, recorded.exit_code) == ("finished", "best epoch 3", 0)
+    assert recorded.ended is not None
+    assert recorded.started <= recorded.ended
     assert RunRecord(store, "another run").steps() == ()
 
 
 @pytest.mark.parametrize(
-    ("error", "sentence", "exit_code"),
+    ("error", "message", "exit_code"),
     [
         (DataError("There are no images."), "There are no images.", 3),
         (OSError(errno.ENOSPC, "full", "/data/x"), "The disk that holds /data/x is full; free some space", 4),
         (KeyError("surprise"), "Unexpected KeyError: 'surprise'", 1),
     ],
 )
-def test_a_step_that_fails_records_its_error(store: Store, error: Exception, sentence: str, exit_code: int) -> None:
+def test_failed_step_records_its_error(store: Store, error: Exception, message: str, exit_code: int) -> None:
     with pytest.raises((SystemExit, KeyError)), step("ingest", "run", store.uri):
         raise error
-    (seen,) = RunRecord(store, "run").steps()
-    assert (seen.state, seen.exit_code) == ("failed", exit_code)
-    assert seen.message.startswith(sentence)
+    (recorded,) = RunRecord(store, "run").steps()
+    assert (recorded.state, recorded.exit_code) == ("failed", exit_code)
+    assert recorded.message.startswith(message)
 
 
-def test_in_kubernetes_the_error_is_the_pods_termination_message(
+def test_error_is_the_termination_message_in_kubernetes(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     message = tmp_path / "termination-log"
@@ -57,10 +57,10 @@ def test_in_kubernetes_the_error_is_the_pods_termination_message(
         with pytest.raises(SystemExit), step("ingest", "run", store.uri):
             raise DataError("There are no images. " * 1000)
         assert message.exists() is in_cluster
-    assert len(message.read_bytes()) <= 4096, "the kubelet reads no more"
+    assert len(message.read_bytes()) <= 4096, "the limit of the kubelet"
 
 
-def test_a_store_that_cannot_be_written_fails_no_step_that_does_not_need_it(tmp_path: Path) -> None:
+def test_unwritable_store_does_not_fail_a_step(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file, not a directory")
     with step("export", "run", (tmp_path / "store").as_uri()) as running:
         running.summary = "done"

@@ -1,4 +1,4 @@
-"""What a step does beyond the function it calls."""
+"""Behavior of the steps beyond the functions that they call."""
 
 import os
 import tempfile
@@ -20,8 +20,8 @@ from evernear.settings import DataSettings, RunSettings
 from evernear.store import open_store
 
 
-def ingested(directory: Path, labels: str) -> None:
-    """Images of 12 x 12 pixels in a class for each of ``labels``; their manifest lies in ``directory``."""
+def ingest_noise(directory: Path, labels: str) -> None:
+    """Ingest random 12 x 12 images, one class per character of ``labels``; write the manifest to ``directory``."""
     rng = np.random.default_rng(0)
     for label in labels:
         (directory / "images" / label).mkdir(parents=True)
@@ -32,10 +32,10 @@ def ingested(directory: Path, labels: str) -> None:
     save_manifest(ingest(settings, (directory / "store").as_uri()), directory)
 
 
-def test_a_champion_of_another_image_size_stops_a_run_before_it_trains(
+def test_validate_rejects_a_champion_with_another_image_size(
     tmp_path: Path, make_release: MakeRelease, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ingested(tmp_path, "0123456789")
+    ingest_noise(tmp_path, "0123456789")
     store = open_store((tmp_path / "store").as_uri())
     release = make_release()
     Registry(store).publish(release.archive)
@@ -50,15 +50,15 @@ def test_a_champion_of_another_image_size_stops_a_run_before_it_trains(
 
 
 @pytest.mark.parametrize(
-    ("fault", "sentence"),
+    ("fail", "message"),
     [
         (lambda: os.write(os.open("/dev/full", os.O_WRONLY), b"x"), "The disk that holds /scratch is full; free some"),
         (tempfile.mkdtemp, "No usable temporary directory found in ['/proc']: full or read-only; free some space, or"),
     ],
 )
-def test_a_fault_of_the_disk_that_nobody_expected_is_a_sentence(
-    fault: Callable[[], object],
-    sentence: str,
+def test_unexpected_disk_errors_are_reported_without_traceback(
+    fail: Callable[[], object],
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -67,21 +67,21 @@ def test_a_fault_of_the_disk_that_nobody_expected_is_a_sentence(
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
     with pytest.raises(SystemExit) as stopped, step("index", "run", tmp_path.as_uri()):
-        fault()
+        fail()
     assert stopped.value.code == 4
-    assert f"evernear: {sentence}" in capsys.readouterr().err
+    assert f"evernear: {message}" in capsys.readouterr().err
 
 
-def test_two_classes_leave_none_for_the_probe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ingested(tmp_path, "ab")
+def test_probe_needs_more_than_two_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ingest_noise(tmp_path, "ab")
     settings = RunSettings(workdir=tmp_path).model_dump(mode="json")
     steps.probe("run", settings, str(tmp_path), str(tmp_path / "open-set.json"))
     assert (tmp_path / "open-set.json").is_file()
     assert "too few classes to hold one out" in "".join(capsys.readouterr())
 
 
-def first_step(tmp_path: Path, **parameters: str) -> int:
-    """The exit code of the first step with ``parameters``."""
+def run_ingest(tmp_path: Path, **parameters: str) -> int:
+    """The exit code of `ingest` with ``parameters``."""
     chosen = {"source": "digits", "preset": "", "target": "kubernetes", "serving_image": ""} | parameters
     claim = {"kubernetes": {"store_claim": "store"}}
     with pytest.raises(SystemExit) as stopped:
@@ -91,14 +91,14 @@ def first_step(tmp_path: Path, **parameters: str) -> int:
     return stopped.value.code
 
 
-def test_the_first_step_refuses_what_the_last_one_would(
+def test_ingest_rejects_a_run_that_cannot_deploy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
-    assert first_step(tmp_path) == 2
+    assert run_ingest(tmp_path) == 2
     assert "kubernetes.image" in capsys.readouterr().err
-    assert first_step(tmp_path, serving_image="registry.example/serve@sha256:" + 64 * "a") == 12
-    assert first_step(tmp_path, preset="bset", target="registry") == 2
+    assert run_ingest(tmp_path, serving_image="registry.example/serve@sha256:" + 64 * "a") == 12
+    assert run_ingest(tmp_path, preset="bset", target="registry") == 2
     (record,) = RunRecord(open_store((tmp_path / "store").as_uri()), "run").steps()
     assert (record.step, record.state) == ("ingest", "failed")
     assert "No preset 'bset'" in record.message

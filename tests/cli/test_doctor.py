@@ -81,7 +81,7 @@ def test_slack_check_covers_tokens_and_scopes(monkeypatch: pytest.MonkeyPatch, t
         assert code == 0, message
         assert "slack.channel is not set" in message
         slack.faults["auth.test"] = Fault("invalid_auth")
-        assert "give the bot the token of the installed app" in with_tokens()[1]
+        assert "configure the bot token of the installed app" in with_tokens()[1]
         slack.faults["apps.connections.open"] = Fault("invalid_auth")
         assert with_tokens()[0] == 1
         monkeypatch.setattr("tests.loopback.slack.server.SCOPES", "chat:write,commands")

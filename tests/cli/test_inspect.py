@@ -1,4 +1,4 @@
-"""A release looked into from the command line, by a person and by a program, whoever made it."""
+"""`evernear inspect` on valid, damaged and malicious releases."""
 
 import json
 import os
@@ -38,14 +38,14 @@ def image(packed: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return path
 
 
-def evernear(*words: object, store: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from evernear.cli import main; main()", *map(str, words)]
+def evernear(*arguments: object, store: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from evernear.cli import main; main()", *map(str, arguments)]
     environment = os.environ | {"EVERNEAR_STORE": store or "file:///nowhere/at/all"}
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd)
 
 
-def sentence(done: subprocess.CompletedProcess[str], exit_code: int) -> str:
-    """What a refusal says: one line on stderr, no traceback, nothing on stdout."""
+def error_of(done: subprocess.CompletedProcess[str], exit_code: int) -> str:
+    """Check that the command failed with one line on stderr and an empty stdout; return the line."""
     assert done.returncode == exit_code, done.stderr
     assert done.stdout == ""
     assert done.stderr.startswith("evernear: ")
@@ -53,36 +53,36 @@ def sentence(done: subprocess.CompletedProcess[str], exit_code: int) -> str:
     return done.stderr
 
 
-def test_show_tells_the_signature_and_where_the_release_is_from(packed: PackedRelease, system: System) -> None:
-    told = json.loads(evernear("inspect", "show", packed.archive, "--json").stdout)
+def test_show_prints_signature_and_lineage(packed: PackedRelease, system: System) -> None:
+    shown = json.loads(evernear("inspect", "show", packed.archive, "--json").stdout)
     manifest, index = packed.manifest, describe_index(system.index_dir)
-    assert told["version"] == packed.version
-    assert told["network"]["inputs"] == [
+    assert shown["version"] == packed.version
+    assert shown["network"]["inputs"] == [
         {"name": "images", "dtype": "uint8", "shape": ["N", 1, 8, 8], "meaning": "0 to 255, NCHW"}
     ]
-    assert told["network"]["outputs"][0]["shape"] == ["N", manifest.embedding_dim]
-    outputs = {value["name"]: (value["dtype"], value["shape"]) for value in told["request"]["outputs"]}
+    assert shown["network"]["outputs"][0]["shape"] == ["N", manifest.embedding_dim]
+    outputs = {value["name"]: (value["dtype"], value["shape"]) for value in shown["request"]["outputs"]}
     assert outputs["neighbors.dist"] == ("float", [index.k])
     assert set(outputs) == {"pred", "dist", "unknown", "neighbors.label", "neighbors.dist", "version"}
-    assert (told["index"]["factory"], told["index"]["size"], told["index"]["metric"]) == (
+    assert (shown["index"]["factory"], shown["index"]["size"], shown["index"]["metric"]) == (
         "Flat",
         index.size,
         index.metric,
     )
-    assert told["labels"] == list(manifest.labels)
-    assert told["preprocessing"] == manifest.preprocessing.model_dump(mode="json")
-    assert told["metrics"] == manifest.metrics
-    assert told["verdict"] == {"promote": True, "reasons": ["A test says so."]}
-    assert told["lineage"]["dataset_digest"] == system.dataset.digest
-    assert told["lineage"]["git_commit"] == manifest.git_commit
-    assert told["lineage"]["own_handler"] is True
+    assert shown["labels"] == list(manifest.labels)
+    assert shown["preprocessing"] == manifest.preprocessing.model_dump(mode="json")
+    assert shown["metrics"] == manifest.metrics
+    assert shown["verdict"] == {"promote": True, "reasons": ["A test says so."]}
+    assert shown["lineage"]["dataset_digest"] == system.dataset.digest
+    assert shown["lineage"]["git_commit"] == manifest.git_commit
+    assert shown["lineage"]["own_handler"] is True
 
     text = evernear("inspect", "show", packed.archive).stdout
     for word in (packed.version, system.dataset.digest, manifest.network_sha256, "uint8", "Flat", "A test says so."):
         assert word in text
 
 
-def test_show_loads_neither_torch_nor_faiss_and_leaves_nothing(packed: PackedRelease, tmp_path: Path) -> None:
+def test_show_imports_neither_torch_nor_faiss_and_leaves_no_files(packed: PackedRelease, tmp_path: Path) -> None:
     script = (
         "import sys; from evernear.release.describe import describe; from pathlib import Path;"
         "from evernear.serving import HANDLER;"
@@ -93,26 +93,26 @@ def test_show_loads_neither_torch_nor_faiss_and_leaves_nothing(packed: PackedRel
     assert list(tmp_path.iterdir()) == []
 
 
-def test_run_answers_as_the_release_did_when_it_was_archived(
+def test_run_reproduces_the_stored_answers(
     packed: PackedRelease, registry: Registry, image: Path, tmp_path: Path
 ) -> None:
     registry.publish(packed.archive)
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no image")
     with zipfile.ZipFile(packed.archive) as members:
-        known = json.loads(members.read("smoke.json"))[0]
-    for release in (packed.archive, packed.version):  # the file, and the same fetched from the registry
+        stored = json.loads(members.read("smoke.json"))[0]
+    for release in (packed.archive, packed.version):  # as a file and from the registry
         words = ("inspect", "run", release, "--image", image, broken, "--json")
         done = evernear(*words, store=registry.uri, cwd=tmp_path)
         assert done.returncode == 9, done.stderr
         good, bad = (json.loads(line) for line in done.stdout.splitlines())
-        assert (good["pred"], good["unknown"], good["version"]) == (known["pred"], known["unknown"], packed.version)
-        assert good["dist"] == pytest.approx(known["dist"], abs=1e-3)
+        assert (good["pred"], good["unknown"], good["version"]) == (stored["pred"], stored["unknown"], packed.version)
+        assert good["dist"] == pytest.approx(stored["dist"], abs=1e-3)
         assert bad == {"image": str(broken), "error": "The image is not a PNG or JPEG image."}
 
 
 def hostile(packed: PackedRelease, path: Path, proof: Path) -> PackedRelease:
-    """Self-consistent, every hash right; its network is a pickle and its handler a program that leave ``proof``."""
+    """A release with valid hashes whose network (a pickle) and handler create the file ``proof`` if they are run."""
 
     class Payload:
         def __reduce__(self) -> tuple[object, ...]:
@@ -122,84 +122,84 @@ def hostile(packed: PackedRelease, path: Path, proof: Path) -> PackedRelease:
     return forge(packed, path, network_pt=pickle.dumps(Payload()), handler_py=handler)
 
 
-def agreeing(release: PackedRelease, path: Path) -> PackedRelease:
-    """The same, its index and its verdict stamped with the new network: as much as whoever forges it can do."""
+def restamp(release: PackedRelease, path: Path) -> PackedRelease:
+    """``release`` with index and verdict restamped for its new network, so that everything is consistent."""
     network = release.manifest.network_sha256
     with zipfile.ZipFile(release.archive) as members:
         index, verdict = (json.loads(members.read(name)) for name in ("index.json", "verdict.json"))
     from evernear.evaluation.verdict import Rule, System, Verdict
 
     index["network_sha256"] = network
-    said = Verdict.of(
+    forged_verdict = Verdict.of(
         [Rule(name="test", passed=True, reason="Trust me.")],
         candidate=System(name="", network_sha256=network, index_digest=""),
         champion=None,
         dataset_digest=verdict["dataset_digest"],
     )
-    return forge(release, path, index_json=json.dumps(index).encode(), verdict_json=said.model_dump_json().encode())
+    return forge(
+        release, path, index_json=json.dumps(index).encode(), verdict_json=forged_verdict.model_dump_json().encode()
+    )
 
 
-def test_an_archive_that_agrees_with_itself_runs_nothing_unless_it_is_trusted(
+def test_consistent_forgery_runs_no_code_without_trust(
     packed: PackedRelease, registry: Registry, image: Path, tmp_path: Path
 ) -> None:
     proof = tmp_path / "proof"
-    evil = agreeing(hostile(packed, tmp_path / "first.mar", proof), tmp_path / "evil.mar")
-    registry.publish(packed.archive)  # of the same version: the name alone vouches for nothing
+    evil = restamp(hostile(packed, tmp_path / "first.mar", proof), tmp_path / "evil.mar")
+    registry.publish(packed.archive)  # the same version with other content
 
     shown = evernear("inspect", "show", evil.archive, "--json", store=registry.uri)
     assert shown.returncode == 0, shown.stderr
     assert json.loads(shown.stdout)["lineage"]["own_handler"] is False
-    refused = evernear("inspect", "run", evil.archive, "--image", image, store=registry.uri, cwd=tmp_path)
-    assert "can run arbitrary code" in sentence(refused, 5)
+    rejected = evernear("inspect", "run", evil.archive, "--image", image, store=registry.uri, cwd=tmp_path)
+    assert "can run arbitrary code" in error_of(rejected, 5)
     assert not proof.exists()
 
-    # Even then neither the handler is run, nor is a plain pickle taken for a network:
+    # Even with --trust, the handler does not run and a plain pickle is not accepted as a network.
     trusted = evernear("inspect", "run", evil.archive, "--image", image, "--trust", store=registry.uri, cwd=tmp_path)
-    assert "is not a TorchScript network" in sentence(trusted, 5)
+    assert "is not a TorchScript network" in error_of(trusted, 5)
     assert not proof.exists()
 
 
-def test_an_index_made_by_another_network_is_refused(packed: PackedRelease, tmp_path: Path) -> None:
+def test_index_of_another_network_is_rejected(packed: PackedRelease, tmp_path: Path) -> None:
     with zipfile.ZipFile(packed.archive) as members:
         index = json.loads(members.read("index.json"))
     other = json.dumps(index | {"network_sha256": "0" * 64}).encode()
     foreign = forge(packed, tmp_path / "foreign.mar", index_json=other)
-    assert "holds vectors of network 000000000000" in sentence(evernear("inspect", "show", foreign.archive), 5)
+    assert "holds vectors of network 000000000000" in error_of(evernear("inspect", "show", foreign.archive), 5)
 
 
 @pytest.mark.parametrize("change", ["threshold", "preprocessing", "verdict"])
-def test_a_manifest_that_contradicts_its_parts_is_refused(packed: PackedRelease, tmp_path: Path, change: str) -> None:
+def test_manifest_that_contradicts_the_parts_is_rejected(packed: PackedRelease, tmp_path: Path, change: str) -> None:
     if change == "threshold":
-        lying = replace(packed, manifest=packed.manifest.model_copy(update={"threshold": 2.0}))
+        forged = replace(packed, manifest=packed.manifest.model_copy(update={"threshold": 2.0}))
         parts = {}
     elif change == "preprocessing":
-        lying = packed
+        forged = packed
         shape = packed.manifest.preprocessing.model_copy(update={"height_px": 9})
         parts = {"preprocessing_json": shape.model_dump_json().encode()}
     else:
-        lying, parts = packed, {"verdict_json": b'{"promote": true}'}
-    archive = forge(lying, tmp_path / "lying.mar", **parts).archive
-    told = sentence(evernear("inspect", "show", archive), 5)
-    assert "not a valid verdict" in told if change == "verdict" else "contradicts" in told
+        forged, parts = packed, {"verdict_json": b'{"promote": true}'}
+    archive = forge(forged, tmp_path / "forged.mar", **parts).archive
+    error = error_of(evernear("inspect", "show", archive), 5)
+    assert "not a valid verdict" in error if change == "verdict" else "contradicts" in error
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no zip", "half"])
-def test_what_is_no_release_is_refused_with_a_sentence(
-    packed: PackedRelease, tmp_path: Path, content: bytes | str | None
-) -> None:
+def test_invalid_archive_is_rejected(packed: PackedRelease, tmp_path: Path, content: bytes | str | None) -> None:
     archive = tmp_path / "x.mar"
     data = content
     if content == "half":  # it ends in network.pt, a zip as well
         data = packed.archive.read_bytes()[: packed.archive.stat().st_size // 2]
     if isinstance(data, bytes):
         archive.write_bytes(data)
-    refused = f" {archive} {'is no release' if content == 'half' else 'cannot be read'}"
-    assert refused in sentence(evernear("inspect", "show", archive), 5)
-    told = sentence(evernear("inspect", "run", archive, "--image", archive, "--trust"), 4 if content is None else 5)
-    assert refused in told
+    rejected = f" {archive} {'is no release' if content == 'half' else 'cannot be read'}"
+    assert rejected in error_of(evernear("inspect", "show", archive), 5)
+    error = error_of(evernear("inspect", "run", archive, "--image", archive, "--trust"), 4 if content is None else 5)
+    assert rejected in error
 
 
-def test_what_an_archive_says_cannot_steer_the_terminal(packed: PackedRelease, tmp_path: Path) -> None:
+def test_show_escapes_control_characters(packed: PackedRelease, tmp_path: Path) -> None:
     with zipfile.ZipFile(packed.archive) as members:
         index = json.loads(members.read("index.json"))
     escape = "\x1b]0;owned\x07"
@@ -214,25 +214,25 @@ def test_what_an_archive_says_cannot_steer_the_terminal(packed: PackedRelease, t
     assert all(line.isprintable() for line in shown.stdout.splitlines())
 
 
-def test_an_index_of_an_unknown_kind_is_refused_with_a_sentence(packed: PackedRelease, tmp_path: Path) -> None:
+def test_unknown_index_metric_is_rejected(packed: PackedRelease, tmp_path: Path) -> None:
     with zipfile.ZipFile(packed.archive) as members:
         index = json.loads(members.read("index.json"))
     strange = json.dumps(index | {"metric": "hamming"}).encode()
     archive = forge(packed, tmp_path / "strange.mar", index_json=strange).archive
-    told = sentence(evernear("inspect", "show", archive), 5)
-    assert "index.json in" in told
-    assert "is not a valid" in told
+    error = error_of(evernear("inspect", "show", archive), 5)
+    assert "index.json in" in error
+    assert "is not a valid" in error
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("make", NO_FILES)
-def test_what_is_no_file_is_refused(
+def test_special_files_are_rejected(
     packed: PackedRelease, image: Path, tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
     make(tmp_path / "x")
-    told = sentence(evernear("inspect", "show", tmp_path / "x"), IntegrityError.exit_code)
-    assert "x cannot be read as a release" in told
-    told = sentence(evernear("inspect", "run", tmp_path / "x", "--trust", "--image", image), StoreError.exit_code)
-    assert "x cannot be read" in told
+    error = error_of(evernear("inspect", "show", tmp_path / "x"), IntegrityError.exit_code)
+    assert "x cannot be read as a release" in error
+    error = error_of(evernear("inspect", "run", tmp_path / "x", "--trust", "--image", image), StoreError.exit_code)
+    assert "x cannot be read" in error
     done = evernear("inspect", "run", packed.archive, "--trust", "--image", tmp_path / "x")
-    assert "x cannot be read" in sentence(done, DataError.exit_code)
+    assert "x cannot be read" in error_of(done, DataError.exit_code)

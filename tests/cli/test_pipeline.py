@@ -1,4 +1,4 @@
-"""``evernear pipeline``, with a KFP server on loopback."""
+"""``evernear pipeline`` with a loopback KFP server."""
 
 import json
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ UPLOAD = ("upload", "--image", IMAGE, "--version", "5b67dc9f1c0b6c0f")
 
 
 @pytest.fixture(autouse=True)
-def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "POLL_S", 0.01)
     monkeypatch.setattr(connection, "BACKOFF_S", 0.01)
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
@@ -33,7 +33,7 @@ def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[KfpServer]:
-    """A server whose runs do as their parameters say, and leave their outcome in their store."""
+    """A server whose runs behave as ``act`` describes and record their outcome in their store."""
     with KfpServer(executor=act) as server:
         monkeypatch.setenv("EVERNEAR_PIPELINE__ENDPOINT", server.url)
         yield server
@@ -41,64 +41,66 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[KfpServer]:
 
 @pytest.fixture
 def published(server: KfpServer) -> KfpServer:
-    """The server, with continuous-training on it."""
+    """The server with the pipeline continuous-training."""
     server.publish(GOLDEN / "continuous_training.yaml", version="5b67dc9f1c0b6c0f")
     return server
 
 
 def act(run: RunControl) -> None:
-    """The parameter ``task_cpu`` is the part to play: hold, fail, or wait to be stopped."""
-    part = run.parameters.get("task_cpu", "hold")
+    """Execute a run. The parameter ``task_cpu`` selects its behavior: hold, fail, or wait to be stopped."""
+    behavior = run.parameters.get("task_cpu", "hold")
     run.begin()
     run.task("ingest", "SUCCEEDED")
-    while part == "wait" and not run.is_canceling:
+    while behavior == "wait" and not run.is_canceling:
         run.ended.wait(0.01)
     record = RunRecord(open_store(run.parameters["store"]), run.id) if "store" in run.parameters else None
-    if part == "fail":
-        run.task("train", "FAILED", error="" if record else "Training cannot go on: the loss is not finite.")
+    if behavior == "fail":
+        run.task("train", "FAILED", error="" if record else "Training cannot continue: the loss is not finite.")
     if record:
-        if part == "fail":
+        if behavior == "fail":
             record.save_step(
                 StepRecord(step="train", state="failed", message="The disk is full.", started=datetime.now(UTC))
             )
-        if part == "hold":
+        if behavior == "hold":
             record.save(verdict={"promote": False, "reasons": ["Accuracy fell by 0.4 points."]})
-        finalize(record, "continuous-training", "SUCCEEDED" if part == "hold" else "FAILED", "")
+        finalize(record, "continuous-training", "SUCCEEDED" if behavior == "hold" else "FAILED", "")
     # KFP calls a stopped run failed if its tasks have retries.
-    run.end("SUCCEEDED" if part == "hold" else "FAILED" if record or part == "fail" else "CANCELED")
+    run.end("SUCCEEDED" if behavior == "hold" else "FAILED" if record or behavior == "fail" else "CANCELED")
 
 
-def invoke(*words: str) -> Result:
-    return CliRunner().invoke(app, ["pipeline", *words], catch_exceptions=True)
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["pipeline", *arguments], catch_exceptions=True)
 
 
-def evernear(*words: str) -> str:
-    """What a command prints; its error is raised."""
-    done = invoke(*words)
+def evernear(*arguments: str) -> str:
+    """The output of a command. Raises its error."""
+    done = invoke(*arguments)
     if isinstance(done.exception, EvernearError):
         raise done.exception
     assert done.exit_code == 0, done.output
     return done.stdout
 
 
-def told(*words: str) -> Any:
-    return json.loads(evernear(*words, "--json"))
+def evernear_json(*arguments: str) -> Any:
+    return json.loads(evernear(*arguments, "--json"))
 
 
-def test_pipelines_are_written_for_a_cluster(tmp_path: Path) -> None:
+def test_compile_writes_reproducible_pipelines_and_manifests(tmp_path: Path) -> None:
     for directory in ("one", "two"):
         evernear("compile", "--image", IMAGE, "--output", str(tmp_path / directory))
     for name in NAMES:
         written = (tmp_path / "one" / f"{name}.yaml").read_bytes()
         assert written == (tmp_path / "two" / f"{name}.yaml").read_bytes()
         assert IMAGE.encode() in written
-    words = ("--kubernetes-native", "--version", "abc", "--namespace", "kubeflow", "--output", str(tmp_path))
-    assert evernear("compile", "rollback", "--image", IMAGE, *words) == f"{tmp_path}/rollback.yaml\n"
-    kinds = [one["kind"] for one in yaml.load_all((tmp_path / "rollback.yaml").read_bytes(), yaml.CSafeLoader)]
+    options = ("--kubernetes-native", "--version", "abc", "--namespace", "kubeflow", "--output", str(tmp_path))
+    assert evernear("compile", "rollback", "--image", IMAGE, *options) == f"{tmp_path}/rollback.yaml\n"
+    kinds = [
+        manifest["kind"] for manifest in yaml.load_all((tmp_path / "rollback.yaml").read_bytes(), yaml.CSafeLoader)
+    ]
     assert kinds == ["Pipeline", "PipelineVersion"]
 
 
-def test_what_cannot_be_compiled_is_said_and_nothing_is_written(tmp_path: Path) -> None:
+def test_compile_errors_write_nothing(tmp_path: Path) -> None:
     here = ("--output", str(tmp_path / "out"))
     with pytest.raises(SettingsError, match="has no digest"):
         evernear("compile", "--image", "evernear-train:latest", *here)
@@ -110,22 +112,24 @@ def test_what_cannot_be_compiled_is_said_and_nothing_is_written(tmp_path: Path) 
         evernear("compile", "rollback", "--image", IMAGE, *here)
 
 
-def test_defaults_of_the_place_go_into_what_is_uploaded(server: KfpServer) -> None:
-    ours = ("--store", "s3://ours", "--set", "data.source=s3://images", "--set", "data.size_px=32")
-    evernear(*UPLOAD, *ours)
-    assert [one["new"] for one in told(*UPLOAD, *ours)] == [False] * len(NAMES)
+def test_upload_sets_defaults(server: KfpServer) -> None:
+    options = ("--store", "s3://team", "--set", "data.source=s3://images", "--set", "data.size_px=32")
+    evernear(*UPLOAD, *options)
+    assert [version["new"] for version in evernear_json(*UPLOAD, *options)] == [False] * len(NAMES)
     training, rollback = (
         KfpRuns(PipelineSettings(endpoint=server.url)).parameters(name) for name in ("continuous-training", "rollback")
     )
     defaults = {parameter.name: parameter.default for parameter in training}
-    assert defaults["store"] == "s3://ours"
+    assert defaults["store"] == "s3://team"
     assert (defaults["source"], defaults["settings"]) == ("s3://images", {"data": {"size_px": 32}})
-    assert "s3://ours" in [parameter.default for parameter in rollback], "each takes what it knows"
-    with pytest.raises(SettingsError, match="no parameter or setting 'sources'; did you mean"):
+    assert "s3://team" in [parameter.default for parameter in rollback], (
+        "each pipeline gets the defaults of its own parameters"
+    )
+    with pytest.raises(SettingsError, match="No parameter or setting 'sources'; did you mean"):
         evernear(*UPLOAD, "--set", "sources=x")
 
 
-def test_a_run_sends_what_is_set_and_keeps_what_the_upload_pinned(server: KfpServer) -> None:
+def test_run_overrides_only_the_parameters_that_are_set(server: KfpServer) -> None:
     serving = IMAGE.replace("train", "serve")
     evernear(
         *UPLOAD,
@@ -145,9 +149,9 @@ def test_a_run_sends_what_is_set_and_keeps_what_the_upload_pinned(server: KfpSer
     assert "@" in server.runs[1].parameters["started_by"]
 
 
-def test_from_upload_to_a_held_release(server: KfpServer, tmp_path: Path) -> None:
+def test_upload_run_and_status_of_a_held_release(server: KfpServer, tmp_path: Path) -> None:
     assert evernear(*UPLOAD).splitlines() == [f"{name} 5b67dc9f1c0b6c0f: uploaded." for name in NAMES]
-    assert [one["new"] for one in told(*UPLOAD)] == [False] * len(NAMES)
+    assert [version["new"] for version in evernear_json(*UPLOAD)] == [False] * len(NAMES)
     with pytest.raises(PipelineServerError, match="already exists with different content"):
         evernear("upload", "rollback", "--image", IMAGE.replace("ab", "cd"), "--version", "5b67dc9f1c0b6c0f")
 
@@ -163,61 +167,59 @@ def test_from_upload_to_a_held_release(server: KfpServer, tmp_path: Path) -> Non
     ]
     assert "ok ingest" in done.stderr
 
-    looked = told("status", run.id)
-    assert (looked["state"], looked["outcome"]["state"]) == ("succeeded", "held")
-    assert [step["name"] for step in looked["steps"]] == ["ingest"]
+    status = evernear_json("status", run.id)
+    assert (status["state"], status["outcome"]["state"]) == ("succeeded", "held")
+    assert [step["name"] for step in status["steps"]] == ["ingest"]
     assert evernear("status", run.id).splitlines()[1].split()[:2] == ["ok", "ingest"]
 
 
 @pytest.mark.parametrize(
-    "why", ["It calls every 7 a 1", "It\u2019s wrong", 'a "b" \\ c', "two\nlines", "", "x" * 3000], ids=repr
+    "reason", ["It calls every 7 a 1", "It\u2019s wrong", 'a "b" \\ c', "two\nlines", "", "x" * 3000], ids=repr
 )
-def test_a_parameter_may_be_any_text(server: KfpServer, why: str) -> None:
+def test_parameters_accept_any_text(server: KfpServer, reason: str) -> None:
     evernear(*UPLOAD)
-    evernear("run", "rollback", "--set", f"reason={why}")
-    assert server.runs[0].parameters["reason"] == why
+    evernear("run", "rollback", "--set", f"reason={reason}")
+    assert server.runs[0].parameters["reason"] == reason
 
 
-def test_a_failed_run_says_where_and_why(published: KfpServer, tmp_path: Path) -> None:
+def test_wait_reports_the_failed_step_and_its_error(published: KfpServer, tmp_path: Path) -> None:
     with pytest.raises(
-        EvernearError, match=r"failed at train: Training cannot go on: the loss is not finite\.$"
+        EvernearError, match=r"failed at train: Training cannot continue: the loss is not finite\.$"
     ) as error:
         evernear("run", "--set", "task_cpu=fail", "--wait")
     assert error.value.exit_code == 1
-    reason = r"failed at train: The disk is full\.$"
-    with pytest.raises(EvernearError, match=reason):  # the store knows what KFP does not say
+    pattern = r"failed at train: The disk is full\.$"
+    with pytest.raises(EvernearError, match=pattern):  # from the record in the store
         evernear("run", "--set", "task_cpu=fail", "--set", f"store={tmp_path.as_uri()}", "--wait")
-    assert [run["state"] for run in told("status")["runs"]] == ["failed", "failed"]
+    assert [run["state"] for run in evernear_json("status")["runs"]] == ["failed", "failed"]
     shown = evernear("status", published.runs[-1].id)
     assert "failed at train: The disk is full.\nNext: evernear pipeline run continuous-training\n" in shown
 
 
-def test_a_run_is_stopped(published: KfpServer) -> None:
-    started = told("run", "--set", "task_cpu=wait", "--key", "a")
-    assert told("run", "--set", "task_cpu=wait", "--key", "a")["id"] == started["id"]
-    said = evernear("stop", started["id"])
-    assert said.startswith(f"Run {started['id']} is stopping. The run's store is not writable from here")
+def test_stop_stops_a_run(published: KfpServer) -> None:
+    started = evernear_json("run", "--set", "task_cpu=wait", "--key", "a")
+    assert evernear_json("run", "--set", "task_cpu=wait", "--key", "a")["id"] == started["id"]
+    output = evernear("stop", started["id"])
+    assert output.startswith(f"Run {started['id']} is stopping. The run's store is not writable from here")
     assert published.run(started["id"]).ended.wait(10)
     assert evernear("stop", started["id"]) == f"Run {started['id']} has already ended: canceled.\n"
-    assert told("status", started["id"])["state"] == "canceled"
+    assert evernear_json("status", started["id"])["state"] == "canceled"
     with pytest.raises(EvernearError, match="was stopped"):
         evernear("run", "--key", "a", "--wait")
 
 
-def test_a_stopped_run_says_by_whom_although_kfp_calls_it_failed(
-    published: KfpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_shows_who_stopped_a_run(published: KfpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"ACTIONS": "true", "ACTOR": "ada", "EVENT_NAME": "push", "SHA": "5b67dc9f1c0b6c0f"}.items():
         monkeypatch.setenv(f"GITHUB_{name}", value)
-    started = told("run", "--set", "task_cpu=wait", "--set", f"store={tmp_path.as_uri()}")
+    started = evernear_json("run", "--set", "task_cpu=wait", "--set", f"store={tmp_path.as_uri()}")
     assert evernear("stop", started["id"]) == f"Run {started['id']} is stopping.\n"
     assert published.run(started["id"]).ended.wait(10)
-    looked = told("status", started["id"])
-    assert (looked["state"], looked["outcome"]["state"]) == ("failed", "stopped")
+    status = evernear_json("status", started["id"])
+    assert (status["state"], status["outcome"]["state"]) == ("failed", "stopped")
     assert "stopped by GitHub Actions (push of commit 5b67dc9f1c0b by ada" in evernear("status", started["id"])
 
 
-def test_a_wait_is_interrupted_and_the_run_goes_on(published: KfpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupting_wait_does_not_stop_the_run(published: KfpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 
@@ -230,27 +232,27 @@ def test_a_wait_is_interrupted_and_the_run_goes_on(published: KfpServer, monkeyp
     KfpRuns(PipelineSettings(endpoint=published.url)).stop(run.id)
 
 
-def test_a_server_that_restarts_does_not_end_the_wait(published: KfpServer) -> None:
+def test_wait_survives_a_server_restart(published: KfpServer) -> None:
     published.fail(operation="run_service_get_run", times=6)
     done = invoke("run", "--wait")
     assert done.exit_code == 0
     assert done.stdout.splitlines()[1].startswith("The outcome is unknown: ")
 
 
-def test_a_pipeline_runs_by_the_clock(published: KfpServer) -> None:
+def test_schedule_replaces_and_removes_schedules(published: KfpServer) -> None:
     assert evernear("status") == "run  pipeline  version  state  started (UTC)  duration\n"
     assert evernear("schedule", "--cron", "0 3 * * *") == "continuous-training runs at 0 0 3 * * * (seconds first).\n"
-    made = told("schedule", "--cron", "0 4 * * *", "--set", "target=local")
-    assert [one["id"] for one in told("status")["schedules"]] == [made["id"]]
+    scheduled = evernear_json("schedule", "--cron", "0 4 * * *", "--set", "target=local")
+    assert [schedule["id"] for schedule in evernear_json("status")["schedules"]] == [scheduled["id"]]
     assert "continuous-training runs at 0 0 4 * * * (seconds first), enabled." in evernear("status")
     assert evernear("schedule", "--off") == "continuous-training: 1 schedule removed.\n"
-    assert told("schedule", "--off") == {"removed": 0}
+    assert evernear_json("schedule", "--off") == {"removed": 0}
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("arguments", "message"),
     [
-        (("run", "--set", "tagret=local"), "no parameter or setting 'tagret'; did you mean 'target'?"),
+        (("run", "--set", "tagret=local"), "No parameter or setting 'tagret'; did you mean 'target'?"),
         (("run", "--set", "train.epoch=3"), r"did you mean 'train\.epochs'?"),
         (("run", "--set", "epochs=3"), r"did you mean 'train\.epochs'?"),
         (("run", "--set", "train.epochs=many"), r"Invalid setting train\.epochs = many: "),
@@ -265,8 +267,8 @@ def test_a_pipeline_runs_by_the_clock(published: KfpServer) -> None:
         (("status", "--endpoint", "kfp.example.org"), r"Invalid setting pipeline\.endpoint = kfp\.example\.org"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(published: KfpServer, words: tuple[str, ...], sentence: str) -> None:
-    with pytest.raises(EvernearError, match=sentence) as error:
-        evernear(*words)
+def test_invalid_arguments_are_reported(published: KfpServer, arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(EvernearError, match=message) as error:
+        evernear(*arguments)
     assert "\n" not in str(error.value)
     assert not published.runs

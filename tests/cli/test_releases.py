@@ -1,4 +1,4 @@
-"""``evernear registry`` on a directory and on a bucket."""
+"""``evernear registry`` with a directory and with a bucket."""
 
 import json
 from pathlib import Path
@@ -23,23 +23,23 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.fixture(scope="module")
 def releases(make_release: MakeRelease) -> list[PackedRelease]:
-    """Three whose verdict promotes, each the parent of the next, and one that is held."""
-    made = [make_release()]
+    """Three promoted releases, each the parent of the next, and a held one."""
+    packed = [make_release()]
     for promote in (True, True, False):
-        made.append(make_release(parent=made[-1].version, promote=promote))
-    return made
+        packed.append(make_release(parent=packed[-1].version, promote=promote))
+    return packed
 
 
-def evernear(*words: str) -> str:
-    """What a command prints; its error is raised."""
-    done = CliRunner().invoke(app, ["registry", *words], catch_exceptions=True)
+def evernear(*arguments: str) -> str:
+    """The output of a command. Raises its error."""
+    done = CliRunner().invoke(app, ["registry", *arguments], catch_exceptions=True)
     if isinstance(done.exception, EvernearError):
         raise done.exception
     assert done.exit_code == 0, done.output
     return done.output
 
 
-def test_the_life_of_releases(uri: str, releases: list[PackedRelease], tmp_path: Path) -> None:
+def test_promote_roll_back_list_and_prune(uri: str, releases: list[PackedRelease], tmp_path: Path) -> None:
     here = ("--store", uri)
     one, two, three, held = (release.version for release in releases)
     registry = Registry(open_store(uri))
@@ -49,8 +49,8 @@ def test_the_life_of_releases(uri: str, releases: list[PackedRelease], tmp_path:
         evernear("champion", *here)
 
     for version in (one, two):
-        told = json.loads(evernear("promote", version, "--why", "first light", "--json", *here))
-        assert (told["version"], told["url"]) == (version, None)
+        deployed = json.loads(evernear("promote", version, "--why", "first light", "--json", *here))
+        assert (deployed["version"], deployed["url"]) == (version, None)
     assert evernear("champion", *here) == f"{two}\n"
     assert json.loads(evernear("champion", "--json", *here))["previous"] == one
 
@@ -69,8 +69,8 @@ def test_the_life_of_releases(uri: str, releases: list[PackedRelease], tmp_path:
     assert [(each["version"], each["parent"], each["champion"]) for each in listed][1] == (two, one, True)
     assert listed[3]["verdict"] == {"promote": False, "reasons": ["A test says so."]}
 
-    moves = json.loads(evernear("history", "--json", *here))
-    assert [(move["version"], move["how"]) for move in moves] == [
+    promotions = json.loads(evernear("history", "--json", *here))
+    assert [(p["version"], p["how"]) for p in promotions] == [
         (one, "promote"),
         (two, "promote"),
         (held, "force"),
@@ -89,9 +89,9 @@ def test_the_life_of_releases(uri: str, releases: list[PackedRelease], tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == (["store"] if uri.startswith("file") else [])
 
 
-def test_what_does_not_exist_is_named(uri: str) -> None:
-    for words in (("show", "20260101.000000.00000000"), ("promote", "latest")):
-        with pytest.raises(StoreError, match=f"There is no release {words[1]}"):
-            evernear(*words, "--store", uri)
+def test_unknown_release_is_reported(uri: str) -> None:
+    for arguments in (("show", "20260101.000000.00000000"), ("promote", "latest")):
+        with pytest.raises(StoreError, match=f"There is no release {arguments[1]}"):
+            evernear(*arguments, "--store", uri)
     assert evernear("list", "--store", uri).splitlines()[1:] == []
     assert evernear("prune", "--keep", "3", "--store", uri) == "Nothing to remove.\n"

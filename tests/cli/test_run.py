@@ -1,4 +1,4 @@
-"""What `evernear run` and `evernear demo` show while they work, and leave behind on the terminal."""
+"""The progress display of `evernear run` and `evernear demo`."""
 
 import io
 from datetime import UTC, datetime
@@ -19,7 +19,7 @@ def interrupted(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "demo"])
-def test_who_interrupts_a_run_has_the_cursor_back(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def test_interrupt_restores_the_cursor(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     written = io.StringIO()
     monkeypatch.setattr(run, "Console", lambda **_: Console(file=written, force_terminal=True))
     monkeypatch.setattr(local_run, "run", interrupted)
@@ -30,7 +30,7 @@ def test_who_interrupts_a_run_has_the_cursor_back(monkeypatch: pytest.MonkeyPatc
     assert written.getvalue().rindex(SHOWN) > written.getvalue().rindex(HIDDEN)
 
 
-def test_a_step_that_ended_has_a_line_of_its_own_on_a_terminal() -> None:
+def test_finished_step_has_its_own_line_on_a_terminal() -> None:
     written = io.StringIO()
     with run._Progress(Console(file=written, force_terminal=True, no_color=True)) as show:
         for kind, message in (("started", ""), ("progress", "file a[/b].png"), ("finished", "label [/red]")):

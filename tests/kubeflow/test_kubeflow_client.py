@@ -1,4 +1,4 @@
-"""Runs on Kubeflow Pipelines, through the real ``kfp.Client``, with a server that holds it to the published API."""
+"""Runs through the real ``kfp.Client``, on a loopback server that enforces the published API."""
 
 import threading
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ CREATE = "run_service_create_run"
 
 
 class Clock:
-    """The server's; every look is a second later, so that nothing is of the same second."""
+    """The server's clock. It advances by a second at each reading, so that no two timestamps are equal."""
 
     def __init__(self) -> None:
         self.now = datetime(2026, 11, 22, 8, 0, 0, tzinfo=UTC)
@@ -34,7 +34,7 @@ class Clock:
 
 
 @pytest.fixture(autouse=True)
-def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "BACKOFF_S", 0.01)
     monkeypatch.setattr(client, "LOCK_POLL_S", 0.02)
 
@@ -60,22 +60,22 @@ def runs_of(server: KfpServer, **settings: Any) -> KfpRuns:
     return KfpRuns(PipelineSettings.model_validate({"endpoint": server.url, "timeout_s": 5.0, **settings}))
 
 
-def test_the_parameters_are_those_of_the_newest_version(server: KfpServer, runs: KfpRuns, tmp_path: Path) -> None:
-    younger = tmp_path / "younger.yaml"
-    younger.write_text(COMPILED.read_text().replace("train_memory", "train_mem"))
-    known = {parameter.name: parameter for parameter in runs.parameters(PIPELINE)}
-    assert known["store"].type == "STRING"
-    assert known["store"].default == "s3://evernear"
-    assert known["store"].description.startswith("Object store")
-    assert known["settings"].type == "STRUCT"
-    assert not any(parameter.required for parameter in known.values())
-    assert "train_memory" in known
-    server.publish(younger, version="second")
+def test_parameters_come_from_the_newest_version(server: KfpServer, runs: KfpRuns, tmp_path: Path) -> None:
+    newer = tmp_path / "newer.yaml"
+    newer.write_text(COMPILED.read_text().replace("train_memory", "train_mem"))
+    declared = {parameter.name: parameter for parameter in runs.parameters(PIPELINE)}
+    assert declared["store"].type == "STRING"
+    assert declared["store"].default == "s3://evernear"
+    assert declared["store"].description.startswith("Object store")
+    assert declared["settings"].type == "STRUCT"
+    assert not any(parameter.required for parameter in declared.values())
+    assert "train_memory" in declared
+    server.publish(newer, version="second")
     assert "train_mem" in {parameter.name for parameter in runs.parameters(PIPELINE)}
     assert runs.start(PIPELINE, {}, "a").pipeline_version == "second"
 
 
-def test_a_run_is_started_once_for_each_key(server: KfpServer, runs: KfpRuns) -> None:
+def test_start_is_idempotent_per_key(server: KfpServer, runs: KfpRuns) -> None:
     first = runs.start(PIPELINE, {"store": "file:///store"}, "2026-11-22T08:00:00+00:00 50%")
     again = runs_of(server).start(PIPELINE, {"store": "file:///elsewhere"}, "2026-11-22T08:00:00+00:00 50%")
     other = runs.start(PIPELINE, {"store": "file:///store"}, "2026-11-22t08:00:00+00:00 50%")
@@ -84,12 +84,12 @@ def test_a_run_is_started_once_for_each_key(server: KfpServer, runs: KfpRuns) ->
     assert first.parameters == {"store": "file:///store"}
     assert (first.pipeline, first.pipeline_version, first.state) == (PIPELINE, "first", State.PENDING)
     assert first.url == f"{server.url}/#/runs/details/{first.id}"
-    assert other.id != first.id, "KFP's search does not tell upper from lower case, a key does"
+    assert other.id != first.id, "KFP's search ignores case, keys do not"
     assert [run.id for run in server.runs] == [first.id, other.id]
     assert [e["display_name"] for e in server.state.experiments.values()] == ["evernear"]
 
 
-def test_many_that_start_the_same_at_once_get_one_run(server: KfpServer, store: Store) -> None:
+def test_concurrent_starts_with_one_key_create_one_run(server: KfpServer, store: Store) -> None:
     barrier = threading.Barrier(6)
 
     def start(_: int) -> str:
@@ -101,10 +101,10 @@ def test_many_that_start_the_same_at_once_get_one_run(server: KfpServer, store: 
         ids = set(pool.map(start, range(6)))
     assert ids == {run.id for run in server.runs}
     assert len(ids) == 1
-    assert not list(store.list("runs/")), "the lock is gone"
+    assert not list(store.list("runs/")), "the lock is released"
 
 
-def test_a_clone_made_in_the_ui_is_not_taken_for_the_run(server: KfpServer, runs: KfpRuns) -> None:
+def test_start_ignores_clones_of_the_run(server: KfpServer, runs: KfpRuns) -> None:
     started = runs.start(PIPELINE, {}, "a")
     clone = {**server.run(started.id).resource, "display_name": f"Clone of {started.name}"}
     del clone["created_at"]
@@ -113,28 +113,28 @@ def test_a_clone_made_in_the_ui_is_not_taken_for_the_run(server: KfpServer, runs
     assert runs.list()[0].key == ""
 
 
-def test_who_lost_the_answer_finds_the_run_again(server: KfpServer, runs: KfpRuns) -> None:
+def test_repeated_start_after_a_lost_response_returns_the_run(server: KfpServer, runs: KfpRuns) -> None:
     server.fail(operation=CREATE, status=504, after=True)
     with pytest.raises(PipelineServerError, match="answered 504"):
         runs.start(PIPELINE, {}, "a")
-    assert server.calls.count(CREATE) == 1, "what creates something is not sent twice"
+    assert server.calls.count(CREATE) == 1, "create requests are not retried"
     assert [runs.start(PIPELINE, {}, "a").id] == [run.id for run in server.runs]
 
 
-def test_a_starter_that_died_holds_others_up_for_a_lease_only(server: KfpServer, store: Store) -> None:
-    impatient = runs_of(server, timeout_s=0.5)
+def test_lock_of_an_unfinished_start_expires(server: KfpServer, store: Store) -> None:
+    short_timeout = runs_of(server, timeout_s=0.5)
     server.fail(operation=CREATE, status=503)
     with pytest.raises(PipelineServerError, match="answered 503"):
-        impatient.start(PIPELINE, {}, "a", store)
-    assert len(list(store.list("runs/"))) == 1, "the request may still be executed: the lock stays"
-    began = datetime.now(UTC)
-    assert impatient.start(PIPELINE, {}, "a", store).id == server.runs[0].id
-    assert datetime.now(UTC) - began > timedelta(seconds=1.0), "twice the time limit of a request"
+        short_timeout.start(PIPELINE, {}, "a", store)
+    assert len(list(store.list("runs/"))) == 1, "the lock stays because the server may still execute the request"
+    started = datetime.now(UTC)
+    assert short_timeout.start(PIPELINE, {}, "a", store).id == server.runs[0].id
+    assert datetime.now(UTC) - started > timedelta(seconds=1.0), "the lease is twice the request timeout"
     assert len(server.runs) == 1
     assert not list(store.list("runs/"))
 
 
-def test_a_refused_start_leaves_no_lock(server: KfpServer, runs: KfpRuns, store: Store) -> None:
+def test_rejected_start_releases_the_lock(server: KfpServer, runs: KfpRuns, store: Store) -> None:
     server.fail(operation=CREATE, status=403)
     with pytest.raises(PipelineServerError, match="denied the request"):
         runs.start(PIPELINE, {}, "a", store)
@@ -147,10 +147,10 @@ def test_a_refused_start_leaves_no_lock(server: KfpServer, runs: KfpRuns, store:
     [
         ({"tagret": "local"}, "no parameter 'tagret'; did you mean 'target'?"),
         ({"target": 3}, "target must be a STRING, not 3"),
-        ({"settings": "digits"}, "settings is a STRUCT"),
+        ({"settings": "digits"}, "settings must be a STRUCT"),
     ],
 )
-def test_parameters_are_checked_before_anything_is_created(
+def test_start_validates_parameters_before_creating_anything(
     server: KfpServer, runs: KfpRuns, parameters: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(SettingsError, match=sentence):
@@ -159,7 +159,7 @@ def test_parameters_are_checked_before_anything_is_created(
     assert not server.state.experiments
 
 
-def test_a_run_is_shown_step_by_step(server: KfpServer, runs: KfpRuns) -> None:
+def test_show_lists_steps_with_their_states(server: KfpServer, runs: KfpRuns) -> None:
     started = runs.start(PIPELINE, {}, "a")
     assert runs.show(started.id).steps == ()
     run = server.run(started.id)
@@ -168,29 +168,29 @@ def test_a_run_is_shown_step_by_step(server: KfpServer, runs: KfpRuns) -> None:
     run.task("ingest", "SUCCEEDED")
     run.task("validate", "RUNNING")
     run.task("train", "SKIPPED")
-    told = runs.show(started.id)
-    assert told.state is State.RUNNING
-    assert told.ended is None, "KFP says 1970"
-    states = {step.name: step.state for step in told.steps}
+    shown = runs.show(started.id)
+    assert shown.state is State.RUNNING
+    assert shown.ended is None, "KFP reports 1970"
+    states = {step.name: step.state for step in shown.steps}
     assert states == {"ingest": State.SUCCEEDED, "validate": State.RUNNING, "train": State.SKIPPED}, (
-        "neither the root, nor groups, drivers and executors"
+        "without root, groups, drivers and executors"
     )
-    assert [step.name for step in told.steps] == ["ingest", "validate", "train"]
-    ingest, validate = told.steps[0], told.steps[1]
+    assert [step.name for step in shown.steps] == ["ingest", "validate", "train"]
+    ingest, validate = shown.steps[0], shown.steps[1]
     assert ingest.started is not None
     assert ingest.ended is not None
-    assert ingest.started <= ingest.ended < validate.started  # type: ignore[operator] - it has begun
+    assert ingest.started <= ingest.ended < validate.started  # type: ignore[operator] - it has started
     assert validate.ended is None
     run.task("validate", "FAILED", error="Images are missing.")
     run.end("FAILED")
-    told = runs.show(started.id)
-    assert (told.state, told.steps[1].error) == (State.FAILED, "Images are missing.")
-    assert told.ended is not None
-    assert told.ended > told.created
+    shown = runs.show(started.id)
+    assert (shown.state, shown.steps[1].error) == (State.FAILED, "Images are missing.")
+    assert shown.ended is not None
+    assert shown.ended > shown.created
 
 
 @pytest.mark.parametrize(
-    ("word", "state", "final"),
+    ("kfp_state", "state", "final"),
     [
         ("RUNTIME_STATE_UNSPECIFIED", State.PENDING, False),
         ("PENDING", State.PENDING, False),
@@ -203,9 +203,9 @@ def test_a_run_is_shown_step_by_step(server: KfpServer, runs: KfpRuns) -> None:
         ("SUCCEEDED", State.SUCCEEDED, True),
     ],
 )
-def test_every_state_of_kfp_is_known(server: KfpServer, runs: KfpRuns, word: str, state: State, final: bool) -> None:
+def test_every_kfp_state_is_mapped(server: KfpServer, runs: KfpRuns, kfp_state: str, state: State, final: bool) -> None:
     started = runs.start(PIPELINE, {}, "a")
-    server.run(started.id).resource["state"] = word
+    server.run(started.id).resource["state"] = kfp_state
     shown = runs.show(started.id)
     assert (shown.state, shown.state.is_final) == (state, final)
 
@@ -225,12 +225,12 @@ def test_runs_are_listed_newest_first(
     listed = runs.list(limit=3)
     assert [run.key for run in listed] == ["x", "25", "24"]
     assert listed[0] == newest
-    assert [run.key for run in runs.list(PIPELINE, limit=200)] == [str(n) for n in range(25, -1, -1)], "many pages"
+    assert [run.key for run in runs.list(PIPELINE, limit=200)] == [str(n) for n in range(25, -1, -1)], "several pages"
     recent = runs.list(since=listed[1].created)
     assert [run.key for run in recent] == ["x", "25"]
 
 
-def test_a_run_is_stopped_once(server: KfpServer, runs: KfpRuns) -> None:
+def test_stop_terminates_a_run_once(server: KfpServer, runs: KfpRuns) -> None:
     started = runs.start(PIPELINE, {}, "a")
     run = server.run(started.id)
     run.begin()
@@ -243,49 +243,49 @@ def test_a_run_is_stopped_once(server: KfpServer, runs: KfpRuns) -> None:
     assert server.calls.count("run_service_terminate_run") == 1
 
 
-def test_a_run_that_ends_while_it_is_stopped_is_no_error(
+def test_stop_ignores_a_run_that_has_just_ended(
     server: KfpServer, runs: KfpRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = runs.start(PIPELINE, {}, "a")
     run = server.run(started.id)
-    asked = runs._kfp.ask
+    original_call = runs._kfp.call
 
     def end_before_termination(operation: str, **arguments: Any) -> Any:
         if operation == "run_service_terminate_run":
             run.begin()
             run.end("SUCCEEDED")
-        return asked(operation, **arguments)
+        return original_call(operation, **arguments)
 
-    monkeypatch.setattr(runs._kfp, "ask", end_before_termination)
+    monkeypatch.setattr(runs._kfp, "call", end_before_termination)
     runs.stop(started.id)
     assert runs.show(started.id).state is State.SUCCEEDED
 
 
-def test_a_run_of_a_deleted_version_is_still_told(server: KfpServer, runs: KfpRuns) -> None:
+def test_show_works_after_the_version_is_deleted(server: KfpServer, runs: KfpRuns) -> None:
     started = runs.start(PIPELINE, {}, "a")
     run = server.run(started.id)
     run.begin()
     run.task("ingest", "RUNNING")
     server.state.versions.clear()
     server.state.pipelines.clear()
-    told = runs_of(server).show(started.id)
-    assert told.pipeline == run.resource["pipeline_version_reference"]["pipeline_id"]
-    assert [step.name for step in told.steps] == ["ingest"]
+    shown = runs_of(server).show(started.id)
+    assert shown.pipeline == run.resource["pipeline_version_reference"]["pipeline_id"]
+    assert [step.name for step in shown.steps] == ["ingest"]
 
 
-def test_what_is_not_there_is_said(server: KfpServer, runs: KfpRuns) -> None:
+def test_missing_resources_are_reported(server: KfpServer, runs: KfpRuns) -> None:
     with pytest.raises(PipelineServerError, match="No run gone at"):
         runs.show("gone")
     with pytest.raises(PipelineServerError, match="No run gone at"):
         runs.stop("gone")
-    with pytest.raises(PipelineServerError, match=r"no pipeline nothing .*evernear pipeline upload"):
+    with pytest.raises(PipelineServerError, match=r'No pipeline "nothing" .*evernear pipeline upload'):
         runs.start("nothing", {}, "a")
     server.state.versions.clear()
     with pytest.raises(PipelineServerError, match="has no version"):
         runs.parameters(PIPELINE)
 
 
-def test_on_a_multi_user_kfp_everything_happens_in_the_namespace() -> None:
+def test_multi_user_kfp_requires_the_namespace() -> None:
     with KfpServer(namespaces={"alice"}, now=Clock()) as server:
         server.publish(COMPILED, version="first", namespace="alice")
         runs = runs_of(server, namespace="alice")
@@ -299,7 +299,7 @@ def test_on_a_multi_user_kfp_everything_happens_in_the_namespace() -> None:
             runs_of(server, namespace="bob").list()
 
 
-def test_an_executor_moves_runs_on_and_is_told_to_stop() -> None:
+def test_loopback_executor_runs_and_stops() -> None:
     stopped = threading.Event()
 
     def work(run: RunControl) -> None:

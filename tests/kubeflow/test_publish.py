@@ -1,4 +1,4 @@
-"""Uploads and schedules, through the real ``kfp.Client``, with a server that holds it to the published API."""
+"""Uploads and schedules through the real ``kfp.Client``, on a loopback server that enforces the published API."""
 
 import copy
 import threading
@@ -24,7 +24,7 @@ CREATE = "recurring_run_service_create_recurring_run"
 
 
 @pytest.fixture(autouse=True)
-def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "BACKOFF_S", 0.01)
 
 
@@ -43,7 +43,7 @@ def publisher_to(server: KfpServer, **settings: Any) -> Publisher:
     return Publisher(PipelineSettings.model_validate({"endpoint": server.url, "timeout_s": 10.0, **settings}))
 
 
-def test_a_version_is_named_after_the_commit_and_uploaded_once(server: KfpServer, publisher: Publisher) -> None:
+def test_upload_names_the_version_after_the_commit_and_is_idempotent(server: KfpServer, publisher: Publisher) -> None:
     first = publisher.upload(COMPILED, COMMIT)
     assert (first.pipeline, first.version, first.new) == (PIPELINE, COMMIT, True)
     again = publisher_to(server).upload(COMPILED, COMMIT)
@@ -56,10 +56,8 @@ def test_a_version_is_named_after_the_commit_and_uploaded_once(server: KfpServer
     assert server.state.files[version["pipeline_version_id"]] == COMPILED
 
 
-def test_the_server_writes_a_pipeline_in_its_own_way_and_it_is_the_same(
-    server: KfpServer, publisher: Publisher
-) -> None:
-    """Numbers get a fraction or lose it, and what is at its default is left out."""
+def test_upload_recognizes_a_version_that_the_server_reformatted(server: KfpServer, publisher: Publisher) -> None:
+    """The server turns integers into floats or back, and drops fields with default values."""
     compiled = with_defaults(COMPILED, {"settings": {"train": {"epochs": 3}}})
     publisher.upload(compiled, COMMIT)
     (version,) = server.state.versions.values()
@@ -73,7 +71,7 @@ def test_the_server_writes_a_pipeline_in_its_own_way_and_it_is_the_same(
     assert not publisher.upload(compiled, COMMIT).new
 
 
-def test_another_file_under_the_same_name_is_refused(server: KfpServer, publisher: Publisher) -> None:
+def test_upload_rejects_different_content_under_the_same_version(server: KfpServer, publisher: Publisher) -> None:
     publisher.upload(COMPILED, COMMIT)
     changed = for_cluster(PIPELINE, IMAGE.replace("ab", "cd"))
     with pytest.raises(
@@ -84,7 +82,7 @@ def test_another_file_under_the_same_name_is_refused(server: KfpServer, publishe
     assert publisher.upload(changed, "another").new
 
 
-def test_two_uploads_at_once_are_one(server: KfpServer) -> None:
+def test_concurrent_uploads_create_one_version(server: KfpServer) -> None:
     barrier = threading.Barrier(4)
 
     def upload(_: int) -> Any:
@@ -94,39 +92,44 @@ def test_two_uploads_at_once_are_one(server: KfpServer) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         uploaded = list(pool.map(upload, range(4)))
-    assert sum(one.new for one in uploaded) == 1
-    assert len({one.pipeline_version_id for one in uploaded}) == len(server.state.versions) == 1
+    assert sum(version.new for version in uploaded) == 1
+    assert len({version.pipeline_version_id for version in uploaded}) == len(server.state.versions) == 1
 
 
-def test_an_upload_into_a_namespace_stays_there() -> None:
+def test_upload_and_schedule_use_the_namespace() -> None:
     with KfpServer(namespaces={"alice"}) as server:
         publisher = publisher_to(server, namespace="alice")
         publisher.upload(COMPILED, COMMIT)
-        made = publisher.schedule(PIPELINE, "0 3 * * *", {})
+        created = publisher.schedule(PIPELINE, "0 3 * * *", {})
         assert [pipeline["namespace"] for pipeline in server.state.pipelines.values()] == ["alice"]
-        assert publisher.schedules() == [made]
+        assert publisher.schedules() == [created]
         with pytest.raises(PipelineServerError, match="denied the request"):
             publisher_to(server, namespace="bob").upload(COMPILED, COMMIT)
 
 
 @pytest.mark.parametrize("pipeline", NAMES)
-def test_every_pipeline_is_accepted_and_runs_as_it_is(server: KfpServer, publisher: Publisher, pipeline: str) -> None:
+def test_every_pipeline_uploads_and_starts_without_arguments(
+    server: KfpServer, publisher: Publisher, pipeline: str
+) -> None:
     publisher.upload(for_cluster(pipeline, IMAGE), COMMIT)
     required = [p for p in publisher.runs.parameters(pipeline) if p.required]
     assert not required
     assert publisher.runs.start(pipeline, {}, "a").pipeline == pipeline
 
 
-def test_manifests_are_byte_stable_and_hold_the_pipeline() -> None:
+def test_manifests_are_reproducible_and_contain_the_pipeline() -> None:
     pipeline = min(NAMES, key=lambda name: len(for_cluster(name, IMAGE)))  # kfp takes seconds for a large one
     compiled = for_cluster(pipeline, IMAGE)
     content = as_manifests(compiled, COMMIT, namespace="kubeflow")
     assert as_manifests(compiled, COMMIT, namespace="kubeflow") == content
-    held, version = yaml.load_all(content, yaml.CSafeLoader)
+    pipeline_manifest, version = yaml.load_all(content, yaml.CSafeLoader)
     spec, platform = yaml.load_all(compiled, yaml.CSafeLoader)
-    assert (held["kind"], held["metadata"]) == ("Pipeline", {"name": pipeline, "namespace": "kubeflow"})
-    assert held["spec"]["displayName"] == spec["pipelineInfo"]["displayName"]
-    assert held["spec"]["description"] == spec["pipelineInfo"]["description"]
+    assert (pipeline_manifest["kind"], pipeline_manifest["metadata"]) == (
+        "Pipeline",
+        {"name": pipeline, "namespace": "kubeflow"},
+    )
+    assert pipeline_manifest["spec"]["displayName"] == spec["pipelineInfo"]["displayName"]
+    assert pipeline_manifest["spec"]["description"] == spec["pipelineInfo"]["description"]
     assert version["apiVersion"] == "pipelines.kubeflow.org/v2beta1"
     assert version["metadata"] == {"name": f"{pipeline}-{COMMIT}", "namespace": "kubeflow"}
     assert version["spec"]["pipelineName"] == pipeline
@@ -135,41 +138,41 @@ def test_manifests_are_byte_stable_and_hold_the_pipeline() -> None:
     assert version["spec"]["platformSpec"] == platform
 
 
-def test_a_schedule_starts_the_version_that_was_newest(server: KfpServer, publisher: Publisher) -> None:
+def test_schedule_starts_the_version_that_was_newest(server: KfpServer, publisher: Publisher) -> None:
     uploaded = publisher.upload(COMPILED, COMMIT)
-    made = publisher.schedule(PIPELINE, "0 3 * * *", {"target": "local"})
-    assert (made.pipeline, made.cron, made.state) == (PIPELINE, "0 0 3 * * *", "enabled")
+    created = publisher.schedule(PIPELINE, "0 3 * * *", {"target": "local"})
+    assert (created.pipeline, created.cron, created.state) == (PIPELINE, "0 0 3 * * *", "enabled")
     (job,) = server.state.recurring_runs.values()
     assert (job["max_concurrency"], job["no_catchup"]) == ("1", True)
-    fired = server.fire(made.id)
+    fired = server.fire(created.id)
     assert fired is not None
     assert fired.resource["pipeline_version_reference"]["pipeline_version_id"] == uploaded.pipeline_version_id
     assert fired.parameters == {"target": "local"}
-    assert publisher.runs.list()[0].key == "", "a run of the clock has no key"
+    assert publisher.runs.list()[0].key == "", "scheduled runs have no key"
 
 
-def test_a_schedule_is_replaced_without_a_moment_of_two(
+def test_replacing_a_schedule_never_leaves_two_enabled(
     server: KfpServer, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher.upload(COMPILED, COMMIT)
     before = publisher.schedule(PIPELINE, "0 3 * * *", {})
-    asked = publisher._kfp.ask
-    in_force: list[int] = []
+    original_call = publisher._kfp.call
+    enabled: list[int] = []
 
-    def ask(operation: str, **arguments: Any) -> Any:
-        answer = asked(operation, **arguments)
-        in_force.append(sum(job["status"] == "ENABLED" for job in server.state.recurring_runs.values()))
-        return answer
+    def call(operation: str, **arguments: Any) -> Any:
+        response = original_call(operation, **arguments)
+        enabled.append(sum(job["status"] == "ENABLED" for job in server.state.recurring_runs.values()))
+        return response
 
-    monkeypatch.setattr(publisher._kfp, "ask", ask)
+    monkeypatch.setattr(publisher._kfp, "call", call)
     after = publisher.schedule(PIPELINE, "0 4 * * *", {})
-    assert max(in_force) == 1
+    assert max(enabled) == 1
     assert after.id != before.id
     assert publisher.schedules() == [after]
-    assert server.policies == ["ORPHAN"], "else Kubernetes would end the runs of the old schedule"
+    assert server.policies == ["ORPHAN"], "other policies would delete the runs of the old schedule"
 
 
-def test_a_refused_schedule_leaves_the_old_one_in_force(server: KfpServer, publisher: Publisher) -> None:
+def test_rejected_schedule_keeps_the_old_one_enabled(server: KfpServer, publisher: Publisher) -> None:
     publisher.upload(COMPILED, COMMIT)
     before = publisher.schedule(PIPELINE, "0 3 * * *", {})
     with pytest.raises(PipelineServerError, match="Schedule cron is not a supported format"):
@@ -179,29 +182,27 @@ def test_a_refused_schedule_leaves_the_old_one_in_force(server: KfpServer, publi
     assert publisher.schedules() == [before]
 
 
-def test_a_schedule_whose_answer_was_lost_doubles_nothing_and_is_made_good(
-    server: KfpServer, publisher: Publisher
-) -> None:
+def test_lost_response_to_a_schedule_leaves_at_most_one_enabled(server: KfpServer, publisher: Publisher) -> None:
     publisher.upload(COMPILED, COMMIT)
     publisher.schedule(PIPELINE, "0 3 * * *", {})
     server.fail(operation=CREATE, status=504, after=True)
-    with pytest.raises(PipelineServerError, match="the old one is off; do it again"):
+    with pytest.raises(PipelineServerError, match="is disabled and the new one may not exist; try again"):
         publisher.schedule(PIPELINE, "0 4 * * *", {})
     assert [s.cron for s in publisher.schedules() if s.state == "enabled"] == ["0 0 4 * * *"]
-    made = publisher.schedule(PIPELINE, "0 4 * * *", {})
-    assert publisher.schedules() == [made]
+    created = publisher.schedule(PIPELINE, "0 4 * * *", {})
+    assert publisher.schedules() == [created]
 
 
-def test_a_schedule_that_somebody_made_from_a_file_is_told_too(server: KfpServer, publisher: Publisher) -> None:
+def test_schedules_include_those_created_from_a_file(server: KfpServer, publisher: Publisher) -> None:
     publisher.upload(COMPILED, COMMIT)
-    made = publisher.schedule(PIPELINE, "0 3 * * *", {})
-    job = server.state.recurring_runs[made.id]
+    created = publisher.schedule(PIPELINE, "0 3 * * *", {})
+    job = server.state.recurring_runs[created.id]
     del job["pipeline_version_reference"]
     job["pipeline_spec"] = next(yaml.safe_load_all(COMPILED))
-    assert publisher.schedules() == [made.model_copy(update={"pipeline_version_id": ""})]
+    assert publisher.schedules() == [created.model_copy(update={"pipeline_version_id": ""})]
 
 
-def test_a_schedule_ends(server: KfpServer, publisher: Publisher) -> None:
+def test_unschedule_deletes_the_schedule(server: KfpServer, publisher: Publisher) -> None:
     publisher.upload(COMPILED, COMMIT)
     publisher.schedule(PIPELINE, "@daily", {})
     assert publisher.unschedule(PIPELINE) == 1
@@ -218,5 +219,5 @@ def test_a_schedule_ends(server: KfpServer, publisher: Publisher) -> None:
         ("@hourly", "@hourly"),
     ],
 )
-def test_unix_cron_gets_its_seconds(cron: str, with_seconds: str) -> None:
+def test_cron_with_seconds_adds_seconds_to_unix_cron(cron: str, with_seconds: str) -> None:
     assert cron_with_seconds(cron) == with_seconds
