@@ -139,7 +139,7 @@ def test_a_new_class_is_seen_asked_about_trained_gated_deployed_and_recognised(p
     asked = product.question()
 
     assert product.clicks(EVE, asked, "Train") == 200
-    until(lambda: product.slack.whispers)
+    until(lambda: product.slack.ephemeral)
     assert product.kfp.runs == [], "who is not on the list starts nothing"
     for _ in range(2):
         assert product.clicks(ADA, asked, "Train") == 200
@@ -173,7 +173,7 @@ def test_a_bad_model_is_held_until_somebody_who_may_promotes_it_anyway(product: 
     assert product.recognises("7")["version"] == first
 
     product.clicks(EVE, held, "Promote anyway")
-    until(lambda: product.slack.whispers)
+    until(lambda: product.slack.ephemeral)
     assert product.status()["champion"] == first
     product.clicks(ADA, held, "Promote anyway")
     until(lambda: product.status()["champion"] != first)
