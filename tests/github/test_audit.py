@@ -1,4 +1,4 @@
-"""`make audit` against a loopback of the OSV database: what it asks, and that a finding or a failure is one."""
+"""`make audit` with a loopback OSV database: its queries, and its exit code for findings and failures."""
 
 import json
 import re
@@ -62,7 +62,7 @@ def audit(osv: Osv, cache: Path) -> subprocess.CompletedProcess[str]:
 
 
 def locked() -> set[tuple[str, str]]:
-    """Name and version of all that the locks install on this system."""
+    """Names and versions of all packages that the locks install on this system."""
     locks = [ROOT / "requirements.lock", ROOT / "requirements-kserve.lock", *ROOT.glob("tests/*/requirements-*.lock")]
     lines = [line for lock in locks for line in lock.read_text().splitlines() if re.match(r"[\w.-]+==", line)]
     wanted = [Requirement(line.rstrip(" \\")) for line in lines]
@@ -70,19 +70,19 @@ def locked() -> set[tuple[str, str]]:
 
 
 @pytest.mark.slow
-def test_every_locked_package_is_looked_up(osv: Osv, tmp_path: Path) -> None:
+def test_audit_looks_up_every_locked_package(osv: Osv, tmp_path: Path) -> None:
     result = audit(osv, tmp_path)
     assert result.returncode == 0, result.stderr
     assert osv.asked == locked()
 
 
-def test_one_vulnerable_package_fails_the_audit(osv: Osv, tmp_path: Path) -> None:
+def test_audit_fails_for_a_vulnerable_package(osv: Osv, tmp_path: Path) -> None:
     osv.vulnerable.add("pillow")
     result = audit(osv, tmp_path)
     assert result.returncode != 0
     assert "PYSEC-2026-1" in result.stdout
 
 
-def test_a_database_that_does_not_answer_fails_the_audit(osv: Osv, tmp_path: Path) -> None:
+def test_audit_fails_if_the_database_is_unavailable(osv: Osv, tmp_path: Path) -> None:
     osv.down = True
     assert audit(osv, tmp_path).returncode != 0

@@ -1,4 +1,4 @@
-"""The scripts of image.yml, run as GitHub runs them, and what its steps may do with the job's permissions."""
+"""The scripts of image.yml, run like on GitHub, and the permissions of its steps."""
 
 import os
 import subprocess
@@ -18,13 +18,13 @@ echo {DIGEST}
 
 
 def step(**wanted: str) -> dict[str, Any]:
-    """The one step with these entries; of an action its name is enough."""
+    """The only step with these entries; actions are matched by name."""
     (found,) = [one for one in JOB["steps"] if all(one.get(key, "").startswith(wanted[key]) for key in wanted)]
     return found
 
 
 def run_step(tmp_path: Path, wanted: dict[str, Any], **variables: str) -> str:
-    """What the script of a step leaves for later steps."""
+    """Run the script of a step and return its outputs for later steps."""
     gh = tmp_path / "gh"
     gh.write_text(GH)
     gh.chmod(0o755)
@@ -45,8 +45,8 @@ def run_step(tmp_path: Path, wanted: dict[str, Any], **variables: str) -> str:
     return left.read_text()
 
 
-def test_a_commit_that_was_built_before_keeps_its_digest(tmp_path: Path) -> None:
-    """Else a second run of the same commit would want another pipeline under the same version, which is refused."""
+def test_rebuilt_commit_reuses_its_image(tmp_path: Path) -> None:
+    """Another digest would change the pipeline under the same version, which the upload rejects."""
     earlier = step(id="earlier")
     assert run_step(tmp_path, earlier, ATTESTED="") == ""
     assert run_step(tmp_path, earlier, ATTESTED="yes") == f"digest=sha256:{DIGEST}\n"
@@ -61,13 +61,13 @@ def test_a_commit_that_was_built_before_keeps_its_digest(tmp_path: Path) -> None
     assert step(id="reference")["env"]["DIGEST"] == "${{ steps.earlier.outputs.digest || steps.build.outputs.digest }}"
 
 
-def test_an_owner_may_have_capital_letters(tmp_path: Path) -> None:
+def test_image_name_is_lowercase(tmp_path: Path) -> None:
     small = next(one for one in JOB["steps"] if "GITHUB_ENV" in one.get("run", ""))
     left = run_step(tmp_path, small, IMAGE="ghcr.io/Some-Owner/evernear-train")
     assert left == "IMAGE=ghcr.io/some-owner/evernear-train\n"
 
 
-def test_nothing_is_attached_to_a_release_without_the_right_to_do_so() -> None:
-    """The action would do so wherever the tag has a release, and fail."""
+def test_sbom_is_not_attached_to_releases() -> None:
+    """The action would otherwise try this for each tag with a release, and fail for lack of permission."""
     assert JOB["permissions"]["contents"] == "read"
     assert step(uses="anchore/sbom-action")["with"]["upload-release-assets"] is False

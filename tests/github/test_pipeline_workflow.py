@@ -1,4 +1,4 @@
-"""The scripts of pipeline.yml, run as GitHub runs them, against loopbacks of its token endpoint and of KFP."""
+"""The scripts of pipeline.yml, run like on GitHub, with a loopback token endpoint and KFP server."""
 
 import json
 import os
@@ -24,7 +24,7 @@ REQUEST_TOKEN, IDENTITY, AUDIENCE = "of-this-job", "signed.by.github", "https://
 
 
 class _Issuer(BaseHTTPRequestHandler):
-    """Hands out the job's identity, for the audience that KFP expects."""
+    """A token endpoint that issues the job's token for the audience that KFP expects."""
 
     def do_GET(self) -> None:
         asked = parse_qs(urlsplit(self.path).query)
@@ -48,13 +48,13 @@ def issuer() -> Iterator[str]:
 
 @pytest.fixture
 def kfp() -> Iterator[KfpServer]:
-    """A server that trusts GitHub and nobody else."""
+    """A server that accepts only GitHub's token."""
     with KfpServer(token=IDENTITY) as server:
         yield server
 
 
 def run_step(name: str, kfp: KfpServer, tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """One step's script; ``variables`` are what its expressions come to."""
+    """Run a step's script with ``variables`` as the values of its expressions."""
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "GITHUB_OUTPUT": str(tmp_path / "output")}
     environment |= dict.fromkeys(STEPS[name]["env"], "") | {"EVERNEAR_PIPELINE__ENDPOINT": kfp.url, "KFP_AUDIENCE": ""}
     environment |= {"EVERNEAR_PIPELINE__NAMESPACE": "", "EVERNEAR_PIPELINE__UI_URL": ""}
@@ -72,7 +72,7 @@ def run_step(name: str, kfp: KfpServer, tmp_path: Path, **variables: str) -> sub
     )
 
 
-def test_a_push_uploads_and_starts_one_run_as_github_itself(kfp: KfpServer, issuer: str, tmp_path: Path) -> None:
+def test_push_uploads_and_starts_one_run_with_github_token(kfp: KfpServer, issuer: str, tmp_path: Path) -> None:
     identity = {
         "KFP_AUDIENCE": AUDIENCE,
         "ACTIONS_ID_TOKEN_REQUEST_TOKEN": REQUEST_TOKEN,
@@ -101,7 +101,7 @@ def test_a_push_uploads_and_starts_one_run_as_github_itself(kfp: KfpServer, issu
     assert defaults_there["source"]["defaultValue"] == "s3://images"
 
 
-def test_the_places_defaults_may_stand_on_several_lines(tmp_path: Path) -> None:
+def test_default_parameters_may_span_several_lines(tmp_path: Path) -> None:
     images = {"TRAIN_IMAGE": TRAIN, "SERVE_IMAGE": SERVE}
     with KfpServer() as kfp:
         done = run_step("Upload the pipelines", kfp, tmp_path, PARAMETERS="store=s3://ours\n  target=local\n", **images)
@@ -111,21 +111,21 @@ def test_the_places_defaults_may_stand_on_several_lines(tmp_path: Path) -> None:
     assert [parameters[name]["defaultValue"] for name in ("store", "target")] == ["s3://ours", "local"]
 
 
-def test_a_job_without_an_identity_of_github_does_not_go_on(kfp: KfpServer, issuer: str, tmp_path: Path) -> None:
+def test_job_without_a_github_token_fails(kfp: KfpServer, issuer: str, tmp_path: Path) -> None:
     wrong = {"KFP_AUDIENCE": AUDIENCE, "ACTIONS_ID_TOKEN_REQUEST_TOKEN": "x", "ACTIONS_ID_TOKEN_REQUEST_URL": issuer}
     done = run_step("Upload the pipelines", kfp, tmp_path, TRAIN_IMAGE=TRAIN, SERVE_IMAGE=SERVE, **wrong)
     assert done.returncode != 0
     assert not kfp.calls
 
 
-def test_no_job_is_decided_on_by_what_its_environment_says() -> None:
-    """GitHub decides on a job before the job is in its environment, whose variables are empty until then."""
+def test_job_conditions_use_no_environment_variables() -> None:
+    """GitHub evaluates the condition of a job before the variables of its environment are available."""
     in_environment = [job for job in WORKFLOW["jobs"].values() if "environment" in job]
     assert in_environment
     assert not [job["if"] for job in in_environment if "vars." in job.get("if", "")]
 
 
-def test_a_job_that_the_server_does_not_trust_fails(kfp: KfpServer, tmp_path: Path) -> None:
+def test_job_fails_if_the_server_rejects_its_token(kfp: KfpServer, tmp_path: Path) -> None:
     images = {"TRAIN_IMAGE": TRAIN, "SERVE_IMAGE": SERVE}
     done = run_step("Upload the pipelines", kfp, tmp_path, KFP_TOKEN="an old one", **images)
     assert done.returncode == 13

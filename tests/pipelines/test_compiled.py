@@ -1,4 +1,4 @@
-"""The compiled pipelines: byte-stable, and what the design says of them."""
+"""The compiled pipelines: reproducible, with the expected images, parameters, retries and resources."""
 
 import ast
 import os
@@ -67,7 +67,7 @@ def compile_to(directory: Path, **variables: str) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=directory.parent, env=environment)
 
 
-def test_compiling_is_byte_stable_and_the_golden_files_are_fresh(tmp_path: Path) -> None:
+def test_compilation_is_reproducible_and_golden_files_are_current(tmp_path: Path) -> None:
     golden = {path.name: path.read_bytes() for path in GOLDEN.iterdir()}
     for seed in ("1", "2"):
         directory = tmp_path / seed
@@ -75,7 +75,7 @@ def test_compiling_is_byte_stable_and_the_golden_files_are_fresh(tmp_path: Path)
         assert {path.name: path.read_bytes() for path in directory.iterdir()} == golden
 
 
-def test_a_cluster_gets_the_image_by_digest_only() -> None:
+def test_for_cluster_requires_an_image_digest() -> None:
     image = "registry.example/evernear-train@sha256:" + "ab" * 32
     spec = next(yaml.safe_load_all(for_cluster("continuous-training", image)))
     images = {part["container"]["image"] for part in spec["deploymentSpec"]["executors"].values()}
@@ -86,7 +86,7 @@ def test_a_cluster_gets_the_image_by_digest_only() -> None:
 
 
 @pytest.mark.parametrize("path", COMPONENTS, ids=lambda path: path.stem)
-def test_a_component_is_one_call_into_evernear(path: Path) -> None:
+def test_component_makes_one_call_to_evernear(path: Path) -> None:
     source = path.read_text()
     assert len(source.splitlines()) <= 25
     calls = [
@@ -100,12 +100,12 @@ def test_a_component_is_one_call_into_evernear(path: Path) -> None:
     assert calls == [path.stem]
 
 
-def test_every_component_is_a_task_of_its_own_name(compiled: Compiled) -> None:
+def test_every_component_is_a_task_with_the_same_name(compiled: Compiled) -> None:
     assert set(compiled.tasks) == STEPS[compiled.module]
     assert {path.stem for path in COMPONENTS} == set().union(*STEPS.values())
 
 
-def test_a_person_can_read_it(compiled: Compiled) -> None:
+def test_pipeline_and_parameters_have_descriptions(compiled: Compiled) -> None:
     info = compiled.spec["pipelineInfo"]
     assert info["displayName"]
     assert info["description"].endswith(".")
@@ -116,12 +116,12 @@ def test_a_person_can_read_it(compiled: Compiled) -> None:
         assert "defaultValue" in parameter, name
 
 
-def test_kfps_cache_is_off_everywhere(compiled: Compiled) -> None:
+def test_caching_is_disabled_for_every_task(compiled: Compiled) -> None:
     assert not [name for name, task in compiled.tasks.items() if task.get("cachingOptions", {}).get("enableCache")]
 
 
-def test_the_form_starts_with_what_a_person_fills_in_and_holds_no_defaults_of_settings(compiled: Compiled) -> None:
-    """The KFP UI sorts the fields by name, so those for the cluster have names that come last."""
+def test_run_form_lists_user_parameters_first_and_no_settings_defaults(compiled: Compiled) -> None:
+    """The KFP UI sorts fields by name, so the names of cluster parameters sort last."""
     names = sorted(compiled.parameters)
     platform = [name for name in names if name.startswith(("task_", "train_"))]
     assert names[-len(platform) :] == platform
@@ -129,8 +129,8 @@ def test_the_form_starts_with_what_a_person_fills_in_and_holds_no_defaults_of_se
     assert compiled.parameters["settings"]["defaultValue"] == {}
 
 
-def test_every_parameter_that_a_task_takes_reaches_the_group_it_stands_in(compiled: Compiled) -> None:
-    """kfp compiles a limit by parameter without handing the parameter down; the run then fails before the task."""
+def test_task_parameters_are_passed_to_their_group(compiled: Compiled) -> None:
+    """kfp does not pass the parameter of a limit to the group, so that the run fails before the task."""
     for given, tasks in compiled.groups():
         for name, task in tasks.items():
             inputs = task.get("inputs", {}).get("parameters", {}).values()
@@ -138,13 +138,13 @@ def test_every_parameter_that_a_task_takes_reaches_the_group_it_stands_in(compil
             assert taken <= set(given), name
 
 
-def test_the_exit_step_waits_for_everything_and_runs_whatever_happens(compiled: Compiled) -> None:
+def test_exit_step_runs_after_all_others_and_even_after_failures(compiled: Compiled) -> None:
     notify = compiled.root_tasks["notify"]
     assert notify["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
     assert set(notify["dependentTasks"]) == set(compiled.root_tasks) - {"notify"}
 
 
-def test_the_gate_branches_on_one_bool() -> None:
+def test_deployment_depends_on_the_boolean_of_the_gate() -> None:
     for module in ("continuous_training", "reindex"):
         compiled = Compiled(module)
         gate = compiled.spec["components"]["comp-gate"]["outputDefinitions"]["parameters"]
@@ -158,7 +158,7 @@ def test_the_gate_branches_on_one_bool() -> None:
         }
 
 
-def test_no_secret_is_a_parameter_and_every_step_may_reach_the_store(compiled: Compiled) -> None:
+def test_secrets_are_no_parameters_and_every_step_has_store_credentials(compiled: Compiled) -> None:
     for name in compiled.tasks:
         variables = {key["envVar"] for secret in compiled.pod(name)["secretAsEnv"] for key in secret["keyToEnv"]}
         assert {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= variables
@@ -168,13 +168,13 @@ def test_no_secret_is_a_parameter_and_every_step_may_reach_the_store(compiled: C
     assert suspicious == ["task_token_secret"], "the name of a Secret is none"
 
 
-def test_what_must_not_happen_twice_is_not_tried_again(compiled: Compiled) -> None:
+def test_steps_that_are_not_idempotent_are_not_retried(compiled: Compiled) -> None:
     never = {"deploy", "rollback", "promote", "index"} & STEPS[compiled.module]
     assert {name for name, task in compiled.tasks.items() if "retryPolicy" not in task} == never
 
 
-def test_every_task_ends_in_time_and_its_second_chances_fit_in(compiled: Compiled) -> None:
-    """Argo ends a retried task backoffMaxDuration after its *first* attempt began; kfp's default is an hour."""
+def test_every_task_has_a_timeout_and_time_for_its_retries(compiled: Compiled) -> None:
+    """Argo ends a retried task backoffMaxDuration after its *first* attempt started; kfp's default is 1 h."""
     for name, task in compiled.tasks.items():
         timeout_s = int(compiled.pod(name)["activeDeadlineSeconds"])
         assert 0 < timeout_s <= 24 * HOUR_S
@@ -186,13 +186,13 @@ def test_every_task_ends_in_time_and_its_second_chances_fit_in(compiled: Compile
             assert int(retry["backoffDuration"].removesuffix("s")) >= 10
 
 
-def test_a_run_that_hangs_ends_and_a_run_that_ended_leaves_the_cluster(compiled: Compiled) -> None:
+def test_runs_have_a_deadline_and_are_deleted_from_the_cluster(compiled: Compiled) -> None:
     config = compiled.kubernetes["pipelineConfig"]
     assert config["activeDeadlineSeconds"] > 24 * HOUR_S
     assert config["resourceTtlOnCompletion"] == 7 * 24 * HOUR_S
 
 
-def test_every_task_is_bounded_by_parameters_and_only_training_may_have_a_gpu(compiled: Compiled) -> None:
+def test_every_task_has_resource_limits_and_only_training_requests_accelerators(compiled: Compiled) -> None:
     for name in compiled.tasks:
         resources = dict(compiled.container(name)["resources"])
         accelerator = resources.pop("accelerator", None)
@@ -212,7 +212,7 @@ def test_every_task_is_bounded_by_parameters_and_only_training_may_have_a_gpu(co
         assert (count["parameterType"], count["defaultValue"]) == ("STRING", "0")
 
 
-def test_who_reads_images_shares_the_scratch_volume(compiled: Compiled) -> None:
+def test_steps_that_read_images_mount_the_scratch_volume(compiled: Compiled) -> None:
     readers = {name for name in compiled.tasks if compiled.pod(name).get("pvcMount")}
     assert readers == {"ingest", "train", "export", "embed", "probe", "evaluate", "archive"} & STEPS[compiled.module]
 

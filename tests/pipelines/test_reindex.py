@@ -1,4 +1,4 @@
-"""What a reindex takes over from the champion, and what it refuses to. Whole runs: tests/scenarios/test_main_job.py."""
+"""Reuse of the champion's network and threshold. tests/scenarios/test_main_job.py tests complete reindex runs."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def renamed(dataset: Dataset, **changes: object) -> Dataset:
     return Dataset(manifest, open_store(manifest.store_uri))
 
 
-def test_the_network_comes_out_of_the_release_as_it_went_in(
+def test_reuse_extracts_the_network_unchanged(
     system: System, make_release: MakeRelease, store: Store, tmp_path: Path
 ) -> None:
     version = promote(store, make_release)
@@ -45,11 +45,11 @@ def test_the_network_comes_out_of_the_release_as_it_went_in(
     assert release.version == version
     assert describe_network(tmp_path / "network") == describe_network(system.network_dir)
     load_network(tmp_path / "network")
-    # This index was built without a probe: impostors gave the threshold, and a new gallery has others.
+    # This index was built without a probe, so its threshold was calibrated on gallery impostors and is not reused.
     assert open_set.threshold is None
 
 
-def test_a_threshold_of_unseen_classes_stays_with_the_network(system: System, store: Store, tmp_path: Path) -> None:
+def test_threshold_of_unseen_classes_is_reused(system: System, store: Store, tmp_path: Path) -> None:
     embed(system.network_dir, system.dataset, tmp_path / "embeddings")
     vectors = Embeddings.open(tmp_path / "embeddings")
     build(vectors, system.dataset.labels, IndexSettings(), tmp_path / "index", threshold=0.375)
@@ -61,19 +61,19 @@ def test_a_threshold_of_unseen_classes_stays_with_the_network(system: System, st
     assert open_set.auroc is None
 
 
-def test_without_a_champion_there_is_no_network(system: System, store: Store, tmp_path: Path) -> None:
+def test_reuse_requires_a_champion(system: System, store: Store, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"no release in .* whose network could be used again; run the whole pipeline"):
         reuse_network(store, system.dataset, tmp_path / "network")
 
 
-def test_another_dataset_is_refused(system: System, make_release: MakeRelease, store: Store, tmp_path: Path) -> None:
+def test_reuse_rejects_another_dataset(system: System, make_release: MakeRelease, store: Store, tmp_path: Path) -> None:
     promote(store, make_release)
     with pytest.raises(DataError, match="made from the dataset 'digits', and its network cannot be used for 'letters'"):
         reuse_network(store, renamed(system.dataset, name="letters"), tmp_path / "network")
     assert not (tmp_path / "network").exists()
 
 
-def test_a_network_whose_training_snapshot_is_gone_is_refused(system: System, tmp_path: Path) -> None:
+def test_missing_training_snapshot_is_an_error(system: System, tmp_path: Path) -> None:
     shutil.copytree(system.network_dir, tmp_path / "network")
     store = open_store(system.dataset.manifest.store_uri)
     assert training_dataset(tmp_path / "network", system.dataset, store) is system.dataset

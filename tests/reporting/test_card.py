@@ -1,4 +1,4 @@
-"""The verdict's card: reasons first, one small page that needs nothing else."""
+"""The verdict card: a small self-contained page that starts with the reasons."""
 
 import html
 import re
@@ -21,14 +21,14 @@ def recognizer(system: System) -> Recognizer:
 
 
 @pytest.mark.parametrize(
-    ("open_set", "told"),
+    ("open_set", "explanation"),
     [
         (OpenSet(held_out=()), "was calibrated on gallery impostors"),
         (OpenSet(held_out=(), threshold=0.4), "was reused together with the network"),
     ],
 )
-def test_a_card_is_small_self_contained_and_begins_with_the_reasons(
-    system: System, recognizer: Recognizer, open_set: OpenSet, told: str
+def test_card_is_small_self_contained_and_starts_with_the_reasons(
+    system: System, recognizer: Recognizer, open_set: OpenSet, explanation: str
 ) -> None:
     evaluation = evaluate(recognizer, recognizer, system.dataset, open_set, EvaluationSettings(), system.dataset)
     for floor, title in ((0.5, "Promote: "), (1.0, "Hold: ")):
@@ -36,7 +36,7 @@ def test_a_card_is_small_self_contained_and_begins_with_the_reasons(
         card = verdict_card(verdict, evaluation)
         assert len(card) < 64 * 1024
         assert "None" not in card
-        assert told in card
+        assert explanation in card
         assert not [word for word in ("<script", "src=", "@import", "url(http") if word in card]
         start = card.index("<h1>") + len("<h1>")
         assert card[start:].startswith(title)
@@ -44,8 +44,8 @@ def test_a_card_is_small_self_contained_and_begins_with_the_reasons(
         assert [html.unescape(item) for item in re.findall("<li>(.*?)</li>", top)] == verdict.reasons
 
 
-def test_a_class_may_have_any_name(system: System, recognizer: Recognizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two dollars would be a formula to matplotlib, and what cannot be read as one an error after hours of training."""
+def test_card_accepts_any_class_name(system: System, recognizer: Recognizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """matplotlib would parse text between two dollar signs as a formula, and raise if it is invalid."""
     evaluation = evaluate(recognizer, recognizer, system.dataset, OpenSet(held_out=()), EvaluationSettings())
     matrix = (
         ["$1_$2", "a<b&c", "\x1b[31m\x00", "\u202egod\nline"],
@@ -57,17 +57,17 @@ def test_a_class_may_have_any_name(system: System, recognizer: Recognizer, monke
     card = verdict_card(verdict, evaluation)
     assert "$1_$2" in card
     assert "a&lt;b&amp;c" in card
-    assert card.count(r"\x1b[31m\x00") == card.count(r"\u202egod\nline") == 2, "an axis each"
+    assert card.count(r"\x1b[31m\x00") == card.count(r"\u202egod\nline") == 2, "once per axis"
     assert r"<li>&lt;script&gt;alert(1)&lt;/script&gt; \x1b[31m \u202egod</li>" in card
     assert all(line.isprintable() for line in card.splitlines())
     assert confusion_png(evaluation).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("names", [["short", "x" * 40], [f"{number} {'x' * 90} {number}" for number in range(10)]])
-def test_long_names_leave_room_for_the_matrix(
+def test_long_class_names_are_shortened(
     recognizer: Recognizer, system: System, monkeypatch: pytest.MonkeyPatch, names: list[str]
 ) -> None:
-    """Names cut off at the edge of the picture tell no class from another."""
+    """Names cut off at the edge of the figure would not identify their classes."""
     evaluation = evaluate(recognizer, recognizer, system.dataset, OpenSet(held_out=()), EvaluationSettings())
     rows = [[int(i == j) for j in range(len(names))] for i in range(len(names))]
     monkeypatch.setattr(type(evaluation.candidate), "confusion_matrix", lambda _: (names, rows))
@@ -77,8 +77,7 @@ def test_long_names_leave_room_for_the_matrix(
     (figure,) = drawn
     figure.draw_without_rendering()
     (axes,) = figure.axes
-    whole = figure.bbox
-    assert axes.bbox.width > 0.25 * whole.width
+    assert axes.bbox.width > 0.25 * figure.bbox.width
     for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
         box = label.get_window_extent()
         assert box.x0 >= 0

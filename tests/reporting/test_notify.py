@@ -1,4 +1,4 @@
-"""The outcome of a run, from what its steps recorded."""
+"""The outcome of a run, derived from its record."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,12 +33,12 @@ def record(store: Store) -> RunRecord:
 
 
 @pytest.mark.parametrize(
-    ("left", "state", "summary"),
+    ("recorded", "state", "summary"),
     [
         ({"verdict": PROMOTE, "deployment": DEPLOYED}, "SUCCEEDED", f"promoted: release {VERSION} is live"),
         ({"verdict": HOLD}, "SUCCEEDED", "held: Accuracy is 80%."),
-        # KFP's server says COMPLETE. A held run it leaves RUNNING, since the skipped group is the last to be counted;
-        # or FAILED, if some step of it was retried.
+        # KFP's server reports COMPLETE. It reports a held run as RUNNING, because the skipped group is not counted,
+        # or as FAILED if a step was retried.
         ({"verdict": PROMOTE, "deployment": DEPLOYED}, "COMPLETE", f"promoted: release {VERSION} is live"),
         ({"verdict": HOLD, "archived": DEPLOYED}, "RUNNING", "held: Accuracy is 80%."),
         ({"verdict": HOLD, "archived": DEPLOYED}, "FAILED", "held: Accuracy is 80%."),
@@ -57,17 +57,15 @@ def record(store: Store) -> RunRecord:
             f"rolled back: release {VERSION} is live again. It calls every 7 a 1.",
         ),
         (
-            {"promotion": DEPLOYED | {"why": "The test images were mislabelled."}},
+            {"promotion": DEPLOYED | {"why": "The test images were mislabeled."}},
             "SUCCEEDED",
             f"promoted: release {VERSION} is live",
         ),
     ],
 )
-def test_the_outcome_follows_from_what_the_steps_recorded(
-    record: RunRecord, left: dict, state: str, summary: str
-) -> None:
+def test_outcome_is_derived_from_the_record(record: RunRecord, recorded: dict, state: str, summary: str) -> None:
     RunRecord(record.store, "another run").save(verdict=PROMOTE, deployment=DEPLOYED)
-    record.save(**left)
+    record.save(**recorded)
     outcome = finalize(record, "continuous-training", state, "")
     assert outcome.summary() == summary
     assert Outcome.model_validate_json(record.store.get("runs/run/outcome.json")) == outcome
@@ -77,9 +75,9 @@ def step(name: str, state: str, message: str = "") -> StepRecord:
     return StepRecord(step=name, state=state, message=message, started=datetime.now(UTC))
 
 
-def test_a_failed_run_names_the_step_its_error_and_the_next_command(record: RunRecord) -> None:
-    for each in (step("ingest", "finished"), step("train", "running"), step("probe", "failed", "The disk is full.")):
-        record.save_step(each)
+def test_failed_run_names_step_error_and_next_command(record: RunRecord) -> None:
+    for failing in (step("ingest", "finished"), step("train", "running"), step("probe", "failed", "The disk is full.")):
+        record.save_step(failing)
     record.save_step(step("notify", "running"))
     outcome = finalize(record, "continuous-training", "FAILED", "")
     assert outcome.summary() == (
@@ -91,25 +89,25 @@ def test_a_failed_run_names_the_step_its_error_and_the_next_command(record: RunR
     assert "Next: `evernear pipeline run continuous-training`" in outcome.markdown()
 
 
-def test_a_retried_step_that_succeeded_is_no_failure(record: RunRecord) -> None:
+def test_successful_retry_is_not_a_failure(record: RunRecord) -> None:
     record.save_step(step("train", "failed", "The store did not answer."))
     record.save_step(step("train", "finished"))
-    record.save_step(step("index", "failed", "Out of luck."))
-    assert finalize(record, "reindex", "FAILED", "").summary() == "failed at index: Out of luck."
+    record.save_step(step("index", "failed", "The index is empty."))
+    assert finalize(record, "reindex", "FAILED", "").summary() == "failed at index: The index is empty."
 
 
-def test_a_stopped_run_says_by_whom(record: RunRecord) -> None:
+def test_stopped_run_names_who_stopped_it(record: RunRecord) -> None:
     record.save_step(step("train", "running"))
     record.save_stop("ada (U0ADA in Slack)", datetime.now(UTC))
     outcome = finalize(record, "continuous-training", "FAILED", "")
     assert outcome.summary() == "stopped by ada (U0ADA in Slack)."
 
 
-def test_without_any_record_the_error_of_kfp_is_shown(record: RunRecord) -> None:
+def test_kfp_error_is_used_without_a_record(record: RunRecord) -> None:
     assert finalize(record, "reindex", "FAILED", "OOMKilled").summary() == "failed: OOMKilled"
 
 
-def test_a_held_release_is_named_and_the_pictures_and_rules_are_found_again(record: RunRecord) -> None:
+def test_held_release_can_be_loaded_with_its_figures(record: RunRecord) -> None:
     store = record.store
     record.save(verdict=HOLD, archived={"version": VERSION})
     save_confusion_matrix(record, b"PNG")

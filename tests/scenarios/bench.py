@@ -1,4 +1,4 @@
-"""A user at a keyboard: the installed ``evernear`` command in a directory of its own, on ports of its own."""
+"""Runs the installed ``evernear`` command in a separate working directory with separate ports."""
 
 import json
 import os
@@ -22,7 +22,7 @@ PORTS = ("inference_port", "management_port", "metrics_port", "grpc_inference_po
 
 
 class Bench:
-    """One working directory with its settings; every command runs in a process of its own."""
+    """A working directory with its settings. Every command runs in its own process."""
 
     def __init__(self, directory: Path, **variables: str) -> None:
         self.directory = directory
@@ -119,7 +119,7 @@ class Bench:
 
 
 def write_negatives(directory: Path, label: str, numbers: range) -> None:
-    """A class that no digit is: zeros of scikit-learn's digits, white on black turned into black on white."""
+    """Images of an additional class: scikit-learn's zeros, inverted to black on white."""
     images, targets = load_digits(return_X_y=True)
     directory.joinpath(label).mkdir(parents=True, exist_ok=True)
     for number in np.flatnonzero(targets == 0)[numbers]:
@@ -128,7 +128,7 @@ def write_negatives(directory: Path, label: str, numbers: range) -> None:
 
 
 def write_digits(directory: Path, labels: str = "0123", per_class: int = 120, shuffle_labels: bool = False) -> None:
-    """scikit-learn's digits as a class-per-folder tree of PNG; ``shuffle_labels`` files each in a random class."""
+    """scikit-learn's digits as PNG files, one folder per class; ``shuffle_labels`` assigns random classes."""
     images, targets = load_digits(return_X_y=True)
     rng = np.random.default_rng(0)
     for label in labels:
@@ -140,7 +140,7 @@ def write_digits(directory: Path, labels: str = "0123", per_class: int = 120, sh
 
 
 def free_ports() -> list[int]:
-    """As many free loopback ports as a server needs."""
+    """Free loopback ports for a server."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in PORTS]
         for each in sockets:
@@ -149,6 +149,6 @@ def free_ports() -> list[int]:
 
 
 def clear(directory: Path) -> None:
-    """Remove and make ``directory``."""
+    """Recreate ``directory`` empty."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)

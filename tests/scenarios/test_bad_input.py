@@ -1,4 +1,4 @@
-"""What bad input gets: one sentence, an exit code, nothing half-written."""
+"""Invalid input: one error message, an exit code, and no partial results."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def run_refused(bench: Bench, *words: str) -> tuple[int, str]:
-    """`evernear run` must fail with a sentence, and publish nothing."""
+    """Check that `evernear run` fails with an error message and publishes nothing."""
     refused = bench.refused("run", "--preset", "quick", *words)
     assert not list(bench.workdir.glob("store/releases/**/*.mar"))
     return refused
@@ -29,7 +29,7 @@ def test_config_typo(bench: Bench) -> None:
     assert not bench.workdir.exists()
 
 
-def test_folder_that_is_not_there(bench: Bench) -> None:
+def test_missing_folder(bench: Bench) -> None:
     code, told = run_refused(bench)
     assert code == 3
     assert str(bench.directory / "images") in told
@@ -49,14 +49,14 @@ def test_folder_with_one_class(bench: Bench) -> None:
     assert "class" in told
 
 
-def test_a_folder_is_looked_for_where_the_user_is(bench: Bench) -> None:
+def test_relative_folder_is_resolved_in_the_current_directory(bench: Bench) -> None:
     write_digits(bench.directory / "images", labels="3")
     _, told = run_refused(bench, "--source", "folder:images")
     assert "class" in told, "found, and found wanting"
 
 
 @pytest.mark.parametrize("content", [b"this is no picture", b""], ids=["text", "empty"])
-def test_file_that_is_no_image_is_named(bench: Bench, content: bytes) -> None:
+def test_invalid_image_file_is_named(bench: Bench, content: bytes) -> None:
     write_digits(bench.directory / "images")
     (bench.directory / "images/1/note.png").write_bytes(content)
     code, told = run_refused(bench)
@@ -65,7 +65,7 @@ def test_file_that_is_no_image_is_named(bench: Bench, content: bytes) -> None:
 
 
 @pytest.mark.slow
-def test_corrupt_png_among_good_ones_stops_the_run_or_is_left_out_as_settings_say(bench: Bench) -> None:
+def test_corrupt_png_stops_the_run_or_is_skipped_as_configured(bench: Bench) -> None:
     write_digits(bench.directory / "images")
     victim = next((bench.directory / "images/2").iterdir())
     victim.write_bytes(victim.read_bytes()[:60])
@@ -78,7 +78,7 @@ def test_corrupt_png_among_good_ones_stops_the_run_or_is_left_out_as_settings_sa
 
 
 @pytest.mark.slow
-def test_class_that_disappears_in_new_data(bench: Bench) -> None:
+def test_removed_class(bench: Bench) -> None:
     write_digits(bench.directory / "images")
     assert bench.run()["promoted"]
     for image in (bench.directory / "images/3").iterdir():
@@ -89,7 +89,7 @@ def test_class_that_disappears_in_new_data(bench: Bench) -> None:
     assert len(list(bench.workdir.glob("store/releases/manifests/*.json"))) == 1
 
 
-def test_reindex_before_anything_was_released(bench: Bench) -> None:
+def test_reindex_requires_a_release(bench: Bench) -> None:
     write_digits(bench.directory / "images", per_class=20)
     code, told = bench.refused("reindex", "--preset", "quick")
     assert code == 4
@@ -109,8 +109,8 @@ def test_empty_bucket(bench: Bench, bucket: str, s3_endpoint: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_bucket_is_a_source_and_a_store(bench: Bench, bucket: str, s3_endpoint: str) -> None:
-    """Images and everything that a run and a reindex make lie in S3; nothing of the store is on this disk."""
+def test_bucket_as_source_and_store(bench: Bench, bucket: str, s3_endpoint: str) -> None:
+    """Images and store are in S3, and nothing of the store is on the local disk."""
     bench.environment |= {
         "AWS_ENDPOINT_URL": s3_endpoint,
         "AWS_ACCESS_KEY_ID": "tester",
@@ -142,7 +142,7 @@ ODD_NAMES = {"0": "\x1b]0;owned\x07", "1": "[red]one", "2": "\u202eowt", "3": "t
 
 
 @pytest.mark.slow
-def test_classes_of_any_name_make_a_release(bench: Bench) -> None:
+def test_any_class_name_can_be_released(bench: Bench) -> None:
     images = bench.directory / "images"
     write_digits(images)
     for label, name in ODD_NAMES.items():

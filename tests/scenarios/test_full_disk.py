@@ -1,4 +1,4 @@
-"""Every step on disks that are too small for it, from nothing at all to just enough: always the one sentence."""
+"""Every step on disks of growing size reports the same error until it has enough space."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ STEPS = (
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """A run that has ended well."""
+    """A successful run."""
     directory = tmp_path_factory.mktemp("earlier")
     write_digits(directory / "images")
     bench = Bench(directory, EVERNEAR_TARGET="registry")
@@ -40,7 +40,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_step_without_room_says_that_the_disk_is_full(bench: Bench, tmp_path: Path, step: str) -> None:
+def test_step_reports_a_full_disk(bench: Bench, tmp_path: Path, step: str) -> None:
     script = ["-m", "tests.scenarios.on_small_disks", step]
     places = [str(bench.directory / "result.json"), str(bench.directory / "images"), str(tmp_path)]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What Ctrl-C gets: a sentence that says what was stopped and what remains, exit code 130, and no process left."""
+"""Ctrl-C: a message about what was stopped and what remains, exit code 130, and no remaining process."""
 
 import signal
 import socket
@@ -18,27 +18,27 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def interrupted(process: subprocess.Popen[str]) -> str:
-    """What the command says after Ctrl-C; nothing that it started is left."""
+    """Interrupt the command; check that its processes have ended and return its message."""
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     assert "Traceback" not in output
     assert not [child for child in children if child.is_running()], "a process outlived its command"
-    (told,) = [line for line in output.splitlines() if line.startswith("evernear: ")]
-    return told
+    (message,) = [line for line in output.splitlines() if line.startswith("evernear: ")]
+    return message
 
 
-def test_a_run_is_interrupted(bench: Bench) -> None:
+def test_interrupted_run_reports_what_remains(bench: Bench) -> None:
     temporary = bench.directory / "tmp"
     temporary.mkdir()
     bench.environment["TMPDIR"] = str(temporary)
     with bench.start("run", "--preset", "quick") as process:
         bench.await_step("train", process)
-        told = interrupted(process)
-    assert told.startswith("evernear: Interrupted during ")
-    assert "train" in told
-    assert told.endswith(
+        message = interrupted(process)
+    assert message.startswith("evernear: Interrupted during ")
+    assert "train" in message
+    assert message.endswith(
         ": all processes of the run have ended, and the live release is unchanged. Ingested images and finished epochs "
         "are saved; the same command resumes from there."
     )
@@ -47,13 +47,13 @@ def test_a_run_is_interrupted(bench: Bench) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["ingest", "train", "deploy"])
-def test_a_run_goes_on_after_it_was_interrupted(bench: Bench, step: str) -> None:
+def test_run_resumes_after_an_interrupt(bench: Bench, step: str) -> None:
     bench.environment["EVERNEAR_TARGET"] = "local"
     with bench.start("run", "--preset", "quick") as process:
         bench.await_step(step, process)
-        told = interrupted(process)
-    assert step in told
-    assert ("`evernear status` shows which release is live" in told) is (step == "deploy")
+        message = interrupted(process)
+    assert step in message
+    assert ("`evernear status` shows which release is live" in message) is (step == "deploy")
     words = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
     assert not [line for line in words if str(bench.workdir) in line], "a TorchServe that was begun is ended"
     try:
@@ -76,7 +76,7 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 @pytest.mark.slow
-def test_training_processes_end_with_their_run(bench: Bench) -> None:
+def test_training_processes_end_with_the_run(bench: Bench) -> None:
     words = ("--set", "train.processes=2", "--set", "train.epochs=1000", "--set", "train.device=cpu")
     for end in (signal.SIGINT, signal.SIGKILL):
         with bench.start("run", "--preset", "quick", *words) as process:
@@ -91,11 +91,11 @@ def test_training_processes_end_with_their_run(bench: Bench) -> None:
         assert not alive, end
 
 
-def test_any_other_command_is_interrupted(bench: Bench) -> None:
+def test_other_commands_can_be_interrupted(bench: Bench) -> None:
     image = next((bench.directory / "images").rglob("*.png"))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = str(silent.getsockname()[1])
         words = ("--target", "127.0.0.1", "--port", port, "--format", "prep", "--timeout-s", "300")
         with bench.start("predict", str(image), *words) as process, silent.accept()[0]:
-            told = interrupted(process)
-    assert told == "evernear: Interrupted. Nothing is half-written; run the command again to continue."
+            message = interrupted(process)
+    assert message == "evernear: Interrupted. Nothing is half-written; run the command again to continue."

@@ -1,4 +1,4 @@
-"""The main job, as a user does it: run, look, predict, run again."""
+"""The main job from a user's view: run, status, predict, run again."""
 
 import json
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Bench, dict]]:
-    """A bench whose first run was promoted and serves."""
+    """A bench whose first release is live."""
     bench = Bench(tmp_path_factory.mktemp("served"))
     write_digits(bench.directory / "images", labels="0123456789")
     yield bench, bench.run()
     bench.command("stop")
 
 
-def test_the_first_run_promotes_and_tells_where_everything_is(served: tuple[Bench, dict]) -> None:
+def test_first_run_promotes_and_reports_its_paths(served: tuple[Bench, dict]) -> None:
     _, result = served
     assert result["promoted"] is True
     assert result["state"] == "promoted"
@@ -35,7 +35,7 @@ def test_the_first_run_promotes_and_tells_where_everything_is(served: tuple[Benc
     assert result["release"] in Path(result["paths"]["notify.outcome"]).read_text()
 
 
-def test_predict_answers_from_the_release_that_was_deployed(served: tuple[Bench, dict]) -> None:
+def test_predict_uses_the_deployed_release(served: tuple[Bench, dict]) -> None:
     bench, result = served
     images = [str(bench.directory / f"images/{label}") for label in "37"]
     files = [str(sorted(Path(folder).iterdir())[0]) for folder in images]
@@ -48,7 +48,7 @@ def test_predict_answers_from_the_release_that_was_deployed(served: tuple[Bench,
         assert answer["neighbors"][0]["dist"] == pytest.approx(answer["dist"])
 
 
-def test_one_bad_image_among_good_ones_is_told_and_the_others_are_answered(
+def test_invalid_image_does_not_affect_others(
     served: tuple[Bench, dict],
 ) -> None:
     bench, _ = served
@@ -62,14 +62,14 @@ def test_one_bad_image_among_good_ones_is_told_and_the_others_are_answered(
     assert bench.refused("predict", str(bad))[0] == 9
 
 
-def test_status_names_what_serves(served: tuple[Bench, dict]) -> None:
+def test_status_shows_the_live_release(served: tuple[Bench, dict]) -> None:
     bench, result = served
     told = json.loads(bench.command("status", "--json").stdout)
     assert told["server"] == "up"
     assert told["default"] == told["champion"] == result["release"]
 
 
-def test_a_better_or_equal_challenger_replaces_the_champion_and_the_old_one_stays_registered(
+def test_equal_candidate_replaces_the_champion(
     served: tuple[Bench, dict],
 ) -> None:
     bench, first = served
@@ -82,7 +82,7 @@ def test_a_better_or_equal_challenger_replaces_the_champion_and_the_old_one_stay
     assert first["release"] in told["registered"]
 
 
-def test_a_new_class_is_recognised_without_training_and_a_rollback_forgets_it(served: tuple[Bench, dict]) -> None:
+def test_reindex_adds_a_class_and_rollback_removes_it(served: tuple[Bench, dict]) -> None:
     bench, _ = served
     before = json.loads(bench.command("registry", "show", champion_of(bench), "--json").stdout)
     write_negatives(bench.directory / "images", "negative", range(100))
@@ -140,13 +140,13 @@ def answers(bench: Bench, files: list[str]) -> list[dict]:
 
 
 def pipeline_arguments(bench: Bench) -> dict[str, object]:
-    """Of the rollback pipeline, for what serves on the bench."""
+    """Arguments of the rollback pipeline for the live release of the bench."""
     settings = load(environment=bench.environment)
     named = ("store", "serving", "kubernetes_settings", "target", "workdir")
     return {name: value for name, value in local_run.pipeline_arguments(settings).items() if name in named}
 
 
-def test_a_model_of_shuffled_labels_is_held_and_the_champion_stays(served: tuple[Bench, dict]) -> None:
+def test_model_trained_on_shuffled_labels_is_held(served: tuple[Bench, dict]) -> None:
     bench, _ = served
     champion = json.loads(bench.command("status", "--json").stdout)["champion"]
     write_digits(bench.directory / "shuffled", labels="0123456789", shuffle_labels=True)
@@ -157,7 +157,7 @@ def test_a_model_of_shuffled_labels_is_held_and_the_champion_stays(served: tuple
     assert json.loads(bench.command("status", "--json").stdout)["default"] == champion
 
 
-def test_stop_ends_the_server_and_serve_brings_the_champion_back(served: tuple[Bench, dict]) -> None:
+def test_stop_and_serve_restart_the_champion(served: tuple[Bench, dict]) -> None:
     bench, _ = served
     champion = json.loads(bench.command("status", "--json").stdout)["champion"]
     image = str(next((bench.directory / "images/5").iterdir()))

@@ -1,4 +1,4 @@
-"""What evernear promises, from new images in a bucket to a class that is recognised.
+"""The complete system, from new images in a bucket to a class that is recognized.
 
 Real: the bucket's protocol, the watcher and the bot as processes, the compiled pipeline and its steps, training, gate,
 TorchServe. On loopback: Slack and Kubeflow Pipelines, which runs what it is told to on this machine.
@@ -36,7 +36,7 @@ _numbers = itertools.count()
 
 @dataclass
 class Product:
-    """All of it, with a first release of the digits 0 to 8 that serves."""
+    """The complete system with a live release for the digits 0 to 8."""
 
     bench: Bench
     images: Store
@@ -128,7 +128,7 @@ def product(s3_endpoint: str, bucket: str, tmp_path: Path) -> Iterator[Product]:
             bench.command("stop")
 
 
-def test_a_new_class_is_seen_asked_about_trained_gated_deployed_and_recognised(product: Product) -> None:
+def test_new_class_is_proposed_trained_deployed_and_recognized(product: Product) -> None:
     first = product.status()["champion"]
     assert product.watch()["action"] == "nothing"
     product.add_images("9", digit="9")
@@ -158,7 +158,7 @@ def test_a_new_class_is_seen_asked_about_trained_gated_deployed_and_recognised(p
 
 
 @pytest.mark.slow
-def test_a_bad_model_is_held_until_somebody_who_may_promotes_it_anyway(product: Product) -> None:
+def test_held_model_can_be_promoted_by_an_authorized_person(product: Product) -> None:
     first = product.status()["champion"]
     for digit in range(9):  # somebody mislabelled all that arrived
         product.add_images(str((digit + 1) % 9), str(digit))
@@ -181,7 +181,7 @@ def test_a_bad_model_is_held_until_somebody_who_may_promotes_it_anyway(product: 
 
 
 @pytest.mark.slow
-def test_a_deployment_that_fails_leaves_the_champion_and_says_so(product: Product) -> None:
+def test_failed_deployment_keeps_the_champion_and_is_reported(product: Product) -> None:
     first = product.status()["champion"]
     product.add_images("9", digit="9")
     # Where the release is to go now, the ports are taken: by the server of the champion.

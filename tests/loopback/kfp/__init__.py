@@ -47,7 +47,7 @@ __all__ = ["KfpServer", "LocalExecutor", "RunControl"]
 
 
 class KfpServer:
-    """The server, while its context lasts."""
+    """The server. It runs while its context is active."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The HTTP side: every request and every answer is held against the contract before it is believed."""
+"""The HTTP layer, which validates every request and response against the contract."""
 
 import email
 import email.policy
@@ -27,12 +27,12 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "run": ("run_id", "experiment_id", "recurring_run_id", "state", "storage_state", "finished_at", *COMMON),
     "recurring_run": ("recurring_run_id", "name", "id", "updated_at", "created_at", "display_name", "description"),
 }
-"""What can be filtered and sorted by: the API server's APIToModelFieldMap of each model."""
+"""Fields for filters and sorting: the API server's APIToModelFieldMap of each model."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that is within the contract."""
+    """A valid request."""
 
     path: Mapping[str, str]
     query: Mapping[str, str]
@@ -42,18 +42,18 @@ class Asked:
 
 @dataclass
 class Fault:
-    """The next ``times`` requests of ``operation`` (any, if empty) go wrong with ``status``."""
+    """The next ``times`` requests of ``operation`` (any if empty) fail with ``status``."""
 
     operation: str
     status: int
     times: int
     after: bool
-    """The server did what was asked, and the answer was lost on the way."""
+    """Whether the server executes the request and only the response is lost."""
     delay_s: float
 
 
 class Api:
-    """The operations, by the names that the swagger gives them."""
+    """The operations, named as in the Swagger file."""
 
     def __init__(self, state: State, on_run: Callable[[str], None]) -> None:
         self.state = state
@@ -204,7 +204,7 @@ class Api:
 
 @dataclass
 class Gate:
-    """Who may in: a bearer token (an authenticating proxy), or a session's cookie (Dex, IAP)."""
+    """Required credentials: a bearer token (an authenticating proxy) or a session cookie (Dex, IAP)."""
 
     token: str = ""
     cookie: str = ""
@@ -218,7 +218,7 @@ class Gate:
 
 
 class Front:
-    """The application: gate, faults, contract, operation."""
+    """The application: check credentials, inject faults, validate, execute."""
 
     def __init__(self, api: Api, gate: Gate) -> None:
         self._api = api
@@ -290,7 +290,7 @@ class Front:
 
 
 def _as_protobuf(tree: Resource) -> Resource:
-    """64 bits are a string in protobuf's JSON; a number is taken too, and kfp.Client sends one."""
+    """Protobuf's JSON has 64-bit integers as strings but accepts numbers, which kfp.Client sends."""
     wide = ("max_concurrency", "interval_second")
     return {key: str(value) if key in wide and isinstance(value, int) else value for key, value in tree.items()}
 
@@ -312,7 +312,7 @@ def _found(resources: Mapping[str, Resource], key: str, kind: str) -> Resource:
 
 
 def _listed(key: str, resources: list[Resource], token: str, total: int) -> Resource:
-    """Empty fields are left out, as protobuf's JSON does."""
+    """Drop empty fields, like protobuf's JSON."""
     listed: Resource = {key: resources, "next_page_token": token, "total_size": total}
     return {name: value for name, value in listed.items() if value}
 
@@ -324,7 +324,7 @@ def _refusal(refused: Refused, status: int = 0) -> Response:
 
 
 def _refused_upload(refused: Refused) -> Response:
-    """Uploads are no gRPC, and have another form of error; refused permission is a 400 there."""
+    """Uploads bypass gRPC and have another error format; a denied permission is a 400."""
     status = {3: 400, 6: 409}.get(refused.code, 400)
     message = refused.message if status == 400 else "Failed to create a pipeline version"
     return JSONResponse({"error_message": message, "error_details": message}, status)

@@ -1,4 +1,4 @@
-"""What the v2beta1 API allows, as JSON schemas: taken from the published client, which is generated from the swagger.
+"""JSON schemas of the v2beta1 API, taken from the published client, which is generated from the Swagger file.
 
 ``kfp_server_api`` is what KFP publishes of its swagger to the Python index: a class for each definition and a method
 for each operation. Each method is called once with a recorder in place of the network, which tells method, path,
@@ -20,7 +20,7 @@ ERROR = "GoogleRpcStatus"
 
 @dataclass(frozen=True)
 class Operation:
-    """One method on one path."""
+    """An HTTP method and path."""
 
     name: str
     method: str
@@ -29,7 +29,7 @@ class Operation:
     body: str | None
     files: frozenset[str]
     answer: str
-    """Type of the 200; every other answer is a `ERROR`."""
+    """Type of the 200 response; all others are an `ERROR`."""
 
     def matches(self, method: str, path: str) -> dict[str, str] | None:
         """The path's parameters, if a request is this operation."""
@@ -40,7 +40,7 @@ class Operation:
 
 
 class _Recorder:
-    """Stands where the generated methods expect the API client, and keeps what they would send."""
+    """Replaces the API client of the generated methods and records what they would send."""
 
     client_side_validation = False
 
@@ -84,13 +84,13 @@ def _operation(name: str, method: Any) -> Operation:
 
 
 def faults(type_name: str, value: Any) -> list[str]:
-    """What of ``value`` the schema of ``type_name`` does not allow."""
+    """The parts of ``value`` that violate the schema of ``type_name``."""
     errors = _validator(type_name).iter_errors(value)
     return [f"{'/'.join(map(str, error.absolute_path)) or type_name}: {error.message}" for error in errors]
 
 
 def definitions() -> dict[str, Any]:
-    """Every definition as a JSON schema that allows nothing else."""
+    """Every definition as a strict JSON schema."""
     models = {name: model for name, model in vars(kfp_server_api).items() if hasattr(model, "openapi_types")}
     return {name: _definition(model) for name, model in models.items()}
 
@@ -115,7 +115,7 @@ def _definition(model: Any) -> dict[str, Any]:
 
 
 def _schema(kind: str) -> dict[str, Any]:
-    """The JSON schema of the generator's word for a type."""
+    """The JSON schema of a type name of the generator."""
     if listed := re.fullmatch(r"list\[(.+)\]", kind):
         return {"type": "array", "items": _schema(listed[1])}
     if mapped := re.fullmatch(r"dict\(str, (.+)\)", kind):

@@ -1,4 +1,4 @@
-"""Really runs the pipeline of a started run, on this machine, and reports its tasks as they come and go."""
+"""An executor that runs the pipeline of a started run on this machine and reports its tasks."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Filters, order and pages of a list, as the API server has them."""
+"""Filtering, sorting and paging, as in the API server."""
 
 import base64
 import json
@@ -27,7 +27,7 @@ NUMBERS = {1: "EQUALS", 2: "NOT_EQUALS", 3: "GREATER_THAN", 5: "GREATER_THAN_EQU
     8: "IN",
     9: "IS_SUBSTRING",
 }
-"""Of the enum; protobuf's JSON takes them as well as the names, and kfp.Client sends them."""
+"""Enum numbers. Protobuf's JSON accepts them besides the names, and kfp.Client sends them."""
 VALUE_KEYS = (
     "int_value",
     "long_value",
@@ -42,7 +42,7 @@ VALUE_KEYS = (
 def page(
     resources: Sequence[Mapping[str, Any]], query: Mapping[str, str], fields: Sequence[str], id_field: str
 ) -> tuple[list[Any], str, int]:
-    """One page of ``resources``, the token of the next one, and how many there are in all.
+    """One page of ``resources``, the token of the next page, and the total number.
 
     ``fields`` are those that the server can filter and sort by.
     """
@@ -90,7 +90,7 @@ def _holds(resource: Mapping[str, Any], predicate: Mapping[str, Any], fields: Se
 
 
 def _folded(value: Any) -> Any:
-    """MySQL's default collation does not tell upper case from lower."""
+    """MySQL's default collation ignores case."""
     if isinstance(value, list):
         return [_folded(one) for one in value]
     return value.casefold() if isinstance(value, str) else value

@@ -1,10 +1,10 @@
-"""How the API server says no: a gRPC status, and the HTTP status that its gateway makes of it."""
+"""Error responses of the API server: a gRPC status and the HTTP status that its gateway derives from it."""
 
 HTTP = {3: 400, 5: 404, 6: 409, 7: 403, 9: 400, 10: 409, 13: 500, 14: 503, 16: 401}
 
 
 class Refused(Exception):
-    """A request is answered with a gRPC status other than OK."""
+    """The API server rejects a request with a gRPC status other than OK."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""What the API server keeps, and the hand that moves a run on: `RunControl`."""
+"""The state of the API server, and `RunControl`, which changes the state of a run."""
 
 import re
 import threading
@@ -15,14 +15,14 @@ from tests.loopback.kfp.refusals import exists, forbidden, invalid, missing
 
 Resource = dict[str, Any]
 NEVER = "1970-01-01T00:00:00Z"
-"""The API server's word for a time that has not come."""
+"""The API server's value for a time that is not set."""
 CRON = re.compile(r"@[a-z]+( \S+)?|([\d*?,/-]+ ){4,5}[\dA-Z*?,/-]+", re.IGNORECASE)
-"""robfig/cron 1.2: seconds come first and the day of the week may be left out, so five fields do not mean Unix's."""
+"""robfig/cron 1.2: seconds come first and the day of the week is optional, so five fields differ from Unix."""
 FINAL = ("SUCCEEDED", "SKIPPED", "FAILED", "CANCELED")
 
 
 class State:
-    """Pipelines, versions, experiments, runs and recurring runs. Methods hold the lock; so must whoever reads."""
+    """Pipelines, versions, experiments, runs and recurring runs. Methods take the lock; readers must do so, too."""
 
     def __init__(self, now: Callable[[], datetime], namespaces: frozenset[str]) -> None:
         self.lock = threading.RLock()
@@ -149,7 +149,7 @@ class State:
 
 
 class RunControl:
-    """One run, moved on by the test or by an executor. Tasks are reported as Argo's nodes are: with their drivers."""
+    """Changes the state of one run for a test or an executor. Tasks are reported like Argo's nodes, with drivers."""
 
     def __init__(self, state: State, run_id: str, directory: Path) -> None:
         self._state = state
@@ -243,7 +243,7 @@ class RunControl:
 
 @cache
 def read_spec(content: bytes) -> Resource:
-    """The pipeline spec of an uploaded file as the API tells it, or the refusal of a file that is none."""
+    """The pipeline spec of an uploaded file, as the API returns it. Raises if the file is invalid."""
     try:
         documents = list(yaml.load_all(content, yaml.CSafeLoader))
     except yaml.YAMLError:
@@ -255,7 +255,7 @@ def read_spec(content: bytes) -> Resource:
 
 
 def check_parameters(spec: Resource, given: Mapping[str, Any]) -> None:
-    """As the API server compares the parameters of a run with the pipeline's own."""
+    """Compare the parameters of a run with those of the pipeline, like the API server."""
     root = spec.get("pipeline_spec", spec)["root"]
     wanted = root.get("inputDefinitions", {}).get("parameters", {})
     kinds: dict[str, tuple[type, ...]] = {

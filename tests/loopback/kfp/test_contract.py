@@ -1,4 +1,4 @@
-"""The contract is the published one, and a server that broke it would be noticed."""
+"""The contract equals the published API, and violations are detected."""
 
 import json
 import os
@@ -14,7 +14,7 @@ SWAGGER = os.environ.get("EVERNEAR_TEST_KFP_SWAGGER")
 """kfp_api_single_file.swagger.json of KFP 2.17.0: backend/api/v2beta1/swagger in github.com/kubeflow/pipelines."""
 
 
-def test_answers_and_requests_outside_the_contract_are_faults() -> None:
+def test_invalid_requests_and_responses_are_detected() -> None:
     run = {"run_id": "a", "display_name": "b", "created_at": "2026-11-22T00:00:00Z", "state": "RUNNING"}
     assert contract.faults("V2beta1Run", run) == []
     assert contract.faults("V2beta1Run", {**run, "created_at": "yesterday"})
@@ -24,13 +24,13 @@ def test_answers_and_requests_outside_the_contract_are_faults() -> None:
     assert contract.faults("V2beta1RecurringRun", {"max_concurrency": 1}), "int64 is a string in protobuf's JSON"
 
 
-def test_the_loopback_server_has_only_operations_that_are_published() -> None:
+def test_loopback_server_has_only_published_operations() -> None:
     published = {operation.name for operation in contract.operations()}
     assert {name for name in vars(Api) if not name.startswith("_")} <= published
 
 
 @pytest.mark.skipif(not SWAGGER, reason="EVERNEAR_TEST_KFP_SWAGGER names no copy of the swagger")
-def test_the_contract_is_the_swagger() -> None:
+def test_contract_equals_the_swagger_file() -> None:
     swagger = json.loads(Path(SWAGGER or "").read_text())
     published = {(o.method, o.path): o for o in contract.operations()}
     stated = {(m.upper(), path): o for path, methods in swagger["paths"].items() for m, o in methods.items()}
@@ -76,5 +76,5 @@ def _name(reference: str) -> str:
 
 
 def _class(name: str) -> str:
-    """The generator's class for a definition."""
+    """The generated class of a definition."""
     return "".join(part[0].upper() + part[1:] for part in name.split(".") if part)

@@ -1,4 +1,4 @@
-"""A run of the loopback server that is really carried out, as the closing scenario does it."""
+"""A run of the loopback server that executes its pipeline, as in tests/scenarios/test_promise.py."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tests.loopback.kfp import KfpServer, LocalExecutor
 
 
 @pytest.mark.slow
-def test_the_sentence_of_a_step_that_failed_reaches_the_run(tmp_path: Path) -> None:
+def test_error_of_a_failed_step_is_reported(tmp_path: Path) -> None:
     store = (tmp_path / "store").as_uri()
     with KfpServer(executor=LocalExecutor(tmp_path / "runs", store=store)) as server:
         server.publish(GOLDEN / "continuous_training.yaml", version="first")

@@ -1,4 +1,4 @@
-"""``kfp.Client`` itself, as everybody uses it: upload, run, list, schedule, wait, terminate; and what is refused."""
+"""The loopback server with a plain ``kfp.Client``: upload, run, list, schedule, wait, terminate, and errors."""
 
 import json
 import threading
@@ -28,7 +28,7 @@ def client(server: KfpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return kfp.Client(host=server.url)
 
 
-def test_the_life_of_a_run(server: KfpServer, client: kfp.Client) -> None:
+def test_upload_run_schedule_and_terminate(server: KfpServer, client: kfp.Client) -> None:
     pipeline = client.upload_pipeline(COMPILED, pipeline_name="training")
     version = client.upload_pipeline_version(COMPILED, "v2", pipeline_name="training")
     assert client.get_pipeline_id("training") == pipeline.pipeline_id
@@ -59,7 +59,7 @@ def test_the_life_of_a_run(server: KfpServer, client: kfp.Client) -> None:
     assert client.list_recurring_runs().recurring_runs is None
 
 
-def test_what_is_refused(server: KfpServer, client: kfp.Client, tmp_path: Path) -> None:
+def test_invalid_requests_are_rejected(server: KfpServer, client: kfp.Client, tmp_path: Path) -> None:
     pipeline = client.upload_pipeline(COMPILED, pipeline_name="training")
     version = client.list_pipeline_versions(pipeline.pipeline_id).pipeline_versions[0]
     experiment = client.create_experiment("mine")
@@ -93,7 +93,7 @@ def test_what_is_refused(server: KfpServer, client: kfp.Client, tmp_path: Path) 
         assert refused.value.status == status, refused.value.body
 
 
-def test_a_request_outside_the_contract_fails_the_test_that_made_it(client: kfp.Client) -> None:
+def test_contract_violation_fails_the_test(client: kfp.Client) -> None:
     with KfpServer() as server:
         with pytest.raises(ApiException):
             kfp.Client(host=server.url).runs.run_service_create_run(run={"display_name": "x", "colour": "red"})
@@ -104,7 +104,7 @@ def test_a_request_outside_the_contract_fails_the_test_that_made_it(client: kfp.
         server.violations.clear()
 
 
-def test_a_users_token_and_namespace_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_and_namespace_are_required(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kfp.Client, "_LOCAL_KFP_CONTEXT", str(tmp_path / "context.json"))
     with KfpServer(token="secret", namespaces={"alice"}) as server:
         refusals = [
