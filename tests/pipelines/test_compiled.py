@@ -44,7 +44,7 @@ class Compiled:
         return {name: task for _, tasks in self.groups() for name, task in tasks.items() if "-" not in name}
 
     def groups(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """What each graph, the root too, takes as parameters, and its tasks."""
+        """The parameters and tasks of each graph, including the root."""
         for part in ({"x": self.spec["root"]} | self.spec["components"]).values():
             if "dag" in part:
                 yield part.get("inputDefinitions", {}).get("parameters", {}), part["dag"]["tasks"]
@@ -163,7 +163,7 @@ def test_secrets_are_no_parameters_and_every_step_has_store_credentials(compiled
         variables = {key["envVar"] for secret in compiled.pod(name)["secretAsEnv"] for key in secret["keyToEnv"]}
         assert {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= variables
         proves = name in ("deploy", "rollback", "promote")
-        assert ("EVERNEAR_TOKEN" in variables) == proves, "the inference token goes to who asks for predictions"
+        assert ("EVERNEAR_TOKEN" in variables) == proves, "only tasks that request predictions get the token"
     suspicious = [name for name in compiled.parameters if "key" in name or "password" in name or "token" in name]
     assert suspicious == ["task_token_secret"], "the name of a Secret is none"
 
@@ -180,7 +180,7 @@ def test_every_task_has_a_timeout_and_time_for_its_retries(compiled: Compiled) -
         assert 0 < timeout_s <= 24 * HOUR_S
         if "retryPolicy" in task:
             retry = task["retryPolicy"]
-            assert retry["backoffFactor"] == 2, "Argo takes whole factors only"
+            assert retry["backoffFactor"] == 2, "Argo requires an integer"
             in_all_s = int(retry["backoffMaxDuration"].removesuffix("s"))
             assert in_all_s >= (retry["maxRetryCount"] + 1) * timeout_s
             assert int(retry["backoffDuration"].removesuffix("s")) >= 10

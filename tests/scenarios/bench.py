@@ -70,16 +70,16 @@ class Bench:
         return json.loads(done.stdout.splitlines()[-1])
 
     def refused(self, *words: str) -> tuple[int, str]:
-        """A command that has to fail: its exit code and what it told, which must be a sentence, no traceback."""
+        """Run a command that must fail with one error message; return exit code and message."""
         done = self.command(*words)
         assert done.returncode != 0, done.stdout
         assert "Traceback" not in done.stdout + done.stderr
-        told = [line for line in done.stderr.splitlines() if line.startswith("evernear: ")]
-        assert len(told) == 1, done.stderr
-        return done.returncode, told[0]
+        errors = [line for line in done.stderr.splitlines() if line.startswith("evernear: ")]
+        assert len(errors) == 1, done.stderr
+        return done.returncode, errors[0]
 
     def pipeline(self, name: str, **arguments: object) -> dict[str, Any]:
-        """Run a compiled pipeline here, whatever it comes to; its outcome, as the exit step told it."""
+        """Run a compiled pipeline on this machine and return its outcome."""
         root = self.directory / f"{name}-{time.monotonic_ns()}"
         root.mkdir()
         order = json.dumps({"pipeline": name, "pipeline_root": str(root), "arguments": arguments})

@@ -14,7 +14,7 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path, EVERNEAR_TARGET="registry")
 
 
-def run_refused(bench: Bench, *words: str) -> tuple[int, str]:
+def run_failing(bench: Bench, *words: str) -> tuple[int, str]:
     """Check that `evernear run` fails with an error message and publishes nothing."""
     refused = bench.refused("run", "--preset", "quick", *words)
     assert not list(bench.workdir.glob("store/releases/**/*.mar"))
@@ -30,38 +30,38 @@ def test_config_typo(bench: Bench) -> None:
 
 
 def test_missing_folder(bench: Bench) -> None:
-    code, told = run_refused(bench)
+    code, message = run_failing(bench)
     assert code == 3
-    assert str(bench.directory / "images") in told
+    assert str(bench.directory / "images") in message
 
 
 def test_empty_folder(bench: Bench) -> None:
     (bench.directory / "images").mkdir()
-    code, told = run_refused(bench)
+    code, message = run_failing(bench)
     assert code == 3
-    assert "no images" in told or "no image" in told
+    assert "no images" in message or "no image" in message
 
 
 def test_folder_with_one_class(bench: Bench) -> None:
     write_digits(bench.directory / "images", labels="3")
-    code, told = run_refused(bench)
+    code, message = run_failing(bench)
     assert code == 3
-    assert "class" in told
+    assert "class" in message
 
 
 def test_relative_folder_is_resolved_in_the_current_directory(bench: Bench) -> None:
     write_digits(bench.directory / "images", labels="3")
-    _, told = run_refused(bench, "--source", "folder:images")
-    assert "class" in told, "found, and found wanting"
+    _, message = run_failing(bench, "--source", "folder:images")
+    assert "class" in message, "the folder was found, but has too few classes"
 
 
 @pytest.mark.parametrize("content", [b"this is no picture", b""], ids=["text", "empty"])
 def test_invalid_image_file_is_named(bench: Bench, content: bytes) -> None:
     write_digits(bench.directory / "images")
     (bench.directory / "images/1/note.png").write_bytes(content)
-    code, told = run_refused(bench)
+    code, message = run_failing(bench)
     assert code == 3
-    assert "1/note.png" in told
+    assert "1/note.png" in message
 
 
 @pytest.mark.slow
@@ -69,9 +69,9 @@ def test_corrupt_png_stops_the_run_or_is_skipped_as_configured(bench: Bench) -> 
     write_digits(bench.directory / "images")
     victim = next((bench.directory / "images/2").iterdir())
     victim.write_bytes(victim.read_bytes()[:60])
-    code, told = run_refused(bench)
+    code, message = run_failing(bench)
     assert code == 3
-    assert victim.name in told
+    assert victim.name in message
     left_out = bench.run("--set", "validation.undecodable=warn")
     assert left_out["promoted"]
     assert victim.name in Path(left_out["paths"]["validate.report"]).read_text()
@@ -83,17 +83,17 @@ def test_removed_class(bench: Bench) -> None:
     assert bench.run()["promoted"]
     for image in (bench.directory / "images/3").iterdir():
         image.unlink()
-    code, told = bench.refused("run", "--preset", "quick")
+    code, message = bench.refused("run", "--preset", "quick")
     assert code == 3
-    assert "3" in told
+    assert "3" in message
     assert len(list(bench.workdir.glob("store/releases/manifests/*.json"))) == 1
 
 
 def test_reindex_requires_a_release(bench: Bench) -> None:
     write_digits(bench.directory / "images", per_class=20)
-    code, told = bench.refused("reindex", "--preset", "quick")
+    code, message = bench.refused("reindex", "--preset", "quick")
     assert code == 4
-    assert "run the whole pipeline" in told
+    assert "run the whole pipeline" in message
 
 
 def test_empty_bucket(bench: Bench, bucket: str, s3_endpoint: str) -> None:
@@ -103,9 +103,9 @@ def test_empty_bucket(bench: Bench, bucket: str, s3_endpoint: str) -> None:
         "AWS_SECRET_ACCESS_KEY": "not-a-secret",
         "AWS_REGION": "us-east-1",
     }
-    code, told = run_refused(bench, "--source", f"s3://{bucket}/images")
+    code, message = run_failing(bench, "--source", f"s3://{bucket}/images")
     assert code == 3
-    assert bucket in told
+    assert bucket in message
 
 
 @pytest.mark.slow

@@ -104,12 +104,12 @@ def test_concurrent_runs_in_one_working_directory_are_rejected(bench: Bench) -> 
     with bench.start("run", "--preset", "quick") as process:
         try:
             bench.await_step("ingest", process)
-            code, told = bench.refused("run", "--preset", "quick")
+            code, message = bench.refused("run", "--preset", "quick")
         finally:
             process.kill()
     assert code == 10
-    assert str(process.pid) in told
-    assert str(bench.workdir) in told
+    assert str(process.pid) in message
+    assert str(bench.workdir) in message
 
 
 def test_port_in_use(bench: Bench) -> None:
@@ -119,11 +119,11 @@ def test_port_in_use(bench: Bench) -> None:
         holder.listen()
         port = holder.getsockname()[1]
         bench.environment["EVERNEAR_SERVING__INFERENCE_PORT"] = str(port)
-        code, told = bench.refused("run", "--preset", "quick")
+        code, message = bench.refused("run", "--preset", "quick")
     assert code == 7
-    assert str(port) in told
-    assert "serving.inference_port" in told
-    assert not list(bench.workdir.glob("store/datasets/*")), "no image was decoded for a run that could not end well"
+    assert str(port) in message
+    assert "serving.inference_port" in message
+    assert not list(bench.workdir.glob("store/datasets/*")), "the run failed before it decoded any image"
 
 
 @pytest.mark.slow

@@ -64,9 +64,9 @@ def test_invalid_image_does_not_affect_others(
 
 def test_status_shows_the_live_release(served: tuple[Bench, dict]) -> None:
     bench, result = served
-    told = json.loads(bench.command("status", "--json").stdout)
-    assert told["server"] == "up"
-    assert told["default"] == told["champion"] == result["release"]
+    status = json.loads(bench.command("status", "--json").stdout)
+    assert status["server"] == "up"
+    assert status["default"] == status["champion"] == result["release"]
 
 
 def test_equal_candidate_replaces_the_champion(
@@ -77,9 +77,9 @@ def test_equal_candidate_replaces_the_champion(
     assert second["promoted"], second["reasons"]
     assert second["release"] > first["release"]
     assert "champion_accuracy" in second["metrics"]
-    told = json.loads(bench.command("status", "--json").stdout)
-    assert told["default"] == second["release"]
-    assert first["release"] in told["registered"]
+    status = json.loads(bench.command("status", "--json").stdout)
+    assert status["default"] == second["release"]
+    assert first["release"] in status["registered"]
 
 
 def test_reindex_adds_a_class_and_rollback_removes_it(served: tuple[Bench, dict]) -> None:
@@ -106,9 +106,9 @@ def test_reindex_adds_a_class_and_rollback_removes_it(served: tuple[Bench, dict]
     assert "Rules" in Path(result["paths"]["gate.card"]).read_text()
 
     wanted = pipeline_arguments(bench) | {"why": "negatives are no digits", "release": result["release"]}
-    told = bench.pipeline("rollback", **wanted)
-    assert (told["state"], told["release"]) == ("rolled back", before["version"])
-    assert told["reasons"] == ["negatives are no digits"]
+    outcome = bench.pipeline("rollback", **wanted)
+    assert (outcome["state"], outcome["release"]) == ("rolled back", before["version"])
+    assert outcome["reasons"] == ["negatives are no digits"]
     again = answers(bench, strangers)
     assert {answer["version"] for answer in again} == {before["version"]}
     assert "negative" not in {answer["pred"] for answer in again}
@@ -121,8 +121,8 @@ def test_reindex_adds_a_class_and_rollback_removes_it(served: tuple[Bench, dict]
     assert champion_of(bench) == before["version"]
 
     wanted |= {"why": "negatives are wanted after all", "by": "ada"}
-    told = bench.pipeline("promote", **wanted)
-    assert (told["state"], told["release"]) == ("promoted", result["release"])
+    outcome = bench.pipeline("promote", **wanted)
+    assert (outcome["state"], outcome["release"]) == ("promoted", result["release"])
     assert [answer["pred"] for answer in answers(bench, strangers)] == ["negative"] * 10
     move = json.loads(bench.command("registry", "history", "--json").stdout)[-1]
     assert (move["how"], move["why"], move["by"]) == ("force", "negatives are wanted after all", "ada")

@@ -1,7 +1,7 @@
 """The complete system, from new images in a bucket to a class that is recognized.
 
 Real: the bucket's protocol, the watcher and the bot as processes, the compiled pipeline and its steps, training, gate,
-TorchServe. On loopback: Slack and Kubeflow Pipelines, which runs what it is told to on this machine.
+TorchServe. On loopback: Slack and Kubeflow Pipelines, which runs the pipelines on this machine.
 """
 
 import itertools
@@ -59,7 +59,7 @@ class Product:
         return json.loads(done.stdout)
 
     def question(self) -> Shown:
-        """What the bot asks in the channel."""
+        """The prompt of the bot in the channel."""
         until(lambda: [shown for shown in self.slack.messages if "Train" in shown.buttons])
         return next(shown for shown in self.slack.messages if "Train" in shown.buttons)
 
@@ -74,8 +74,8 @@ class Product:
         assert run.ended.wait(RUN_TIMEOUT_S), run.state
         return run
 
-    def told(self, asked: Shown, words: str) -> Shown:
-        """What the thread of ``asked`` says with ``words`` in it."""
+    def reply(self, asked: Shown, words: str) -> Shown:
+        """The reply in the thread of ``asked`` that contains ``words``."""
         in_thread = lambda: [s for s in self.slack.messages if s.thread == asked.ts and words in s.text]  # noqa: E731
         until(in_thread, timeout_s=30)
         return in_thread()[0]
@@ -84,7 +84,7 @@ class Product:
         return json.loads(self.bench.command("status", "--json").stdout)
 
     def recognises(self, digit: str) -> dict[str, Any]:
-        """What the prediction API answers to an image of ``digit``."""
+        """The answer of the prediction API to an image of ``digit``."""
         image = next((self.bench.directory / "asked" / digit).iterdir())
         return json.loads(self.bench.command("predict", "--json", str(image)).stdout)
 
@@ -146,7 +146,7 @@ def test_new_class_is_proposed_trained_deployed_and_recognized(product: Product)
 
     run = product.run_to_its_end()
     assert run.state == "SUCCEEDED", (run.resource, product.slack.messages[-1].text)
-    verdict = product.told(asked, "Promoted")
+    verdict = product.reply(asked, "Promoted")
     assert [other.id for other in product.kfp.runs] == [run.id], "two clicks, one run"
     status = product.status()
     assert status["default"] == status["champion"] != first
@@ -160,14 +160,14 @@ def test_new_class_is_proposed_trained_deployed_and_recognized(product: Product)
 @pytest.mark.slow
 def test_held_model_can_be_promoted_by_an_authorized_person(product: Product) -> None:
     first = product.status()["champion"]
-    for digit in range(9):  # somebody mislabelled all that arrived
+    for digit in range(9):  # all new images are mislabeled
         product.add_images(str((digit + 1) % 9), str(digit))
     assert product.watch()["action"] == "retrain"
     asked = product.question()
     product.clicks(ADA, asked, "Train")
 
     assert product.run_to_its_end().state == "SUCCEEDED"
-    held = product.told(asked, "Held")
+    held = product.reply(asked, "Held")
     status = product.status()
     assert status["default"] == status["champion"] == first
     assert product.recognises("7")["version"] == first
@@ -191,7 +191,7 @@ def test_failed_deployment_keeps_the_champion_and_is_reported(product: Product) 
     product.clicks(ADA, asked, "Train")
 
     assert product.run_to_its_end().state == "FAILED"
-    assert "deploy" in product.told(asked, "ailed").text
+    assert "deploy" in product.reply(asked, "ailed").text
     status = product.status()
     assert status["default"] == status["champion"] == first
     assert product.recognises("7")["version"] == first

@@ -101,7 +101,7 @@ class KfpServer:
 
     @property
     def violations(self) -> list[str]:
-        """What was outside the contract, request or answer. Clear it in a test that provokes some."""
+        """Contract violations of requests and responses. Clear it in tests that provoke them."""
         return self._front.violations
 
     @property
@@ -111,7 +111,7 @@ class KfpServer:
 
     @property
     def policies(self) -> list[str]:
-        """How the children of each deleted recurring run were to be treated; ORPHAN leaves its runs at work."""
+        """The propagation policy of each deleted recurring run; ORPHAN keeps its active runs."""
         return self._api.policies
 
     @property
@@ -141,7 +141,7 @@ class KfpServer:
             return self.state.create_version(pipeline["pipeline_id"], version, content)
 
     def fire(self, recurring_run_id: str) -> RunControl | None:
-        """What the schedule's controller does when its time has come; None where it is disabled."""
+        """Start the scheduled run, like the controller when it is due; None if the schedule is disabled."""
         with self.state.lock:
             job = self.state.recurring_runs[recurring_run_id]
             if job["mode"] != "ENABLE":

@@ -28,7 +28,7 @@ class LocalExecutor:
         self.overrides = overrides
 
     def __call__(self, run: RunControl) -> None:
-        """Run it to its end, or until somebody terminates it."""
+        """Run it until it ends or is terminated."""
         directory = self._root / run.id
         directory.mkdir(parents=True)
         events, log = directory / "events.jsonl", directory / "log.txt"
