@@ -230,7 +230,7 @@ def test_a_class_without_a_test_image_is_named(planted: ModuleType, sound: Evalu
 
 
 def test_what_the_champion_has_seen_is_told_but_does_not_hold(sound: Evaluation):
-    for leakage, words in ((UNSEEN | {"train": 7}, "has seen 7 test images"), (None, "was not at hand")):
+    for leakage, words in ((UNSEEN | {"train": 7}, "built from 7 test images"), (None, "its leakage was not measured")):
         verdict = decide(sound.model_copy(update={"champion_leakage": leakage}), SETTINGS)
         assert verdict.promote
         assert any(words in reason for reason in verdict.reasons)

@@ -1,1 +1,1 @@
-"""Measure candidate and champion, both as served, on the same frozen test split, and decide on promotion."""
+"""Measure candidate and champion as served, on the same frozen test split, and decide on promotion."""

@@ -1,4 +1,4 @@
-"""The paired test: is the challenger worse than the champion on the very same queries?"""
+"""Paired test: whether the candidate is worse than the champion on the same queries."""
 
 from collections.abc import Iterable
 
@@ -12,28 +12,31 @@ from evernear.frozen import Frozen
 
 
 class PairedCounts(Frozen):
-    """Queries by who answered them rightly; those that both or neither did tell nothing of who is better."""
+    """Counts of queries that one system answers correctly and the other does not.
+
+    Queries that both or neither answer correctly carry no information about which is better.
+    """
 
     queries: int = Field(ge=0)
     regressions: int = Field(ge=0)
-    """Right by the champion, wrong by the candidate."""
+    """Queries that only the champion answers correctly."""
     improvements: int = Field(ge=0)
-    """Wrong by the champion, right by the candidate."""
+    """Queries that only the candidate answers correctly."""
 
     @property
     def p_worse(self) -> float:
-        """Chance of so many regressions, or more, if the two were equally good; see `mcnemar_worse`."""
+        """Probability of at least this number of regressions if both are equally good; see `mcnemar_worse`."""
         return mcnemar_worse(self.regressions, self.improvements)
 
 
 class Comparison(Frozen):
-    """Candidate against champion over all queries and within each class that has any."""
+    """Candidate against champion, over all queries and within each class that has queries."""
 
     overall: PairedCounts
     classes: dict[str, PairedCounts]
 
     def within(self, labels: Iterable[str]) -> PairedCounts:
-        """The queries of ``labels`` alone."""
+        """The sum over the classes ``labels``."""
         chosen = [self.classes[label] for label in labels if label in self.classes]
         return PairedCounts(
             queries=sum(pairs.queries for pairs in chosen),
@@ -45,24 +48,24 @@ class Comparison(Frozen):
 def mcnemar_worse(regressions: int, improvements: int) -> float:
     """p-value of the exact one-sided McNemar test (McNemar 1947, Psychometrika 12:153).
 
-    Of two equally good systems each is as likely as the other to be the one that is right where they differ,
-    so the regressions among the ``regressions + improvements`` queries that tell are Binomial(n, 1/2); p is
-    the chance of at least as many. It is the exact binomial and not its mid-p or chi-squared form, so that a
-    level holds as an upper bound for any number of queries, a handful too.
+    Where two equally good systems differ, each is correct with probability 1/2. The number of regressions among the
+    n = ``regressions + improvements`` such queries is therefore Binomial(n, 1/2), and p is the probability of at least
+    this number. Unlike the mid-p and chi-squared forms, the exact test never exceeds its level, for any number of
+    queries.
     """
     differing = regressions + improvements
     return float(binomtest(regressions, differing, alternative="greater").pvalue) if differing else 1.0
 
 
 def compare(candidate: Outcomes, champion: Outcomes, labels: tuple[str, ...]) -> Comparison:
-    """Compare the outcomes of the same queries, whose label numbers index ``labels``.
+    """Compare two outcomes of the same queries. Their label numbers index ``labels``.
 
     Raises:
-        IntegrityError: they are not of the same queries.
+        IntegrityError: the queries differ.
     """
     truth = candidate.labels
     if not np.array_equal(truth, champion.labels):
-        raise IntegrityError("Candidate and champion were not measured on the same queries; evaluate again.")
+        raise IntegrityError("Candidate and champion were measured on different queries; run the evaluate step again.")
     regressed, improved = champion.right & ~candidate.right, candidate.right & ~champion.right
     totals, lost, won = (
         np.bincount(numbers, minlength=len(labels)).tolist() for numbers in (truth, truth[regressed], truth[improved])

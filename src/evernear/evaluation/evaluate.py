@@ -1,4 +1,4 @@
-"""The evaluation artifact: everything that the gate needs, measured in one run on one frozen test split."""
+"""The evaluation artifact: all measurements that the gate needs, from one run on one frozen test split."""
 
 import io
 import math
@@ -19,7 +19,7 @@ from evernear.evaluation.open_set import OpenSet
 from evernear.frozen import Frozen
 from evernear.settings import EvaluationSettings
 
-if TYPE_CHECKING:  # readers of an evaluation load neither torch nor FAISS
+if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
     from evernear.evaluation.recognizer import Recognizer
 
 
@@ -29,7 +29,7 @@ SYSTEMS = ("candidate", "champion")
 
 
 class Evaluation(Frozen, arbitrary_types_allowed=True):
-    """Measurements of the candidate, and of the champion if there is one, on the same queries."""
+    """Measurements of the candidate and the champion, if any, on the same queries."""
 
     remedy = "run the evaluate step again"
 
@@ -38,16 +38,16 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     comparison: Comparison | None
     open_set: OpenSet
     leakage: dict[str, int]
-    """Number of test images in each split that the candidate was built from."""
+    """Number of test images in each split that the candidate was built from; see `count_leakage`."""
     champion_leakage: dict[str, int] | None
     """The same for the champion; None without a champion or if its dataset is unavailable."""
     champion_test_overlap: float | None = None
-    """Proportion of the champion's test images that are still in the test split; None as above."""
+    """Proportion of the champion's test images that are in the test split; None as for ``champion_leakage``."""
     outcomes: dict[str, SkipValidation[Outcomes]] = Field(default={}, exclude=True, repr=False)
     """By "candidate" and "champion"; stored in `OUTCOMES_FILE`."""
 
     def metrics(self) -> dict[str, float]:
-        """The metrics to chart; finite values only."""
+        """The metrics to chart, without values that are None or not finite."""
         metrics: dict[str, float | None] = {
             "accuracy": self.candidate.accuracy.value,
             "accuracy_low": self.candidate.accuracy.low,
@@ -74,7 +74,7 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
         return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
 
     def write(self, directory: Path) -> None:
-        """Write `EVALUATION_FILE` and the outcomes by query."""
+        """Write `EVALUATION_FILE` and `OUTCOMES_FILE`."""
         systems = [self.outcomes[name] for name in SYSTEMS if name in self.outcomes]
         buffer = io.BytesIO()
         np.savez(buffer, labels=systems[0].labels, right=np.stack([system.right for system in systems]))
@@ -83,10 +83,10 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
 
     @staticmethod
     def open(directory: Path) -> "Evaluation":
-        """Read what `write` wrote, and check its counts against the outcomes.
+        """Read the files that `write` wrote, and check the counts against the outcomes.
 
         Raises:
-            IntegrityError: a file is missing or invalid, or the two contradict each other.
+            IntegrityError: a file is missing or invalid, or the files contradict each other.
         """
         try:
             evaluation = Evaluation.load(directory / EVALUATION_FILE)
@@ -104,7 +104,7 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
         return evaluation
 
     def _is_consistent(self) -> bool:
-        """Whether the counts equal those of the outcomes."""
+        """Whether the stored counts match the outcomes."""
         measured = [measurement for measurement in (self.candidate, self.champion) if measurement]
         counts = [(int(system.right.sum()), len(system.right)) for system in self.outcomes.values()]
         return (
@@ -124,12 +124,12 @@ def evaluate(
 ) -> Evaluation:
     """Measure ``candidate`` and ``champion`` on the test split of ``dataset``, and count leaked test images.
 
-    ``champion_dataset`` is the snapshot that the champion was built from, if the store still has it. A champion that
-    was trained on test images looks better than it is, which the gate reports. ``trained_on`` is the snapshot that the
-    candidate's network was trained on (None: ``dataset``).
+    ``champion_dataset`` is the snapshot that the champion was built from, if the store still has it. The accuracy of a
+    champion that was trained on test images is overstated; the gate reports this. ``trained_on`` is the snapshot that
+    the candidate's network was trained on (None: ``dataset``).
 
     Raises:
-        DataError: the test split is empty, or its images do not have the shape that one of the two takes.
+        DataError: the test split is empty, or its images do not have the input shape of a recognizer.
     """
     measurements: dict[str, Measurement] = {}
     outcomes: dict[str, Outcomes] = {}

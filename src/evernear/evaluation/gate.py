@@ -1,45 +1,44 @@
-"""The gate: may the challenger replace the champion?
+"""The gate: decide whether the candidate may replace the champion.
 
-What it asks
-    A challenger is let through unless a rule stops it. It need not be proved better, for then a champion at
-    its ceiling could never be refreshed with new data; it must not be *significantly worse*, must keep every
-    class, and must be sound in itself. Everything else fails closed: a figure that is missing, or not a
-    number, holds.
+A candidate passes unless a rule fails; then the verdict is hold. The candidate need not be better: if it had to be, a
+champion at its ceiling could never be refreshed with new data. It must not be *significantly worse*, must keep every
+class, and must be sound. The gate fails closed: a figure that is missing or NaN fails its rule.
 
-The paired test (`no_worse`)
-    Exact one-sided McNemar on the same queries (`evernear.evaluation.compare.mcnemar_worse`): hold when
-    p <= ``gate.significance``. It holds an equally good challenger at most that often, whatever the size of
-    the test split; exact rather than mid-p because mid-p keeps its level only nearly. The default level is
-    0.10 and not the customary 0.05, for the two mistakes do not cost the same: a good challenger held waits
-    for the next run, a bad one let through serves. Measured with planted models on 10,000 queries at 99.6%
-    accuracy (``benchmarks/gate.py``, ``benchmarks/results/gate.md``), a model 0.3 points worse is stopped
-    99.3% of the time where 60% of the errors are shared, as they were between two seeds of one recipe, and
-    93.5% where none are (at 0.05: 98.6% and 88.4%); equal models are held 7.5% and 9.0%, and one 0.3 points
-    better was never held. Without shared errors no test of who was right can do much better: the difference
-    of two independent models varies by 0.1 points itself. Requiring proof within a margin instead
-    (non-inferiority) would stop more, and hold every equal model on a small test split; this rule grows
-    weaker there, and leaves small splits to the floors.
+Paired test (`no_worse`)
+    An exact one-sided McNemar test on the same queries (`evernear.evaluation.compare.mcnemar_worse`). The rule fails if
+    p <= ``gate.significance``. It therefore holds an equally good candidate at most that often, for any size of the
+    test split. The test is exact because mid-p keeps the level only approximately. The default level is 0.10 instead of
+    the usual 0.05 because the two errors differ in cost: a good candidate that is held waits for the next run, but a
+    bad one that passes goes live.
 
-    Queries of classes that the champion does not know are left out: it cannot but be wrong there, and what a
-    candidate gains by a new class would outweigh what it loses of the others. Whether a new class is answered
-    well enough is the matter of the floors.
+    Measured with planted models on 10,000 queries at 99.6% accuracy (``benchmarks/gate.py``,
+    ``benchmarks/results/gate.md``): the rule holds a model 0.3 points worse 99.3% of the time if 60% of the errors are
+    shared, as between two seeds of one recipe, and 93.5% if none are (at 0.05: 98.6% and 88.4%). It holds equal models
+    7.5% and 9.0% of the time, and never held a model 0.3 points better. Without shared errors, no test on right and
+    wrong answers can do much better: the difference of two independent models varies by 0.1 points.
 
-    Each promotion may lose a little that no single test can see. The floor bounds the sum of it; who wants
-    less drift raises the level or enlarges the test split.
+    A non-inferiority test, which requires proof within a margin, would hold more bad models, but also every equal model
+    on a small test split. On small splits this rule has less power, and the floors matter more.
 
-The same test set (`same_test_set`)
-    Whoever chooses the test images decides who wins. So most of the images that the champion was tested on have
-    to be in the test split still. Added images change nothing here; another source, or other split fractions, make
-    another data set, on which no release replaces the champion by itself.
+    Queries of classes that the champion does not know are excluded. The champion is always wrong on them, so the gain
+    from a new class would hide losses on the others. The floors decide whether a new class is recognized well enough.
+
+    A series of promotions may each lose a little that no single test detects. The accuracy floor limits the total. To
+    limit it further, raise the level or enlarge the test split.
+
+Test set (`same_test_set`)
+    The choice of test images can decide the comparison. The test split must therefore still contain
+    ``gate.test_overlap_floor`` of the images that the champion was tested on. Added images are allowed. Another source
+    or other split fractions make another dataset, on which only a person can promote a release.
 
 Classes (`classes_kept`, `class_recall_floor`, `class_recall_drop`)
-    A class the champion answers with must stay. A class fails the recall floor when even the upper end of its
-    interval lies below, and the drop when it lost more than ``gate.class_recall_drop`` *and* is significantly
-    worse at ``gate.significance`` divided by the number of classes (Bonferroni): one image of a class of 18
-    is 5.6 points. Classes without a test image cannot be measured and are named.
+    The candidate must know every class that the champion can predict. A class fails the recall floor if even the upper
+    end of its interval is below the floor. It fails the drop if its recall fell by more than ``gate.class_recall_drop``
+    *and* is significantly worse at ``gate.significance`` divided by the number of classes (Bonferroni): one image in a
+    class of 18 is 5.6 points. A class without a test image cannot be measured, and the reason names it.
 
 First release
-    With no champion there is nothing to compare with: the floors and the soundness rules alone decide.
+    Without a champion to compare with, only the floors and the soundness rules apply.
 """
 
 from collections.abc import Iterator
@@ -52,11 +51,11 @@ from evernear.settings import GateSettings
 __all__ = ["Rule", "System", "Verdict", "decide"]
 
 NAMED = 5
-"""Classes that a reason names at most."""
+"""Most classes that a reason names."""
 
 
 def decide(evaluation: Evaluation, settings: GateSettings) -> Verdict:
-    """Apply every rule to ``evaluation``. See the module's docstring for what they ask, and why."""
+    """Apply every rule to ``evaluation``. The module docstring explains the rules."""
     return Verdict.of(
         _rules(evaluation, settings),
         candidate=_system(evaluation.candidate),
@@ -73,7 +72,7 @@ def _rules(evaluation: Evaluation, settings: GateSettings) -> Iterator[Rule]:
     yield _parity(candidate, settings)
     yield _test_images_unseen(evaluation)
     if evaluation.champion is None:
-        yield Rule(name="no_worse", passed=True, reason="There is no champion yet: the floors alone decide.")
+        yield Rule(name="no_worse", passed=True, reason="Only the floors apply: the store has no champion yet.")
     else:
         yield _same_test_set(evaluation, evaluation.champion, settings)
         yield _same_queries(evaluation, evaluation.champion)
@@ -92,8 +91,8 @@ def _accuracy_floor(candidate: Measurement, settings: GateSettings) -> Rule:
     guess = candidate.most_common_class_proportion
     if not passed and accuracy.low <= guess:
         reason += (
-            f" That is no better than always answering the commonest class ({guess:.2%}): "
-            "images and labels do not belong together, as if the labels had been shuffled."
+            f" This is no better than always predicting the most common class ({guess:.2%}): "
+            "the labels probably do not match the images, as if they were shuffled."
         )
     return Rule(name="accuracy_floor", passed=passed, candidate=accuracy.value, bound=floor, reason=reason)
 
@@ -106,13 +105,12 @@ def _class_recall_floor(candidate: Measurement, settings: GateSettings) -> Rule:
     worst = min(recalls, key=lambda label: recalls[label].value)
     unmeasured = [label for label in candidate.labels if label not in recalls]
     reason = (
-        f"Recall is below the floor of {floor:.0%} for {_some(fallen)}."
+        f"Recall is significantly below the floor of {floor:.0%} for {_some(fallen)}."
         if fallen
-        else f"No class recalls less than {floor:.0%} beyond what chance explains; "
-        f"the worst is {worst} with {recalls[worst]}."
+        else f"No class has a recall significantly below {floor:.0%}; the worst is {worst} with {recalls[worst]}."
     )
     if unmeasured:
-        reason += f" Without a test image, so not measured: {_some(unmeasured)}."
+        reason += f" Without test images and therefore not measured: {_some(unmeasured)}."
     return Rule(
         name="class_recall_floor",
         passed=not fallen,
@@ -126,7 +124,7 @@ def _index_recall(candidate: Measurement, settings: GateSettings) -> Rule:
     recall, floor = candidate.index_recall, settings.index_recall_floor
     passed = recall.value >= floor
     reason = (
-        f"The index finds the true nearest neighbor of {recall} of queries, "
+        f"The index finds the exact nearest neighbor for {recall} of the queries, "
         f"{'at least' if passed else 'less than'} {floor:.2%}."
     )
     return Rule(name="index_recall", passed=passed, candidate=recall.value, bound=floor, reason=reason)
@@ -144,17 +142,17 @@ def _parity(candidate: Measurement, settings: GateSettings) -> Rule:
 
 def _test_images_unseen(evaluation: Evaluation) -> Rule:
     seen = sum(evaluation.leakage.values())
-    # An empty mapping is no proof of anything.
+    # An empty mapping proves nothing.
     passed = bool(evaluation.leakage) and seen == 0
     where = ", ".join(f"{count:,} in {split}" for split, count in evaluation.leakage.items() if count)
-    reason = "No test image is among those the candidate was made from."
+    reason = "The candidate was not built from any test image."
     if not passed:
-        reason = f"Test images are among those the candidate was made from: {where or 'not counted'}."
+        reason = f"The candidate was built from test images: {where}." if where else "Test leakage was not measured."
     if evaluation.champion_leakage and sum(evaluation.champion_leakage.values()):
         known = sum(evaluation.champion_leakage.values())
-        reason += f" The champion has seen {known:,} test images, which flatters it."
+        reason += f" The champion was built from {known:,} test images, so its accuracy is overstated."
     elif evaluation.champion and evaluation.champion_leakage is None:
-        reason += " The champion's dataset was not at hand, so what it has seen was not counted."
+        reason += " The champion's dataset is not in the store, so its leakage was not measured."
     return Rule(name="test_images_unseen", passed=passed, candidate=float(seen), bound=0.0, reason=reason)
 
 
@@ -162,14 +160,14 @@ def _same_test_set(evaluation: Evaluation, champion: Measurement, settings: Gate
     overlap, floor = evaluation.champion_test_overlap, settings.test_overlap_floor
     passed = overlap is not None and overlap >= floor
     if overlap is None:
-        reason = f"The dataset that {champion.name} was made from is not in the store, so its test images are unknown."
+        reason = f"The dataset of {champion.name} is not in the store, so its test images are unknown."
     elif passed:
-        reason = f"The test split still holds {overlap:.1%} of the images that {champion.name} was tested on."
+        reason = f"The test split contains {overlap:.1%} of the images that {champion.name} was tested on."
     else:
         reason = (
-            f"The test split holds only {overlap:.1%} of the images that {champion.name} was tested on, below "
-            f"{floor:.0%}: the data has another source or other splits, so the two accuracies say little. A person "
-            "may promote the release all the same."
+            f"The test split contains only {overlap:.1%} of the images that {champion.name} was tested on, below "
+            f"{floor:.0%}: the dataset has another source or other splits, so the accuracies are not comparable. A "
+            "person may still promote the release."
         )
     return Rule(name="same_test_set", passed=passed, candidate=overlap, bound=floor, reason=reason)
 
@@ -196,7 +194,7 @@ def _no_worse(evaluation: Evaluation, champion: Measurement, settings: GateSetti
         return Rule(name="no_worse", passed=False, bound=level, reason="The comparison with the champion is missing.")
     pairs = evaluation.comparison.within(known)
     if not pairs.queries:
-        reason = "The test split holds no image of a class that the champion knows, so nothing can be compared."
+        reason = "The test split contains no image of a class that the champion knows, so nothing can be compared."
         return Rule(name="no_worse", passed=False, bound=level, reason=reason)
     ours, theirs, where = evaluation.candidate.accuracy.value, champion.accuracy.value, ""
     if pairs.queries < evaluation.comparison.overall.queries:
@@ -205,9 +203,9 @@ def _no_worse(evaluation: Evaluation, champion: Measurement, settings: GateSetti
     p_worse = pairs.p_worse
     passed = p_worse > level
     reason = (
-        f"Accuracy {ours:.2%} against the champion's {theirs:.2%}{where}: right where that was wrong "
-        f"{pairs.improvements:,} times, wrong where that was right {pairs.regressions:,} times, which is "
-        f"{'not ' if passed else ''}significantly worse (p = {p_worse:.2g}, level {level:g})."
+        f"Accuracy {ours:.2%} against the champion's {theirs:.2%}{where}: {pairs.improvements:,} improvements and "
+        f"{pairs.regressions:,} regressions, {'not ' if passed else ''}significantly worse (p = {p_worse:.2g}, level "
+        f"{level:g})."
     )
     return Rule(name="no_worse", passed=passed, candidate=ours, champion=theirs, bound=level, reason=reason)
 
@@ -220,9 +218,9 @@ def _accuracy_within(measurement: Measurement, labels: tuple[str, ...]) -> float
 def _classes_kept(candidate: Measurement, champion: Measurement) -> Rule:
     gone = [label for label in champion.known_labels if label not in candidate.known_labels]
     new = [_class_figures(label, candidate) for label in candidate.known_labels if label not in champion.known_labels]
-    reason = "Every class of the champion is still there."
+    reason = "The candidate knows every class of the champion."
     if gone:
-        reason = f"The champion knows classes that the candidate does not: {_some(gone)}."
+        reason = f"The candidate lacks classes of the champion: {_some(gone)}."
     if new:
         reason += f" New: {_some(new)}."
     return Rule(
@@ -243,7 +241,7 @@ def _class_figures(label: str, measurement: Measurement) -> str:
 def _class_recall_drop(evaluation: Evaluation, champion: Measurement, settings: GateSettings) -> Rule:
     name, bound = "class_recall_drop", settings.class_recall_drop
     if evaluation.comparison is None or not evaluation.comparison.classes:
-        return Rule(name=name, passed=False, bound=bound, reason="The comparison within classes is missing.")
+        return Rule(name=name, passed=False, bound=bound, reason="The comparison by class is missing.")
     compared = evaluation.comparison.classes
     classes = {label: pairs for label, pairs in compared.items() if label in champion.known_labels}
     if not classes:
@@ -257,9 +255,9 @@ def _class_recall_drop(evaluation: Evaluation, champion: Measurement, settings: 
     ]
     largest = max(drops, key=lambda label: drops[label])
     reason = (
-        f"Recall fell by more than {bound:.1%}, and more than chance explains, for {_some(fallen)}."
+        f"Recall fell significantly and by more than {bound:.1%} for {_some(fallen)}."
         if fallen
-        else f"No class lost more than {bound:.1%} of its recall beyond chance; the worst change is "
+        else f"No class has a significant recall drop of more than {bound:.1%}; the worst change is "
         f"{0.0 - drops[largest]:+.1%} for {largest}."
     )
     return Rule(name=name, passed=not fallen, candidate=drops[largest], bound=bound, reason=reason)

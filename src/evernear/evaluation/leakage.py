@@ -1,4 +1,4 @@
-"""Test leakage: images of the test split that a release was built from."""
+"""Test leakage: test images that a release was built from."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,17 +9,17 @@ from evernear.data.manifest import Split
 from evernear.data.shards import Dataset
 
 SEEN: tuple[Split, ...] = ("train", "gallery", "query")
-"""Splits that a release is built from: its weights, its index, its threshold."""
+"""Splits that a release is built from: weights, index and threshold."""
 TEST_IMAGES_AT_ONCE = 1_000_000
-"""Digests in memory at a time, 32 MB. A larger test split takes one pass over the images for each such part."""
+"""Digests in memory at a time, 32 MB. A larger test split needs one pass over the images per such part."""
 Digests = NDArray[np.bytes_]
 
 
 def count_leakage(dataset: Dataset, made_from: Dataset, splits: Sequence[Split] = SEEN) -> dict[str, int]:
     """Count the images of ``splits`` of ``made_from`` that are in the test split of ``dataset``.
 
-    Counts images in the shards, not in the ledger that assigned the splits. Images are equal if their pixels at source
-    resolution are: two scans of the same digit count as two images.
+    The images come from the shards, not from the ledger that assigned the splits. Images are equal if their pixels at
+    source resolution are equal: two scans of the same digit are two images.
     """
     leakage = dict.fromkeys(splits, 0)
     for test in _gathered(_digests(dataset, "test")):
@@ -33,7 +33,7 @@ def count_leakage(dataset: Dataset, made_from: Dataset, splits: Sequence[Split] 
 
 def _digests(dataset: Dataset, split: Split) -> Iterator[Digests]:
     for block in dataset.blocks(split):
-        # NumPy compares byte strings as wholes. It ignores trailing zeros, which is harmless at equal lengths.
+        # NumPy compares byte strings without trailing zeros, which is harmless at equal lengths.
         yield block.digests.view("S32").ravel()
 
 

@@ -15,7 +15,7 @@ from evernear.evaluation.statistics import Proportion, proportion
 from evernear.frozen import Frozen
 from evernear.settings import EvaluationSettings
 
-if TYPE_CHECKING:  # readers of an evaluation load neither torch nor FAISS
+if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
     from evernear.evaluation.recognizer import Recognizer
     from evernear.index.search import Classifications, Neighbors
 
@@ -25,47 +25,47 @@ ELSEWHERE = "(a label that the dataset does not have)"
 
 
 class Measurement(Frozen):
-    """The result of `measure`. Proportions are of all queries of the split, unless they say otherwise."""
+    """The result of `measure`. Proportions are of all queries of the split, unless stated otherwise."""
 
     name: str
     network_sha256: str
     index_digest: str
     dataset_digest: str
     queries_sha256: str
-    """Over the queries' image digests and labels, in order: equal only for the very same queries."""
+    """Hash of the image digests and labels of the queries, in order: equal only for the same queries."""
     labels: tuple[str, ...]
-    """The dataset's."""
+    """Labels of the dataset."""
     known_labels: tuple[str, ...]
     """Labels that the system can predict."""
     threshold: float
     parity_max_abs_difference: float
-    """Of the exported network against the eager one, from the export step."""
+    """Difference between the exported and the eager network, from the export step."""
     accuracy: Proportion
-    """Queries given their own label, "unknown" or not."""
+    """Queries with the correct prediction, whether called unknown or not."""
     recall_at_1: Proportion
-    """Queries whose nearest neighbor has their label."""
+    """Queries whose nearest neighbor has the correct label."""
     recall_at_5: Proportion
-    """Queries with their label among the five nearest neighbors."""
+    """Queries with the correct label among the five nearest neighbors."""
     false_rejects: Proportion
-    """Queries called unknown; all are of known classes, unless the system does not know their class."""
+    """Queries called unknown, including those of classes that the system does not know."""
     index_recall: Proportion
     """Queries of the query split whose nearest vector the index found (recall@1 against exact search)."""
     class_recall: dict[str, Proportion]
-    """For each label with a query: its queries given it."""
+    """For each label with queries: the proportion predicted correctly."""
     class_rejects: dict[str, Proportion] = {}
-    """For each label with a query: its queries called unknown."""
+    """For each label with queries: the proportion called unknown."""
     confusions: tuple[tuple[str, str, int], ...]
-    """(label, answer, how often), by label; only pairs that occur."""
+    """(label, prediction, count) of the pairs that occur, by label."""
 
     @property
     def most_common_class_proportion(self) -> float:
-        """The accuracy of always answering the commonest class of the split."""
+        """The accuracy of always predicting the most common class of the split."""
         return max((recall.total for recall in self.class_recall.values()), default=0) / self.accuracy.total
 
     def confusion_matrix(self, max_labels: int = 50) -> tuple[list[str], list[list[int]]]:
-        """Labels and rows (label) by columns (answer).
+        """Labels, and a matrix with labels as rows and predictions as columns.
 
-        Of more than ``max_labels`` labels those with the most confusions are shown, the others as one.
+        With more than ``max_labels`` labels, those with the fewest confusions are merged into one.
         """
         wrong: Counter[str] = Counter()
         for label, answer, count in self.confusions:
@@ -87,7 +87,7 @@ class Outcomes:
 
     right: NDArray[np.bool_]
     labels: NDArray[np.int32]
-    """The queries' own label numbers."""
+    """Label numbers of the queries."""
 
 
 def measure(
@@ -95,10 +95,10 @@ def measure(
 ) -> tuple[Measurement, Outcomes]:
     """Measure ``recognizer`` on every image of ``split``.
 
-    Only the outcomes grow with the split: 5 bytes per image.
+    Memory grows with the split only by the outcomes, 5 bytes per image.
 
     Raises:
-        DataError: the split is empty, or of images of another shape than the recognizer takes.
+        DataError: the split is empty, or its images do not have the input shape of the recognizer.
     """
     dataset.require_shape(recognizer.shape, recognizer.name or "The candidate")
     gallery, tally = recognizer.gallery, _Tally(dataset.labels, recognizer.gallery.labels)
@@ -136,13 +136,13 @@ def measure(
 
 
 class _Tally:
-    """Counts over blocks. Predictions are numbered as the dataset's labels; one past the end is none of them."""
+    """Counts over blocks. Predictions use the dataset's label numbers; one past the end stands for any other label."""
 
     def __init__(self, labels: tuple[str, ...], answers: tuple[str, ...]) -> None:
         number = {label: position for position, label in enumerate(labels)}
         self._names = (*labels, ELSEWHERE)
         elsewhere = len(labels)
-        # The last entry is for NOBODY, -1.
+        # The last entry is for NOBODY (-1).
         self._as_label = np.array([number.get(answer, elsewhere) for answer in answers] + [elsewhere])
         self._pairs: Counter[int] = Counter()
         self._right: list[NDArray[np.bool_]] = []
@@ -169,7 +169,7 @@ class _Tally:
         self._pairs.update(dict(zip(pairs.tolist(), counts.tolist(), strict=True)))
         self._right.append(right)
         self._labels.append(truth.astype(np.int32))
-        # Image by image, so that the size of a block does not matter.
+        # Digest and label alternate, so that the hash does not depend on the block size.
         numbers = truth.astype("<i8")[:, None].view(np.uint8)
         self.sha256.update(np.concatenate([block.digests, numbers], axis=1).tobytes())
 

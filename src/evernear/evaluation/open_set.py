@@ -1,22 +1,22 @@
-"""The result of a probe for unknown images; see `evernear.evaluation.probe`."""
+"""The result of the open-set probe; see `evernear.evaluation.probe`."""
 
 from evernear.evaluation.statistics import Auroc, Proportion, Roc
 from evernear.frozen import Frozen
 
 
 class OpenSet(Frozen):
-    """What a probe found; all but ``held_out`` is None where too few classes leave nothing to hold out.
+    """The result of a probe. With too few classes to hold any out, ``held_out`` is empty and all else is None.
 
-    ``threshold`` alone, where it was taken over with a release's network.
+    If the network is reused from a release, only ``threshold`` is set.
     """
 
     held_out: tuple[str, ...]
     auroc: Auroc | None = None
     roc: Roc | None = None
     threshold: float | None = None
-    """Beyond which all but `IndexSettings.false_accept_rate` of the images of classes held out lie, of those
-    in the query and gallery splits: a release's open-set threshold."""
+    """Open-set threshold of a release: it accepts `IndexSettings.false_accept_rate` of the query and gallery images of
+    held-out classes."""
     false_accepts: Proportion | None = None
-    """Test images of the classes held out that lie within the threshold."""
+    """Test images of held-out classes within the threshold."""
     false_rejects: Proportion | None = None
-    """Test images of the other classes that lie beyond it."""
+    """Test images of the other classes beyond the threshold."""

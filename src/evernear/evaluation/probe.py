@@ -1,4 +1,4 @@
-"""Unknown images: how well are classes told apart that the network has never seen?"""
+"""The open-set probe: how well distances separate classes that the network has never seen."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,7 +20,7 @@ from evernear.index.calibrate import threshold_at
 from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
 
 FEWEST_KNOWN = 2
-"""Classes that must be left to train on."""
+"""Fewest classes to train on; calibration needs two in the gallery."""
 
 
 def probe(
@@ -29,26 +29,25 @@ def probe(
     settings: EvaluationSettings,
     index_settings: IndexSettings,
 ) -> OpenSet:
-    """Train by the same recipe for ``settings.probe_epochs`` without some classes, and see how far those lie.
+    """Train with the same recipe for ``settings.probe_epochs`` without some classes, and measure their distances.
 
-    The candidate itself cannot be asked, for it was trained on every class there is. The classes held out are
-    drawn by ``train_settings.seed``, and are in neither training nor gallery. Their images in the query and
-    gallery splits give the threshold, the test split the figures. The network made here is thrown away: what
-    is found is about the recipe.
+    The candidate cannot be probed, because it was trained on every class. ``train_settings.seed`` chooses the held-out
+    classes, which are excluded from training and gallery. Their query and gallery images determine the threshold; the
+    test split determines the figures. The network is discarded afterwards: the result describes the recipe.
     """
     manifest = dataset.manifest
     counts = [manifest.label_counts(split) for split in SPLITS]
-    # Held out or not, a class plays its part in each split; of those left the gallery needs two to tell apart.
+    # Every class needs images in each split, whether it is held out or not.
     eligible = [label for label in manifest.labels if all(count[label] for count in counts)]
     held_out = choose_held_out(eligible, settings.held_out_classes, train_settings.seed)
     if not held_out:
         return OpenSet(held_out=())
     recipe = train_settings.model_copy(update={"epochs": settings.probe_epochs})
     recognizer = _recognizer_without(held_out, dataset, recipe, index_settings, settings.batch_size)
-    strangers = [
+    unknown_distances = [
         _distances(recognizer, dataset, split, held_out, settings.batch_size)[1] for split in ("query", "gallery")
     ]
-    threshold = threshold_at(np.concatenate(strangers), index_settings.false_accept_rate)
+    threshold = threshold_at(np.concatenate(unknown_distances), index_settings.false_accept_rate)
     known, unknown = _distances(recognizer, dataset, "test", held_out, settings.batch_size)
     return OpenSet(
         held_out=tuple(sorted(held_out)),
@@ -61,7 +60,7 @@ def probe(
 
 
 def choose_held_out(labels: list[str], wanted: int, seed: int) -> frozenset[str]:
-    """``wanted`` of ``labels``; fewer, if less than `FEWEST_KNOWN` would be left to learn."""
+    """Choose ``wanted`` of ``labels``; fewer if that would leave less than `FEWEST_KNOWN`."""
     wanted = min(wanted, len(labels) - FEWEST_KNOWN)
     if wanted < 1:
         return frozenset()
@@ -88,14 +87,14 @@ def _recognizer_without(
 def _distances(
     recognizer: Recognizer, dataset: Dataset, split: Split, held_out: Iterable[str], batch_size: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Distances to the nearest neighbor of a split's images of known classes and of those held out."""
+    """Nearest-neighbor distances of a split's images: those of known classes, and those of held-out classes."""
     numbers = [dataset.labels.index(label) for label in held_out]
     known, unknown = [np.empty(0, np.float32)], [np.empty(0, np.float32)]
     for block in dataset.blocks(split, batch_size):
         embeddings = recognizer.embed(block.images)
         gallery = recognizer.gallery
         distances = gallery.classify(embeddings, gallery.search(embeddings, gallery.description.k)).distances
-        strange = np.isin(block.labels, numbers)
-        known.append(distances[~strange])
-        unknown.append(distances[strange])
+        is_held_out = np.isin(block.labels, numbers)
+        known.append(distances[~is_held_out])
+        unknown.append(distances[is_held_out])
     return np.concatenate(known), np.concatenate(unknown)

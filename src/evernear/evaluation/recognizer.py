@@ -19,17 +19,17 @@ class Recognizer:
     network: torch.jit.ScriptModule
     gallery: Gallery
     shape: tuple[int, int, int]
-    """Height, width and channels of the images it takes."""
+    """Height, width and channels of the input images."""
     network_sha256: str
     parity_max_abs_difference: float
     name: str = ""
 
     @staticmethod
     def open(network_dir: Path, index_dir: Path, name: str = "") -> "Recognizer":
-        """Open the output of the export and the index step; both may be the same directory.
+        """Open the outputs of the export and index steps; both may be the same directory.
 
         Raises:
-            IntegrityError: a file is missing or changed, or the index is of another network.
+            IntegrityError: a file is missing or changed, or the index belongs to another network.
         """
         described = describe_network(network_dir)
         preprocessing = described.preprocessing

@@ -1,4 +1,4 @@
-"""Proportions and areas under the ROC curve, each with its interval."""
+"""Proportions and areas under the ROC curve, with confidence intervals."""
 
 import math
 from statistics import NormalDist
@@ -16,7 +16,7 @@ ROC_POINTS = 200
 
 
 class Proportion(Frozen):
-    """``count`` of ``total`` with the interval of Wilson (1927), which holds near 0 and 1 and for few."""
+    """``count`` of ``total`` with the interval of Wilson (1927), which is valid near 0 and 1 and for small totals."""
 
     count: int = Field(ge=0)
     total: int = Field(ge=1)
@@ -33,7 +33,7 @@ class Proportion(Frozen):
 
 
 class Auroc(Frozen):
-    """Area under the ROC curve: how often an unknown image lies further away than a known one."""
+    """Area under the ROC curve: how often an unknown image is farther away than a known one."""
 
     value: float = Field(ge=0, le=1, allow_inf_nan=False)
     low: float = Field(ge=0, le=1, allow_inf_nan=False)
@@ -46,7 +46,7 @@ class Auroc(Frozen):
 
 
 class Roc(Frozen):
-    """Accepting what is nearer than each of ``thresholds``: at most `ROC_POINTS` points, all finite."""
+    """The ROC curve of a distance threshold: at most `ROC_POINTS` points, all finite."""
 
     false_accepts: tuple[float, ...]
     """Proportion of unknown images within the threshold (the curve's x, FAR)."""
@@ -56,11 +56,11 @@ class Roc(Frozen):
 
 
 def proportion(count: int, total: int, confidence: float) -> Proportion:
-    """``count`` of ``total`` (at least 1) with its two-sided interval."""
+    """``count`` of ``total`` (at least 1) with a two-sided interval."""
     z, seen = _deviations(confidence), count / total
     middle = (seen + z**2 / (2 * total)) / (1 + z**2 / total)
     half = z * math.sqrt(seen * (1 - seen) / total + (z / total) ** 2 / 4) / (1 + z**2 / total)
-    # At 0 and 1 rounding may put an end on the wrong side by 1e-17.
+    # At 0 and 1, rounding may move an end past the value by 1e-17.
     return Proportion(
         count=count,
         total=total,
@@ -70,14 +70,13 @@ def proportion(count: int, total: int, confidence: float) -> Proportion:
 
 
 def auroc(known: NDArray[np.float32], unknown: NDArray[np.float32], confidence: float) -> Auroc:
-    """Area under the ROC curve of distances of known (N,) and unknown (M,) images, neither empty; ties count
-    half.
+    """Area under the ROC curve of distances of known (N,) and unknown (M,) images, neither empty. Ties count half.
 
-    The interval is the hull of two, for each fails where the other holds (both measured in the tests).
-    DeLong, DeLong and Clarke-Pearson's (1988, Biometrics 44:837), on the scale of log odds, takes the
-    distances as they are, but shrinks to nothing where hardly any unknown image lies among the known.
-    Newcombe's (2006, Statist. Med. 25:559, method 5) assumes their shape, takes the error at the interval's
-    ends, and so does not shrink.
+    The interval is the hull of two intervals, because each fails where the other is valid (the tests measure both).
+    The one of DeLong, DeLong and Clarke-Pearson (1988, Biometrics 44:837), on the log-odds scale, assumes no
+    distribution, but its width approaches zero if hardly any unknown image is among the known. The one of Newcombe
+    (2006, Statist. Med. 25:559, method 5) assumes a distribution and takes the error at the ends of the interval, so it
+    does not collapse.
     """
     m, n = len(unknown), len(known)
     ranks = rankdata(np.concatenate([unknown, known]))
@@ -90,14 +89,12 @@ def auroc(known: NDArray[np.float32], unknown: NDArray[np.float32], confidence: 
 
 
 def roc(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Roc:
-    """The curve at thresholds evenly spread over the ranks of all distances, from accepting none to accepting
-    all.
-    """
+    """The curve at thresholds spaced evenly over the ranks of all distances, from accepting none to accepting all."""
     distances = np.unique(np.concatenate([known, unknown]))
     picked = np.unique(np.linspace(0, len(distances) - 1, ROC_POINTS - 1).round().astype(int))
     thresholds = np.concatenate([[0.0], distances[picked]])
     inside = [np.searchsorted(np.sort(group), thresholds, side="right") for group in (known, unknown)]
-    # The first point is "accept none", even where a distance is 0.
+    # The first point accepts none, even if a distance is 0.
     inside[0][0] = inside[1][0] = 0
     return Roc(
         true_accepts=tuple((inside[0] / len(known)).tolist()),
@@ -107,7 +104,7 @@ def roc(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Roc:
 
 
 def _deviations(confidence: float) -> float:
-    """Standard deviations either side of a normal mean that hold ``confidence``."""
+    """Half-width, in standard deviations, of the central normal interval with probability ``confidence``."""
     return NormalDist().inv_cdf((1 + confidence) / 2)
 
 
@@ -122,14 +119,14 @@ def _delong(
 
 
 def _newcombe(value: float, m: int, n: int, z: float) -> tuple[float, float]:
-    """The areas that lie ``z`` of their own standard errors below and above ``value``."""
+    """The areas below and above ``value`` that are ``z`` times their own standard error away from it."""
 
     def beyond(area: float) -> float:
         spread = 1 + ((m + n) / 2 - 1) * ((1 - area) / (2 - area) + area / (1 + area))
         return abs(value - area) - z * math.sqrt(area * (1 - area) * spread / (m * n))
 
     def end(limit: float) -> float:
-        # The function is negative beside ``value`` and positive at the limit, where the error is zero.
+        # The function is negative next to ``value`` and positive at the limit, where the error is zero.
         start = value + (limit - value) * 1e-9
         if start == limit or beyond(start) >= 0:
             return limit

@@ -1,4 +1,4 @@
-"""The verdict of the gate. This module imports nothing heavy, for those who only read a verdict."""
+"""The verdict of the gate. Reading a verdict imports neither torch nor FAISS."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,7 +10,7 @@ from evernear.frozen import Frozen
 
 
 class Rule(Frozen):
-    """One question and its answer; ``reason`` is a sentence, whether it passed or not."""
+    """The result of one rule. ``reason`` is a sentence, whether the rule passed or not."""
 
     name: str
     passed: bool
@@ -21,9 +21,7 @@ class Rule(Frozen):
 
 
 class System(Frozen):
-    """Which network and which index were measured; a release is the measured one if its parts have these
-    hashes.
-    """
+    """The network and the index that were measured. A release with the same hashes is the measured one."""
 
     name: str
     network_sha256: str
@@ -36,17 +34,17 @@ class Verdict(Frozen):
     remedy = "run the gate step again"
     promote: bool
     reasons: list[str]
-    """Of the rules that failed; of all rules, if none did."""
+    """Reasons of the failed rules; of all rules if none failed."""
     rules: list[Rule]
     candidate: System
     champion: System | None
     dataset_digest: str
     digest: str
-    """sha256 of all the rest."""
+    """sha256 of all other fields."""
 
     @staticmethod
     def of(rules: Iterable[Rule], candidate: System, champion: System | None, dataset_digest: str) -> "Verdict":
-        """The verdict that ``rules`` come to: they promote only if there are any and all of them passed."""
+        """The verdict of ``rules``: promote if at least one is given and all passed."""
         rules = list(rules)
         promote = _all_passed(rules)
         verdict = Verdict(
@@ -62,10 +60,10 @@ class Verdict(Frozen):
 
     @classmethod
     def from_json(cls, data: bytes | str, source: Path | str) -> Self:
-        """A stored verdict that is consistent.
+        """Parse a stored verdict and check that it is consistent.
 
         Raises:
-            IntegrityError: it is invalid, it was changed, or it promotes against its own rules.
+            IntegrityError: it is invalid, was changed, or promotes although a rule failed.
         """
         verdict = super().from_json(data, source)
         if verdict.digest != _digest(verdict) or verdict.promote != _all_passed(verdict.rules):
