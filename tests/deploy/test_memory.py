@@ -1,4 +1,4 @@
-"""The memory limits of the pods that decode what clients send: not below what their settings may take."""
+"""Memory limits of pods that decode client images cover the maximum that their settings allow."""
 
 import argparse
 import re
@@ -13,7 +13,7 @@ from evernear.serving.prep.server import memory_size_bytes
 from evernear.settings import PrepSettings, ServingSettings, Settings
 
 MIB = 2**20
-# Processes before their first large image, by benchmarks/hostile.py: network and index are those of the digits.
+# Memory of a process before its first large image, with the network and index of the digits (benchmarks/hostile.py).
 TORCHSERVE_WORKER, JAVA_BESIDES_HEAP, PREDICTOR, TRANSFORMER = 480 * MIB, 200 * MIB, 720 * MIB, 220 * MIB
 
 
@@ -27,24 +27,24 @@ def limit_bytes(container: Object) -> int:
 
 
 def running(part: str, *command: str) -> list[Object]:
-    found = [container for spec in pod_specs(objects(part)).values() for container in containers(spec)]
-    return [each for each in found if each.get("command", [])[: len(command)] == list(command)]
+    all_containers = [container for spec in pod_specs(objects(part)).values() for container in containers(spec)]
+    return [each for each in all_containers if each.get("command", [])[: len(command)] == list(command)]
 
 
 def settings_in(part: str, container: Object) -> Settings:
-    """Those that the container reads from its environment."""
+    """The settings in the container's environment."""
     (name,) = (name for name in named(objects(part), "ConfigMap") if name.startswith("evernear-settings"))
     environment = {each["name"]: each["value"] for each in container["env"] if "value" in each}
     return settings.load(environment=named(objects(part), "ConfigMap")[name]["data"] | environment)
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if not part.startswith("kserve")])
-def test_the_preprocessing_server_has_memory_for_its_settings(part: str) -> None:
+def test_memory_of_the_preprocessing_server_covers_its_settings(part: str) -> None:
     (container,) = running(part, "evernear", "prep")
     assert memory_size_bytes(settings_in(part, container)) <= limit_bytes(container)
 
 
-def test_more_pixels_or_more_decodes_want_more_memory() -> None:
+def test_more_pixels_or_decodes_need_more_memory() -> None:
     few = memory_size_bytes(Settings())
     more = Settings(serving=ServingSettings(max_pixels=50_000_000))
     assert memory_size_bytes(more) - few == decode_size_bytes(25_000_000)
@@ -54,7 +54,7 @@ def test_more_pixels_or_more_decodes_want_more_memory() -> None:
 
 @pytest.mark.parametrize("part", [part for part in PARTS if part.startswith("kserve")])
 @pytest.mark.parametrize(("module", "process_size_bytes"), [("predictor", PREDICTOR), ("transformer", TRANSFORMER)])
-def test_kserve_has_memory_for_its_arguments(part: str, module: str, process_size_bytes: int) -> None:
+def test_memory_of_kserve_pods_covers_their_arguments(part: str, module: str, process_size_bytes: int) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--max_pixels", type=int, default=ServingSettings().max_pixels)
     parser.add_argument("--large_decodes", type=int, default=PrepSettings().large_decodes)
@@ -67,9 +67,9 @@ def test_kserve_has_memory_for_its_arguments(part: str, module: str, process_siz
         assert process_size_bytes + decoding + 2 * args.max_bodies_size_bytes <= limit_bytes(container)
 
 
-def test_torchserve_has_memory_for_a_batch_of_the_largest_requests() -> None:
+def test_memory_of_torchserve_covers_a_batch_of_the_largest_requests() -> None:
     serving, pod = Settings().serving, Settings().kubernetes
-    batch = 2 * serving.batch_size * serving.max_request_size_bytes  # as they came, and rewritten without metadata
+    batch = 2 * serving.batch_size * serving.max_request_size_bytes  # as received, and rewritten without metadata
     worker = TORCHSERVE_WORKER + decode_size_bytes(serving.max_pixels) + batch
     needed = serving.heap_size_bytes + JAVA_BESIDES_HEAP + serving.workers * worker
     assert needed <= size_bytes(pod.memory)

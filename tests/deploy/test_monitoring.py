@@ -1,4 +1,4 @@
-"""Dashboard and alerts ask for series that the servers really have, by labels that those really carry."""
+"""Dashboard and alerts query series and labels that the servers export."""
 
 import itertools
 import json
@@ -14,12 +14,12 @@ PANELS = DASHBOARD["panels"]
 QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]] + [
     annotation["expr"] for annotation in DASHBOARD["annotations"]["list"]
 ]
-SCRAPED = {"namespace"}  # what a ServiceMonitor adds
+SCRAPED = {"namespace"}  # added by a ServiceMonitor
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",), "info": ("_info",)}
 
 
-def known() -> dict[str, set[str]]:
-    """Labels by series, of TorchServe with our handler and of the preprocessing server."""
+def exported_labels() -> dict[str, set[str]]:
+    """Labels by series, of TorchServe with evernear's handler and of the preprocessing server."""
     series = {
         entry["name"]: set(entry["dimensions"])
         for kinds in metrics_file().values()
@@ -37,8 +37,8 @@ def alerts() -> dict[str, str]:
     return {each["alert"]: each["expr"] for group in rule["spec"]["groups"] for each in group["rules"]}
 
 
-def asked_of(query: str) -> tuple[dict[str, set[str]], set[str]]:
-    """The series that a query names, each with the labels that it selects by, and the labels that it groups by."""
+def parse_query(query: str) -> tuple[dict[str, set[str]], set[str]]:
+    """Series of a query with the labels that select them, and the labels that it groups by."""
     grouped = {
         label.strip()
         for labels in re.findall(r"\b(?:by|on|without)\s*\(([^)]*)\)", query)
@@ -55,10 +55,10 @@ def asked_of(query: str) -> tuple[dict[str, set[str]], set[str]]:
     return series, grouped
 
 
-def test_they_ask_for_series_that_there_are() -> None:
-    labels = known()
+def test_queries_use_exported_series_and_labels() -> None:
+    labels = exported_labels()
     for query in [*QUERIES, *alerts().values()]:
-        series, grouped = asked_of(query)
+        series, grouped = parse_query(query)
         assert series, query
         for name, selected in series.items():
             assert name in labels, f"no server has {name}"
@@ -67,12 +67,12 @@ def test_they_ask_for_series_that_there_are() -> None:
         assert grouped <= set().union(*(labels[name] for name in series)), query
 
 
-def test_a_series_that_there_is_not_would_be_found() -> None:
-    series, _ = asked_of('sum by (version) (rate(evernear_request_total{namespace="x"}[5m]))')
-    assert not series.keys() <= known().keys()
+def test_unknown_series_is_detected() -> None:
+    series, _ = parse_query('sum by (version) (rate(evernear_request_total{namespace="x"}[5m]))')
+    assert not series.keys() <= exported_labels().keys()
 
 
-def test_the_panels_have_room() -> None:
+def test_panels_do_not_overlap() -> None:
     assert len({panel["id"] for panel in PANELS}) == len(PANELS)
     assert len({panel["title"] for panel in PANELS}) == len(PANELS)
     boxes = [panel["gridPos"] for panel in PANELS]
@@ -83,15 +83,15 @@ def test_the_panels_have_room() -> None:
         assert beside or below, (one, other)
 
 
-def test_grafana_finds_it_and_asks_the_chosen_prometheus() -> None:
-    found = named(objects("production"), "ConfigMap")["evernear-dashboard"]
-    assert json.loads(found["data"]["dashboard.json"]) == DASHBOARD
-    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
+def test_dashboard_is_labeled_for_grafana_and_uses_the_chosen_datasource() -> None:
+    config_map = named(objects("production"), "ConfigMap")["evernear-dashboard"]
+    assert json.loads(config_map["data"]["dashboard.json"]) == DASHBOARD
+    assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert {variable["name"] for variable in DASHBOARD["templating"]["list"]} == {"datasource", "namespace"}
     assert all(panel["datasource"]["uid"] == "${datasource}" for panel in PANELS)
 
 
-def test_alerts_say_what_to_do() -> None:
+def test_alerts_have_severity_summary_and_description() -> None:
     (rule,) = named(objects("production"), "PrometheusRule").values()
     for group in rule["spec"]["groups"]:
         for each in group["rules"]:

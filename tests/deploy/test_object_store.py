@@ -1,4 +1,4 @@
-"""The trial's object store: its scripts, and a real SeaweedFS as the overlay runs it where ``TEST_WEED`` names one."""
+"""The local overlay's object store: its scripts, and, if ``TEST_WEED`` names a binary, a real SeaweedFS."""
 
 import json
 import os
@@ -34,7 +34,7 @@ SECRETS = {
     "queries": "evernear-s3-queries",
     "watch": "evernear-s3-watch",
 }
-PLACES = (
+PATHS = (
     "evernear/releases/champion.json",
     "evernear/datasets/head",
     "evernear/queries/old",
@@ -44,15 +44,15 @@ PLACES = (
 )
 ALLOWED: dict[str, dict[str, set[str]]] = {
     "pipeline": {
-        "read": {*PLACES},
+        "read": {*PATHS},
         "list": {"evernear", "evernear-images"},
-        "write": {*PLACES[:5]},
+        "write": {*PATHS[:5]},
         "delete": {"evernear/.swap/probe"},
     },
-    "reader": {"read": {PLACES[0]}, "list": {"evernear"}, "write": set(), "delete": set()},
+    "reader": {"read": {PATHS[0]}, "list": {"evernear"}, "write": set(), "delete": set()},
     "queries": {"read": set(), "list": set(), "write": {"evernear/queries/old"}, "delete": set()},
     "watch": {
-        "read": {*PLACES},
+        "read": {*PATHS},
         "list": {"evernear", "evernear-images"},
         "write": {"evernear/triggers/watch.json", "evernear/.swap/probe"},
         "delete": {"evernear/queries/old", "evernear/.swap/probe"},
@@ -68,7 +68,7 @@ def identities(file: Path, *users: str, **changes: str) -> subprocess.CompletedP
     return subprocess.run(command, env={"PATH": os.environ["PATH"]} | keys | changes, capture_output=True, text=True)
 
 
-def test_the_users_have_the_rights_of_the_documentation(tmp_path: Path) -> None:
+def test_users_have_the_documented_rights(tmp_path: Path) -> None:
     done = identities(tmp_path / "s3.json", *USERS)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "s3.json").stat().st_mode & 0o077 == 0
@@ -86,9 +86,9 @@ def test_the_users_have_the_rights_of_the_documentation(tmp_path: Path) -> None:
     policies = {each["name"]: json.loads(each["content"]) for each in written["policies"]}
     for name, block in zip(("images", "pipeline", "reader", "queries", "watch"), documented, strict=True):
         statements = json.loads(block)["Statement"]
-        # MinIO's own.
-        wanted = [each for each in statements if each["Action"] != "s3:ListenBucketNotification"]
-        assert policies[name]["Statement"] == wanted, name
+        # Only MinIO has this action.
+        expected = [each for each in statements if each["Action"] != "s3:ListenBucketNotification"]
+        assert policies[name]["Statement"] == expected, name
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_the_users_have_the_rights_of_the_documentation(tmp_path: Path) -> None:
         ({"READER_ACCESS_KEY": 'a", "actions": ["Admin"], "x": "'}, "A key of the user reader is empty, or has other"),
     ],
 )
-def test_keys_that_would_not_be_what_they_seem_are_refused(
+def test_empty_keys_and_keys_with_json_syntax_are_rejected(
     tmp_path: Path, changes: dict[str, str], sentence: str
 ) -> None:
     done = identities(tmp_path / "s3.json", "reader", **changes)
@@ -107,14 +107,14 @@ def test_keys_that_would_not_be_what_they_seem_are_refused(
     assert not (tmp_path / "s3.json").exists()
 
 
-def test_each_user_gets_its_own_secret_and_the_pod_all_files_that_it_runs() -> None:
+def test_each_user_has_a_separate_secret_and_the_pod_has_every_script() -> None:
     (init,) = SERVER["initContainers"]
     assert init["command"][:3] == ["/bin/sh", "/setup/identities.sh", "/identities/s3.json"]
     assert init["command"][3:] == list(USERS)
-    told = {each["name"]: each["valueFrom"]["secretKeyRef"] for each in init["env"]}
+    references = {each["name"]: each["valueFrom"]["secretKeyRef"] for each in init["env"]}
     for user, secret in SECRETS.items():
-        assert told[f"{user.upper()}_ACCESS_KEY"] == {"name": secret, "key": "AWS_ACCESS_KEY_ID"}
-        assert told[f"{user.upper()}_SECRET_KEY"] == {"name": secret, "key": "AWS_SECRET_ACCESS_KEY"}
+        assert references[f"{user.upper()}_ACCESS_KEY"] == {"name": secret, "key": "AWS_ACCESS_KEY_ID"}
+        assert references[f"{user.upper()}_SECRET_KEY"] == {"name": secret, "key": "AWS_SECRET_ACCESS_KEY"}
     (volume,) = (each for each in SERVER["volumes"] if each["name"] == "setup")
     del volume["configMap"]["name"]
     deployment = named(objects("local"), "Deployment")["evernear-seaweedfs"]["spec"]["template"]["spec"]
@@ -125,12 +125,12 @@ def test_each_user_gets_its_own_secret_and_the_pod_all_files_that_it_runs() -> N
         assert subprocess.run(["sh", "-n"], input=files[script], text=True).returncode == 0
 
 
-def test_compose_runs_the_server_in_the_same_way() -> None:
+def test_compose_runs_the_same_server() -> None:
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["seaweedfs"]
     (container,) = SERVER["containers"]
     assert compose["image"] == container["image"]
-    ours = {word for word in container["args"] if "config" not in word}
-    assert ours <= {*compose["command"][0].split()}
+    arguments = {word for word in container["args"] if "config" not in word}
+    assert arguments <= {*compose["command"][0].split()}
     guarded = {each["name"]: each["value"] for each in container["env"]}
     assert guarded.items() <= compose["environment"].items()
 
@@ -157,8 +157,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
 
 def fill(server: SeaweedFS) -> None:
     admin = client(server, "admin")
-    for place in PLACES:
-        bucket, _, key = place.partition("/")
+    for path in PATHS:
+        bucket, _, key = path.partition("/")
         admin.put_object(bucket, key, BytesIO(b"content"), 7)
 
 
@@ -173,26 +173,26 @@ def permitted(act: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("user", ALLOWED)
-def test_a_user_may_do_its_job_and_nothing_else(server: SeaweedFS, user: str) -> None:
-    found: dict[str, set[str]] = {}
-    asked = client(server, user)
-    for what, act in {
-        "read": lambda bucket, key: asked.get_object(bucket, key).read(),
-        "write": lambda bucket, key: asked.put_object(bucket, key, BytesIO(b"other"), 5),
-        "delete": lambda bucket, key: asked.remove_object(bucket, key),
+def test_user_has_exactly_its_rights(server: SeaweedFS, user: str) -> None:
+    granted: dict[str, set[str]] = {}
+    store = client(server, user)
+    for action, act in {
+        "read": lambda bucket, key: store.get_object(bucket, key).read(),
+        "write": lambda bucket, key: store.put_object(bucket, key, BytesIO(b"other"), 5),
+        "delete": lambda bucket, key: store.remove_object(bucket, key),
     }.items():
         fill(server)
-        found[what] = {place for place in PLACES if permitted(lambda: act(*place.split("/", 1)))}  # noqa: B023
+        granted[action] = {path for path in PATHS if permitted(lambda: act(*path.split("/", 1)))}  # noqa: B023
     buckets = ("evernear", "evernear-images")
-    found["list"] = {name for name in buckets if permitted(lambda: list(asked.list_objects(name, recursive=True)))}  # noqa: B023
-    assert found == ALLOWED[user]
-    assert not permitted(lambda: asked.make_bucket("another"))
-    assert not permitted(lambda: asked.put_object("another", "x", BytesIO(b"x"), 1))
-    assert not permitted(lambda: asked.remove_bucket("evernear"))
-    assert not permitted(lambda: asked.set_bucket_policy("evernear", '{"Version": "2012-10-17", "Statement": []}'))
+    granted["list"] = {name for name in buckets if permitted(lambda: list(store.list_objects(name, recursive=True)))}  # noqa: B023
+    assert granted == ALLOWED[user]
+    assert not permitted(lambda: store.make_bucket("another"))
+    assert not permitted(lambda: store.put_object("another", "x", BytesIO(b"x"), 1))
+    assert not permitted(lambda: store.remove_bucket("evernear"))
+    assert not permitted(lambda: store.set_bucket_policy("evernear", '{"Version": "2012-10-17", "Statement": []}'))
 
 
-def test_nobody_gets_in_without_keys(server: SeaweedFS) -> None:
+def test_anonymous_access_is_denied(server: SeaweedFS) -> None:
     fill(server)
     anonymous = Minio(server.endpoint.removeprefix("http://"), secure=False, region="us-east-1")
     for act in (
@@ -203,12 +203,12 @@ def test_nobody_gets_in_without_keys(server: SeaweedFS) -> None:
         assert not permitted(act)
 
 
-def test_only_the_s3_port_is_of_use_from_outside_of_the_pod(server: SeaweedFS) -> None:
+def test_only_the_s3_ports_listen_beyond_loopback(server: SeaweedFS) -> None:
     listening = [each.laddr for each in psutil.Process(server.pid).net_connections("tcp") if each.status == "LISTEN"]
     outside = {address.port for address in listening if address.ip != "127.0.0.1"}
     assert outside == {server.ports["s3.port"], server.ports["s3.port.grpc"]}
     assert {address.port for address in listening} == {*server.ports.values()}
-    # Unguarded, it would list the policies to anybody, and take new users.
+    # Without protection, the gRPC port would list policies to anyone and accept new users.
     with grpc.insecure_channel(f"127.0.0.1:{server.ports['s3.port.grpc']}") as channel:
         ask = channel.unary_unary("/messaging_pb.SeaweedS3IamCache/ListPolicies")
         with pytest.raises(grpc.RpcError) as refused:
@@ -216,14 +216,14 @@ def test_only_the_s3_port_is_of_use_from_outside_of_the_pod(server: SeaweedFS) -
     assert refused.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
 
 
-def test_the_champion_moves_there_by_conditional_writes(server: SeaweedFS, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conditional_writes_have_one_winner(server: SeaweedFS, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "pipeline-key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "pipeline-secret/+=")
     assert S3Store("evernear", "")._conditional_writer.race_winners == (1, 1)
 
 
-def test_a_restart_keeps_objects_and_takes_other_keys(tmp_path: Path) -> None:
+def test_restart_keeps_objects_and_applies_new_keys(tmp_path: Path) -> None:
     with trial(tmp_path) as first:
         fill(first)
         assert client(first, "reader").get_object("evernear", "releases/champion.json").read() == b"content"
@@ -231,5 +231,5 @@ def test_a_restart_keeps_objects_and_takes_other_keys(tmp_path: Path) -> None:
         with pytest.raises(S3Error, match="SignatureDoesNotMatch"):
             client(second, "reader").get_object("evernear", "releases/champion.json")
         assert client(second, "pipeline").get_object("evernear", "releases/champion.json").read() == b"content"
-        second.make_buckets("evernear", "evernear-images")  # once more
+        second.make_buckets("evernear", "evernear-images")  # idempotent
         assert client(second, "pipeline").get_object("evernear-images", "1/a.png").read() == b"content"

@@ -1,4 +1,4 @@
-"""The trial's overlay on a cluster of loopback: it comes up, and its deployer has the rights that it uses, no more."""
+"""The local overlay on a loopback cluster: its pods become ready, and the deployer has exactly the rights in use."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ UP_WITHIN_S = 30
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[LoopbackCluster]:
-    """A cluster with the trial's overlay, and with the Secrets but for the token of inference."""
+    """A cluster with the local overlay and every Secret except the inference token."""
     with LoopbackCluster(tmp_path, second_s=1.0) as running:
         admin = config.new_client_from_config(str(running.kubeconfig()))
         kubeflow = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "kubeflow"}}
@@ -45,62 +45,62 @@ def cluster(tmp_path: Path) -> Iterator[LoopbackCluster]:
         yield running
 
 
-def test_all_of_it_comes_up_once_its_secrets_are_there(cluster: LoopbackCluster) -> None:
+def test_every_deployment_becomes_available_once_its_secrets_exist(cluster: LoopbackCluster) -> None:
     admin = config.new_client_from_config(str(cluster.kubeconfig()))
     apps, core = client.AppsV1Api(admin), client.CoreV1Api(admin)
 
     def up() -> set[str]:
-        found = apps.list_namespaced_deployment("evernear").items
-        return {each.metadata.name for each in found if each.status.available_replicas}
+        deployments = apps.list_namespaced_deployment("evernear").items
+        return {each.metadata.name for each in deployments if each.status.available_replicas}
 
     wanted = named(LOCAL, "Deployment").keys()
-    _await(lambda: up() == wanted - {"evernear-prep"})  # which mounts the token
+    _await(lambda: up() == wanted - {"evernear-prep"})  # it mounts the token
     (token,) = (secret for secret in SECRETS if secret["metadata"]["name"] == "evernear-token")
     core.create_namespaced_secret("evernear", token | {"stringData": {"token": "x"}})
     _await(lambda: up() == wanted)
 
 
-def test_the_deployer_has_the_rights_that_it_uses_and_no_others(
+def test_deployer_has_exactly_the_rights_that_it_uses(
     cluster: LoopbackCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig("evernear/evernear-deployer", namespace="evernear")))
     monkeypatch.setattr(rollout, "DIAGNOSIS_INTERVAL_S", 1)
     settings = _settings()
-    asked = Cluster.of(settings.kubernetes)
+    api = Cluster.of(settings.kubernetes)
     before = len(cluster.calls)
 
-    with LeaseLock(asked, settings.kubernetes.name, 2):
+    with LeaseLock(api, settings.kubernetes.name, 2):
         old = serving_objects(settings, ServedRelease(OLD, "b" * 64, "c" * 64))
-        apply(asked, old, dry_run=True)
-        apply(asked, old)
-        await_rollout(asked, settings.kubernetes)
-        save_last_known_good(asked, settings.kubernetes, Revision(OLD, old))
-        assert load_last_known_good(asked, settings.kubernetes) is not None
-    with LeaseLock(asked, settings.kubernetes.name, 2):
-        cluster.pods_do(NotReady("not yet"), carries(VERSION, SLOW))  # its events are read
-        apply(asked, serving_objects(settings, ServedRelease(SLOW, "b" * 64, "c" * 64)))
+        apply(api, old, dry_run=True)
+        apply(api, old)
+        await_rollout(api, settings.kubernetes)
+        save_last_known_good(api, settings.kubernetes, Revision(OLD, old))
+        assert load_last_known_good(api, settings.kubernetes) is not None
+    with LeaseLock(api, settings.kubernetes.name, 2):
+        cluster.pods_do(NotReady("not yet"), carries(VERSION, SLOW))  # so that the deployer reads its events
+        apply(api, serving_objects(settings, ServedRelease(SLOW, "b" * 64, "c" * 64)))
         with pytest.raises(ClusterError, match="probe"):
-            await_rollout(asked, settings.kubernetes.model_copy(update={"rollout_timeout_s": 4}))
+            await_rollout(api, settings.kubernetes.model_copy(update={"rollout_timeout_s": 4}))
         cluster.pods_do(CrashLoop("no Java\n"), carries(VERSION, NEW))
         new = serving_objects(settings, ServedRelease(NEW, "b" * 64, "c" * 64))
-        apply(asked, new)
+        apply(api, new)
         with pytest.raises(ClusterError, match="no Java"):
-            await_rollout(asked, settings.kubernetes)
-        remove(asked, new)
+            await_rollout(api, settings.kubernetes)
+        remove(api, new)
 
     used = {
         (call.kind.group, f"{call.kind.plural}/{call.subresource}".rstrip("/"), _name(call), call.verb)
         for call in cluster.calls[before:]
         if call.kind is not None
     }
-    used |= {(*what, "create") for *what, verb in used if verb == "patch"}  # what was not there
+    used |= {(*target, "create") for *target, verb in used if verb == "patch"}  # an apply may create the object
     assert used == _granted()
 
 
-def test_it_may_nothing_elsewhere(cluster: LoopbackCluster, tmp_path: Path) -> None:
+def test_deployer_has_no_other_rights(cluster: LoopbackCluster, tmp_path: Path) -> None:
     deployer = config.new_client_from_config(str(cluster.kubeconfig("evernear/evernear-deployer")))
     apps, core = client.AppsV1Api(deployer), client.CoreV1Api(deployer)
-    refused: list[Callable[[], object]] = [
+    forbidden: list[Callable[[], object]] = [
         lambda: core.read_namespaced_secret("evernear-s3", "evernear"),
         lambda: core.list_namespaced_secret("evernear"),
         lambda: core.list_namespaced_pod("kubeflow"),
@@ -108,13 +108,13 @@ def test_it_may_nothing_elsewhere(cluster: LoopbackCluster, tmp_path: Path) -> N
         lambda: apps.delete_namespaced_deployment("evernear-slack", "evernear"),
         lambda: core.list_namespace(),
     ]
-    for attempt in refused:
+    for attempt in forbidden:
         with pytest.raises(client.ApiException) as error:
             attempt()
         assert error.value.status == 403
 
 
-def test_what_runs_of_the_pipeline_may_is_just_that(cluster: LoopbackCluster) -> None:
+def test_pipeline_runner_may_list_pods_of_the_namespace_only(cluster: LoopbackCluster) -> None:
     step = client.CoreV1Api(config.new_client_from_config(str(cluster.kubeconfig("kubeflow/pipeline-runner"))))
     step.list_namespaced_pod("evernear")
     for namespace in ("kubeflow", "default"):
@@ -134,13 +134,13 @@ def _settings() -> Settings:
 
 
 def _name(call: Call) -> str:
-    """Of what is asked for, as RBAC sees it; a pod's is nobody's to know before."""
+    """The requested object's name as a Role may restrict it; empty for pods, whose names are generated."""
     name = call.name or call.query.get("fieldSelector", "").removeprefix("metadata.name=")
     return name if name in ("evernear-serving", "evernear-serving-proven") else ""
 
 
 def _granted() -> set[tuple[str, ...]]:
-    """What may be asked for: API group, resource, name (none: any) and verb."""
+    """Rights of the Role: API group, resource, object name (empty for any) and verb."""
     role: Object = named(LOCAL, "Role")["evernear-deployer"]
     return {
         (group, resource, name, verb)
@@ -152,8 +152,8 @@ def _granted() -> set[tuple[str, ...]]:
     }
 
 
-def _await(holds: Callable[[], bool]) -> None:
+def _await(condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + UP_WITHIN_S
-    while not holds():
+    while not condition():
         assert time.monotonic() < deadline_s, "it did not come to that"
         time.sleep(0.05)

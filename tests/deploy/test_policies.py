@@ -1,4 +1,4 @@
-"""checkov's policies, over every overlay with what the deploy step adds to it; offline."""
+"""checkov's policies pass, offline, for every overlay with the objects that the deploy step adds."""
 
 import json
 import os
@@ -14,7 +14,7 @@ CONFIG = Path(__file__).with_name("checkov.yaml")
 
 
 @pytest.mark.slow
-def test_checkov_finds_nothing_but_what_was_broken_for_it(tmp_path: Path) -> None:
+def test_checkov_finds_only_the_planted_violation(tmp_path: Path) -> None:
     if not CHECKOV.exists():
         pytest.skip("checkov is not installed; `make .venv/checkov/.installed` brings it")
     for number, part in enumerate(PARTS):
@@ -35,5 +35,5 @@ def test_checkov_finds_nothing_but_what_was_broken_for_it(tmp_path: Path) -> Non
     assert report["summary"]["parsing_errors"] == 0
     assert report["summary"]["passed"] > 1000
     deployments = {name for part in PARTS for name in named([*objects(part), *serving(objects(part))], "Deployment")}
-    asked = {check["resource"].rpartition(".")[2] for check in report["results"]["passed_checks"]}
-    assert deployments <= asked
+    checked = {check["resource"].rpartition(".")[2] for check in report["results"]["passed_checks"]}
+    assert deployments <= checked

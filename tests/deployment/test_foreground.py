@@ -1,4 +1,4 @@
-"""`evernear serve --foreground`, as a container runs it: it serves, and nothing outlives it."""
+"""`evernear serve --foreground`, as a container runs it: no process outlives it."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from evernear.store import open_store
 
 
 def start(settings: Settings, *words: str) -> subprocess.Popen[str]:
-    """`evernear serve` with ``words``, in a process of its own."""
+    """Start `evernear serve` with ``words``."""
     ports = {
         f"EVERNEAR_SERVING__{name.upper()}": str(value)
         for name, value in settings.serving.model_dump().items()
@@ -40,7 +40,7 @@ def start(settings: Settings, *words: str) -> subprocess.Popen[str]:
         pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
-def test_a_server_in_the_foreground_ends_with_its_command(
+def test_foreground_server_ends_with_its_command(
     make_release: MakeRelease, tmp_path: Path, end: signal.Signals, exit_code: int
 ) -> None:
     release = make_release()
@@ -57,12 +57,12 @@ def test_a_server_in_the_foreground_ends_with_its_command(
         assert Client.of(settings).predict(image).pred == query.pred
         assert torchserve.processes(home)
         server.send_signal(end)
-        _, told = server.communicate(timeout=60)
+        _, stderr = server.communicate(timeout=60)
         assert server.returncode == exit_code
-        assert ("Interrupted. TorchServe answered the requests in flight" in told) is (end == signal.SIGINT)
-        assert "Traceback" not in told
-        _, left = psutil.wait_procs(torchserve.processes(home), timeout=30)
-        assert left == []
+        assert ("Interrupted. TorchServe answered the requests in flight" in stderr) is (end == signal.SIGINT)
+        assert "Traceback" not in stderr
+        _, alive = psutil.wait_procs(torchserve.processes(home), timeout=30)
+        assert alive == []
     finally:
         server.kill()
         server.communicate()
@@ -70,7 +70,7 @@ def test_a_server_in_the_foreground_ends_with_its_command(
 
 
 @pytest.mark.slow
-def test_an_interrupted_start_leaves_nothing(make_release: MakeRelease, tmp_path: Path) -> None:
+def test_interrupted_start_leaves_no_process(make_release: MakeRelease, tmp_path: Path) -> None:
     release = make_release()
     settings = Settings(workdir=tmp_path, serving=settings_on_free_ports())
     registry = Registry(open_store(settings.store_uri))
@@ -82,8 +82,8 @@ def test_an_interrupted_start_leaves_nothing(make_release: MakeRelease, tmp_path
             assert server.poll() is None
             time.sleep(0.05)
         server.send_signal(signal.SIGINT)
-        _, told = server.communicate(timeout=60)
-    assert (server.returncode, told) == (
+        _, stderr = server.communicate(timeout=60)
+    assert (server.returncode, stderr) == (
         130,
         "evernear: Interrupted. TorchServe was stopped; `evernear serve` tries again.\n",
     )

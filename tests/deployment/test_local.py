@@ -1,4 +1,4 @@
-"""Rollouts on a real TorchServe, with clients that never stop asking."""
+"""Rollouts on a real TorchServe under continuous client load."""
 
 import json
 import os
@@ -42,7 +42,7 @@ FAILING = b"class H:\n    def initialize(self, c): ...\n    def handle(self, d, 
 
 
 class Site:
-    """A working directory with a champion that serves."""
+    """A working directory with a live champion."""
 
     def __init__(self, settings: Settings, make_release: MakeRelease, image: bytes) -> None:
         self.settings = settings
@@ -59,7 +59,7 @@ class Site:
 
     @property
     def registered(self) -> list[str]:
-        return [found.version for found in Management(self.home).versions("embedding")]
+        return [model.version for model in Management(self.home).versions("embedding")]
 
     @property
     def default(self) -> str:
@@ -73,16 +73,16 @@ class Site:
 
     @contextmanager
     def hammered(self) -> Iterator[set[str]]:
-        """Clients ask all the while, and every question is answered; yields the versions that answered."""
+        """Send requests continuously, all of which must succeed; yields the versions that answered."""
         failures: list[str] = []
         versions: set[str] = set()
         done = threading.Event()
-        asked = [0] * 4
+        requests = [0] * 4
 
         def hammer(number: int) -> None:
             client = Client.of(self.settings)
             while not done.wait(0.005):
-                asked[number] += 1
+                requests[number] += 1
                 try:
                     versions.add(client.predict(self.image).version)
                 except EvernearError as error:
@@ -93,8 +93,9 @@ class Site:
             thread.start()
         try:
             yield versions
-            before, deadline_s = list(asked), time.monotonic() + 60
-            while any(now < then + 2 for now, then in zip(asked, before, strict=True)):  # each asks once more, at least
+            before, deadline_s = list(requests), time.monotonic() + 60
+            # Until each client has made at least one more complete request.
+            while any(now < then + 2 for now, then in zip(requests, before, strict=True)):
                 assert time.monotonic() < deadline_s
                 time.sleep(0.01)
         finally:
@@ -124,7 +125,7 @@ def site(make_release: MakeRelease, tmp_path_factory: pytest.TempPathFactory) ->
     assert deployment.status(settings)["server"] == "down"
 
 
-def test_a_rollout_lets_no_request_fail(site: Site) -> None:
+def test_rollout_fails_no_request(site: Site) -> None:
     before, candidate = site.champion, site.candidate()
     with site.hammered() as versions:
         deployed = site.deploy(candidate)
@@ -141,13 +142,13 @@ def test_a_rollout_lets_no_request_fail(site: Site) -> None:
         "champion": candidate.version,
         "store": site.settings.store_uri,
     }
-    # The same step again, as after a kill that came too late:
+    # A repeated deployment, as after a late kill, succeeds:
     assert site.deploy(candidate).version == candidate.version
     assert site.champion == candidate.version
 
 
 @pytest.mark.parametrize("fault", ["wrong answer", "does not load", "fails at a request"])
-def test_a_candidate_that_fails_is_removed_and_the_champion_goes_on(site: Site, tmp_path: Path, fault: str) -> None:
+def test_failed_candidate_is_removed_and_the_champion_stays_live(site: Site, tmp_path: Path, fault: str) -> None:
     good = site.candidate()
     queries = json.loads(open_release(good.archive, tmp_path / "opened").read("smoke.json"))
     queries[-1]["dist"] += 0.01
@@ -168,7 +169,7 @@ def test_a_candidate_that_fails_is_removed_and_the_champion_goes_on(site: Site, 
 
 
 @pytest.mark.slow
-def test_a_promotion_that_loses_the_race_is_undone(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_promotion_is_undone_if_the_champion_changes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another release becomes champion while the candidate is being tested."""
     candidate, rival = site.candidate(), site.candidate()
 
@@ -185,7 +186,7 @@ def test_a_promotion_that_loses_the_race_is_undone(site: Site, monkeypatch: pyte
     assert site.champion == rival.version
     assert candidate.version not in site.registered
 
-    # The server follows the registry as soon as it is looked after, as after a kill before `set-default`:
+    # `serve` makes the server follow the registry, as after a kill before `set-default`:
     assert local.serve(site.settings) == rival.version
     assert site.default == rival.version
 
@@ -205,20 +206,20 @@ deploy(Path(sys.argv[1]), Path(sys.argv[2]), Settings.model_validate_json(sys.ar
 """
 
 
-def test_the_files_of_a_killed_deployment_go_with_the_next(site: Site) -> None:
+def test_next_deployment_removes_the_files_of_a_killed_one(site: Site) -> None:
     killed, candidate = site.candidate(), site.candidate()
     words = [sys.executable, "-c", KILLED, killed.archive, killed.verdict, site.settings.model_dump_json()]
     assert subprocess.run(words, timeout=120).returncode == -signal.SIGKILL
-    assert left_behind(site)
+    assert temporary_files(site)
     site.deploy(candidate)
-    assert left_behind(site) == []
+    assert temporary_files(site) == []
 
 
-def left_behind(site: Site) -> list[Path]:
+def temporary_files(site: Site) -> list[Path]:
     return [*site.home.glob(".*"), *torchserve.model_store(site.home).glob(".*")]
 
 
-def test_a_proved_release_stays_loaded_where_the_store_cannot_be_reached_to_record_it(
+def test_release_that_passed_its_smoke_test_stays_loaded_if_the_store_is_unreachable(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     champion, candidate = site.champion, site.candidate()
@@ -234,15 +235,13 @@ def test_a_proved_release_stays_loaded_where_the_store_cannot_be_reached_to_reco
             site.deploy(candidate)
     assert versions == {champion}
     assert candidate.version in site.registered
-    with nothing_is_loaded(monkeypatch), site.hammered():
+    with no_registration(monkeypatch), site.hammered():
         promote(candidate.version, site.settings)
     assert site.default == site.champion == candidate.version
     roll_back(site.settings)
 
 
-def test_a_release_that_torchserve_has_no_room_to_unpack_leaves_nothing(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_release_that_does_not_fit_on_the_disk_leaves_no_files(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     champion, candidate, registered = site.champion, site.candidate(), site.registered
     before = sorted(torchserve.model_store(site.home).iterdir())
     full = shutil.disk_usage(site.home)._replace(free=candidate.archive.stat().st_size)
@@ -255,7 +254,7 @@ def test_a_release_that_torchserve_has_no_room_to_unpack_leaves_nothing(
     assert sorted(torchserve.model_store(site.home).iterdir()) == before
 
 
-def test_what_a_killed_deployment_left_is_removed_by_the_next(site: Site) -> None:
+def test_next_deployment_unregisters_the_release_of_a_killed_one(site: Site) -> None:
     killed, candidate = site.candidate(), site.candidate()
     shutil.copy(killed.archive, torchserve.model_store(site.home) / f"embedding-{killed.version}.mar")
     Management(site.home).register(f"embedding-{killed.version}.mar", site.settings.serving)
@@ -268,7 +267,7 @@ def test_what_a_killed_deployment_left_is_removed_by_the_next(site: Site) -> Non
 
 
 @contextmanager
-def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_registration(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def refuse(*_: object) -> None:
         raise AssertionError("a release that is still registered was registered again")
 
@@ -277,12 +276,10 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_a_rollback_is_at_once_and_the_release_it_left_can_come_back(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rollback_and_promotion_reuse_registered_releases(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     good, bad = site.champion, site.candidate()
     site.deploy(bad)
-    with nothing_is_loaded(monkeypatch):
+    with no_registration(monkeypatch):
         with site.hammered() as versions:
             back = roll_back(site.settings, cause=Cause(by="ada", why="it confuses 3 and 8"))
         assert versions == {good, bad.version}
@@ -292,15 +289,15 @@ def test_a_rollback_is_at_once_and_the_release_it_left_can_come_back(
             assert promote(bad.version, site.settings).previous == good
         assert versions == {good, bad.version}
         assert site.default == site.champion == bad.version
-    told = [(move.version, move.how, move.why) for move in site.registry.history()][-3:]
-    assert told == [
+    history = [(move.version, move.how, move.why) for move in site.registry.history()][-3:]
+    assert history == [
         (bad.version, "deploy", ""),
         (good, "rollback", "it confuses 3 and 8"),
         (bad.version, "promote", ""),
     ]
 
 
-def test_a_release_that_is_no_longer_registered_is_fetched_proved_and_promoted(site: Site) -> None:
+def test_unregistered_release_is_fetched_tested_and_promoted(site: Site) -> None:
     oldest, before = next(site.registry.list()), site.champion
     if oldest in site.registered:
         Management(site.home).unregister("embedding", oldest)
@@ -316,7 +313,7 @@ def test_a_release_that_is_no_longer_registered_is_fetched_proved_and_promoted(s
     assert roll_back(site.settings).version == before
 
 
-def test_a_promotion_that_fails_leaves_everything_as_it_was(site: Site, tmp_path: Path) -> None:
+def test_failed_promotion_changes_nothing(site: Site, tmp_path: Path) -> None:
     good = site.candidate()
     queries = json.loads(open_release(good.archive, tmp_path / "opened").read("smoke.json"))
     queries[0]["dist"] += 0.01
@@ -330,9 +327,7 @@ def test_a_promotion_that_fails_leaves_everything_as_it_was(site: Site, tmp_path
     assert site.registered == registered
 
 
-def test_a_verdict_that_holds_is_overruled_only_by_force_and_with_a_reason(
-    site: Site, make_release: MakeRelease
-) -> None:
+def test_held_release_is_promoted_only_by_force_with_a_reason(site: Site, make_release: MakeRelease) -> None:
     held, before = make_release(parent=site.champion, promote=False), site.champion
     site.registry.publish(held.archive)
     with pytest.raises(IntegrityError, match=r"holds release .*: A test says so\. To promote it anyway, add --force"):
@@ -349,19 +344,19 @@ def test_a_verdict_that_holds_is_overruled_only_by_force_and_with_a_reason(
 
 
 @pytest.mark.slow
-def test_of_two_promotions_at_once_one_loses_and_the_server_follows_the_other(site: Site) -> None:
+def test_one_of_two_concurrent_promotions_fails(site: Site) -> None:
     rivals = [site.candidate(), site.candidate()]
     for rival in rivals:
         site.registry.publish(rival.archive)
     ready = threading.Barrier(2)
-    told: list[str] = []
+    outcomes: list[str] = []
 
     def compete(version: str) -> None:
         ready.wait()
         try:
-            told.append(promote(version, site.settings).version)
+            outcomes.append(promote(version, site.settings).version)
         except ConflictError:
-            told.append("lost")
+            outcomes.append("lost")
 
     with site.hammered() as versions:
         threads = [threading.Thread(target=compete, args=(rival.version,)) for rival in rivals]
@@ -369,8 +364,8 @@ def test_of_two_promotions_at_once_one_loses_and_the_server_follows_the_other(si
             thread.start()
         for thread in threads:
             thread.join()
-    assert told.count("lost") == 1
-    assert site.default == site.champion == max(told, key=lambda word: word != "lost")
+    assert outcomes.count("lost") == 1
+    assert site.default == site.champion == max(outcomes, key=lambda word: word != "lost")
     assert versions <= {
         site.champion,
         *(rival.version for rival in rivals),
@@ -379,9 +374,9 @@ def test_of_two_promotions_at_once_one_loses_and_the_server_follows_the_other(si
 
 
 @pytest.mark.slow
-def test_a_prune_of_the_registry_is_not_felt_by_clients(site: Site) -> None:
+def test_pruning_the_registry_fails_no_request(site: Site) -> None:
     serving = site.settings.serving.model_copy(update={"keep_registered": 2})
-    for _ in range(2):  # beyond the champion and its parent, which stay
+    for _ in range(2):  # in addition to the champion and its parent, which a prune keeps
         site.deploy(site.candidate())
     candidate = site.candidate()
     with site.hammered() as versions:
@@ -397,11 +392,11 @@ def test_a_prune_of_the_registry_is_not_felt_by_clients(site: Site) -> None:
 
 
 @pytest.mark.slow
-def test_a_champion_whose_archive_is_damaged_stops_no_good_candidate(site: Site) -> None:
+def test_candidate_replaces_a_champion_with_a_damaged_archive(site: Site) -> None:
     champion, candidate, broken = site.champion, site.candidate(), site.candidate()
     store = open_store(site.settings.store_uri)
     key = site.registry.get(champion).archive_key
-    whole = store.get(key)
+    archive = store.get(key)
     local.stop(site.settings)
     for stored in torchserve.model_store(site.home).glob("*.mar"):
         stored.unlink()
@@ -422,10 +417,10 @@ def test_a_champion_whose_archive_is_damaged_stops_no_good_candidate(site: Site)
     with pytest.raises(IntegrityError, match="is damaged"):
         roll_back(site.settings)
     assert site.default == site.champion == candidate.version
-    store.put(key, whole)
+    store.put(key, archive)
 
 
-def test_a_verdict_that_holds_reaches_no_server(site: Site, make_release: MakeRelease) -> None:
+def test_held_release_is_not_registered(site: Site, make_release: MakeRelease) -> None:
     held = make_release(parent=site.champion, promote=False)
     registered = site.registered
     with pytest.raises(IntegrityError, match="A test says so"):
@@ -433,7 +428,7 @@ def test_a_verdict_that_holds_reaches_no_server(site: Site, make_release: MakeRe
     assert site.registered == registered
 
 
-def test_a_server_that_dies_in_the_middle_is_told_and_comes_back_with_its_champion(
+def test_server_killed_during_a_deployment_restarts_with_its_champion(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     champion, candidate = site.champion, site.candidate()
@@ -461,7 +456,7 @@ def test_a_server_that_dies_in_the_middle_is_told_and_comes_back_with_its_champi
     assert site.registered == [champion]
 
 
-def test_without_a_champion_there_is_nothing_to_serve(tmp_path: Path) -> None:
+def test_serve_requires_a_champion(tmp_path: Path) -> None:
     settings = Settings(workdir=tmp_path / "work", serving=settings_on_free_ports())
     with pytest.raises(ServingError, match="run `evernear run` first"):
         local.serve(settings)
@@ -469,7 +464,7 @@ def test_without_a_champion_there_is_nothing_to_serve(tmp_path: Path) -> None:
     assert not local.stop(settings)
 
 
-def test_a_first_release_that_fails_leaves_no_server(make_release: MakeRelease, tmp_path: Path) -> None:
+def test_failed_first_release_leaves_no_server(make_release: MakeRelease, tmp_path: Path) -> None:
     settings = Settings(workdir=tmp_path / "work", serving=settings_on_free_ports())
     broken = forge(make_release(), tmp_path / "broken.mar", handler_py=BROKEN)
     with pytest.raises(ServingError):

@@ -28,11 +28,11 @@ def publish(store: Store, archive: Path, verdict: Path) -> Deployment:
     return deploy(archive, verdict, Settings(store=store.uri, target="registry"))
 
 
-def nothing_happened(store: Store) -> bool:
+def is_unchanged(store: Store) -> bool:
     return Registry(store).champion() is None and list(Registry(store).list()) == []
 
 
-def test_a_promoted_release_becomes_champion_and_may_be_published_again(store: Store, release: PackedRelease) -> None:
+def test_promoted_release_becomes_champion_and_may_be_published_again(store: Store, release: PackedRelease) -> None:
     for _ in range(2):
         deployed = publish(store, release.archive, release.verdict)
         assert (deployed.version, deployed.previous, deployed.url) == (release.version, None, None)
@@ -42,15 +42,15 @@ def test_a_promoted_release_becomes_champion_and_may_be_published_again(store: S
     assert list(Registry(store).list()) == [release.version]
 
 
-def test_a_verdict_that_holds_is_obeyed(store: Store, make_release: MakeRelease) -> None:
-    held = make_release(promote=False)
-    with pytest.raises(IntegrityError, match=rf"holds release {held.version}: A test says so\."):
-        publish(store, held.archive, held.verdict)
-    assert nothing_happened(store)
+def test_held_release_is_not_published(store: Store, make_release: MakeRelease) -> None:
+    release = make_release(promote=False)
+    with pytest.raises(IntegrityError, match=rf"holds release {release.version}: A test says so\."):
+        publish(store, release.archive, release.verdict)
+    assert is_unchanged(store)
 
 
 @pytest.mark.parametrize("content", [None, b"", b'{"promote": true}', b'{"promote": true, "reasons": []}'])
-def test_another_verdict_or_none_is_not_enough(
+def test_missing_or_different_verdict_is_rejected(
     store: Store, release: PackedRelease, tmp_path: Path, content: bytes | None
 ) -> None:
     verdict = tmp_path / "verdict.json"
@@ -58,14 +58,14 @@ def test_another_verdict_or_none_is_not_enough(
         verdict.write_bytes(content)
     with pytest.raises(IntegrityError, match=r"holds no verdict|not the verdict"):
         publish(store, release.archive, verdict)
-    assert nothing_happened(store)
+    assert is_unchanged(store)
 
 
 @pytest.mark.parametrize("fault", ["network", "index", "champion"])
-def test_a_verdict_on_something_else_is_not_enough(
+def test_verdict_on_another_release_is_rejected(
     store: Store, system: System, make_release: MakeRelease, fault: str
 ) -> None:
-    """Sound in itself and archived with the release, and yet about another one."""
+    """The verdict is valid and archived with the release, but concerns another one."""
     measured = decided(system, "20250101.000000.00000000" if fault == "champion" else None, True)
     changes = {"network": {"network_sha256": "0" * 64}, "index": {"index_digest": "0" * 64}, "champion": {}}[fault]
     verdict = Verdict.of(
@@ -74,38 +74,38 @@ def test_a_verdict_on_something_else_is_not_enough(
     release = make_release(verdict=verdict.model_dump_json())
     with pytest.raises(IntegrityError, match=r"is on another network or index|against another champion"):
         publish(store, release.archive, release.verdict)
-    assert nothing_happened(store)
+    assert is_unchanged(store)
 
 
-def test_a_verdict_that_was_turned_round_is_not_enough(store: Store, system: System, make_release: MakeRelease) -> None:
-    held = decided(system, None, False).model_dump(mode="json")
-    release = make_release(verdict=json.dumps(held | {"promote": True}))
+def test_inverted_verdict_is_rejected(store: Store, system: System, make_release: MakeRelease) -> None:
+    verdict = decided(system, None, False).model_dump(mode="json")
+    release = make_release(verdict=json.dumps(verdict | {"promote": True}))
     with pytest.raises(IntegrityError, match="was changed after the gate"):
         publish(store, release.archive, release.verdict)
-    assert nothing_happened(store)
+    assert is_unchanged(store)
 
 
-@pytest.mark.parametrize("said", ['{"promote": "true"}', '{"promote": 1}', "{}", '{"promote": null}', "[]"])
-def test_only_a_plain_true_promotes(store: Store, make_release: MakeRelease, tmp_path: Path, said: str) -> None:
-    """A release archived with such a verdict, so that the hash is right."""
-    release = make_release(verdict=said)
+@pytest.mark.parametrize("verdict", ['{"promote": "true"}', '{"promote": 1}', "{}", '{"promote": null}', "[]"])
+def test_only_the_json_value_true_promotes(
+    store: Store, make_release: MakeRelease, tmp_path: Path, verdict: str
+) -> None:
+    """The release is archived with this verdict, so that its hash matches."""
+    release = make_release(verdict=verdict)
     with pytest.raises(IntegrityError):
         publish(store, release.archive, release.verdict)
-    assert nothing_happened(store)
+    assert is_unchanged(store)
 
 
-def test_a_damaged_archive_is_not_published(store: Store, release: PackedRelease, tmp_path: Path) -> None:
+def test_damaged_archive_is_not_published(store: Store, release: PackedRelease, tmp_path: Path) -> None:
     content = bytearray(release.archive.read_bytes())
     content[len(content) // 2] ^= 1
     (tmp_path / "x.mar").write_bytes(content)
     with pytest.raises(IntegrityError):
         publish(store, tmp_path / "x.mar", release.verdict)
-    assert nothing_happened(store)
+    assert is_unchanged(store)
 
 
-def test_a_release_measured_against_another_champion_has_to_be_measured_again(
-    store: Store, make_release: MakeRelease
-) -> None:
+def test_release_measured_against_another_champion_is_rejected(store: Store, make_release: MakeRelease) -> None:
     first, second = make_release(), make_release()
     publish(store, first.archive, first.verdict)
     with pytest.raises(ConflictError, match=f"was measured against no champion, but {first.version} is"):
@@ -114,9 +114,7 @@ def test_a_release_measured_against_another_champion_has_to_be_measured_again(
     assert publish(store, third.archive, third.verdict).previous == first.version
 
 
-def test_without_a_server_the_pointer_moves_alone_and_only_to_a_whole_archive(
-    tmp_path: Path, make_release: MakeRelease
-) -> None:
+def test_registry_target_moves_the_pointer_only_to_intact_archives(tmp_path: Path, make_release: MakeRelease) -> None:
     settings = Settings(workdir=tmp_path / "work", target="registry")
     store = open_store(settings.store_uri)
     registry = Registry(store)
@@ -132,16 +130,16 @@ def test_without_a_server_the_pointer_moves_alone_and_only_to_a_whole_archive(
     back = roll_back(settings)
     assert (back.version, back.previous, back.url) == (first.version, None, None)
     key = registry.get(second.version).archive_key
-    whole = store.get(key)
-    store.put(key, whole[:-1])
+    archive = store.get(key)
+    store.put(key, archive[:-1])
     with pytest.raises(IntegrityError, match="is damaged"):
         promote(second.version, settings)
-    store.put(key, whole)
+    store.put(key, archive)
     assert promote(second.version, settings).version == second.version
     assert [move.version for move in registry.history()][-2:] == [first.version, second.version]
 
 
-def test_admission_needs_no_more_than_a_serving_image_has() -> None:
+def test_deployment_imports_no_training_or_model_packages() -> None:
     script = "import sys, evernear.deployment; print({'scipy', 'sklearn', 'torch', 'faiss'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stderr

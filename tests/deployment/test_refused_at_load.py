@@ -1,4 +1,4 @@
-"""What TorchServe unpacked is checked again by the handler, before torch or FAISS look at it."""
+"""The handler verifies the files that TorchServe unpacked before torch or FAISS reads them."""
 
 import json
 import pickle
@@ -19,14 +19,14 @@ def packed(make_release: MakeRelease) -> PackedRelease:
 
 
 def load(archive: Path, directory: Path) -> None:
-    """As a worker of TorchServe does, from the directory that Java unpacked the archive into."""
+    """Load a release as a TorchServe worker does, from the directory that Java unpacked the archive into."""
     with zipfile.ZipFile(archive) as members:
         members.extractall(directory)
     EmbeddingHandler().initialize(SimpleNamespace(system_properties={"model_dir": str(directory)}))
 
 
 @pytest.mark.parametrize("name", ["network.pt", "index.faiss", "labels.npy", "index.json", "handler.py"])
-def test_a_part_that_is_not_the_manifests_is_refused(packed: PackedRelease, tmp_path: Path, name: str) -> None:
+def test_replaced_part_is_rejected(packed: PackedRelease, tmp_path: Path, name: str) -> None:
     proof = tmp_path / "proof"
 
     class Payload:
@@ -42,7 +42,7 @@ def test_a_part_that_is_not_the_manifests_is_refused(packed: PackedRelease, tmp_
     assert not proof.exists()
 
 
-def test_an_index_made_by_another_network_is_refused(packed: PackedRelease, tmp_path: Path) -> None:
+def test_index_of_another_network_is_rejected(packed: PackedRelease, tmp_path: Path) -> None:
     with zipfile.ZipFile(packed.archive) as members:
         index = json.loads(members.read("index.json"))
     stamped = json.dumps(index | {"network_sha256": "0" * 64}).encode()
@@ -51,10 +51,10 @@ def test_an_index_made_by_another_network_is_refused(packed: PackedRelease, tmp_
         load(foreign.archive, tmp_path / "unpacked")
 
 
-def test_a_network_beside_an_index_that_it_did_not_make_is_refused(packed: PackedRelease, tmp_path: Path) -> None:
-    """The network was exchanged, its hash in the manifest's list of parts too."""
+def test_replaced_network_is_rejected(packed: PackedRelease, tmp_path: Path) -> None:
+    """The manifest's list of parts contains the hash of the replacement, but the index that of the original."""
     with zipfile.ZipFile(packed.archive) as members:
         network = members.read("network.pt")
-    exchanged = forge(packed, tmp_path / "exchanged.mar", network_pt=network + b" ")
+    replaced = forge(packed, tmp_path / "replaced.mar", network_pt=network + b" ")
     with pytest.raises(IntegrityError, match="holds vectors of network"):
-        load(exchanged.archive, tmp_path / "unpacked")
+        load(replaced.archive, tmp_path / "unpacked")

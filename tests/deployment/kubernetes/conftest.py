@@ -1,4 +1,4 @@
-"""A cluster on loopback as `deploy/` leaves it, and a deployer who has no more rights than `deploy/` gives."""
+"""A loopback cluster with the namespace and deployer of `deploy/`, and no rights beyond them."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,18 +37,18 @@ MakeSettings = Callable[..., Settings]
 
 @pytest.fixture
 def second_s() -> float:
-    """How long a second of ``progressDeadlineSeconds`` takes; a test may say otherwise."""
+    """Duration of a second of ``progressDeadlineSeconds``; a test may override it."""
     return 1.0
 
 
 @pytest.fixture
 def loopback(tmp_path: Path, second_s: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackCluster]:
-    """The cluster; ``KUBECONFIG`` leads to it, as the deployer of `deploy/base`."""
+    """The cluster; ``KUBECONFIG`` authenticates as the deployer of `deploy/base`."""
     with LoopbackCluster(tmp_path, second_s=second_s) as cluster:
         admin = config.new_client_from_config(str(cluster.kubeconfig()))
         files = [(BASE / name).read_text() for name in ("namespace.yaml", "deployer.yaml")]
         for manifest in yaml.safe_load_all("\n---\n".join([*files, FROM_OUTSIDE])):
-            if manifest["metadata"]["name"] != "default":  # a namespace's own account is there already
+            if manifest["metadata"]["name"] != "default":  # the namespace's default account exists already
                 utils.create_from_dict(admin, _in_namespace(manifest))
         monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig("evernear/evernear-deployer", namespace="evernear")))
         monkeypatch.setattr(rollout, "DIAGNOSIS_INTERVAL_S", 1)
@@ -57,7 +57,7 @@ def loopback(tmp_path: Path, second_s: float, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def make_settings(tmp_path: Path) -> MakeSettings:
-    """Settings of a deployment whose store is a directory on the claim ``store``."""
+    """Make settings whose store is a directory on the claim ``store``."""
 
     def make(**kubernetes: Any) -> Settings:
         quick = {"replicas_min": 1, "failure_grace_s": 1, "convergence_timeout_s": 1, "lease_s": 2}
@@ -69,7 +69,7 @@ def make_settings(tmp_path: Path) -> MakeSettings:
 
 
 def _in_namespace(manifest: dict[str, Any]) -> dict[str, Any]:
-    """As kustomize does it."""
+    """Set the namespace, as kustomize does."""
     if manifest["kind"] != "Namespace":
         manifest["metadata"].setdefault("namespace", "evernear")
     for subject in manifest.get("subjects", ()):

@@ -1,4 +1,4 @@
-"""Credentials, and what the API server's refusals become: one sentence each."""
+"""Credentials, and one sentence for each error of the API server."""
 
 import http.server
 import threading
@@ -24,14 +24,14 @@ SETTINGS = KubernetesSettings()
 
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No cluster is known; returns the home directory."""
+    """A home directory without any cluster configuration."""
     for name in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
 
 
-def test_without_credentials_it_is_said_where_they_were_looked_for(bare: Path) -> None:
+def test_missing_credentials_error_names_the_kubeconfig(bare: Path) -> None:
     with pytest.raises(ClusterError, match=rf"{bare}/\.kube/config does not exist; set KUBECONFIG"):
         Cluster.of(SETTINGS)
     (bare / ".kube").mkdir()
@@ -40,34 +40,34 @@ def test_without_credentials_it_is_said_where_they_were_looked_for(bare: Path) -
         Cluster.of(SETTINGS)
 
 
-def test_a_context_is_taken_by_its_name(loopback: LoopbackCluster, make_settings: MakeSettings) -> None:
+def test_context_is_selected_by_name(loopback: LoopbackCluster, make_settings: MakeSettings) -> None:
     assert Cluster.of(make_settings(context="loopback").kubernetes).host == loopback.url
     with pytest.raises(ClusterError, match="has no usable context 'elsewhere'"):
         Cluster.of(make_settings(context="elsewhere").kubernetes)
 
 
-def test_in_a_pod_its_own_account_is_used(
+def test_pod_uses_its_service_account_unless_kubeconfig_is_set(
     loopback: LoopbackCluster, bare: Path, monkeypatch: pytest.MonkeyPatch, make_settings: MakeSettings
 ) -> None:
     kubeconfig = loopback.kubeconfig("evernear/evernear-deployer", namespace="evernear")
-    told = yaml.safe_load(kubeconfig.read_text())
-    (bare / "token").write_text(told["users"][0]["user"]["token"])
+    kubeconfig_tree = yaml.safe_load(kubeconfig.read_text())
+    (bare / "token").write_text(kubeconfig_tree["users"][0]["user"]["token"])
     monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(bare / "token"))
-    authority = told["clusters"][0]["cluster"]["certificate-authority"]
+    authority = kubeconfig_tree["clusters"][0]["cluster"]["certificate-authority"]
     monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", authority)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", loopback.url.rpartition(":")[2])
     cluster = Cluster.of(SETTINGS)
     assert (cluster.inside, cluster.host) == (True, loopback.url)
     assert cluster.get("Deployment", "evernear-serving") is None
-    settings = make_settings(token_secret="token")  # inside, a token can be used
+    settings = make_settings(token_secret="token")  # inside the cluster, the client can send a token
     client: Any = service_client(cluster, settings)
     assert client._target.url == "http://evernear-serving.evernear.svc:8080"
-    monkeypatch.setenv("KUBECONFIG", str(kubeconfig))  # asked for: a CI runner may be a pod of another cluster
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig))  # takes precedence: a CI runner may be a pod of another cluster
     assert not Cluster.of(SETTINGS).inside
 
 
-def test_from_outside_a_token_needs_another_way(
+def test_token_from_outside_requires_a_service_url(
     loopback: LoopbackCluster, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = Cluster.of(SETTINGS)
@@ -92,18 +92,18 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BACKOFF_S", 0.01)
 
 
-def test_a_token_that_is_not_known(loopback: LoopbackCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_token_is_rejected(loopback: LoopbackCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     kubeconfig = loopback.kubeconfig()
-    told = yaml.safe_load(kubeconfig.read_text())
-    told["users"][0]["user"]["token"] = "another"
-    kubeconfig.write_text(yaml.safe_dump(told))
+    tree = yaml.safe_load(kubeconfig.read_text())
+    tree["users"][0]["user"]["token"] = "another"
+    kubeconfig.write_text(yaml.safe_dump(tree))
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
     with pytest.raises(ClusterError, match=rf"^The API server at {loopback.url} does not accept the credentials \("):
         Cluster.of(SETTINGS).get("Deployment", "x")
 
 
 @pytest.mark.usefixtures("quick")
-def test_retries_end(loopback: LoopbackCluster) -> None:
+def test_retries_are_limited(loopback: LoopbackCluster) -> None:
     loopback.fail(too_many_requests(), times=module.TRIES - 1)
     cluster = Cluster.of(SETTINGS)
     assert cluster.get("Deployment", "evernear-serving") is None
@@ -114,7 +114,7 @@ def test_retries_end(loopback: LoopbackCluster) -> None:
 
 @pytest.fixture
 def stranger(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A server that is no Kubernetes, in the kubeconfig."""
+    """A kubeconfig whose server is not a Kubernetes API server."""
 
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -145,7 +145,7 @@ def stranger(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("quick")
-def test_what_is_no_api_server(stranger: str, bare: Path) -> None:
+def test_foreign_and_unreachable_servers_are_reported(stranger: str, bare: Path) -> None:
     cluster = Cluster.of(SETTINGS)
     with pytest.raises(ClusterError, match=rf"^The server at {stranger} is no Kubernetes API server\.$"):
         cluster.get("Deployment", "x")
@@ -158,8 +158,8 @@ def test_what_is_no_api_server(stranger: str, bare: Path) -> None:
         cluster.get("Deployment", "x")
 
 
-def test_the_clients_default_is_not_touched(loopback: LoopbackCluster) -> None:
-    """Other clients of this process, KFP's for one, keep their own configuration."""
+def test_default_client_configuration_is_unchanged(loopback: LoopbackCluster) -> None:
+    """Other clients of the process, such as KFP's, keep their configuration."""
     Cluster.of(SETTINGS)
     from kubernetes.client import Configuration
 

@@ -1,6 +1,6 @@
-"""Deployments to a cluster from beginning to end: what serves, where the champion's pointer stands, what is said.
+"""Deployments to a cluster end to end: the live release, the champion pointer and the messages.
 
-The API server is the loopback one; behind its Services stand servers that answer as TorchServe does with a release.
+The API server is the loopback one. Its Services forward to servers that answer like TorchServe with a release.
 """
 
 import json
@@ -47,7 +47,7 @@ SLOW = pytest.mark.slow
 
 
 class Answers:
-    """What TorchServe answers with one release in it; ``wrong`` spoils it."""
+    """Responses of a TorchServe with one release; ``wrong`` replaces some of their fields."""
 
     def __init__(self, release: PackedRelease, directory: Path) -> None:
         parts = open_release(release.archive, directory)
@@ -60,26 +60,26 @@ class Answers:
 
     def answer(self, handler: Any) -> None:
         image = handler.rfile.read(int(handler.headers["Content-Length"]))
-        asked = handler.path.removeprefix("/predictions/embedding").strip("/") or self.version
-        if asked != self.version:
-            told = {
+        requested = handler.path.removeprefix("/predictions/embedding").strip("/") or self.version
+        if requested != self.version:
+            response = {
                 "code": 404,
                 "type": "ModelVersionNotFoundException",
-                "message": f"There is no {asked}.",
+                "message": f"There is no {requested}.",
             }
         elif self.known.get(image) is None:
-            told = {"code": 400, "type": "BadImage", "message": "No image of this release."}
+            response = {"code": 400, "type": "BadImage", "message": "No image of this release."}
         else:
-            told = self.known[image] | {"neighbors": [], "version": self.version} | self.wrong
-        body = json.dumps(told).encode()
-        handler.send_response(told.get("code", 200))
+            response = self.known[image] | {"neighbors": [], "version": self.version} | self.wrong
+        body = json.dumps(response).encode()
+        handler.send_response(response.get("code", 200))
         handler.send_header("Content-Length", str(len(body)))
         handler.end_headers()
         handler.wfile.write(body)
 
 
 class Site:
-    """A cluster, a registry, and servers for the releases."""
+    """A cluster and the registry that it deploys from."""
 
     def __init__(self, loopback: LoopbackCluster, settings: Settings) -> None:
         self.loopback = loopback
@@ -94,14 +94,14 @@ class Site:
         return champion.version if champion else None
 
     @property
-    def serves(self) -> tuple[set[str], set[str]]:
-        """The releases and the images of all pods."""
+    def live(self) -> tuple[set[str], set[str]]:
+        """Releases and images of all pods."""
         pods = client.CoreV1Api(self._admin).list_namespaced_pod("evernear").items
-        alive = [pod for pod in pods if not pod.metadata.deletion_timestamp]
-        return {pod.metadata.annotations[RELEASE] for pod in alive}, {pod.spec.containers[0].image for pod in alive}
+        running = [pod for pod in pods if not pod.metadata.deletion_timestamp]
+        return {pod.metadata.annotations[RELEASE] for pod in running}, {pod.spec.containers[0].image for pod in running}
 
-    def left(self) -> list[str]:
-        """Kinds of all that a deployment made and that is still there."""
+    def remaining(self) -> list[str]:
+        """Kinds of the remaining objects of a deployment."""
         kinds = ("ServiceAccount", "ConfigMap", "NetworkPolicy", "PodDisruptionBudget", "Service", "Deployment")
         admin = Cluster(self._admin, "evernear", inside=False)
         return [kind for kind in (*kinds, "HorizontalPodAutoscaler") if admin.get(kind, NAME)]
@@ -115,7 +115,7 @@ class Site:
 
 @pytest.fixture(scope="module")
 def releases(make_release: MakeRelease) -> tuple[PackedRelease, PackedRelease, PackedRelease]:
-    """One after the other."""
+    """Three successive releases."""
     first = make_release()
     second = make_release(parent=first.version)
     return first, second, make_release(parent=second.version)
@@ -138,7 +138,7 @@ def site(
         yield Site(loopback, make_settings())
 
 
-def test_releases_follow_each_other_and_go_back(site: Site, releases: tuple[PackedRelease, ...]) -> None:
+def test_deploy_roll_back_and_promote(site: Site, releases: tuple[PackedRelease, ...]) -> None:
     first, second, _ = releases
     deployed = site.deploy(first)
     assert (deployed.version, deployed.previous, deployed.smoke_queries) == (first.version, None, 8)
@@ -146,7 +146,7 @@ def test_releases_follow_each_other_and_go_back(site: Site, releases: tuple[Pack
     assert site.champion == first.version
     assert site.deploy(second).previous == first.version
     assert site.deploy(second).previous == first.version, "the same step again"
-    assert site.serves == ({second.version}, {IMAGE})
+    assert site.live == ({second.version}, {IMAGE})
     assert deployment.status(site.settings) == {
         "server": "up",
         "url": deployed.url,
@@ -161,31 +161,31 @@ def test_releases_follow_each_other_and_go_back(site: Site, releases: tuple[Pack
 
     back = deployment.roll_back(site.settings, cause=Cause(by="ada", why="a test"))
     assert (back.version, back.previous, back.smoke_queries) == (first.version, None, 8)
-    assert site.serves[0] == {first.version}
+    assert site.live[0] == {first.version}
     assert site.champion == first.version
     assert deployment.promote(second.version, site.settings).version == second.version
-    assert site.serves[0] == {second.version}
+    assert site.live[0] == {second.version}
     assert [move.how for move in site.registry.history()] == ["deploy", "deploy", "rollback", "promote"]
     assert site.champion == second.version
 
 
-def test_what_is_applied_tells_its_release_and_is_ours(site: Site, releases: tuple[PackedRelease, ...]) -> None:
+def test_applied_objects_name_their_release_and_field_manager(site: Site, releases: tuple[PackedRelease, ...]) -> None:
     site.deploy(releases[0])
     patches = [call for call in site.loopback.calls if call.verb == "patch"]
     assert {call.query["fieldManager"] for call in patches} == {"evernear"}
     assert {call.query.get("force") for call in patches if call.name == NAME} == {"false"}
-    found = site.cluster.get("Deployment", NAME)
-    assert found is not None
+    manifest = site.cluster.get("Deployment", NAME)
+    assert manifest is not None
     record = site.registry.get(releases[0].version)
-    assert found["metadata"]["annotations"]["evernear.dev/archive-sha256"] == record.archive_sha256
-    assert found["metadata"]["labels"]["app.kubernetes.io/version"] == record.manifest.version
+    assert manifest["metadata"]["annotations"]["evernear.dev/archive-sha256"] == record.archive_sha256
+    assert manifest["metadata"]["labels"]["app.kubernetes.io/version"] == record.manifest.version
 
 
 @pytest.mark.parametrize(
     "fault",
     ["image", "wrong answer", *(pytest.param(each, marks=SLOW) for each in ("crash", "another release", "silence"))],
 )
-def test_a_release_that_fails_leaves_the_one_before_it(
+def test_failed_release_is_replaced_by_the_previous_one(
     site: Site, releases: tuple[PackedRelease, ...], answers: list[Answers], fault: str
 ) -> None:
     first, second, _ = releases
@@ -201,7 +201,7 @@ def test_a_release_that_fails_leaves_the_one_before_it(
     match fault:
         case "crash":
             site.loopback.pods_do(CrashLoop("no"), carries(RELEASE, second.version))
-        case "image":  # and what is put back has its own, not that of the settings
+        case "image":  # the previous release is restored with its own image, not that of the settings
             changes = {"image": IMAGE.replace("a" * 64, "b" * 64)}
             site.loopback.pods_do(ImageMissing(), lambda pod: pod["spec"]["containers"][0]["image"].endswith("b" * 64))
         case "wrong answer":
@@ -216,11 +216,11 @@ def test_a_release_that_fails_leaves_the_one_before_it(
     assert str(caught.value).endswith(f" Release {first.version} was put back and serves.")
     assert type(caught.value) in (ClusterError, ServingError)
     assert site.champion == first.version
-    assert site.serves == ({first.version}, {IMAGE})
+    assert site.live == ({first.version}, {IMAGE})
 
 
 @pytest.mark.parametrize("fault", [pytest.param("crash", marks=SLOW), "wrong answer"])
-def test_a_first_release_that_fails_leaves_nothing(
+def test_failed_first_release_leaves_no_objects(
     site: Site, releases: tuple[PackedRelease, ...], answers: list[Answers], fault: str
 ) -> None:
     if fault == "crash":
@@ -229,13 +229,13 @@ def test_a_first_release_that_fails_leaves_nothing(
         answers[0].wrong = {"pred": "?"}
     with pytest.raises(EvernearError, match=r"Nothing served before it, so all that was made for it was removed\.$"):
         site.deploy(releases[0])
-    assert site.left() == []
+    assert site.remaining() == []
     assert site.champion is None
     answers[0].wrong = {}
 
 
 @SLOW
-def test_what_could_not_be_put_back_is_said(site: Site, releases: tuple[PackedRelease, ...]) -> None:
+def test_failed_restore_is_reported(site: Site, releases: tuple[PackedRelease, ...]) -> None:
     first, second, _ = releases
     site.deploy(first, image=IMAGE.replace("a" * 64, "c" * 64))
     site.loopback.pods_do(CrashLoop("the node is broken"))
@@ -244,9 +244,7 @@ def test_what_could_not_be_put_back_is_said(site: Site, releases: tuple[PackedRe
     assert site.champion == first.version
 
 
-def test_somebody_elses_fields_are_named_before_anything_changes(
-    site: Site, releases: tuple[PackedRelease, ...]
-) -> None:
+def test_field_conflicts_are_reported_before_any_change(site: Site, releases: tuple[PackedRelease, ...]) -> None:
     first, second, _ = releases
     site.deploy(first)
     apps = client.AppsV1Api(config.new_client_from_config(str(site.loopback.kubeconfig())))
@@ -264,7 +262,7 @@ def test_somebody_elses_fields_are_named_before_anything_changes(
 
 
 class Killed(BaseException):
-    """SIGKILL: nothing that the process would do afterwards is done."""
+    """Stands for SIGKILL: no cleanup follows."""
 
 
 @pytest.mark.parametrize(
@@ -275,7 +273,7 @@ class Killed(BaseException):
         pytest.param("before it is remembered", marks=SLOW),
     ],
 )
-def test_a_deployment_that_was_killed_is_run_again(
+def test_killed_deployment_can_be_repeated(
     site: Site, releases: tuple[PackedRelease, ...], when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, third = releases
@@ -285,30 +283,30 @@ def test_a_deployment_that_was_killed_is_run_again(
         raise Killed
 
     with monkeypatch.context() as patched:
-        where = {
+        target = {
             "before the rollout": (kubernetes, "await_rollout"),
             "before the pointer moves": (Registry, "set_champion"),
             "before it is remembered": (kubernetes, "save_last_known_good"),
         }[when]
-        patched.setattr(*where, kill)
+        patched.setattr(*target, kill)
         patched.setattr(kubernetes.KubernetesTarget, "_put_back", kill)
         patched.setattr(kubernetes.LeaseLock, "release", lambda lease: lease._released.set())
         with pytest.raises(Killed):
             site.deploy(second)
-    assert site.deploy(second).version == second.version  # waits for the dead one's Lease
+    assert site.deploy(second).version == second.version  # waits until the Lease of the killed process expires
     assert site.champion == second.version
-    assert site.serves == ({second.version}, {IMAGE})
+    assert site.live == ({second.version}, {IMAGE})
     site.loopback.pods_do(CrashLoop("no"), carries(RELEASE, third.version))
     with pytest.raises(ClusterError, match=rf"Release {second.version} was put back and serves"):
         site.deploy(third)
-    assert site.serves == ({second.version}, {IMAGE})
+    assert site.live == ({second.version}, {IMAGE})
 
 
 @SLOW
-def test_after_a_kill_another_release_may_come(
+def test_failed_release_after_a_killed_deployment_is_replaced_by_the_champion(
     site: Site, releases: tuple[PackedRelease, ...], make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was killed is never proved; what fails after it is replaced by the champion, not by that."""
+    """The release of the killed deployment never passed its smoke test, so it is not restored."""
     first, second, _ = releases
     site.deploy(first)
     rival = make_release(parent=first.version)
@@ -321,24 +319,24 @@ def test_after_a_kill_another_release_may_come(
         patched.setattr(kubernetes.KubernetesTarget, "_put_back", kill)
         with pytest.raises(Killed):
             site.deploy(second)
-    assert site.serves[0] == {second.version}
+    assert site.live[0] == {second.version}
     assert deployment.status(site.settings)["champion"] == first.version
     site.loopback.pods_do(CrashLoop("no"), carries(RELEASE, rival.version))
     with pytest.raises(ClusterError, match=rf"Release {first.version} was put back and serves"):
         site.deploy(rival)
-    assert site.serves[0] == {first.version}
+    assert site.live[0] == {first.version}
 
 
-def test_of_two_deployments_at_once_one_goes_on(
+def test_one_of_two_concurrent_deployments_fails(
     site: Site, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    under_way, go_on = threading.Event(), threading.Event()
-    real = kubernetes.prove
+    under_way, proceed = threading.Event(), threading.Event()
+    prove = kubernetes.prove
 
     def prove_later(*arguments: Any) -> int:
         under_way.set()
-        assert go_on.wait(60)
-        return real(*arguments)
+        assert proceed.wait(60)
+        return prove(*arguments)
 
     monkeypatch.setattr(kubernetes, "prove", prove_later)
     first = threading.Thread(target=site.deploy, args=(releases[0],))
@@ -346,29 +344,29 @@ def test_of_two_deployments_at_once_one_goes_on(
     assert under_way.wait(60)
     with pytest.raises(BusyError, match="is under way, by "):
         site.deploy(releases[0])
-    go_on.set()
+    proceed.set()
     first.join()
     assert site.champion == releases[0].version
 
 
-def test_a_champion_that_moves_meanwhile_stays(
+def test_champion_changed_during_a_deployment_stays_live(
     site: Site, releases: tuple[PackedRelease, ...], make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, _ = releases
     site.deploy(first)
     rival = make_release(parent=first.version)
-    real = kubernetes.prove
+    prove = kubernetes.prove
 
     def prove_and_lose(*arguments: Any) -> int:
         site.registry.publish(rival.archive)
         site.registry.set_champion(rival.version, site.registry.champion())
-        return real(*arguments)
+        return prove(*arguments)
 
     monkeypatch.setattr(kubernetes, "prove", prove_and_lose)
     with pytest.raises(ConflictError, match=rf"champion changed meanwhile.* Release {rival.version} was put back"):
         site.deploy(second)
     assert site.champion == rival.version
-    assert site.serves[0] == {rival.version}
+    assert site.live[0] == {rival.version}
 
 
 def fail_to_record(
@@ -378,11 +376,11 @@ def fail_to_record(
     patience_s: float = 0.0,
     executed: bool = False,
 ) -> Iterator[int]:
-    """Let the store fail when the champion's pointer is written, before that is carried out or after; what is left."""
-    put_if, left = FileStore.put_if, iter(range(times))
+    """Make writes of the champion pointer fail, before or after they take effect; returns the remaining failures."""
+    put_if, remaining = FileStore.put_if, iter(range(times))
 
     def fail(store: FileStore, key: str, data: bytes, etag: str | None) -> str:
-        if key != CHAMPION or next(left, None) is None:
+        if key != CHAMPION or next(remaining, None) is None:
             return put_if(store, key, data, etag)
         if executed:
             put_if(store, key, data, etag)
@@ -391,11 +389,11 @@ def fail_to_record(
     monkeypatch.setattr(FileStore, "put_if", fail)
     monkeypatch.setattr(registry, "_PATIENCE_S", patience_s)
     monkeypatch.setattr(registry, "_PAUSE_S", (0.01, 0.01))
-    return left
+    return remaining
 
 
 @pytest.mark.parametrize("executed", [False, True], ids=["not carried out", "carried out"])
-def test_a_proved_release_stays_where_the_store_cannot_be_reached_to_record_it(
+def test_release_that_passed_its_smoke_test_stays_live_if_the_store_is_unreachable(
     site: Site, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch, executed: bool
 ) -> None:
     first, second, _ = releases
@@ -408,33 +406,35 @@ def test_a_proved_release_stays_where_the_store_cannot_be_reached_to_record_it(
             rf"recorded as the champion: http://s3 cannot be reached\. .*`evernear registry promote {second.version}`",
         ):
             site.deploy(second)
-    assert site.serves == ({second.version}, {IMAGE})
+    assert site.live == ({second.version}, {IMAGE})
     assert site.champion == (second.version if executed else first.version)
     if executed:
         site.deploy(second)
     else:
         deployment.promote(second.version, site.settings)
-    assert site.serves == ({second.version}, {IMAGE})
+    assert site.live == ({second.version}, {IMAGE})
     assert [move.version for move in site.registry.history()] == [first.version, second.version]
     assert deployment.roll_back(site.settings).version == first.version
 
 
-def test_a_rollback_waits_for_the_store_and_is_not_taken_back(
+def test_rollback_waits_for_the_store(
     site: Site, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, _ = releases
     site.deploy(first)
     site.deploy(second)
     with monkeypatch.context() as patched:
-        left = fail_to_record(TransientStoreError("http://s3 cannot be reached."), patched, times=3, patience_s=60.0)
+        remaining = fail_to_record(
+            TransientStoreError("http://s3 cannot be reached."), patched, times=3, patience_s=60.0
+        )
         assert deployment.roll_back(site.settings).version == first.version
-    assert list(left) == []
+    assert list(remaining) == []
     assert site.champion == first.version
-    assert site.serves == ({first.version}, {IMAGE})
+    assert site.live == ({first.version}, {IMAGE})
     assert [move.how for move in site.registry.history()] == ["deploy", "deploy", "rollback"]
 
 
-def test_a_store_that_refuses_brings_the_release_before_back(
+def test_previous_release_is_restored_if_the_store_denies_access(
     site: Site, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, _ = releases
@@ -443,22 +443,22 @@ def test_a_store_that_refuses_brings_the_release_before_back(
     with pytest.raises(StoreError, match=rf"is not permitted\. Release {first.version} was put back and serves"):
         site.deploy(second)
     assert site.champion == first.version
-    assert site.serves == ({first.version}, {IMAGE})
+    assert site.live == ({first.version}, {IMAGE})
 
 
 @SLOW
-def test_a_lease_that_is_lost_stops_the_deployment(
+def test_lost_lease_stops_the_deployment(
     site: Site, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.deploy(releases[0])
-    real = kubernetes.prove
+    prove = kubernetes.prove
 
     def prove_and_lose(*arguments: Any) -> int:
-        found = site.cluster.get("Lease", NAME)
-        assert found is not None
-        site.cluster.replace(found | {"spec": {**found["spec"], "holderIdentity": "somebody else"}})
+        manifest = site.cluster.get("Lease", NAME)
+        assert manifest is not None
+        site.cluster.replace(manifest | {"spec": {**manifest["spec"], "holderIdentity": "somebody else"}})
         threading.Event().wait(site.settings.kubernetes.lease_s)
-        return real(*arguments)
+        return prove(*arguments)
 
     monkeypatch.setattr(kubernetes, "prove", prove_and_lose)
     with pytest.raises(BusyError, match=r"lost the Lease evernear-serving .*What served before was not put back"):
@@ -466,7 +466,7 @@ def test_a_lease_that_is_lost_stops_the_deployment(
     assert site.champion == releases[0].version
 
 
-def test_nothing_is_touched_for_a_release_that_may_not_serve(
+def test_rejected_deployment_changes_nothing(
     site: Site, releases: tuple[PackedRelease, ...], make_release: MakeRelease, tmp_path: Path
 ) -> None:
     held_back = make_release(promote=False)
@@ -480,10 +480,10 @@ def test_nothing_is_touched_for_a_release_that_may_not_serve(
         "get",
         "update",
     }
-    assert site.left() == []
+    assert site.remaining() == []
 
 
-def test_a_deployer_without_rights_is_told_which(
+def test_missing_rights_are_named(
     site: Site, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(site.loopback.kubeconfig("evernear/stranger", namespace="evernear")))
@@ -491,7 +491,7 @@ def test_a_deployer_without_rights_is_told_which(
         site.deploy(releases[0])
 
 
-def test_the_command_line_tells_what_serves_and_what_would(
+def test_status_and_render_show_the_live_release_and_the_manifests(
     site: Site, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.deploy(releases[0])
@@ -508,8 +508,8 @@ def test_the_command_line_tells_what_serves_and_what_would(
             "kubernetes.replicas_min": 1,
         }.items()
     ]
-    told = CliRunner().invoke(app, ["status", *flags])
-    assert f"release      {releases[0].version}" in told.output
+    status = CliRunner().invoke(app, ["status", *flags])
+    assert f"release      {releases[0].version}" in status.output
     rendered = CliRunner().invoke(app, ["deployment", "render", *flags])
     assert rendered.output.count("\nkind: ") == 7, rendered.output
     assert f"evernear.dev/release: {releases[0].version}" in rendered.output

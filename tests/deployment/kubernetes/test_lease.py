@@ -1,4 +1,4 @@
-"""Of deployments at once, one goes on; a dead one stands in nobody's way for long."""
+"""The Lease admits one deployment at a time, and expires if its holder dies."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,25 +22,25 @@ def cluster(loopback: LoopbackCluster, make_settings: MakeSettings) -> Cluster:
 
 
 def holder(cluster: Cluster) -> str:
-    found = cluster.get("Lease", NAME)
-    assert found is not None
-    return found["spec"]["holderIdentity"]
+    lease_object = cluster.get("Lease", NAME)
+    assert lease_object is not None
+    return lease_object["spec"]["holderIdentity"]
 
 
 def die(lease: LeaseLock) -> None:
-    """As after SIGKILL: nobody renews it any longer, and nobody releases it."""
+    """Stop renewing the Lease without releasing it, as after SIGKILL."""
     lease._released.set()
     lease._thread.join()
 
 
-def test_the_second_is_told_who_holds_it_and_since_when(cluster: Cluster) -> None:
+def test_second_deployment_fails_naming_the_holder_and_the_start(cluster: Cluster) -> None:
     with LeaseLock(cluster, NAME, 1) as first:
         sentence = (
             rf"into namespace evernear is under way, by {whoami()} \w{{8}} since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
         )
         with pytest.raises(BusyError, match=sentence), LeaseLock(cluster, NAME, 1):
             pass
-        time.sleep(2)  # longer than it lasts unrenewed
+        time.sleep(2)  # longer than the Lease lasts without renewal
         first.require()
         with pytest.raises(BusyError), LeaseLock(cluster, NAME, 1):
             pass
@@ -49,7 +49,7 @@ def test_the_second_is_told_who_holds_it_and_since_when(cluster: Cluster) -> Non
         assert time.monotonic() - started_s < 5, "it was released"
 
 
-def test_of_many_at_once_one_gets_it(cluster: Cluster) -> None:
+def test_one_of_many_concurrent_deployments_acquires_the_lease(cluster: Cluster) -> None:
     with ExitStack() as stack, ThreadPoolExecutor(6) as pool:
 
         def take(_: int) -> bool:
@@ -62,7 +62,7 @@ def test_of_many_at_once_one_gets_it(cluster: Cluster) -> None:
         assert sorted(pool.map(take, range(6))) == [False] * 5 + [True]
 
 
-def test_the_lease_of_a_dead_one_is_taken_when_it_ran_out(cluster: Cluster) -> None:
+def test_expired_lease_of_a_dead_holder_is_taken_over(cluster: Cluster) -> None:
     dead = LeaseLock(cluster, NAME, 1)
     dead.acquire()
     die(dead)
@@ -72,22 +72,22 @@ def test_the_lease_of_a_dead_one_is_taken_when_it_ran_out(cluster: Cluster) -> N
         lease.require()
         with pytest.raises(BusyError, match="could not be renewed in time"):
             dead.require()
-        dead.release()  # which changes nothing
+        dead.release()  # has no effect
         assert holder(cluster) == lease._identity
 
 
-def test_a_holder_that_was_replaced_changes_nothing_more(cluster: Cluster) -> None:
+def test_replaced_holder_does_not_change_the_lease(cluster: Cluster) -> None:
     with LeaseLock(cluster, NAME, 1) as lease:
-        found = cluster.get("Lease", NAME)
-        assert found is not None
-        cluster.replace(found | {"spec": {**found["spec"], "holderIdentity": "somebody else"}})
+        lease_object = cluster.get("Lease", NAME)
+        assert lease_object is not None
+        cluster.replace(lease_object | {"spec": {**lease_object["spec"], "holderIdentity": "somebody else"}})
         lease._thread.join(timeout=10)
         with pytest.raises(BusyError, match="somebody else holds it now"):
             lease.require()
     assert holder(cluster) == "somebody else"
 
 
-def test_lost_answers_and_short_outages_are_lived_with(
+def test_lease_survives_lost_responses_and_short_outages(
     loopback: LoopbackCluster, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("evernear.deployment.kubernetes.cluster.BACKOFF_S", 0.05)

@@ -1,4 +1,4 @@
-"""What is applied: whole to the schemas of the oldest and newest Kubernetes, as a platform team would have it."""
+"""Objects that a deployment applies: valid for the oldest and newest supported Kubernetes, and hardened."""
 
 import tomllib
 from typing import Any
@@ -32,57 +32,56 @@ def settings(*overrides: str, store: str = "s3://bucket/prefix") -> Settings:
 
 
 def objects(*overrides: str, store: str = "s3://bucket/prefix", release: ServedRelease = RELEASE) -> dict[str, Tree]:
-    found = serving_objects(settings(*overrides, store=store), release)
-    return {manifest["kind"]: manifest for manifest in found}
+    manifests = serving_objects(settings(*overrides, store=store), release)
+    return {manifest["kind"]: manifest for manifest in manifests}
 
 
-def pod(found: dict[str, Tree]) -> Tree:
-    return found["Deployment"]["spec"]["template"]["spec"]
+def pod(manifests: dict[str, Tree]) -> Tree:
+    return manifests["Deployment"]["spec"]["template"]["spec"]
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 @pytest.mark.parametrize("overrides", [[], ALL, ["store=file:///mnt/store", "kubernetes.store_claim=store"]])
-def test_every_object_is_whole_to_the_schema(version: str, overrides: list[str]) -> None:
-    found = serving_objects(settings(*overrides), RELEASE)
-    assert len(found) == 7
-    for manifest in found:
+def test_objects_match_the_schema(version: str, overrides: list[str]) -> None:
+    manifests = serving_objects(settings(*overrides), RELEASE)
+    assert len(manifests) == 7
+    for manifest in manifests:
         kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def test_a_misspelt_key_would_be_found() -> None:
-    """The check above can fail."""
+def test_schema_check_detects_a_misspelled_key() -> None:
     manifest = objects()["Deployment"]
     manifest["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError, match="readynessProbe"):
         kubernetes_validate.validate(manifest, NEWEST, strict=True)
 
 
-def test_a_look_at_the_cluster_tells_what_serves() -> None:
-    found = objects()
-    for manifest in found.values():
+def test_labels_and_annotations_name_the_release() -> None:
+    manifests = objects()
+    for manifest in manifests.values():
         assert manifest["metadata"]["labels"]["app.kubernetes.io/version"] == RELEASE.version
         assert manifest["metadata"]["annotations"] == {
             "evernear.dev/release": RELEASE.version,
             "evernear.dev/manifest-sha256": RELEASE.manifest_sha256,
             "evernear.dev/archive-sha256": RELEASE.archive_sha256,
         }
-    template = found["Deployment"]["spec"]["template"]
+    template = manifests["Deployment"]["spec"]["template"]
     assert template["metadata"]["labels"]["app.kubernetes.io/version"] == RELEASE.version
 
 
-def test_selectors_find_the_pods_of_every_release() -> None:
-    found = objects()
-    deployment = found["Deployment"]["spec"]
+def test_selectors_match_the_pods_of_every_release() -> None:
+    manifests = objects()
+    deployment = manifests["Deployment"]["spec"]
     wanted = deployment["selector"]["matchLabels"]
-    assert found["Service"]["spec"]["selector"] == wanted
-    assert found["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == wanted
-    assert found["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == wanted
+    assert manifests["Service"]["spec"]["selector"] == wanted
+    assert manifests["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == wanted
+    assert manifests["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == wanted
     for version in (RELEASE.version, "20270101.000000.00000000"):
         labels = objects(release=ServedRelease(version, "b" * 64, "c" * 64))["Deployment"]["spec"]["template"]
         assert wanted.items() <= labels["metadata"]["labels"].items()
 
 
-def test_what_changes_a_pod_changes_its_revision() -> None:
+def test_revision_changes_with_the_pod() -> None:
     def revision(*overrides: str, release: ServedRelease = RELEASE) -> str:
         return objects(*overrides, release=release)["Deployment"]["spec"]["template"]["metadata"]["labels"][REVISION]
 
@@ -92,16 +91,16 @@ def test_what_changes_a_pod_changes_its_revision() -> None:
     assert len({revision(), *others}) == 4
 
 
-def test_the_number_of_replicas_is_the_autoscalers_alone() -> None:
-    found = objects("kubernetes.replicas_min=3", "kubernetes.replicas_max=3")
-    assert "replicas" not in found["Deployment"]["spec"]
-    autoscaler = found["HorizontalPodAutoscaler"]["spec"]
+def test_only_the_autoscaler_sets_the_number_of_replicas() -> None:
+    manifests = objects("kubernetes.replicas_min=3", "kubernetes.replicas_max=3")
+    assert "replicas" not in manifests["Deployment"]["spec"]
+    autoscaler = manifests["HorizontalPodAutoscaler"]["spec"]
     assert (autoscaler["minReplicas"], autoscaler["maxReplicas"]) == (3, 3)
-    assert autoscaler["scaleTargetRef"]["name"] == found["Deployment"]["metadata"]["name"]
+    assert autoscaler["scaleTargetRef"]["name"] == manifests["Deployment"]["metadata"]["name"]
 
 
-def test_pods_keep_to_the_restricted_standard() -> None:
-    """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted, and a read-only root."""
+def test_pods_meet_the_restricted_standard() -> None:
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted, with a read-only root."""
     spec = pod(objects(*ALL))
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -115,7 +114,7 @@ def test_pods_keep_to_the_restricted_standard() -> None:
     assert spec["automountServiceAccountToken"] is False
 
 
-def test_the_keys_of_the_store_are_the_init_containers_alone() -> None:
+def test_only_the_init_container_has_the_store_keys() -> None:
     spec = pod(objects("kubernetes.token_secret=evernear-token"))
     fetch, serve = spec["initContainers"][0], spec["containers"][0]
     assert fetch["envFrom"] == [{"secretRef": {"name": "evernear-s3-reader"}}]
@@ -126,46 +125,46 @@ def test_the_keys_of_the_store_are_the_init_containers_alone() -> None:
     assert "token" not in {mount["name"] for mount in fetch["volumeMounts"]}
 
 
-def test_without_a_token_the_server_is_told_so() -> None:
+def test_server_runs_without_token_if_no_secret_is_set() -> None:
     assert "--without-token" in pod(objects())["containers"][0]["command"]
     assert "--without-token" not in pod(objects("kubernetes.token_secret=token"))["containers"][0]["command"]
 
 
-def test_nobody_reaches_the_management_api() -> None:
-    found = objects()
+def test_management_api_is_not_exposed() -> None:
+    manifests = objects()
     serving = settings().serving
     management = {serving.management_port, serving.grpc_management_port}
-    ports = {port["containerPort"] for port in pod(found)["containers"][0]["ports"]}
-    ports |= {port["port"] for port in found["Service"]["spec"]["ports"]}
-    ports |= {port["port"] for rule in found["NetworkPolicy"]["spec"]["ingress"] for port in rule["ports"]}
+    ports = {port["containerPort"] for port in pod(manifests)["containers"][0]["ports"]}
+    ports |= {port["port"] for port in manifests["Service"]["spec"]["ports"]}
+    ports |= {port["port"] for rule in manifests["NetworkPolicy"]["spec"]["ingress"] for port in rule["ports"]}
     assert ports == {serving.inference_port, serving.grpc_inference_port, serving.metrics_port}
     assert not ports & management
-    predictions, metrics = found["NetworkPolicy"]["spec"]["ingress"]
+    predictions, metrics = manifests["NetworkPolicy"]["spec"]["ingress"]
     assert {"podSelector": {}} in predictions["from"]
     assert {"podSelector": {}} not in metrics["from"]
 
 
 @pytest.mark.parametrize(("cpu", "workers", "threads"), [("500m", 1, 1), ("2", 1, 1), ("4", 1, 3), ("5", 2, 2)])
 def test_threads_fit_the_cpu_limit(cpu: str, workers: int, threads: int) -> None:
-    found = objects(f"kubernetes.cpu={cpu}", f"serving.workers={workers}")
-    serving = tomllib.loads(found["ConfigMap"]["data"]["evernear.toml"])["serving"]
+    manifests = objects(f"kubernetes.cpu={cpu}", f"serving.workers={workers}")
+    serving = tomllib.loads(manifests["ConfigMap"]["data"]["evernear.toml"])["serving"]
     assert serving["threads"] == threads
-    assert pod(found)["containers"][0]["resources"]["limits"]["cpu"] == cpu
+    assert pod(manifests)["containers"][0]["resources"]["limits"]["cpu"] == cpu
 
 
-def test_the_pods_settings_are_those_of_the_deployment() -> None:
+def test_config_map_contains_the_serving_settings() -> None:
     wanted = settings("serving.model_name=faces", "serving.threads=3", "serving.drain_timeout_s=7")
-    found = {manifest["kind"]: manifest for manifest in serving_objects(wanted, RELEASE)}
-    told = Settings.model_validate(tomllib.loads(found["ConfigMap"]["data"]["evernear.toml"]))
-    assert told.serving == wanted.serving
-    spec = pod(found)
+    manifests = {manifest["kind"]: manifest for manifest in serving_objects(wanted, RELEASE)}
+    pod_settings = Settings.model_validate(tomllib.loads(manifests["ConfigMap"]["data"]["evernear.toml"]))
+    assert pod_settings.serving == wanted.serving
+    spec = pod(manifests)
     assert spec["terminationGracePeriodSeconds"] > 7 + wanted.serving.endpoint_removal_s
     probe = spec["containers"][0]["startupProbe"]
     assert probe["failureThreshold"] * probe["periodSeconds"] >= wanted.serving.startup_timeout_s
 
 
-def test_a_pod_on_its_way_out_waits_as_it_was_made_to() -> None:
-    """The settings file is by then that of the release after it, and may be more than its evernear understands."""
+def test_prestop_hook_does_not_read_the_settings_file() -> None:
+    """By then the file may belong to the next release, and contain settings that the pod's evernear does not know."""
     (serve,) = pod(objects("serving.endpoint_removal_s=17"))["containers"]
     program, *words = serve["lifecycle"]["preStop"]["exec"]["command"]
     assert (program, words[:2]) == ("evernear", ["pod", "drain"])
@@ -173,12 +172,12 @@ def test_a_pod_on_its_way_out_waits_as_it_was_made_to() -> None:
     assert load(environment={}, overrides=words[words.index("--set") + 1 :]).serving.endpoint_removal_s == 17
 
 
-def test_a_store_on_a_claim_is_mounted_where_it_is_looked_for() -> None:
-    found = objects("kubernetes.store_claim=evernear-store", store="file:///mnt/the%20store")
-    fetch = pod(found)["initContainers"][0]
+def test_claim_is_mounted_at_the_path_of_the_store() -> None:
+    manifests = objects("kubernetes.store_claim=evernear-store", store="file:///mnt/the%20store")
+    fetch = pod(manifests)["initContainers"][0]
     assert {"name": "store", "mountPath": "/mnt/the store", "readOnly": True} in fetch["volumeMounts"]
     assert "envFrom" not in fetch
-    assert found["NetworkPolicy"]["spec"]["egress"] == []
+    assert manifests["NetworkPolicy"]["spec"]["egress"] == []
 
 
 @pytest.mark.parametrize(
@@ -200,17 +199,17 @@ def test_a_store_on_a_claim_is_mounted_where_it_is_looked_for() -> None:
         (["kubernetes.service_url=evernear.example"], "kubernetes.service_url"),
     ],
 )
-def test_what_cannot_work_is_refused_with_a_sentence(overrides: list[str], sentence: str) -> None:
+def test_invalid_settings_are_rejected_with_a_sentence(overrides: list[str], sentence: str) -> None:
     with pytest.raises(SettingsError, match=sentence):
         serving_objects(settings(*overrides), RELEASE)
 
 
-def test_logged_queries_are_shipped_by_a_sidecar_whose_keys_are_its_own() -> None:
-    found = objects("kubernetes.query_secret=evernear-s3-queries")
+def test_queries_are_shipped_by_a_sidecar_with_separate_keys() -> None:
+    manifests = objects("kubernetes.query_secret=evernear-s3-queries")
     for version in (OLDEST, NEWEST):
-        kubernetes_validate.validate(found["Deployment"], version, strict=True)
-    fetch, ship = pod(found)["initContainers"]
-    (serve,) = pod(found)["containers"]
+        kubernetes_validate.validate(manifests["Deployment"], version, strict=True)
+    fetch, ship = pod(manifests)["initContainers"]
+    (serve,) = pod(manifests)["containers"]
     assert ship["restartPolicy"] == "Always"
     assert ship["command"][:3] == ["evernear", "watch", "ship"]
     assert [fetch["envFrom"], ship["envFrom"]] == [
@@ -224,19 +223,19 @@ def test_logged_queries_are_shipped_by_a_sidecar_whose_keys_are_its_own() -> Non
     assert len(pod(off)["initContainers"]) == 1
 
 
-def test_the_commands_of_the_pod_are_those_of_the_command_line() -> None:
+def test_commands_of_the_pod_exist() -> None:
     for overrides in ([], ["kubernetes.token_secret=token"], ["kubernetes.query_secret=queries"]):
         spec = pod(objects(*overrides))
         (serve,) = spec["containers"]
         hooks = [serve["startupProbe"]["exec"], serve["lifecycle"]["preStop"]["exec"]]
-        for place in (*spec["initContainers"], serve, *hooks):
-            program, *words = place["command"]
+        for container in (*spec["initContainers"], serve, *hooks):
+            program, *words = container["command"]
             assert program == "evernear"
             parse(typer.main.get_command(app), words)
 
 
 def parse(command: Any, words: list[str]) -> None:
-    """As the program would; an unknown command or option is an error."""
+    """Parse ``words`` as the program does; an unknown command or option is an error."""
     while hasattr(command, "commands"):
         command = command.commands[words.pop(0)]
     command.make_context(command.name, words)

@@ -1,4 +1,4 @@
-"""A deployment whose Service leads to a real TorchServe, started as the pod's containers start it."""
+"""Deployments whose Service forwards to a real TorchServe, started like the pod's containers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def settings(make_settings: MakeSettings, bucket: str) -> Settings:
-    made = make_settings(convergence_timeout_s=10, store_claim="", s3_secret="")
-    return made.model_copy(update={"store": f"s3://{bucket}/store"})
+    base = make_settings(convergence_timeout_s=10, store_claim="", s3_secret="")
+    return base.model_copy(update={"store": f"s3://{bucket}/store"})
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def pods(tmp_path: Path) -> Iterator[list[Pod]]:
 
 
 def run(pod: Pod, release: PackedRelease, settings: Settings) -> None:
-    """As the kubelet would after the release is published: init container, container, startup probe."""
+    """Publish the release, then run init container, container and startup probe as a kubelet does."""
     record = Registry(open_store(settings.store_uri)).publish(release.archive)
     fetched = pod.fetch(settings.store_uri, release.version, record.archive_sha256)
     assert fetched.returncode == 0, fetched.stderr
@@ -43,7 +43,7 @@ def run(pod: Pod, release: PackedRelease, settings: Settings) -> None:
     pod.await_started()
 
 
-def test_two_releases_and_the_way_back(
+def test_deploy_two_releases_and_roll_back(
     loopback: LoopbackCluster, settings: Settings, make_release: MakeRelease, pods: list[Pod]
 ) -> None:
     first = make_release()

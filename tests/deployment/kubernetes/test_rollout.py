@@ -1,4 +1,4 @@
-"""A rollout is followed to its end, or it is said in one sentence why it stalls."""
+"""A rollout is followed until it completes, or fails with one sentence that names the cause."""
 
 import threading
 import time
@@ -38,26 +38,26 @@ def roll_out(settings: Settings, version: str) -> None:
 
 
 def served(loopback: LoopbackCluster) -> set[str]:
-    """The releases of the pods that are ready."""
+    """Releases of the ready pods."""
     core = client.CoreV1Api(config.new_client_from_config(str(loopback.kubeconfig())))
     pods = core.list_namespaced_pod("evernear").items
     ready = [pod for pod in pods if any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions or [])]
     return {pod.metadata.labels[VERSION] for pod in ready if not pod.metadata.deletion_timestamp}
 
 
-def test_a_rollout_ends_when_all_pods_are_new_and_ready(loopback: LoopbackCluster, make_settings: MakeSettings) -> None:
+def test_rollout_completes_when_all_pods_are_new_and_ready(
+    loopback: LoopbackCluster, make_settings: MakeSettings
+) -> None:
     settings = make_settings(replicas_min=2)
     roll_out(settings, OLD)
     assert served(loopback) == {OLD}
     loopback.pods_do(Ready(after_s=0.3))
     roll_out(settings, NEW)
     assert served(loopback) == {NEW}
-    roll_out(settings, NEW)  # again: nothing to do
+    roll_out(settings, NEW)  # no change
 
 
-def test_a_deployment_that_somebody_scaled_to_nothing_does_not_serve(
-    loopback: LoopbackCluster, make_settings: MakeSettings
-) -> None:
+def test_deployment_scaled_to_zero_fails(loopback: LoopbackCluster, make_settings: MakeSettings) -> None:
     settings = make_settings()
     roll_out(settings, OLD)
     apps = client.AppsV1Api(config.new_client_from_config(str(loopback.kubeconfig())))
@@ -90,7 +90,7 @@ def test_a_deployment_that_somebody_scaled_to_nothing_does_not_serve(
         ),
     ],
 )
-def test_what_seldom_mends_itself_ends_a_rollout_soon(
+def test_persistent_failure_ends_the_rollout_early(
     loopback: LoopbackCluster, make_settings: MakeSettings, behaviour: Behaviour, sentence: str
 ) -> None:
     settings = make_settings()
@@ -115,7 +115,7 @@ def test_what_seldom_mends_itself_ends_a_rollout_soon(
         pytest.param(Stuck(), "nothing tells why", marks=pytest.mark.slow),
     ],
 )
-def test_what_may_mend_itself_is_waited_for(
+def test_transient_failure_is_awaited_until_the_timeout(
     loopback: LoopbackCluster, make_settings: MakeSettings, behaviour: Behaviour, sentence: str
 ) -> None:
     settings = make_settings(rollout_timeout_s=2)
@@ -129,8 +129,8 @@ def test_what_may_mend_itself_is_waited_for(
 
 
 @pytest.mark.parametrize("second_s", [0.001])
-def test_what_kubernetes_gave_up_before_may_come_up_now(loopback: LoopbackCluster, make_settings: MakeSettings) -> None:
-    """A deployment was killed, its rollout stayed given up, and what it lacked is there when it is run again."""
+def test_stale_progress_deadline_is_ignored(loopback: LoopbackCluster, make_settings: MakeSettings) -> None:
+    """The deployment is repeated once its missing resource exists; the condition of the first attempt remains."""
     settings = make_settings()
     cluster = Cluster.of(settings.kubernetes)
     loopback.pods_do(Unschedulable())
@@ -141,14 +141,14 @@ def test_what_kubernetes_gave_up_before_may_come_up_now(loopback: LoopbackCluste
     assert served(loopback) == {NEW}
 
 
-def test_a_missing_volume_is_named(loopback: LoopbackCluster, make_settings: MakeSettings) -> None:
+def test_missing_volume_is_named(loopback: LoopbackCluster, make_settings: MakeSettings) -> None:
     settings = make_settings(rollout_timeout_s=2, token_secret="forgotten")
     with pytest.raises(ClusterError, match=r'pod \S+ does not start: .*secret "forgotten" not found'):
         roll_out(settings, NEW)
 
 
-def test_pods_that_the_namespace_refuses_are_told_of(loopback: LoopbackCluster, make_settings: MakeSettings) -> None:
-    """Pod Security here; a quota that is used up is told in the same condition."""
+def test_rejected_pods_are_reported(loopback: LoopbackCluster, make_settings: MakeSettings) -> None:
+    """Pod Security rejects them here; an exhausted quota sets the same condition."""
     settings = make_settings(rollout_timeout_s=2)
     objects = serving_objects(settings, ServedRelease(NEW, "b" * 64, "c" * 64))
     for manifest in objects:
@@ -160,7 +160,9 @@ def test_pods_that_the_namespace_refuses_are_told_of(loopback: LoopbackCluster, 
         await_rollout(cluster, settings.kubernetes)
 
 
-def test_a_deployment_that_somebody_deletes_meanwhile(loopback: LoopbackCluster, make_settings: MakeSettings) -> None:
+def test_deployment_deleted_during_the_rollout_is_reported(
+    loopback: LoopbackCluster, make_settings: MakeSettings
+) -> None:
     loopback.pods_do(Stuck())
     admin = client.AppsV1Api(config.new_client_from_config(str(loopback.kubeconfig())))
     timer = threading.Timer(0.5, admin.delete_namespaced_deployment, ["evernear-serving", "evernear"])
@@ -179,7 +181,7 @@ def test_a_deployment_that_somebody_deletes_meanwhile(loopback: LoopbackCluster,
         *(pytest.param(each, marks=pytest.mark.slow) for each in ("429", "500", "dropped answers")),
     ],
 )
-def test_a_shaky_api_server_is_lived_with(
+def test_rollout_survives_a_faulty_api_server(
     loopback: LoopbackCluster, make_settings: MakeSettings, trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("evernear.deployment.kubernetes.cluster.BACKOFF_S", 0.05)
@@ -205,6 +207,8 @@ def test_a_shaky_api_server_is_lived_with(
             loopback.drop(lambda call: call.verb == "patch", times=3, after=True)
             roll_out(settings, NEW)
         case _:
-            loopback.fail(internal_error(), lambda call: call.verb == "get", times=12)  # more than one is retried
+            loopback.fail(
+                internal_error(), lambda call: call.verb == "get", times=12
+            )  # more failures than one call is retried for
             roll_out(settings, NEW)
     assert served(loopback) == {NEW}

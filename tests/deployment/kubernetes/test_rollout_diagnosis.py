@@ -1,4 +1,4 @@
-"""What is read from pods: a container that runs for a while between its crashes, a pod that was evicted."""
+"""Diagnosis of pods: a container that runs for a while between its crashes, an evicted pod."""
 
 from typing import Any, cast
 
@@ -12,8 +12,8 @@ from evernear.settings import KubernetesSettings
 DEPLOYMENT = {"spec": {"template": {"metadata": {"labels": {REVISION: "r"}}}}}
 
 
-class Told:
-    """What an API server tells of pods; asked for nothing else."""
+class FakeCluster:
+    """A cluster with one pod, which supports only the calls that a diagnosis makes."""
 
     def __init__(self, container: dict[str, Any]) -> None:
         status = {"phase": "Running", "containerStatuses": [{"name": "torchserve", "image": "i"} | container]}
@@ -41,23 +41,25 @@ CRASHED = {"terminated": {"exitCode": 1}}
         ({"running": {}}, 2, True, None, []),
     ],
 )
-def test_crashes_with_a_rest_between_them(
+def test_repeated_crashes_are_persistent_even_while_the_container_runs(
     state: dict[str, Any], restarts: int, ready: bool, persistent: bool | None, previous: list[bool]
 ) -> None:
-    told = Told({"state": state, "lastState": CRASHED, "restartCount": restarts, "ready": ready, "started": ready})
-    diagnosis = diagnose(cast("Cluster", told), KubernetesSettings(), DEPLOYMENT)
+    cluster = FakeCluster(
+        {"state": state, "lastState": CRASHED, "restartCount": restarts, "ready": ready, "started": ready}
+    )
+    diagnosis = diagnose(cast("Cluster", cluster), KubernetesSettings(), DEPLOYMENT)
     assert (diagnosis.persistent if diagnosis else None) == persistent
-    assert told.previous == previous
+    assert cluster.previous == previous
 
 
-def test_a_pod_that_was_evicted_bars_nothing() -> None:
-    """Its ReplicaSet has made another one; what is left of it may be weeks old, and nobody removes it."""
-    told = Told({"state": {"running": {}}, "ready": False, "started": False})
+def test_evicted_pod_does_not_hide_its_successor() -> None:
+    """Its ReplicaSet has created another pod; the evicted one may remain for weeks."""
+    cluster = FakeCluster({"state": {"running": {}}, "ready": False, "started": False})
     evicted = {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."}
-    starts = told.pods
-    told.pods = [{"metadata": {"name": "gone"}, "status": evicted}]
-    diagnosis = diagnose(cast("Cluster", told), KubernetesSettings(), DEPLOYMENT)
+    starting = cluster.pods
+    cluster.pods = [{"metadata": {"name": "gone"}, "status": evicted}]
+    diagnosis = diagnose(cast("Cluster", cluster), KubernetesSettings(), DEPLOYMENT)
     assert diagnosis == Diagnosis("pod gone failed: The node was low on resource: memory")
-    told.pods += starts
-    diagnosis = diagnose(cast("Cluster", told), KubernetesSettings(), DEPLOYMENT)
+    cluster.pods += starting
+    diagnosis = diagnose(cast("Cluster", cluster), KubernetesSettings(), DEPLOYMENT)
     assert diagnosis == Diagnosis("the startup probe of pod p fails")
