@@ -193,7 +193,7 @@ def test_invalid_archive_is_rejected(packed: PackedRelease, tmp_path: Path, cont
         data = packed.archive.read_bytes()[: packed.archive.stat().st_size // 2]
     if isinstance(data, bytes):
         archive.write_bytes(data)
-    rejected = f" {archive} {'is no release' if content == 'half' else 'cannot be read'}"
+    rejected = f" {archive} {'is not a release' if content == 'half' else 'cannot be read'}"
     assert rejected in error_of(evernear("inspect", "show", archive), 5)
     error = error_of(evernear("inspect", "run", archive, "--image", archive, "--trust"), 4 if content is None else 5)
     assert rejected in error

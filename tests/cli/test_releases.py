@@ -91,7 +91,7 @@ def test_promote_roll_back_list_and_prune(uri: str, releases: list[PackedRelease
 
 def test_unknown_release_is_reported(uri: str) -> None:
     for arguments in (("show", "20260101.000000.00000000"), ("promote", "latest")):
-        with pytest.raises(StoreError, match=f"There is no release {arguments[1]}"):
+        with pytest.raises(StoreError, match=f"Release {arguments[1]} does not exist"):
             evernear(*arguments, "--store", uri)
     assert evernear("list", "--store", uri).splitlines()[1:] == []
     assert evernear("prune", "--keep", "3", "--store", uri) == "Nothing to remove.\n"

@@ -124,7 +124,7 @@ def test_registry_target_moves_the_pointer_only_to_intact_archives(tmp_path: Pat
     publish(store, first.archive, first.verdict)
     second = make_release(parent=first.version)
     publish(store, second.archive, second.verdict)
-    with pytest.raises(StoreError, match=r"no release 20260101\.000000\.00000000"):
+    with pytest.raises(StoreError, match=r"Release 20260101\.000000\.00000000 does not exist"):
         promote("20260101.000000.00000000", settings)
 
     back = roll_back(settings)

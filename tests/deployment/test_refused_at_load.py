@@ -37,7 +37,7 @@ def test_replaced_part_is_rejected(packed: PackedRelease, tmp_path: Path, name: 
     with zipfile.ZipFile(packed.archive) as old, zipfile.ZipFile(other, "w") as new:
         for member in old.namelist():
             new.writestr(member, pickle.dumps(Payload()) if member == name else old.read(member))
-    with pytest.raises(IntegrityError, match=rf"{name} in .* is missing or not the file that its manifest describes\."):
+    with pytest.raises(IntegrityError, match=rf"{name} in .* is missing or does not match the manifest\."):
         load(other, tmp_path / "unpacked")
     assert not proof.exists()
 

@@ -137,7 +137,7 @@ def test_a_champion_that_cannot_be_opened_is_told_with_the_way_out(make_release:
     record = registry.publish(packed.archive)
     registry.set_champion(packed.version, None)
     store.put(record.archive_key, b"damaged")
-    told = f"champion {packed.version} cannot be compared with: .* is damaged.*; .*registry promote"
+    told = f"champion {packed.version} cannot be opened for comparison: .* is damaged.*; .*registry promote"
     with pytest.raises(IntegrityError, match=told), open_champion(store):
         pass
 

@@ -78,7 +78,7 @@ def test_what_is_no_reference_is_refused_with_its_place(reference: DriftBaseline
         packed(projection=reference.projection[0]),
     ]
     for data in odd:
-        with pytest.raises(IntegrityError, match="somewhere is no reference of a release"):
+        with pytest.raises(IntegrityError, match="somewhere is not a drift baseline"):
             DriftBaseline.parse(data, "somewhere")
 
 

@@ -47,7 +47,7 @@ def test_a_version_is_never_overwritten(store: Store, releases: list[PackedRelea
     publish(registry, releases[0])
     publish(registry, releases[0])  # again, as after a lost answer
     other = forge(releases[0], tmp_path / "other.mar", smoke_json=b"[]")
-    with pytest.raises(ConflictError, match="is published already"):
+    with pytest.raises(ConflictError, match="is already published"):
         publish(registry, other)
     registry.fetch(releases[0].version, tmp_path / "fetched.mar")
     assert (tmp_path / "fetched.mar").read_bytes() == releases[0].archive.read_bytes()
@@ -55,7 +55,7 @@ def test_a_version_is_never_overwritten(store: Store, releases: list[PackedRelea
 
 def test_an_unknown_version_is_named(store: Store) -> None:
     for version in ("20260101.000000.00000000", "../champion"):
-        with pytest.raises(StoreError, match=f"no release {version}"):
+        with pytest.raises(StoreError, match=f"Release {version} does not exist"):
             Registry(store).get(version)
 
 
@@ -64,7 +64,7 @@ def test_a_champion_that_is_gone_is_told_and_can_be_replaced(store: Store, relea
     lost = champions(registry, releases[:1])
     publish(registry, releases[1])
     store.delete(f"releases/manifests/{lost.version}.json")
-    with pytest.raises(StoreError, match=f"{lost.version} in .*, though it is the champion; .*registry promote"):
+    with pytest.raises(StoreError, match=f"{lost.version} does not exist .* it is the champion; .*registry promote"):
         registry.get(lost.version)
     assert registry.set_champion(releases[1].version, registry.champion()).version == releases[1].version
 
@@ -104,7 +104,7 @@ def test_the_champion_moves_from_one_to_the_next(store: Store, releases: list[Pa
 
 
 def test_what_is_not_published_cannot_become_champion(store: Store) -> None:
-    with pytest.raises(StoreError, match="no release"):
+    with pytest.raises(StoreError, match="does not exist"):
         Registry(store).set_champion("20260101.000000.00000000", None)
 
 
@@ -410,9 +410,9 @@ def test_a_prune_keeps_the_champion_its_parent_the_way_back_and_the_newest(
 
     for version in gone:
         assert registry.get(version, include_pruned=True).manifest.version == version, "what it was stays known"
-        with pytest.raises(StoreError, match=f"no release {version} any longer: it was pruned"):
+        with pytest.raises(StoreError, match=f"Release {version} was pruned"):
             registry.set_champion(version, champion)
-    with pytest.raises(ConflictError, match="was pruned, and a version is never used again"):
+    with pytest.raises(ConflictError, match="was pruned, and a version is never reused"):
         publish(registry, dynasty[0])
     registry.roll_back(champion)
 

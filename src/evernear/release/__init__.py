@@ -1,1 +1,1 @@
-"""Network, index and labels as one version: the archive, its manifest and the registry."""
+"""Releases: network, index and labels as one version. The archive, its manifest and the registry."""

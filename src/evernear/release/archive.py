@@ -42,9 +42,9 @@ from evernear.release.git import git_commit
 from evernear.release.manifest import DRIFT_BASELINE_FILE, Part, ReleaseManifest, new_version
 from evernear.settings import ServingSettings
 
-SMOKE_BLOCK = 512  # images of the query split among which the smoke queries are chosen
-# The script of torch-model-archiver; ``python -m model_archiver...`` warns that the module is imported twice.
-# Its exit code says which OSError ended it, a full disk for one.
+SMOKE_BLOCK = 512  # query images from which the smoke queries are chosen
+# Runs torch-model-archiver; ``python -m model_archiver...`` would warn that the module is imported twice.
+# The exit code encodes the errno of an OSError, such as a full disk.
 _OS_ERROR = 100
 _ARCHIVER = f"""
 import sys
@@ -61,8 +61,8 @@ except OSError as error:
 class Candidate:
     """The artifacts that a release is packed from.
 
-    ``metrics`` are those that the verdict was reached on, ``parent`` is the champion of that measurement (None: there
-    was none).
+    ``metrics`` are those of the measurement behind the verdict, and ``parent`` is the champion of that measurement
+    (None without a champion).
     """
 
     dataset: Dataset
@@ -89,8 +89,8 @@ def archive(
     ``handler`` is the module that TorchServe runs (`evernear.serving.HANDLER`); ``created`` defaults to now.
 
     Raises:
-        IntegrityError: network, index and dataset do not belong together, or a file is not what it was.
-        DataError: the query split holds no image to keep as a smoke query.
+        IntegrityError: network, index and dataset do not belong together, or a file changed.
+        DataError: the query split is empty, so there are no smoke queries.
         EvernearError: torch-model-archiver fails.
         StoreError: ``out_dir`` cannot be written.
     """
@@ -100,7 +100,7 @@ def archive(
     gallery = Gallery.open(candidate.index_dir, network.sha256)
     if gallery.description.dataset_digest != dataset.digest:
         raise IntegrityError(
-            f"The index in {candidate.index_dir} was made of another dataset; run the index step again."
+            f"The index in {candidate.index_dir} was built from another dataset; run the index step again."
         )
     with disk_errors(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ def _link_parts(parts: Path, candidate: Candidate, handler: Path) -> None:
 
 
 def _model_config(settings: ServingSettings) -> str:
-    """TorchServe's options for the model. The number of workers is an option of the server, not of the model."""
+    """TorchServe's options for the model. The number of workers is an option of the server."""
     options = {
         "batchSize": settings.batch_size,
         "maxBatchDelay": settings.max_batch_delay_ms,
@@ -199,7 +199,7 @@ def _write_smoke_queries(parts: Path, dataset: Dataset, network_dir: Path, galle
 
 
 def _drift_baseline(dataset: Dataset, network_dir: Path, gallery: Gallery) -> DriftBaseline:
-    """The answers of the release on its query split, none of which it was trained on."""
+    """The predictions of the release on its query split, which it was not trained on."""
     network = load_network(network_dir)
     wanted = deque(evenly(dataset.count("query")))
     embeddings: list[NDArray[np.float32]] = []
@@ -223,7 +223,7 @@ def _drift_baseline(dataset: Dataset, network_dir: Path, gallery: Gallery) -> Dr
 
 
 def _clearest(labels: NDArray[np.int64], answers: list[Recognition], names: tuple[str, ...]) -> Iterator[int]:
-    """Rows, one of each class in turn: right answers first, and those that no rounding can flip."""
+    """Rows, one class after another in turn; in each class, correct and near ones first, which no rounding can flip."""
     of_class: dict[int, list[int]] = {}
     for row in sorted(range(len(labels)), key=lambda row: (answers[row].pred != names[labels[row]], answers[row].dist)):
         of_class.setdefault(int(labels[row]), []).append(row)
@@ -242,8 +242,8 @@ def _png(image: NDArray[np.uint8]) -> bytes:
 def _pack(directory: Path, model_name: str, version: str) -> None:
     """Run torch-model-archiver on ``directory``/parts.
 
-    It stages its files in ``TMPDIR/<model name>``, which it deletes first: with the machine's own temporary
-    directory, two runs would delete each other's files.
+    The archiver stages its files in ``TMPDIR/<model name>``, which it deletes first. In the shared temporary directory,
+    two concurrent runs would delete each other's files.
     """
     staging = directory / "staging"
     staging.mkdir()

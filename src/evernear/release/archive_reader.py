@@ -1,4 +1,4 @@
-"""Open an untrusted archive: every part is checked against the manifest before anything parses it.
+"""Open an untrusted archive: every part is checked against the manifest before it is parsed.
 
 This module handles only names, sizes and hashes. It unpickles, loads and runs nothing.
 """
@@ -62,9 +62,9 @@ LARGE_PARTS = frozenset({NETWORK_FILE, VECTORS_FILE, LABELS_FILE, CENTROIDS_FILE
 MAX_MANIFEST_BYTES = 4 * 2**20
 MAX_SMALL_PART_BYTES = 16 * 2**20
 MAX_RELEASE_BYTES = 16 * 2**30
-MAX_READ_BYTES = MAX_MANIFEST_BYTES + 1  # also of the list of members; a release has about twenty
+MAX_READ_BYTES = MAX_MANIFEST_BYTES + 1  # also limits the list of members; a release has about twenty
 _CHUNK_BYTES = 2**20
-_UTF8_NAME = 0x800  # the one flag of a member that is neither encrypted nor followed by its sizes
+_UTF8_NAME = 0x800  # the only flag allowed: members are not encrypted, and their sizes precede the data
 
 
 class SmokeQuery(Frozen):
@@ -88,7 +88,7 @@ class ReleaseParts:
     directory: Path
 
     def smoke_queries(self) -> list[tuple[bytes, SmokeQuery]]:
-        """Images (PNG) and their expected answers."""
+        """Images (PNG) and their expected predictions."""
         queries = _SMOKE.validate_json((self.directory / SMOKE_FILE).read_bytes())
         return [(self.read(query.file), query) for query in queries]
 
@@ -112,11 +112,11 @@ def open_parts(directory: Path) -> ReleaseParts:
     """Open an unpacked release and check every part.
 
     Raises:
-        IntegrityError: it is no release, or a part is missing or was changed.
+        IntegrityError: it is not a release, or a part is missing or was changed.
     """
     path = directory / MANIFEST_FILE
     if not path.is_file() or path.stat().st_size > MAX_MANIFEST_BYTES:
-        raise IntegrityError(f"{directory} is no release: it holds no {MANIFEST_FILE} of a sound size.")
+        raise IntegrityError(f"{directory} is not a release: {MANIFEST_FILE} is missing or too large.")
     manifest = ReleaseManifest.from_json(path.read_bytes(), str(path))
     for name, part in manifest.parts.items():
         file = directory / name
@@ -126,11 +126,11 @@ def open_parts(directory: Path) -> ReleaseParts:
 
 
 def open_release(archive: Path, out_dir: Path, max_size_bytes: int = MAX_RELEASE_BYTES) -> ReleaseParts:
-    """Unpack a ``.mar`` into ``out_dir``, an empty or new directory; on failure nothing stays there.
+    """Unpack a ``.mar`` into ``out_dir``, an empty or new directory, which is deleted on failure.
 
     Raises:
-        IntegrityError: it is no release; a member is unknown, duplicate or compressed; a size or a hash does not
-            match; it is larger than ``max_size_bytes``; or TorchServe's own manifest names another version or handler.
+        IntegrityError: it is not a release; a member is unknown, duplicate or compressed; a size or a hash does not
+            match; it is larger than ``max_size_bytes``; or TorchServe's manifest names another version or handler.
         StoreError: ``out_dir`` cannot be written.
     """
     with disk_errors(out_dir):
@@ -148,7 +148,7 @@ def open_release(archive: Path, out_dir: Path, max_size_bytes: int = MAX_RELEASE
 
 
 def read_release(archive: Path) -> tuple[ReleaseManifest, dict[str, bytes]]:
-    """The manifest of a ``.mar`` and its JSON parts by name. All parts are hashed; nothing is written to the disk.
+    """The manifest of a ``.mar`` and its JSON parts by name. All parts are hashed; nothing is written to disk.
 
     Raises:
         IntegrityError: as `open_release`.
@@ -179,7 +179,7 @@ def read_release_manifest(archive: Path) -> ReleaseManifest:
     """The manifest of a ``.mar``; its parts are not checked.
 
     Raises:
-        IntegrityError: the archive cannot be read or holds no manifest.
+        IntegrityError: the archive cannot be read or has no manifest.
     """
     with _zip(archive) as members:
         return _read_manifest(members, archive)
@@ -195,11 +195,11 @@ def _checked(archive: Path, max_size_bytes: int) -> Generator[tuple[zipfile.ZipF
 
 
 class _BoundedReader(BufferedReader):
-    """A file that bounds each read: `zipfile` loads the list of members in one, into 20 times as much memory."""
+    """A file that limits each read: `zipfile` reads the list of members at once, and then needs 20 times its size."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > MAX_READ_BYTES:
-            raise zipfile.BadZipFile(f"its list of members has {size} bytes, of {MAX_READ_BYTES} allowed")
+            raise zipfile.BadZipFile(f"its list of members has {size} bytes, more than {MAX_READ_BYTES}")
         return super().read(size)
 
 
@@ -220,7 +220,7 @@ def _read_small(members: zipfile.ZipFile, name: str, archive: Path) -> bytes:
     try:
         info = members.getinfo(name)
     except KeyError:
-        raise IntegrityError(f"{archive} is no release: it holds no {name}.") from None
+        raise IntegrityError(f"{archive} is not a release: {name} is missing.") from None
     _require_plain(info, archive)
     with members.open(info) as member:
         data = member.read(MAX_READ_BYTES)
@@ -234,9 +234,9 @@ def _check_members(members: zipfile.ZipFile, manifest: ReleaseManifest, archive:
     expected = {*manifest.parts, MANIFEST_FILE, TORCHSERVE_MANIFEST_FILE}
     names = [info.filename for info in infos]
     if sorted(names) != sorted(expected):
-        odd = sorted(expected.symmetric_difference(names)) or ["a name twice"]
+        odd = sorted(expected.symmetric_difference(names)) or ["a duplicate name"]
         quoted = ", ".join(printable(name, QUOTED_MAX) for name in odd[:3])
-        raise IntegrityError(f"{archive} does not hold what its manifest names: {quoted}.")
+        raise IntegrityError(f"{archive} does not contain the files that its manifest names: {quoted}.")
     for info in infos:
         _require_plain(info, archive)
         part = manifest.parts.get(info.filename)
@@ -251,18 +251,18 @@ def _check_members(members: zipfile.ZipFile, manifest: ReleaseManifest, archive:
 
 
 def _check_layout(members: zipfile.ZipFile, archive: Path) -> None:
-    """Check that the file is a sequence of the listed members, with the headers that `zipfile` writes, and no more.
+    """Check that the file consists only of the listed members, in order, with the headers that `zipfile` writes.
 
-    `zipfile` finds members by the list at the end. TorchServe (Java's ZipInputStream) reads them one after another by
-    their local headers, so it would also unpack a member that is not listed.
+    `zipfile` finds members by the list at the end of the file. TorchServe (Java's ZipInputStream) reads them in
+    sequence by their local headers, so it would also unpack a member that is not listed.
     """
-    scattered = IntegrityError(f"{archive} does not hold its members one behind the other, or not them alone.")
+    scattered = IntegrityError(f"{archive} does not consist of its listed members alone, one after another.")
     end = 0
     with open_regular(archive) as file:
         for info in members.infolist():
             bare = copy(info)
             bare.extra = b""
-            headers = [bare.FileHeader(zip64) for zip64 in (False, True)]  # beyond 2 GiB sizes are in an extra field
+            headers = [bare.FileHeader(zip64) for zip64 in (False, True)]  # beyond 2 GiB: sizes in an extra field
             file.seek(end)
             start = file.read(len(headers[1]))
             header = next((header for header in headers if start.startswith(header)), None)
@@ -277,13 +277,13 @@ def _require_plain(info: zipfile.ZipInfo, archive: Path) -> None:
     name = printable(info.filename, QUOTED_MAX)
     if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG):
         raise IntegrityError(f"{name} in {archive} is not a plain file.")
-    # Without compression no member can be larger than the archive: no decompression bomb.
+    # Without compression, no member can be larger than the archive, which rules out decompression bombs.
     if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & ~_UTF8_NAME:
-        raise IntegrityError(f"{name} in {archive} is compressed or encrypted, as in no release.")
+        raise IntegrityError(f"{name} in {archive} is compressed or encrypted.")
 
 
 def _check_torchserve_manifest(data: bytes, manifest: ReleaseManifest, archive: Path) -> None:
-    """Check the manifest that TorchServe acts on: this version, this handler, no requirements to install."""
+    """Check the manifest that TorchServe uses: this version, this handler, and no requirements to install."""
     try:
         described: Any = json.loads(data)
         model: dict[str, Any] = described["model"]
@@ -302,7 +302,7 @@ def _check_torchserve_manifest(data: bytes, manifest: ReleaseManifest, archive: 
 
 
 def _content(members: zipfile.ZipFile, name: str, manifest: ReleaseManifest, archive: Path) -> Iterator[bytes]:
-    """The chunks of a part; raises at the end if their hash is not that of the manifest."""
+    """The chunks of a part. Raises after the last one if the hash differs from the manifest."""
     part = manifest.parts[name]
     digest = hashlib.sha256()
     left = part.size_bytes
@@ -318,4 +318,4 @@ def _content(members: zipfile.ZipFile, name: str, manifest: ReleaseManifest, arc
 
 
 def _changed(name: str, place: Path) -> IntegrityError:
-    return IntegrityError(f"{name} in {place} is missing or not the file that its manifest describes.")
+    return IntegrityError(f"{name} in {place} is missing or does not match the manifest.")

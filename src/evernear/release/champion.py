@@ -1,4 +1,4 @@
-"""The release that serves, opened to be measured beside a candidate."""
+"""Open the live release to measure it beside a candidate."""
 
 import tempfile
 from collections.abc import Generator
@@ -15,9 +15,9 @@ from evernear.store import Store
 
 @contextmanager
 def open_champion(store: Store) -> Generator[tuple[Recognizer | None, Dataset | None]]:
-    """The champion of a store, named by its version, and the snapshot it was made from, as far as they exist.
+    """The champion of a store and the snapshot that it was built from; each is None if it does not exist.
 
-    Its files lie in a temporary directory that is gone afterwards.
+    The recognizer is named by the champion's version. Its files are in a temporary directory, deleted on exit.
 
     Raises:
         IntegrityError: the champion's archive is damaged.
@@ -36,7 +36,7 @@ def open_champion(store: Store) -> Generator[tuple[Recognizer | None, Dataset | 
             recognizer = Recognizer.open(parts.directory, parts.directory, champion.version)
         except IntegrityError as error:
             raise IntegrityError(
-                f"The champion {champion.version} cannot be compared with: {str(error).removesuffix('.')}; put the "
-                "file back, or let another release serve (`evernear registry promote VERSION`), and run again."
+                f"The champion {champion.version} cannot be opened for comparison: {str(error).removesuffix('.')}; "
+                "restore the file or promote another release (`evernear registry promote VERSION`), and run again."
             ) from error
         yield recognizer, Dataset.find(store, manifest.dataset_name, manifest.dataset_digest)

@@ -1,4 +1,4 @@
-"""Describe a release from its archive alone: signature, lineage and metrics. Nothing is loaded or run."""
+"""Describe a release from its archive: signature, lineage and metrics. No code is loaded or run."""
 
 from datetime import datetime
 from pathlib import Path
@@ -31,7 +31,7 @@ class Signature(Frozen):
 
 
 class Index(Frozen):
-    """The FAISS index and its rule; ``threshold`` is the L2 distance beyond which an image is unknown."""
+    """The FAISS index and how it classifies; ``threshold`` is the L2 distance beyond which an image is unknown."""
 
     factory: str
     search: str
@@ -54,11 +54,11 @@ class Lineage(Frozen):
     git_commit: str
     evernear_version: str
     own_handler: bool
-    """Whether `HANDLER_FILE`, which TorchServe runs, is that of this installation of evernear."""
+    """Whether `HANDLER_FILE`, which TorchServe runs, equals that of this installation of evernear."""
 
 
 class Description(Frozen):
-    """All of ``evernear inspect show``."""
+    """The output of ``evernear inspect show``."""
 
     version: str
     archive_sha256: str
@@ -68,7 +68,7 @@ class Description(Frozen):
     preprocessing: Preprocessing
     index: Index
     labels: tuple[str, ...]
-    """The labels that the release can answer with."""
+    """The labels that the release can predict."""
     verdict: Decision
     metrics: dict[str, float]
     lineage: Lineage
@@ -77,12 +77,12 @@ class Description(Frozen):
 
 
 def describe(archive: Path, handler: Path) -> Description:
-    """Describe an untrusted ``.mar``. ``handler`` is that of this installation, to compare with.
+    """Describe an untrusted ``.mar``. ``handler`` is the handler of this installation, for comparison.
 
     All members are hashed before any is parsed, and only JSON is parsed: neither the network nor the index.
 
     Raises:
-        IntegrityError: it is no sound release, or its parts contradict each other.
+        IntegrityError: it is not a valid release, or its parts contradict each other.
     """
     manifest, texts = read_release(archive)
     index = IndexDescription.from_json(texts[DESCRIPTION_FILE], f"{DESCRIPTION_FILE} in {archive}")
@@ -115,10 +115,10 @@ def _require_agreement(
     if index.network_sha256 != network:
         raise IntegrityError(
             f"The index in {archive} holds vectors of network {index.network_sha256[:12]}, not of {network[:12]}: "
-            "distances between them mean nothing."
+            "distances between them are meaningless."
         )
     if verdict.candidate.network_sha256 != network:
-        raise IntegrityError(f"The verdict in {archive} is on another network than the one it holds.")
+        raise IntegrityError(f"The verdict in {archive} is about another network than the one in the archive.")
     stamps = {name: manifest.parts[name].sha256 for name in index.parts if name in manifest.parts}
     described = (index.parts, index.dim, index.threshold, index.known_labels, index.dataset_digest, preprocessing)
     stated = (

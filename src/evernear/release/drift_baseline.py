@@ -1,8 +1,8 @@
-"""What a release answered on its query split when it was archived: live queries are compared with that.
+"""The predictions of a release on its query split when it was archived, the reference for drift of live queries.
 
-Embeddings are kept as 16 random projections: distances between points survive that well enough to see a shift
-(Johnson and Lindenstrauss), an image does not. The projection is part of the release, so that server and watcher use
-one and the same, whatever their numpy.
+Embeddings are stored as 16 random projections. Distances between points are preserved well enough to detect a shift
+(Johnson and Lindenstrauss), but an image cannot be reconstructed. The projection is part of the release, so that the
+server and the watcher use the same one with any version of NumPy.
 """
 
 import io
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from evernear.errors import IntegrityError
 
 SIZE = 1000
-"""Queries that a reference keeps at most, evenly over the split: 80 kB."""
+"""Most queries in a baseline, spaced evenly over the split: 80 kB."""
 PROJECTED_DIM = 16
 _SEED = 0
 _NAMES = ("projection", "coordinates", "distances", "unknown")
@@ -26,7 +26,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class DriftBaseline:
-    """The projection (D, 16), and of N queries the projected embeddings (N, 16), distances (N,) and verdicts (N,)."""
+    """The projection (D, 16); for N queries, projected embeddings (N, 16), distances (N,) and unknown flags (N,)."""
 
     projection: Floats
     coordinates: Floats
@@ -34,33 +34,33 @@ class DriftBaseline:
     unknown: NDArray[np.bool_]
 
     def to_bytes(self) -> bytes:
-        """As it lies in a release: ``.npz``, without pickle."""
+        """Serialize as ``.npz`` without pickle, the format in a release."""
         buffer = io.BytesIO()
         np.savez(buffer, **{name: getattr(self, name) for name in _NAMES})
         return buffer.getvalue()
 
     @staticmethod
     def parse(data: bytes, place: str) -> "DriftBaseline":
-        """What `to_bytes` wrote.
+        """Parse the output of `to_bytes`. Errors name ``place``, the source of ``data``.
 
         Raises:
-            IntegrityError: ``data``, which came from ``place``, is something else.
+            IntegrityError: ``data`` is not a drift baseline.
         """
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
                 projection, coordinates, distances, unknown = (arrays[name] for name in _NAMES)
         except (ValueError, KeyError, OSError, EOFError, TypeError, BadZipFile) as error:
-            raise IntegrityError(f"{place} is no reference of a release ({error}).") from None
+            raise IntegrityError(f"{place} is not a drift baseline ({error}).") from None
         count, dim = len(distances), projection.shape[-1]
         shapes = (projection.ndim, coordinates.shape, distances.shape, unknown.shape)
         kinds = (projection.dtype, coordinates.dtype, distances.dtype, unknown.dtype)
         if shapes != (2, (count, dim), (count,), (count,)) or kinds != (*(np.dtype(np.float32),) * 3, np.dtype(bool)):
-            raise IntegrityError(f"{place} is no reference of a release: its arrays do not fit each other.")
+            raise IntegrityError(f"{place} is not a drift baseline: the shapes or types of its arrays do not match.")
         return DriftBaseline(projection, coordinates, distances, unknown)
 
 
 def random_projection(dim: int) -> Floats:
-    """Of ``dim`` coordinates to 16, distances kept on average."""
+    """A projection from ``dim`` to 16 coordinates that preserves distances on average."""
     drawn = np.random.default_rng(_SEED).standard_normal((dim, PROJECTED_DIM))
     return (drawn / np.sqrt(PROJECTED_DIM)).astype(np.float32)
 

@@ -1,11 +1,11 @@
-"""The commit that this code is of."""
+"""The Git commit of the running code."""
 
 import subprocess
 from pathlib import Path
 
 
 def git_commit() -> str:
-    """The commit of the source tree that this package runs from, ``-dirty`` if changed; else empty."""
+    """The commit of the source tree, with ``-dirty`` if it has changes; empty for an installed package."""
     here = Path(__file__)
 
     def git(*words: str) -> str:
@@ -13,7 +13,7 @@ def git_commit() -> str:
         return done.stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", here.name)  # an installed copy may lie inside somebody else's tree
+        git("ls-files", "--error-unmatch", here.name)  # an installed copy may be inside an unrelated tree
         return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):
         return ""

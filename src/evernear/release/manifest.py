@@ -1,4 +1,4 @@
-"""What a release says of itself: ``manifest.json`` inside the archive and in the registry."""
+"""The manifest of a release: ``manifest.json`` in the archive and in the registry."""
 
 import re
 from datetime import UTC, datetime
@@ -12,11 +12,11 @@ from evernear.index.description import DESCRIPTION_FILE as INDEX_FILE
 from evernear.index.description import PARTS as INDEX_PARTS
 
 QUOTED_MAX = 100
-"""Characters that an error quotes of an archive or a manifest."""
+"""Most characters that an error quotes from an archive or a manifest."""
 VERSION_PATTERN = r"^\d{8}\.\d{6}\.[0-9a-f]{8}$"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Version = Annotated[str, Field(pattern=VERSION_PATTERN)]
-NETWORK_FILE = "network.pt"  # as the export step calls it, whose module would load torch
+NETWORK_FILE = "network.pt"  # as in the export module, which would import torch
 NETWORK_DESCRIPTION_FILE = "network.json"
 HANDLER_FILE = "handler.py"
 MODEL_CONFIG_FILE = "model-config.yaml"
@@ -37,9 +37,9 @@ PARTS = frozenset(
         VERDICT_FILE,
     }
 )
-"""What a release of format 1 consists of, besides the images that `SMOKE_FILE` names."""
+"""The parts of a release of format 1, besides the images that `SMOKE_FILE` names."""
 LATER_PARTS = frozenset({MODEL_CONFIG_FILE, DRIFT_BASELINE_FILE})
-"""What releases of evernear 0.1.0 lack."""
+"""Parts that releases of evernear 0.1.0 lack."""
 
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
@@ -52,11 +52,11 @@ class Part(Frozen):
 
 
 class ReleaseManifest(Frozen):
-    """Everything that is known of a release; it never changes once it is archived.
+    """The description of a release, immutable once archived.
 
-    ``network_sha256`` is that of the TorchScript file, which also made the index's vectors. ``threshold`` is
-    the L2 distance beyond which an image is unknown. ``parent`` is the champion that this release was
-    measured against, and ``metrics`` are those of that measurement.
+    ``network_sha256`` is the hash of the TorchScript file, which also computed the vectors of the index. ``threshold``
+    is the L2 distance beyond which an image is unknown. ``parent`` is the champion that this release was measured
+    against, and ``metrics`` are those of that measurement.
     """
 
     format: Literal[1] = 1
@@ -82,19 +82,17 @@ class ReleaseManifest(Frozen):
         named = {name for name in self.parts if not SMOKE_IMAGE.fullmatch(name)}
         odd = PARTS.symmetric_difference(named - LATER_PARTS)
         if odd:
-            raise ValueError(f"parts are missing or unknown, {', '.join(sorted(odd)[:3])}")
+            raise ValueError(f"parts are missing or unknown: {', '.join(sorted(odd)[:3])}")
         for name, sha256 in ((NETWORK_FILE, self.network_sha256), (VERDICT_FILE, self.verdict_sha256)):
             if self.parts[name].sha256 != sha256:
-                raise ValueError(
-                    f"{name} has the sha256 {self.parts[name].sha256[:12]}, but is said to be {sha256[:12]}"
-                )
+                raise ValueError(f"{name} has the sha256 {self.parts[name].sha256[:12]}, but should have {sha256[:12]}")
         return self
 
 
 def new_version(created: datetime, content_sha256: str) -> str:
-    """A version that sorts by time, tells content apart and stands in a URL: ``20261120.140501.1a2b3c4d``.
+    """A version that sorts by time, distinguishes content and is valid in a URL: ``20261120.140501.1a2b3c4d``.
 
-    ``created`` is put in UTC; the last part is the beginning of ``content_sha256``.
+    The time is ``created`` in UTC, and the last part is the start of ``content_sha256``.
     """
     return f"{created.astimezone(UTC):%Y%m%d.%H%M%S}.{content_sha256[:8]}"
 

@@ -1,12 +1,12 @@
-"""Releases in the object store, and the pointer to the one that serves.
+"""Releases in the object store, and the pointer to the champion, the live release.
 
 ::
 
-    releases/manifests/<version>.json    what the release is, and the sha256 of its archive; never overwritten
+    releases/manifests/<version>.json    description of the release, sha256 of its archive; never overwritten
     releases/archives/<sha256>.mar       the archive
-    releases/champion.json               the version that serves; moved by compare-and-swap
-    releases/history/<number>.json       where the pointer stood before it moved on; never overwritten
-    releases/pruned/<version>.json       the manifest record of a release whose archive is gone
+    releases/champion.json               the version of the champion; moved by compare-and-swap
+    releases/history/<number>.json       the previous states of the pointer; never overwritten
+    releases/pruned/<version>.json       the record of a release whose archive was deleted
 """
 
 import getpass
@@ -37,16 +37,16 @@ HISTORY = "releases/history/"
 PRUNED = "releases/pruned/"
 How = Literal["deploy", "promote", "force", "rollback"]
 
-# A release was rolled out before the pointer moves, and a store that restarts may be away for minutes.
+# The release is live before the pointer moves, and a store may take minutes to restart.
 _PATIENCE_S = 300.0
 _PAUSE_S = (1.0, 15.0)
-# The etag of a state of the pointer that is gone: no move can build on it.
+# The etag of a superseded state of the pointer: no move from it can succeed.
 _SUPERSEDED = "superseded"
 _log = logging.getLogger(__name__)
 
 
 class Decision(Frozen):
-    """What the release's verdict said, in short; the whole of it is in the archive."""
+    """Summary of the verdict; the archive contains the full one."""
 
     promote: bool
     reasons: tuple[str, ...]
@@ -59,21 +59,21 @@ class Record(Frozen):
     archive_sha256: Sha256
     archive_size_bytes: int
     verdict: Decision | None = None
-    """None in records of evernear 0.1.0, which published nothing that its verdict held."""
+    """None in records of evernear 0.1.0, which published only releases that their verdicts promote."""
 
     @property
     def archive_key(self) -> str:
-        """Where the archive lies in the store."""
+        """The key of the archive in the store."""
         return f"{ARCHIVES}{self.archive_sha256}.mar"
 
 
 class Cause(Frozen):
-    """Why the champion moves: who or what decided it, the reason, and the pipeline run that did it."""
+    """Why the champion changes: who or what decided it, the reason, and the pipeline run that did it."""
 
     by: str
     why: str = ""
     run: str = ""
-    """The id of the pipeline run; empty where a command did it."""
+    """The ID of the pipeline run; empty for a command."""
 
     @classmethod
     def of_this_process(cls, why: str = "") -> "Cause":
@@ -82,28 +82,28 @@ class Cause(Frozen):
 
 
 class Promotion(Frozen):
-    """Where the pointer stands, and who brought it there. ``previous`` is what a rollback leads to."""
+    """A state of the champion's pointer and its cause. ``previous`` is the target of a rollback."""
 
     version: Version
     previous: Version | None
     since: AwareDatetime
     number: int = Field(default=1, ge=1)
-    """Of all moves, from 1."""
+    """The sequence number of the move, from 1."""
     undo_to: int | None = None
-    """The number of the move that a rollback restores; None: there is none."""
+    """The number of the move that a rollback restores; None if none exists."""
     how: How = "deploy"
     by: str = ""
     why: str = ""
     run: str = ""
-    """The id of the pipeline run that moved it; empty where a command did."""
+    """The ID of the pipeline run; empty for a command."""
 
 
 class _Pointer(Promotion):
-    """The object at `CHAMPION`: the last move, and what is being pruned.
+    """The object at `CHAMPION`: the last move, and the releases that are being pruned.
 
-    A prune is written here before it removes anything. So whoever read the pointer earlier loses the
-    compare-and-swap and can no longer promote what is about to go, and what a killed prune left is finished by
-    the next. ``prunes`` counts them, so that the object never returns to a content (an etag) that it had.
+    A prune writes them here before it removes anything. A process that read the pointer earlier then loses the
+    compare-and-swap, so it cannot promote a release that is about to be removed. The next prune finishes a killed one.
+    ``prunes`` counts prunes, so that the object never returns to an earlier content (etag).
     """
 
     pruning: dict[Version, Sha256] = {}
@@ -113,29 +113,29 @@ class _Pointer(Promotion):
 
 @dataclass(frozen=True)
 class Champion:
-    """The release that serves. ``etag`` is the state of the pointer that a next move builds on."""
+    """The champion. ``etag`` identifies the state of the pointer that the next move starts from."""
 
     pointer: _Pointer
     etag: str
 
     @property
     def version(self) -> str:
-        """The release that serves."""
+        """The version of the champion."""
         return self.pointer.version
 
     @property
     def previous(self) -> str | None:
-        """The release that a rollback leads to."""
+        """The target of a rollback."""
         return self.pointer.previous
 
     def rollback_target(self) -> str:
-        """`previous`.
+        """The version that a rollback restores.
 
         Raises:
-            StoreError: nothing served before it.
+            StoreError: no previous champion exists.
         """
         if self.previous is None:
-            raise StoreError(f"There is nothing to roll back to: no champion came before {self.version}.")
+            raise StoreError(f"There is nothing to roll back to: {self.version} has no previous champion.")
         return self.previous
 
     @property
@@ -161,11 +161,11 @@ class Registry:
         self.uri = store.uri
 
     def publish(self, archive: Path) -> Record:
-        """Keep a release until it is pruned; publishing the same one again changes nothing.
+        """Add a release. Publishing the same one again changes nothing.
 
         Raises:
-            ConflictError: another archive has, or had, this version already.
-            IntegrityError: the archive is no sound release.
+            ConflictError: another archive has this version, or a release of this version was pruned.
+            IntegrityError: the archive is not a valid release.
         """
         manifest, texts = read_release(archive)
         verdict = Verdict.from_json(texts[VERDICT_FILE], f"{VERDICT_FILE} in {archive}")
@@ -177,14 +177,14 @@ class Registry:
         )
         key = _key(MANIFESTS, manifest.version)
         if self._store.find(_key(PRUNED, manifest.version)):
-            raise ConflictError(f"Release {manifest.version} was pruned, and a version is never used again.")
-        # The record comes last, and the archive is named by its content: no kill leaves half a release.
+            raise ConflictError(f"Release {manifest.version} was pruned, and a version is never reused.")
+        # The archive is named by its content and the record is written last, so a killed publish leaves no release.
         self._store.put(record.archive_key, archive)
         try:
             self._store.put_if(key, record.to_json(), None)
         except ConflictError:
             if self.get(manifest.version).archive_sha256 != record.archive_sha256:
-                raise ConflictError(f"Another release of version {manifest.version} is published already.") from None
+                raise ConflictError(f"Another release of version {manifest.version} is already published.") from None
         return record
 
     def list(self) -> Iterator[str]:
@@ -195,10 +195,10 @@ class Registry:
                 yield version
 
     def get(self, version: str, *, include_pruned: bool = False) -> Record:
-        """The record of a release. With ``include_pruned`` also of one whose archive is gone.
+        """The record of a release, with ``include_pruned`` also of a pruned one.
 
         Raises:
-            StoreError: no such release, or it was pruned.
+            StoreError: the release does not exist, or was pruned.
             IntegrityError: its record is damaged.
         """
         record = self._record(MANIFESTS, version)
@@ -207,26 +207,26 @@ class Registry:
         pruned = self._record(PRUNED, version)
         if pruned is not None and include_pruned:
             return pruned
-        where = "any longer: it was pruned" if pruned else f"in {self._store.uri}"
+        fault = "was pruned" if pruned else f"does not exist in {self._store.uri}"
         champion = self.champion()
         if champion is not None and champion.version == version:
-            where += ", though it is the champion; choose another one, `evernear registry promote VERSION`"
-        raise StoreError(f"There is no release {version} {where}.")
+            fault += ", although it is the champion; promote another one with `evernear registry promote VERSION`"
+        raise StoreError(f"Release {version} {fault}.")
 
     def contains(self, archive: Path) -> bool:
-        """Whether ``archive`` is, byte by byte, a release that was published here and not pruned.
+        """Whether ``archive`` is byte for byte a published release that was not pruned.
 
         Raises:
-            IntegrityError: it is no release at all.
+            IntegrityError: it is not a release.
         """
         record = self._record(MANIFESTS, read_release_manifest(archive).version)
         return record is not None and record.archive_sha256 == sha256_file(archive)
 
     def fetch(self, version: str, path: Path) -> Record:
-        """Bring a release's archive to ``path``, hash checked.
+        """Download a release's archive to ``path`` and check its hash.
 
         Raises:
-            StoreError: there is no such release.
+            StoreError: the release does not exist, or was pruned.
             IntegrityError: the archive is not the one that was published.
         """
         record = self.get(version)
@@ -234,7 +234,7 @@ class Registry:
         return record
 
     def champion(self) -> Champion | None:
-        """The release that serves; None before the first.
+        """The champion; None before the first promotion.
 
         Raises:
             IntegrityError: the pointer is damaged.
@@ -247,14 +247,14 @@ class Registry:
     def set_champion(
         self, version: str, expected: Champion | None, how: How = "deploy", cause: Cause | None = None
     ) -> Champion:
-        """Make a published release the champion, if ``expected`` still is it.
+        """Make a published release the champion, if the champion is still ``expected``.
 
-        ``cause`` (default: this process) goes into the history. An unreachable store is retried for 5 minutes.
+        ``cause`` (default: this process) is recorded in the history. An unreachable store is retried for 5 minutes.
 
         Raises:
-            ConflictError: the pointer has moved meanwhile; nothing was changed.
+            ConflictError: the pointer moved meanwhile; nothing was changed.
             TransientStoreError: the store cannot be reached; the pointer may have moved.
-            StoreError: there is no such release, or it is being pruned.
+            StoreError: the release does not exist, or is being pruned.
         """
         move = Promotion(
             version=version,
@@ -268,15 +268,15 @@ class Registry:
         return self._move(move, expected)
 
     def roll_back(self, expected: Champion, cause: Cause | None = None) -> Champion:
-        """Restore what served before ``expected``, if that still is the champion.
+        """Restore the champion before ``expected``, if the champion is still ``expected``.
 
-        A rollback takes the last move back, and another one the move before that: it never returns to the
-        release it just left. An unreachable store is retried for 5 minutes.
+        A rollback undoes the last move, and a second one the move before that: it never returns to the release that it
+        just left. An unreachable store is retried for 5 minutes.
 
         Raises:
-            ConflictError: the pointer has moved meanwhile; nothing was changed.
+            ConflictError: the pointer moved meanwhile; nothing was changed.
             TransientStoreError: the store cannot be reached; the pointer may have moved.
-            StoreError: nothing served before it, or what did is pruned.
+            StoreError: no previous champion exists, or it was pruned.
         """
         undo_to = expected.pointer.undo_to
         restored = self._past(undo_to) if undo_to is not None else None
@@ -292,21 +292,21 @@ class Registry:
         return self._move(move, expected)
 
     def history(self) -> Iterator[Promotion]:
-        """All moves of the champion's pointer, oldest first; the last one is where it stands."""
+        """All moves of the champion's pointer, oldest first; the last one is the current state."""
         champion = self.champion()
         if champion is None:
             return
         for found in self._store.list(HISTORY):
-            # The last move is there, too, once somebody wanted to make another one.
+            # The current state is also listed once another move was attempted.
             if found.key < _past_key(champion.pointer.number):
                 yield Promotion.from_json(self._store.get(found.key), f"{found.key} in {self._store.uri}")
         yield champion.promotion
 
     def prune(self, keep: int) -> tuple[str, ...]:
-        """Remove all but the newest ``keep`` releases; returns the versions that went.
+        """Remove all but the newest ``keep`` releases; returns the removed versions.
 
-        The champion, its parent and the release that a rollback leads to always stay; without a champion
-        everything does. What the removed releases were stays known to `trace`.
+        The champion, its parent and the target of a rollback are never removed; without a champion, nothing is. The
+        records of removed releases remain available to `get` with ``include_pruned``.
 
         Raises:
             ConflictError: the champion changed meanwhile; nothing was removed.
@@ -315,10 +315,10 @@ class Registry:
         if champion is None:
             return ()
         versions = list(self.list())
-        kept = {champion.version, champion.previous, self.get(champion.version).manifest.parent}
-        kept.update(versions[max(0, len(versions) - keep) :])
-        pruning = {version: self.get(version).archive_sha256 for version in versions if version not in kept}
-        pruning |= champion.pointer.pruning  # what a killed prune left
+        retained = {champion.version, champion.previous, self.get(champion.version).manifest.parent}
+        retained.update(versions[max(0, len(versions) - keep) :])
+        pruning = {version: self.get(version).archive_sha256 for version in versions if version not in retained}
+        pruning |= champion.pointer.pruning  # left by a killed prune
         if not pruning:
             return ()
         champion = self._write(champion.pointer.model_copy(update={"pruning": pruning}), champion)
@@ -326,12 +326,12 @@ class Registry:
         for version, archive_sha256 in pruning.items():
             self._remove(version, archive_sha256 if archive_sha256 not in shared else None)
         done: dict[str, object] = {"pruning": {}, "prunes": champion.pointer.prunes + 1}
-        with suppress(ConflictError):  # a move since then took the list along; the next prune finds nothing left of it
+        with suppress(ConflictError):  # a move meanwhile copied the list; the next prune has nothing left to remove
             self._write(champion.pointer.model_copy(update=done), champion)
         return tuple(sorted(pruning))
 
     def _remove(self, version: str, archive_sha256: str | None) -> None:
-        """Remove a release, its archive where that is named; a kill in between is mended by a repetition."""
+        """Remove a release, and its archive unless ``archive_sha256`` is None. A killed removal can be repeated."""
         found = self._store.find(_key(MANIFESTS, version))
         if found is not None:
             self._store.put(_key(PRUNED, version), found[0])
@@ -340,7 +340,7 @@ class Registry:
             self._store.delete(f"{ARCHIVES}{archive_sha256}.mar")
 
     def _move(self, move: Promotion, expected: Champion | None) -> Champion:
-        """`_try_move`, until the store can be reached or `_PATIENCE_S` are over."""
+        """Retry `_try_move` until the store can be reached, for at most `_PATIENCE_S`."""
         deadline_s, (pause_s, longest_s) = time.monotonic() + _PATIENCE_S, _PAUSE_S
         while True:
             try:
@@ -348,7 +348,7 @@ class Registry:
             except TransientStoreError as error:
                 if time.monotonic() + pause_s > deadline_s:
                     raise
-                _log.warning("The champion is not recorded yet: %s Trying again in %.0f s.", error, pause_s)
+                _log.warning("The champion is not recorded yet: %s Retrying in %.0f s.", error, pause_s)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
 
@@ -358,16 +358,16 @@ class Registry:
         if expected is not None:
             if move.version in expected.pointer.pruning:
                 raise StoreError(f"Release {move.version} is being pruned from {self._store.uri}.")
-            # Where the pointer stands goes into the history before it moves, so that no kill leaves a gap there.
-            with suppress(ConflictError):  # another one who wants to move it was quicker
+            # The current state is added to the history before the pointer moves, so that a kill leaves no gap.
+            with suppress(ConflictError):  # another process that wants to move it was faster
                 self._store.put_if(_past_key(expected.pointer.number), expected.promotion.to_json(), None)
-            kept = {"pruning": expected.pointer.pruning, "prunes": expected.pointer.prunes}
-            pointer = pointer.model_copy(update=kept)
+            prune_state = {"pruning": expected.pointer.pruning, "prunes": expected.pointer.prunes}
+            pointer = pointer.model_copy(update=prune_state)
         try:
             return self._write(pointer, expected)
         except ConflictError:
-            # An earlier attempt may have moved the pointer before its answer was lost. Whoever moved it on since has
-            # put that into the history first.
+            # An earlier attempt may have moved the pointer although its response was lost. A later move by another
+            # process has then added this one to the history.
             champion = self.champion()
             if champion is not None and champion.promotion == move:
                 return champion
@@ -381,7 +381,7 @@ class Registry:
             etag = self._store.put_if(CHAMPION, pointer.to_json(), expected.etag if expected else None)
         except ConflictError:
             raise ConflictError(
-                "The champion changed meanwhile, so nothing was done; look at it and run again."
+                "The champion changed meanwhile, so nothing was done; see `evernear registry history` and run again."
             ) from None
         return Champion(pointer, etag)
 

@@ -1,4 +1,4 @@
-"""The champion's network, taken out of its release for another gallery."""
+"""Reuse the champion's network with another gallery."""
 
 import shutil
 import tempfile
@@ -16,29 +16,28 @@ from evernear.store import Store
 
 
 def reuse_network(store: Store, dataset: Dataset, network_dir: Path) -> tuple[ReleaseManifest, OpenSet]:
-    """Copy the champion's network to ``network_dir``, as `evernear.embedding.export.export` leaves one there.
+    """Copy the champion's network to ``network_dir``, in the format of `evernear.embedding.export.export`.
 
-    Returns which release it is from, and the open-set threshold that comes with it. A threshold found on classes that
-    no training saw is kept: it is about the network, and nobody trained that again. One that impostors stood in for
-    (`evernear.index.calibrate.calibrate`) is about the gallery, and is left to be found again.
+    Returns the manifest of the champion and its open-set threshold. A threshold that was measured on unseen classes is
+    a property of the network, which does not change, so it is reused. A threshold that was calibrated on impostors
+    (`evernear.index.calibrate.calibrate`) is a property of the gallery, so it is None and calibrated again.
 
     Raises:
-        StoreError: there is no champion, or the store cannot be reached.
-        DataError: the champion was made from another dataset, of whose images nobody knows what the network has seen.
+        StoreError: no champion exists, or the store cannot be reached.
+        DataError: the champion was built from another dataset, so it is unknown which images its network was trained
+            on.
         IntegrityError: the champion's archive is damaged.
     """
     registry = Registry(store)
     champion = registry.champion()
     if champion is None:
-        raise StoreError(
-            f"There is no release in {store.uri} whose network could be used again; run the whole pipeline."
-        )
+        raise StoreError(f"{store.uri} has no champion whose network could be reused; run the whole pipeline.")
     with tempfile.TemporaryDirectory(prefix="evernear-champion-") as temporary:
         archive = Path(temporary) / "champion.mar"
         manifest = registry.fetch(champion.version, archive).manifest
         if manifest.dataset_name != dataset.manifest.name:
             raise DataError(
-                f"Release {manifest.version} was made from the dataset {manifest.dataset_name!r}, and its network "
+                f"Release {manifest.version} was built from the dataset {manifest.dataset_name!r}, and its network "
                 f"cannot be used for {dataset.manifest.name!r}; run the whole pipeline."
             )
         parts = open_release(archive, Path(temporary) / "release")
@@ -47,5 +46,5 @@ def reuse_network(store: Store, dataset: Dataset, network_dir: Path) -> tuple[Re
             for name in (NETWORK_FILE, NETWORK_DESCRIPTION_FILE):
                 shutil.copyfile(parts.directory / name, network_dir / name)
         calibration = describe_index(parts.directory).calibration
-    kept = calibration.threshold if calibration.found_by == "unseen classes" else None
-    return manifest, OpenSet(held_out=(), threshold=kept)
+    threshold = calibration.threshold if calibration.found_by == "unseen classes" else None
+    return manifest, OpenSet(held_out=(), threshold=threshold)

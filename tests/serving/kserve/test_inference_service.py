@@ -484,7 +484,7 @@ def test_startup_errors_are_one_sentence_and_the_transformer_needs_no_torch(
         (5, "has 0 release archives", ["predictor", "--model_dir", str(empty)]),
         (5, "cannot be read as a release", ["predictor", "--model_dir", str(broken)]),
         (4, "has no champion yet", ["predictor", "--store", empty.as_uri()]),
-        (4, f"no release {version}", ["predictor", "--store", store, "--release", version]),
+        (4, f"Release {version} does not exist", ["predictor", "--store", store, "--release", version]),
         (2, "needs --predictor_host", ["transformer", "--model_dir", directory]),
         (2, "--workers must be 1", ["predictor", "--model_dir", directory, "--workers", "2"]),
         (7, f"Port {port} on 127.0.0.1 cannot", ["predictor", "--store", store, "--http_port", port]),

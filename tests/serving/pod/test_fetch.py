@@ -97,11 +97,11 @@ def test_fetch_reads_from_a_read_only_directory_store(release: PackedRelease, tm
     assert archive_in(container.settings).read_bytes() == release.archive.read_bytes()
     wrong = container.fetch("file:///mnt/absent", release.version, "0" * 64)
     assert (wrong.returncode, wrong.stderr.count("\n")) == (4, 1)
-    assert f"There is no release {release.version}" in wrong.stderr
+    assert f"Release {release.version} does not exist" in wrong.stderr
 
 
 def test_fetch_reports_a_missing_release(settings: Settings) -> None:
-    with pytest.raises(StoreError, match=r"There is no release 20200101\.000000\.00000000"):
+    with pytest.raises(StoreError, match=r"Release 20200101\.000000\.00000000 does not exist"):
         pod.fetch("20200101.000000.00000000", "0" * 64, settings)
 
 
