@@ -1,5 +1,5 @@
 #!/bin/sh
-# buckets.sh BUCKET...: makes the buckets as soon as the server beside it answers; one that exists keeps its objects.
+# buckets.sh BUCKET...: create the buckets as soon as the local server responds; existing buckets are unchanged.
 set -eu
 s3=${SEAWEEDFS_S3:-http://127.0.0.1:8333}
 master=${SEAWEEDFS_MASTER:-127.0.0.1:9333}

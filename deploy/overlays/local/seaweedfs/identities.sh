@@ -1,6 +1,6 @@
 #!/bin/sh
-# identities.sh FILE USER...: writes SeaweedFS's S3 configuration, with the policies that lie beside this script.
-# A user's keys are in the environment: READER_ACCESS_KEY, READER_SECRET_KEY. docs/object-store.md has the users.
+# identities.sh FILE USER...: write SeaweedFS's S3 configuration, with the policies in the directory of this script.
+# A user's keys come from the environment: READER_ACCESS_KEY, READER_SECRET_KEY. docs/object-store.md lists the users.
 set -eu
 umask 077
 file=$1
@@ -10,7 +10,7 @@ quoted() {  # the file as a JSON string
   tr -d '\n' < "$1" | sed 's/[\\"]/\\&/g; s/.*/"&"/'
 }
 
-identity() {  # a user with its keys and rights
+identity() {  # a user with keys and permissions
   prefix=$(echo "$1" | tr '[:lower:]' '[:upper:]')
   eval "access_key=\${${prefix}_ACCESS_KEY:-} secret_key=\${${prefix}_SECRET_KEY:-}"
   case "$1" in
