@@ -1,7 +1,7 @@
-"""The scenarios of a deployment, against whatever cluster ``KUBECONFIG`` leads to, and against the one on loopback.
+"""Deployment scenarios, run on the loopback cluster and on the cluster that ``KUBECONFIG`` selects.
 
-``pytest -m cluster tests/cluster`` wants ``KUBECONFIG``, the rights to make namespaces, and ``EVERNEAR_TEST_IMAGE``:
-the serving image of this checkout, by digest, where the cluster can pull it. Everything happens in a namespace with a
-random name, which is removed in the end. Without the two variables those tests are skipped; the same scenarios on
-loopback are part of every test run.
+``pytest -m cluster tests/cluster`` requires ``KUBECONFIG``, the right to create namespaces, and, in
+``EVERNEAR_TEST_IMAGE``, this checkout's serving image by digest, which the cluster must be able to pull. Each test
+creates a namespace with a random name and deletes it afterwards. Without the two variables these tests are skipped. The
+same scenarios on loopback are part of every test run.
 """

@@ -1,4 +1,4 @@
-"""The site of the scenarios: on loopback always, on a real cluster where ``KUBECONFIG`` leads to one."""
+"""Sites for the scenarios: a loopback cluster and, if ``KUBECONFIG`` selects one, a real cluster."""
 
 import os
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from cluster.site import (
     install_store,
     install_store_secret,
     kubeconfig_of_deployer,
-    namespace_of_our_own,
+    temporary_namespace,
 )
 
 AWS = ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
@@ -29,19 +29,19 @@ LOOPBACK_IMAGE = "registry.example/evernear-serve@sha256:" + "a" * 64
 
 @pytest.fixture(params=["loopback", pytest.param("real", marks=pytest.mark.cluster)])
 def site(request: pytest.FixtureRequest) -> Site:
-    """A namespace to deploy into; the environment leads there, as the deployer of `deploy/base`."""
+    """A namespace to deploy into; the environment authenticates as the deployer of `deploy/base`."""
     return request.getfixturevalue(f"{request.param}_site")
 
 
 @pytest.fixture
 def loopback_site(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    environment = {name: os.environ[name] for name in AWS}  # as `bucket` has set it
+    environment = {name: os.environ[name] for name in AWS}  # set by `bucket`
     store = f"s3://{bucket}/store"
     pods = Pods(lambda: store, tmp_path)
     with LoopbackCluster(tmp_path, second_s=1.0) as running, administrator(running.kubeconfig()) as admin:
         running.pods_do(pods.behaviour)
         running.pods_do(ImageMissing("no such host"), lambda pod: MISSING_IMAGE in str(pod["spec"]["containers"]))
-        with namespace_of_our_own(admin) as namespace:
+        with temporary_namespace(admin) as namespace:
             install_deployer(admin, namespace)
             install_store_secret(admin, namespace, environment)
             monkeypatch.setenv(KUBECONFIG, str(kubeconfig_of_deployer(admin, namespace, tmp_path)))
@@ -52,13 +52,13 @@ def loopback_site(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def real_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """Never run where this was written, which has no cluster; the nightly workflow runs it on kind."""
+    """Only the nightly workflow, which has a kind cluster, has run this so far."""
     image, kubeconfig = os.environ.get(IMAGE), of_the_shell(KUBECONFIG).get(KUBECONFIG)
     if image and not kubeconfig:
         pytest.fail(f"{IMAGE} is set, {KUBECONFIG} is not; a default kubeconfig is not taken for granted")
     if not image or not kubeconfig:
         pytest.skip(f"needs {KUBECONFIG} and {IMAGE}")
-    with administrator(Path(kubeconfig)) as admin, namespace_of_our_own(admin) as namespace:
+    with administrator(Path(kubeconfig)) as admin, temporary_namespace(admin) as namespace:
         install_deployer(admin, namespace)
         environment = install_store(admin, namespace)
         install_store_secret(admin, namespace, environment)
@@ -67,6 +67,6 @@ def real_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]
         endpoint = urlsplit(environment["AWS_ENDPOINT_URL"])
         monkeypatch.setenv(KUBECONFIG, str(kubeconfig_of_deployer(admin, namespace, tmp_path)))
         pace = Pace(rollout_timeout_s=300, failure_grace_s=30, convergence_timeout_s=60)
-        # 8333 is where SeaweedFS listens, the other one where the node sends it on.
+        # SeaweedFS listens on 8333; the node forwards the other port to it.
         ports = (8333, endpoint.port or 443)
         yield Site(namespace, image, "s3://evernear/store", ports, admin, pace)

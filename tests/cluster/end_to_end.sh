@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Uploads the pipelines to a real Kubeflow Pipelines, runs one from images to a Deployment, rolls out a second release,
-# rolls back. Wants EVERNEAR_PIPELINE__ENDPOINT, TRAIN_IMAGE and SERVE_IMAGE, and what install.sh put there.
+# Uploads the pipelines to Kubeflow Pipelines, runs one from images to a Deployment, rolls out a second release,
+# and rolls back. Requires EVERNEAR_PIPELINE__ENDPOINT, TRAIN_IMAGE, SERVE_IMAGE and the objects of install.sh.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PATH="$PWD/.venv/bin:$PATH"
 
-serves() {
+live_release() {
   kubectl --namespace evernear get deployment evernear-serving \
     --output "jsonpath={.metadata.annotations['evernear\.dev/release']}"
 }
@@ -18,13 +18,13 @@ defaults=(
   task_cpu=1 task_memory=2G train_cpu=2 train_memory=4G
 )
 evernear pipeline upload --image "$TRAIN_IMAGE" "${defaults[@]/#/--set=}"
-evernear pipeline upload --image "$TRAIN_IMAGE" "${defaults[@]/#/--set=}"  # again: no error
+evernear pipeline upload --image "$TRAIN_IMAGE" "${defaults[@]/#/--set=}"  # idempotent
 
 evernear pipeline run continuous-training --wait
-first=$(serves)
-# Equal models are held now and then, by design; not this one.
+first=$(live_release)
+# The gate may hold a release of an equal model; a lower significance avoids that here.
 evernear pipeline run continuous-training --wait --set train.seed=1 --set gate.significance=0.0001
-second=$(serves)
+second=$(live_release)
 test "$first" != "$second"
 evernear pipeline run rollback --wait --set "reason=end to end"
-test "$(serves)" = "$first"
+test "$(live_release)" = "$first"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Puts evernear, its object store (SeaweedFS) and Secrets of random values onto the cluster that kubectl speaks to.
-# Wants PREP_IMAGE and TRIGGERS_IMAGE, by digest. Slack has no workspace here, so the bot is not started.
-# Run again, it keeps the values of the Secrets that are there: the store and the pods go on with them.
+# Installs evernear, its object store (SeaweedFS) and Secrets with random values on the cluster that kubectl selects.
+# Requires PREP_IMAGE and TRIGGERS_IMAGE, by digest. The bot is not started because it has no Slack workspace.
+# A repeated run keeps the values of existing Secrets, which the store and the pods use.
 set -euo pipefail
-shopt -s inherit_errexit  # a value that could not be read must not be replaced by a new one
+shopt -s inherit_errexit  # never replace a value that could not be read
 cd "$(dirname "$0")/../.."
 
 random() { openssl rand -hex 20; }
@@ -13,12 +13,12 @@ make_secret() {
   kubectl --namespace "$namespace" create secret generic "$name" --dry-run=client --output=yaml \
     "${@/#/--from-literal=}" | kubectl apply --filename -
 }
-value() {  # of a Secret in the namespace evernear: the one that it has, else a new one
-  local held
-  held=$(kubectl --namespace evernear get secret "$1" --ignore-not-found --output "jsonpath={.data.$2}" | base64 --decode)
-  echo "${held:-$(random)}"
+value() {  # SECRET KEY: the existing value in the namespace evernear, or a new one
+  local current
+  current=$(kubectl --namespace evernear get secret "$1" --ignore-not-found --output "jsonpath={.data.$2}" | base64 --decode)
+  echo "${current:-$(random)}"
 }
-keys_of() {  # a user of the object store, in the array keys
+keys_of() {  # SECRET: fill the array keys for a user of the object store
   local access_key secret_key
   access_key=$(value "$1" AWS_ACCESS_KEY_ID)
   secret_key=$(value "$1" AWS_SECRET_ACCESS_KEY)

@@ -1,4 +1,4 @@
-"""What serves in the pods of the loopback cluster: the release that a pod was made for, out of the object store."""
+"""Servers of the loopback cluster's pods, each with the pod's release from the object store."""
 
 import json
 import threading
@@ -22,7 +22,7 @@ _VERSION = "app.kubernetes.io/version"
 
 
 class Pods:
-    """One HTTP server per release, which answers predictions as TorchServe does; fetched when first asked."""
+    """One HTTP server per release, which responds like TorchServe and fetches the release on the first request."""
 
     def __init__(self, store: Callable[[], str], directory: Path) -> None:
         self._store, self._directory = store, directory
@@ -30,7 +30,7 @@ class Pods:
         self._running = ExitStack()
 
     def behaviour(self, pod: dict[str, Any]) -> Behaviour:
-        """A pod is ready, and its inference port answers with the release that its label names."""
+        """Make the pod ready, with the release named by its label on the inference port."""
         version = pod["metadata"].get("labels", {}).get(_VERSION)
         if version is None:
             return Ready()
@@ -45,7 +45,7 @@ class Pods:
 
 
 class _Release:
-    """A release that answers on a free port."""
+    """A server for one release on a free port."""
 
     def __init__(self, version: str, store: str, directory: Path) -> None:
         self._version, self._store, self._directory = version, store, directory

@@ -1,4 +1,4 @@
-"""A namespace of our own in some cluster, with all that a deployment finds there in production."""
+"""A temporary namespace in a cluster, with the objects that a deployment needs in production."""
 
 import secrets
 import time
@@ -30,7 +30,7 @@ _LEVELS = ("enforce", "audit", "warn")
 
 @dataclass(frozen=True)
 class Pace:
-    """How long things may take: a real cluster pulls images and loads networks, loopback does neither."""
+    """Timeouts: a real cluster pulls images and loads networks, loopback does neither."""
 
     rollout_timeout_s: int
     failure_grace_s: int
@@ -39,11 +39,11 @@ class Pace:
 
 @dataclass(frozen=True)
 class Site:
-    """What a scenario works with, on loopback and on a real cluster alike."""
+    """Environment of a scenario, on loopback or on a real cluster."""
 
     namespace: str
     image: str
-    store: str  # s3://...; the environment has the way there, and KUBECONFIG of the deployer
+    store: str  # s3://...; the environment has its endpoint and keys, and the deployer's KUBECONFIG
     egress_ports: tuple[int, ...]
     admin: ApiClient
     pace: Pace
@@ -65,22 +65,22 @@ class Site:
 
 
 @contextmanager
-def namespace_of_our_own(admin: ApiClient) -> Iterator[str]:
-    """A new namespace that admits what Pod Security *restricted* admits; it is removed in the end."""
+def temporary_namespace(admin: ApiClient) -> Iterator[str]:
+    """Create a namespace with Pod Security *restricted*, and delete it at exit."""
     name = f"evernear-test-{secrets.token_hex(4)}"
     labels = {f"pod-security.kubernetes.io/{level}": "restricted" for level in _LEVELS}
     core = CoreV1Api(admin)
     core.create_namespace({"metadata": {"name": name, "labels": labels | {"app.kubernetes.io/part-of": "evernear"}}})
     try:
-        until(lambda: _is_there(core.read_namespaced_service_account, "default", name), timeout_s=60)
+        until(lambda: _exists(core.read_namespaced_service_account, "default", name), timeout_s=60)
         yield name
     finally:
         core.delete_namespace(name, propagation_policy="Foreground")
-        until(lambda: not _is_there(core.read_namespace, name), timeout_s=300)
+        until(lambda: not _exists(core.read_namespace, name), timeout_s=300)
 
 
 def install_deployer(admin: ApiClient, namespace: str) -> None:
-    """The deploying identity of `deploy/base`, and the one right more that it needs from outside of the cluster."""
+    """Create the deployer of `deploy/base`, with the one extra right that it needs from outside the cluster."""
     create(admin, namespace, *_manifests(DEPLOY / "base" / "deployer.yaml"))
     rule = {
         "apiGroups": [""],
@@ -89,20 +89,22 @@ def install_deployer(admin: ApiClient, namespace: str) -> None:
         "verbs": ["create"],
     }
     group = "rbac.authorization.k8s.io"
-    named = {"apiVersion": f"{group}/v1", "metadata": {"name": "from-outside"}}
+    metadata = {"apiVersion": f"{group}/v1", "metadata": {"name": "from-outside"}}
     role = {"apiGroup": group, "kind": "Role", "name": "from-outside"}
     binding = {"roleRef": role, "subjects": [{"kind": "ServiceAccount", "name": DEPLOYER}]}
-    create(admin, namespace, {**named, "kind": "Role", "rules": [rule]}, {**named, "kind": "RoleBinding", **binding})
+    create(
+        admin, namespace, {**metadata, "kind": "Role", "rules": [rule]}, {**metadata, "kind": "RoleBinding", **binding}
+    )
 
 
 def install_store_secret(admin: ApiClient, namespace: str, environment: dict[str, str]) -> None:
-    """The Secret from which init containers take the way to the object store."""
+    """Create the Secret with which init containers access the object store."""
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "evernear-s3-reader"}}
     create(admin, namespace, secret | {"stringData": environment})
 
 
 def install_store(admin: ApiClient, namespace: str) -> dict[str, str]:
-    """The trial's SeaweedFS with a disk of its pod, on a port of the node: the same URL for pods and for this process.
+    """Install the local overlay's SeaweedFS with an emptyDir, on a node port that pods and this process can reach.
 
     Returns the ``AWS_`` variables of its administrator.
     """
@@ -137,9 +139,11 @@ def install_store(admin: ApiClient, namespace: str) -> dict[str, str]:
 
 
 def kubeconfig_of_deployer(admin: ApiClient, namespace: str, directory: Path) -> Path:
-    """A kubeconfig with which one is the deployer, for an hour."""
-    asked = AuthenticationV1TokenRequest(spec=V1TokenRequestSpec(audiences=[], expiration_seconds=_TOKEN_LASTS_S))
-    issued = CoreV1Api(admin).create_namespaced_service_account_token(DEPLOYER, namespace, asked)
+    """Write a kubeconfig for the deployer that is valid for an hour."""
+    token_request = AuthenticationV1TokenRequest(
+        spec=V1TokenRequestSpec(audiences=[], expiration_seconds=_TOKEN_LASTS_S)
+    )
+    issued = CoreV1Api(admin).create_namespaced_service_account_token(DEPLOYER, namespace, token_request)
     cluster = {"server": admin.configuration.host, "insecure-skip-tls-verify": not admin.configuration.verify_ssl}
     if admin.configuration.ssl_ca_cert:
         cluster["certificate-authority"] = str(Path(admin.configuration.ssl_ca_cert).resolve())
@@ -161,12 +165,12 @@ def kubeconfig_of_deployer(admin: ApiClient, namespace: str, directory: Path) ->
 
 
 def administrator(kubeconfig: Path) -> ApiClient:
-    """A client with the rights of a kubeconfig."""
+    """Create a client from a kubeconfig."""
     return config.new_client_from_config(str(kubeconfig))
 
 
 def create(admin: ApiClient, namespace: str, *manifests: Object) -> None:
-    """Make objects in the namespace, as kustomize's ``namespace:`` would put them there."""
+    """Create objects in the namespace, as kustomize's ``namespace:`` does."""
     for manifest in manifests:
         manifest["metadata"]["namespace"] = namespace
         for subject in manifest.get("subjects", ()):
@@ -175,19 +179,19 @@ def create(admin: ApiClient, namespace: str, *manifests: Object) -> None:
 
 
 def until(condition: Callable[[], Any], timeout_s: float) -> Any:
-    """What ``condition`` returns once it is something."""
+    """Wait until ``condition`` returns a true value; returns that value."""
     end_s = time.monotonic() + timeout_s
-    while not (found := condition()):
+    while not (value := condition()):
         assert time.monotonic() < end_s, f"it does not come about within {timeout_s} s"
         time.sleep(0.1)
-    return found
+    return value
 
 
 def _manifests(file: Path) -> list[Object]:
     return list(yaml.safe_load_all(file.read_text()))
 
 
-def _is_there(read: Callable[..., Any], *names: str) -> bool:
+def _exists(read: Callable[..., Any], *names: str) -> bool:
     try:
         read(*names)
     except ApiException as error:

@@ -1,4 +1,4 @@
-"""The site itself, as far as loopback can tell: it is restricted, complete, and gone in the end."""
+"""The site's namespace and object store on loopback: restricted, complete, and deleted at exit."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from kubernetes.client import ApiClient, AppsV1Api, CoreV1Api
 from loopback.kubernetes import LoopbackCluster
 
-from cluster.site import administrator, install_store, namespace_of_our_own
+from cluster.site import administrator, install_store, temporary_namespace
 
 
 @pytest.fixture
@@ -20,11 +20,11 @@ def names(admin: ApiClient) -> list[str]:
     return [one.metadata.name for one in CoreV1Api(admin).list_namespace().items]
 
 
-def test_a_namespace_is_restricted_and_removed_whatever_happens(admin: ApiClient) -> None:
+def test_namespace_is_restricted_and_deleted_after_a_failure(admin: ApiClient) -> None:
     before = names(admin)
 
     def fail() -> None:
-        with namespace_of_our_own(admin) as name:
+        with temporary_namespace(admin) as name:
             labels = CoreV1Api(admin).read_namespace(name).metadata.labels
             assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
             assert name in names(admin)
@@ -35,8 +35,8 @@ def test_a_namespace_is_restricted_and_removed_whatever_happens(admin: ApiClient
     assert names(admin) == before
 
 
-def test_the_object_store_is_admitted_and_reachable_at_the_node(admin: ApiClient) -> None:
-    with namespace_of_our_own(admin) as name:
+def test_object_store_is_admitted_and_has_a_node_port(admin: ApiClient) -> None:
+    with temporary_namespace(admin) as name:
         environment = install_store(admin, name)
         assert environment["AWS_ENDPOINT_URL"].startswith("http://192.0.2.10:3")
         store = AppsV1Api(admin).read_namespaced_deployment("evernear-seaweedfs", name)

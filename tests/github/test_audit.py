@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 class Osv(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.asked: set[tuple[str, str]] = set()
+        self.queried: set[tuple[str, str]] = set()
         self.vulnerable: set[str] = set()
         self.down = False
 
@@ -33,7 +33,7 @@ class _Handler(BaseHTTPRequestHandler):
         query = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert query["package"]["ecosystem"] == "PyPI"
         name = query["package"]["name"]
-        self.server.asked.add((name, query["version"]))
+        self.server.queried.add((name, query["version"]))
         answer: dict[str, object] = {}
         if name in self.server.vulnerable:
             affected = {"package": {"name": name, "ecosystem": "PyPI"}, "ranges": []}
@@ -73,7 +73,7 @@ def locked() -> set[tuple[str, str]]:
 def test_audit_looks_up_every_locked_package(osv: Osv, tmp_path: Path) -> None:
     result = audit(osv, tmp_path)
     assert result.returncode == 0, result.stderr
-    assert osv.asked == locked()
+    assert osv.queried == locked()
 
 
 def test_audit_fails_for_a_vulnerable_package(osv: Osv, tmp_path: Path) -> None:

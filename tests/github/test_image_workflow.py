@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 JOB = yaml.safe_load((ROOT / ".github/workflows/image.yml").read_text())["jobs"]["image"]
 DIGEST = "ab" * 32
 GH = f"""#!/bin/sh
-echo "$@" >> "$ASKED"
+echo "$@" >> "$CALLS"
 [ -n "$ATTESTED" ] || {{ echo "no attestations found" >&2; exit 1; }}
 echo {DIGEST}
 """
@@ -19,8 +19,8 @@ echo {DIGEST}
 
 def step(**wanted: str) -> dict[str, Any]:
     """The only step with these entries; actions are matched by name."""
-    (found,) = [one for one in JOB["steps"] if all(one.get(key, "").startswith(wanted[key]) for key in wanted)]
-    return found
+    (match,) = [one for one in JOB["steps"] if all(one.get(key, "").startswith(wanted[key]) for key in wanted)]
+    return match
 
 
 def run_step(tmp_path: Path, wanted: dict[str, Any], **variables: str) -> str:
@@ -28,21 +28,21 @@ def run_step(tmp_path: Path, wanted: dict[str, Any], **variables: str) -> str:
     gh = tmp_path / "gh"
     gh.write_text(GH)
     gh.chmod(0o755)
-    left = tmp_path / "left"
-    left.write_text("")
+    output = tmp_path / "output"
+    output.write_text("")
     environment = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "ASKED": str(tmp_path / "asked"),
+        "CALLS": str(tmp_path / "calls"),
         "IMAGE": "ghcr.io/owner/evernear-train",
-        "GITHUB_OUTPUT": str(left),
-        "GITHUB_ENV": str(left),
+        "GITHUB_OUTPUT": str(output),
+        "GITHUB_ENV": str(output),
         "GITHUB_REPOSITORY": "owner/evernear",
         "GITHUB_REF": "refs/heads/main",
         "GITHUB_SHA": "5b67dc9f",
     }
     (tmp_path / "step.sh").write_text(wanted["run"])
     subprocess.run(["bash", "-e", tmp_path / "step.sh"], env=environment | variables, check=True)
-    return left.read_text()
+    return output.read_text()
 
 
 def test_rebuilt_commit_reuses_its_image(tmp_path: Path) -> None:
@@ -50,21 +50,21 @@ def test_rebuilt_commit_reuses_its_image(tmp_path: Path) -> None:
     earlier = step(id="earlier")
     assert run_step(tmp_path, earlier, ATTESTED="") == ""
     assert run_step(tmp_path, earlier, ATTESTED="yes") == f"digest=sha256:{DIGEST}\n"
-    asked = (tmp_path / "asked").read_text()
-    assert "oci://ghcr.io/owner/evernear-train:sha-5b67dc9f" in asked
-    assert "--source-ref refs/heads/main --source-digest 5b67dc9f" in asked
-    assert "--signer-workflow owner/evernear/.github/workflows/image.yml" in asked
+    calls = (tmp_path / "calls").read_text()
+    assert "oci://ghcr.io/owner/evernear-train:sha-5b67dc9f" in calls
+    assert "--source-ref refs/heads/main --source-digest 5b67dc9f" in calls
+    assert "--signer-workflow owner/evernear/.github/workflows/image.yml" in calls
 
     new = "steps.earlier.outputs.digest == ''"
-    made = (step(id="build"), step(run="cosign sign"), step(uses="actions/attest-build-provenance"))
-    assert [one.get("if") for one in made] == [new] * len(made)
+    skipped = (step(id="build"), step(run="cosign sign"), step(uses="actions/attest-build-provenance"))
+    assert [one.get("if") for one in skipped] == [new] * len(skipped)
     assert step(id="reference")["env"]["DIGEST"] == "${{ steps.earlier.outputs.digest || steps.build.outputs.digest }}"
 
 
 def test_image_name_is_lowercase(tmp_path: Path) -> None:
-    small = next(one for one in JOB["steps"] if "GITHUB_ENV" in one.get("run", ""))
-    left = run_step(tmp_path, small, IMAGE="ghcr.io/Some-Owner/evernear-train")
-    assert left == "IMAGE=ghcr.io/some-owner/evernear-train\n"
+    lowercase = next(one for one in JOB["steps"] if "GITHUB_ENV" in one.get("run", ""))
+    output = run_step(tmp_path, lowercase, IMAGE="ghcr.io/Some-Owner/evernear-train")
+    assert output == "IMAGE=ghcr.io/some-owner/evernear-train\n"
 
 
 def test_sbom_is_not_attached_to_releases() -> None:

@@ -27,8 +27,8 @@ class _Issuer(BaseHTTPRequestHandler):
     """A token endpoint that issues the job's token for the audience that KFP expects."""
 
     def do_GET(self) -> None:
-        asked = parse_qs(urlsplit(self.path).query)
-        allowed = self.headers["Authorization"] == f"bearer {REQUEST_TOKEN}" and asked["audience"] == [AUDIENCE]
+        query = parse_qs(urlsplit(self.path).query)
+        allowed = self.headers["Authorization"] == f"bearer {REQUEST_TOKEN}" and query["audience"] == [AUDIENCE]
         self.send_response(200 if allowed else 403)
         self.end_headers()
         self.wfile.write(json.dumps({"value": IDENTITY} if allowed else {"message": "no"}).encode())
@@ -63,7 +63,7 @@ def run_step(name: str, kfp: KfpServer, tmp_path: Path, **variables: str) -> sub
     script = tmp_path / "step.sh"
     script.write_text(STEPS[name]["run"].replace("run.json", str(tmp_path / "run.json")))
     return subprocess.run(
-        ["bash", "-e", script],  # what GitHub makes of a step that names no shell
+        ["bash", "-e", script],  # GitHub's default shell
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -80,7 +80,7 @@ def test_push_uploads_and_starts_one_run_with_github_token(kfp: KfpServer, issue
     }
     images = {"TRAIN_IMAGE": TRAIN, "SERVE_IMAGE": SERVE}
     defaults = "store=s3://ours data.source=s3://images target=kubernetes"
-    for word in ("uploaded", "already exists"):  # a job that is run again succeeds
+    for word in ("uploaded", "already exists"):  # a repeated job succeeds
         done = run_step("Upload the pipelines", kfp, tmp_path, PARAMETERS=defaults, **images, **identity)
         assert done.returncode == 0, done.stderr
         assert f"continuous-training 5b67dc9f1c0b6c0f: {word}" in done.stdout
@@ -96,9 +96,9 @@ def test_push_uploads_and_starts_one_run_with_github_token(kfp: KfpServer, issue
     assert (tmp_path / "output").read_text().startswith(f"url={kfp.url}")
     compiled = run.compiled().read_text()
     assert TRAIN in compiled
-    defaults_there = next(yaml.safe_load_all(compiled))["root"]["inputDefinitions"]["parameters"]
-    assert defaults_there["serving_image"]["defaultValue"] == SERVE
-    assert defaults_there["source"]["defaultValue"] == "s3://images"
+    inputs = next(yaml.safe_load_all(compiled))["root"]["inputDefinitions"]["parameters"]
+    assert inputs["serving_image"]["defaultValue"] == SERVE
+    assert inputs["source"]["defaultValue"] == "s3://images"
 
 
 def test_default_parameters_may_span_several_lines(tmp_path: Path) -> None:

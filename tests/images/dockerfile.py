@@ -1,4 +1,4 @@
-"""A Dockerfile, as far as ours need it: its stages and their instructions, with arguments put in."""
+"""A parser for Dockerfiles: stages and their instructions, with build arguments substituted."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ FILES = ("Dockerfile.serve", "Dockerfile.train")
 
 @dataclass
 class Stage:
-    """What follows a ``FROM``: (``RUN``, "...") and the like, and the environment that they see."""
+    """A build stage: its instructions, such as (``RUN``, "..."), and the variables that they see."""
 
     name: str
     base: str
@@ -19,21 +19,21 @@ class Stage:
     variables: dict[str, str] = field(default_factory=dict)
 
     def all(self, word: str) -> list[str]:
-        return [text for found, text in self.instructions if found == word]
+        return [text for instruction, text in self.instructions if instruction == word]
 
 
 def stages(file: str, **arguments: str) -> dict[str, Stage]:
-    """The stages of ``file`` by name, built with ``--build-arg``s; the last one is also called ``""``."""
+    """Stages of ``file`` by name, built with ``--build-arg`` values; the last, unnamed stage has the name ``""``."""
     known: dict[str, str] = {}
-    found: dict[str, Stage] = {}
+    by_name: dict[str, Stage] = {}
     stage: Stage | None = None
     for word, text in _instructions((ROOT / file).read_text()):
         if word == "FROM":
             base, _, name = _fill(text, known).partition(" AS ")
             stage = Stage(name, base)
-            if base in found:
-                stage.variables |= found[base].variables
-            found[name] = stage
+            if base in by_name:
+                stage.variables |= by_name[base].variables
+            by_name[name] = stage
         elif word == "ARG":
             name, _, default = text.partition("=")
             value = arguments.get(name, default or known.get(name, ""))
@@ -43,16 +43,16 @@ def stages(file: str, **arguments: str) -> dict[str, Stage]:
             if word == "ENV":
                 stage.variables |= dict(re.findall(r"(\w+)=(\S+)", text))
             stage.instructions.append((word, text))
-    return found
+    return by_name
 
 
-def line_of(file: str, last: str, **arguments: str) -> list[Stage]:
-    """The stages that ``last`` is built on, oldest first."""
-    found = stages(file, **arguments)
-    line = [found[last]]
-    while line[0].base in found:
-        line.insert(0, found[line[0].base])
-    return line
+def ancestry(file: str, last: str, **arguments: str) -> list[Stage]:
+    """The stage ``last`` and the stages that it is based on, base first."""
+    by_name = stages(file, **arguments)
+    chain = [by_name[last]]
+    while chain[0].base in by_name:
+        chain.insert(0, by_name[chain[0].base])
+    return chain
 
 
 def _instructions(text: str) -> Iterator[tuple[str, str]]:

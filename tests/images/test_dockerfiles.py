@@ -1,4 +1,4 @@
-"""The Dockerfiles, as far as they can be judged without Docker."""
+"""The Dockerfiles, checked without Docker."""
 
 import fnmatch
 import re
@@ -24,26 +24,26 @@ IDS = ["serve", "prep", "kserve", "train", "triggers"]
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_hadolint_finds_nothing(file: str) -> None:
+def test_hadolint_passes(file: str) -> None:
     done = subprocess.run([Path(sys.executable).with_name("hadolint"), ROOT / file], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_hadolint_is_asked_in_earnest(file: str, tmp_path: Path) -> None:
-    spoilt = (ROOT / file).read_text().replace(" --no-cache-dir", "")
-    (tmp_path / file).write_text(spoilt)
+def test_hadolint_detects_a_planted_violation(file: str, tmp_path: Path) -> None:
+    violating = (ROOT / file).read_text().replace(" --no-cache-dir", "")
+    (tmp_path / file).write_text(violating)
     done = subprocess.run([Path(sys.executable).with_name("hadolint"), tmp_path / file], capture_output=True, text=True)
     assert "DL3042" in done.stdout
 
 
 @pytest.mark.parametrize(("file", "arguments"), VARIANTS, ids=IDS)
-def test_it_runs_as_a_user_of_no_rights_whose_number_kubernetes_can_see(file: str, arguments: dict[str, str]) -> None:
-    found = stages(file, **arguments)
-    stage = found[""]
+def test_image_runs_as_an_unprivileged_numeric_user(file: str, arguments: dict[str, str]) -> None:
+    by_name = stages(file, **arguments)
+    stage = by_name[""]
     words = list(stage.instructions)
-    while stage.base in found:
-        stage = found[stage.base]
+    while stage.base in by_name:
+        stage = by_name[stage.base]
         words = stage.instructions + words
     assert [text for word, text in words if word == "USER"] == ["65532:65532"]
     after = words[[word for word, _ in words].index("USER") :]
@@ -52,17 +52,17 @@ def test_it_runs_as_a_user_of_no_rights_whose_number_kubernetes_can_see(file: st
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_the_base_image_is_an_argument_for_a_digest(file: str) -> None:
+def test_base_image_can_be_pinned_by_digest(file: str) -> None:
     pinned = f"python:3.11-slim-bookworm@sha256:{'0' * 64}"
-    found = stages(file, PYTHON_IMAGE=pinned)
-    assert {stage.base for stage in found.values()} - set(found) == {pinned}
+    by_name = stages(file, PYTHON_IMAGE=pinned)
+    assert {stage.base for stage in by_name.values()} - set(by_name) == {pinned}
 
 
 @pytest.mark.parametrize(("file", "arguments"), VARIANTS, ids=IDS)
-def test_only_the_environment_of_the_build_leaves_it(file: str, arguments: dict[str, str]) -> None:
-    """What the last stages take over: the virtual environment, and no file of a build stage beside it."""
-    found = stages(file, **arguments)
-    copied = [text for stage in found.values() for text in stage.all("COPY") if "--from=" in text]
+def test_only_the_virtual_environment_is_copied_from_build_stages(file: str, arguments: dict[str, str]) -> None:
+    """The final stages copy no other file of a build stage."""
+    by_name = stages(file, **arguments)
+    copied = [text for stage in by_name.values() for text in stage.all("COPY") if "--from=" in text]
     assert copied == [
         "--from=dependencies /opt/evernear /opt/evernear",
         "--from=package /opt/package /opt/evernear",
@@ -70,41 +70,41 @@ def test_only_the_environment_of_the_build_leaves_it(file: str, arguments: dict[
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_every_package_is_checked_against_a_lock(file: str) -> None:
+def test_every_package_is_installed_from_a_lock(file: str) -> None:
     commands = [
         part.strip() for stage in stages(file).values() for text in stage.all("RUN") for part in text.split("&&")
     ]
     installing = [shlex.split(command) for command in commands if re.search(r"pip install", command)]
     assert len(installing) == 3
     for words in installing:
-        held = {"--require-hashes", "--constraints"} & set(words)
-        assert held or words[-2:] == ["--no-deps", "dist/*.whl"], words
+        locked = {"--require-hashes", "--constraints"} & set(words)
+        assert locked or words[-2:] == ["--no-deps", "dist/*.whl"], words
     backend = next(text for stage in stages(file).values() for text in stage.all("RUN") if "TORCH_BACKEND" in text)
     assert "else set -- --require-hashes --constraints requirements-torch.lock; fi" in backend
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_no_secret_is_an_argument_or_stays_in_the_environment(file: str) -> None:
+def test_no_secret_is_a_build_argument_or_variable(file: str) -> None:
     names = re.findall(r"(\w+)=", (ROOT / file).read_text())
     assert not [name for name in names if re.search("TOKEN|SECRET|PASSWORD|KEY", name)]
 
 
 @pytest.mark.parametrize(("file", "arguments"), VARIANTS, ids=IDS)
-def test_it_starts_and_asks_what_evernear_has(file: str, arguments: dict[str, str]) -> None:
+def test_commands_and_health_checks_exist(file: str, arguments: dict[str, str]) -> None:
     commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     last = stages(file, **arguments)[""]
     last = last if last.instructions else stages(file, **arguments)[last.base]
-    asked = [text.partition("CMD ")[2] for text in last.all("HEALTHCHECK")]
-    for text in [*last.all("CMD"), *asked]:
+    health_checks = [text.partition("CMD ")[2] for text in last.all("HEALTHCHECK")]
+    for text in [*last.all("CMD"), *health_checks]:
         words = shlex.split(text.strip("[]").replace(",", " "))
         if words[0] == "evernear":
             assert words[1] in commands | {"--help"}
         else:
             assert words[:3] == ["python", "-m", "evernear.serving.kserve.predictor"]
-    assert bool(asked) == (file == "Dockerfile.serve" and arguments.get("EXTRA") != "kserve")
+    assert bool(health_checks) == (file == "Dockerfile.serve" and arguments.get("EXTRA") != "kserve")
 
 
-def test_each_variant_installs_extras_that_there_are() -> None:
+def test_each_variant_installs_existing_extras() -> None:
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for file, arguments in VARIANTS:
         extras = stages(file, **arguments)["dependencies"].variables["EXTRAS"].split(",")
@@ -112,7 +112,7 @@ def test_each_variant_installs_extras_that_there_are() -> None:
         assert ("pipeline" in extras) == (file == "Dockerfile.train")
 
 
-def test_docker_is_sent_what_is_copied_and_nothing_else() -> None:
+def test_build_context_contains_exactly_the_copied_files() -> None:
     lines = (ROOT / ".dockerignore").read_text().split()
     assert lines[0] == "*"
     sent = {line[1:] for line in lines if line.startswith("!")}

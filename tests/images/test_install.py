@@ -1,7 +1,7 @@
-"""The install commands of the Dockerfiles, run for real: what they install works, is locked, and no more than it must.
+"""The install commands of the Dockerfiles, run outside Docker: packages are locked, sufficient and minimal.
 
-Each ``RUN`` of the build stages is taken from the Dockerfile, with /opt in a directory of the test. torch is the
-package index's own build (TORCH_BACKEND empty), the one with hashes; the last stages, which need root, are not run.
+Each test runs every ``RUN`` of the build stages, with /opt in a temporary directory. torch is the
+package index's build (TORCH_BACKEND empty), which has hashes. The final stages, which need root, are not run.
 """
 
 import json
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from dockerfile import ROOT, Stage, line_of
+from dockerfile import ROOT, Stage, ancestry
 from environment import of_the_shell
 from releases import MakeRelease, settings_on_free_ports
 
@@ -34,29 +34,29 @@ SERVE, TRAIN, TRIGGERS = (
     {"torch-model-archiver", "scikit-learn"},
     {"slack-bolt", "apscheduler"},
 )
-WAY_TO_THE_INDEX = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "ssl_cert_file", "ssl_cert_dir")
+NETWORK_VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "ssl_cert_file", "ssl_cert_dir")
 
 EVERY_MODULE = """
 import importlib, pkgutil, sys
-for room in sys.argv[1:]:
-    path = getattr(importlib.import_module(room), "__path__", [])
-    for module in pkgutil.walk_packages(path, room + "."):
+for package in sys.argv[1:]:
+    path = getattr(importlib.import_module(package), "__path__", [])
+    for module in pkgutil.walk_packages(path, package + "."):
         importlib.import_module(module.name)
 """
 
 
 class Image:
-    """What a Dockerfile's ``/opt/evernear`` would be."""
+    """The directory ``/opt/evernear`` that a Dockerfile produces."""
 
     def __init__(self, directory: Path, file: str, **arguments: str) -> None:
         self._opt = directory / "opt"
         self._opt.mkdir()
         subprocess.run([sys.executable, "-m", "venv", directory / "tools"], check=True)
         self._path = f"{directory / 'tools' / 'bin'}:{os.environ['PATH']}"
-        for name in ("package", "dependencies"):  # the stages that the last one copies from
+        for name in ("package", "dependencies"):  # the stages that the final one copies from
             shutil.rmtree(self._opt / "evernear", ignore_errors=True)
             shutil.rmtree(self._opt / "build", ignore_errors=True)
-            for stage in line_of(file, name, **arguments):
+            for stage in ancestry(file, name, **arguments):
                 self._build(stage)
         shutil.copytree(self._opt / "package", self._opt / "evernear", dirs_exist_ok=True)
 
@@ -66,8 +66,8 @@ class Image:
 
     def installed(self) -> dict[str, str]:
         words = [self._uv, "pip", "list", "--format=json", "--python", self.bin / "python"]
-        found = json.loads(subprocess.run(words, capture_output=True, check=True).stdout)
-        return {package["name"]: package["version"] for package in found}
+        packages = json.loads(subprocess.run(words, capture_output=True, check=True).stdout)
+        return {package["name"]: package["version"] for package in packages}
 
     def programs(self) -> set[str]:
         return {
@@ -81,9 +81,9 @@ class Image:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def imports(self, *rooms: str) -> None:
-        """Every module of the rooms that this image works in can be loaded there."""
-        self.runs("python", "-c", EVERY_MODULE, *rooms)
+    def imports(self, *packages: str) -> None:
+        """Import every module of ``packages`` in the image's environment."""
+        self.runs("python", "-c", EVERY_MODULE, *packages)
 
     @property
     def _uv(self) -> Path:
@@ -103,7 +103,7 @@ class Image:
                         shutil.copy(source, here / target)
             elif word == "RUN":
                 command = text.replace("/opt/", f"{self._opt}/")
-                environment = os.environ | of_the_shell(*WAY_TO_THE_INDEX) | variables | {"PATH": self._path}
+                environment = os.environ | of_the_shell(*NETWORK_VARIABLES) | variables | {"PATH": self._path}
                 done = subprocess.run(
                     ["/bin/sh", "-c", command], cwd=here, env=environment, capture_output=True, text=True
                 )
@@ -111,18 +111,18 @@ class Image:
 
 
 def locked(*files: str) -> dict[str, set[str]]:
-    """The versions that locks hold of each package, all with hashes."""
-    found: dict[str, set[str]] = {}
+    """Locked versions of each package that have hashes."""
+    versions: dict[str, set[str]] = {}
     for file in files:
         for name, version in re.findall(
             r"^([a-z0-9._-]+)==(\S+)[^\n]*\\\n\s+--hash=sha256:", (ROOT / file).read_text(), re.M
         ):
-            found.setdefault(name, set()).add(version)
-    return found
+            versions.setdefault(name, set()).add(version)
+    return versions
 
 
 def require(image: Image, has: set[str], lacks: set[str], lock: str = "requirements.lock") -> None:
-    """The image holds ``has``, not ``lacks``, and nothing that is not locked."""
+    """Require packages ``has``, reject packages ``lacks``, and require that every package is locked."""
     installed = image.installed()
     assert has <= set(installed)
     assert not (lacks | BUILDERS | DEVELOPERS) & set(installed)
@@ -133,33 +133,33 @@ def require(image: Image, has: set[str], lacks: set[str], lock: str = "requireme
     assert "--help" in image.runs("evernear", "--help")
 
 
-def test_the_preprocessing_server_has_neither_torch_nor_faiss(tmp_path: Path) -> None:
+def test_preprocessing_image_has_neither_torch_nor_faiss(tmp_path: Path) -> None:
     image = Image(tmp_path, "Dockerfile.serve", EXTRA="prep")
     require(image, {"fastapi", "uvicorn"}, MODEL | SERVE | TRAIN | TRIGGERS | KFP)
     image.imports("evernear.serving.prep", "evernear.serving.client", "evernear.cli")
 
 
-def test_the_slack_bot_and_the_watcher_have_kfp_and_no_torch(tmp_path: Path) -> None:
+def test_triggers_image_has_kfp_and_no_torch(tmp_path: Path) -> None:
     image = Image(tmp_path, "Dockerfile.train", EXTRAS="triggers,pipeline")
     require(image, TRIGGERS | KFP, MODEL | SERVE | TRAIN)
     image.imports("evernear.triggers", "evernear.deployment", "evernear.cli", "pipelines")
 
 
-def test_kserve_has_its_sdk_and_no_torchserve(tmp_path: Path) -> None:
+def test_kserve_image_has_the_sdk_and_no_torchserve(tmp_path: Path) -> None:
     image = Image(tmp_path, "Dockerfile.serve", EXTRA="kserve", TORCH_BACKEND="")
     require(image, {"kserve", "torch", "faiss-cpu"}, SERVE | TRAIN | TRIGGERS | {"kfp"}, "requirements-kserve.lock")
     assert "--model_dir" in image.runs("python", "-m", "evernear.serving.kserve.predictor", "--help")
     assert "--predictor_host" in image.runs("python", "-m", "evernear.serving.kserve.transformer", "--help")
 
 
-def test_a_pipeline_step_has_what_trains_and_packs_and_no_server(tmp_path: Path) -> None:
+def test_training_image_has_training_packages_and_no_server(tmp_path: Path) -> None:
     image = Image(tmp_path, "Dockerfile.train", TORCH_BACKEND="")
     require(image, {"kfp", "torch", "faiss-cpu"} | TRAIN, SERVE | TRIGGERS)
-    rooms = ("data", "embedding", "index", "evaluation", "release", "deployment", "reporting", "steps")
-    image.imports(*(f"evernear.{room}" for room in rooms), "components", "pipelines")
+    subpackages = ("data", "embedding", "index", "evaluation", "release", "deployment", "reporting", "steps")
+    image.imports(*(f"evernear.{name}" for name in subpackages), "components", "pipelines")
 
 
-def test_the_serving_image_serves(tmp_path: Path, make_release: MakeRelease) -> None:
+def test_serving_image_starts_a_server(tmp_path: Path, make_release: MakeRelease) -> None:
     image = Image(tmp_path, "Dockerfile.serve", TORCH_BACKEND="")
     require(image, MODEL | SERVE, TRAIN | TRIGGERS | KFP)
     release, store = make_release(), (tmp_path / "store").as_uri()

@@ -151,7 +151,7 @@ def test_survives_two_thousand_malformed_requests_without_5xx(served: Served, se
         max_examples=ROUNDS,
         deadline=None,
         database=None,
-        phases=[Phase.generate],  # to make a round smaller would take as many rounds again
+        phases=[Phase.generate],  # shrinking a failure would repeat as many rounds
         suppress_health_check=list(HealthCheck),
     )
     @given(st.integers(0, 2**62))

@@ -92,7 +92,7 @@ def test_client_enforces_the_servers_size_limit_before_sending(served: Served, f
     with Client.of(served.settings, format) as client:
         with pytest.raises(PredictionRejectedError, match=r"has \d+ bytes"):
             client.predict(image + bytes(limit))
-        # What follows a PNG's end is ignored.
+        # Bytes after the end of a PNG are ignored.
         largest = limit - (GRPC_FRAME_BYTES if format == "grpc" else 0)
         assert client.predict(image + bytes(largest - len(image))).pred == query.pred
 

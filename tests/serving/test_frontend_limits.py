@@ -52,7 +52,7 @@ def upload(token: bytes, headers: bytes = b"") -> bytes:
 
 
 def is_admitted(client: Raw, served: Served, headers: bytes = b"") -> bool:
-    """Whether the server admits the largest body from ``client``."""
+    """Whether the server admits a body of the largest size from ``client``."""
     answer = client.send(upload(bearer(served), b"Expect: 100-continue\r\n" + headers)).answer()
     return answer.status == 100 or not is_overload(answer)
 
@@ -90,13 +90,13 @@ def test_heap_fits_all_requests_in_flight_and_more_are_rejected(small: Served) -
     """Forms are parsed twice."""
     begin, end = FORM
     body = begin + bytes(LARGEST - len(begin) - len(end)) + end
-    for _ in range(2):  # what was held is free again
+    for _ in range(2):  # the memory of these requests is free again
         with connections(small, CLIENTS) as clients:
             admitted = [client for client in clients if is_admitted(client, small, FORM_TYPE)]
             assert len(admitted) == most_uploads(small) == 5
             for client in admitted:
                 client.send(body[:-1])
-            assert predicts(small)  # for an image of the usual size there is room
+            assert predicts(small)  # an image of the usual size still fits
             for client in admitted:
                 client.send(body[-1:])
             for client in admitted:
@@ -121,14 +121,14 @@ def test_chunks_count_as_they_arrive(small: Served) -> None:
 
 def test_queued_requests_of_disconnected_clients_count(small: Served) -> None:
     (worker,) = [process for process in torchserve.processes(small.home) if "java" not in process.name()]
-    before = asked(small)
+    before = requests_received(small)
     worker.send_signal(signal.SIGSTOP)
     try:
         with connections(small, most_uploads(small)) as clients:
             assert all(is_admitted(client, small) for client in clients)
             for client in clients:
                 client.send(bytes(LARGEST))
-            await_true(lambda: asked(small) == before + len(clients))
+            await_true(lambda: requests_received(small) == before + len(clients))
             for client in clients:
                 client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
         for _ in range(10):
@@ -140,7 +140,7 @@ def test_queued_requests_of_disconnected_clients_count(small: Served) -> None:
     assert predicts(small)
 
 
-def asked(served: Served) -> int:
+def requests_received(served: Served) -> int:
     """Total number of prediction requests that TorchServe has received."""
     url = f"http://127.0.0.1:{served.settings.serving.metrics_port}/metrics"
     lines = requests.get(url, timeout=30).text.splitlines()

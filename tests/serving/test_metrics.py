@@ -34,7 +34,7 @@ def test_server_exports_metrics_of_its_requests(served: Served) -> None:
     def value(series: Series, name: str, *labels: str) -> float:
         return series.get((name, frozenset({version, *labels})), 0)
 
-    time.sleep(2 * FLUSH_EVERY_S)  # what tests before this one asked is told by then
+    time.sleep(2 * FLUSH_EVERY_S)  # by then, the requests of earlier tests are counted
     before = scrape(served)
     for _ in range(3):
         served.client().predict(image)

@@ -11,10 +11,10 @@ from served import Served
 
 PREDICT = b"POST /predictions/embedding"
 KINDS = ("prediction", "ping", "unknown path", "wrong method", "not an image", "too large", "no token", "malformed")
-ENDINGS = KINDS[2:]  # an error's answer ends the connection, and says so
+ENDINGS = KINDS[2:]  # an error response closes the connection, with the matching header
 
 
-def made(served: Served, kind: str) -> bytes:
+def make_request(served: Served, kind: str) -> bytes:
     token = bearer(served)
     image, _ = served.parts.smoke_queries()[0]
     return {
@@ -51,7 +51,7 @@ def orders() -> list[tuple[str, ...]]:
     ]
 
 
-def answered(order: tuple[str, ...]) -> list[str]:
+def expected_kinds(order: tuple[str, ...]) -> list[str]:
     """All kinds up to the first that closes the connection."""
     ends = [number for number, kind in enumerate(order, start=1) if kind in ENDINGS]
     return list(order[: ends[0]] if ends else order)
@@ -59,8 +59,8 @@ def answered(order: tuple[str, ...]) -> list[str]:
 
 @pytest.mark.parametrize("order", orders(), ids=" - ".join)
 def test_pipelined_requests_are_answered_in_order(served: Served, order: tuple[str, ...]) -> None:
-    requests = b"".join(made(served, kind) for kind in order)
-    expected = answered(order)
+    requests = b"".join(make_request(served, kind) for kind in order)
+    expected = expected_kinds(order)
     with Raw.to(served.settings.serving.inference_port) as connection:
         connection.send(requests)
         answers = [connection.answer() for _ in expected]
@@ -72,10 +72,10 @@ def test_pipelined_requests_are_answered_in_order(served: Served, order: tuple[s
 
 @pytest.mark.parametrize("order", orders(), ids=" - ".join)
 def test_half_closed_connection_receives_all_responses(served: Served, order: tuple[str, ...]) -> None:
-    requests = b"".join(made(served, kind) for kind in order)
+    requests = b"".join(make_request(served, kind) for kind in order)
     with Raw.to(served.settings.serving.inference_port) as connection:
         answers = connection.send(requests).end().all_answers()
-    assert [kind_of(answer) for answer in answers] == answered(order)
+    assert [kind_of(answer) for answer in answers] == expected_kinds(order)
 
 
 @pytest.mark.parametrize("api", ["management", "metrics"])
@@ -91,7 +91,9 @@ def test_other_apis_answer_pipelined_requests_in_order(served: Served, api: str)
 def test_requests_may_arrive_byte_by_byte(served: Served) -> None:
     with Raw.to(served.settings.serving.inference_port) as connection:
         connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for byte in made(served, "prediction") + made(served, "ping") + made(served, "prediction"):
+        for byte in (
+            make_request(served, "prediction") + make_request(served, "ping") + make_request(served, "prediction")
+        ):
             connection.send(bytes([byte]))
         assert [kind_of(connection.answer()) for _ in range(3)] == ["prediction", "ping", "prediction"]
 
@@ -99,15 +101,15 @@ def test_requests_may_arrive_byte_by_byte(served: Served) -> None:
 def test_hundreds_of_requests_may_be_pipelined(served: Served) -> None:
     order = ["ping"] * 400 + ["prediction"] * 20 + ["ping"] * 5
     with Raw.to(served.settings.serving.inference_port) as connection:
-        connection.send(b"".join(made(served, kind) for kind in order))
+        connection.send(b"".join(make_request(served, kind) for kind in order))
         assert [kind_of(connection.answer()) for _ in order] == order
 
 
 def test_large_body_may_be_pipelined(served: Served) -> None:
     image, _ = served.parts.smoke_queries()[0]
-    large = request(PREDICT, bearer(served), image + bytes(5_000_000))  # what follows an image is ignored
+    large = request(PREDICT, bearer(served), image + bytes(5_000_000))  # bytes after an image are ignored
     with Raw.to(served.settings.serving.inference_port) as connection:
-        connection.send(made(served, "prediction") + large + made(served, "ping"))
+        connection.send(make_request(served, "prediction") + large + make_request(served, "ping"))
         assert [kind_of(connection.answer()) for _ in range(3)] == ["prediction", "prediction", "ping"]
 
 
@@ -116,14 +118,16 @@ def test_server_closes_the_connection_on_request(served: Served) -> None:
     old = request(b"GET /ping HTTP/1.0", bearer(served))
     for ending in (last, old):
         with Raw.to(served.settings.serving.inference_port) as connection:
-            first, second = connection.send(made(served, "ping") + ending + made(served, "ping")).all_answers()
+            first, second = connection.send(
+                make_request(served, "ping") + ending + make_request(served, "ping")
+            ).all_answers()
         assert (first.headers["connection"], second.headers["connection"]) == ("keep-alive", "close")
 
 
 def test_reset_connections_do_not_affect_other_clients(served: Served) -> None:
-    with Raw.to(served.settings.serving.inference_port) as stays:
+    with Raw.to(served.settings.serving.inference_port) as steady:
         for _ in range(50):
-            with Raw.to(served.settings.serving.inference_port) as goes:
-                goes.send(made(served, "prediction") * 3)
-                goes.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
-        assert kind_of(stays.send(made(served, "prediction")).answer()) == "prediction"
+            with Raw.to(served.settings.serving.inference_port) as resetting:
+                resetting.send(make_request(served, "prediction") * 3)
+                resetting.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+        assert kind_of(steady.send(make_request(served, "prediction")).answer()) == "prediction"

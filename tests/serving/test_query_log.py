@@ -108,7 +108,7 @@ def test_oldest_files_are_removed_beyond_the_size_limit(parts: ReleaseParts, tmp
         log.record([answered()] * 30, None, None)
         path = log.write_file()
         assert path is not None
-        # A second apart, as far as the name tells.
+        # The times in the file names are a second apart.
         written.append(path.rename(path.with_name(f"20260101T0000{second:02}Z{path.name[16:]}")))
     left = sorted(tmp_path.iterdir())
     assert left == written[-len(left) :]
@@ -238,7 +238,7 @@ def test_unshipped_files_are_retried(
     _await(lambda: "wait until they can be shipped" in caplog.text)
     assert len(list((tmp_path / "queries").iterdir())) == 1
     (tmp_path / "store").unlink()
-    ended.set()  # it ships once more at its end
+    ended.set()  # it ships once more when it stops
     shipper.join()
     assert len(list(store.list("queries/"))) == 1
     assert list((tmp_path / "queries").iterdir()) == []
@@ -250,7 +250,7 @@ def test_server_writes_the_query_log(served: Served) -> None:
     def periods() -> list[query_log.Period]:
         return [_read(path)[0] for path in directory.glob("*.jsonl")]
 
-    time.sleep(2.5)  # what tests before this one asked is written by then
+    time.sleep(2.5)  # by then, the queries of earlier tests are written
     before = sum(period.queries for period in periods())
     begin = datetime.now(UTC)
     queries = served.parts.smoke_queries()

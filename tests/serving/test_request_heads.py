@@ -20,7 +20,7 @@ class Case:
     sentence: str
 
 
-# Of any API.
+# Request lines, for any API.
 LINES = {
     "all of the server": Case(b"OPTIONS *", 400, "has no path"),
     "a tunnel": Case(b"CONNECT example.org:443", 405, "must be one of DELETE, GET"),
@@ -42,7 +42,7 @@ LINES = {
     "slashes alone": Case(b"GET ////", 405, "not allowed"),
     "an unknown path": Case(b"GET /nothing", 404, "not found"),
 }
-# Of the inference API, after the request line and before the empty one; the body is that of CHUNKED or of LENGTH.
+# Headers, for the inference API; they precede the body of CHUNKED or LENGTH.
 HEADERS = {
     "two ways to tell the length": Case(LENGTH + CHUNKED, 400, "both Content-Length and Transfer-Encoding"),
     "the same, the other way round": Case(CHUNKED + LENGTH, 400, "both Content-Length and Transfer-Encoding"),
@@ -69,7 +69,7 @@ HEADERS = {
     "a large body to be allowed": Case(b"Expect: 100-continue\r\nContent-Length: 7000000\r\n", 413, "is larger than"),
     "two tokens": Case(b"Authorization: Bearer x\r\n" + LENGTH, 401, "Token Authorization failed"),
 }
-# Of the inference API, the body of CHUNKED.
+# Bodies of CHUNKED, for the inference API.
 CHUNKED_BODIES = {
     "a chunk's size that is no number": Case(b"zz\r\n", 400, "cannot be read"),
     "a chunk's size below zero": Case(b"-3\r\nabc\r\n0\r\n\r\n", 400, "cannot be read"),

@@ -42,11 +42,11 @@ def test_response_has_exactly_the_documented_fields(served: Served) -> None:
     image, query = served.parts.smoke_queries()[0]
     response = requests.post(url(served), data=image, headers=headers(served), timeout=10)
     assert response.headers["content-type"] == "application/json"
-    told = response.json()
-    assert set(told) == {"pred", "dist", "unknown", "neighbors", "version"}
-    assert told["pred"] == query.pred
-    assert set(told["neighbors"][0]) == {"label", "dist"}
-    assert told["version"] == served.manifest.version
+    prediction = response.json()
+    assert set(prediction) == {"pred", "dist", "unknown", "neighbors", "version"}
+    assert prediction["pred"] == query.pred
+    assert set(prediction["neighbors"][0]) == {"label", "dist"}
+    assert prediction["version"] == served.manifest.version
 
 
 def test_body_multipart_and_json_give_the_same_prediction(served: Served) -> None:
@@ -142,7 +142,7 @@ def test_workers_use_one_thread_and_inherit_no_secret(served: Served) -> None:
     assert not [name for name in environment if name.startswith(("AWS_", "EVERNEAR_"))]
 
 
-def test_a_file_is_answered_as_json(served: Served, tmp_path: Path) -> None:
+def test_file_gets_a_json_response(served: Served, tmp_path: Path) -> None:
     image, query = served.parts.smoke_queries()[0]
     (tmp_path / "a.png").write_bytes(image)
     assert served.client().predict_file(tmp_path / "a.png")["pred"] == query.pred

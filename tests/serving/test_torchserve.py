@@ -96,7 +96,7 @@ def test_server_outlives_its_launcher_without_its_pipes(home: Path, settings: Se
     )
     environment = {name: value for name, value in os.environ.items() if name != "JAVA_HOME"}
     environment |= {"PATH": str(tmp_path), "TS_CONFIG_FILE": "/nonsense", "JAVA_TOOL_OPTIONS": "-Xmx1"}
-    # `run` waits for the end of both pipes: a server that held one would make it wait for ever.
+    # `run` waits until both pipes close, so a server that kept one open would block it forever.
     launcher = subprocess.run(
         [sys.executable, "-c", script, settings.model_dump_json(), str(home)],
         env=environment,

@@ -24,7 +24,7 @@ ENVIRONMENT = Path(__file__).parents[3] / ".venv" / "kserve"
 PYTHON = ENVIRONMENT / "bin" / "python"
 READY_TIMEOUT_S = 240
 END_TIMEOUT_S = 60
-V1_UPLOAD_TIMEOUT_S = 3  # of the transformer that is asked in v1
+V1_UPLOAD_TIMEOUT_S = 3  # of the transformer with protocol v1
 
 
 @cache

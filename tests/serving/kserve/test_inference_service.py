@@ -105,9 +105,9 @@ class TestAnswers:
 
     def test_v2_returns_the_requested_outputs(self, server: Server, images: list[bytes]) -> None:
         body = {"id": "7", "inputs": [files(images[:1])], "outputs": [{"name": "pred"}]}
-        told = server.post("/v2/models/embedding/infer", json=body).json()
-        assert told["id"] == "7"
-        assert [output["name"] for output in told["outputs"]] == ["pred"]
+        result = server.post("/v2/models/embedding/infer", json=body).json()
+        assert result["id"] == "7"
+        assert [output["name"] for output in result["outputs"]] == ["pred"]
 
     def test_image_of_another_size_is_resized(self, transformer: Server, predictor: Server) -> None:
         photo = photograph()
@@ -150,36 +150,36 @@ class TestBadImages:
     def test_v1_bad_image_fails_alone(self, server: Server, images: list[bytes], stored: list[dict[str, Any]]) -> None:
         response = server.predict([BAD, images[0], b"", images[1][:60], images[1]])
         assert response.status_code == 200
-        told = response.json()["predictions"]
-        assert_same([told[1], told[4]], stored[:2])
-        assert told[0] == {"code": 400, "type": "BadImage", "message": IMAGE_SENTENCE}
-        assert all(told[n]["code"] == 400 and told[n]["message"].endswith(".") for n in (2, 3))
+        result = response.json()["predictions"]
+        assert_same([result[1], result[4]], stored[:2])
+        assert result[0] == {"code": 400, "type": "BadImage", "message": IMAGE_SENTENCE}
+        assert all(result[n]["code"] == 400 and result[n]["message"].endswith(".") for n in (2, 3))
 
     @pytest.mark.parametrize("instance", [{}, {"data": 3}, {"data": "***"}, {"data": "ä"}, "AAAA", None, [1]])
     def test_v1_instance_without_an_image_fails_alone(
         self, predictor: Server, images: list[bytes], stored: list[dict[str, Any]], instance: object
     ) -> None:
         good = {"data": base64.b64encode(images[0]).decode()}
-        told = predictor.post("/v1/models/embedding:predict", json={"instances": [instance, good]}).json()
-        assert told["predictions"][0]["code"] == 400
-        assert_same(told["predictions"][1:], stored[:1])
+        result = predictor.post("/v1/models/embedding:predict", json={"instances": [instance, good]}).json()
+        assert result["predictions"][0]["code"] == 400
+        assert_same(result["predictions"][1:], stored[:1])
 
     @pytest.mark.parametrize("name", hostile.REFUSED)
     def test_v1_decompression_bomb_fails_alone(
         self, server: Server, images: list[bytes], stored: list[dict[str, Any]], name: str
     ) -> None:
         bomb = hostile.REFUSED[name]
-        told = server.predict([images[0], bomb.make(), images[1]]).json()["predictions"]
-        assert_same([told[0], told[2]], stored[:2])
-        assert (told[1]["code"], bomb.sentence in told[1]["message"]) == (400, True)
+        result = server.predict([images[0], bomb.make(), images[1]]).json()["predictions"]
+        assert_same([result[0], result[2]], stored[:2])
+        assert (result[1]["code"], bomb.sentence in result[1]["message"]) == (400, True)
 
     def test_large_and_small_images_keep_their_order(
         self, server: Server, images: list[bytes], stored: list[dict[str, Any]]
     ) -> None:
         large = hostile.png(1001, 1000, 1)
-        told = server.predict([large, images[0], b"", large, *images[1:]]).json()["predictions"]
-        assert_same([told[1], *told[4:]], stored)
-        assert_same([told[0]], [told[3]])
+        result = server.predict([large, images[0], b"", large, *images[1:]]).json()["predictions"]
+        assert_same([result[1], *result[4:]], stored)
+        assert_same([result[0]], [result[3]])
 
     def test_v1_request_of_bad_images_only_is_400(self, server: Server) -> None:
         response = server.predict([BAD, b""])
@@ -367,10 +367,10 @@ class TestLimits:
 
 class TestOperation:
     def test_metadata_names_the_release(self, server: Server, release: PackedRelease) -> None:
-        told = server.get("/v2/models/embedding").json()
-        assert told["versions"] == [release.version]
-        assert {"name": "images", "datatype": "BYTES", "shape": [-1]} in told["inputs"]
-        assert [output["name"] for output in told["outputs"]][:3] == ["pred", "dist", "unknown"]
+        result = server.get("/v2/models/embedding").json()
+        assert result["versions"] == [release.version]
+        assert {"name": "images", "datatype": "BYTES", "shape": [-1]} in result["inputs"]
+        assert [output["name"] for output in result["outputs"]][:3] == ["pred", "dist", "unknown"]
 
     def test_metrics_count_images_and_name_the_release(self, server: Server, release: PackedRelease) -> None:
         def refused() -> float:
@@ -458,15 +458,15 @@ from evernear.serving.kserve import transformer
 from evernear.serving.kserve.command import arguments, run
 torch_free = not {"torch", "faiss"} & set(sys.modules)
 from evernear.serving.kserve import predictor
-told = []
+results = []
 for module, *argv in json.loads(sys.argv[1]):
     sys.argv[1:] = argv
     with contextlib.redirect_stderr(io.StringIO()) as stderr:
         try:
             run({"transformer": transformer, "predictor": predictor}[module].main, arguments(""))
         except SystemExit as end:
-            told.append([end.code, stderr.getvalue()])
-print(json.dumps([torch_free, told]))
+            results.append([end.code, stderr.getvalue()])
+print(json.dumps([torch_free, results]))
 """
 
 
@@ -490,10 +490,10 @@ def test_startup_errors_are_one_sentence_and_the_transformer_needs_no_torch(
         (7, f"Port {port} on 127.0.0.1 cannot", ["predictor", "--store", store, "--http_port", port]),
         (2, "unrecognized arguments: --modeldir", ["predictor", "--modeldir", directory]),
     ]
-    torch_free, told = run_in_environment(STARTS, json.dumps([start for _, _, start in starts]))
+    torch_free, results = run_in_environment(STARTS, json.dumps([start for _, _, start in starts]))
     assert torch_free
-    assert len(told) == len(starts)
-    for (code, sentence, _), (status, stderr) in zip(starts, told, strict=True):
+    assert len(results) == len(starts)
+    for (code, sentence, _), (status, stderr) in zip(starts, results, strict=True):
         assert status == code, stderr
         assert sentence in stderr
         assert "Traceback" not in stderr

@@ -1,7 +1,7 @@
 """A Service in front of pods, as kube-proxy makes one.
 
-Each new connection goes to the next of the endpoints that are known here; a connection stays with its pod until one of
-the two ends it, also when the pod is no endpoint any more. Changes arrive late, as they do at kube-proxy.
+Each new connection uses the next known endpoint. A connection stays with its pod until either side closes it, even
+after the pod is removed from the endpoints. Changes take effect with a delay, as in kube-proxy.
 """
 
 import asyncio

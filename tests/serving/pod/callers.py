@@ -22,7 +22,7 @@ class Calls:
     failures: list[str] = field(default_factory=list)
 
     @property
-    def asked(self) -> int:
+    def total(self) -> int:
         return sum(self.answers.values()) + len(self.failures)
 
 

@@ -1,6 +1,6 @@
-# What a kubelet's container runtime does for a container of the "restricted" Pod Security Standard, with namespaces alone:
+# Runs a command like a container of the "restricted" Pod Security Standard, with namespaces only:
 #   unshare ... sh container.sh WORKDIR SECRET TMP COMMAND...
-# WORKDIR becomes /srv, SECRET /mnt (read-only), TMP /tmp; all else is read-only; no capability is left.
+# WORKDIR becomes /srv, SECRET /mnt (read-only), TMP /tmp; all else is read-only; all capabilities are dropped.
 set -e
 mount --bind "$1" /srv
 mount --bind -o ro "$2" /mnt

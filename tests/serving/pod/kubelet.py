@@ -1,8 +1,8 @@
-"""A pod's containers, probes and hook, as processes in the order in which a kubelet runs them.
+"""A pod's containers, probes and hook, run as processes in a kubelet's order.
 
-Where the kernel lets us, each container has a process, mount and user namespace of its own: the server is process 1 of
-a user without rights, on a root file system that is read-only. What is missing is a network of its own, so that each
-pod has ports of its own.
+If the kernel allows it, each container has separate process, mount and user namespaces: the server is process 1 of an
+unprivileged user on a read-only root file system. Containers share the host's network, so each pod has separate
+ports.
 """
 
 import os
@@ -97,9 +97,9 @@ class Pod:
         return launched.children()[0] if can_contain() else launched
 
     def delete(self) -> float:
-        """preStop, SIGTERM, and the wait until all is gone; returns the seconds that took.
+        """Run preStop, send SIGTERM and wait until all processes end; returns the seconds that this took.
 
-        A pod that is not gone within its grace period is killed, which is a failure.
+        A pod that outlives its grace period is killed, which is a failure.
         """
         began_s = time.monotonic()
         grace_s = grace_period_s(self.serving)

@@ -21,7 +21,7 @@ from evernear.serving.client import Client, Format, Target
 from evernear.serving.endpoints import home_of, read_key
 
 FORMATS: tuple[Format, ...] = ("rest", "grpc")
-LAG_S = 0.5  # from an endpoint's change to the balancer's
+LAG_S = 0.5  # delay between a change of the endpoints and of the balancer
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_ready_needs_no_token_and_reveals_nothing_else(pod: Pod, shipped: Shippe
 
 
 def test_ready_is_pipelined_and_only_a_bare_get_needs_no_token(pod: Pod, shipped: Shipped) -> None:
-    time.sleep(2.5)  # for the probe to ask by itself
+    time.sleep(2.5)  # idle long enough that the probe sends a query
     token = b"Authorization: Bearer %s\r\n" % TOKEN.encode()
     predict = request(b"POST /predictions/embedding", token, shipped.image)
     ready = request(b"GET /ready")
@@ -145,7 +145,7 @@ def test_probe_sends_no_query_under_traffic(pod: Pod, shipped: Shipped) -> None:
             client.predict(shipped.image)
         assert [pod.probe() for _ in range(10)] == [200] * 10
         assert handled() == before + number
-    assert pod.probe() == 200  # in silence it asks
+    assert pod.probe() == 200  # without traffic, it sends a query
     assert handled() == before + len(FORMATS) + 1
 
 
@@ -171,10 +171,10 @@ def test_replacing_a_pod_fails_no_request(pod: Pod, start_pod: StartPod, shipped
         service.balancer.running() as balancer,
         calling(balancer.port, shipped.image, TOKEN, clients=4, pause_s=0.01) as calls,
     ):
-        _await(lambda: calls.asked > 60)
+        _await(lambda: calls.total > 60)
         replace([service], pod, successor, lag_s=0.8 * pod.serving.endpoint_removal_s)
-        after = calls.asked
-        _await(lambda: calls.asked > after + 60)
+        after = calls.total
+        _await(lambda: calls.total > after + 60)
     assert calls.failures == []
     assert balancer.refused == 0
     assert not pod.is_alive()
@@ -201,14 +201,14 @@ def test_replacements_under_load_fail_no_request_of_5000_unless_prestop_is_too_s
             end_s = replace([rest, grpc], pods[-2], pods[-1], lag_s)
             with capsys.disabled():
                 print(f"\nendpoint removed after {lag_s} s, pod gone after {end_s:.1f} s: {summary(calls, grpc_calls)}")
-        _await(lambda: calls.asked >= 5000, timeout_s=200)
+        _await(lambda: calls.total >= 5000, timeout_s=200)
         assert calls.failures + grpc_calls.failures == []
         assert balancer.refused + grpc_balancer.refused == 0
         pods.append(start_pod(endpoint_removal_s=0))
         replace([rest, grpc], pods[-2], pods[-1], LAG_S)
         pods.append(start_pod())
         replace([rest, grpc], pods[-2], pods[-1], 3)
-        time.sleep(3)  # until the endpoint of a pod that is gone is removed
+        time.sleep(3)  # until the endpoint of a deleted pod is removed
     with capsys.disabled():
         print(f"endpoint removed after 3 s, for which nothing waited: {summary(calls, grpc_calls)}")
     assert calls.failures
@@ -219,7 +219,7 @@ def test_pod_is_unready_until_a_dead_worker_is_replaced(start_pod: StartPod, shi
     pod = start_pod()
 
     def is_unready() -> bool:
-        for worker in workers(pod):  # also the one that took its place, if that was quicker than the probe
+        for worker in workers(pod):  # also its successor, if that started before the probe ran
             with suppress(psutil.NoSuchProcess):
                 worker.kill()
         return pod.probe() != 200
@@ -258,7 +258,7 @@ def test_without_token_serves_everyone(shipped: Shipped, tmp_path: Path) -> None
 
 def summary(calls: Calls, grpc_calls: Calls) -> str:
     failed = len(calls.failures), len(grpc_calls.failures)
-    return f"{calls.asked:,} requests so far and {grpc_calls.asked:,} over gRPC; {failed[0]} and {failed[1]} failed"
+    return f"{calls.total:,} requests so far and {grpc_calls.total:,} over gRPC; {failed[0]} and {failed[1]} failed"
 
 
 def replace(services: list[Service], pod: Pod, successor: Pod, lag_s: float) -> float:

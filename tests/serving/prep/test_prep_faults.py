@@ -130,7 +130,7 @@ def test_predictions_of_an_unregistered_release_are_withheld(shelf: Shelf, predi
             )
         for path in ("/predict", "/predict/label"):
             assert "so its prediction may be wrong" in refusal(client.post(path, json=png()), 503)
-        shelf.release(2)  # published at last
+        shelf.release(2)  # finally published
         assert client.get("/health").json()["version"] == version
 
 

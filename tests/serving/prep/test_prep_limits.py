@@ -119,7 +119,7 @@ def until(ask: Callable[[], httpx.Response], status: int, waiting: list[Future[h
     while True:
         try:
             answer = ask()
-        except httpx.ReadTimeout:  # it took one of the places itself
+        except httpx.ReadTimeout:  # this request occupied one of the slots itself
             continue
         if answer.status_code == status:
             return answer
@@ -133,7 +133,7 @@ def test_waiting_too_long_for_decoding_times_out(shelf: Shelf, port: int, gate: 
         assert [refusal(answer, 504) == "No prediction within 2 s." for answer in answers] == [True, True]
         assert prep.post("/predict", json=SMALL).status_code == 200
         gate.opened.set()
-    # The one that was decoded went on; the one that waited was never begun.
+    # The decode in progress finished; the waiting one never started.
     assert gate.reached.acquire(blocking=False)
     assert not gate.reached.acquire(blocking=False)
 
@@ -203,7 +203,7 @@ def test_total_size_of_bodies_in_flight_is_limited(shelf: Shelf, port: int) -> N
         held.head(size_bytes)
         held.socket.sendall(body[:-1])
         status = 0
-        while status != 503:  # what is held is on its way through the kernel
+        while status != 503:  # the bodies are still passing through the kernel
             with Slow(prep) as refused:
                 refused.head(size_bytes)
                 refused.socket.sendall(body[:-1])

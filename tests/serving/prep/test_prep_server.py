@@ -131,7 +131,7 @@ def test_oversized_body_is_not_read(prep: httpx.Client, published: Settings) -> 
         connection.putrequest("POST", "/predict")
         connection.putheader("Content-Type", "application/json")
         connection.putheader("Content-Length", str(limit + 1))
-        connection.endheaders()  # and not a byte more
+        connection.endheaders()  # and no body
         answer = connection.getresponse()
         assert answer.status == 413
         assert f"larger than the limit of {limit} bytes" in answer.read().decode()
@@ -146,7 +146,7 @@ def test_body_of_undeclared_size_is_read_up_to_the_limit(prep: httpx.Client, pub
             sent += 2**16
             yield bytes(2**16)
 
-    with suppress(httpx.TransportError):  # it may hang up while we are still sending
+    with suppress(httpx.TransportError):  # the server may close the connection during the upload
         assert prep.post("/predict", content=chunks()).status_code == 413
     assert sent < 3 * published.prep.max_request_size_bytes
 
@@ -217,7 +217,7 @@ def test_schemathesis_finds_nothing(prep: httpx.Client, tmp_path: Path) -> None:
 
 
 def schemathesis(prep: httpx.Client, tmp_path: Path, *options: str) -> None:
-    # What is an image no schema can say: any text is of the right type, and most of it is answered with 400.
+    # A schema cannot express which text is an image, so most generated bodies get 400.
     accepted = '"2xx", "400", "401", "403", "404", "409"'
     (tmp_path / "schemathesis.toml").write_text(
         f"[checks.positive_data_acceptance]\nexpected-statuses = [{accepted}]\n"
