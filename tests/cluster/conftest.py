@@ -55,7 +55,7 @@ def real_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]
     """Only the nightly workflow, which has a kind cluster, has run this so far."""
     image, kubeconfig = os.environ.get(IMAGE), of_the_shell(KUBECONFIG).get(KUBECONFIG)
     if image and not kubeconfig:
-        pytest.fail(f"{IMAGE} is set, {KUBECONFIG} is not; a default kubeconfig is not taken for granted")
+        pytest.fail(f"{IMAGE} is set, {KUBECONFIG} is not; the default kubeconfig is never used")
     if not image or not kubeconfig:
         pytest.skip(f"needs {KUBECONFIG} and {IMAGE}")
     with administrator(Path(kubeconfig)) as admin, temporary_namespace(admin) as namespace:

@@ -221,7 +221,7 @@ case "$*" in
     [ -z "$AWAY" ] || { echo "the API server is away" >&2; exit 1; }
     key=${8#*.data.} file=$HERE/$namespace/$5
     [ ! -f "$file" ] || sed -n "s/^${key%\\}}=//p" "$file" | tr -d '\\n' | base64 --wrap=0 ;;
-  *) echo "$*" >> "$HERE/asked" ;;
+  *) echo "$*" >> "$HERE/commands" ;;
 esac
 """
 

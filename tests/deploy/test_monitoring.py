@@ -51,7 +51,7 @@ def parse_query(query: str) -> tuple[dict[str, set[str]], set[str]]:
         series.setdefault(name, set()).update(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector))
     bare = re.sub(r"[A-Za-z_]\w*\s*\{[^}]*\}", " ", plain)
     words = set(re.findall(r"\b[A-Za-z_]\w*\b(?!\s*\()", bare)) - {"unless", "group_left", "and", "or"}
-    assert not words, f"every series is asked with its namespace: {words} in {query}"
+    assert not words, f"every series needs a namespace selector: {words} in {query}"
     return series, grouped
 
 

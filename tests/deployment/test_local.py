@@ -328,16 +328,16 @@ def test_failed_promotion_changes_nothing(site: Site, tmp_path: Path) -> None:
 
 
 def test_held_release_is_promoted_only_by_force_with_a_reason(site: Site, make_release: MakeRelease) -> None:
-    held, before = make_release(parent=site.champion, promote=False), site.champion
-    site.registry.publish(held.archive)
+    candidate, before = make_release(parent=site.champion, promote=False), site.champion
+    site.registry.publish(candidate.archive)
     with pytest.raises(IntegrityError, match=r"holds release .*: A test says so\. To promote it anyway, add --force"):
-        promote(held.version, site.settings)
+        promote(candidate.version, site.settings)
     with pytest.raises(SettingsError, match="say why"):
-        promote(held.version, site.settings, force=True, cause=Cause(by="ada", why=" "))
+        promote(candidate.version, site.settings, force=True, cause=Cause(by="ada", why=" "))
     assert site.default == site.champion == before
     with site.hammered():
-        promote(held.version, site.settings, force=True, cause=Cause(by="ada", why="the floor was wrong"))
-    assert site.default == held.version
+        promote(candidate.version, site.settings, force=True, cause=Cause(by="ada", why="the floor was wrong"))
+    assert site.default == candidate.version
     last = list(site.registry.history())[-1]
     assert (last.how, last.why, last.by) == ("force", "the floor was wrong", "ada")
     roll_back(site.settings)
@@ -421,10 +421,10 @@ def test_candidate_replaces_a_champion_with_a_damaged_archive(site: Site) -> Non
 
 
 def test_held_release_is_not_registered(site: Site, make_release: MakeRelease) -> None:
-    held = make_release(parent=site.champion, promote=False)
+    candidate = make_release(parent=site.champion, promote=False)
     registered = site.registered
     with pytest.raises(IntegrityError, match="A test says so"):
-        site.deploy(held)
+        site.deploy(candidate)
     assert site.registered == registered
 
 

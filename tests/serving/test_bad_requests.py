@@ -47,7 +47,7 @@ def with_header(image: bytes, width: int, height: int, depth: int = 8, colours: 
 
 
 PNG, JPEG = picture(), picture("RGB", "JPEG")
-TAKEN = {
+ACCEPTED = {
     "grey": Request(PNG),
     "colour": Request(JPEG),
     "16 bits": Request(sixteen_bits()),
@@ -113,9 +113,9 @@ def test_json_without_an_image_is_rejected_cheaply(sender: Front) -> None:
         assert answer.status == 400, answer.body
 
 
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("name", ACCEPTED)
 def test_accepts_every_kind_of_png_and_jpeg(sender: Front, name: str) -> None:
-    (answer,) = sender.send([TAKEN[name]])
+    (answer,) = sender.send([ACCEPTED[name]])
     assert answer.status == 200, answer.body
     assert "pred" in json.loads(answer.body)
 

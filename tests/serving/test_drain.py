@@ -97,7 +97,7 @@ def test_drain_waits_for_a_request_that_is_being_sent(server: Served) -> None:
     stop = threading.Thread(target=torchserve.stop, args=[server.home])
     stop.start()
     _await(lambda: not torchserve.is_ready(server.home, "embedding"))
-    time.sleep(2)  # longer than idle connections are kept
+    time.sleep(2)  # longer than the timeout of idle connections
     connection.send(image[50:])
     answer = connection.getresponse()
     assert (answer.status, answer.getheader("connection")) == (200, "close")

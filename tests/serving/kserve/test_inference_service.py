@@ -358,8 +358,8 @@ class TestLimits:
     def test_listens_on_loopback_only(self, server: Server) -> None:
         listening = psutil.Process(server.process.pid).net_connections("inet")
         addresses = [c.laddr for c in listening if c.status == psutil.CONN_LISTEN]
-        found = {(address.ip.removeprefix("::ffff:"), address.port) for address in addresses}
-        assert found == {("127.0.0.1", server.http_port), ("127.0.0.1", server.grpc_port)}
+        listening = {(address.ip.removeprefix("::ffff:"), address.port) for address in addresses}
+        assert listening == {("127.0.0.1", server.http_port), ("127.0.0.1", server.grpc_port)}
 
     def test_serves_no_page_that_loads_scripts(self, server: Server) -> None:
         assert server.get("/docs").status_code == 404
@@ -478,8 +478,8 @@ def test_startup_errors_are_one_sentence_and_the_transformer_needs_no_torch(
     empty = tmp_path_factory.mktemp("empty")
     broken = tmp_path_factory.mktemp("broken") / "release.mar"
     broken.write_bytes(release.archive.read_bytes()[:-100])
-    taken, version = service["predictor"], "20260101.000000.00000000"
-    port = str(taken.http_port)
+    running, version = service["predictor"], "20260101.000000.00000000"
+    port = str(running.http_port)
     starts = [
         (5, "has 0 release archives", ["predictor", "--model_dir", str(empty)]),
         (5, "cannot be read as a release", ["predictor", "--model_dir", str(broken)]),
@@ -497,7 +497,7 @@ def test_startup_errors_are_one_sentence_and_the_transformer_needs_no_torch(
         assert status == code, stderr
         assert sentence in stderr
         assert "Traceback" not in stderr
-    assert taken.get("/").status_code == 200
+    assert running.get("/").status_code == 200
 
 
 @pytest.mark.slow

@@ -199,9 +199,9 @@ def test_total_size_of_bodies_in_flight_is_limited(shelf: Shelf, port: int) -> N
     size_bytes = 60_000
     body = json.dumps(SMALL).encode().ljust(size_bytes)
     settings = shelf.settings(port, max_request_size_bytes=size_bytes, max_bodies_size_bytes=100_000)
-    with front(settings) as prep, Slow(prep) as held:
-        held.head(size_bytes)
-        held.socket.sendall(body[:-1])
+    with front(settings) as prep, Slow(prep) as slow:
+        slow.head(size_bytes)
+        slow.socket.sendall(body[:-1])
         status = 0
         while status != 503:  # the bodies are still passing through the kernel
             with Slow(prep) as refused:
@@ -213,10 +213,10 @@ def test_total_size_of_bodies_in_flight_is_limited(shelf: Shelf, port: int) -> N
             "1",
         )
         assert prep.post("/predict", json=SMALL).status_code == 200, "a small one still fits"
-        held.socket.sendall(body[-1:])
-        assert held.socket.recv(15) == b"HTTP/1.1 200 OK"
+        slow.socket.sendall(body[-1:])
+        assert slow.socket.recv(15) == b"HTTP/1.1 200 OK"
         answer = prep.post("/predict", content=body)
-        assert answer.status_code == 200, "what was held is free again"
+        assert answer.status_code == 200, "what was slow is free again"
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /predict HTTP/1.1\r\nHost:"])
