@@ -304,4 +304,4 @@ def test_memory_stays_below_the_pods_limit(process: tuple[subprocess.Popen[str],
 def test_does_not_start_without_a_predictor(tmp_path: Path) -> None:
     done = subprocess.run([EVERNEAR, "prep", "--workdir", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 8
-    assert "TorchServe is not running in" in done.stderr
+    assert "No TorchServe runs in" in done.stderr
