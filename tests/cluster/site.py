@@ -182,7 +182,7 @@ def until(condition: Callable[[], Any], timeout_s: float) -> Any:
     """Wait until ``condition`` returns a true value; returns that value."""
     end_s = time.monotonic() + timeout_s
     while not (value := condition()):
-        assert time.monotonic() < end_s, f"it does not come about within {timeout_s} s"
+        assert time.monotonic() < end_s, f"the condition is not met within {timeout_s} s"
         time.sleep(0.1)
     return value
 

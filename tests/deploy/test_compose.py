@@ -72,7 +72,7 @@ def test_secrets_come_from_the_env_file() -> None:
     assert set(documented) == set(re.findall(r"\$\{([A-Z_]+):\?", FILE.read_text()))
     assert set(documented.values()) == {""}
     ignored = subprocess.run(["git", "check-ignore", "-q", "deploy/.env"], cwd=ROOT)
-    assert ignored.returncode == 0, "git would take deploy/.env"
+    assert ignored.returncode == 0, "git does not ignore deploy/.env"
 
 
 @pytest.mark.parametrize("name", ["torchserve", "prep"])

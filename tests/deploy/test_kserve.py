@@ -100,7 +100,7 @@ def test_standard_canary_passes_the_webhook() -> None:
     inference_service = service("kserve, canary")
     stable = inference_service["spec"]["predictor"]
     assert inference_service["metadata"]["annotations"][MODE] == "Standard"
-    assert _uri(stable), "KServe wants a stable predictor with a model"
+    assert _uri(stable), "KServe requires a stable predictor with a model"
     names = [canary.get("name") for canary in _canaries(inference_service["spec"])]
     assert all(names)
     assert len({*names, stable.get("name")}) == len(names) + 1

@@ -103,7 +103,7 @@ def test_images_are_pinned_by_digest(manifests: list[Object]) -> None:
         for container in containers(spec):
             image = container["image"]
             assert re.fullmatch(r"[\w./:-]+@sha256:[0-9a-f]{64}", image), name
-            assert OURS.match(image) or re.search(r":[\w.-]+@", image), f"{name}: which release is {image}?"
+            assert OURS.match(image) or re.search(r":[\w.-]+@", image), f"{name}: {image} has no tag"
 
 
 def test_containers_and_volumes_have_requests_and_limits(manifests: list[Object]) -> None:
@@ -161,7 +161,7 @@ def test_manifests_contain_no_secret_values(manifests: list[Object]) -> None:
     assert not named(manifests, "Secret")
     for secret in SECRETS.values():
         values = secret["stringData"]
-        assert {*values.values()} == {""}, "the example holds a value"
+        assert {*values.values()} == {""}, "the example contains a value"
     for spec in pod_specs(manifests).values():
         for variable in (variable for container in containers(spec) for variable in container.get("env", [])):
             if re.search(r"(KEY|KEY_ID|SECRET|PASSWORD|TOKEN)$", variable["name"]):

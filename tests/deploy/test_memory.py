@@ -60,7 +60,7 @@ def test_memory_of_kserve_pods_covers_their_arguments(part: str, module: str, pr
     parser.add_argument("--large_decodes", type=int, default=PrepSettings().large_decodes)
     parser.add_argument("--max_bodies_size_bytes", type=int, default=PrepSettings().max_bodies_size_bytes)
     servers = running(part, "python", "-m", f"evernear.serving.kserve.{module}")
-    assert servers or "canary" in part, "a canary is a predictor alone"
+    assert servers or "canary" in part, "only a canary lacks a transformer"
     for container in servers:
         args, _ = parser.parse_known_args(container["args"])
         decoding = pool_size_bytes(args.large_decodes, args.max_pixels)

@@ -61,7 +61,7 @@ def test_queries_use_exported_series_and_labels() -> None:
         series, grouped = parse_query(query)
         assert series, query
         for name, selected in series.items():
-            assert name in labels, f"no server has {name}"
+            assert name in labels, f"no server exports {name}"
             assert "namespace" in selected, query
             assert selected <= labels[name] | SCRAPED, query
         assert grouped <= set().union(*(labels[name] for name in series)), query

@@ -155,5 +155,5 @@ def _granted() -> set[tuple[str, ...]]:
 def _await(condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + UP_WITHIN_S
     while not condition():
-        assert time.monotonic() < deadline_s, "it did not come to that"
+        assert time.monotonic() < deadline_s, f"the condition is not met within {UP_WITHIN_S} s"
         time.sleep(0.05)

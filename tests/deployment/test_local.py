@@ -132,7 +132,7 @@ def test_rollout_fails_no_request(site: Site) -> None:
     assert (deployed.version, deployed.previous) == (candidate.version, before)
     assert versions == {before, candidate.version}
     assert site.default == site.champion == candidate.version
-    assert before in site.registered, "it stays for a rollback"
+    assert before in site.registered, "it stays registered for a rollback"
     assert deployment.status(site.settings) == {
         "server": "up",
         "url": deployed.url,
@@ -164,7 +164,7 @@ def test_failed_candidate_is_removed_and_the_champion_stays_live(site: Site, tmp
     assert versions == {champion}
     assert site.champion == champion
     assert site.registered == registered
-    assert candidate.version in list(site.registry.list()), "a person may promote it"
+    assert candidate.version in list(site.registry.list()), "an operator may still promote it"
     assert not list(torchserve.model_store(site.home).glob(f"*{candidate.version}*"))
 
 
@@ -262,7 +262,7 @@ def test_next_deployment_unregisters_the_release_of_a_killed_one(site: Site) -> 
     serving = site.settings.serving.model_copy(update={"keep_registered": 1})
     with site.hammered():
         site.deploy(candidate, site.settings.model_copy(update={"serving": serving}))
-    assert site.registered == [candidate.version], "keep=1 leaves the champion alone"
+    assert site.registered == [candidate.version], "keep_registered=1 keeps only the champion"
     assert site.default == candidate.version
 
 
@@ -386,7 +386,7 @@ def test_pruning_the_registry_fails_no_request(site: Site) -> None:
     previous = site.registry.champion()
     assert previous is not None
     assert versions == {candidate.version, previous.previous}
-    assert site.registered == sorted([candidate.version, str(previous.previous)]), "the two that are kept"
+    assert site.registered == sorted([candidate.version, str(previous.previous)]), "the champion and its predecessor"
     assert roll_back(site.settings).version == previous.previous
     promote(candidate.version, site.settings)
 
@@ -439,7 +439,7 @@ def test_server_killed_during_a_deployment_restarts_with_its_champion(
         workers = [process for process in torchserve.processes(site.home) if process.pid != state.pid]
         os.kill(state.pid, signal.SIGKILL)
         _, alive = psutil.wait_procs(workers, timeout=20)
-        assert alive == [], "workers end with their Java"
+        assert alive == [], "workers end with their Java process"
         return real_smoke(client, parts)
 
     real_smoke = local.smoke

@@ -63,13 +63,13 @@ class Raw:
 
     def _until(self, mark: bytes) -> bytes:
         while mark not in self._received:
-            assert self._more(), f"the connection ended after {self._received!r}"
+            assert self._more(), f"the connection closed after {self._received!r}"
         head, _, self._received = self._received.partition(mark)
         return head
 
     def _take(self, size: int) -> bytes:
         while len(self._received) < size:
-            assert self._more(), f"the connection ended within a body, after {self._received!r}"
+            assert self._more(), f"the connection closed within a body, after {self._received!r}"
         data, self._received = self._received[:size], self._received[size:]
         return data
 

@@ -51,7 +51,9 @@ def test_bad_image_fails_alone_at_any_position(core: Predictor, parts: ReleasePa
                 same = alone[number]
                 assert isinstance(same, Prediction)
                 assert (answer.pred, answer.unknown) == (same.pred, same.unknown)
-                assert answer.dist == pytest.approx(same.dist, abs=1e-4), "its neighbours in the batch matter"
+                assert answer.dist == pytest.approx(same.dist, abs=1e-4), (
+                    "other images in the batch change the prediction"
+                )
 
 
 def test_decompression_bombs_fail_alone(core: Predictor, parts: ReleaseParts) -> None:

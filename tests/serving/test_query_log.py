@@ -73,7 +73,7 @@ def test_file_contains_the_predictions(parts: ReleaseParts, tmp_path: Path) -> N
     at = closed_at(path.name)
     assert at is not None
     assert abs(at - period.until) <= timedelta(seconds=1)
-    assert log.write_file() is None, "nothing came since"
+    assert log.write_file() is None, "no new query"
 
 
 def test_images_are_logged_only_if_enabled(parts: ReleaseParts, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_worker_reads_the_servers_configuration(
     assert log._configuration.images
     assert log._configuration.sample == 7
     (tmp_path / QUERY_LOG_FILE).write_text("{}")
-    assert QueryLog.from_environment(parts) is None, "a worker with a damaged configuration answers nevertheless"
+    assert QueryLog.from_environment(parts) is None, "a damaged configuration does not stop the worker"
 
 
 def test_release_without_a_baseline_is_logged_without_embeddings(parts: ReleaseParts, tmp_path: Path) -> None:

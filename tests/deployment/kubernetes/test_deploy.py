@@ -145,7 +145,7 @@ def test_deploy_roll_back_and_promote(site: Site, releases: tuple[PackedRelease,
     assert deployed.url == "http://evernear-serving.evernear.svc:8080/predictions/embedding"
     assert site.champion == first.version
     assert site.deploy(second).previous == first.version
-    assert site.deploy(second).previous == first.version, "the same step again"
+    assert site.deploy(second).previous == first.version, "a repeated deployment"
     assert site.live == ({second.version}, {IMAGE})
     assert deployment.status(site.settings) == {
         "server": "up",

@@ -46,7 +46,7 @@ def test_second_deployment_fails_naming_the_holder_and_the_start(cluster: Cluste
             pass
     started_s = time.monotonic()
     with LeaseLock(cluster, NAME, 60):
-        assert time.monotonic() - started_s < 5, "it was released"
+        assert time.monotonic() - started_s < 5, "the Lease was not released"
 
 
 def test_one_of_many_concurrent_deployments_acquires_the_lease(cluster: Cluster) -> None:

@@ -356,10 +356,10 @@ class TestLimits:
         assert server.predict(images).status_code == 200
 
     def test_listens_on_loopback_only(self, server: Server) -> None:
-        listening = psutil.Process(server.process.pid).net_connections("inet")
-        addresses = [c.laddr for c in listening if c.status == psutil.CONN_LISTEN]
-        listening = {(address.ip.removeprefix("::ffff:"), address.port) for address in addresses}
-        assert listening == {("127.0.0.1", server.http_port), ("127.0.0.1", server.grpc_port)}
+        connections = psutil.Process(server.process.pid).net_connections("inet")
+        addresses = [c.laddr for c in connections if c.status == psutil.CONN_LISTEN]
+        listeners = {(address.ip.removeprefix("::ffff:"), address.port) for address in addresses}
+        assert listeners == {("127.0.0.1", server.http_port), ("127.0.0.1", server.grpc_port)}
 
     def test_serves_no_page_that_loads_scripts(self, server: Server) -> None:
         assert server.get("/docs").status_code == 404

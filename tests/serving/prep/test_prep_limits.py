@@ -212,11 +212,11 @@ def test_total_size_of_bodies_in_flight_is_limited(shelf: Shelf, port: int) -> N
             "The server is busy with other requests; try again in a second.",
             "1",
         )
-        assert prep.post("/predict", json=SMALL).status_code == 200, "a small one still fits"
+        assert prep.post("/predict", json=SMALL).status_code == 200, "a small body still fits"
         slow.socket.sendall(body[-1:])
         assert slow.socket.recv(15) == b"HTTP/1.1 200 OK"
         answer = prep.post("/predict", content=body)
-        assert answer.status_code == 200, "what was slow is free again"
+        assert answer.status_code == 200, "the memory of the bodies is free again"
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /predict HTTP/1.1\r\nHost:"])
@@ -250,7 +250,7 @@ def test_slow_request_outlives_the_head_timeout(
         answer = pool.submit(prep.post, "/predict", json=LARGE)
         gate.reached.acquire()
         with Slow(prep) as silent:
-            assert silent.socket.recv(1) == b"", "the time for a head has passed by now"
+            assert silent.socket.recv(1) == b"", "the head timeout has expired"
         gate.opened.set()
         assert answer.result().status_code == 200
 
