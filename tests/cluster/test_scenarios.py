@@ -55,9 +55,9 @@ def test_failed_release_is_replaced_by_the_previous_one(site: Site, make_release
     first = make_release()
     deploy(first, site.settings())
     second = make_release(parent=first.version)
-    with pytest.raises(ClusterError, match=r"cannot be pulled: .*\. Release \S+ was put back and serves\."):
+    with pytest.raises(ClusterError, match=r"cannot be pulled: .*\. Release \S+ was restored and is live\."):
         deploy(second, site.settings(image=MISSING_IMAGE))
-    with pytest.raises(ClusterError, match=r"no node takes pod .*Insufficient cpu.*was put back and serves\."):
+    with pytest.raises(ClusterError, match=r"cannot be scheduled: .*Insufficient cpu.*was restored and is live\."):
         deploy(second, site.settings(cpu="1000", rollout_timeout_s=site.pace.rollout_timeout_s // 20))
     assert (champion(site), live_release(site)) == (first.version, first.version)
     assert deploy(second, site.settings()).version == second.version

@@ -44,7 +44,7 @@ def test_promoted_release_becomes_champion_and_may_be_published_again(store: Sto
 
 def test_held_release_is_not_published(store: Store, make_release: MakeRelease) -> None:
     release = make_release(promote=False)
-    with pytest.raises(IntegrityError, match=rf"holds release {release.version}: A test says so\."):
+    with pytest.raises(IntegrityError, match=rf"release {release.version} is hold: A test says so\."):
         publish(store, release.archive, release.verdict)
     assert is_unchanged(store)
 
@@ -56,7 +56,7 @@ def test_missing_or_different_verdict_is_rejected(
     verdict = tmp_path / "verdict.json"
     if content is not None:
         verdict.write_bytes(content)
-    with pytest.raises(IntegrityError, match=r"holds no verdict|not the verdict"):
+    with pytest.raises(IntegrityError, match=r"has no verdict|not the verdict"):
         publish(store, release.archive, verdict)
     assert is_unchanged(store)
 
@@ -72,7 +72,7 @@ def test_verdict_on_another_release_is_rejected(
         measured.rules, measured.candidate.model_copy(update=changes), measured.champion, measured.dataset_digest
     )
     release = make_release(verdict=verdict.model_dump_json())
-    with pytest.raises(IntegrityError, match=r"is on another network or index|against another champion"):
+    with pytest.raises(IntegrityError, match=r"is about another network or index|against another champion"):
         publish(store, release.archive, release.verdict)
     assert is_unchanged(store)
 

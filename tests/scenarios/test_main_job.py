@@ -117,7 +117,7 @@ def test_reindex_adds_a_class_and_rollback_removes_it(served: tuple[Bench, dict]
 
     refused = bench.pipeline("rollback", **wanted)  # the same order again: that release does not serve any longer
     assert refused["state"] == "failed"
-    assert f"{before['version']} is the champion now, not {result['release']}" in refused["reasons"][0]
+    assert f"The champion is now {before['version']}, not {result['release']}" in refused["reasons"][0]
     assert champion_of(bench) == before["version"]
 
     wanted |= {"why": "negatives are wanted after all", "by": "ada"}

@@ -15,7 +15,7 @@ from evernear.data.manifest import Problem, Shard, Split
 from evernear.data.sources import FileEntry
 from evernear.errors import StoreError
 
-# Problems of a kind that a manifest lists. Those that stop a run have to be fixed one by one.
+# Most problems of a kind in a manifest. Those that stop a run must be fixed one by one.
 _MAX_LISTED = {"undecodable": 1000, "conflicting_labels": 1000}
 _MAX_LISTED_OF_OTHERS = 20
 _MAX_NAMES = 5

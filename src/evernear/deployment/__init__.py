@@ -54,17 +54,17 @@ def promote(version: str, settings: RunSettings, *, force: bool = False, cause: 
     ``force`` overrules a verdict of hold and requires a reason in ``cause``.
 
     Raises:
-        StoreError: no such release, or it is the champion already, or the registry is unreachable.
+        StoreError: no such release, or it is already the champion, or the registry is unreachable.
         IntegrityError: the archive is damaged, or its verdict is hold and ``force`` is not set.
         SettingsError: ``force`` without a reason.
         ServingError, ClusterError, BusyError, ConflictError: as in `deploy`.
     """
     if force and not (cause and cause.why.strip()):
-        raise SettingsError("Promoting against a verdict has to say why; add --why 'the reason'.")
+        raise SettingsError("Promoting against a verdict needs a reason; add --why 'the reason'.")
     registry = Registry(open_store(settings.store_uri))
     champion = registry.champion()  # read before the lock is taken: of two concurrent promotions, one fails
     if champion is not None and champion.version == version:
-        raise StoreError(f"Release {version} is the champion already.")
+        raise StoreError(f"Release {version} is already the champion.")
     with _fetched(version, settings, registry) as (target, archive, parts):
         check_promotable(parts, force=force)
         with target.rollout(archive, parts) as proof:
@@ -85,7 +85,7 @@ def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: st
     if champion is None:
         raise StoreError(f"There is nothing to roll back to: no release was promoted in {settings.store_uri} yet.")
     if expected not in (None, champion.version):
-        raise ConflictError(f"{champion.version} is the champion now, not {expected}; look at it and decide again.")
+        raise ConflictError(f"The champion is now {champion.version}, not {expected}; check it and decide again.")
     with (
         _fetched(champion.rollback_target(), settings, registry) as (target, archive, parts),
         target.rollout(archive, parts) as proof,

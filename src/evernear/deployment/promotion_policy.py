@@ -52,23 +52,23 @@ def _read_verdict(path: Path, parts: ReleaseParts) -> Verdict:
     try:
         data = path.read_bytes()
     except OSError:
-        raise IntegrityError(f"{path} holds no verdict, so nothing is deployed.") from None
+        raise IntegrityError(f"{path} cannot be read, so the release has no verdict and is not deployed.") from None
     if sha256_bytes(data) != manifest.verdict_sha256:
         raise IntegrityError(f"{path} is not the verdict that the release was archived with.")
     verdict = Verdict.from_json(data, path)
     measured = (verdict.candidate.network_sha256, verdict.candidate.index_digest)
     if measured != (manifest.network_sha256, describe_index(parts.directory).digest):
         raise IntegrityError(
-            f"The verdict {path} is on another network or index than those of release {manifest.version}; run again."
+            f"The verdict {path} is about another network or index than those of release {manifest.version}; run again."
         )
     if (verdict.champion.name if verdict.champion else None) != manifest.parent:
         raise IntegrityError(
-            f"The verdict {path} was reached against another champion than {manifest.parent or 'none'}, which "
-            f"release {manifest.version} names; run again."
+            f"The verdict {path} is against another champion than {manifest.parent or 'none'}, which release "
+            f"{manifest.version} names; run again."
         )
     return verdict
 
 
 def _hold(parts: ReleaseParts, verdict: Verdict) -> IntegrityError:
     reasons = " ".join(verdict.reasons)
-    return IntegrityError(f"The verdict holds release {parts.manifest.version}: {reasons}")
+    return IntegrityError(f"The verdict on release {parts.manifest.version} is hold: {reasons}")

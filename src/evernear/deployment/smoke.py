@@ -26,7 +26,7 @@ def smoke(client: Predicts, parts: ReleaseParts) -> int:
     version = parts.manifest.version
     queries = parts.smoke_queries()
     if not queries:
-        raise ServingError(f"Release {version} stores no query to be tested with.")
+        raise ServingError(f"Release {version} has no stored queries for the smoke test.")
     for image, query in queries:
         try:
             answer = client.predict(image, version)

@@ -1,1 +1,1 @@
-"""Gallery embeddings become a FAISS index that turns neighbors into a label, or into "unknown"."""
+"""The FAISS index of the gallery: neighbors determine a label, or "unknown"."""

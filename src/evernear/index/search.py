@@ -57,9 +57,7 @@ class Neighbors:
 
 @dataclass(frozen=True)
 class Classifications:
-    """What N queries were taken for: label numbers, distances to the nearest neighbor and verdicts, each
-    (N,).
-    """
+    """The predictions for N queries: label numbers, nearest-neighbor distances and unknown flags, each (N,)."""
 
     labels: NDArray[np.int32]
     distances: NDArray[np.float32]

@@ -1,4 +1,4 @@
-"""A Kubernetes Deployment as a deployment target: bring a release up, prove it, or restore the previous one.
+"""A Kubernetes Deployment as a deployment target: roll a release out, verify it, or restore the previous one.
 
 Read `KubernetesTarget.rollout` first. `objects` builds what is applied, `cluster` is the client of the API server. The
 registry's champion is the truth: after a killed deployment, the next one makes the cluster follow it.
@@ -82,7 +82,7 @@ class KubernetesTarget:
 
         Raises:
             ClusterError: the API server is unavailable or refuses, or the rollout does not complete.
-            ServingError: the Service answers otherwise than when the release was archived.
+            ServingError: the predictions of the Service differ from those when the release was archived.
             TransientStoreError: raised by the body; the release stays live.
             BusyError: the Lease was lost.
         """
@@ -158,12 +158,12 @@ class KubernetesTarget:
             previous = self._previous()
             if previous is None:
                 remove(self.cluster, failed.objects)
-                return "Nothing served before it, so all that was made for it was removed."
+                return "No release was live before it, so its objects were removed."
             self._apply(previous)
             await_rollout(self.cluster, self._kubernetes)
         except EvernearError as error:
-            return f"What served before was not put back: {error}"
-        return f"Release {previous.version} was put back and serves."
+            return f"The previous release was not restored: {error}"
+        return f"Release {previous.version} was restored and is live."
 
     def _previous(self) -> Revision | None:
         """The last known good revision if it is of the champion, otherwise the champion with today's settings."""

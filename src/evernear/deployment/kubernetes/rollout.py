@@ -34,7 +34,7 @@ def await_rollout(cluster: Cluster, settings: KubernetesSettings) -> None:
         now_s = time.monotonic()
         if diagnosis is None or not diagnosis.persistent:
             healthy_s = now_s
-        why = diagnosis.reason if diagnosis else "nothing tells why"
+        why = diagnosis.reason if diagnosis else "the cause is unknown"
         if now_s - healthy_s > settings.failure_grace_s:
             raise ClusterError(f"it does not come up: {why}.")
         if now_s - started_s > settings.rollout_timeout_s:
@@ -60,7 +60,7 @@ def is_complete(deployment: Tree) -> bool:
 def _deployment(cluster: Cluster, name: str) -> Tree:
     deployment = cluster.get("Deployment", name)
     if deployment is None:
-        raise ClusterError(f"somebody deleted the Deployment {name}.")
+        raise ClusterError(f"the Deployment {name} was deleted.")
     if deployment["spec"].get("replicas") == 0:
-        raise ClusterError(f"somebody scaled the Deployment {name} to 0, so nothing serves; scale it to 1 or more.")
+        raise ClusterError(f"the Deployment {name} was scaled to 0 replicas; scale it to 1 or more.")
     return deployment

@@ -1,4 +1,4 @@
-"""Diagnose a rollout from the status, events and logs of its pods: one sentence with Kubernetes' own words."""
+"""Diagnose a rollout from the status, events and logs of its pods: one sentence that quotes Kubernetes."""
 
 from dataclasses import dataclass
 
@@ -25,11 +25,11 @@ def diagnose(cluster: Cluster, settings: KubernetesSettings, deployment: Tree) -
     """The fault that keeps the newest revision of ``deployment`` from coming up; None if none is visible."""
     refused = _condition(deployment, "ReplicaFailure", "True")
     if refused is not None:
-        return Diagnosis(f"no pod can be made: {_reason(refused)}")
+        return Diagnosis(f"no pod can be created: {_reason(refused)}")
     revision = deployment["spec"]["template"]["metadata"]["labels"][REVISION]
     labels = {**selector(settings), REVISION: revision}
     pods = cluster.list("Pod", labelSelector=",".join(f"{key}={value}" for key, value in labels.items()))
-    pods.sort(key=_has_failed)  # a failed pod says least: another one has replaced it
+    pods.sort(key=_has_failed)  # a failed pod is the least informative: another one has replaced it
     diagnoses = [_of_pod(cluster, pod) for pod in pods if "deletionTimestamp" not in pod["metadata"]]
     faults = [diagnosis for diagnosis in diagnoses if diagnosis is not None]
     return next((fault for fault in faults if fault.persistent), faults[0] if faults else None)
@@ -39,7 +39,7 @@ def _of_pod(cluster: Cluster, pod: Tree) -> Diagnosis | None:
     name, status = pod["metadata"]["name"], pod.get("status") or {}
     unscheduled = _condition(pod, "PodScheduled", "False")
     if unscheduled is not None:
-        return Diagnosis(f"no node takes pod {name}: {_reason(unscheduled)}")
+        return Diagnosis(f"pod {name} cannot be scheduled: {_reason(unscheduled)}")
     if _has_failed(pod):
         return Diagnosis(f"pod {name} failed: {_reason(status)}")
     for container in status.get("initContainerStatuses") or []:
@@ -65,7 +65,7 @@ def _of_container(cluster: Cluster, pod: str, container: Tree, role: str) -> Dia
     if reason in PULL_ERRORS:
         return Diagnosis(f"the image {container['image']} cannot be pulled: {_reason(waiting)}", persistent=True)
     if reason in CREATE_ERRORS:
-        return Diagnosis(f"{name} cannot be made: {_reason(waiting)}", persistent=True)
+        return Diagnosis(f"{name} cannot be created: {_reason(waiting)}", persistent=True)
     ended: Tree = state.get("terminated") or (container.get("lastState") or {}).get("terminated") or {}
     # After its second restart, a running container counts as crashed until it is ready: it may crash again later.
     restarts = container.get("restartCount", 0)
@@ -75,7 +75,7 @@ def _of_container(cluster: Cluster, pod: str, container: Tree, role: str) -> Dia
     how = f"exit code {ended.get('exitCode', 'unknown')}"
     if ended.get("reason") == "OOMKilled":
         how = "it needs more memory than kubernetes.memory"
-    fate = "crashes again and again" if restarts else "failed"
+    fate = "keeps crashing" if restarts else "failed"
     words = _last_words(cluster, pod, container["name"], ended, previous="terminated" not in state)
     return Diagnosis(f"{name} {fate} ({how}){words}", persistent=True)
 

@@ -24,8 +24,8 @@ def prove(client: Predicts, settings: KubernetesSettings, parts: ReleaseParts) -
     The test starts after as many consecutive answers of this release as there are stored queries.
 
     Raises:
-        ServingError: the Service answers otherwise than when the release was archived, with another release, or not
-            at all.
+        ServingError: a prediction differs from the archived one, or comes from another release, or the Service does
+            not respond.
     """
     _await_release(client, settings, parts)
     return smoke(client, parts)
@@ -40,7 +40,7 @@ def service_client(cluster: Cluster, settings: RunSettings) -> Predicts:
     """A client of the Service: by ``service_url`` if set, by its DNS name from inside, else through the API server.
 
     Raises:
-        SettingsError: a token is required, and the API server would not pass it on.
+        SettingsError: a token is required, and the API server would not forward it.
     """
     url = urlsplit(settings.kubernetes.service_url)
     if url.hostname:
@@ -50,8 +50,8 @@ def service_client(cluster: Cluster, settings: RunSettings) -> Predicts:
         return Client(_target(settings, _host(settings), settings.serving.inference_port))
     if settings.kubernetes.token_secret:
         raise SettingsError(
-            "The API server passes no token on to a Service; deploy from inside the cluster, or say where the Service "
-            "can be reached with --set kubernetes.service_url=http://HOST:PORT."
+            "The API server does not forward a token to a Service; deploy from inside the cluster, or set the "
+            "URL of the Service with --set kubernetes.service_url=http://HOST:PORT."
         )
     return _ThroughApiServer(cluster, settings)
 
