@@ -68,7 +68,7 @@ def test_reuse_requires_a_champion(system: System, store: Store, tmp_path: Path)
 
 def test_reuse_rejects_another_dataset(system: System, make_release: MakeRelease, store: Store, tmp_path: Path) -> None:
     promote(store, make_release)
-    with pytest.raises(DataError, match="built from the dataset 'digits', and its network cannot be used for 'letters'"):
+    with pytest.raises(DataError, match="built from the dataset 'digits', and its network cannot be used for 'lette"):
         reuse_network(store, renamed(system.dataset, name="letters"), tmp_path / "network")
     assert not (tmp_path / "network").exists()
 
