@@ -1,6 +1,7 @@
 """Behavior of the steps beyond the functions that they call."""
 
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from PIL import Image
 from releases import MakeRelease
 
-from evernear import steps
+from evernear import progress, steps
 from evernear.data.ingest import ingest
 from evernear.data.manifest import save_manifest
 from evernear.progress import step
@@ -47,6 +48,19 @@ def test_validate_rejects_a_champion_with_another_image_size(
         steps.validate("run", settings, str(tmp_path), str(tmp_path / "report.md"))
     assert stopped.value.code == 3
     assert f"{release.version} takes images of (8, 8, 1)" in capsys.readouterr().err
+
+
+def test_train_reports_its_progress_within_an_epoch_and_the_time_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ingest_noise(tmp_path, "01")
+    monkeypatch.setattr(progress, "REPORT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(progress, "REPORTS", 10**9)
+    train = {"epochs": 2, "min_steps": 6, "width": 4, "embedding_dim": 8}
+    settings = RunSettings(store=(tmp_path / "store").as_uri(), train=train).model_dump(mode="json")
+    steps.train("run", settings, str(tmp_path), str(tmp_path / "trained"), str(tmp_path / "curves.html"))
+    reports = re.findall(r"epoch (\d)/2, step (\d)/3, about \d+ s left", capsys.readouterr().out)
+    assert reports == [("1", "2"), ("1", "3"), ("2", "1"), ("2", "2"), ("2", "3")]
 
 
 @pytest.mark.parametrize(

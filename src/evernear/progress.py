@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +22,10 @@ from evernear.output import print_line, printable
 from evernear.run_record import RunRecord, StepRecord
 from evernear.store import open_store
 
+REPORT_INTERVAL_S = 2.0
+"""Shortest time between two reports of the time left."""
+REPORTS = 100
+"""Reports of the time left in a long step, at most; each one is a line of the step's log."""
 EVENTS_VARIABLE = "_EVERNEAR_EVENTS"
 TERMINATION_MESSAGE = Path("/dev/termination-log")
 TERMINATION_MESSAGE_MAX_CHARACTERS = 1000
@@ -143,6 +147,44 @@ def _write_termination_message(message: str) -> None:
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         with suppress(OSError):
             TERMINATION_MESSAGE.write_text(message[:TERMINATION_MESSAGE_MAX_CHARACTERS])
+
+
+class Countdown:
+    """Reports the progress of work in equal units, and estimates the time left.
+
+    The estimate is the mean duration of the units so far times the units left. The first unit is not timed, because it
+    also warms up libraries and caches, nor are units done before the first call, as in a resumed training.
+    """
+
+    def __init__(self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._report = report
+        self._clock = clock
+        self._first: tuple[int, float] | None = None
+        self._next_report_s = 0.0
+
+    def __call__(self, done: int, total: int, message: str) -> None:
+        """Report ``message`` and the time left, if a report is due. Call this after each unit, or every few units."""
+        now_s = self._clock()
+        if self._first is None:
+            self._first = (done, now_s)
+            self._next_report_s = now_s + REPORT_INTERVAL_S
+        first, started_s = self._first
+        if now_s < self._next_report_s or done <= first:
+            return
+        left_s = (now_s - started_s) / (done - first) * (total - done)
+        self._next_report_s = now_s + max(REPORT_INTERVAL_S, (now_s - started_s + left_s) / REPORTS)
+        self._report(f"{message}, about {duration(left_s)} left")
+
+
+def duration(seconds: float) -> str:
+    """``seconds`` in its two largest units, such as ``45 s``, ``3 min 20 s`` or ``1 h 5 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evernear.disk import write_atomically
-from evernear.progress import Step, step
+from evernear.progress import Countdown, Step, step
 from evernear.run_record import RunRecord
 from evernear.settings import RunSettings, of_run, parse
 from evernear.store import open_store
@@ -71,15 +71,22 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
     with _step("train", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
         from evernear.embedding.artifact import Epoch
-        from evernear.embedding.train import train
+        from evernear.embedding.train import Steps, train
         from evernear.reporting.plots import training_curves
 
         def report_epoch(point: Epoch) -> None:
             accuracy = f"gallery accuracy {point.gallery_accuracy:.2%}"
             running.report(f"epoch {point.epoch}/{chosen.train.epochs}, loss {point.train_loss:.3f}, {accuracy}")
 
-        data = Dataset.open(Path(dataset))
-        result = train(data, chosen.train, Path(trained), open_store(chosen.store_uri), on_epoch=report_epoch)
+        countdown = Countdown(running.report)
+
+        def report_step(steps: Steps) -> None:
+            epochs_before, step_of_epoch = divmod(steps.done - 1, steps.per_epoch)
+            epoch = f"epoch {epochs_before + 1}/{chosen.train.epochs}"
+            countdown(steps.done, steps.total, f"{epoch}, step {step_of_epoch + 1:,}/{steps.per_epoch:,}")
+
+        data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
+        result = train(data, chosen.train, Path(trained), opened, on_epoch=report_epoch, on_step=report_step)
         write_atomically(Path(curves), training_curves(result.epochs))
         best = result.epochs[result.best_epoch - 1]
         resumed = f", resumed after epoch {result.resumed_after_epoch}" if result.resumed_after_epoch else ""

@@ -22,7 +22,7 @@ from evernear.embedding.arcface import TrainingModule, cross_entropy
 from evernear.embedding.artifact import Epoch, TrainingResult, load_trained
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.network import Architecture
-from evernear.embedding.train import TrainingState, checkpoint_key, choose_optimizer, learning_rate, train
+from evernear.embedding.train import Steps, TrainingState, checkpoint_key, choose_optimizer, learning_rate, train
 from evernear.errors import IntegrityError, StoreError, TrainingError
 from evernear.settings import TrainSettings
 from evernear.store import open_store
@@ -34,8 +34,12 @@ def weights(directory: Path) -> bytes:
 
 def test_training_learns_and_reports_every_epoch(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
     seen: list[Epoch] = []
+    steps: list[Steps] = []
     settings = tiny.model_copy(update={"epochs": 8, "min_steps": 200, "width": 8})
-    result = train(digits, settings, tmp_path, on_epoch=seen.append)
+    result = train(digits, settings, tmp_path, on_epoch=seen.append, on_step=steps.append)
+    per_epoch = len(steps) // 8
+    assert per_epoch >= 200 // 8
+    assert steps == [Steps(done, len(steps), per_epoch) for done in range(1, len(steps) + 1)]
     assert result.epochs == tuple(seen)
     assert [point.epoch for point in seen] == list(range(1, 9))
     assert seen[-1].gallery_accuracy > 0.95
@@ -329,10 +333,11 @@ def test_processes_train_together_and_divide_the_cpus(
     monkeypatch.setenv(threads.CHOSEN_THREADS, "6")
     monkeypatch.setenv("OMP_DISPLAY_ENV", "TRUE")
     epochs: list[Epoch] = []
+    steps: list[Steps] = []
     store = open_store((tmp_path / "store").as_uri())
-    result = train(
-        digits, two_processes.model_copy(update={"epochs": 6}), tmp_path / "trained", store, on_epoch=epochs.append
-    )
+    settings = two_processes.model_copy(update={"epochs": 6})
+    result = train(digits, settings, tmp_path / "trained", store, on_epoch=epochs.append, on_step=steps.append)
+    assert [done for done, _, _ in steps] == list(range(1, steps[0].total + 1))
     assert result.epochs == tuple(epochs)
     assert result.epochs[-1].gallery_accuracy > 0.7
     assert len(list(store.list("checkpoints/"))) == 1

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,6 +48,17 @@ WITHOUT_EFFECT = {"parity_tolerance", "checkpoint_every_epochs"}
 OnEpoch = Callable[[Epoch], None]
 
 
+class Steps(NamedTuple):
+    """Training steps, counted over all epochs. Early stopping may end a training before ``total``."""
+
+    done: int
+    total: int
+    per_epoch: int
+
+
+OnStep = Callable[[Steps], None]
+
+
 def train(
     dataset: Dataset,
     settings: TrainSettings,
@@ -55,12 +66,13 @@ def train(
     store: Store | None = None,
     exclude_labels: frozenset[str] = frozenset(),
     on_epoch: OnEpoch | None = None,
+    on_step: OnStep | None = None,
 ) -> TrainingResult:
     """Train on the train split without ``exclude_labels``; write weights, description and history to ``out_dir``.
 
     The gallery split is the validation set: it decides which epoch's weights are saved and when to stop early. The test
     split is not read. With a ``store``, checkpoints are saved there. ``on_epoch`` is called after each epoch, once its
-    checkpoint is saved.
+    checkpoint is saved, and ``on_step`` after each step.
 
     Raises:
         TrainingError: fewer than two labels to train on, a loss that is not finite, an unreadable checkpoint, or a
@@ -68,7 +80,7 @@ def train(
         StoreError: a checkpoint or a file in ``out_dir`` cannot be written.
     """
     if settings.processes > 1 and not dist.is_initialized():
-        return _train_in_processes(dataset, settings, out_dir, store, exclude_labels, on_epoch)
+        return _train_in_processes(dataset, settings, out_dir, store, exclude_labels, on_epoch, on_step)
 
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device = choose_device(settings, rank)
@@ -113,6 +125,8 @@ def train(
             scaler.step(optimizer)
             scaler.update()
             losses += loss.detach()
+            if rank == 0 and on_step is not None:
+                on_step(Steps(epoch * steps + step + 1, settings.epochs * steps, steps))
 
         metrics = Epoch(
             epoch=epoch + 1,
@@ -154,12 +168,21 @@ def _train_in_processes(
     store: Store | None,
     exclude_labels: frozenset[str],
     on_epoch: OnEpoch | None,
+    on_step: OnStep | None,
 ) -> TrainingResult:
     """Run `train` in ``settings.processes`` processes; the first one writes the files."""
     work = partial(_train_in_process, dataset.manifest, settings, out_dir, store.uri if store else None, exclude_labels)
     gpus = torch.cuda.device_count() if settings.device != "cpu" else 0
     backend = "nccl" if gpus >= settings.processes else "gloo"
-    distributed.run(work, settings.processes, backend, on_epoch or (lambda _: None))
+
+    def deliver(message: Epoch | Steps) -> None:
+        if isinstance(message, Steps):
+            if on_step is not None:
+                on_step(message)
+        elif on_epoch is not None:
+            on_epoch(message)
+
+    distributed.run(work, settings.processes, backend, deliver)
     return TrainingResult.load(out_dir / HISTORY_FILE)
 
 
@@ -169,11 +192,11 @@ def _train_in_process(
     out_dir: Path,
     store_uri: str | None,
     exclude_labels: frozenset[str],
-    on_epoch: OnEpoch,
+    send: Callable[[Epoch | Steps], None],
 ) -> None:
     dataset = Dataset(manifest, open_store(manifest.store_uri))
     store = open_store(store_uri) if store_uri is not None else None
-    train(dataset, settings, out_dir, store, exclude_labels, on_epoch)
+    train(dataset, settings, out_dir, store, exclude_labels, on_epoch=send, on_step=send)
 
 
 def choose_device(settings: TrainSettings, rank: int) -> torch.device:
