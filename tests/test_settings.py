@@ -75,7 +75,7 @@ def test_every_preset_loads() -> None:
 
 
 def test_sections_survive_the_way_through_kfp() -> None:
-    """KFP carries numbers as floats: whole ones have to come back as integers."""
+    """KFP passes numbers as floats; whole numbers are converted to integers."""
     section = load().train
     as_kfp = {
         k: float(v) if isinstance(v, int) and not isinstance(v, bool) else v for k, v in section.model_dump().items()

@@ -39,8 +39,10 @@ def loopback_site(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) 
     store = f"s3://{bucket}/store"
     pods = Pods(lambda: store, tmp_path)
     with LoopbackCluster(tmp_path, second_s=1.0) as running, administrator(running.kubeconfig()) as admin:
-        running.pods_do(pods.behaviour)
-        running.pods_do(ImageMissing("no such host"), lambda pod: MISSING_IMAGE in str(pod["spec"]["containers"]))
+        running.set_pod_behavior(pods.behavior)
+        running.set_pod_behavior(
+            ImageMissing("no such host"), lambda pod: MISSING_IMAGE in str(pod["spec"]["containers"])
+        )
         with temporary_namespace(admin) as namespace:
             install_deployer(admin, namespace)
             install_store_secret(admin, namespace, environment)

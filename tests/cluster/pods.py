@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from loopback.kubernetes import Behaviour, Ready
+from loopback.kubernetes import PodBehavior, Ready
 
 from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
@@ -29,7 +29,7 @@ class Pods:
         self._releases: dict[str, _Release] = {}
         self._running = ExitStack()
 
-    def behaviour(self, pod: dict[str, Any]) -> Behaviour:
+    def behavior(self, pod: dict[str, Any]) -> PodBehavior:
         """Make the pod ready, with the release named by its label on the inference port."""
         version = pod["metadata"].get("labels", {}).get(_VERSION)
         if version is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from kubernetes import client, config, utils
-from loopback.kubernetes import CrashLoop, LoopbackCluster, NotReady, carries
+from loopback.kubernetes import CrashLoop, LoopbackCluster, NotReady, labeled
 from loopback.kubernetes.calls import Call
 from loopback.kubernetes.kinds import named as known_kind
 from rendered import DEPLOY, DIGEST, Object, named, objects, settings_of
@@ -77,11 +77,11 @@ def test_deployer_has_exactly_the_rights_that_it_uses(
         save_last_known_good(api, settings.kubernetes, Revision(OLD, old))
         assert load_last_known_good(api, settings.kubernetes) is not None
     with LeaseLock(api, settings.kubernetes.name, 2):
-        cluster.pods_do(NotReady("not yet"), carries(VERSION, SLOW))  # so that the deployer reads its events
+        cluster.set_pod_behavior(NotReady("not yet"), labeled(VERSION, SLOW))  # so that the deployer reads its events
         apply(api, serving_objects(settings, ServedRelease(SLOW, "b" * 64, "c" * 64)))
         with pytest.raises(ClusterError, match="probe"):
             await_rollout(api, settings.kubernetes.model_copy(update={"rollout_timeout_s": 4}))
-        cluster.pods_do(CrashLoop("no Java\n"), carries(VERSION, NEW))
+        cluster.set_pod_behavior(CrashLoop("no Java\n"), labeled(VERSION, NEW))
         new = serving_objects(settings, ServedRelease(NEW, "b" * 64, "c" * 64))
         apply(api, new)
         with pytest.raises(ClusterError, match="no Java"):

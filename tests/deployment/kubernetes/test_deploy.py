@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from conftest import IMAGE, MakeSettings
 from kubernetes import client, config
-from loopback.kubernetes import CrashLoop, ImageMissing, LoopbackCluster, Ready, carries
+from loopback.kubernetes import CrashLoop, ImageMissing, LoopbackCluster, Ready, labeled
 from releases import MakeRelease, PackedRelease
 from serving.stand_ins import http_server
 from typer.testing import CliRunner
@@ -134,7 +134,7 @@ def site(
     with ExitStack() as stack:
         for each in answers:
             port = stack.enter_context(http_server(do_POST=lambda handler, each=each: each.answer(handler)))
-            loopback.pods_do(Ready(serves={8080: ("127.0.0.1", port)}), carries(RELEASE, each.version))
+            loopback.set_pod_behavior(Ready(serves={8080: ("127.0.0.1", port)}), labeled(RELEASE, each.version))
         yield Site(loopback, make_settings())
 
 
@@ -200,16 +200,18 @@ def test_failed_release_is_replaced_by_the_previous_one(
     changes: dict[str, Any] = {}
     match fault:
         case "crash":
-            site.loopback.pods_do(CrashLoop("no"), carries(RELEASE, second.version))
+            site.loopback.set_pod_behavior(CrashLoop("no"), labeled(RELEASE, second.version))
         case "image":  # the previous release is restored with its own image, not that of the settings
             changes = {"image": IMAGE.replace("a" * 64, "b" * 64)}
-            site.loopback.pods_do(ImageMissing(), lambda pod: pod["spec"]["containers"][0]["image"].endswith("b" * 64))
+            site.loopback.set_pod_behavior(
+                ImageMissing(), lambda pod: pod["spec"]["containers"][0]["image"].endswith("b" * 64)
+            )
         case "wrong answer":
             answers[1].wrong = {"dist": 1.5}
         case "another release":
             answers[1].wrong = {"version": "x"}
         case _:
-            site.loopback.pods_do(Ready(serves={8080: ("127.0.0.1", 1)}), carries(RELEASE, second.version))
+            site.loopback.set_pod_behavior(Ready(serves={8080: ("127.0.0.1", 1)}), labeled(RELEASE, second.version))
     with pytest.raises(EvernearError, match=sentence) as caught:
         site.deploy(second, **changes)
     assert str(caught.value).startswith(f"Release {second.version} was not deployed: ")
@@ -224,7 +226,7 @@ def test_failed_first_release_leaves_no_objects(
     site: Site, releases: tuple[PackedRelease, ...], answers: list[Answers], fault: str
 ) -> None:
     if fault == "crash":
-        site.loopback.pods_do(CrashLoop("no"))
+        site.loopback.set_pod_behavior(CrashLoop("no"))
     else:
         answers[0].wrong = {"pred": "?"}
     with pytest.raises(EvernearError, match=r"No release was live before it, so its objects were removed\.$"):
@@ -238,7 +240,7 @@ def test_failed_first_release_leaves_no_objects(
 def test_failed_restore_is_reported(site: Site, releases: tuple[PackedRelease, ...]) -> None:
     first, second, _ = releases
     site.deploy(first, image=IMAGE.replace("a" * 64, "c" * 64))
-    site.loopback.pods_do(CrashLoop("the node is broken"))
+    site.loopback.set_pod_behavior(CrashLoop("the node is broken"))
     with pytest.raises(ClusterError, match=r"was not restored: it does not come up: .*node is broken"):
         site.deploy(second, rollout_timeout_s=3)
     assert site.champion == first.version
@@ -253,7 +255,7 @@ def test_field_conflicts_are_reported_before_any_change(site: Site, releases: tu
     with pytest.raises(
         ClusterError,
         match=r'^Deployment evernear-serving: "kubectl-edit".* set \.spec\.template\.spec\.terminationGrace\w+; '
-        r"let go of that there, or take it with --set kubernetes\.force_conflicts=true\.$",
+        r"release it there, or take ownership with --set kubernetes\.force_conflicts=true\.$",
     ):
         site.deploy(second)
     settings = client.CoreV1Api(apps.api_client).read_namespaced_config_map(NAME, "evernear")
@@ -296,7 +298,7 @@ def test_killed_deployment_can_be_repeated(
     assert site.deploy(second).version == second.version  # waits until the Lease of the killed process expires
     assert site.champion == second.version
     assert site.live == ({second.version}, {IMAGE})
-    site.loopback.pods_do(CrashLoop("no"), carries(RELEASE, third.version))
+    site.loopback.set_pod_behavior(CrashLoop("no"), labeled(RELEASE, third.version))
     with pytest.raises(ClusterError, match=rf"Release {second.version} was restored and is live"):
         site.deploy(third)
     assert site.live == ({second.version}, {IMAGE})
@@ -321,7 +323,7 @@ def test_failed_release_after_a_killed_deployment_is_replaced_by_the_champion(
             site.deploy(second)
     assert site.live[0] == {second.version}
     assert deployment.status(site.settings)["champion"] == first.version
-    site.loopback.pods_do(CrashLoop("no"), carries(RELEASE, rival.version))
+    site.loopback.set_pod_behavior(CrashLoop("no"), labeled(RELEASE, rival.version))
     with pytest.raises(ClusterError, match=rf"Release {first.version} was restored and is live"):
         site.deploy(rival)
     assert site.live[0] == {first.version}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from conftest import MakeSettings
-from loopback.kubernetes import LoopbackCluster, Ready, carries
+from loopback.kubernetes import LoopbackCluster, Ready, labeled
 from releases import MakeRelease, PackedRelease
 from serving.pod.kubelet import Pod
 
@@ -50,8 +50,8 @@ def test_deploy_two_releases_and_roll_back(
     second = make_release(parent=first.version)
     for release, pod in zip((first, second), pods, strict=True):
         run(pod, release, settings)
-        behaviour = Ready(serves={8080: ("127.0.0.1", pod.port)})
-        loopback.pods_do(behaviour, carries(RELEASE, release.version))
+        behavior = Ready(serves={8080: ("127.0.0.1", pod.port)})
+        loopback.set_pod_behavior(behavior, labeled(RELEASE, release.version))
         deployed = deployment.deploy(release.archive, release.verdict, settings)
         assert (deployed.version, deployed.smoke_queries) == (release.version, 8)
     assert deployment.roll_back(settings).version == first.version

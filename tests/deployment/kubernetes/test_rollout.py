@@ -7,16 +7,16 @@ import pytest
 from conftest import MakeSettings
 from kubernetes import client, config
 from loopback.kubernetes import (
-    Behaviour,
     CrashLoop,
     ImageMissing,
     LoopbackCluster,
     NotReady,
+    PodBehavior,
     Ready,
     Stuck,
     Unschedulable,
-    carries,
     internal_error,
+    labeled,
     too_many_requests,
 )
 from loopback.kubernetes.kubectl import until
@@ -51,7 +51,7 @@ def test_rollout_completes_when_all_pods_are_new_and_ready(
     settings = make_settings(replicas_min=2)
     roll_out(settings, OLD)
     assert served(loopback) == {OLD}
-    loopback.pods_do(Ready(after_s=0.3))
+    loopback.set_pod_behavior(Ready(after_s=0.3))
     roll_out(settings, NEW)
     assert served(loopback) == {NEW}
     roll_out(settings, NEW)  # no change
@@ -67,7 +67,7 @@ def test_deployment_scaled_to_zero_fails(loopback: LoopbackCluster, make_setting
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "sentence"),
+    ("behavior", "sentence"),
     [
         (
             ImageMissing("manifest unknown"),
@@ -91,11 +91,11 @@ def test_deployment_scaled_to_zero_fails(loopback: LoopbackCluster, make_setting
     ],
 )
 def test_persistent_failure_ends_the_rollout_early(
-    loopback: LoopbackCluster, make_settings: MakeSettings, behaviour: Behaviour, sentence: str
+    loopback: LoopbackCluster, make_settings: MakeSettings, behavior: PodBehavior, sentence: str
 ) -> None:
     settings = make_settings()
     roll_out(settings, OLD)
-    loopback.pods_do(behaviour, carries(VERSION, NEW))
+    loopback.set_pod_behavior(behavior, labeled(VERSION, NEW))
     started_s = time.monotonic()
     with pytest.raises(ClusterError, match=f"^it does not come up: {sentence}"):
         roll_out(settings, NEW)
@@ -104,7 +104,7 @@ def test_persistent_failure_ends_the_rollout_early(
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "sentence"),
+    ("behavior", "sentence"),
     [
         (Unschedulable(), r"pod \S+ cannot be scheduled: 0/1 nodes are available: 1 Insufficient cpu"),
         (
@@ -116,14 +116,14 @@ def test_persistent_failure_ends_the_rollout_early(
     ],
 )
 def test_transient_failure_is_awaited_until_the_timeout(
-    loopback: LoopbackCluster, make_settings: MakeSettings, behaviour: Behaviour, sentence: str
+    loopback: LoopbackCluster, make_settings: MakeSettings, behavior: PodBehavior, sentence: str
 ) -> None:
     settings = make_settings(rollout_timeout_s=2)
     roll_out(settings, OLD)
-    loopback.pods_do(behaviour, carries(VERSION, NEW))
+    loopback.set_pod_behavior(behavior, labeled(VERSION, NEW))
     with pytest.raises(ClusterError, match=rf"^it is not up after 2 s: {sentence}"):
         roll_out(settings, NEW)
-    loopback.pods_do(Ready())
+    loopback.set_pod_behavior(Ready())
     roll_out(settings, NEW)
     assert served(loopback) == {NEW}
 
@@ -133,10 +133,10 @@ def test_stale_progress_deadline_is_ignored(loopback: LoopbackCluster, make_sett
     """The deployment is repeated once its missing resource exists; the condition of the first attempt remains."""
     settings = make_settings()
     cluster = Cluster.of(settings.kubernetes)
-    loopback.pods_do(Unschedulable())
+    loopback.set_pod_behavior(Unschedulable())
     apply(cluster, serving_objects(settings, ServedRelease(NEW, "b" * 64, "c" * 64)))
     until(lambda: "ProgressDeadlineExceeded" in str(cluster.get("Deployment", settings.kubernetes.name)))
-    loopback.pods_do(Ready(after_s=0.5))
+    loopback.set_pod_behavior(Ready(after_s=0.5))
     roll_out(settings, NEW)
     assert served(loopback) == {NEW}
 
@@ -163,7 +163,7 @@ def test_rejected_pods_are_reported(loopback: LoopbackCluster, make_settings: Ma
 def test_deployment_deleted_during_the_rollout_is_reported(
     loopback: LoopbackCluster, make_settings: MakeSettings
 ) -> None:
-    loopback.pods_do(Stuck())
+    loopback.set_pod_behavior(Stuck())
     admin = client.AppsV1Api(config.new_client_from_config(str(loopback.kubeconfig())))
     timer = threading.Timer(0.5, admin.delete_namespaced_deployment, ["evernear-serving", "evernear"])
     timer.start()
@@ -186,7 +186,7 @@ def test_rollout_survives_a_faulty_api_server(
 ) -> None:
     monkeypatch.setattr("evernear.deployment.kubernetes.cluster.BACKOFF_S", 0.05)
     settings = make_settings()
-    loopback.pods_do(Ready(after_s=1.0))
+    loopback.set_pod_behavior(Ready(after_s=1.0))
     match trouble:
         case "dropped watches" | "expired versions":
             shake = loopback.drop_watches if trouble == "dropped watches" else loopback.expire

@@ -1,30 +1,30 @@
 """A Kubeflow Pipelines API server on loopback, for the real ``kfp.Client``.
 
-It keeps pipelines, versions, experiments, runs and recurring runs, holds every request and every answer against the
-published v2beta1 API (`contract`), and refuses what the real one refuses. A test moves each run on by hand::
+It stores pipelines, versions, experiments, runs and recurring runs, validates every request and response against the
+published v2beta1 API (`contract`), and rejects what the real server rejects. A test controls the state of each run::
 
     with KfpServer() as server:
         server.publish(GOLDEN / "continuous_training.yaml", version="abc123")
         runs = KfpRuns(PipelineSettings(endpoint=server.url))
         started = runs.start("continuous-training", {"store": "s3://evernear"}, key="proposal-1")
 
-        run = server.run(started.id)         # or server.wait_for_run(), where another thread starts it
+        run = server.run(started.id)         # or server.wait_for_run() if another thread starts it
         run.begin()
         run.task("ingest", "RUNNING")
         run.task("ingest", "SUCCEEDED")
         run.task("train", "FAILED", error="Training cannot go on: the loss is not finite.")
         run.end("FAILED")                    # SUCCEEDED, FAILED, CANCELED
 
-or gives it an executor, which is called with the `RunControl` of each started run, in a thread of its own.
-`execute.LocalExecutor` really runs the uploaded pipeline on this machine, each step a process::
+Alternatively, the server calls an executor with the `RunControl` of each started run, in a separate thread.
+`execute.LocalExecutor` runs the uploaded pipeline on this machine, each step in its own process::
 
     with KfpServer(executor=LocalExecutor(tmp_path, store=store_uri, target="local", workdir=str(workdir))) as server:
         ...
         server.run(started.id).ended.wait(120)
 
-``server.fail(operation="run_service_create_run", status=503, times=2)`` makes requests go wrong, with ``after=True``
-after they were obeyed. ``KfpServer(token=...)``, ``cookie=...`` and ``namespaces={...}`` (multi-user) switch on what
-their names say; ``now`` is the server's clock. Leaving the context fails the test if anything was outside the contract.
+``server.fail(operation="run_service_create_run", status=503, times=2)`` makes requests fail, with ``after=True`` after
+they were executed. ``KfpServer(token=...)`` and ``cookie=...`` require credentials, ``namespaces={...}`` enables
+multi-user mode, and ``now`` is the server's clock. On exit, the context fails the test on any contract violation.
 """
 
 import socket
@@ -47,7 +47,7 @@ __all__ = ["KfpServer", "LocalExecutor", "RunControl"]
 
 
 class KfpServer:
-    """The server. It runs while its context is active."""
+    """The server, which runs while its context is active."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class KfpServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Terminate what runs, stop, and tell what was outside the contract."""
+        """Terminate active runs, stop, and assert that no call violated the contract."""
         for control in self._controls.values():
             if not control.ended.is_set() and control.id in self.state.runs:
                 control.resource["state"] = "CANCELING"
@@ -106,7 +106,7 @@ class KfpServer:
 
     @property
     def calls(self) -> list[str]:
-        """The operations that were asked for, in order, by their names in the swagger."""
+        """The requested operations in order, named as in the Swagger file."""
         return self._front.calls
 
     @property
@@ -121,41 +121,41 @@ class KfpServer:
             return [self._controls[run_id] for run_id in self.state.runs]
 
     def run(self, run_id: str) -> RunControl:
-        """The hand that moves a run on."""
+        """Return the control of a run."""
         return self._controls[run_id]
 
     def wait_for_run(self, number: int = 1, timeout_s: float = 10.0) -> RunControl:
-        """The ``number``-th run that was ever started, as soon as it is."""
+        """Wait for the ``number``-th started run and return it."""
         with self._created:
             assert self._created.wait_for(lambda: len(self._controls) >= number, timeout_s), "no run was started"
             return list(self._controls.values())[number - 1]
 
     def publish(self, compiled: Path, version: str, namespace: str = "") -> dict[str, Any]:
-        """Put a compiled pipeline there as its next version, without going through the API."""
+        """Store a compiled pipeline as the next version, bypassing the API."""
         content = compiled.read_bytes()
         spec = read_spec(content)
         name = spec.get("pipeline_spec", spec)["pipelineInfo"]["name"]
         with self.state.lock:
-            found = [p for p in self.state.pipelines.values() if p["name"] == name]
-            pipeline = found[0] if found else self.state.create_pipeline(name, namespace=namespace)
+            matches = [p for p in self.state.pipelines.values() if p["name"] == name]
+            pipeline = matches[0] if matches else self.state.create_pipeline(name, namespace=namespace)
             return self.state.create_version(pipeline["pipeline_id"], version, content)
 
     def fire(self, recurring_run_id: str) -> RunControl | None:
-        """Start the scheduled run, like the controller when it is due; None if the schedule is disabled."""
+        """Start the scheduled run, like the controller when it is due; return None if the schedule is disabled."""
         with self.state.lock:
             job = self.state.recurring_runs[recurring_run_id]
             if job["mode"] != "ENABLE":
                 return None
-            kept = ("experiment_id", "pipeline_version_reference", "runtime_config", "recurring_run_id")
+            keys = ("experiment_id", "pipeline_version_reference", "runtime_config", "recurring_run_id")
             name = f"{job['display_name']}-{len(self.state.runs) + 1}"
-            run = self.state.create_run({"display_name": name, **{key: job[key] for key in kept if key in job}})
+            run = self.state.create_run({"display_name": name, **{key: job[key] for key in keys if key in job}})
             self._run_created(run["run_id"])
             return self._controls[run["run_id"]]
 
     def fail(
         self, *, operation: str = "", status: int = 503, times: int = 1, after: bool = False, delay_s: float = 0.0
     ) -> None:
-        """Let the next ``times`` requests of ``operation`` (any, if empty) end with ``status``."""
+        """Fail the next ``times`` requests of ``operation`` (any if empty) with ``status``."""
         self._front.faults.append(Fault(operation, status, times, after, delay_s))
 
     def _run_created(self, run_id: str) -> None:

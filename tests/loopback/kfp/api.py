@@ -15,8 +15,8 @@ from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Re
 from starlette.routing import Route
 
 from tests.loopback.kfp import contract
+from tests.loopback.kfp.errors import HTTP, ApiServerError, invalid, missing
 from tests.loopback.kfp.listing import page
-from tests.loopback.kfp.refusals import HTTP, Refused, invalid, missing
 from tests.loopback.kfp.state import FINAL, Resource, State
 
 COMMON = ("created_at", "description", "display_name", "namespace")
@@ -31,7 +31,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class ValidRequest:
     """A valid request."""
 
     path: Mapping[str, str]
@@ -60,25 +60,25 @@ class Api:
         self._on_run = on_run
         self.policies: list[str] = []
 
-    def healthz_service_get_healthz(self, _: Asked) -> Resource:
+    def healthz_service_get_healthz(self, _: ValidRequest) -> Resource:
         return {"multi_user": bool(self.state.namespaces), "pipeline_store": "database"}
 
-    def pipeline_service_create_pipeline(self, asked: Asked) -> Resource:
-        given = dict(asked.body)
-        return self.state.create_pipeline(given.pop("name", "") or given.get("display_name", ""), **given)
+    def pipeline_service_create_pipeline(self, request: ValidRequest) -> Resource:
+        fields = dict(request.body)
+        return self.state.create_pipeline(fields.pop("name", "") or fields.get("display_name", ""), **fields)
 
-    def pipeline_service_list_pipelines(self, asked: Asked) -> Resource:
-        namespace = asked.query.get("namespace", "")
+    def pipeline_service_list_pipelines(self, request: ValidRequest) -> Resource:
+        namespace = request.query.get("namespace", "")
         if namespace:
             self.state.check_namespace(namespace, "A pipeline")
-        found = [p for p in self.state.pipelines.values() if p.get("namespace", "") == namespace]
-        return _listed("pipelines", *page(found, asked.query, FIELDS["pipeline"], "pipeline_id"))
+        pipelines = [p for p in self.state.pipelines.values() if p.get("namespace", "") == namespace]
+        return _listed("pipelines", *page(pipelines, request.query, FIELDS["pipeline"], "pipeline_id"))
 
-    def pipeline_service_get_pipeline(self, asked: Asked) -> Resource:
-        return _found(self.state.pipelines, asked.path["pipeline_id"], "Pipeline")
+    def pipeline_service_get_pipeline(self, request: ValidRequest) -> Resource:
+        return _found(self.state.pipelines, request.path["pipeline_id"], "Pipeline")
 
-    def pipeline_service_get_pipeline_by_name(self, asked: Asked) -> Resource:
-        name, namespace = asked.path["name"], asked.query.get("namespace", "")
+    def pipeline_service_get_pipeline_by_name(self, request: ValidRequest) -> Resource:
+        name, namespace = request.path["name"], request.query.get("namespace", "")
         if namespace:
             self.state.check_namespace(namespace, "A pipeline")
         for pipeline in self.state.pipelines.values():
@@ -86,114 +86,116 @@ class Api:
                 return pipeline
         raise missing("Namespace/Pipeline", f"{namespace}/{name}")
 
-    def pipeline_service_list_pipeline_versions(self, asked: Asked) -> Resource:
-        pipeline_id = asked.path["pipeline_id"]
+    def pipeline_service_list_pipeline_versions(self, request: ValidRequest) -> Resource:
+        pipeline_id = request.path["pipeline_id"]
         _found(self.state.pipelines, pipeline_id, "Pipeline")
-        found = [v for v in self.state.versions.values() if v["pipeline_id"] == pipeline_id]
-        return _listed("pipeline_versions", *page(found, asked.query, FIELDS["version"], "pipeline_version_id"))
+        versions = [v for v in self.state.versions.values() if v["pipeline_id"] == pipeline_id]
+        return _listed("pipeline_versions", *page(versions, request.query, FIELDS["version"], "pipeline_version_id"))
 
-    def pipeline_service_get_pipeline_version(self, asked: Asked) -> Resource:
-        return _found(self.state.versions, asked.path["pipeline_version_id"], "PipelineVersion")
+    def pipeline_service_get_pipeline_version(self, request: ValidRequest) -> Resource:
+        return _found(self.state.versions, request.path["pipeline_version_id"], "PipelineVersion")
 
-    def upload_pipeline(self, asked: Asked) -> Resource:
-        fields = dict(asked.query)
+    def upload_pipeline(self, request: ValidRequest) -> Resource:
+        fields = dict(request.query)
         name = fields.pop("name", "") or fields.get("display_name", "")
         pipeline = self.state.create_pipeline(name, **fields)
         fields.pop("namespace", "")
-        self.state.create_version(pipeline["pipeline_id"], name, asked.file, **fields)
+        self.state.create_version(pipeline["pipeline_id"], name, request.file, **fields)
         return pipeline
 
-    def upload_pipeline_version(self, asked: Asked) -> Resource:
-        fields = dict(asked.query)
+    def upload_pipeline_version(self, request: ValidRequest) -> Resource:
+        fields = dict(request.query)
         pipeline_id = fields.pop("pipelineid", "")
         name = fields.pop("name", "") or fields.get("display_name", "")
-        return self.state.create_version(pipeline_id, name, asked.file, **fields)
+        return self.state.create_version(pipeline_id, name, request.file, **fields)
 
-    def experiment_service_create_experiment(self, asked: Asked) -> Resource:
-        return self.state.create_experiment(asked.body)
+    def experiment_service_create_experiment(self, request: ValidRequest) -> Resource:
+        return self.state.create_experiment(request.body)
 
-    def experiment_service_list_experiments(self, asked: Asked) -> Resource:
-        namespace = asked.query.get("namespace", "")
+    def experiment_service_list_experiments(self, request: ValidRequest) -> Resource:
+        namespace = request.query.get("namespace", "")
         self.state.check_namespace(namespace, "An experiment")
-        found = [e for e in self.state.experiments.values() if e.get("namespace", "") == namespace]
-        return _listed("experiments", *page(found, asked.query, FIELDS["experiment"], "experiment_id"))
+        experiments = [e for e in self.state.experiments.values() if e.get("namespace", "") == namespace]
+        return _listed("experiments", *page(experiments, request.query, FIELDS["experiment"], "experiment_id"))
 
-    def experiment_service_get_experiment(self, asked: Asked) -> Resource:
-        return _found(self.state.experiments, asked.path["experiment_id"], "Experiment")
+    def experiment_service_get_experiment(self, request: ValidRequest) -> Resource:
+        return _found(self.state.experiments, request.path["experiment_id"], "Experiment")
 
-    def experiment_service_delete_experiment(self, asked: Asked) -> Resource:
-        _found(self.state.experiments, asked.path["experiment_id"], "Experiment")
-        del self.state.experiments[asked.path["experiment_id"]]
+    def experiment_service_delete_experiment(self, request: ValidRequest) -> Resource:
+        _found(self.state.experiments, request.path["experiment_id"], "Experiment")
+        del self.state.experiments[request.path["experiment_id"]]
         return {}
 
-    def run_service_create_run(self, asked: Asked) -> Resource:
-        run = self.state.create_run(asked.body)
+    def run_service_create_run(self, request: ValidRequest) -> Resource:
+        run = self.state.create_run(request.body)
         self._on_run(run["run_id"])
         return run
 
-    def run_service_get_run(self, asked: Asked) -> Resource:
-        return self._run(asked)
+    def run_service_get_run(self, request: ValidRequest) -> Resource:
+        return self._run(request)
 
-    def run_service_list_runs(self, asked: Asked) -> Resource:
-        experiment_id = asked.query.get("experiment_id", "")
+    def run_service_list_runs(self, request: ValidRequest) -> Resource:
+        experiment_id = request.query.get("experiment_id", "")
         if not experiment_id:
-            self.state.check_namespace(asked.query.get("namespace", ""), "A run")
-        found = []
+            self.state.check_namespace(request.query.get("namespace", ""), "A run")
+        runs = []
         for run in self.state.runs.values():
             namespace = self._namespace_of(run)
             right = run["experiment_id"] == experiment_id if experiment_id else True
-            if right and (not self.state.namespaces or namespace == asked.query.get("namespace", namespace)):
-                found.append(run)
-        return _listed("runs", *page(found, asked.query, FIELDS["run"], "run_id"))
+            if right and (not self.state.namespaces or namespace == request.query.get("namespace", namespace)):
+                runs.append(run)
+        return _listed("runs", *page(runs, request.query, FIELDS["run"], "run_id"))
 
-    def run_service_terminate_run(self, asked: Asked) -> Resource:
-        run = self._run(asked)
+    def run_service_terminate_run(self, request: ValidRequest) -> Resource:
+        run = self._run(request)
         if run["state"] in (*FINAL, "CANCELING"):
             raise invalid(f"Failed to terminate a run {run['run_id']}. Row not found")
         run["state"] = "CANCELING"
         return {}
 
-    def run_service_delete_run(self, asked: Asked) -> Resource:
-        del self.state.runs[self._run(asked)["run_id"]]
+    def run_service_delete_run(self, request: ValidRequest) -> Resource:
+        del self.state.runs[self._run(request)["run_id"]]
         return {}
 
-    def run_service_archive_run(self, asked: Asked) -> Resource:
-        self._run(asked)["storage_state"] = "ARCHIVED"
+    def run_service_archive_run(self, request: ValidRequest) -> Resource:
+        self._run(request)["storage_state"] = "ARCHIVED"
         return {}
 
-    def recurring_run_service_create_recurring_run(self, asked: Asked) -> Resource:
-        return self.state.create_recurring_run(asked.body)
+    def recurring_run_service_create_recurring_run(self, request: ValidRequest) -> Resource:
+        return self.state.create_recurring_run(request.body)
 
-    def recurring_run_service_list_recurring_runs(self, asked: Asked) -> Resource:
-        namespace = asked.query.get("namespace", "")
-        if not asked.query.get("experiment_id"):
+    def recurring_run_service_list_recurring_runs(self, request: ValidRequest) -> Resource:
+        namespace = request.query.get("namespace", "")
+        if not request.query.get("experiment_id"):
             self.state.check_namespace(namespace, "Recurring run")
         jobs = self.state.recurring_runs.values()
-        found = [j for j in jobs if not self.state.namespaces or self._namespace_of(j) == namespace]
-        return _listed("recurringRuns", *page(found, asked.query, FIELDS["recurring_run"], "recurring_run_id"))
+        recurring_runs = [j for j in jobs if not self.state.namespaces or self._namespace_of(j) == namespace]
+        return _listed(
+            "recurringRuns", *page(recurring_runs, request.query, FIELDS["recurring_run"], "recurring_run_id")
+        )
 
-    def recurring_run_service_get_recurring_run(self, asked: Asked) -> Resource:
-        return _found(self.state.recurring_runs, asked.path["recurring_run_id"], "Job")
+    def recurring_run_service_get_recurring_run(self, request: ValidRequest) -> Resource:
+        return _found(self.state.recurring_runs, request.path["recurring_run_id"], "Job")
 
-    def recurring_run_service_enable_recurring_run(self, asked: Asked) -> Resource:
-        return self._switch(asked, "ENABLE")
+    def recurring_run_service_enable_recurring_run(self, request: ValidRequest) -> Resource:
+        return self._switch(request, "ENABLE")
 
-    def recurring_run_service_disable_recurring_run(self, asked: Asked) -> Resource:
-        return self._switch(asked, "DISABLE")
+    def recurring_run_service_disable_recurring_run(self, request: ValidRequest) -> Resource:
+        return self._switch(request, "DISABLE")
 
-    def recurring_run_service_delete_recurring_run(self, asked: Asked) -> Resource:
-        _found(self.state.recurring_runs, asked.path["recurring_run_id"], "Job")
-        self.policies.append(asked.query.get("propagation_policy", ""))
-        del self.state.recurring_runs[asked.path["recurring_run_id"]]
+    def recurring_run_service_delete_recurring_run(self, request: ValidRequest) -> Resource:
+        _found(self.state.recurring_runs, request.path["recurring_run_id"], "Job")
+        self.policies.append(request.query.get("propagation_policy", ""))
+        del self.state.recurring_runs[request.path["recurring_run_id"]]
         return {}
 
-    def _switch(self, asked: Asked, mode: str) -> Resource:
-        job = _found(self.state.recurring_runs, asked.path["recurring_run_id"], "Job")
+    def _switch(self, request: ValidRequest, mode: str) -> Resource:
+        job = _found(self.state.recurring_runs, request.path["recurring_run_id"], "Job")
         job |= {"mode": mode, "status": f"{mode}D", "updated_at": self.state.stamp()}
         return {}
 
-    def _run(self, asked: Asked) -> Resource:
-        run = _found(self.state.runs, asked.path["run_id"], "Run")
+    def _run(self, request: ValidRequest) -> Resource:
+        run = _found(self.state.runs, request.path["run_id"], "Run")
         if self.state.namespaces:
             self.state.check_namespace(self._namespace_of(run), "A run")
         return run
@@ -209,7 +211,7 @@ class Gate:
     token: str = ""
     cookie: str = ""
 
-    def turn_away(self, request: Request) -> Response | None:
+    def reject(self, request: Request) -> Response | None:
         if self.token and request.headers.get("authorization") != f"Bearer {self.token}":
             return JSONResponse({"code": 16, "message": "Request header error: there is no user identity header."}, 401)
         if self.cookie and self.cookie not in request.headers.get("cookie", ""):
@@ -226,44 +228,44 @@ class Front:
         self._operations = contract.operations()
         self.faults: list[Fault] = []
         self.violations: list[str] = []
-        """What a client or this server did outside the contract. A test that leaves any has failed."""
+        """Contract violations of clients or this server; any that remain fail the test."""
         self.calls: list[str] = []
-        """Names of the operations that were asked for, in order."""
+        """Names of the requested operations, in order."""
         self.app = Starlette(
             routes=[
                 Route("/dex/auth", lambda _: HTMLResponse("<html>Log in</html>"), methods=["GET", "POST"]),
-                Route("/apis/{rest:path}", self._answer, methods=["GET", "POST", "PATCH", "DELETE"]),
+                Route("/apis/{rest:path}", self._handle, methods=["GET", "POST", "PATCH", "DELETE"]),
             ]
         )
 
-    async def _answer(self, request: Request) -> Response:
+    async def _handle(self, request: Request) -> Response:
         body = await request.body()
         return await run_in_threadpool(self._serve, request, body)
 
     def _serve(self, request: Request, body: bytes) -> Response:
-        if (away := self._gate.turn_away(request)) is not None:
-            return away
-        found = [(o, p) for o in self._operations if (p := o.matches(request.method, request.url.path)) is not None]
-        if not found:
-            return _refusal(Refused(5, "Not Found"))
-        operation, path = found[0]
+        if (rejection := self._gate.reject(request)) is not None:
+            return rejection
+        matches = [(o, p) for o in self._operations if (p := o.matches(request.method, request.url.path)) is not None]
+        if not matches:
+            return _error_response(ApiServerError(5, "Not Found"))
+        operation, path = matches[0]
         self.calls.append(operation.name)
         fault = self._fault_of(operation.name)
         if fault:
             time.sleep(fault.delay_s)
             if not fault.after:
-                return _refusal(Refused(14, "Service unavailable"), fault.status)
+                return _error_response(ApiServerError(14, "Service unavailable"), fault.status)
         try:
-            asked = self._within_contract(operation, path, request, body)
+            valid = self._within_contract(operation, path, request, body)
             with self._api.state.lock:
-                answer = json.loads(json.dumps(getattr(self._api, operation.name)(asked)))
-        except Refused as refused:
-            return _refused_upload(refused) if operation.files else _refusal(refused)
+                response = json.loads(json.dumps(getattr(self._api, operation.name)(valid)))
+        except ApiServerError as error:
+            return _upload_error(error) if operation.files else _error_response(error)
         if fault:
-            return _refusal(Refused(14, "Service unavailable"), fault.status)
-        faults = contract.faults(operation.answer, answer) if operation.answer != "object" else []
-        self.violations += [f"answer of {operation.name}: {fault}" for fault in faults]
-        return JSONResponse(answer)
+            return _error_response(ApiServerError(14, "Service unavailable"), fault.status)
+        faults = contract.faults(operation.answer, response) if operation.answer != "object" else []
+        self.violations += [f"response of {operation.name}: {fault}" for fault in faults]
+        return JSONResponse(response)
 
     def _fault_of(self, operation: str) -> Fault | None:
         for fault in self.faults:
@@ -274,23 +276,23 @@ class Front:
 
     def _within_contract(
         self, operation: contract.Operation, path: dict[str, str], request: Request, body: bytes
-    ) -> Asked:
+    ) -> ValidRequest:
         faults = [f"query parameter {key}" for key in request.query_params if key not in operation.query]
         tree: Any = None
         if operation.body:
             tree = json.loads(body, object_hook=_as_protobuf)
             faults += contract.faults(operation.body, tree)
         if not hasattr(self._api, operation.name):
-            faults.append("this loopback server does not have the operation")
+            faults.append("this loopback server does not implement the operation")
         if faults:
             self.violations += [f"request of {operation.name}: {fault}" for fault in faults]
             raise invalid(f"{operation.name}: {faults[0]}")
         file = _uploaded(request.headers["content-type"], body) if operation.files else b""
-        return Asked(path, dict(request.query_params), tree, file)
+        return ValidRequest(path, dict(request.query_params), tree, file)
 
 
 def _as_protobuf(tree: Resource) -> Resource:
-    """Protobuf's JSON has 64-bit integers as strings but accepts numbers, which kfp.Client sends."""
+    """Convert numbers to strings: protobuf's JSON encodes 64-bit integers as strings, but kfp.Client sends numbers."""
     wide = ("max_concurrency", "interval_second")
     return {key: str(value) if key in wide and isinstance(value, int) else value for key, value in tree.items()}
 
@@ -317,14 +319,14 @@ def _listed(key: str, resources: list[Resource], token: str, total: int) -> Reso
     return {name: value for name, value in listed.items() if value}
 
 
-def _refusal(refused: Refused, status: int = 0) -> Response:
-    details = [{"@type": "type.googleapis.com/google.rpc.Status", "code": refused.code, "message": refused.message}]
-    body = {"code": refused.code, "message": refused.message, "details": details}
-    return JSONResponse(body, status or HTTP[refused.code])
+def _error_response(error: ApiServerError, status: int = 0) -> Response:
+    details = [{"@type": "type.googleapis.com/google.rpc.Status", "code": error.code, "message": error.message}]
+    body = {"code": error.code, "message": error.message, "details": details}
+    return JSONResponse(body, status or HTTP[error.code])
 
 
-def _refused_upload(refused: Refused) -> Response:
-    """Uploads bypass gRPC and have another error format; a denied permission is a 400."""
-    status = {3: 400, 6: 409}.get(refused.code, 400)
-    message = refused.message if status == 400 else "Failed to create a pipeline version"
+def _upload_error(error: ApiServerError) -> Response:
+    """Uploads bypass gRPC and use a different error format; a denied permission is a 400."""
+    status = {3: 400, 6: 409}.get(error.code, 400)
+    message = error.message if status == 400 else "Failed to create a pipeline version"
     return JSONResponse({"error_message": message, "error_details": message}, status)

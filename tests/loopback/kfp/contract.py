@@ -1,9 +1,9 @@
 """JSON schemas of the v2beta1 API, taken from the published client, which is generated from the Swagger file.
 
-``kfp_server_api`` is what KFP publishes of its swagger to the Python index: a class for each definition and a method
-for each operation. Each method is called once with a recorder in place of the network, which tells method, path,
-query parameters, body and answer. `tests/loopback/kfp/test_contract.py` compares all of it with the swagger itself
-where ``EVERNEAR_TEST_KFP_SWAGGER`` names a copy of kfp_api_single_file.swagger.json.
+``kfp_server_api`` is generated from KFP's Swagger file: a class for each definition and a method for each operation.
+Each method is called once with a recorder in place of the network, which records method, path, query parameters, body
+and response. `tests/loopback/kfp/test_contract.py` compares all of it with the Swagger file if
+``EVERNEAR_TEST_KFP_SWAGGER`` names a copy of kfp_api_single_file.swagger.json.
 """
 
 import inspect
@@ -32,11 +32,11 @@ class Operation:
     """Type of the 200 response; all others are an `ERROR`."""
 
     def matches(self, method: str, path: str) -> dict[str, str] | None:
-        """The path's parameters, if a request is this operation."""
+        """Return the path parameters if a request matches this operation, otherwise None."""
         if method != self.method:
             return None
-        found = re.fullmatch(re.sub(r"{(\w+)[\w.]*}", r"(?P<\1>[^/:]+)", self.path), path)
-        return found and found.groupdict()
+        match = re.fullmatch(re.sub(r"{(\w+)[\w.]*}", r"(?P<\1>[^/:]+)", self.path), path)
+        return match and match.groupdict()
 
 
 class _Recorder:
@@ -56,22 +56,22 @@ class _Recorder:
 
 
 def operations() -> list[Operation]:
-    """Every operation of the published client, those with a fixed path first."""
-    found = [
+    """Return every operation of the published client, those with a fixed path first."""
+    unsorted = [
         _operation(name, method)
         for api in vars(kfp_server_api).values()
         if inspect.isclass(api) and api.__name__.endswith("ServiceApi")
         for name, method in inspect.getmembers(api(_Recorder()), inspect.ismethod)
         if name.endswith("_with_http_info")
     ]
-    return sorted(found, key=lambda operation: operation.path.count("{"))
+    return sorted(unsorted, key=lambda operation: operation.path.count("{"))
 
 
 def _operation(name: str, method: Any) -> Operation:
     types = dict(re.findall(r":type (\w+): (.+)", method.__doc__))
-    given = {key: object() for key in types if key not in UNMENTIONED}
-    path, verb, query, rest = method(**given)
-    body = next((types[key] for key, value in given.items() if value is rest["body"]), None)
+    arguments = {key: object() for key in types if key not in UNMENTIONED}
+    path, verb, query, rest = method(**arguments)
+    body = next((types[key] for key, value in arguments.items() if value is rest["body"]), None)
     return Operation(
         name=name.removesuffix("_with_http_info"),
         method=verb,
@@ -84,13 +84,13 @@ def _operation(name: str, method: Any) -> Operation:
 
 
 def faults(type_name: str, value: Any) -> list[str]:
-    """The parts of ``value`` that violate the schema of ``type_name``."""
+    """Return the violations of the schema ``type_name`` in ``value``."""
     errors = _validator(type_name).iter_errors(value)
     return [f"{'/'.join(map(str, error.absolute_path)) or type_name}: {error.message}" for error in errors]
 
 
 def definitions() -> dict[str, Any]:
-    """Every definition as a strict JSON schema."""
+    """Return every definition as a strict JSON schema."""
     models = {name: model for name, model in vars(kfp_server_api).items() if hasattr(model, "openapi_types")}
     return {name: _definition(model) for name, model in models.items()}
 
@@ -108,14 +108,14 @@ _VALIDATORS: dict[str, Draft202012Validator] = {}
 def _definition(model: Any) -> dict[str, Any]:
     if hasattr(model, "allowable_values"):
         return {"enum": list(model.allowable_values)}
-    if model.__name__ == "ProtobufAny":  # by definition with the fields of whatever it holds
+    if model.__name__ == "ProtobufAny":  # allows arbitrary fields
         return {"type": "object"}
     properties = {model.attribute_map[name]: _schema(kind) for name, kind in model.openapi_types.items()}
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 def _schema(kind: str) -> dict[str, Any]:
-    """The JSON schema of a type name of the generator."""
+    """Return the JSON schema of a type name of the generator."""
     if listed := re.fullmatch(r"list\[(.+)\]", kind):
         return {"type": "array", "items": _schema(listed[1])}
     if mapped := re.fullmatch(r"dict\(str, (.+)\)", kind):

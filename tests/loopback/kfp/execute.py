@@ -1,4 +1,4 @@
-"""An executor that runs the pipeline of a started run on this machine and reports its tasks."""
+"""An executor that runs started pipelines on this machine and reports their tasks."""
 
 import json
 import os
@@ -18,9 +18,9 @@ STATES = {"started": "RUNNING", "progress": "RUNNING", "finished": "SUCCEEDED", 
 
 
 class LocalExecutor:
-    """Hand it to `KfpServer`: each run becomes a process of ``pipelines.local``, with its artifacts under ``root``.
+    """Executor for `KfpServer`: each run becomes a process of ``pipelines.local`` with its artifacts under ``root``.
 
-    ``overrides`` are parameters that only this machine needs (a store under a temporary directory, a target).
+    ``overrides`` are parameters specific to this machine (a store under a temporary directory, a target).
     """
 
     def __init__(self, root: Path, **overrides: object) -> None:
@@ -28,7 +28,7 @@ class LocalExecutor:
         self.overrides = overrides
 
     def __call__(self, run: RunControl) -> None:
-        """Run it until it ends or is terminated."""
+        """Run the pipeline until it finishes or is terminated."""
         directory = self._root / run.id
         directory.mkdir(parents=True)
         events, log = directory / "events.jsonl", directory / "log.txt"
@@ -39,8 +39,8 @@ class LocalExecutor:
         try:
             while True:
                 ended = process.poll() is not None
-                found, offset = read_events(events, offset)
-                for event in found:
+                new_events, offset = read_events(events, offset)
+                for event in new_events:
                     _report(run, event, shown)
                 if ended or run.is_canceling:
                     break

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import unquote_plus
 
 from tests.loopback.kfp import contract
-from tests.loopback.kfp.refusals import Refused, invalid
+from tests.loopback.kfp.errors import ApiServerError, invalid
 
 DEFAULT_PAGE_SIZE = 20
 MAX_PAGE_SIZE = 200
@@ -42,7 +42,7 @@ VALUE_KEYS = (
 def page(
     resources: Sequence[Mapping[str, Any]], query: Mapping[str, str], fields: Sequence[str], id_field: str
 ) -> tuple[list[Any], str, int]:
-    """One page of ``resources``, the token of the next page, and the total number.
+    """Return one page of ``resources``, the token of the next page, and the total number.
 
     ``fields`` are those that the server can filter and sort by.
     """
@@ -51,21 +51,21 @@ def page(
         raise invalid(f'Received invalid sort by format "{query["sort_by"]}".')
     if field and field not in fields:
         raise invalid(f'Invalid sorting field: "{field}"')
-    found = [resource for resource in resources if _passes(resource, query.get("filter", ""), fields)]
-    found.sort(key=lambda r: (r.get(field or "created_at", ""), r[id_field]), reverse=direction == "desc")
+    matches = [resource for resource in resources if _passes(resource, query.get("filter", ""), fields)]
+    matches.sort(key=lambda r: (r.get(field or "created_at", ""), r[id_field]), reverse=direction == "desc")
     size = int(query.get("page_size") or 0)
     if size < 0:
         raise invalid(f"The page size should be greater than 0. Got {size}")
     start = _offset(query)
     end = start + min(size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
-    token = _token(end, query) if end < len(found) else ""
-    return list(found[start:end]), token, len(found)
+    token = _token(end, query) if end < len(matches) else ""
+    return list(matches[start:end]), token, len(matches)
 
 
 def _passes(resource: Mapping[str, Any], encoded: str, fields: Sequence[str]) -> bool:
     if not encoded:
         return True
-    decoded = unquote_plus(encoded)  # once more than HTTP does, as the API server
+    decoded = unquote_plus(encoded)  # a second time after HTTP, like the API server
     for key in VALUE_KEYS:
         head, _, tail = key.partition("_")
         decoded = decoded.replace(f'"{head}{tail.capitalize()}"', f'"{key}"')
@@ -90,7 +90,7 @@ def _holds(resource: Mapping[str, Any], predicate: Mapping[str, Any], fields: Se
 
 
 def _folded(value: Any) -> Any:
-    """MySQL's default collation ignores case."""
+    """Fold case, as MySQL's default collation does."""
     if isinstance(value, list):
         return [_folded(one) for one in value]
     return value.casefold() if isinstance(value, str) else value
@@ -110,5 +110,5 @@ def _offset(query: Mapping[str, str]) -> int:
     except ValueError:
         raise invalid("Invalid page token") from None
     if (query.get("sort_by", sort_by), query.get("filter", encoded)) != (sort_by, encoded):
-        raise Refused(3, "page token does not match the supplied sort by and/or filtering criteria.")
+        raise ApiServerError(3, "page token does not match the supplied sort by and/or filtering criteria.")
     return offset

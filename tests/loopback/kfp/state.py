@@ -11,34 +11,34 @@ from typing import Any
 
 import yaml
 
-from tests.loopback.kfp.refusals import exists, forbidden, invalid, missing
+from tests.loopback.kfp.errors import exists, forbidden, invalid, missing
 
 Resource = dict[str, Any]
 NEVER = "1970-01-01T00:00:00Z"
-"""The API server's value for a time that is not set."""
+"""The API server's value for an unset time."""
 CRON = re.compile(r"@[a-z]+( \S+)?|([\d*?,/-]+ ){4,5}[\dA-Z*?,/-]+", re.IGNORECASE)
-"""robfig/cron 1.2: seconds come first and the day of the week is optional, so five fields differ from Unix."""
+"""robfig/cron 1.2: the first field is seconds and the day of the week is optional, unlike Unix cron."""
 FINAL = ("SUCCEEDED", "SKIPPED", "FAILED", "CANCELED")
 
 
 class State:
-    """Pipelines, versions, experiments, runs and recurring runs. Methods take the lock; readers must do so, too."""
+    """Pipelines, versions, experiments, runs and recurring runs. Methods take the lock; readers must take it, too."""
 
     def __init__(self, now: Callable[[], datetime], namespaces: frozenset[str]) -> None:
         self.lock = threading.RLock()
         self.now = now
         self.namespaces = namespaces
-        """Those that the caller may use, on a multi-user KFP; empty: a KFP for one user."""
+        """The namespaces that the caller may use in multi-user mode; empty in single-user mode."""
         self.pipelines: dict[str, Resource] = {}
         self.versions: dict[str, Resource] = {}
         self.files: dict[str, bytes] = {}
-        """Of each version, as it was uploaded."""
+        """The uploaded file of each version."""
         self.experiments: dict[str, Resource] = {}
         self.runs: dict[str, Resource] = {}
         self.recurring_runs: dict[str, Resource] = {}
 
     def stamp(self) -> str:
-        """Now, to the second, as the API server tells times."""
+        """Return the current time in the API server's format, in whole seconds."""
         return self.now().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
     def check_namespace(self, namespace: str, what: str) -> None:
@@ -71,33 +71,33 @@ class State:
             if any(v["name"] == name and v["pipeline_id"] == pipeline_id for v in self.versions.values()):
                 message = f"Failed to create a new pipeline version. The name {name} already exist. Specify a new name"
                 raise exists(message)
-            given = {"pipeline_id": pipeline_id, "name": name, "display_name": name, **_filled(fields)}
-            version = self._new("pipeline_version_id", {**given, "pipeline_spec": spec})
+            values = {"pipeline_id": pipeline_id, "name": name, "display_name": name, **_filled(fields)}
+            version = self._new("pipeline_version_id", {**values, "pipeline_spec": spec})
             self.versions[version["pipeline_version_id"]] = version
             self.files[version["pipeline_version_id"]] = content
             return version
 
-    def create_experiment(self, given: Resource) -> Resource:
+    def create_experiment(self, request: Resource) -> Resource:
         with self.lock:
-            name, namespace = given.get("display_name", ""), given.get("namespace", "")
+            name, namespace = request.get("display_name", ""), request.get("namespace", "")
             if not name:
                 raise invalid("Experiment name is empty. Please specify a valid experiment name")
             self.check_namespace(namespace, "An experiment")
             for other in self.experiments.values():
                 if other["display_name"].casefold() == name.casefold() and _space(other) == namespace:
                     raise exists(f"Failed to create a new experiment. The name {name} already exists.")
-            experiment = self._new("experiment_id", {**given, "storage_state": "AVAILABLE"})
+            experiment = self._new("experiment_id", {**request, "storage_state": "AVAILABLE"})
             self.experiments[experiment["experiment_id"]] = experiment
             return experiment
 
-    def create_run(self, given: Resource) -> Resource:
+    def create_run(self, request: Resource) -> Resource:
         with self.lock:
-            if not given.get("display_name"):
+            if not request.get("display_name"):
                 raise invalid("The run name is empty. Please specify a valid name")
-            experiment = self._experiment_of(given, "A run")
-            version = self.version_of(given)
-            check_parameters(version["pipeline_spec"], given.get("runtime_config", {}).get("parameters", {}))
-            run = self._new("run_id", {**given, "experiment_id": experiment["experiment_id"]})
+            experiment = self._experiment_of(request, "A run")
+            version = self.version_of(request)
+            check_parameters(version["pipeline_spec"], request.get("runtime_config", {}).get("parameters", {}))
+            run = self._new("run_id", {**request, "experiment_id": experiment["experiment_id"]})
             reference = {key: version[key] for key in ("pipeline_id", "pipeline_version_id")}
             run |= {"storage_state": "AVAILABLE", "state": "PENDING", "pipeline_version_reference": reference}
             run |= {"scheduled_at": run["created_at"], "finished_at": NEVER, "service_account": "pipeline-runner"}
@@ -105,23 +105,23 @@ class State:
             self.runs[run["run_id"]] = run
             return run
 
-    def create_recurring_run(self, given: Resource) -> Resource:
+    def create_recurring_run(self, request: Resource) -> Resource:
         with self.lock:
-            if not given.get("display_name"):
+            if not request.get("display_name"):
                 raise invalid("Recurring run name is empty. Please specify a valid name")
-            experiment = self._experiment_of(given, "Recurring run")
-            version = self.version_of(given)
-            check_parameters(version["pipeline_spec"], given.get("runtime_config", {}).get("parameters", {}))
-            _check_trigger(given)
-            job = self._new("recurring_run_id", {**given, "experiment_id": experiment["experiment_id"]})
-            enabled = given.get("mode") == "ENABLE"
+            experiment = self._experiment_of(request, "Recurring run")
+            version = self.version_of(request)
+            check_parameters(version["pipeline_spec"], request.get("runtime_config", {}).get("parameters", {}))
+            _check_trigger(request)
+            job = self._new("recurring_run_id", {**request, "experiment_id": experiment["experiment_id"]})
+            enabled = request.get("mode") == "ENABLE"
             job |= {"updated_at": job["created_at"], "mode": "ENABLE" if enabled else "DISABLE"}
             job["status"] = "ENABLED" if enabled else "DISABLED"
             self.recurring_runs[job["recurring_run_id"]] = job
             return job
 
-    def version_of(self, given: Resource) -> Resource:
-        reference = given.get("pipeline_version_reference", {})
+    def version_of(self, request: Resource) -> Resource:
+        reference = request.get("pipeline_version_reference", {})
         version = self.versions.get(reference.get("pipeline_version_id", ""))
         if version is None:
             raise missing("PipelineVersion", reference.get("pipeline_version_id", ""))
@@ -130,8 +130,8 @@ class State:
             raise invalid(message.format(**reference))
         return version
 
-    def _experiment_of(self, given: Resource, what: str) -> Resource:
-        experiment_id = given.get("experiment_id", "")
+    def _experiment_of(self, request: Resource, what: str) -> Resource:
+        experiment_id = request.get("experiment_id", "")
         if experiment_id:
             if experiment_id not in self.experiments:
                 raise missing("Experiment", experiment_id)
@@ -149,7 +149,7 @@ class State:
 
 
 class RunControl:
-    """Changes the state of one run for a test or an executor. Tasks are reported like Argo's nodes, with drivers."""
+    """Controls the state of one run for a test or an executor. Tasks are reported like Argo nodes, with drivers."""
 
     def __init__(self, state: State, run_id: str, directory: Path) -> None:
         self._state = state
@@ -159,7 +159,7 @@ class RunControl:
 
     @property
     def resource(self) -> Resource:
-        """The run as the API tells it."""
+        """The run as the API returns it."""
         return self._state.runs[self.id]
 
     @property
@@ -172,7 +172,7 @@ class RunControl:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Those that the starter gave; defaults stand in the pipeline."""
+        """The explicit parameters of the run, without the pipeline's defaults."""
         return self.resource.get("runtime_config", {}).get("parameters", {})
 
     @property
@@ -180,14 +180,14 @@ class RunControl:
         return self.state == "CANCELING"
 
     def compiled(self) -> Path:
-        """The pipeline that was uploaded, as a file, with the run's id where the API server puts it."""
+        """Write the uploaded pipeline to a file, with the run ID where the API server inserts it."""
         content = self._state.files[self.resource["pipeline_version_reference"]["pipeline_version_id"]]
         path = self._directory / f"{self.id}.yaml"
         path.write_text(content.decode().replace("{{$.pipeline_job_uuid}}", self.id))
         return path
 
     def begin(self) -> None:
-        """The workflow runs: its root's driver has ended."""
+        """Mark the workflow as running, after its root driver."""
         self._enter("RUNNING")
         self.task("root", "RUNNING")
 
@@ -205,7 +205,7 @@ class RunControl:
                     self._move(detail, state)
 
     def end(self, state: str = "SUCCEEDED") -> None:
-        """The workflow ended; ``state`` is one of SUCCEEDED, FAILED, CANCELED."""
+        """End the workflow; ``state`` is SUCCEEDED, FAILED or CANCELED."""
         assert state in FINAL
         with self._state.lock:
             self.task("root", state)
@@ -243,7 +243,7 @@ class RunControl:
 
 @cache
 def read_spec(content: bytes) -> Resource:
-    """The pipeline spec of an uploaded file, as the API returns it. Raises if the file is invalid."""
+    """Return the pipeline spec of an uploaded file, as the API returns it. Raises if the file is invalid."""
     try:
         documents = list(yaml.load_all(content, yaml.CSafeLoader))
     except yaml.YAMLError:
@@ -254,7 +254,7 @@ def read_spec(content: bytes) -> Resource:
     return {"pipeline_spec": spec, "platform_spec": platform[0]} if platform else spec
 
 
-def check_parameters(spec: Resource, given: Mapping[str, Any]) -> None:
+def check_parameters(spec: Resource, values: Mapping[str, Any]) -> None:
     """Compare the parameters of a run with those of the pipeline, like the API server."""
     root = spec.get("pipeline_spec", spec)["root"]
     wanted = root.get("inputDefinitions", {}).get("parameters", {})
@@ -267,24 +267,24 @@ def check_parameters(spec: Resource, given: Mapping[str, Any]) -> None:
         "STRUCT": (dict,),
     }
     for name, parameter in wanted.items():
-        if name not in given:
+        if name not in values:
             if not parameter.get("isOptional") and "defaultValue" not in parameter:
                 raise invalid(
                     f"parameter {name} is not optional, yet has neither default value nor user provided value"
                 )
             continue
-        kind, value = parameter["parameterType"], given[name]
+        kind, value = parameter["parameterType"], values[name]
         if not isinstance(value, kinds[kind]) or (isinstance(value, bool) and kind != "BOOLEAN"):
             raise invalid(f"input parameter {name} requires type {kind}, but the parameter value is not of that type")
-    if extra := [name for name in given if name not in wanted]:
+    if extra := [name for name in values if name not in wanted]:
         raise invalid(f"parameter(s) provided are not required by pipeline: {', '.join(extra)}")
 
 
-def _check_trigger(given: Resource) -> None:
-    concurrency = int(given.get("max_concurrency", 0))
+def _check_trigger(request: Resource) -> None:
+    concurrency = int(request.get("max_concurrency", 0))
     if not 1 <= concurrency <= 10:
         raise invalid(f"Max concurrency of a recurring run must be at least 1 and at most 10. Received {concurrency}")
-    trigger = given.get("trigger", {})
+    trigger = request.get("trigger", {})
     cron = trigger.get("cron_schedule", {}).get("cron")
     if cron and not CRON.fullmatch(cron):
         raise invalid("Schedule cron is not a supported format(https://godoc.org/github.com/robfig/cron).")

@@ -29,7 +29,7 @@ def test_loopback_server_has_only_published_operations() -> None:
     assert {name for name in vars(Api) if not name.startswith("_")} <= published
 
 
-@pytest.mark.skipif(not SWAGGER, reason="EVERNEAR_TEST_KFP_SWAGGER names no copy of the swagger")
+@pytest.mark.skipif(not SWAGGER, reason="EVERNEAR_TEST_KFP_SWAGGER does not name a copy of the Swagger file")
 def test_contract_equals_the_swagger_file() -> None:
     swagger = json.loads(Path(SWAGGER or "").read_text())
     published = {(o.method, o.path): o for o in contract.operations()}
@@ -41,8 +41,8 @@ def test_contract_equals_the_swagger_file() -> None:
         assert published[key].files == {p["name"] for p in parameters if p["in"] == "formData"}, key
         bodies = [_name(p["schema"]["$ref"]) for p in parameters if p["in"] == "body" and "$ref" in p["schema"]]
         assert [published[key].body] == bodies or not bodies, key
-        answer = operation["responses"]["200"]["schema"]
-        assert published[key].answer == (_name(answer["$ref"]) if "$ref" in answer else "object"), key
+        schema = operation["responses"]["200"]["schema"]
+        assert published[key].answer == (_name(schema["$ref"]) if "$ref" in schema else "object"), key
         assert _name(operation["responses"]["default"]["schema"]["$ref"]) == contract.ERROR, key
     definitions = contract.definitions()
     for name, schema in swagger["definitions"].items():
@@ -76,5 +76,5 @@ def _name(reference: str) -> str:
 
 
 def _class(name: str) -> str:
-    """The generated class of a definition."""
+    """Return the generated class of a definition."""
     return "".join(part[0].upper() + part[1:] for part in name.split(".") if part)

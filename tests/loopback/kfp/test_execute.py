@@ -1,4 +1,4 @@
-"""A run of the loopback server that executes its pipeline, as in tests/scenarios/test_promise.py."""
+"""A run whose pipeline the loopback server executes, as in tests/scenarios/test_promise.py."""
 
 from pathlib import Path
 
@@ -26,4 +26,4 @@ def test_error_of_a_failed_step_is_reported(tmp_path: Path) -> None:
     assert f"{tmp_path / 'nowhere'}" in steps["ingest"].error
     assert steps["notify"].state is State.SUCCEEDED
     assert "train" not in steps
-    assert (tmp_path / "store" / "runs" / started.id / "outcome.json").exists(), "under the id that KFP gave"
+    assert (tmp_path / "store" / "runs" / started.id / "outcome.json").exists(), "the run ID is the one from KFP"

@@ -34,24 +34,26 @@ def test_upload_run_schedule_and_terminate(server: KfpServer, client: kfp.Client
     assert client.get_pipeline_id("training") == pipeline.pipeline_id
     assert client.list_pipeline_versions(pipeline.pipeline_id).total_size == 2
     experiment = client.create_experiment("mine")
-    given = {"pipeline_id": pipeline.pipeline_id, "version_id": version.pipeline_version_id}
-    started = client.run_pipeline(experiment.experiment_id, "first", params={"target": "local"}, **given)
+    target = {"pipeline_id": pipeline.pipeline_id, "version_id": version.pipeline_version_id}
+    started = client.run_pipeline(experiment.experiment_id, "first", params={"target": "local"}, **target)
     run = server.wait_for_run()
     assert run.parameters == {"target": "local"}
     threading.Timer(0.2, lambda: (run.begin(), run.task("train", "SUCCEEDED"), run.end())).start()
     ended = client.wait_for_run_completion(started.run_id, timeout=10, sleep_duration=1)
     assert ended.state == "SUCCEEDED"
     assert {"root", "train", "train-driver", "executor"} <= {d.display_name for d in ended.run_details.task_details}
-    second = client.run_pipeline(experiment.experiment_id, "second", **given)
+    second = client.run_pipeline(experiment.experiment_id, "second", **target)
     client.terminate_run(second.run_id)
     assert server.run(second.run_id).is_canceling
     listed = client.list_runs(experiment_id=experiment.experiment_id, sort_by="display_name desc", page_size=1)
-    assert [found.display_name for found in listed.runs] == ["second"]
+    assert [run.display_name for run in listed.runs] == ["second"]
     rest = client.list_runs(
         experiment_id=experiment.experiment_id, sort_by="display_name desc", page_token=listed.next_page_token
     )
-    assert [found.display_name for found in rest.runs] == ["first"]
-    recurring = client.create_recurring_run(experiment.experiment_id, "nightly", cron_expression="0 0 3 * * *", **given)
+    assert [run.display_name for run in rest.runs] == ["first"]
+    recurring = client.create_recurring_run(
+        experiment.experiment_id, "nightly", cron_expression="0 0 3 * * *", **target
+    )
     assert server.fire(recurring.recurring_run_id) is not None
     client.disable_recurring_run(recurring.recurring_run_id)
     assert server.fire(recurring.recurring_run_id) is None
@@ -65,41 +67,44 @@ def test_invalid_requests_are_rejected(server: KfpServer, client: kfp.Client, tm
     experiment = client.create_experiment("mine")
     nonsense = tmp_path / "nonsense.yaml"
     nonsense.write_text("a: [")
-    given = {"pipeline_id": pipeline.pipeline_id, "version_id": version.pipeline_version_id}
-    finished = client.run_pipeline(experiment.experiment_id, "done", **given).run_id
+    target = {"pipeline_id": pipeline.pipeline_id, "version_id": version.pipeline_version_id}
+    finished = client.run_pipeline(experiment.experiment_id, "done", **target).run_id
     server.run(finished).begin()
     server.run(finished).end()
-    strange = json.dumps({"predicates": [{"operation": "EQUALS", "key": "colour", "string_value": "red"}]})
-    mine = experiment.experiment_id
+    strange = json.dumps({"predicates": [{"operation": "EQUALS", "key": "color", "string_value": "red"}]})
+    experiment_id = experiment.experiment_id
     refusals = [
         (409, lambda: client.upload_pipeline(COMPILED, pipeline_name="Training")),
         (409, lambda: client.upload_pipeline_version(COMPILED, "training", pipeline_id=pipeline.pipeline_id)),
         (400, lambda: client.upload_pipeline(str(nonsense), pipeline_name="nonsense")),
         (404, lambda: client.get_run("nobody's")),
-        (404, lambda: client.run_pipeline("no experiment", "x", **given)),
-        (404, lambda: client.run_pipeline(mine, "x", pipeline_id=pipeline.pipeline_id, version_id="none")),
-        (400, lambda: client.run_pipeline(mine, "x", params={"colour": "red"}, **given)),
-        (400, lambda: client.run_pipeline(mine, "x", params={"target": 3}, **given)),
-        (400, lambda: client.list_runs(sort_by="colour")),
+        (404, lambda: client.run_pipeline("no experiment", "x", **target)),
+        (404, lambda: client.run_pipeline(experiment_id, "x", pipeline_id=pipeline.pipeline_id, version_id="none")),
+        (400, lambda: client.run_pipeline(experiment_id, "x", params={"color": "red"}, **target)),
+        (400, lambda: client.run_pipeline(experiment_id, "x", params={"target": 3}, **target)),
+        (400, lambda: client.list_runs(sort_by="color")),
         (400, lambda: client.list_runs(filter=strange)),
         (400, lambda: client.list_runs(page_token="bm8=")),
         (400, lambda: client.terminate_run(finished)),
-        (400, lambda: client.create_recurring_run(mine, "x", cron_expression="at three", **given)),
-        (400, lambda: client.create_recurring_run(mine, "x", interval_second=60, max_concurrency=11, **given)),
+        (400, lambda: client.create_recurring_run(experiment_id, "x", cron_expression="at three", **target)),
+        (
+            400,
+            lambda: client.create_recurring_run(experiment_id, "x", interval_second=60, max_concurrency=11, **target),
+        ),
     ]
     for status, ask in refusals:
-        with pytest.raises(ApiException) as refused:
+        with pytest.raises(ApiException) as error:
             ask()
-        assert refused.value.status == status, refused.value.body
+        assert error.value.status == status, error.value.body
 
 
 def test_contract_violation_fails_the_test(client: kfp.Client) -> None:
     with KfpServer() as server:
         with pytest.raises(ApiException):
-            kfp.Client(host=server.url).runs.run_service_create_run(run={"display_name": "x", "colour": "red"})
+            kfp.Client(host=server.url).runs.run_service_create_run(run={"display_name": "x", "color": "red"})
         assert server.violations == [
             "request of run_service_create_run: V2beta1Run: Additional properties are not allowed "
-            "('colour' was unexpected)"
+            "('color' was unexpected)"
         ]
         server.violations.clear()
 
@@ -112,11 +117,11 @@ def test_token_and_namespace_are_required(tmp_path: Path, monkeypatch: pytest.Mo
             (403, kfp.Client(host=server.url, existing_token="secret", namespace="bob"), "bob"),
         ]
         for status, client, namespace in refusals:
-            with pytest.raises(ApiException) as refused:
+            with pytest.raises(ApiException) as error:
                 client.list_runs(namespace=namespace)
-            assert refused.value.status == status
+            assert error.value.status == status
         client = kfp.Client(host=server.url, existing_token="secret", namespace="alice")
-        with pytest.raises(ApiException) as refused:
+        with pytest.raises(ApiException) as error:
             client.runs.run_service_list_runs()
-        assert "empty namespace" in refused.value.body
+        assert "empty namespace" in error.value.body
         assert client.list_runs(namespace="alice").runs is None

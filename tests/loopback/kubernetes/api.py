@@ -1,4 +1,4 @@
-"""What the verbs do: create, get, list, replace, patch, apply, delete; without HTTP and without asking who may."""
+"""The verbs create, get, list, replace, patch, apply and delete, without HTTP and authorization."""
 
 import base64
 import json
@@ -9,19 +9,19 @@ from datetime import UTC, datetime
 from typing import Any
 
 from loopback.kubernetes import defaults, patches, pod_security, selectors, status, validation
-from loopback.kubernetes.fields import Fields, Manager, Merge, Undeclared, decode, encode
+from loopback.kubernetes.fields import Fields, Manager, Merge, UndeclaredFieldError, decode, encode
 from loopback.kubernetes.kinds import DEPLOYMENT, NAMESPACE, POD, SERVICE, SERVICE_ACCOUNT, Kind
 from loopback.kubernetes.schemas import schemas
 from loopback.kubernetes.status import Cause
-from loopback.kubernetes.store import Store, copied
+from loopback.kubernetes.store import Store, deep_copy
 
 Object = dict[str, Any]
-_SUFFIX = "bcdfghjklmnpqrstvwxz2456789"  # letters of generated names, as a real server draws them
+_SUFFIX = "bcdfghjklmnpqrstvwxz2456789"  # the alphabet that a real server uses for generated names
 _ANONYMOUS = Manager("unknown", "Update", "")
 
 
 class Api:
-    """The objects of one server and what may be done to them."""
+    """The objects of one server and the operations on them."""
 
     def __init__(self, version: str) -> None:
         self.version = version
@@ -32,17 +32,17 @@ class Api:
             self.create(NAMESPACE, {"metadata": {"name": name}})
 
     def get(self, kind: Kind, namespace: str, name: str) -> Object:
-        """One object.
+        """Return one object.
 
         Raises:
             ApiError: 404.
         """
-        found = self.store.get(kind, namespace, name)
-        if found is None:
+        subject = self.store.get(kind, namespace, name)
+        if subject is None:
             raise status.not_found(kind, name)
-        return found
+        return subject
 
-    def listing(
+    def list_objects(
         self,
         kind: Kind,
         namespace: str = "",
@@ -52,26 +52,26 @@ class Api:
         limit: int = 0,
         continue_: str = "",
     ) -> Object:
-        """A list object; with ``limit``, a part of it and the token for the next part.
+        """Return a list object; with ``limit``, one page of it and the token of the next page.
 
         Raises:
-            ApiError: 400 for a selector that cannot be read, 410 for a token that is too old.
+            ApiError: 400 for an invalid selector, 410 for an expired token.
         """
         chosen_by = (selectors.labels(label_selector), selectors.fields(kind, field_selector))
         with self.store.changed:
             after = _read_token(continue_, self.store.oldest) if continue_ else None
-            found = [
+            subjects = [
                 subject
                 for subject in self.store.all(kind, namespace)
-                if all(chosen(subject) for chosen in chosen_by) and (after is None or _place(subject) > after)
+                if all(chosen(subject) for chosen in chosen_by) and (after is None or _sort_key(subject) > after)
             ]
             metadata: Object = {"resourceVersion": str(self.store.version)}
-            if limit and len(found) > limit:
-                metadata["continue"] = _token(self.store.version, _place(found[limit - 1]))
+            if limit and len(subjects) > limit:
+                metadata["continue"] = _token(self.store.version, _sort_key(subjects[limit - 1]))
                 if not (label_selector or field_selector):
-                    metadata["remainingItemCount"] = len(found) - limit
-                found = found[:limit]
-        items = [{k: v for k, v in item.items() if k not in ("kind", "apiVersion")} for item in found]
+                    metadata["remainingItemCount"] = len(subjects) - limit
+                subjects = subjects[:limit]
+        items = [{k: v for k, v in item.items() if k not in ("kind", "apiVersion")} for item in subjects]
         return {"kind": f"{kind.name}List", "apiVersion": kind.api_version, "metadata": metadata, "items": items}
 
     def create(
@@ -84,11 +84,11 @@ class Api:
         dry_run: bool = False,
         trusted: bool = False,
     ) -> Object:
-        """Keep a new object; ``trusted``: it comes from one of the server's own controllers, and is only admitted.
+        """Store a new object. ``trusted`` objects, from the server's controllers, skip validation but not admission.
 
         Raises:
-            ApiError: 400 and 422 for a faulty object, 403 for one that the namespace does not admit, 404 for a
-                namespace that is not there, 409 for a name that is taken.
+            ApiError: 400 and 422 for an invalid object, 403 if admission rejects it, 404 for an unknown namespace, 409
+                if the name already exists.
         """
         subject = self._incoming(kind, subject, namespace)
         metadata = subject["metadata"]
@@ -117,21 +117,21 @@ class Api:
         manager: Manager = _ANONYMOUS,
         dry_run: bool = False,
     ) -> Object:
-        """Put an object in the place of the one of its name.
+        """Replace the object with the same name.
 
         Raises:
             ApiError: as `create`; 409 if it has been modified since the caller read it.
         """
         subject = self._incoming(kind, subject, namespace)
         if subject["metadata"].setdefault("name", name) != name:
-            given = subject["metadata"]["name"]
-            raise status.bad_request(f"the name of the object ({given}) does not match the name on the URL ({name})")
+            actual = subject["metadata"]["name"]
+            raise status.bad_request(f"the name of the object ({actual}) does not match the name on the URL ({name})")
         with self.store.changed:
             live = self.get(kind, namespace, name)
             if not subject["metadata"].get("resourceVersion") and not kind.unconditional_update:
                 cause = Cause("metadata.resourceVersion", "Invalid value: 0: must be specified for an update")
                 raise status.invalid(kind.name, kind.group, name, [cause])
-            _require_same(kind, live, subject["metadata"])
+            _check_preconditions(kind, live, subject["metadata"])
             return self._write(kind, live, subject, manager, subresource=subresource, dry_run=dry_run)
 
     def patch(
@@ -146,7 +146,7 @@ class Api:
         manager: Manager = _ANONYMOUS,
         dry_run: bool = False,
     ) -> Object:
-        """A merge patch (RFC 7386), or a strategic one.
+        """Apply a merge patch (RFC 7386) or a strategic merge patch.
 
         Raises:
             ApiError: as `replace`.
@@ -157,7 +157,7 @@ class Api:
                 new = patches.strategic(self.schemas, self.schemas.of(kind), live, patch)
             else:
                 new = patches.merge(live, patch)
-            _require_same(kind, live, new["metadata"])
+            _check_preconditions(kind, live, new["metadata"])
             new = self._incoming(kind, new, namespace)
             return self._write(kind, live, new, manager, subresource=subresource, dry_run=dry_run)
 
@@ -173,11 +173,11 @@ class Api:
         subresource: str = "",
         dry_run: bool = False,
     ) -> tuple[Object, bool]:
-        """Server-side apply; also says whether the object is new.
+        """Apply ``config`` on the server side; also return whether the object is new.
 
         Raises:
-            ApiError: as `create`; 409 for a field that another manager owns, unless ``force``; 500, as a real
-                server has it, for an object that does not fit the schema.
+            ApiError: as `create`; 409 for a field that another manager owns, unless ``force``; 500, as on a
+                real server, for an object that does not match the schema.
         """
         config = _without_nulls(config)
         if config.get("apiVersion") != kind.api_version or config.get("kind") != kind.name:
@@ -200,13 +200,13 @@ class Api:
                 if metadata.get("resourceVersion"):
                     raise status.conflict(kind, name)
             else:
-                _require_same(kind, live, metadata)
-            base = copied(live) if live else {"metadata": {"name": name}}
+                _check_preconditions(kind, live, metadata)
+            base = deep_copy(live) if live else {"metadata": {"name": name}}
             managers = _managers(base["metadata"].pop("managedFields", []))
             config = _writable(kind, config, subresource)
             try:
                 new, managers = merge.apply(base, config, managers, manager, force=force)
-            except Undeclared as error:
+            except UndeclaredFieldError as error:
                 subject = f"{namespace}/{name}; {kind.group}/{kind.version}, Kind={kind.name}"
                 raise status.ApiError(500, "", f"failed to create typed patch object ({subject}): {error}") from None
             new["metadata"]["managedFields"] = self._entries(live, managers)
@@ -223,19 +223,19 @@ class Api:
         grace_period_s: int | None = None,
         dry_run: bool = False,
     ) -> Object:
-        """Remove an object: a ``Status`` where it is gone, the object where its end takes a while.
+        """Delete an object. Return a ``Status`` if it is gone, or the object if its deletion takes time.
 
         Raises:
-            ApiError: 404; 409 for preconditions that do not hold.
+            ApiError: 404; 409 for a failed precondition.
         """
         with self.store.changed:
             live = self.get(kind, namespace, name)
-            for field, held in (("uid", "UID"), ("resourceVersion", "ResourceVersion")):
+            for field, label in (("uid", "UID"), ("resourceVersion", "ResourceVersion")):
                 wanted = (preconditions or {}).get(field)
                 if wanted and wanted != live["metadata"][field]:
                     have = live["metadata"][field]
-                    why = f"Precondition failed: {held} in precondition: {wanted}, {held} in object meta: {have}"
-                    raise status.conflict(kind, name, why)
+                    reason = f"Precondition failed: {label} in precondition: {wanted}, {label} in object meta: {have}"
+                    raise status.conflict(kind, name, reason)
             metadata = live["metadata"]
             if propagation == "Foreground" and "foregroundDeletion" not in metadata.get("finalizers", []):
                 metadata.setdefault("finalizers", []).append("foregroundDeletion")
@@ -255,19 +255,19 @@ class Api:
             return live
 
     def finish(self, kind: Kind, subject: Object) -> None:
-        """Remove an object whose end was waited for; no error if it is gone."""
+        """Remove an object that was marked for deletion; ignore one that is already gone."""
         with self.store.changed:
             metadata = subject["metadata"]
             if self.store.get(kind, metadata.get("namespace", ""), metadata["name"]):
                 self.store.remove(kind, subject)
 
     def edit(self, kind: Kind, subject: Object, *, manager: str, subresource: str = "") -> Object:
-        """A write of one of the server's own controllers, which need no validation."""
+        """Store a write of one of the server's controllers, without validation."""
         with self.store.changed:
             metadata = subject["metadata"]
             live = self.get(kind, metadata.get("namespace", ""), metadata["name"])
-            who = Manager(manager, "Update", kind.api_version, subresource)
-            return self._write(kind, live, subject, who, subresource=subresource, trusted=True)
+            writer = Manager(manager, "Update", kind.api_version, subresource)
+            return self._write(kind, live, subject, writer, subresource=subresource, trusted=True)
 
     def _incoming(self, kind: Kind, subject: Object, namespace: str) -> Object:
         subject = _without_nulls(subject)
@@ -290,8 +290,8 @@ class Api:
         if namespace is None:
             raise status.not_found(NAMESPACE, name)
         if namespace["status"]["phase"] == "Terminating":
-            why = f"unable to create new content in namespace {name} because it is being terminated"
-            raise status.forbidden(kind, metadata["name"], why)
+            reason = f"unable to create new content in namespace {name} because it is being terminated"
+            raise status.forbidden(kind, metadata["name"], reason)
 
     def _write(
         self,
@@ -304,12 +304,12 @@ class Api:
         dry_run: bool = False,
         trusted: bool = False,
     ) -> Object:
-        """Complete, check and keep an object; ``manager`` is None where ``managedFields`` are settled already."""
-        new = _keep_what_is_the_servers(kind, live, copied(new), subresource)
+        """Fill in defaults, validate and store; ``manager`` is None if ``managedFields`` are already set."""
+        new = _preserve_server_fields(kind, live, deep_copy(new), subresource)
         if not trusted:
             self.schemas.check(kind, new)
         defaults.fill(kind, new)
-        self._allot(kind, live, new)
+        self._allocate(kind, live, new)
         if not trusted:
             causes = validation.faults(kind, new, live)
             if causes:
@@ -317,9 +317,9 @@ class Api:
         self._admit(kind, live, new)
         if manager is not None:
             new["metadata"]["managedFields"] = self._owned_after_update(kind, live, new, manager)
-        if live is not None and _same(live, new):
+        if live is not None and _equals(live, new):
             return live
-        if live is not None and kind.counts_generations and _counts(kind, live) != _counts(kind, new):
+        if live is not None and kind.counts_generations and _versioned(kind, live) != _versioned(kind, new):
             new["metadata"]["generation"] = live["metadata"]["generation"] + 1
         if dry_run:
             return new
@@ -329,8 +329,8 @@ class Api:
         return self.store.put(kind, new)
 
     def _owned_after_update(self, kind: Kind, live: Object | None, new: Object, manager: Manager) -> list[Object]:
-        before = copied(live) if live else {}
-        after = copied(new)
+        before = deep_copy(live) if live else {}
+        after = deep_copy(new)
         managers = _managers(before.get("metadata", {}).pop("managedFields", []))
         after["metadata"].pop("managedFields", None)
         manager = manager._replace(api_version=kind.api_version)
@@ -339,49 +339,49 @@ class Api:
 
     @staticmethod
     def _entries(live: Object | None, managers: dict[Manager, Fields]) -> list[Object]:
-        """``managedFields``; an entry keeps its time unless its fields change."""
+        """Build ``managedFields``; an entry keeps its time unless its fields change."""
         old = {_manager(entry): entry for entry in live["metadata"].get("managedFields", [])} if live else {}
         entries: list[Object] = []
-        for who, owned in managers.items():
+        for manager, owned in managers.items():
             fields = encode(owned)
-            held = old.get(who, {})
+            old_entry = old.get(manager, {})
             entry = {
-                "manager": who.name,
-                "operation": who.operation,
-                "apiVersion": who.api_version,
-                "time": held["time"] if held.get("fieldsV1") == fields else now(),
+                "manager": manager.name,
+                "operation": manager.operation,
+                "apiVersion": manager.api_version,
+                "time": old_entry["time"] if old_entry.get("fieldsV1") == fields else now(),
                 "fieldsType": "FieldsV1",
                 "fieldsV1": fields,
             }
-            entries.append(entry | ({"subresource": who.subresource} if who.subresource else {}))
+            entries.append(entry | ({"subresource": manager.subresource} if manager.subresource else {}))
         return sorted(entries, key=lambda entry: (entry["operation"], entry["time"], entry["manager"]))
 
-    def _allot(self, kind: Kind, live: Object | None, new: Object) -> None:
-        """What the server hands out: an address for a Service, and ports of the nodes."""
+    def _allocate(self, kind: Kind, live: Object | None, new: Object) -> None:
+        """Allocate a cluster IP and node ports for a Service."""
         if kind is SERVICE and new["spec"].get("type") != "ExternalName" and not new["spec"].get("clusterIP"):
             have = (live or {}).get("spec", {}).get("clusterIP")
             new["spec"]["clusterIP"] = have or f"10.96.0.{next(self._addresses)}"
             new["spec"]["clusterIPs"] = [new["spec"]["clusterIP"]]
         if kind is SERVICE and new["spec"].get("type") == "NodePort":
-            held = {port["port"]: port.get("nodePort") for port in (live or {}).get("spec", {}).get("ports", ())}
+            node_ports = {port["port"]: port.get("nodePort") for port in (live or {}).get("spec", {}).get("ports", ())}
             for port in new["spec"]["ports"]:
-                port.setdefault("nodePort", held.get(port["port"]) or next(self._node_ports))
+                port.setdefault("nodePort", node_ports.get(port["port"]) or next(self._node_ports))
 
     def _admit(self, kind: Kind, live: Object | None, new: Object) -> None:
-        """The admission plugins that a cluster has switched on: service accounts, Pod Security."""
+        """Run the admission plugins: service accounts and Pod Security."""
         if kind is not POD or live is not None:
             return
         metadata = new["metadata"]
         account = new["spec"]["serviceAccountName"]
         if self.store.get(SERVICE_ACCOUNT, metadata["namespace"], account) is None:
             where = f"{metadata['namespace']}/{account}"
-            why = f'error looking up service account {where}: serviceaccount "{account}" not found'
-            raise status.forbidden(kind, metadata["name"], why)
+            reason = f'error looking up service account {where}: serviceaccount "{account}" not found'
+            raise status.forbidden(kind, metadata["name"], reason)
         namespace = self.get(NAMESPACE, "", metadata["namespace"])
         level = (namespace["metadata"].get("labels") or {}).get("pod-security.kubernetes.io/enforce")
         if violations := pod_security.violations(level, new["spec"]):
-            why = f'violates PodSecurity "{level}:latest": {", ".join(violations)}'
-            raise status.forbidden(kind, metadata["name"], why)
+            reason = f'violates PodSecurity "{level}:latest": {", ".join(violations)}'
+            raise status.forbidden(kind, metadata["name"], reason)
 
     def _orphan(self, uid: str) -> None:
         for kind, subject in self.store.everything():
@@ -392,12 +392,12 @@ class Api:
 
 
 def now() -> str:
-    """The time as objects have it, to the second."""
+    """Return the current time in the format of object metadata, in whole seconds."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _keep_what_is_the_servers(kind: Kind, live: Object | None, new: Object, subresource: str) -> Object:
-    """Fields that no client sets, and the part of the object that this request is not about."""
+def _preserve_server_fields(kind: Kind, live: Object | None, new: Object, subresource: str) -> Object:
+    """Restore the fields that clients cannot set and those that this endpoint does not write."""
     metadata = new["metadata"]
     if live is None:
         metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": now()}
@@ -408,32 +408,32 @@ def _keep_what_is_the_servers(kind: Kind, live: Object | None, new: Object, subr
         if kind.has_status:
             new.pop("status", None)
         return new
-    held = live["metadata"]
+    current = live["metadata"]
     if subresource == "status":
-        new = copied(live) | {"status": new.get("status", {}), "metadata": metadata}
+        new = deep_copy(live) | {"status": new.get("status", {}), "metadata": metadata}
     elif kind.has_status:
         new = {field: value for field, value in new.items() if field != "status"}
-        new |= {"status": copied(live["status"])} if "status" in live else {}
+        new |= {"status": deep_copy(live["status"])} if "status" in live else {}
     for field in ("uid", "creationTimestamp", "generation", "resourceVersion", "deletionTimestamp"):
         metadata.pop(field, None)
-        metadata |= {field: held[field]} if field in held else {}
+        metadata |= {field: current[field]} if field in current else {}
     return new
 
 
 def _writable(kind: Kind, config: Object, subresource: str) -> Object:
-    """The part of a configuration that this endpoint writes; a strategy's reset fields are nobody's."""
+    """The part of a configuration that this endpoint writes; the strategy's reset fields have no owner."""
     if subresource == "status":
         return {field: value for field, value in config.items() if field != "spec"}
     return {field: value for field, value in config.items() if not (kind.has_status and field == "status")}
 
 
-def _counts(kind: Kind, subject: Object) -> Any:
-    """What a new generation counts; for a Deployment the annotations too."""
+def _versioned(kind: Kind, subject: Object) -> Any:
+    """The fields whose change increments the generation; a Deployment includes its annotations."""
     rest = {field: value for field, value in subject.items() if field not in ("metadata", "status")}
     return (rest, subject["metadata"].get("annotations") if kind is DEPLOYMENT else None)
 
 
-def _same(old: Object, new: Object) -> bool:
+def _equals(old: Object, new: Object) -> bool:
     return _without_times(old) == _without_times(new)
 
 
@@ -445,19 +445,19 @@ def _without_times(subject: Object) -> Object:
     return {**subject, "metadata": metadata}
 
 
-def _require_same(kind: Kind, live: Object, metadata: Object) -> None:
-    """The object is still what the writer read, if the writer says what that was."""
-    held = live["metadata"]
-    if metadata.get("uid") and metadata["uid"] != held["uid"]:
-        why = f"Precondition failed: UID in precondition: {metadata['uid']}, UID in object meta: {held['uid']}"
-        raise status.conflict(kind, held["name"], why)
-    if metadata.get("resourceVersion") and metadata["resourceVersion"] != held["resourceVersion"]:
-        raise status.conflict(kind, held["name"])
+def _check_preconditions(kind: Kind, live: Object, metadata: Object) -> None:
+    """Check the UID and resourceVersion that the writer sent, if any."""
+    current = live["metadata"]
+    if metadata.get("uid") and metadata["uid"] != current["uid"]:
+        reason = f"Precondition failed: UID in precondition: {metadata['uid']}, UID in object meta: {current['uid']}"
+        raise status.conflict(kind, current["name"], reason)
+    if metadata.get("resourceVersion") and metadata["resourceVersion"] != current["resourceVersion"]:
+        raise status.conflict(kind, current["name"])
 
 
-def _wrong_namespace(given: str, wanted: str) -> status.ApiError:
+def _wrong_namespace(actual: str, wanted: str) -> status.ApiError:
     return status.bad_request(
-        f"the namespace of the provided object does not match the namespace sent on the request ({given}, {wanted})"
+        f"the namespace of the provided object does not match the namespace sent on the request ({actual}, {wanted})"
     )
 
 
@@ -469,7 +469,7 @@ def _manager(entry: Object) -> Manager:
     return Manager(entry["manager"], entry["operation"], entry["apiVersion"], entry.get("subresource", ""))
 
 
-def _place(subject: Object) -> list[str]:
+def _sort_key(subject: Object) -> list[str]:
     return [subject["metadata"].get("namespace", ""), subject["metadata"]["name"]]
 
 
@@ -479,8 +479,8 @@ def _token(version: int, after: list[str]) -> str:
 
 def _read_token(token: str, oldest: int) -> list[str]:
     try:
-        found = json.loads(base64.urlsafe_b64decode(token))
-        version, after = found["rv"], found["start"]
+        decoded = json.loads(base64.urlsafe_b64decode(token))
+        version, after = decoded["rv"], decoded["start"]
     except (ValueError, KeyError, TypeError):
         raise status.bad_request("continue key is not valid: " + token) from None
     if version < oldest:
@@ -492,7 +492,7 @@ def _read_token(token: str, oldest: int) -> list[str]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A field that is null is not there, as when JSON becomes a Go struct."""
+    """Drop null fields, as decoding JSON into a Go struct does."""
     if isinstance(value, dict):
         return {name: _without_nulls(child) for name, child in value.items() if child is not None}
     return [_without_nulls(child) for child in value] if isinstance(value, list) else value

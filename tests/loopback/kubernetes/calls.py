@@ -1,4 +1,4 @@
-"""What a request asks for, read from its method, path and query as a real server's RequestInfo does."""
+"""Parsing of a request's method, path and query, like a real server's RequestInfo."""
 
 import re
 import urllib.parse
@@ -14,11 +14,11 @@ _VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch"}
 
 @dataclass(frozen=True)
 class Call:
-    """One request, as it came; what faults are picked by and what a test may look at afterwards."""
+    """One received request. Faults select requests by it, and tests inspect it afterwards."""
 
     method: str
     path: str
-    verb: str = ""  # as RBAC has it: get list watch create update patch delete deletecollection
+    verb: str = ""  # an RBAC verb: get list watch create update patch delete deletecollection
     kind: Kind | None = None
     namespace: str = ""
     name: str = ""
@@ -29,7 +29,7 @@ class Call:
 
 
 def parse(method: str, path: str, query: dict[str, str], user: str) -> Call:
-    """What a path asks for: /api/v1/... and /apis/GROUP/VERSION/..., as RequestInfo reads it."""
+    """Parse a path under /api/v1/... or /apis/GROUP/VERSION/..., like RequestInfo."""
     bare = Call(method, path, query=query, user=user)
     parts = [urllib.parse.unquote(part) for part in path.strip("/").split("/")]
     if path == REVIEW and method != "POST":
@@ -69,9 +69,9 @@ def parse(method: str, path: str, query: dict[str, str], user: str) -> Call:
 
 
 def name_selected(call: Call) -> str:
-    """The one name that a list or a watch asks for, which RBAC takes for the request's."""
-    found = re.search(r"(?:^|,)metadata\.name==?([^,]+)", call.query.get("fieldSelector", ""))
-    return found[1] if found and call.verb in ("list", "watch") else ""
+    """Return the single name that a list or watch selects, which RBAC treats as the name of the request."""
+    match = re.search(r"(?:^|,)metadata\.name==?([^,]+)", call.query.get("fieldSelector", ""))
+    return match[1] if match and call.verb in ("list", "watch") else ""
 
 
 def _verb(method: str, name: str, subresource: str, query: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""A cluster for tests: the server, its controllers and its node, with the handles that a test needs."""
+"""A cluster for tests: the API server, its controllers, its node, and methods that control them."""
 
 import datetime
 import ipaddress
@@ -21,9 +21,9 @@ from loopback.kubernetes.api import Api
 from loopback.kubernetes.calls import Call
 from loopback.kubernetes.controllers import Controllers
 from loopback.kubernetes.kubelet import Node
+from loopback.kubernetes.pod_lifecycle import PodBehavior, Ready
 from loopback.kubernetes.server import Fault, Server
 from loopback.kubernetes.status import ApiError
-from loopback.kubernetes.stories import Behaviour, Ready
 
 Object = dict[str, Any]
 OLDEST, NEWEST = "1.30", "1.34"
@@ -32,14 +32,14 @@ OLDEST, NEWEST = "1.30", "1.34"
 class LoopbackCluster:
     """One Kubernetes cluster of version ``version`` on loopback; a context manager.
 
-    ``second_s``: how long a second of ``progressDeadlineSeconds`` really takes, so that 600 s pass in 0.6 s.
+    ``second_s`` is the real duration of one second of ``progressDeadlineSeconds``: by default, 600 s pass in 0.6 s.
     """
 
     def __init__(self, directory: Path, *, version: str = NEWEST, second_s: float = 0.001) -> None:
         self._directory = directory
-        self._behaviours: list[tuple[Callable[[Object], bool], Callable[[Object], Behaviour]]] = []
+        self._behaviors: list[tuple[Callable[[Object], bool], Callable[[Object], PodBehavior]]] = []
         self.api = Api(version)
-        self._node = Node(self.api, self._behaviour)
+        self._node = Node(self.api, self._behavior)
         self._controllers = Controllers(self.api, self._node, second_s)
         self._server = Server(self.api, self._node, _tls())
 
@@ -56,19 +56,19 @@ class LoopbackCluster:
 
     @property
     def url(self) -> str:
-        """Where the API is."""
+        """The URL of the API server."""
         return f"https://127.0.0.1:{self._server.server_port}"
 
     @property
     def calls(self) -> list[Call]:
-        """Every request so far."""
+        """Every request so far, oldest first."""
         return self._server.calls
 
     def kubeconfig(self, service_account: str = "", *, namespace: str = "default") -> Path:
-        """A kubeconfig for the administrator, or for a service account, ``NAMESPACE/NAME``, with just its Roles."""
+        """Write a kubeconfig for the administrator, or for the service account ``NAMESPACE/NAME``."""
         account_namespace, _, name = service_account.partition("/")
         user = f"system:serviceaccount:{account_namespace}:{name}" if service_account else rbac.ADMIN
-        token = self._server.token_of(user)
+        token = self._server.create_token(user)
         authority = self._directory / "ca.crt"
         authority.write_bytes(_certificate()[0])
         config = {
@@ -88,59 +88,59 @@ class LoopbackCluster:
         path.chmod(0o600)
         return path
 
-    def pods_do(
+    def set_pod_behavior(
         self,
-        behaviour: Behaviour | Callable[[Object], Behaviour],
+        behavior: PodBehavior | Callable[[Object], PodBehavior],
         when: Callable[[Object], bool] = lambda pod: True,
     ) -> None:
-        """From now on pods that ``when`` picks behave like this; what was said last wins. At first: ``Ready()``.
+        """Set the behavior of the pods that ``when`` selects; later calls take precedence. The default is ``Ready()``.
 
-        A function is told the pod and says what it does; it is asked often, so it should be quick.
+        A function receives the pod and returns its behavior; it is called often and must be fast.
         """
-        self._behaviours.insert(0, (when, behaviour if callable(behaviour) else lambda _: behaviour))
+        self._behaviors.insert(0, (when, behavior if callable(behavior) else lambda _: behavior))
         self._controllers.wake()
 
     def fail(
         self, error: ApiError, when: Callable[[Call], bool] = lambda call: True, *, times: int = 1, after: bool = False
     ) -> None:
-        """Answer the next ``times`` requests that ``when`` picks with an error; ``after``: when they have been done."""
+        """Fail the next ``times`` requests that ``when`` selects; ``after``: only after executing them."""
         self._server.faults.append(Fault(when, times, error, after))
 
     def drop(self, when: Callable[[Call], bool] = lambda call: True, *, times: int = 1, after: bool = False) -> None:
-        """Close the connection of the next ``times`` requests that ``when`` picks, without an answer."""
+        """Close the connection of the next ``times`` requests that ``when`` selects, without a response."""
         self._server.faults.append(Fault(when, times, None, after))
 
     def drop_watches(self) -> None:
-        """Cut the watches that are open now, in the middle."""
+        """Drop the connections of all open watches."""
         with self.api.store.changed:
             self._server.watches_dropped += 1
             self.api.store.changed.notify_all()
 
     def expire(self) -> None:
-        """Forget the history: watches and lists that go on from an older resourceVersion are told 410."""
+        """Compact the history: watches and lists that continue from an older resourceVersion get a 410."""
         self.api.store.expire()
 
-    def _behaviour(self, pod: Object) -> Behaviour:
-        return next((behave(pod) for when, behave in self._behaviours if when(pod)), Ready())
+    def _behavior(self, pod: Object) -> PodBehavior:
+        return next((behave(pod) for when, behave in self._behaviors if when(pod)), Ready())
 
 
 def too_many_requests(retry_after_s: int = 1) -> ApiError:
-    """429, to be tried again after so long."""
+    """A 429 with a ``Retry-After`` header."""
     return status.too_many_requests(retry_after_s)
 
 
-def internal_error(why: str = "etcdserver: request timed out") -> ApiError:
-    """500."""
-    return status.internal(why)
+def internal_error(reason: str = "etcdserver: request timed out") -> ApiError:
+    """A 500."""
+    return status.internal(reason)
 
 
 def modified(call_kind: Any, name: str) -> ApiError:
-    """409, somebody wrote first."""
+    """A 409: the object was modified by another writer."""
     return status.conflict(call_kind, name)
 
 
-def carries(name: str, value: str) -> Callable[[Object], bool]:
-    """Picks pods by a label or an annotation."""
+def labeled(name: str, value: str) -> Callable[[Object], bool]:
+    """Select pods by a label or an annotation."""
 
     def picks(pod: Object) -> bool:
         metadata = pod["metadata"]
@@ -151,7 +151,7 @@ def carries(name: str, value: str) -> Callable[[Object], bool]:
 
 @cache
 def _certificate() -> tuple[bytes, bytes]:
-    """A certificate of our own for 127.0.0.1 and its key, PEM, made once per process."""
+    """A self-signed certificate for 127.0.0.1 and its key, in PEM, created once per process."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "loopback")])
     start = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)

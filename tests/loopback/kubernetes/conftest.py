@@ -1,4 +1,4 @@
-"""What the tests of the loopback API server share."""
+"""Fixtures for the tests of the loopback API server."""
 
 from collections.abc import Iterator
 
@@ -12,9 +12,9 @@ from loopback.kubernetes.kubectl import NAMESPACE, Kubectl, until
 
 @pytest.fixture
 def kubectl(cluster: LoopbackCluster) -> Iterator[Kubectl]:
-    """The administrator, and a namespace to work in."""
+    """A client with administrator rights, in a new namespace."""
     with config.new_client_from_config(str(cluster.kubeconfig())) as client:
         admin = Kubectl(client)
         admin.call("POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
-        until(lambda: len(admin.list("ConfigMap")["items"]) == 1)  # what every namespace is given
+        until(lambda: len(admin.list("ConfigMap")["items"]) == 1)  # kube-root-ca.crt, in every namespace
         yield admin

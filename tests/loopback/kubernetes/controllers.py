@@ -1,4 +1,4 @@
-"""The controllers of a cluster, in small: each looks at the objects and makes the next write that brings them on."""
+"""Minimal controllers of a cluster: each step reads the objects and makes the next write toward the desired state."""
 
 import threading
 import time
@@ -6,7 +6,7 @@ from typing import Any
 
 from loopback.kubernetes import selectors
 from loopback.kubernetes.api import Api
-from loopback.kubernetes.controlling import Controller, is_ready, share
+from loopback.kubernetes.controller_base import Controller, is_ready, share
 from loopback.kubernetes.deployments import Deployments
 from loopback.kubernetes.endpoints import Endpoints
 from loopback.kubernetes.kinds import (
@@ -26,11 +26,11 @@ from loopback.kubernetes.replica_sets import ReplicaSets
 from loopback.kubernetes.status import ApiError
 
 Object = dict[str, Any]
-_PAUSE_S = 0.002  # in which clients see how things stand
+_PAUSE_S = 0.002  # lets clients observe intermediate states
 
 
 class Controllers:
-    """One thread that lets the controllers and the node take turns until nothing is left to do."""
+    """One thread that runs the controllers and the node in turn until no work remains."""
 
     def __init__(self, api: Api, node: Node, second_s: float) -> None:
         self._api, self._node = api, node
@@ -44,17 +44,17 @@ class Controllers:
         self.failure: BaseException | None = None
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def wake(self) -> None:
-        """Look again, though no object has changed."""
+        """Reconcile again although no object has changed."""
         with self._api.store.changed:
             self._seen = -1
             self._api.store.changed.notify_all()
 
     def stop(self) -> None:
-        """End; raises what went wrong in a controller, which is a fault of this package."""
+        """Stop the thread and raise the exception of a failed controller, which is a bug in this package."""
         self._stopping = True
         self.wake()
         self._thread.join()
@@ -78,12 +78,12 @@ class Controllers:
                 with changed:
                     self._seen = self._api.store.version
                     if not sum(step() for step in steps):
-                        changed.wait_for(self._is_called, self._due_in_s())
+                        changed.wait_for(self._has_work, self._due_in_s())
                 time.sleep(_PAUSE_S)
         except Exception as error:
             self.failure = error
 
-    def _is_called(self) -> bool:
+    def _has_work(self) -> bool:
         return self._stopping or self._api.store.version != self._seen
 
     def _due_in_s(self) -> float | None:
@@ -114,13 +114,13 @@ class Controllers:
         ]
 
     def _empty(self, name: str) -> bool:
-        found = self._in_namespace(name)
-        for kind, subject in found:
+        remaining = self._in_namespace(name)
+        for kind, subject in remaining:
             self._api.finish(kind, subject)
-        return bool(found)
+        return bool(remaining)
 
     def _autoscalers(self) -> bool:
-        """Keep replicas within the bounds; without metrics there is nothing else to go by."""
+        """Keep the replicas within the bounds; metrics are not simulated."""
         wrote = False
         for autoscaler in self._api.store.all(AUTOSCALER):
             spec, target = autoscaler["spec"], autoscaler["spec"]["scaleTargetRef"]
@@ -132,10 +132,10 @@ class Controllers:
             want = min(max(have, spec["minReplicas"]), spec["maxReplicas"])
             if want != have:
                 bound = "below Spec.MinReplicas" if want > have else "above Spec.MaxReplicas"
-                why = f"New size: {want}; reason: Current number of replicas {bound}"
+                reason = f"New size: {want}; reason: Current number of replicas {bound}"
                 deployment["spec"]["replicas"] = want
                 self._autoscaling.edit(DEPLOYMENT, deployment, "scale")
-                self._autoscaling.event(AUTOSCALER, autoscaler, "SuccessfulRescale", why)
+                self._autoscaling.event(AUTOSCALER, autoscaler, "SuccessfulRescale", reason)
                 wrote = True
             known = {"currentReplicas": have, "desiredReplicas": want, "currentMetrics": None}
             wrote = self._autoscaling.set_status(AUTOSCALER, autoscaler, known) or wrote
@@ -166,7 +166,7 @@ class Controllers:
         return wrote
 
     def _garbage(self) -> bool:
-        """Dependents of owners that are gone, and owners that wait for their dependents."""
+        """Delete dependents of deleted owners, and owners that waited for their dependents."""
         wrote = False
         everything = [(kind, one) for kind, one in self._api.store.everything() if kind is not EVENT]
         alive = {subject["metadata"]["uid"] for _, subject in everything}

@@ -1,4 +1,4 @@
-"""What a server fills in where an object is silent, per kind; after the ``defaults.go`` of Kubernetes."""
+"""Default values per kind, from the ``defaults.go`` files of Kubernetes."""
 
 import base64
 from typing import Any
@@ -24,7 +24,7 @@ _FILE_MODE = 0o644
 
 
 def fill(kind: Kind, subject: Object) -> None:
-    """Complete an object in place."""
+    """Fill in an object's defaults in place."""
     filler = _FILLERS.get(kind)
     if filler:
         filler(subject)
@@ -69,7 +69,7 @@ def _pod_spec(spec: Object) -> None:
         schedulerName="default-scheduler",
     )
     if "serviceAccountName" in spec:
-        spec["serviceAccount"] = spec["serviceAccountName"]  # the deprecated twin, kept in step
+        spec["serviceAccount"] = spec["serviceAccountName"]  # the deprecated alias
     for container in [*spec.get("initContainers", ()), *spec.get("containers", ())]:
         _container(container)
     for volume in spec.get("volumes", ()):
@@ -148,9 +148,9 @@ def _autoscaler(subject: Object) -> None:
 
 
 def _role_binding(subject: Object) -> None:
-    for who in subject.get("subjects", ()):
-        if who["kind"] in ("User", "Group"):
-            _set(who, apiGroup="rbac.authorization.k8s.io")
+    for entry in subject.get("subjects", ()):
+        if entry["kind"] in ("User", "Group"):
+            _set(entry, apiGroup="rbac.authorization.k8s.io")
 
 
 def _secret(subject: Object) -> None:

@@ -1,7 +1,7 @@
-"""Deployments: how a new template takes the place of the old one, and how that is told.
+"""The deployment controller: rolling updates and their status.
 
-After the deployment controller of Kubernetes (``rolling.go``, ``sync.go``, ``progress.go``), without its clock: only
-``progressDeadlineSeconds`` passes, at ``second_s`` real seconds each.
+It follows the deployment controller of Kubernetes (``rolling.go``, ``sync.go``, ``progress.go``). Of its timers, it has
+only ``progressDeadlineSeconds``, where each second takes ``second_s`` real seconds.
 """
 
 import hashlib
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from loopback.kubernetes.api import Api, now
-from loopback.kubernetes.controlling import Controller, reference, share
+from loopback.kubernetes.controller_base import Controller, reference, share
 from loopback.kubernetes.kinds import DEPLOYMENT, POD, REPLICA_SET
-from loopback.kubernetes.store import copied
+from loopback.kubernetes.store import deep_copy
 
 Object = dict[str, Any]
 REVISION = "deployment.kubernetes.io/revision"
@@ -32,7 +32,7 @@ class _Progress:
 
 
 class Deployments(Controller):
-    """The controller of Deployments."""
+    """The deployment controller."""
 
     def __init__(self, api: Api, second_s: float) -> None:
         super().__init__(api, "deployment-controller")
@@ -40,7 +40,7 @@ class Deployments(Controller):
         self._progressing: dict[str, _Progress] = {}  # by uid
 
     def due_in_s(self) -> float | None:
-        """How long until a rollout is given up; None: there is none to give up."""
+        """Seconds until a rollout exceeds its progress deadline; None without a rollout in progress."""
         waits: list[float] = []
         for deployment in self.api.store.all(DEPLOYMENT):
             progress = self._progressing.get(deployment["metadata"]["uid"])
@@ -49,15 +49,15 @@ class Deployments(Controller):
         return min(waits, default=None)
 
     def step(self) -> bool:
-        """Bring every Deployment on by one write; whether anything was written."""
+        """Advance every Deployment by one write; return whether anything was written."""
         return sum(map(self._deployment, self.api.store.all(DEPLOYMENT))) > 0
 
     def _deployment(self, deployment: Object) -> bool:
         if deployment["metadata"].get("deletionTimestamp"):
             return False
-        mine = self.owned(REPLICA_SET, deployment)
-        new = next((one for one in mine if _template(one) == _template(deployment)), None)
-        old = [one for one in mine if new is None or one["metadata"]["uid"] != new["metadata"]["uid"]]
+        replica_sets = self.owned(REPLICA_SET, deployment)
+        new = next((one for one in replica_sets if _template(one) == _template(deployment)), None)
+        old = [one for one in replica_sets if new is None or one["metadata"]["uid"] != new["metadata"]["uid"]]
         if deployment["spec"].get("paused"):
             return self._report(deployment, new, old)
         wrote = self._revise(deployment, new, old)
@@ -66,7 +66,7 @@ class Deployments(Controller):
         return self._scale(deployment, new, old) or self._report(deployment, new, old) or self._forget(deployment, old)
 
     def _revise(self, deployment: Object, new: Object | None, old: list[Object]) -> bool:
-        """Make the ReplicaSet of the current template, or give the one there is the newest revision number."""
+        """Create the ReplicaSet of the current template, or give the existing one the newest revision number."""
         revision = str(max((_revision(one) for one in old), default=0) + 1)
         if new is None:
             self._create_replica_set(deployment, revision)
@@ -93,11 +93,11 @@ class Deployments(Controller):
 
     def _create_replica_set(self, deployment: Object, revision: str) -> None:
         metadata, spec = deployment["metadata"], deployment["spec"]
-        template = copied(spec["template"])
+        template = deep_copy(spec["template"])
         digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).digest()
         mark = "".join(_SUFFIXES[byte % len(_SUFFIXES)] for byte in digest[:10])
         template.setdefault("metadata", {}).setdefault("labels", {})[HASH] = mark
-        selector = copied(spec["selector"])
+        selector = deep_copy(spec["selector"])
         selector.setdefault("matchLabels", {})[HASH] = mark
         replica_set = {
             "metadata": {
@@ -137,7 +137,7 @@ class Deployments(Controller):
         if spare <= 0:
             return False
         old = sorted((one for one in old if one["spec"]["replicas"]), key=_revision)
-        for one in old:  # first those that are not up
+        for one in old:  # unavailable ones first
             down = min(one["spec"]["replicas"] - _available(one), spare)
             if down > 0:
                 return self._resize(deployment, one, one["spec"]["replicas"] - down)
@@ -174,7 +174,7 @@ class Deployments(Controller):
         }
         if unavailable := max(count["replicas"] - count["availableReplicas"], wanted - count["availableReplicas"], 0):
             status["unavailableReplicas"] = unavailable
-        held = deployment.get("status", {})
+        previous = deployment.get("status", {})
         conditions = [self._availability(deployment, count["availableReplicas"])]
         complete = updated == wanted == count["replicas"] == count["availableReplicas"]
         conditions.append(self._progress(deployment, new, status, complete=complete))
@@ -184,7 +184,7 @@ class Deployments(Controller):
             for condition in one.get("status", {}).get("conditions", ())
             if condition["type"] == "ReplicaFailure"
         ][:1]
-        status["conditions"] = [_keep_times(condition, held.get("conditions", [])) for condition in conditions]
+        status["conditions"] = [_preserve_times(condition, previous.get("conditions", [])) for condition in conditions]
         return self.set_status(DEPLOYMENT, deployment, status)
 
     @staticmethod
@@ -214,7 +214,7 @@ class Deployments(Controller):
         return _condition("Progressing", "True", "ReplicaSetUpdated", f'ReplicaSet "{name}" is progressing.')
 
     def _deadline_s(self, deployment: Object, progress: "_Progress") -> float:
-        """When the rollout is given up, on the monotonic clock."""
+        """The progress deadline, on the monotonic clock."""
         return progress.since_s + deployment["spec"]["progressDeadlineSeconds"] * self._second_s
 
     def _forget(self, deployment: Object, old: list[Object]) -> bool:
@@ -241,7 +241,7 @@ def _bounds(deployment: Object) -> tuple[int, int]:
 
 
 def _template(owner: Object) -> Object:
-    template = copied(owner["spec"]["template"])
+    template = deep_copy(owner["spec"]["template"])
     (template.setdefault("metadata", {}).setdefault("labels", {})).pop(HASH, None)
     template["metadata"].pop("creationTimestamp", None)
     return template
@@ -260,9 +260,9 @@ def _condition(name: str, holds: str, reason: str, message: str) -> Object:
     return {"type": name, "status": holds, "reason": reason, "message": message} | when
 
 
-def _keep_times(condition: Object, before: list[Object]) -> Object:
-    """A condition that has not changed keeps its times."""
-    held = next((one for one in before if one["type"] == condition["type"]), None)
-    if held is None or any(held[field] != condition[field] for field in ("status", "reason", "message")):
+def _preserve_times(condition: Object, before: list[Object]) -> Object:
+    """Preserve the times of a condition that has not changed."""
+    previous = next((one for one in before if one["type"] == condition["type"]), None)
+    if previous is None or any(previous[field] != condition[field] for field in ("status", "reason", "message")):
         return condition
-    return held
+    return previous

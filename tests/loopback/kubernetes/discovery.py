@@ -1,4 +1,4 @@
-"""What the server says about itself: its version and the kinds that it keeps."""
+"""The discovery documents: the server's version and its kinds."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ Object = dict[str, Any]
 
 
 def document(path: str, version: str) -> Object:
-    """What stands at paths without objects."""
+    """Return the discovery document at ``path``."""
     groups = sorted({(kind.group, kind.version) for kind in KINDS if kind.group})
     known: dict[str, Object] = {
         "/version": {

@@ -1,29 +1,29 @@
-"""Which pods a Service leads to."""
+"""The endpoints of a Service."""
 
 from typing import Any
 
 from loopback.kubernetes.api import Api
-from loopback.kubernetes.controlling import Controller, is_ready, reference
+from loopback.kubernetes.controller_base import Controller, is_ready, reference
 from loopback.kubernetes.kinds import ENDPOINT_SLICE, POD, SERVICE
 
 Object = dict[str, Any]
 
 
 class Endpoints(Controller):
-    """The controller of EndpointSlices."""
+    """The EndpointSlice controller."""
 
     def __init__(self, api: Api) -> None:
         super().__init__(api, "endpoint-slice-controller")
 
     def step(self) -> bool:
-        """Bring the slices up to date; whether anything was written."""
+        """Update the slices; return whether anything was written."""
         wrote = False
         for service in self.api.store.all(SERVICE):
             name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
             if not service["spec"].get("selector"):
                 continue
             pods = [pod for pod in selected(self.api, service) if pod.get("status", {}).get("podIP")]
-            held = next(
+            endpoint_slice = next(
                 (
                     piece
                     for piece in self.api.store.all(ENDPOINT_SLICE, namespace)
@@ -36,7 +36,7 @@ class Endpoints(Controller):
                 "endpoints": [_endpoint(pod) for pod in pods],
                 "ports": _endpoint_ports(service, pods),
             }
-            if held is None:
+            if endpoint_slice is None:
                 metadata = {
                     "generateName": f"{name}-",
                     "labels": {
@@ -47,8 +47,8 @@ class Endpoints(Controller):
                 }
                 self.create(ENDPOINT_SLICE, {"metadata": metadata} | content, namespace)
                 wrote = True
-            elif any(held.get(field) != value for field, value in content.items()):
-                self.edit(ENDPOINT_SLICE, held | content)
+            elif any(endpoint_slice.get(field) != value for field, value in content.items()):
+                self.edit(ENDPOINT_SLICE, endpoint_slice | content)
                 wrote = True
         return wrote
 
@@ -69,7 +69,7 @@ def is_endpoint(pod: Object) -> bool:
 
 
 def target_port(port: Object, pod: Object) -> int | None:
-    """The number of the pod's port that a port of a Service leads to."""
+    """Resolve the target port of a Service port to a container port number."""
     wanted = port["targetPort"]
     if isinstance(wanted, int):
         return wanted

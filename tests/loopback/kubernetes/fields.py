@@ -1,4 +1,4 @@
-"""Who owns which field: server-side apply, after structured-merge-diff and KEP-555.
+"""Field ownership for server-side apply, after structured-merge-diff and KEP-555.
 
 A set of fields is a Python set of paths; an element of a path is ("f", name of a field), ("k", keys of a list item)
 or ("v", value in a set).
@@ -16,7 +16,7 @@ from loopback.kubernetes.status import ApiError
 Object = dict[str, Any]
 Path = tuple[tuple[str, Any], ...]
 Fields = set[Path]
-# Fields of the system, which nobody owns (stripMeta in the API machinery).
+# System fields without an owner (stripMeta in the API machinery).
 _OWNERLESS: Fields = {(("f", "apiVersion"),), (("f", "kind"),)} | {
     (("f", "metadata"), ("f", name))
     for name in ("name", "namespace", "creationTimestamp", "selfLink", "uid", "generation", "managedFields")
@@ -25,7 +25,7 @@ _OWNERLESS.add((("f", "metadata"), ("f", "resourceVersion")))
 
 
 class Manager(NamedTuple):
-    """Who wrote: an entry of ``metadata.managedFields``, without its fields and time."""
+    """A field manager: an entry of ``metadata.managedFields`` without its fields and time."""
 
     name: str
     operation: str  # Apply | Update
@@ -40,19 +40,19 @@ class Manager(NamedTuple):
 
 @dataclass
 class Difference:
-    """What a write does to an object."""
+    """The fields that a write adds, modifies and removes."""
 
     added: Fields = field(default_factory=set)
     modified: Fields = field(default_factory=set)
     removed: Fields = field(default_factory=set)
 
 
-class Undeclared(Exception):
-    """The object holds what its schema does not know, or a list without its keys."""
+class UndeclaredFieldError(Exception):
+    """The object has a field that its schema does not declare, or a list item without its keys."""
 
 
 class Merge:
-    """Merging and owning by the schema of one kind."""
+    """Merge semantics and field ownership, from the schema of one kind."""
 
     def __init__(self, schemas: Schemas, schema: Schema) -> None:
         self._schemas, self._schema = schemas, schema
@@ -60,54 +60,54 @@ class Merge:
     def apply(
         self, live: Object, config: Object, managers: dict[Manager, Fields], manager: Manager, *, force: bool
     ) -> tuple[Object, dict[Manager, Fields]]:
-        """``live`` with what ``manager`` applies, and who owns what then.
+        """Return ``live`` with the configuration of ``manager`` applied, and the resulting owners.
 
         Raises:
-            ApiError: 409, somebody else owns a field that would change, and ``force`` is not given.
-            Undeclared: ``config`` does not fit the schema.
+            ApiError: 409, another manager owns a field that would change, and ``force`` is not set.
+            UndeclaredFieldError: ``config`` does not match the schema.
         """
         before = managers.get(manager, set())
-        mine = self.fields(config) - _OWNERLESS
-        managers = managers | {manager: mine}
+        own = self.fields(config) - _OWNERLESS
+        managers = managers | {manager: own}
         merged = self._prune(self._merge(self._schema, live, config), before, managers)
         difference = self.compare(live, merged)
-        return merged, _settle(managers, manager, difference, force=force)
+        return merged, _resolve_ownership(managers, manager, difference, force=force)
 
     def update(
         self, live: Object, new: Object, managers: dict[Manager, Fields], manager: Manager
     ) -> dict[Manager, Fields]:
-        """Who owns what after a create, replace or patch: the writer takes over what it changed."""
+        """Return the owners after a create, replace or patch: the writer owns the fields that it changed."""
         difference = self.compare(live, new)
-        managers = _settle(managers, manager, difference, force=True)
-        mine = (managers.get(manager, set()) | difference.modified | difference.added) - difference.removed
-        return {who: owned for who, owned in (managers | {manager: mine - _OWNERLESS}).items() if owned}
+        managers = _resolve_ownership(managers, manager, difference, force=True)
+        own = (managers.get(manager, set()) | difference.modified | difference.added) - difference.removed
+        return {name: owned for name, owned in (managers | {manager: own - _OWNERLESS}).items() if owned}
 
     def fields(self, subject: Object) -> Fields:
-        """All fields that an object sets."""
-        found: Fields = set()
-        self._collect(self._schema, subject, (), found)
-        return found
+        """Return all fields that an object sets."""
+        result: Fields = set()
+        self._collect(self._schema, subject, (), result)
+        return result
 
     def compare(self, old: Object, new: Object) -> Difference:
-        """The fields in which two objects differ, without those of the system."""
+        """Return the fields in which two objects differ, except system fields."""
         difference = Difference()
         self._compare(self._schema, old, new, (), difference)
         return Difference(*(fields - _OWNERLESS for fields in vars(difference).values()))
 
     def _prune(self, merged: Object, before: Fields, managers: dict[Manager, Fields]) -> Object:
-        """Without what the manager applied before, no longer applies, and nobody else owns."""
+        """Remove the fields that the manager no longer applies and that have no other owner."""
         owned = set().union(*managers.values())
         gone = (_with_parents(before) & _with_parents(self.fields(merged))) - _with_parents(owned)
         return self._remove(self._schema, merged, (), gone) if gone else merged
 
     def _children(self, schema: Schema, value: Any) -> dict[tuple[str, Any], tuple[Schema, Any]]:
-        """The parts of a map or list that merge one by one, by their path elements."""
+        """The individually merged children of a map or list, by path element."""
         if isinstance(value, dict):
             children = {}
             for name, child in value.items():
                 child_schema = self._schemas.field(schema, name)
                 if child_schema is None:
-                    raise Undeclared(f".{name}: field not declared in schema")
+                    raise UndeclaredFieldError(f".{name}: field not declared in schema")
                 children["f", name] = (child_schema, child)
             return children
         items: dict[tuple[str, Any], tuple[Schema, Any]] = {}
@@ -115,29 +115,29 @@ class Merge:
             try:
                 key = key_of(schema, item)
             except KeyError as missing:
-                why = f"associative list with keys has an element that omits key field {missing}"
-                raise Undeclared(f": element {position}: {why}") from None
+                reason = f"associative list with keys has an element that omits key field {missing}"
+                raise UndeclaredFieldError(f": element {position}: {reason}") from None
             if key in items:
-                raise Undeclared(f": duplicate entries for key {_words(key)}")
+                raise UndeclaredFieldError(f": duplicate entries for key {_format_element(key)}")
             items[key] = (self._schemas.item(schema), item)
         return items
 
-    def _collect(self, schema: Schema, value: Any, path: Path, found: Fields) -> None:
+    def _collect(self, schema: Schema, value: Any, path: Path, result: Fields) -> None:
         if is_atomic(schema) or not isinstance(value, dict | list):
-            found.add(path)
+            result.add(path)
             return
         try:
             children = self._children(schema, value)
-        except Undeclared as error:
-            raise Undeclared(text(path) + str(error)) from None
+        except UndeclaredFieldError as error:
+            raise UndeclaredFieldError(text(path) + str(error)) from None
         for element, (child_schema, child) in children.items():
-            self._collect(child_schema, child, (*path, element), found)
+            self._collect(child_schema, child, (*path, element), result)
             if element[0] != "f" or "properties" not in schema or child is None or child == {}:
-                found.add((*path, element))
+                result.add((*path, element))
 
     def _compare(self, schema: Schema, old: Any, new: Any, path: Path, difference: Difference) -> None:
         if is_atomic(schema) or not (isinstance(old, dict | list | None) and isinstance(new, dict | list | None)):
-            if old == new:  # null both may be: the autoscaler's status.currentMetrics
+            if old == new:  # both may be null: the autoscaler's status.currentMetrics
                 return
             if old is None:
                 difference.added.add(path)
@@ -169,7 +169,7 @@ class Merge:
         }
         if isinstance(config, dict):
             return {name: value for (_, name), value in merged.items()}
-        # The applied items stand in the order of the configuration, those of others where they were.
+        # Applied items follow the order of the configuration; other items keep their positions.
         ours = iter(want)
         order = [next(ours) if element in want else element for element in have]
         return [merged[element] for element in [*order, *ours]]
@@ -177,17 +177,21 @@ class Merge:
     def _remove(self, schema: Schema, value: Any, path: Path, gone: Fields) -> Any:
         if is_atomic(schema) or not isinstance(value, dict | list):
             return value
-        kept = {
+        children = {
             element: self._remove(child_schema, child, (*path, element), gone)
             for element, (child_schema, child) in self._children(schema, value).items()
             if (*path, element) not in gone
         }
-        return {name: child for (_, name), child in kept.items()} if isinstance(value, dict) else list(kept.values())
+        return (
+            {name: child for (_, name), child in children.items()}
+            if isinstance(value, dict)
+            else list(children.values())
+        )
 
 
 def text(path: Path) -> str:
     """``.spec.template.spec.containers[name="serve"].image``."""
-    return "".join(f".{value}" if kind == "f" else _words((kind, value)) for kind, value in path)
+    return "".join(f".{value}" if kind == "f" else _format_element((kind, value)) for kind, value in path)
 
 
 def encode(fields: Fields) -> Object:
@@ -202,63 +206,63 @@ def encode(fields: Fields) -> Object:
 
 
 def decode(tree: Object) -> Fields:
-    """The set of fields that ``fieldsV1`` means."""
-    found: Fields = set()
+    """Decode ``fieldsV1`` into a set of fields."""
+    fields: Fields = set()
 
     def walk(node: Object, path: Path) -> None:
         if path and (not node or "." in node):
-            found.add(path)
+            fields.add(path)
         for name, child in node.items():
             if name != ".":
                 walk(child, (*path, _element(name)))
 
     walk(tree, ())
-    return found
+    return fields
 
 
-def _settle(
+def _resolve_ownership(
     managers: dict[Manager, Fields], manager: Manager, difference: Difference, *, force: bool
 ) -> dict[Manager, Fields]:
-    """Take changed fields from their other owners, or refuse."""
+    """Transfer ownership of the changed fields, or raise a conflict."""
     changed = difference.added | difference.modified
-    conflicts = {who: owned & changed for who, owned in managers.items() if who != manager and owned & changed}
+    conflicts = {other: owned & changed for other, owned in managers.items() if other != manager and owned & changed}
     if conflicts and not force:
         raise _apply_conflict(conflicts)
     left = {
-        who: owned if who == manager else owned - conflicts.get(who, set()) - difference.removed
-        for who, owned in managers.items()
+        other: owned if other == manager else owned - conflicts.get(other, set()) - difference.removed
+        for other, owned in managers.items()
     }
-    return {who: owned for who, owned in left.items() if owned or who == manager}
+    return {other: owned for other, owned in left.items() if owned or other == manager}
 
 
 def _apply_conflict(conflicts: dict[Manager, Fields]) -> ApiError:
     by_words: dict[str, list[str]] = defaultdict(list)
-    for who, owned in conflicts.items():
-        by_words[str(who)] += sorted(text(path) for path in owned)
+    for manager, owned in conflicts.items():
+        by_words[str(manager)] += sorted(text(path) for path in owned)
     causes = [
-        {"reason": "FieldManagerConflict", "message": f"conflict with {who}", "field": path}
-        for who, paths in sorted(by_words.items())
+        {"reason": "FieldManagerConflict", "message": f"conflict with {manager}", "field": path}
+        for manager, paths in sorted(by_words.items())
         for path in paths
     ]
     if len(causes) == 1:
-        why = f"1 conflict: {causes[0]['message']}: {causes[0]['field']}"
+        reason = f"1 conflict: {causes[0]['message']}: {causes[0]['field']}"
     else:
         lines = [
             line
-            for who, paths in sorted(by_words.items())
-            for line in (f"conflicts with {who}:", *(f"- {path}" for path in paths))
+            for manager, paths in sorted(by_words.items())
+            for line in (f"conflicts with {manager}:", *(f"- {path}" for path in paths))
         ]
-        why = f"{len(causes)} conflicts: " + "\n".join(lines)
-    return ApiError(409, "Conflict", f"Apply failed with {why}", {"causes": causes})
+        reason = f"{len(causes)} conflicts: " + "\n".join(lines)
+    return ApiError(409, "Conflict", f"Apply failed with {reason}", {"causes": causes})
 
 
 def _with_parents(fields: Fields) -> Fields:
-    """The fields, and the structs and maps that they stand in (EnsureNamedFieldsAreMembers)."""
+    """The fields and the structs and maps that contain them (EnsureNamedFieldsAreMembers)."""
     parents = {path[:end] for path in fields for end in range(1, len(path)) if path[end - 1][0] == "f"}
     return fields | parents
 
 
-def _words(element: tuple[str, Any]) -> str:
+def _format_element(element: tuple[str, Any]) -> str:
     kind, value = element
     if kind == "v":
         return f"[={json.dumps(value)}]"

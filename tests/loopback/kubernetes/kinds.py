@@ -1,11 +1,11 @@
-"""The kinds of objects that the server keeps; all of them are plain Kubernetes."""
+"""The kinds of objects that the server supports, all of them built into Kubernetes."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind, with what differs between kinds in how a real server treats it."""
+    """One kind and how a real server treats it."""
 
     group: str
     version: str
@@ -14,7 +14,7 @@ class Kind:
     namespaced: bool = True
     has_status: bool = False
     counts_generations: bool = False
-    unconditional_update: bool = True  # a PUT without resourceVersion is taken
+    unconditional_update: bool = True  # accepts a PUT without resourceVersion
     subresources: tuple[str, ...] = ()
 
     @property
@@ -24,7 +24,7 @@ class Kind:
 
     @property
     def resource(self) -> str:
-        """``deployments.apps``, as messages have it."""
+        """The name in error messages, such as ``deployments.apps``."""
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
 
@@ -86,10 +86,10 @@ KINDS = (
 
 
 def find(group: str, version: str, plural: str) -> Kind | None:
-    """The kind behind ``/apis/GROUP/VERSION/.../PLURAL``, if there is one."""
+    """Return the kind of ``/apis/GROUP/VERSION/.../PLURAL``, or None."""
     return next((k for k in KINDS if (k.group, k.version, k.plural) == (group, version, plural)), None)
 
 
 def named(api_version: str, name: str) -> Kind | None:
-    """The kind that an object names itself, if there is one."""
+    """Return the kind with an object's ``apiVersion`` and ``kind``, or None."""
     return next((k for k in KINDS if (k.api_version, k.name) == (api_version, name)), None)

@@ -1,4 +1,4 @@
-"""kubectl in small, by the real client, and objects to try it on."""
+"""A minimal kubectl on top of the real client, and sample objects."""
 
 import copy
 import json
@@ -9,7 +9,7 @@ from typing import Any
 from kubernetes.client import ApiClient, ApiException
 
 Object = dict[str, Any]
-NAMESPACE = "recognisers"
+NAMESPACE = "recognizers"
 PATHS = {
     "Deployment": "/apis/apps/v1/namespaces/{}/deployments",
     "ReplicaSet": "/apis/apps/v1/namespaces/{}/replicasets",
@@ -29,13 +29,13 @@ PATHS = {
 
 
 class Kubectl:
-    """The verbs in one line each, by the real client."""
+    """One method per verb, on top of the real client."""
 
     def __init__(self, client: ApiClient) -> None:
         self.client = client
 
     def call(self, method: str, path: str, body: Any = None, media_type: str = "application/json", **query: Any) -> Any:
-        """One request; keyword arguments are its query."""
+        """Send one request; keyword arguments are the query parameters."""
         return self.client.call_api(
             path,
             method,
@@ -78,7 +78,7 @@ def config_map(name: str = "settings", **data: str) -> Object:
 
 
 def deployment(version: str = "1", **spec: Any) -> Object:
-    """A Deployment of two pods that takes none away before there is another."""
+    """A Deployment of two pods with ``maxUnavailable: 0``."""
     labels = {"app": "serve"}
     container = {"name": "serve", "image": f"example.com/serve:{version}", "ports": [{"containerPort": 8080}]}
     template = {"metadata": {"labels": labels | {"version": version}}, "spec": {"containers": [container]}}
@@ -95,21 +95,21 @@ def deployment(version: str = "1", **spec: Any) -> Object:
 
 
 def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
-    """What ``condition`` returns once it is something."""
+    """Poll ``condition`` until it returns a true value, and return that value."""
     end_s = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < end_s, "it does not come about"
+    while not (result := condition()):
+        assert time.monotonic() < end_s, "the condition did not become true"
         time.sleep(0.005)
-    return found
+    return result
 
 
 def is_rolled_out(subject: Object) -> bool:
-    """As ``kubectl rollout status`` looks at it."""
+    """Whether ``kubectl rollout status`` considers the Deployment rolled out."""
     status, wanted = subject["status"], subject["spec"]["replicas"]
     counts = [status.get(name, 0) for name in ("updatedReplicas", "replicas", "availableReplicas")]
     return status.get("observedGeneration") == subject["metadata"]["generation"] and counts == [wanted] * 3
 
 
-def refused(error: ApiException) -> tuple[int, str]:
-    """The status code and the message of a refusal."""
+def error_of(error: ApiException) -> tuple[int, str]:
+    """Return the status code and the message of an API error."""
     return error.status, json.loads(error.body)["message"]

@@ -1,6 +1,6 @@
-"""The node of the cluster: a scheduler and a kubelet that run nothing, but tell the stories of pods as real ones do.
+"""The node of the cluster: a scheduler and a kubelet that run nothing but report pod statuses like real ones.
 
-Each pod advances by one status at a time, so whoever watches sees every one of them.
+Each pod advances by one status at a time, so a watch sees all of them.
 """
 
 import time
@@ -12,83 +12,83 @@ from typing import Any
 from loopback.kubernetes import quantities
 from loopback.kubernetes.api import Api, now
 from loopback.kubernetes.kinds import CLAIM, CONFIG_MAP, EVENT, NODE, POD, SECRET, Kind
-from loopback.kubernetes.status import ApiError, bad_request
-from loopback.kubernetes.stories import (
+from loopback.kubernetes.pod_lifecycle import (
     NODE_IP,
     NODE_NAME,
     Address,
-    Behaviour,
-    Chapter,
     CrashLoop,
     Event,
-    Lack,
+    MissingObject,
     NotReady,
+    PodBehavior,
     Ready,
+    StatusUpdate,
     Unschedulable,
     container_of,
-    tell,
+    status_updates,
 )
+from loopback.kubernetes.status import ApiError, bad_request
 
 Object = dict[str, Any]
 
 
 @dataclass
 class _Progress:
-    behaviour: Behaviour
-    lack: Lack | None
-    story: list[Chapter]
+    behavior: PodBehavior
+    missing: MissingObject | None
+    updates: list[StatusUpdate]
     since_s: float
 
 
 class Node:
-    """The one node, with its scheduler; ``behaviour`` says what each pod does."""
+    """The node and its scheduler; ``behavior`` returns the behavior of each pod."""
 
-    def __init__(self, api: Api, behaviour: Callable[[Object], Behaviour]) -> None:
-        self._api, self._behaviour = api, behaviour
+    def __init__(self, api: Api, behavior: Callable[[Object], PodBehavior]) -> None:
+        self._api, self._behavior = api, behavior
         allocatable = {"cpu": "8", "memory": "32Gi", "pods": "110"}
         addresses = [{"type": "InternalIP", "address": NODE_IP}, {"type": "Hostname", "address": NODE_NAME}]
         node = api.create(NODE, {"metadata": {"name": NODE_NAME}})
-        told = {"allocatable": allocatable, "capacity": allocatable, "addresses": addresses}
-        api.edit(NODE, node | {"status": told}, manager="kubelet", subresource="status")
+        status = {"allocatable": allocatable, "capacity": allocatable, "addresses": addresses}
+        api.edit(NODE, node | {"status": status}, manager="kubelet", subresource="status")
         self._allocatable = {name: quantities.value(amount) for name, amount in allocatable.items()}
-        self._progress: dict[str, _Progress] = {}  # by the pods' uid
+        self._progress: dict[str, _Progress] = {}  # by pod UID
         self._hosts = iter(range(2, 2**16))
 
     def step(self) -> bool:
-        """Advance every pod by one status; whether anything was written."""
+        """Advance every pod by one status; return whether anything was written."""
         return sum(map(self._advance, self._api.store.all(POD))) > 0
 
     def due_in_s(self) -> float | None:
-        """How long until a pod advances by the mere passing of time; None: never."""
-        waits = [one.since_s + one.story[0].after_s for one in self._progress.values() if one.story]
+        """Seconds until the next timed status update of a pod; None if none is pending."""
+        waits = [one.since_s + one.updates[0].after_s for one in self._progress.values() if one.updates]
         return max(min(waits) - time.monotonic(), 0.0) if waits else None
 
     def address(self, pod: Object, port: int) -> Address | None:
-        """Where a port of a pod is in truth; None: nothing listens there."""
-        behaviour = self._behaviour(pod)
+        """Return the real address behind a port of a pod, or None if nothing listens there."""
+        behavior = self._behavior(pod)
         running = pod.get("status", {}).get("phase") == "Running"
-        return behaviour.serves.get(port) if isinstance(behaviour, Ready) and running else None
+        return behavior.serves.get(port) if isinstance(behavior, Ready) and running else None
 
     def log(self, pod: Object, container: str, *, previous: bool) -> str:
-        """What a container wrote.
+        """Return the log of a container.
 
         Raises:
-            ApiError: 400, it has not started, or there is no run before this one.
+            ApiError: 400, the container has not started, or has no previous run.
         """
         subject = f'container "{container}" in pod "{pod["metadata"]["name"]}"'
         statuses = [*pod["status"].get("initContainerStatuses", ()), *pod["status"].get("containerStatuses", ())]
-        found = next((status for status in statuses if status["name"] == container), {})
-        has_ended = "terminated" in found.get("lastState", {})
+        container_status = next((status for status in statuses if status["name"] == container), {})
+        has_ended = "terminated" in container_status.get("lastState", {})
         if previous and not has_ended:
             raise bad_request(f"previous terminated {subject} not found")
-        state = found.get("state", {})
+        state = container_status.get("state", {})
         if not has_ended and not state.keys() & {"running", "terminated"}:
             reason = state.get("waiting", {}).get("reason", "ContainerCreating")
-            why = "trying and failing to pull image" if "Image" in reason else reason
-            raise bad_request(f"{subject} is waiting to start: {why}")
-        behaviour = self._behaviour(pod)
-        speaks = isinstance(behaviour, Ready | NotReady | CrashLoop) and container == container_of(behaviour, pod)
-        return behaviour.log if speaks else ""
+            message = "trying and failing to pull image" if "Image" in reason else reason
+            raise bad_request(f"{subject} is waiting to start: {message}")
+        behavior = self._behavior(pod)
+        speaks = isinstance(behavior, Ready | NotReady | CrashLoop) and container == container_of(behavior, pod)
+        return behavior.log if speaks else ""
 
     def _advance(self, pod: Object) -> bool:
         uid = pod["metadata"]["uid"]
@@ -96,26 +96,29 @@ class Node:
             self._progress.pop(uid, None)
             self._api.finish(POD, pod)
             return True
-        behaviour, lack = self._refusal(pod) or self._behaviour(pod), next(_lacks(self._api, pod), None)
+        behavior, missing = (
+            self._unschedulable(pod) or self._behavior(pod),
+            next(_missing_objects(self._api, pod), None),
+        )
         progress = self._progress.get(uid)
-        if progress is None or (progress.behaviour, progress.lack) != (behaviour, lack):
+        if progress is None or (progress.behavior, progress.missing) != (behavior, missing):
             host = next(self._hosts)
             pod_ip = pod.get("status", {}).get("podIP") or f"10.244.{host // 256}.{host % 256}"
-            story = tell(pod, behaviour, pod_ip, lack)
-            progress = self._progress[uid] = _Progress(behaviour, lack, story, time.monotonic())
-        if not progress.story or time.monotonic() < progress.since_s + progress.story[0].after_s:
+            updates = status_updates(pod, behavior, pod_ip, missing)
+            progress = self._progress[uid] = _Progress(behavior, missing, updates, time.monotonic())
+        if not progress.updates or time.monotonic() < progress.since_s + progress.updates[0].after_s:
             return False
-        self._write(pod, progress.story.pop(0))
+        self._write(pod, progress.updates.pop(0))
         progress.since_s = time.monotonic()
         return True
 
-    def _refusal(self, pod: Object) -> Unschedulable | None:
-        """Why a pod can never fit: it asks for more than the whole node has, or for what it has not."""
-        asked: dict[str, Decimal] = {}
+    def _unschedulable(self, pod: Object) -> Unschedulable | None:
+        """Why a pod can never be scheduled: it requests more than the node has, or a resource that the node lacks."""
+        requested: dict[str, Decimal] = {}
         for container in pod["spec"]["containers"]:
             for name, amount in container.get("resources", {}).get("requests", {}).items():
-                asked[name] = asked.get(name, Decimal(0)) + quantities.value(amount)
-        short = [name for name, amount in asked.items() if amount > self._allocatable.get(name, Decimal(0))]
+                requested[name] = requested.get(name, Decimal(0)) + quantities.value(amount)
+        short = [name for name, amount in requested.items() if amount > self._allocatable.get(name, Decimal(0))]
         reasons = [f"Insufficient {name}" for name in short]
         if pod["spec"].get("nodeSelector"):  # the node has no labels
             reasons = ["node(s) didn't match Pod's node affinity/selector"]
@@ -126,24 +129,24 @@ class Node:
             "1 Preemption is not helpful for scheduling."
         )
 
-    def _write(self, pod: Object, chapter: Chapter) -> None:
-        if chapter.writer == "kubelet" and not pod["spec"].get("nodeName"):
+    def _write(self, pod: Object, update: StatusUpdate) -> None:
+        if update.writer == "kubelet" and not pod["spec"].get("nodeName"):
             bound = pod | {"spec": pod["spec"] | {"nodeName": NODE_NAME}}
             pod = self._api.edit(POD, bound, manager="kube-scheduler", subresource="binding")
-        told = pod | {"status": pod.get("status", {}) | chapter.status}
-        self._api.edit(POD, told, manager=chapter.writer, subresource="status")
-        for event in chapter.events:
-            record(self._api, POD, pod, chapter.writer, event)
+        updated = pod | {"status": pod.get("status", {}) | update.status}
+        self._api.edit(POD, updated, manager=update.writer, subresource="status")
+        for event in update.events:
+            record(self._api, POD, pod, update.writer, event)
 
 
 def record(api: Api, kind: Kind, subject: Object, component: str, event: Event) -> None:
-    """Write an Event about an object, or count it up if it was written before."""
+    """Write an Event about an object, or increment the count of an existing one."""
     metadata = subject["metadata"]
     same = (metadata["uid"], event.reason, event.message)
     with api.store.changed:
-        for held in api.store.all(EVENT, metadata["namespace"]):
-            if (held["involvedObject"]["uid"], held["reason"], held["message"]) == same:
-                api.store.put(EVENT, held | {"count": held["count"] + 1, "lastTimestamp": now()})
+        for existing in api.store.all(EVENT, metadata["namespace"]):
+            if (existing["involvedObject"]["uid"], existing["reason"], existing["message"]) == same:
+                api.store.put(EVENT, existing | {"count": existing["count"] + 1, "lastTimestamp": now()})
                 return
         written = {
             "metadata": {"name": f"{metadata['name']}.{api.store.version:016x}"},
@@ -168,11 +171,11 @@ def record(api: Api, kind: Kind, subject: Object, component: str, event: Event) 
         try:
             api.create(EVENT, written, metadata["namespace"], trusted=True)
         except ApiError:
-            return  # the namespace is going
+            return  # the namespace is being deleted
 
 
-def _lacks(api: Api, pod: Object) -> Iterator[Lack]:
-    """Objects that the pod's volumes and environments need and that are not there."""
+def _missing_objects(api: Api, pod: Object) -> Iterator[MissingObject]:
+    """The missing objects that the pod's volumes and environment variables reference."""
     spec, namespace = pod["spec"], pod["metadata"]["namespace"]
 
     def absent(kind: Kind, reference: Object | None, key: str = "name") -> str | None:
@@ -182,8 +185,8 @@ def _lacks(api: Api, pod: Object) -> Iterator[Lack]:
         return None if api.store.get(kind, namespace, name) else f'{kind.name.lower()} "{name}" not found'
 
     for volume in spec.get("volumes") or ():
-        if why := absent(CLAIM, volume.get("persistentVolumeClaim"), "claimName"):
-            yield Lack(why)
+        if reason := absent(CLAIM, volume.get("persistentVolumeClaim"), "claimName"):
+            yield MissingObject(reason)
         parts = volume.get("projected", {}).get("sources") or ()
         needs = [
             absent(CONFIG_MAP, volume.get("configMap")),
@@ -191,8 +194,8 @@ def _lacks(api: Api, pod: Object) -> Iterator[Lack]:
             *(absent(CONFIG_MAP, part.get("configMap")) for part in parts),
             *(absent(SECRET, part.get("secret")) for part in parts),
         ]
-        for why in filter(None, needs):
-            yield Lack(f'MountVolume.SetUp failed for volume "{volume["name"]}" : {why}')
+        for reason in filter(None, needs):
+            yield MissingObject(f'MountVolume.SetUp failed for volume "{volume["name"]}" : {reason}')
     for container in [*(spec.get("initContainers") or ()), *spec["containers"]]:
         sources = [variable.get("valueFrom", {}) for variable in container.get("env") or ()]
         needs = [
@@ -201,5 +204,5 @@ def _lacks(api: Api, pod: Object) -> Iterator[Lack]:
             *(absent(SECRET, source.get("secretRef")) for source in container.get("envFrom") or ()),
             *(absent(CONFIG_MAP, source.get("configMapRef")) for source in container.get("envFrom") or ()),
         ]
-        for why in filter(None, needs):
-            yield Lack(why, container["name"])
+        for reason in filter(None, needs):
+            yield MissingObject(reason, container["name"])

@@ -1,4 +1,4 @@
-"""Merge patches: RFC 7386, and Kubernetes' strategic one, which merges lists by key."""
+"""JSON merge patches (RFC 7386) and strategic merge patches, which merge lists by key."""
 
 import copy
 from typing import Any
@@ -9,7 +9,7 @@ Object = dict[str, Any]
 
 
 def merge(live: Any, patch: Any) -> Any:
-    """``live`` after a JSON merge patch."""
+    """Apply a JSON merge patch to ``live``."""
     if not isinstance(patch, dict):
         return copy.deepcopy(patch)
     merged = dict(live) if isinstance(live, dict) else {}
@@ -22,7 +22,7 @@ def merge(live: Any, patch: Any) -> Any:
 
 
 def strategic(schemas: Schemas, schema: Schema, live: Object, patch: Object) -> Object:
-    """``live`` after a strategic merge patch; of its directives, ``$patch: replace`` and ``delete``."""
+    """Apply a strategic merge patch to ``live``; supports the directives ``$patch: replace`` and ``delete``."""
     if patch.get("$patch") == "replace":
         return {name: value for name, value in patch.items() if name != "$patch"}
     merged = dict(live)
@@ -39,8 +39,8 @@ def strategic(schemas: Schemas, schema: Schema, live: Object, patch: Object) -> 
         elif isinstance(value, list) and key:
             merged[name] = _by_key(schemas, schemas.item(child), key, merged.get(name) or [], value)
         elif isinstance(value, list) and child.get("x-kubernetes-patch-strategy") == "merge":
-            held = merged.get(name) or []
-            merged[name] = held + [item for item in value if item not in held]
+            current = merged.get(name) or []
+            merged[name] = current + [item for item in value if item not in current]
         else:
             merged[name] = copy.deepcopy(value)
     return merged

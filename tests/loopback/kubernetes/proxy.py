@@ -1,4 +1,4 @@
-"""Where requests to services and pods go that the API server forwards."""
+"""Addresses of the services and pods that the API server proxies to."""
 
 import random
 from typing import Any
@@ -9,16 +9,16 @@ from loopback.kubernetes.calls import Call
 from loopback.kubernetes.endpoints import is_endpoint, selected, target_port
 from loopback.kubernetes.kinds import POD, SERVICE
 from loopback.kubernetes.kubelet import Node
-from loopback.kubernetes.stories import Address
+from loopback.kubernetes.pod_lifecycle import Address
 
 Object = dict[str, Any]
 
 
 def address(api: Api, node: Node, call: Call) -> Address:
-    """Where /services/[SCHEME:]NAME[:PORT]/proxy or /pods/... leads.
+    """Resolve /services/[SCHEME:]NAME[:PORT]/proxy or /pods/... to an address.
 
     Raises:
-        ApiError: 404, there is no such service or pod; 503, nobody listens there.
+        ApiError: 404, the service or pod does not exist; 503, nothing listens there.
     """
     parts = call.name.split(":")
     name, port = (parts[1], parts[2]) if len(parts) == 3 else (*parts, "")[:2]

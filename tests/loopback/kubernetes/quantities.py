@@ -1,4 +1,4 @@
-"""Amounts such as 500m and 2Gi: what they are worth, and the one way in which a server writes each."""
+"""Resource quantities such as 500m and 2Gi: their values and their canonical form."""
 
 from decimal import Decimal
 
@@ -7,7 +7,7 @@ _DECIMAL = {"n": -3, "u": -2, "m": -1, "": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P
 
 
 def value(quantity: object) -> Decimal:
-    """The number that a quantity stands for."""
+    """Return the numeric value of a quantity."""
     text = str(quantity)
     number, suffix = _split(text)
     if suffix in _BINARY:
@@ -16,7 +16,7 @@ def value(quantity: object) -> Decimal:
 
 
 def canonical(quantity: object) -> str:
-    """The quantity as a server writes it back: 1000m is 1, 1024Mi is 1Gi, 0.5 is 500m."""
+    """Return the canonical form: 1000m becomes 1, 1024Mi becomes 1Gi, 0.5 becomes 500m."""
     _, suffix = _split(str(quantity))
     worth = value(quantity)
     if suffix in _BINARY and worth == worth.to_integral_value():
@@ -33,7 +33,7 @@ def canonical(quantity: object) -> str:
 
 def _split(text: str) -> tuple[Decimal, str]:
     for suffix in (*_BINARY, *filter(None, _DECIMAL)):
-        # 1E is an exabyte and 1E3 a thousand: a suffix stands at the end.
+        # 1E is an exabyte and 1E3 a thousand: a suffix is always at the end.
         if text.endswith(suffix):
             return Decimal(text.removesuffix(suffix)), suffix
     return Decimal(text), ""

@@ -1,4 +1,4 @@
-"""Who may do what: the Roles and RoleBindings that the server holds, as the RBAC authorizer reads them."""
+"""The RBAC authorizer, which evaluates the Roles and RoleBindings on the server."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ ADMIN = "kubernetes-admin"
 
 @dataclass(frozen=True)
 class Attempt:
-    """One request, as an authorizer sees it."""
+    """The attributes of one request that authorization depends on."""
 
     user: str
     verb: str
@@ -24,12 +24,12 @@ class Attempt:
 
     @property
     def resource(self) -> str:
-        """``deployments/status``."""
+        """The resource with its subresource, such as ``deployments/status``."""
         return f"{self.kind.plural}/{self.subresource}" if self.subresource else self.kind.plural
 
 
 def authorize(store: Store, attempt: Attempt) -> None:
-    """Let the administrator do everything, and others what a Role in the namespace lets them.
+    """Allow the administrator everything, and other users what a Role in the namespace allows.
 
     Raises:
         ApiError: 403.
@@ -38,34 +38,34 @@ def authorize(store: Store, attempt: Attempt) -> None:
         raise _denied(attempt)
 
 
-def review(store: Store, user: str, asked: Object) -> Object:
-    """The answer to a SelfSubjectAccessReview, which everybody may ask.
+def review(store: Store, user: str, request: Object) -> Object:
+    """Answer a SelfSubjectAccessReview, which every user may create.
 
     Raises:
-        ApiError: 422, it does not say what about.
+        ApiError: 422, the review has no attributes.
     """
-    about = (asked.get("spec") or {}).get("resourceAttributes")
+    about = (request.get("spec") or {}).get("resourceAttributes")
     if not about:
-        why = "Invalid value: null: exactly one of nonResourceAttributes or resourceAttributes must be specified"
-        cause = Cause("spec.resourceAttributes", why)
+        reason = "Invalid value: null: exactly one of nonResourceAttributes or resourceAttributes must be specified"
+        cause = Cause("spec.resourceAttributes", reason)
         raise invalid("SelfSubjectAccessReview", "authorization.k8s.io", "", [cause])
     group, plural = about.get("group", ""), about.get("resource", "")
     kind = next((one for one in KINDS if (one.group, one.plural) == (group, plural)), None)
     kind = kind or Kind(group, about.get("version", ""), plural, plural)
     place = (about.get("namespace", ""), about.get("name", ""), about.get("subresource", ""))
     allowed = _may(store, Attempt(user, about.get("verb", ""), kind, *place))
-    return asked | {"metadata": {}, "status": {"allowed": allowed}}
+    return request | {"metadata": {}, "status": {"allowed": allowed}}
 
 
 def _may(store: Store, attempt: Attempt) -> bool:
-    # A namespace lies in itself, so a Role in it may let somebody get it.
+    # A namespace object belongs to itself, so a Role in the namespace can grant access to it.
     namespace = attempt.name if attempt.kind is NAMESPACE else attempt.namespace
     return attempt.user == ADMIN or any(_allows(rule, attempt) for rule in _rules(store, attempt.user, namespace))
 
 
 def _rules(store: Store, user: str, namespace: str) -> list[Object]:
     if not namespace:
-        return []  # across namespaces and outside of them: for ClusterRoles, which this server does not have
+        return []  # cluster-wide requests need ClusterRoles, which this server does not support
     rules: list[Object] = []
     for binding in store.all(ROLE_BINDING, namespace):
         if any(_is(subject, user, namespace) for subject in binding.get("subjects") or ()):
@@ -87,8 +87,8 @@ def _is(subject: Object, user: str, namespace: str) -> bool:
 
 def _allows(rule: Object, attempt: Attempt) -> bool:
     def has(field: str, wanted: str) -> bool:
-        given = rule.get(field) or ()
-        return "*" in given or wanted in given
+        values = rule.get(field) or ()
+        return "*" in values or wanted in values
 
     resources = rule.get("resources") or ()
     in_resources = has("resources", attempt.resource) or (
@@ -105,8 +105,8 @@ def _allows(rule: Object, attempt: Attempt) -> bool:
 
 def _denied(attempt: Attempt) -> ApiError:
     where = f'in the namespace "{attempt.namespace}"' if attempt.namespace else "at the cluster scope"
-    why = (
+    reason = (
         f'User "{attempt.user}" cannot {attempt.verb} resource "{attempt.resource}" '
         f'in API group "{attempt.kind.group}" {where}'
     )
-    return forbidden(attempt.kind, attempt.name, why)
+    return forbidden(attempt.kind, attempt.name, reason)

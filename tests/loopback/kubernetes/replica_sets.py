@@ -1,24 +1,24 @@
-"""ReplicaSets: so many pods of one template."""
+"""The ReplicaSet controller."""
 
 from typing import Any
 
 from loopback.kubernetes.api import Api, now
-from loopback.kubernetes.controlling import Controller, is_ready, reference
+from loopback.kubernetes.controller_base import Controller, is_ready, reference
 from loopback.kubernetes.kinds import POD, REPLICA_SET
 from loopback.kubernetes.status import ApiError
-from loopback.kubernetes.store import copied
+from loopback.kubernetes.store import deep_copy
 
 Object = dict[str, Any]
 
 
 class ReplicaSets(Controller):
-    """The controller of ReplicaSets."""
+    """Creates and deletes the pods of each ReplicaSet."""
 
     def __init__(self, api: Api) -> None:
         super().__init__(api, "replicaset-controller")
 
     def step(self) -> bool:
-        """Make or end pods, one per ReplicaSet; whether anything was written."""
+        """Create or delete one pod per ReplicaSet; return whether anything was written."""
         return sum(map(self._replica_set, self.api.store.all(REPLICA_SET))) > 0
 
     def _replica_set(self, replica_set: Object) -> bool:
@@ -42,7 +42,7 @@ class ReplicaSets(Controller):
             except ApiError as error:
                 failure = self._failure(replica_set, str(error))
         elif missing < 0:
-            # Not ready before ready, young before old, as the controller ranks them.
+            # Delete unready pods before ready ones, and newer pods before older ones, as the real controller does.
             pods.sort(key=lambda pod: (is_ready(pod), -int(pod["metadata"]["resourceVersion"])))
             victim = pods[0]["metadata"]
             self.api.delete(POD, victim["namespace"], victim["name"])
@@ -62,17 +62,20 @@ class ReplicaSets(Controller):
             return True
         return self.set_status(REPLICA_SET, replica_set, status)
 
-    def _failure(self, replica_set: Object, why: str) -> list[Object]:
-        """The condition of a ReplicaSet that can make no pods; each try has a pod name of its own."""
-        held = replica_set["status"].get("conditions") or []
-        if held and held[0]["message"].partition(" is forbidden")[2] == why.partition(" is forbidden")[2]:
-            return held
-        self.event(REPLICA_SET, replica_set, "FailedCreate", f"Error creating: {why}", "Warning")
-        condition = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": why}
+    def _failure(self, replica_set: Object, reason: str) -> list[Object]:
+        """The condition of a ReplicaSet that cannot create pods. Messages differ in the pod name of each attempt."""
+        conditions = replica_set["status"].get("conditions") or []
+        if (
+            conditions
+            and conditions[0]["message"].partition(" is forbidden")[2] == reason.partition(" is forbidden")[2]
+        ):
+            return conditions
+        self.event(REPLICA_SET, replica_set, "FailedCreate", f"Error creating: {reason}", "Warning")
+        condition = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": reason}
         return [condition | {"lastTransitionTime": now()}]
 
     def _pod(self, replica_set: Object) -> Object:
-        template = copied(replica_set["spec"]["template"])
+        template = deep_copy(replica_set["spec"]["template"])
         template["metadata"] |= {
             "generateName": f"{replica_set['metadata']['name']}-",
             "ownerReferences": [reference(REPLICA_SET, replica_set)],

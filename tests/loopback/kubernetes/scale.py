@@ -11,14 +11,14 @@ Object = dict[str, Any]
 
 
 def scale_of(deployment: Object) -> Object:
-    """``Scale`` of a Deployment."""
+    """Return the ``Scale`` of a Deployment."""
     metadata, status_ = deployment["metadata"], deployment.get("status", {})
-    held = {name: metadata[name] for name in ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")}
+    identity = {name: metadata[name] for name in ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")}
     wanted = deployment["spec"]["selector"].get("matchLabels", {})
     return {
         "kind": "Scale",
         "apiVersion": "autoscaling/v1",
-        "metadata": held,
+        "metadata": identity,
         "spec": {"replicas": deployment["spec"]["replicas"]},
         "status": {
             "replicas": status_.get("replicas", 0),
@@ -28,12 +28,12 @@ def scale_of(deployment: Object) -> Object:
 
 
 def write_scale(api: Api, call: Call, scale: Object, manager: Manager, *, dry_run: bool) -> Object:
-    """Replace or patch it. Raises as `Api.replace`."""
+    """Replace or patch the scale. Raises the errors of `Api.replace`."""
     with api.store.changed:
         live = api.get(DEPLOYMENT, call.namespace, call.name)
-        given = scale.get("metadata", {}).get("resourceVersion")
+        resource_version = scale.get("metadata", {}).get("resourceVersion")
         live["spec"]["replicas"] = scale.get("spec", {}).get("replicas", live["spec"]["replicas"])
-        if given:
-            live["metadata"]["resourceVersion"] = given
+        if resource_version:
+            live["metadata"]["resourceVersion"] = resource_version
         manager = manager._replace(operation="Update", subresource="scale")
         return scale_of(api.replace(DEPLOYMENT, live, call.namespace, call.name, manager=manager, dry_run=dry_run))

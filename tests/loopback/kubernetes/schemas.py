@@ -1,4 +1,4 @@
-"""The published schemas of one Kubernetes version: what an object may hold, and how its lists and maps merge."""
+"""The published schemas of one Kubernetes version: the fields of each kind, and how its lists and maps merge."""
 
 import json
 from functools import cache, cached_property
@@ -14,7 +14,7 @@ from loopback.kubernetes.status import ApiError, Cause, bad_request, invalid
 Schema = dict[str, Any]
 _META = "io.k8s.apimachinery.pkg.apis.meta.v1."
 _CORE = "io.k8s.api.core.v1."
-# What the servers' Go types accept and the published schemas do not say.
+# Constraints of the server's Go types that the published schemas missing.
 _PATTERNS = {
     _META + "Time": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)$",
     _META + "MicroTime": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}(Z|[+-]\d\d:\d\d)$",
@@ -35,11 +35,11 @@ _ENUMS = {
     (_CORE + "TopologySpreadConstraint", "whenUnsatisfiable"): ("DoNotSchedule", "ScheduleAnyway"),
     ("io.k8s.api.apps.v1.DeploymentStrategy", "type"): ("Recreate", "RollingUpdate"),
 }
-_KEY_DEFAULTS = {"protocol": "TCP"}  # keys of lists that may be left out, by the defaults of the OpenAPI document
+_KEY_DEFAULTS = {"protocol": "TCP"}  # optional list keys and their defaults, from the OpenAPI document
 
 
 class Schemas:
-    """Schemas of Kubernetes ``version`` (1.34), as the package kubernetes-validate carries them."""
+    """Schemas of Kubernetes ``version`` (1.34), from the package kubernetes-validate."""
 
     def __init__(self, version: str) -> None:
         path = f"kubernetes-json-schema/v{version}.0-local-strict/_definitions.json"
@@ -61,31 +61,31 @@ class Schemas:
         }
 
     def of(self, kind: Kind) -> Schema:
-        """The schema of a kind."""
+        """Return the schema of a kind."""
         return self._definitions[self._by_kind[kind.group, kind.version, kind.name]]
 
     def resolve(self, schema: Schema) -> Schema:
-        """The schema that a ``$ref`` points to; what stands beside the reference wins."""
+        """Resolve a ``$ref``; keys next to the reference take precedence."""
         if "$ref" not in schema:
             return schema
         target = self._definitions[schema["$ref"].rpartition("/")[2]]
         return target | {key: value for key, value in schema.items() if key.startswith("x-kubernetes")}
 
     def field(self, schema: Schema, name: str) -> Schema | None:
-        """The schema of a field of a struct or a map; None: there is no such field."""
+        """Return the schema of a field of a struct or a map, or None for an unknown field."""
         properties = schema.get("properties", {})
-        found = properties.get(name, schema.get("additionalProperties"))
-        return self.resolve(found) if isinstance(found, dict) else None
+        field_schema = properties.get(name, schema.get("additionalProperties"))
+        return self.resolve(field_schema) if isinstance(field_schema, dict) else None
 
     def item(self, schema: Schema) -> Schema:
-        """The schema of a list's items."""
+        """Return the schema of a list's items."""
         return self.resolve(schema["items"])
 
     def check(self, kind: Kind, subject: dict[str, Any]) -> None:
-        """Refuse an object that its schema does not allow, as ``fieldValidation=Strict`` does.
+        """Reject an object that violates its schema, like ``fieldValidation=Strict``.
 
         Raises:
-            ApiError: 400 for an unknown field or a wrong type, 422 for a field that is missing or none of its values.
+            ApiError: 400 for an unknown field or a wrong type, 422 for a missing field or an unsupported value.
         """
         name = self._by_kind[kind.group, kind.version, kind.name]
         validator = Draft202012Validator({"$ref": f"{self._document['$id']}#/$defs/{name}"}, registry=self._registry)
@@ -107,12 +107,12 @@ class Schemas:
 
 @cache
 def schemas(version: str) -> Schemas:
-    """The schemas of a version, read once."""
+    """Load the schemas of a version once."""
     return Schemas(version)
 
 
 def is_atomic(schema: Schema) -> bool:
-    """Whether a value is owned and replaced as a whole."""
+    """Whether a value is owned and replaced as a unit."""
     if "items" in schema:
         return schema.get("x-kubernetes-list-type", "atomic") == "atomic"
     is_map = "properties" in schema or isinstance(schema.get("additionalProperties"), dict)
@@ -120,10 +120,10 @@ def is_atomic(schema: Schema) -> bool:
 
 
 def key_of(schema: Schema, item: Any) -> tuple[str, Any]:
-    """What identifies an item of a list that merges: ("k", its key fields) or, in a set, ("v", itself).
+    """Return the identity of an item in a merged list: ("k", its key fields) or, in a set, ("v", the item).
 
     Raises:
-        KeyError: a key field is left out.
+        KeyError: A key field is missing.
     """
     if schema["x-kubernetes-list-type"] == "set":
         return ("v", item)
@@ -140,12 +140,12 @@ def _undecodable(kind: Kind, path: str, error: Any) -> ApiError:
     if error.validator == "additionalProperties":
         known = error.schema.get("properties", {})
         field = next(name for name in error.instance if name not in known)
-        why = f'strict decoding error: unknown field "{".".join(filter(None, [path, field]))}"'
+        reason = f'strict decoding error: unknown field "{".".join(filter(None, [path, field]))}"'
     elif error.validator == "pattern":
-        why = f'"{error.instance}" must match the regular expression {error.validator_value!r}'
+        reason = f'"{error.instance}" must match the regular expression {error.validator_value!r}'
     else:
-        why = f"json: cannot unmarshal {_go_type(error.instance)} into Go struct field {kind.name}.{path}"
-    return bad_request(f'{kind.name} in version "{kind.version}" cannot be handled as a {kind.name}: {why}')
+        reason = f"json: cannot unmarshal {_go_type(error.instance)} into Go struct field {kind.name}.{path}"
+    return bad_request(f'{kind.name} in version "{kind.version}" cannot be handled as a {kind.name}: {reason}')
 
 
 def _go_type(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Label and field selectors, as they stand in query strings and in objects."""
+"""Label and field selectors in query strings and objects."""
 
 import re
 from collections.abc import Callable
@@ -12,7 +12,7 @@ Predicate = Callable[[Object], bool]
 _SET = re.compile(r"^(?P<key>[^\s!=,()]+)\s+(?P<how>in|notin)\s*\((?P<values>[^)]*)\)$")
 _EQUAL = re.compile(r"^(?P<key>[^\s!=,()]+)\s*(?P<how>==|=|!=)\s*(?P<value>[^\s!=,()]*)$")
 _EXISTS = re.compile(r"^(?P<absent>!?)\s*(?P<key>[^\s!=,()]+)$")
-# Beside metadata.name and metadata.namespace, which every kind has.
+# In addition to metadata.name and metadata.namespace, which every kind supports.
 _FIELDS = {
     POD: ("spec.nodeName", "spec.restartPolicy", "spec.serviceAccountName", "status.phase", "status.podIP"),
     EVENT: (
@@ -31,34 +31,34 @@ _FIELDS = {
 
 
 def labels(text: str) -> Predicate:
-    """What ``labelSelector=`` asks for.
+    """Parse ``labelSelector=``.
 
     Raises:
-        ApiError: 400, it cannot be read.
+        ApiError: 400, the selector is invalid.
     """
     tests = [_label_test(part.strip()) for part in re.split(r",(?![^(]*\))", text) if part.strip()]
     return lambda subject: all(test(subject["metadata"].get("labels") or {}) for test in tests)
 
 
 def fields(kind: Kind, text: str) -> Predicate:
-    """What ``fieldSelector=`` asks for; only the fields that a real server indexes.
+    """Parse ``fieldSelector=``; supports only the fields that a real server indexes.
 
     Raises:
-        ApiError: 400, the kind has no such field to select by.
+        ApiError: 400, the kind does not support the field.
     """
     tests: list[tuple[str, bool, str]] = []
     for part in filter(None, text.split(",")):
-        found = _EQUAL.match(part.strip())
-        if not found:
+        match = _EQUAL.match(part.strip())
+        if not match:
             raise bad_request(f"invalid selector: '{part}'; can't understand '{part}'")
-        if found["key"] not in ("metadata.name", "metadata.namespace", *_FIELDS.get(kind, ())):
-            raise ApiError(400, "BadRequest", f"field label not supported: {found['key']}")
-        tests.append((found["key"], found["how"] != "!=", found["value"]))
+        if match["key"] not in ("metadata.name", "metadata.namespace", *_FIELDS.get(kind, ())):
+            raise ApiError(400, "BadRequest", f"field label not supported: {match['key']}")
+        tests.append((match["key"], match["how"] != "!=", match["value"]))
     return lambda subject: all((_at(subject, path) == value) is equal for path, equal, value in tests)
 
 
 def matches(selector: Object | None, having: dict[str, str]) -> bool:
-    """Whether labels satisfy a ``LabelSelector`` of an object; an empty one selects everything, None nothing."""
+    """Whether labels match an object's ``LabelSelector``; an empty selector matches everything, None nothing."""
     if selector is None:
         return False
     wanted = selector.get("matchLabels") or {}
@@ -77,13 +77,13 @@ def _requirement(having: dict[str, str], key: str, operator: str, values: tuple[
 
 
 def _label_test(part: str) -> Callable[[dict[str, str]], bool]:
-    if found := _SET.match(part):
-        values = [value.strip() for value in found["values"].split(",")]
-        return lambda have: (have.get(found["key"]) in values) is (found["how"] == "in")
-    if found := _EQUAL.match(part):
-        return lambda have: (have.get(found["key"]) == found["value"]) is (found["how"] != "!=")
-    if found := _EXISTS.match(part):
-        return lambda have: (found["key"] in have) is not bool(found["absent"])
+    if match := _SET.match(part):
+        values = [value.strip() for value in match["values"].split(",")]
+        return lambda have: (have.get(match["key"]) in values) is (match["how"] == "in")
+    if match := _EQUAL.match(part):
+        return lambda have: (have.get(match["key"]) == match["value"]) is (match["how"] != "!=")
+    if match := _EXISTS.match(part):
+        return lambda have: (match["key"] in have) is not bool(match["absent"])
     raise bad_request(f'unable to parse requirement: found "{part}"')
 
 

@@ -1,4 +1,4 @@
-"""The HTTP side: TLS, tokens, paths, watches, faults on order, and the proxy to services and pods."""
+"""The HTTP layer: TLS, tokens, paths, watches, injected faults, and the proxy to services and pods."""
 
 import http.client
 import json
@@ -32,22 +32,22 @@ _PATCHES = (
     "application/strategic-merge-patch+json",
     "application/apply-patch+yaml",
 )
-_MAX_BODY_BYTES = 3 * 2**20  # as a real server
+_MAX_BODY_BYTES = 3 * 2**20  # the limit of a real server
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "upgrade", "te", "trailer"}
 
 
 @dataclass
 class Fault:
-    """What becomes of the next ``times`` requests that ``when`` picks; ``error`` None: the connection is dropped."""
+    """A fault for the next ``times`` requests that ``when`` selects; without ``error``, the connection is dropped."""
 
     when: Callable[[Call], bool]
     times: int
     error: ApiError | None
-    after: bool = False  # the request is carried out first, and only its answer is lost
+    after: bool = False  # execute the request and lose only the response
 
 
 class Server(ThreadingHTTPServer):
-    """Serves one `Api` on a free port of loopback."""
+    """Serves one `Api` on a free loopback port."""
 
     daemon_threads = True
     block_on_close = True
@@ -65,11 +65,11 @@ class Server(ThreadingHTTPServer):
         self._thread = threading.Thread(target=self.serve_forever, args=(0.02,), name="api-server", daemon=True)
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start serving."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Close every connection and end."""
+        """Close every connection and stop."""
         self.stopping = True
         self.shutdown()
         self._thread.join()
@@ -80,29 +80,29 @@ class Server(ThreadingHTTPServer):
         self.server_close()
 
     def issue_token(self, call: Call, request: Object) -> Object:
-        """A token for a service account, as the TokenRequest API gives it."""
+        """Issue a token for a service account, like the TokenRequest API."""
         self.api.get(SERVICE_ACCOUNT, call.namespace, call.name)
         lasts_s = request.get("spec", {}).get("expirationSeconds", 3600)
         ends = datetime.now(UTC) + timedelta(seconds=lasts_s)
-        token = self.token_of(f"system:serviceaccount:{call.namespace}:{call.name}")
-        told = {"token": token, "expirationTimestamp": ends.strftime("%Y-%m-%dT%H:%M:%SZ")}
+        token = self.create_token(f"system:serviceaccount:{call.namespace}:{call.name}")
+        token_status = {"token": token, "expirationTimestamp": ends.strftime("%Y-%m-%dT%H:%M:%SZ")}
         spec = {"audiences": ["https://kubernetes.default.svc"], "expirationSeconds": lasts_s}
         metadata = {"name": call.name, "namespace": call.namespace}
         kind = {"kind": "TokenRequest", "apiVersion": "authentication.k8s.io/v1"}
-        return kind | {"metadata": metadata, "spec": spec, "status": told}
+        return kind | {"metadata": metadata, "spec": spec, "status": token_status}
 
-    def token_of(self, user: str) -> str:
-        """A new token by which a user is known."""
+    def create_token(self, user: str) -> str:
+        """Create a token for a user."""
         token = secrets.token_urlsafe(24)
         self._users[token] = user
         return token
 
     def user_of(self, token: str) -> str | None:
-        """Who bears a token; None: nobody."""
+        """Return the user of a token, or None if the token is unknown."""
         return self._users.get(token)
 
     def take_fault(self, call: Call) -> Fault | None:
-        """The fault that this request is to meet, counted down."""
+        """Return the fault for this request and decrement its count."""
         with self.api.store.changed:
             for fault in self.faults:
                 if fault.times and fault.when(call):
@@ -119,13 +119,13 @@ class Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that go away are no error of the server's; others must be seen."""
+        """Ignore disconnected clients; report all other errors."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers one connection's requests."""
+    """Handles the requests of one connection."""
 
     protocol_version = "HTTP/1.1"
     server: Server
@@ -137,11 +137,11 @@ class _Handler(BaseHTTPRequestHandler):
         return
 
     def do_GET(self) -> None:
-        self._answer()
+        self._respond()
 
     do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = do_OPTIONS = do_GET  # noqa: N815
 
-    def _answer(self) -> None:
+    def _respond(self) -> None:
         body = self._body()
         fault = None
         try:
@@ -149,36 +149,36 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.calls.append(call)
             fault = self.server.take_fault(call)
             if fault and not fault.after:
-                self._meet(fault)
+                self._inject(fault)
                 return
             if call.kind is None:
-                self._answer_without_object(call, body)
+                self._respond_without_object(call, body)
                 return
             name = call.name or name_selected(call)
             attempt = rbac.Attempt(call.user, call.verb, call.kind, call.namespace, name, call.subresource)
             rbac.authorize(self.server.api.store, attempt)
-            code, result = self._carry_out(call, body)
+            code, result = self._execute(call, body)
         except ApiError as error:
-            self._answer_error(error)
+            self._respond_error(error)
             return
         if fault:
-            self._meet(fault)
+            self._inject(fault)
         elif isinstance(result, str):
-            self._answer_bytes(code, result.encode(), "text/plain")
+            self._respond_bytes(code, result.encode(), "text/plain")
         elif result is not None:
-            self._answer_json(code, result)
+            self._respond_json(code, result)
 
-    def _answer_without_object(self, call: Call, body: bytes) -> None:
+    def _respond_without_object(self, call: Call, body: bytes) -> None:
         if call.path in HEALTH:
-            self._answer_bytes(200, b"ok", "text/plain")
+            self._respond_bytes(200, b"ok", "text/plain")
         elif call.path == REVIEW:
-            self._answer_json(201, rbac.review(self.server.api.store, call.user, _decode(body, "application/json")))
+            self._respond_json(201, rbac.review(self.server.api.store, call.user, _decode(body, "application/json")))
         else:
-            self._answer_json(200, discovery.document(call.path, self.server.api.version))
+            self._respond_json(200, discovery.document(call.path, self.server.api.version))
 
-    def _meet(self, fault: Fault) -> None:
+    def _inject(self, fault: Fault) -> None:
         if fault.error:
-            self._answer_error(fault.error)
+            self._respond_error(fault.error)
         else:
             self.close_connection = True
             _close(self.connection)
@@ -196,7 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
         query = {key: values[-1] for key, values in urllib.parse.parse_qs(url.query).items()}
         return parse(self.command, url.path, query, user)
 
-    def _carry_out(self, call: Call, body: bytes) -> tuple[int, Object | str | None]:
+    def _execute(self, call: Call, body: bytes) -> tuple[int, Object | str | None]:
         assert call.kind is not None
         if len(body) > _MAX_BODY_BYTES:
             self.close_connection = True
@@ -254,7 +254,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _manager(self, call: Call) -> Manager:
         assert call.kind is not None
-        # Without a name for itself, a client is known by the first word of its User-Agent.
+        # Without fieldManager, the manager is the first word of the User-Agent.
         name = call.query.get("fieldManager") or (self.headers.get("User-Agent") or "unknown").partition("/")[0]
         is_apply = (self.headers.get("Content-Type") or "").startswith("application/apply-patch")
         operation = "Apply" if is_apply else "Update"
@@ -280,7 +280,7 @@ class _Handler(BaseHTTPRequestHandler):
         return text[: int(call.query["limitBytes"])] if "limitBytes" in call.query else text
 
     def _watch(self, call: Call) -> None:
-        """Stream events until they end, or the client leaves."""
+        """Stream events until the watch ends or the client disconnects."""
         server, dropped = self.server, self.server.watches_dropped
 
         def is_cut() -> bool:
@@ -311,7 +311,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def _proxy(self, call: Call, body: bytes) -> None:
-        """Forward to a pod; the token that the API server asked for stays here, as on a real one."""
+        """Forward a request to a pod, without the API server's token, as a real server does."""
         address = proxy.address(self.server.api, self.server.node, call)
         target = "/" + call.rest + ("?" + urllib.parse.urlsplit(self.path).query).rstrip("?")
         drop = _HOP_BY_HOP | {"authorization", "host"}
@@ -319,29 +319,29 @@ class _Handler(BaseHTTPRequestHandler):
         connection = http.client.HTTPConnection(*address, timeout=60)
         try:
             connection.request(self.command, target, body or None, headers)
-            answer = connection.getresponse()
-            content = answer.read()
+            response = connection.getresponse()
+            content = response.read()
         except OSError as error:
-            why = f"error trying to reach service: dial tcp {address[0]}:{address[1]}: {error.strerror or error}"
-            raise status.unavailable(why) from None
+            reason = f"error trying to reach service: dial tcp {address[0]}:{address[1]}: {error.strerror or error}"
+            raise status.unavailable(reason) from None
         finally:
             connection.close()
-        self.send_response(answer.status, answer.reason)
-        for name, value in answer.getheaders():
+        self.send_response(response.status, response.reason)
+        for name, value in response.getheaders():
             if name.lower() not in _HOP_BY_HOP:
                 self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
 
-    def _answer_error(self, error: ApiError) -> None:
+    def _respond_error(self, error: ApiError) -> None:
         headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
-        self._answer_bytes(error.code, json.dumps(error.body()).encode(), "application/json", headers)
+        self._respond_bytes(error.code, json.dumps(error.body()).encode(), "application/json", headers)
 
-    def _answer_json(self, code: int, content: Object) -> None:
-        self._answer_bytes(code, json.dumps(content).encode(), "application/json")
+    def _respond_json(self, code: int, content: Object) -> None:
+        self._respond_bytes(code, json.dumps(content).encode(), "application/json")
 
-    def _answer_bytes(self, code: int, content: bytes, media_type: str, headers: dict[str, str] | None = None) -> None:
+    def _respond_bytes(self, code: int, content: bytes, media_type: str, headers: dict[str, str] | None = None) -> None:
         self.send_response(code)
         self.send_header("Content-Type", media_type)
         self.send_header("Content-Length", str(len(content)))
@@ -354,9 +354,9 @@ class _Handler(BaseHTTPRequestHandler):
 def _read(api: Api, call: Call) -> Object:
     assert call.kind is not None
     if call.verb == "get":
-        found = api.get(call.kind, call.namespace, call.name)
-        return scale_of(found) if call.subresource == "scale" else found
-    return api.listing(
+        subject = api.get(call.kind, call.namespace, call.name)
+        return scale_of(subject) if call.subresource == "scale" else subject
+    return api.list_objects(
         call.kind,
         call.namespace,
         label_selector=call.query.get("labelSelector", ""),
@@ -377,14 +377,14 @@ def _delete(api: Api, call: Call, options: Object, *, dry_run: bool) -> Object:
     }
     if call.verb == "delete":
         return api.delete(call.kind, call.namespace, call.name, **common)
-    found = _read(api, call)
-    for subject in found["items"]:
-        api.delete(call.kind, call.namespace, subject["metadata"]["name"], **common)
-    return found
+    subjects = _read(api, call)
+    for subject in subjects["items"]:
+        api.delete(call.kind, call.namespace, subject["metadata"]["name"], *common)
+    return subjects
 
 
 def _options(call: Call, body: bytes) -> Object:
-    """``DeleteOptions`` of the body, or of the query where there is no body."""
+    """Read ``DeleteOptions`` from the body, or from the query if the body is empty."""
     options = _decode(body, "application/json") if body else {}
     names = ("propagationPolicy", "gracePeriodSeconds")
     return {name: call.query[name] for name in names if name in call.query} | options
@@ -401,17 +401,17 @@ def _decode(body: bytes, media_type: str) -> Object:
 
 
 def _dry_run(call: Call) -> bool:
-    given = call.query.get("dryRun")
-    if given not in (None, "All"):
+    value = call.query.get("dryRun")
+    if value not in (None, "All"):
         cause = status.Cause(
-            "dryRun", f'Unsupported value: "{given}": supported values: "All"', "FieldValueNotSupported"
+            "dryRun", f'Unsupported value: "{value}": supported values: "All"', "FieldValueNotSupported"
         )
         raise status.invalid("Options", "meta.k8s.io", "", [cause])
-    return given == "All"
+    return value == "All"
 
 
 def _close(connection: socket.socket) -> None:
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:
-        return  # it is closed
+        return  # already closed

@@ -1,4 +1,4 @@
-"""What the API server says when it refuses: ``Status`` objects, in the words of a real one."""
+"""Error responses: ``Status`` objects with the wording of a real API server."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class Cause:
-    """One field that is at fault; ``reason`` is a ``CauseType`` of the API machinery, such as FieldValueInvalid."""
+    """One invalid field; ``reason`` is a ``CauseType`` of the API machinery, such as FieldValueInvalid."""
 
     field: str
     message: str
@@ -19,7 +19,7 @@ class Cause:
 
 
 class ApiError(Exception):
-    """A request that is answered with a ``Status`` of failure."""
+    """A request that fails with a ``Status``."""
 
     def __init__(
         self, code: int, reason: str, message: str, details: Object | None = None, retry_after_s: int | None = None
@@ -29,7 +29,7 @@ class ApiError(Exception):
         self.details, self.retry_after_s = details, retry_after_s
 
     def body(self) -> Object:
-        """The ``Status``; an error without a reason has none, as a plain Go error has none."""
+        """The ``Status``; like a plain Go error, an error without a reason omits it."""
         status: Object = {
             "kind": "Status",
             "apiVersion": "v1",
@@ -45,7 +45,7 @@ class ApiError(Exception):
 
 
 def success(kind: Kind, subject: Object) -> Object:
-    """The ``Status`` of a deletion that is done."""
+    """The ``Status`` of a completed deletion."""
     details = {"name": subject["metadata"]["name"], "kind": kind.plural, "uid": subject["metadata"]["uid"]}
     return {
         "kind": "Status",
@@ -83,8 +83,8 @@ def already_exists(kind: Kind, name: str) -> ApiError:
 MODIFIED = "the object has been modified; please apply your changes to the latest version and try again"
 
 
-def conflict(kind: Kind, name: str, why: str = MODIFIED) -> ApiError:
-    message = f'Operation cannot be fulfilled on {kind.resource} "{name}": {why}'
+def conflict(kind: Kind, name: str, reason: str = MODIFIED) -> ApiError:
+    message = f'Operation cannot be fulfilled on {kind.resource} "{name}": {reason}'
     return ApiError(409, "Conflict", message, _details(kind, name))
 
 
@@ -105,9 +105,9 @@ def invalid(kind_name: str, group: str, name: str, causes: Sequence[Cause]) -> A
     return ApiError(422, "Invalid", message, {key: value for key, value in details.items() if value})
 
 
-def forbidden(kind: Kind, name: str, why: str) -> ApiError:
+def forbidden(kind: Kind, name: str, reason: str) -> ApiError:
     subject = f'{kind.resource} "{name}"' if name else kind.resource
-    return ApiError(403, "Forbidden", f"{subject} is forbidden: {why}", _details(kind, name))
+    return ApiError(403, "Forbidden", f"{subject} is forbidden: {reason}", _details(kind, name))
 
 
 def too_many_requests(retry_after_s: int) -> ApiError:
@@ -115,12 +115,12 @@ def too_many_requests(retry_after_s: int) -> ApiError:
     return ApiError(429, "TooManyRequests", message, retry_after_s=retry_after_s)
 
 
-def internal(why: str) -> ApiError:
-    return ApiError(500, "InternalError", f"Internal error occurred: {why}", {"causes": [{"message": why}]})
+def internal(reason: str) -> ApiError:
+    return ApiError(500, "InternalError", f"Internal error occurred: {reason}", {"causes": [{"message": reason}]})
 
 
-def unavailable(why: str) -> ApiError:
-    return ApiError(503, "ServiceUnavailable", why)
+def unavailable(reason: str) -> ApiError:
+    return ApiError(503, "ServiceUnavailable", reason)
 
 
 def _details(kind: Kind, name: str) -> Object:

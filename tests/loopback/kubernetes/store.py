@@ -1,4 +1,4 @@
-"""What the server keeps: objects by kind, namespace and name, and the history that watches read."""
+"""Storage for objects by kind, namespace and name, and for the history that watches read."""
 
 import json
 import threading
@@ -10,12 +10,12 @@ from loopback.kubernetes.kinds import Kind
 
 Object = dict[str, Any]
 Key = tuple[Kind, str, str]
-_HISTORY = 1000  # events; who asks for older ones is told 410
+_HISTORY = 1000  # events; requests for older ones get a 410
 
 
 @dataclass(frozen=True)
 class Change:
-    """One write: the object before (None: it is new) and after (None: it is gone), as JSON."""
+    """One write: the object before (None on creation) and after (None on deletion), as JSON."""
 
     version: int
     kind: Kind
@@ -24,37 +24,37 @@ class Change:
 
 
 class Store:
-    """Objects and their history, behind one lock; ``changed`` is notified of every write.
+    """Objects and their history, guarded by one lock; ``changed`` is notified of every write.
 
-    Objects are kept as text, so nobody holds what somebody else changes.
+    Objects are stored as text, so callers never share mutable state.
     """
 
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.version = 1
-        self.oldest = 0  # changes up to this version are forgotten
+        self.oldest = 0  # changes up to this version are discarded
         self._objects: dict[Key, str] = {}
         self._history: deque[Change] = deque()
 
     def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
-        """An object, or None."""
+        """Return an object, or None."""
         with self.changed:
-            found = self._objects.get((kind, namespace, name))
-            return None if found is None else json.loads(found)
+            text = self._objects.get((kind, namespace, name))
+            return None if text is None else json.loads(text)
 
     def all(self, kind: Kind, namespace: str = "") -> list[Object]:
-        """The objects of a kind by namespace and name, of one namespace or of all."""
+        """Return the objects of a kind in one namespace or in all, sorted by namespace and name."""
         with self.changed:
             keys = sorted(key[1:] for key in self._objects if key[0] == kind and namespace in ("", key[1]))
             return [json.loads(self._objects[kind, *key]) for key in keys]
 
     def everything(self) -> list[tuple[Kind, Object]]:
-        """Every object there is."""
+        """Return every object."""
         with self.changed:
             return [(key[0], json.loads(text)) for key, text in self._objects.items()]
 
     def put(self, kind: Kind, subject: Object) -> Object:
-        """Keep an object under a new resourceVersion, and return it."""
+        """Store an object under a new resourceVersion and return it."""
         with self.changed:
             key = _key(kind, subject)
             self.version += 1
@@ -65,7 +65,7 @@ class Store:
             return json.loads(text)
 
     def remove(self, kind: Kind, subject: Object) -> Object:
-        """Forget an object, and return its last state."""
+        """Delete an object and return its last state."""
         with self.changed:
             before = self._objects.pop(_key(kind, subject))
             self.version += 1
@@ -73,12 +73,12 @@ class Store:
             return json.loads(before)
 
     def changes(self, kind: Kind, after: int) -> list[Change]:
-        """The writes to objects of a kind after a version, oldest first."""
+        """Return the writes to objects of a kind after a version, oldest first."""
         with self.changed:
             return [change for change in self._history if change.version > after and change.kind == kind]
 
     def expire(self) -> None:
-        """Forget the history, as a compaction does."""
+        """Discard the history, as a compaction does."""
         with self.changed:
             self._history.clear()
             self.version += 1
@@ -92,8 +92,8 @@ class Store:
         self.changed.notify_all()
 
 
-def copied(subject: Object) -> Object:
-    """An object that may be changed without changing this one."""
+def deep_copy(subject: Object) -> Object:
+    """Return a deep copy of an object."""
     return json.loads(json.dumps(subject))
 
 

@@ -1,4 +1,4 @@
-"""Who may do what, and how requests reach what serves in a pod."""
+"""Authorization, and the proxy to services and pods."""
 
 import json
 import threading
@@ -17,15 +17,15 @@ from kubernetes.client import (
     V1TokenRequestSpec,
 )
 
-from loopback.kubernetes import LoopbackCluster, NotReady, Ready, carries
-from loopback.kubernetes.kubectl import NAMESPACE, Kubectl, config_map, deployment, is_rolled_out, refused, until
+from loopback.kubernetes import LoopbackCluster, NotReady, Ready, labeled
+from loopback.kubernetes.kubectl import NAMESPACE, Kubectl, config_map, deployment, error_of, is_rolled_out, until
 
 DEPLOYER = f"{NAMESPACE}/deployer"
 USER = f"system:serviceaccount:{NAMESPACE}:deployer"
 
 
 def grant(kubectl: Kubectl, *rules: dict[str, Any]) -> None:
-    """Let the deployer do something in the namespace."""
+    """Bind a Role with these rules to the deployer."""
     kubectl.create({"kind": "Role", "metadata": {"name": "deployer"}, "rules": list(rules)})
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "deployer"}
     subjects = [{"kind": "ServiceAccount", "name": "deployer", "namespace": NAMESPACE}]
@@ -39,24 +39,24 @@ def rule(group: str, resource: str, *verbs: str, names: tuple[str, ...] = ()) ->
 
 @pytest.fixture
 def deployer(cluster: LoopbackCluster, kubectl: Kubectl) -> Iterator[Kubectl]:
-    """A service account that no Role lets do anything yet."""
+    """A client of a service account without any Role."""
     with config.new_client_from_config(str(cluster.kubeconfig(DEPLOYER, namespace=NAMESPACE))) as client:
         yield Kubectl(client)
 
 
 @pytest.fixture
-def recogniser() -> Iterator[Any]:
-    """What would serve in a pod: it answers with what it was asked."""
+def recognizer() -> Iterator[Any]:
+    """A server that echoes its requests, as the process in a pod."""
 
     class Echo(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            asked = {"path": self.path, "body": body.decode(), "headers": sorted(map(str.lower, self.headers))}
-            answer = json.dumps(asked).encode()
+            echo = {"path": self.path, "body": body.decode(), "headers": sorted(map(str.lower, self.headers))}
+            content = json.dumps(echo).encode()
             self.send_response(418 if self.path.startswith("/teapot") else 200)
-            self.send_header("Content-Length", str(len(answer)))
+            self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(answer)
+            self.wfile.write(content)
 
         do_GET = do_POST  # noqa: N815
 
@@ -85,43 +85,43 @@ def serve(kubectl: Kubectl) -> None:
     kubectl.create(deployment())
 
 
-def test_without_a_token_that_is_known_there_is_nothing(kubectl: Kubectl) -> None:
+def test_unknown_token_is_rejected(kubectl: Kubectl) -> None:
     known = kubectl.client.configuration
     for key in ({}, {"authorization": "Bearer guessed"}):
         stranger = Configuration(host=known.host, api_key=key)
         stranger.ssl_ca_cert = known.ssl_ca_cert
         with ApiClient(stranger) as client, pytest.raises(ApiException) as caught:
             Kubectl(client).list("Pod")
-        assert refused(caught.value) == (401, "Unauthorized")
+        assert error_of(caught.value) == (401, "Unauthorized")
 
 
-def test_a_refusal_says_who_may_not_do_what_where(deployer: Kubectl) -> None:
+def test_forbidden_message_names_user_verb_resource_and_namespace(deployer: Kubectl) -> None:
     with pytest.raises(ApiException) as caught:
         deployer.get("Deployment", "serve")
-    assert refused(caught.value) == (
+    assert error_of(caught.value) == (
         403,
         f'deployments.apps "serve" is forbidden: User "{USER}" cannot get resource "deployments" in API group "apps" '
         f'in the namespace "{NAMESPACE}"',
     )
     with pytest.raises(ApiException) as caught:
         deployer.call("GET", "/api/v1/namespaces")
-    assert refused(caught.value) == (
+    assert error_of(caught.value) == (
         403,
         f'namespaces is forbidden: User "{USER}" cannot list resource "namespaces" in API group "" at the cluster '
         "scope",
     )
 
 
-def test_a_role_opens_its_verbs_its_names_and_its_namespace(kubectl: Kubectl, deployer: Kubectl) -> None:
+def test_role_grants_its_verbs_and_names_in_its_namespace(kubectl: Kubectl, deployer: Kubectl) -> None:
     grant(kubectl, rule("", "configmaps", "get", "list", names=("settings",)))
     kubectl.create(config_map())
     kubectl.create(config_map("other"))
     assert deployer.get("ConfigMap", "settings")["kind"] == "ConfigMap"
-    (chosen,) = deployer.list("ConfigMap", fieldSelector="metadata.name=settings")["items"]  # ... unless it selects one
+    (chosen,) = deployer.list("ConfigMap", fieldSelector="metadata.name=settings")["items"]
     assert chosen["metadata"]["name"] == "settings"
     for forbidden in (
         lambda: deployer.get("ConfigMap", "other"),
-        lambda: deployer.list("ConfigMap"),  # a list has no name, ...
+        lambda: deployer.list("ConfigMap"),  # a list without a field selector has no name
         lambda: deployer.list("ConfigMap", fieldSelector="metadata.name!=settings"),
         lambda: deployer.delete("ConfigMap", "settings"),
         lambda: deployer.call("GET", "/api/v1/namespaces/default/configmaps/settings"),
@@ -131,16 +131,16 @@ def test_a_role_opens_its_verbs_its_names_and_its_namespace(kubectl: Kubectl, de
         assert caught.value.status == 403
 
 
-def test_applying_what_is_not_there_needs_create_too(kubectl: Kubectl, deployer: Kubectl) -> None:
+def test_applying_a_new_object_requires_create(kubectl: Kubectl, deployer: Kubectl) -> None:
     grant(kubectl, rule("", "configmaps", "patch", names=("settings",)))
     with pytest.raises(ApiException, match="cannot create resource") as caught:
-        deployer.apply(config_map(colour="blue"))
+        deployer.apply(config_map(color="blue"))
     assert caught.value.status == 403
-    kubectl.apply(config_map(colour="blue"))
-    assert deployer.apply(config_map(colour="blue"))["data"] == {"colour": "blue"}
+    kubectl.apply(config_map(color="blue"))
+    assert deployer.apply(config_map(color="blue"))["data"] == {"color": "blue"}
 
 
-def test_create_bounded_by_name_lets_apply_create_but_not_post(kubectl: Kubectl, deployer: Kubectl) -> None:
+def test_create_with_resource_names_allows_apply_but_not_post(kubectl: Kubectl, deployer: Kubectl) -> None:
     grant(kubectl, rule("", "configmaps", "create", "patch", names=("settings",)))
     with pytest.raises(ApiException) as caught:
         deployer.create(config_map())
@@ -151,7 +151,7 @@ def test_create_bounded_by_name_lets_apply_create_but_not_post(kubectl: Kubectl,
     assert caught.value.status == 403
 
 
-def test_anybody_may_ask_what_they_may(kubectl: Kubectl, deployer: Kubectl) -> None:
+def test_self_subject_access_review_is_open_to_every_user(kubectl: Kubectl, deployer: Kubectl) -> None:
     grant(
         kubectl,
         rule("apps", "deployments", "patch"),
@@ -175,14 +175,14 @@ def test_anybody_may_ask_what_they_may(kubectl: Kubectl, deployer: Kubectl) -> N
     assert caught.value.status == 422
 
 
-def test_a_service_is_asked_through_the_api_server(cluster: LoopbackCluster, kubectl: Kubectl, recogniser: Any) -> None:
-    cluster.pods_do(Ready(serves={8080: recogniser.server_address}))
+def test_api_server_proxies_requests_to_a_service(cluster: LoopbackCluster, kubectl: Kubectl, recognizer: Any) -> None:
+    cluster.set_pod_behavior(Ready(serves={8080: recognizer.server_address}))
     serve(kubectl)
     until(lambda: is_rolled_out(kubectl.get("Deployment", "serve")))
     for service in ("serve:http", "serve:80", "http:serve:http"):
-        answer = kubectl.call("POST", proxied("/predictions/embedding", service), b"image", "image/png", k="1")
-        assert (answer["path"], answer["body"]) == ("/predictions/embedding?k=1", "image")
-    assert "authorization" not in answer["headers"]
+        response = kubectl.call("POST", proxied("/predictions/embedding", service), b"image", "image/png", k="1")
+        assert (response["path"], response["body"]) == ("/predictions/embedding?k=1", "image")
+    assert "authorization" not in response["headers"]
     with pytest.raises(ApiException) as caught:
         kubectl.call("GET", proxied("/teapot"))
     assert caught.value.status == 418
@@ -191,33 +191,33 @@ def test_a_service_is_asked_through_the_api_server(cluster: LoopbackCluster, kub
     assert kubectl.call("GET", path)["path"] == "/ping"
 
 
-def test_a_service_sends_requests_to_ready_pods_only(
-    cluster: LoopbackCluster, kubectl: Kubectl, recogniser: Any
+def test_service_routes_requests_only_to_ready_pods(
+    cluster: LoopbackCluster, kubectl: Kubectl, recognizer: Any
 ) -> None:
-    cluster.pods_do(NotReady())
+    cluster.set_pod_behavior(NotReady())
     serve(kubectl)
     until(lambda: len(kubectl.list("Pod")["items"]) == 2)
     with pytest.raises(ApiException) as caught:
         kubectl.call("GET", proxied("/ping"))
-    assert refused(caught.value) == (503, 'no endpoints available for service "serve"')
+    assert error_of(caught.value) == (503, 'no endpoints available for service "serve"')
     with pytest.raises(ApiException, match="no service port 81 found") as caught:
         kubectl.call("GET", proxied("/ping", "serve:81"))
     assert caught.value.status == 503
-    cluster.pods_do(Ready())  # ready by its probe, but nobody listens
+    cluster.set_pod_behavior(Ready())  # ready, but nothing listens on the port
 
-    def answer() -> str:
-        """The path that was asked for, or why there is no answer; endpoints follow the pods a little later."""
+    def path_or_error() -> str:
+        """The requested path, or the error body; endpoints lag behind the pods."""
         try:
             return kubectl.call("GET", proxied("/ping"))["path"]
         except ApiException as error:
             return str(error.body)
 
-    until(lambda: "connect: connection refused" in answer())
-    cluster.pods_do(Ready(serves={8080: recogniser.server_address}), carries("version", "1"))
-    until(lambda: answer() == "/ping")
+    until(lambda: "connect: connection refused" in path_or_error())
+    cluster.set_pod_behavior(Ready(serves={8080: recognizer.server_address}), labeled("version", "1"))
+    until(lambda: path_or_error() == "/ping")
 
 
-def test_the_slice_of_endpoints_follows_the_pods(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
+def test_endpoint_slice_follows_pod_readiness(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
     serve(kubectl)
 
     def ready() -> int:
@@ -225,15 +225,15 @@ def test_the_slice_of_endpoints_follows_the_pods(cluster: LoopbackCluster, kubec
         return sum(one["conditions"]["ready"] for piece in slices for one in piece["endpoints"])
 
     until(lambda: ready() == 2)
-    cluster.pods_do(NotReady())
+    cluster.set_pod_behavior(NotReady())
     until(lambda: ready() == 0)
 
 
-def test_the_proxy_has_a_right_of_its_own_named_as_in_the_path(
-    cluster: LoopbackCluster, kubectl: Kubectl, deployer: Kubectl, recogniser: Any
+def test_proxy_requires_services_proxy_with_the_name_in_the_path(
+    cluster: LoopbackCluster, kubectl: Kubectl, deployer: Kubectl, recognizer: Any
 ) -> None:
     grant(kubectl, rule("", "services/proxy", "create", names=("serve:http",)), rule("", "services", "get"))
-    cluster.pods_do(Ready(serves={8080: recogniser.server_address}))
+    cluster.set_pod_behavior(Ready(serves={8080: recognizer.server_address}))
     serve(kubectl)
     until(lambda: is_rolled_out(kubectl.get("Deployment", "serve")))
     assert deployer.call("POST", proxied("/x"), b"image", "image/png")["body"] == "image"
@@ -243,16 +243,16 @@ def test_the_proxy_has_a_right_of_its_own_named_as_in_the_path(
         assert caught.value.status == 403
 
 
-def test_a_token_may_be_asked_for_a_service_account(kubectl: Kubectl, deployer: Kubectl) -> None:
+def test_token_request_for_a_service_account(kubectl: Kubectl, deployer: Kubectl) -> None:
     kubectl.create({"kind": "ServiceAccount", "metadata": {"name": "deployer"}})
     accounts = CoreV1Api(kubectl.client)
-    asked = AuthenticationV1TokenRequest(spec=V1TokenRequestSpec(audiences=[], expiration_seconds=600))
-    issued = accounts.create_namespaced_service_account_token("deployer", NAMESPACE, asked)
+    request = AuthenticationV1TokenRequest(spec=V1TokenRequestSpec(audiences=[], expiration_seconds=600))
+    issued = accounts.create_namespaced_service_account_token("deployer", NAMESPACE, request)
     known = kubectl.client.configuration
     bearer = Configuration(host=known.host, api_key={"authorization": f"Bearer {issued.status.token}"})
     bearer.ssl_ca_cert = known.ssl_ca_cert
     with ApiClient(bearer) as client, pytest.raises(ApiException, match=f"User .*{USER}"):
         Kubectl(client).list("Pod")
     with pytest.raises(ApiException) as caught:
-        CoreV1Api(deployer.client).create_namespaced_service_account_token("deployer", NAMESPACE, asked)
+        CoreV1Api(deployer.client).create_namespaced_service_account_token("deployer", NAMESPACE, request)
     assert caught.value.status == 403

@@ -1,4 +1,4 @@
-"""Server-side apply, against what the Kubernetes documentation and structured-merge-diff say of it."""
+"""Server-side apply, compared with the Kubernetes documentation and structured-merge-diff."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 from kubernetes.client import ApiException
 
 from loopback.kubernetes.fields import decode, encode, text
-from loopback.kubernetes.kubectl import Kubectl, config_map, deployment, refused
+from loopback.kubernetes.kubectl import Kubectl, config_map, deployment, error_of
 
 APPLY = "application/apply-patch+yaml"
 
@@ -16,8 +16,8 @@ def owners(subject: dict[str, Any]) -> dict[str, Any]:
     return {entry["manager"]: entry["fieldsV1"] for entry in subject["metadata"]["managedFields"]}
 
 
-def test_an_object_that_is_not_there_is_created_with_its_fields_owned(kubectl: Kubectl) -> None:
-    applied = kubectl.apply(config_map(colour="blue") | {"metadata": {"name": "settings", "labels": {"a": "b"}}})
+def test_applying_a_new_object_creates_it_and_records_ownership(kubectl: Kubectl) -> None:
+    applied = kubectl.apply(config_map(color="blue") | {"metadata": {"name": "settings", "labels": {"a": "b"}}})
     (entry,) = applied["metadata"]["managedFields"]
     assert {name: entry[name] for name in ("manager", "operation", "apiVersion", "fieldsType")} == {
         "manager": "me",
@@ -25,38 +25,38 @@ def test_an_object_that_is_not_there_is_created_with_its_fields_owned(kubectl: K
         "apiVersion": "v1",
         "fieldsType": "FieldsV1",
     }
-    assert entry["fieldsV1"] == {"f:data": {"f:colour": {}}, "f:metadata": {"f:labels": {"f:a": {}}}}
+    assert entry["fieldsV1"] == {"f:data": {"f:color": {}}, "f:metadata": {"f:labels": {"f:a": {}}}}
 
 
-def test_the_same_again_writes_nothing(kubectl: Kubectl) -> None:
-    first = kubectl.apply(config_map(colour="blue"))
-    assert kubectl.apply(config_map(colour="blue")) == first
+def test_identical_apply_writes_nothing(kubectl: Kubectl) -> None:
+    first = kubectl.apply(config_map(color="blue"))
+    assert kubectl.apply(config_map(color="blue")) == first
 
 
-def test_a_field_of_another_manager_is_a_conflict_that_names_both(kubectl: Kubectl) -> None:
-    kubectl.apply(config_map(colour="blue", size="8"), "one")
+def test_conflict_names_the_manager_and_the_field(kubectl: Kubectl) -> None:
+    kubectl.apply(config_map(color="blue", size="8"), "one")
     with pytest.raises(ApiException) as caught:
-        kubectl.apply(config_map(colour="red"), "two")
+        kubectl.apply(config_map(color="red"), "two")
     status = json.loads(caught.value.body)
     assert (status["code"], status["reason"]) == (409, "Conflict")
-    assert status["message"] == 'Apply failed with 1 conflict: conflict with "one": .data.colour'
+    assert status["message"] == 'Apply failed with 1 conflict: conflict with "one": .data.color'
     assert status["details"]["causes"] == [
-        {"reason": "FieldManagerConflict", "message": 'conflict with "one"', "field": ".data.colour"}
+        {"reason": "FieldManagerConflict", "message": 'conflict with "one"', "field": ".data.color"}
     ]
 
 
-def test_conflicts_are_listed_by_manager(kubectl: Kubectl) -> None:
-    kubectl.apply(config_map(colour="blue", size="8"), "one")
+def test_conflicts_are_grouped_by_manager(kubectl: Kubectl) -> None:
+    kubectl.apply(config_map(color="blue", size="8"), "one")
     kubectl.apply(config_map(shape="round"), "two")
     with pytest.raises(ApiException) as caught:
-        kubectl.apply(config_map(colour="red", size="9", shape="flat"), "three")
-    assert refused(caught.value)[1] == (
-        'Apply failed with 3 conflicts: conflicts with "one":\n- .data.colour\n- .data.size\n'
+        kubectl.apply(config_map(color="red", size="9", shape="flat"), "three")
+    assert error_of(caught.value)[1] == (
+        'Apply failed with 3 conflicts: conflicts with "one":\n- .data.color\n- .data.size\n'
         'conflicts with "two":\n- .data.shape'
     )
 
 
-def test_a_field_that_was_updated_names_its_version(kubectl: Kubectl) -> None:
+def test_conflict_with_an_updater_names_the_api_version(kubectl: Kubectl) -> None:
     kubectl.apply(deployment())
     kubectl.patch(
         {"kind": "Deployment", "metadata": {"name": "serve"}, "spec": {"replicas": 3}},
@@ -65,38 +65,38 @@ def test_a_field_that_was_updated_names_its_version(kubectl: Kubectl) -> None:
     )
     with pytest.raises(ApiException) as caught:
         kubectl.apply(deployment())
-    assert refused(caught.value) == (
+    assert error_of(caught.value) == (
         409,
         'Apply failed with 1 conflict: conflict with "kubectl-edit" using apps/v1: .spec.replicas',
     )
 
 
-def test_force_takes_the_field_over(kubectl: Kubectl) -> None:
-    kubectl.apply(config_map(colour="blue", size="8"), "one")
-    taken = kubectl.apply(config_map(colour="red"), "two", force="true")
-    assert taken["data"] == {"colour": "red", "size": "8"}
-    assert owners(taken) == {"one": {"f:data": {"f:size": {}}}, "two": {"f:data": {"f:colour": {}}}}
+def test_force_transfers_ownership(kubectl: Kubectl) -> None:
+    kubectl.apply(config_map(color="blue", size="8"), "one")
+    forced = kubectl.apply(config_map(color="red"), "two", force="true")
+    assert forced["data"] == {"color": "red", "size": "8"}
+    assert owners(forced) == {"one": {"f:data": {"f:size": {}}}, "two": {"f:data": {"f:color": {}}}}
 
 
-def test_the_same_value_is_shared_and_stays_until_nobody_applies_it(kubectl: Kubectl) -> None:
-    kubectl.apply(config_map(colour="blue"), "one")
-    shared = kubectl.apply(config_map(colour="blue"), "two")
-    assert owners(shared) == {name: {"f:data": {"f:colour": {}}} for name in ("one", "two")}
-    assert kubectl.apply(config_map(), "one")["data"] == {"colour": "blue"}
-    assert "colour" not in (kubectl.apply(config_map(), "two").get("data") or {})
+def test_shared_field_remains_until_its_last_owner_drops_it(kubectl: Kubectl) -> None:
+    kubectl.apply(config_map(color="blue"), "one")
+    shared = kubectl.apply(config_map(color="blue"), "two")
+    assert owners(shared) == {name: {"f:data": {"f:color": {}}} for name in ("one", "two")}
+    assert kubectl.apply(config_map(), "one")["data"] == {"color": "blue"}
+    assert "color" not in (kubectl.apply(config_map(), "two").get("data") or {})
 
 
-def test_a_field_no_longer_applied_is_removed_and_one_of_others_stays(kubectl: Kubectl) -> None:
-    kubectl.apply(config_map(colour="blue", size="8"), "one")
+def test_dropped_field_is_removed_and_fields_of_other_managers_remain(kubectl: Kubectl) -> None:
+    kubectl.apply(config_map(color="blue", size="8"), "one")
     kubectl.apply(config_map(shape="round"), "two")
-    assert kubectl.apply(config_map(colour="blue"), "one")["data"] == {"colour": "blue", "shape": "round"}
+    assert kubectl.apply(config_map(color="blue"), "one")["data"] == {"color": "blue", "shape": "round"}
 
 
-def test_a_replaced_field_is_the_replacers(kubectl: Kubectl) -> None:
-    live = kubectl.apply(config_map(colour="blue", size="8"), "one")
-    live["data"]["colour"] = "red"
+def test_replace_transfers_ownership_of_changed_fields(kubectl: Kubectl) -> None:
+    live = kubectl.apply(config_map(color="blue", size="8"), "one")
+    live["data"]["color"] = "red"
     replaced = kubectl.replace(live, fieldManager="hand")
-    assert owners(replaced) == {"one": {"f:data": {"f:size": {}}}, "hand": {"f:data": {"f:colour": {}}}}
+    assert owners(replaced) == {"one": {"f:data": {"f:size": {}}}, "hand": {"f:data": {"f:color": {}}}}
 
 
 def test_containers_merge_by_name_and_ports_by_number_and_protocol(kubectl: Kubectl) -> None:
@@ -114,10 +114,10 @@ def test_containers_merge_by_name_and_ports_by_number_and_protocol(kubectl: Kube
     changed["spec"]["template"]["spec"]["containers"][0]["image"] = "example.com/serve:2"
     with pytest.raises(ApiException) as caught:
         kubectl.apply(changed, "mesh")
-    assert refused(caught.value)[1].endswith('.spec.template.spec.containers[name="serve"].image')
+    assert error_of(caught.value)[1].endswith('.spec.template.spec.containers[name="serve"].image')
 
 
-def test_a_container_no_longer_applied_goes_with_its_defaults(kubectl: Kubectl) -> None:
+def test_dropped_container_is_removed_with_its_defaults(kubectl: Kubectl) -> None:
     two = deployment()
     two["spec"]["template"]["spec"]["containers"].append({"name": "extra", "image": "example.com/extra:1"})
     kubectl.apply(two)
@@ -125,13 +125,13 @@ def test_a_container_no_longer_applied_goes_with_its_defaults(kubectl: Kubectl) 
     assert [container["name"] for container in one["spec"]["template"]["spec"]["containers"]] == ["serve"]
 
 
-def test_without_replicas_the_autoscalers_number_stays(kubectl: Kubectl) -> None:
+def test_apply_without_replicas_preserves_the_autoscaler_value(kubectl: Kubectl) -> None:
     without = deployment()
     del without["spec"]["replicas"]
     kubectl.apply(without)
     kubectl.call(
         "PATCH",
-        "/apis/apps/v1/namespaces/recognisers/deployments/serve/scale",
+        "/apis/apps/v1/namespaces/recognizers/deployments/serve/scale",
         {"spec": {"replicas": 4}},
         "application/merge-patch+json",
         fieldManager="kube-controller-manager",
@@ -141,22 +141,22 @@ def test_without_replicas_the_autoscalers_number_stays(kubectl: Kubectl) -> None
     with pytest.raises(ApiException) as caught:
         kubectl.apply(deployment("2"))
     message = 'conflict with "kube-controller-manager" with subresource "scale" using apps/v1: .spec.replicas'
-    assert refused(caught.value)[1].endswith(message)
+    assert error_of(caught.value)[1].endswith(message)
 
 
-def test_a_misspelt_field_is_refused_as_a_real_server_words_it(kubectl: Kubectl) -> None:
+def test_misspelled_field_is_rejected_with_the_message_of_a_real_server(kubectl: Kubectl) -> None:
     wrong = deployment()
     wrong["spec"]["template"]["spec"]["containers"][0]["imagePulPolicy"] = "Always"
     with pytest.raises(ApiException) as caught:
         kubectl.apply(wrong)
-    assert refused(caught.value) == (
+    assert error_of(caught.value) == (
         500,
-        "failed to create typed patch object (recognisers/serve; apps/v1, Kind=Deployment): "
+        "failed to create typed patch object (recognizers/serve; apps/v1, Kind=Deployment): "
         '.spec.template.spec.containers[name="serve"].imagePulPolicy: field not declared in schema',
     )
 
 
-def test_the_same_container_twice_is_refused(kubectl: Kubectl) -> None:
+def test_duplicate_container_is_rejected(kubectl: Kubectl) -> None:
     wrong = deployment()
     wrong["spec"]["template"]["spec"]["containers"] *= 2
     with pytest.raises(ApiException, match=r"duplicate entries for key \[name=") as caught:
@@ -164,7 +164,7 @@ def test_the_same_container_twice_is_refused(kubectl: Kubectl) -> None:
     assert caught.value.status == 500
 
 
-def test_apply_wants_a_field_manager_and_leaves_managed_fields_to_the_server(kubectl: Kubectl) -> None:
+def test_apply_requires_a_field_manager_and_rejects_managed_fields(kubectl: Kubectl) -> None:
     with pytest.raises(ApiException, match="fieldManager: Required value") as caught:
         kubectl.patch(config_map(), APPLY)
     assert caught.value.status == 422
@@ -173,27 +173,27 @@ def test_apply_wants_a_field_manager_and_leaves_managed_fields_to_the_server(kub
     assert caught.value.status == 400
 
 
-def test_a_dry_run_answers_and_keeps_nothing(kubectl: Kubectl) -> None:
-    assert kubectl.apply(config_map(colour="blue"), dryRun="All")["data"] == {"colour": "blue"}
+def test_dry_run_returns_the_result_and_stores_nothing(kubectl: Kubectl) -> None:
+    assert kubectl.apply(config_map(color="blue"), dryRun="All")["data"] == {"color": "blue"}
     with pytest.raises(ApiException) as caught:
         kubectl.get("ConfigMap", "settings")
     assert caught.value.status == 404
 
 
-def test_a_dry_run_finds_conflicts(kubectl: Kubectl) -> None:
-    kubectl.apply(config_map(colour="blue"), "one")
+def test_dry_run_reports_conflicts(kubectl: Kubectl) -> None:
+    kubectl.apply(config_map(color="blue"), "one")
     with pytest.raises(ApiException) as caught:
-        kubectl.apply(config_map(colour="red"), "two", dryRun="All")
+        kubectl.apply(config_map(color="red"), "two", dryRun="All")
     assert caught.value.status == 409
 
 
-def test_applied_secrets_in_clear_text_are_kept_encoded(kubectl: Kubectl) -> None:
+def test_string_data_of_applied_secrets_is_stored_encoded(kubectl: Kubectl) -> None:
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "token"}, "stringData": {"token": "abc"}}
-    kept = kubectl.apply(secret)
-    assert (kept["type"], kept["data"]) == ("Opaque", {"token": "YWJj"})
+    stored = kubectl.apply(secret)
+    assert (stored["type"], stored["data"]) == ("Opaque", {"token": "YWJj"})
 
 
-def test_fields_survive_the_way_into_managed_fields_and_back() -> None:
+def test_fields_survive_an_encoding_round_trip() -> None:
     tree = {
         "f:metadata": {"f:finalizers": {".": {}, 'v:"kept"': {}}, "f:labels": {"f:app.kubernetes.io/name": {}}},
         "f:spec": {"f:ports": {'k:{"port":80,"protocol":"TCP"}': {".": {}, "f:port": {}}}},

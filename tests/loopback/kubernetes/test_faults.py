@@ -1,4 +1,4 @@
-"""Faults on order: what a client of an unlucky server meets."""
+"""Faults that a test injects into the API server."""
 
 import json
 
@@ -8,10 +8,10 @@ from kubernetes.client import ApiException
 
 from loopback.kubernetes import LoopbackCluster, internal_error, modified, too_many_requests
 from loopback.kubernetes.kinds import CONFIG_MAP
-from loopback.kubernetes.kubectl import Kubectl, config_map, refused
+from loopback.kubernetes.kubectl import Kubectl, config_map, error_of
 
 
-def test_too_many_requests_say_when_to_come_again(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
+def test_too_many_requests_carries_retry_after(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
     cluster.fail(too_many_requests(retry_after_s=7), lambda call: call.verb == "create")
     with pytest.raises(ApiException) as caught:
         kubectl.create(config_map())
@@ -22,26 +22,26 @@ def test_too_many_requests_say_when_to_come_again(cluster: LoopbackCluster, kube
     kubectl.create(config_map())
 
 
-def test_a_fault_meets_as_many_requests_as_it_was_ordered_for(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
+def test_fault_applies_to_the_given_number_of_requests(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
     cluster.fail(internal_error(), lambda call: call.kind is CONFIG_MAP, times=2)
     for _ in range(2):
         with pytest.raises(ApiException) as caught:
             kubectl.list("ConfigMap")
-        assert refused(caught.value) == (500, "Internal error occurred: etcdserver: request timed out")
+        assert error_of(caught.value) == (500, "Internal error occurred: etcdserver: request timed out")
     kubectl.list("Pod")
     kubectl.list("ConfigMap")
 
 
-def test_somebody_else_may_always_be_quicker(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
-    made = kubectl.create(config_map())
+def test_injected_conflict_fails_a_replace(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
+    created = kubectl.create(config_map())
     cluster.fail(modified(CONFIG_MAP, "settings"), lambda call: call.verb == "update")
     with pytest.raises(ApiException, match="the object has been modified") as caught:
-        kubectl.replace(made | {"data": {"a": "b"}})
+        kubectl.replace(created | {"data": {"a": "b"}})
     assert caught.value.status == 409
-    kubectl.replace(made | {"data": {"a": "b"}})
+    kubectl.replace(created | {"data": {"a": "b"}})
 
 
-def test_a_dropped_connection_before_and_after_the_deed(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
+def test_connection_drops_before_or_after_the_write(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
     cluster.drop(lambda call: call.verb == "create")
     with pytest.raises(urllib3.exceptions.HTTPError):
         kubectl.create(config_map("lost"))
@@ -53,7 +53,7 @@ def test_a_dropped_connection_before_and_after_the_deed(cluster: LoopbackCluster
     assert "lost" not in names
 
 
-def test_every_request_can_be_looked_at(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
+def test_every_request_is_recorded(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
     kubectl.apply(config_map(), "me", dryRun="All")
     call = cluster.calls[-1]
     assert (call.verb, call.kind, call.name, call.query) == (

@@ -1,4 +1,4 @@
-"""Creating, reading, listing, replacing, patching and deleting, and what is refused."""
+"""Create, read, list, replace, patch and delete objects, and rejected requests."""
 
 from typing import Any
 
@@ -7,31 +7,31 @@ from kubernetes import client, config, dynamic
 from kubernetes.client import ApiException
 
 from loopback.kubernetes import NEWEST, OLDEST, LoopbackCluster
-from loopback.kubernetes.kubectl import NAMESPACE, Kubectl, config_map, deployment, refused, until
+from loopback.kubernetes.kubectl import NAMESPACE, Kubectl, config_map, deployment, error_of, until
 
 STRATEGIC, MERGE = "application/strategic-merge-patch+json", "application/merge-patch+json"
 
 
-def test_a_server_fills_in_what_is_its_own(kubectl: Kubectl) -> None:
+def test_server_fills_in_metadata(kubectl: Kubectl) -> None:
     metadata = kubectl.create(config_map())["metadata"]
     assert metadata["namespace"] == NAMESPACE
     assert {"uid", "resourceVersion", "creationTimestamp", "managedFields"} <= metadata.keys()
     with pytest.raises(ApiException) as caught:
         kubectl.create(config_map())
-    assert refused(caught.value) == (409, 'configmaps "settings" already exists')
+    assert error_of(caught.value) == (409, 'configmaps "settings" already exists')
 
 
-def test_a_deployment_is_completed_as_a_server_does(kubectl: Kubectl) -> None:
-    made = kubectl.create(deployment())
-    container = made["spec"]["template"]["spec"]["containers"][0]
-    assert made["metadata"]["generation"] == 1
-    assert made["spec"]["progressDeadlineSeconds"] == 600
+def test_deployment_gets_the_defaults_of_a_real_server(kubectl: Kubectl) -> None:
+    created = kubectl.create(deployment())
+    container = created["spec"]["template"]["spec"]["containers"][0]
+    assert created["metadata"]["generation"] == 1
+    assert created["spec"]["progressDeadlineSeconds"] == 600
     assert container["imagePullPolicy"] == "IfNotPresent"
     assert container["ports"] == [{"containerPort": 8080, "protocol": "TCP"}]
-    assert made["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 30
+    assert created["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 30
 
 
-def test_quantities_come_back_in_their_one_form(kubectl: Kubectl) -> None:
+def test_quantities_are_returned_in_canonical_form(kubectl: Kubectl) -> None:
     subject = deployment()
     limits = {"cpu": "1000m", "memory": "1024Mi"}
     subject["spec"]["template"]["spec"]["containers"][0]["resources"] = {"limits": limits, "requests": {"cpu": 0.5}}
@@ -46,10 +46,10 @@ def test_generated_names_differ(kubectl: Kubectl) -> None:
     assert all(name.startswith("run-") for name in names)
 
 
-def test_a_namespace_that_is_not_there_is_404(kubectl: Kubectl) -> None:
+def test_unknown_namespace_returns_404(kubectl: Kubectl) -> None:
     with pytest.raises(ApiException) as caught:
         kubectl.call("POST", "/api/v1/namespaces/nowhere/configmaps", config_map())
-    assert refused(caught.value) == (404, 'namespaces "nowhere" not found')
+    assert error_of(caught.value) == (404, 'namespaces "nowhere" not found')
 
 
 def test_selectors_and_pages(kubectl: Kubectl) -> None:
@@ -59,16 +59,16 @@ def test_selectors_and_pages(kubectl: Kubectl) -> None:
         kubectl.create(subject)
 
     def names(**query: Any) -> list[str]:
-        found = kubectl.list("ConfigMap", **query)["items"]
-        return [item["metadata"]["name"][-1] for item in found if item["metadata"]["name"].startswith("settings")]
+        items = kubectl.list("ConfigMap", **query)["items"]
+        return [item["metadata"]["name"][-1] for item in items if item["metadata"]["name"].startswith("settings")]
 
     assert names(labelSelector="parity=even") == ["0", "2", "4"]
     assert names(labelSelector="parity!=even,number") == ["1", "3"]
     assert names(labelSelector="number in (1, 4)") == ["1", "4"]
     assert names(labelSelector="number notin (1,4),parity") == ["0", "2", "3"]
     assert names(fieldSelector="metadata.name=settings-3") == ["3"]
-    with pytest.raises(ApiException, match=r"field label not supported: data\.colour"):
-        names(fieldSelector="data.colour=blue")
+    with pytest.raises(ApiException, match=r"field label not supported: data\.color"):
+        names(fieldSelector="data.color=blue")
     page = kubectl.list("ConfigMap", limit=2, labelSelector="number")
     token = page["metadata"]["continue"]
     assert [item["metadata"]["name"] for item in page["items"]] == ["settings-0", "settings-1"]
@@ -76,37 +76,37 @@ def test_selectors_and_pages(kubectl: Kubectl) -> None:
     assert [item["metadata"]["name"] for item in rest["items"]] == ["settings-2", "settings-3", "settings-4"]
 
 
-def test_who_read_before_somebody_wrote_may_not_replace(kubectl: Kubectl) -> None:
-    read = kubectl.create(config_map(colour="blue"))
-    kubectl.replace(read | {"data": {"colour": "red"}})
+def test_stale_replace_is_a_conflict(kubectl: Kubectl) -> None:
+    read = kubectl.create(config_map(color="blue"))
+    kubectl.replace(read | {"data": {"color": "red"}})
     with pytest.raises(ApiException) as caught:
-        kubectl.replace(read | {"data": {"colour": "green"}})
-    assert refused(caught.value) == (
+        kubectl.replace(read | {"data": {"color": "green"}})
+    assert error_of(caught.value) == (
         409,
         'Operation cannot be fulfilled on configmaps "settings": the object has been modified; '
         "please apply your changes to the latest version and try again",
     )
 
 
-def test_a_write_that_changes_nothing_keeps_the_version(kubectl: Kubectl) -> None:
-    read = kubectl.create(config_map(colour="blue"))
+def test_write_without_changes_keeps_the_resource_version(kubectl: Kubectl) -> None:
+    read = kubectl.create(config_map(color="blue"))
     assert kubectl.replace(read)["metadata"]["resourceVersion"] == read["metadata"]["resourceVersion"]
 
 
-def test_a_lease_is_replaced_by_who_read_it_only(kubectl: Kubectl) -> None:
+def test_replacing_a_lease_requires_its_resource_version(kubectl: Kubectl) -> None:
     spec = {"holderIdentity": "one", "leaseDurationSeconds": 15, "renewTime": "2026-01-01T00:00:00.000000Z"}
     lease = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": "deploy"}, "spec": spec}
     kubectl.create(lease)
     with pytest.raises(ApiException, match="must be specified for an update") as caught:
         kubectl.replace(lease)
     assert caught.value.status == 422
-    lease["spec"]["renewTime"] = "2026-01-01T00:00:00Z"  # what Go does not read as a MicroTime
+    lease["spec"]["renewTime"] = "2026-01-01T00:00:00Z"  # not a valid MicroTime
     with pytest.raises(ApiException) as caught:
         kubectl.create(lease | {"metadata": {"name": "other"}})
     assert caught.value.status == 400
 
 
-def test_patches_merge_as_their_kind_says(kubectl: Kubectl) -> None:
+def test_patches_merge_by_media_type(kubectl: Kubectl) -> None:
     kubectl.create(deployment(replicas=0))
     more = [{"name": "proxy", "image": "example.com/proxy:1"}]
     patch = {
@@ -131,7 +131,7 @@ def test_the_generated_client_reads_and_patches(kubectl: Kubectl) -> None:
     assert client.VersionApi(kubectl.client).get_code().git_version == f"v{NEWEST}.0"
 
 
-def test_the_dynamic_client_finds_its_way(kubectl: Kubectl, tmp_path: Any) -> None:
+def test_dynamic_client_discovers_the_api(kubectl: Kubectl, tmp_path: Any) -> None:
     finder = dynamic.DynamicClient(kubectl.client, cache_file=str(tmp_path / "discovery"))
     leases = finder.resources.get(api_version="coordination.k8s.io/v1", kind="Lease")
     body = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": "deploy"}}
@@ -157,11 +157,11 @@ def test_the_dynamic_client_finds_its_way(kubectl: Kubectl, tmp_path: Any) -> No
         ),
     ],
 )
-def test_a_faulty_deployment_is_refused(kubectl: Kubectl, change: Any, code: int, message: str) -> None:
+def test_invalid_deployment_is_rejected(kubectl: Kubectl, change: Any, code: int, message: str) -> None:
     with pytest.raises(ApiException) as caught:
         kubectl.create(deployment(**change))
     assert caught.value.status == code
-    assert message in refused(caught.value)[1]
+    assert message in error_of(caught.value)[1]
 
 
 @pytest.mark.parametrize(
@@ -181,35 +181,35 @@ def test_a_faulty_deployment_is_refused(kubectl: Kubectl, change: Any, code: int
         ),
     ],
 )
-def test_a_faulty_container_is_refused(kubectl: Kubectl, change: Any, message: str) -> None:
+def test_invalid_container_is_rejected(kubectl: Kubectl, change: Any, message: str) -> None:
     subject = deployment()
     subject["spec"]["template"]["spec"]["containers"][0] |= change
     with pytest.raises(ApiException) as caught:
         kubectl.create(subject)
     assert caught.value.status == 422
-    assert message in refused(caught.value)[1]
+    assert message in error_of(caught.value)[1]
 
 
-def test_what_is_immutable_stays(kubectl: Kubectl) -> None:
-    made = kubectl.create(deployment(replicas=0))
-    made["metadata"].pop("resourceVersion")
-    for where in (made["spec"]["selector"]["matchLabels"], made["spec"]["template"]["metadata"]["labels"]):
+def test_immutable_fields_cannot_change(kubectl: Kubectl) -> None:
+    created = kubectl.create(deployment(replicas=0))
+    created["metadata"].pop("resourceVersion")
+    for where in (created["spec"]["selector"]["matchLabels"], created["spec"]["template"]["metadata"]["labels"]):
         where["app"] = "other"
     with pytest.raises(ApiException) as caught:
-        kubectl.replace(made)
+        kubectl.replace(created)
     assert caught.value.status == 422
-    assert "spec.selector: Invalid value" in refused(caught.value)[1]
-    assert "field is immutable" in refused(caught.value)[1]
+    assert "spec.selector: Invalid value" in error_of(caught.value)[1]
+    assert "field is immutable" in error_of(caught.value)[1]
 
 
-def test_deleting_a_deployment_takes_its_pods_along(kubectl: Kubectl) -> None:
+def test_deleting_a_deployment_deletes_its_pods(kubectl: Kubectl) -> None:
     kubectl.create(deployment())
     until(lambda: len(kubectl.list("Pod")["items"]) == 2)
     assert kubectl.delete("Deployment", "serve", propagationPolicy="Background")["status"] == "Success"
     until(lambda: not kubectl.list("Pod")["items"] and not kubectl.list("ReplicaSet")["items"])
 
 
-def test_in_the_foreground_the_owner_goes_last(kubectl: Kubectl) -> None:
+def test_foreground_deletion_removes_the_owner_last(kubectl: Kubectl) -> None:
     kubectl.create(deployment())
     until(lambda: len(kubectl.list("Pod")["items"]) == 2)
     going = kubectl.delete("Deployment", "serve", propagationPolicy="Foreground")
@@ -218,21 +218,21 @@ def test_in_the_foreground_the_owner_goes_last(kubectl: Kubectl) -> None:
     assert not kubectl.list("Pod")["items"]
 
 
-def test_orphans_stay(kubectl: Kubectl) -> None:
+def test_orphan_deletion_keeps_dependents(kubectl: Kubectl) -> None:
     kubectl.create(deployment())
     until(lambda: len(kubectl.list("Pod")["items"]) == 2)
     kubectl.delete("Deployment", "serve", propagationPolicy="Orphan")
     assert len(kubectl.list("ReplicaSet")["items"]) == 1
 
 
-def test_a_deletion_may_insist_on_what_was_read(kubectl: Kubectl) -> None:
+def test_deletion_checks_preconditions(kubectl: Kubectl) -> None:
     kubectl.create(config_map())
     with pytest.raises(ApiException, match="Precondition failed: UID in precondition: other") as caught:
         kubectl.delete("ConfigMap", "settings", preconditions={"uid": "other"})
     assert caught.value.status == 409
 
 
-def test_a_namespace_goes_with_all_that_it_holds(kubectl: Kubectl) -> None:
+def test_deleting_a_namespace_deletes_its_objects(kubectl: Kubectl) -> None:
     kubectl.create(deployment())
     kubectl.call("DELETE", f"/api/v1/namespaces/{NAMESPACE}")
 
@@ -243,7 +243,7 @@ def test_a_namespace_goes_with_all_that_it_holds(kubectl: Kubectl) -> None:
     until(is_gone)
 
 
-def test_the_oldest_version_knows_its_own_fields_only(tmp_path: Any) -> None:
+def test_oldest_version_rejects_newer_fields(tmp_path: Any) -> None:
     with LoopbackCluster(tmp_path, version=OLDEST) as old, _client(old) as api:
         assert Kubectl(api).call("GET", "/version")["minor"] == OLDEST.partition(".")[2]
         pod = {"spec": {"containers": [{"name": "a", "image": "b"}], "hostnameOverride": "x"}}  # since 1.34

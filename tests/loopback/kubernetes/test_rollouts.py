@@ -1,4 +1,4 @@
-"""Rollouts: how the controllers bring a Deployment on, and what stalls it."""
+"""Rollouts of Deployments, and conditions that stall them."""
 
 import json
 import threading
@@ -16,13 +16,13 @@ from loopback.kubernetes import (
     Ready,
     Stuck,
     Unschedulable,
-    carries,
+    labeled,
 )
 from loopback.kubernetes.kinds import DEPLOYMENT
-from loopback.kubernetes.kubectl import NAMESPACE, Kubectl, config_map, deployment, is_rolled_out, refused, until
+from loopback.kubernetes.kubectl import NAMESPACE, Kubectl, config_map, deployment, error_of, is_rolled_out, until
 from loopback.kubernetes.pod_security import violations
 
-SECOND = carries("version", "2")
+SECOND = labeled("version", "2")
 
 
 def rolled_out(kubectl: Kubectl) -> Any:
@@ -38,12 +38,12 @@ def pods(kubectl: Kubectl, version: str = "") -> list[dict[str, Any]]:
 
 
 def condition(subject: dict[str, Any], kind: str) -> dict[str, Any]:
-    found = (one for one in subject["status"].get("conditions", ()) if one["type"] == kind)
-    return next(found, {"status": "", "reason": ""})
+    conditions = (one for one in subject["status"].get("conditions", ()) if one["type"] == kind)
+    return next(conditions, {"status": "", "reason": ""})
 
 
 def waiting(kubectl: Kubectl, reason: str) -> dict[str, Any]:
-    """The status of a container that waits for this reason."""
+    """Return the status of a container that is waiting for this reason."""
 
     def look() -> Any:
         statuses = [
@@ -61,7 +61,7 @@ def messages(kubectl: Kubectl, reason: str) -> list[str]:
     return [event["message"] for event in kubectl.list("Event")["items"] if event["reason"] == reason]
 
 
-def test_a_deployment_comes_up_and_says_so(kubectl: Kubectl) -> None:
+def test_deployment_becomes_available(kubectl: Kubectl) -> None:
     kubectl.create(deployment())
     live = rolled_out(kubectl)
     assert condition(live, "Available")["status"] == "True"
@@ -74,9 +74,7 @@ def test_a_deployment_comes_up_and_says_so(kubectl: Kubectl) -> None:
     assert all(condition(pod, "Ready")["status"] == "True" for pod in pods(kubectl))
 
 
-def test_a_rolling_update_never_has_fewer_pods_than_wanted_nor_more_than_one_extra(
-    cluster: LoopbackCluster, kubectl: Kubectl
-) -> None:
+def test_rolling_update_respects_max_surge_and_max_unavailable(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
     kubectl.create(deployment(replicas=3))
     version = rolled_out(kubectl)["metadata"]["resourceVersion"]
     kubectl.patch(deployment("2", replicas=3), "application/merge-patch+json")
@@ -91,7 +89,7 @@ def test_a_rolling_update_never_has_fewer_pods_than_wanted_nor_more_than_one_ext
     ]  # fmt: skip
 
 
-def test_going_back_makes_the_old_replica_set_the_newest_revision(kubectl: Kubectl) -> None:
+def test_rollback_makes_the_old_replica_set_the_newest_revision(kubectl: Kubectl) -> None:
     for version in ("1", "2", "1"):
         kubectl.apply(deployment(version, replicas=1))
         rolled_out(kubectl)
@@ -105,7 +103,7 @@ def test_going_back_makes_the_old_replica_set_the_newest_revision(kubectl: Kubec
 
 
 @pytest.mark.slow
-def test_old_revisions_are_dropped_beyond_the_limit(kubectl: Kubectl) -> None:
+def test_revision_history_is_limited(kubectl: Kubectl) -> None:
     for version in ("1", "2", "3"):
         kubectl.apply(deployment(version, replicas=1, revisionHistoryLimit=1))
         rolled_out(kubectl)
@@ -113,7 +111,7 @@ def test_old_revisions_are_dropped_beyond_the_limit(kubectl: Kubectl) -> None:
 
 
 @pytest.mark.slow
-def test_recreate_ends_the_old_before_it_starts_the_new(kubectl: Kubectl) -> None:
+def test_recreate_deletes_old_pods_before_creating_new_ones(kubectl: Kubectl) -> None:
     kubectl.create(deployment(strategy={"type": "Recreate"}))
     rolled_out(kubectl)
     kubectl.apply(deployment("2", strategy={"type": "Recreate"}), force="true")
@@ -124,21 +122,21 @@ def test_recreate_ends_the_old_before_it_starts_the_new(kubectl: Kubectl) -> Non
 def test_an_image_that_cannot_be_pulled(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
     kubectl.create(deployment())
     rolled_out(kubectl)
-    cluster.pods_do(ImageMissing("not found"), SECOND)
+    cluster.set_pod_behavior(ImageMissing("not found"), SECOND)
     kubectl.apply(deployment("2"), force="true")
     status = waiting(kubectl, "ImagePullBackOff")
     assert status["state"]["waiting"]["message"].startswith('Back-off pulling image "example.com/serve:2"')
     assert "Error: ErrImagePull" in messages(kubectl, "Failed")
-    assert len(pods(kubectl, "1")) == 2  # the old ones stay
+    assert len(pods(kubectl, "1")) == 2  # the old pods remain
     with pytest.raises(ApiException) as caught:
         CoreV1Api(kubectl.client).read_namespaced_pod_log(pods(kubectl, "2")[0]["metadata"]["name"], NAMESPACE)
-    assert refused(caught.value)[1].endswith("is waiting to start: trying and failing to pull image")
+    assert error_of(caught.value)[1].endswith("is waiting to start: trying and failing to pull image")
 
 
-def test_a_rollout_that_stalls_exceeds_its_deadline_and_may_go_on(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
+def test_stalled_rollout_exceeds_its_deadline_and_can_complete(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
     kubectl.create(deployment())
     rolled_out(kubectl)
-    cluster.pods_do(NotReady(), SECOND)
+    cluster.set_pod_behavior(NotReady(), SECOND)
     kubectl.apply(deployment("2", progressDeadlineSeconds=100), force="true")
 
     def is_given_up() -> bool:
@@ -147,25 +145,25 @@ def test_a_rollout_that_stalls_exceeds_its_deadline_and_may_go_on(cluster: Loopb
     until(is_given_up)
     assert messages(kubectl, "Unhealthy") == ["Readiness probe failed: HTTP probe failed with statuscode: 503"]
     assert len(pods(kubectl, "1")) == 2
-    cluster.pods_do(Ready(), SECOND)
+    cluster.set_pod_behavior(Ready(), SECOND)
     assert condition(rolled_out(kubectl), "Progressing")["status"] == "True"
 
 
-def test_a_pod_that_fits_nowhere(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
-    cluster.pods_do(Unschedulable())
+def test_unschedulable_pod(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
+    cluster.set_pod_behavior(Unschedulable())
     kubectl.create(deployment())
     until(lambda: messages(kubectl, "FailedScheduling"))
     first = pods(kubectl)[0]
     assert first["status"]["phase"] == "Pending"
     assert condition(first, "PodScheduled")["reason"] == "Unschedulable"
     assert "nodeName" not in first["spec"]
-    cluster.pods_do(Ready())
+    cluster.set_pod_behavior(Ready())
     rolled_out(kubectl)
 
 
-def test_a_container_that_crashes_leaves_its_last_words(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
+def test_crashed_container_keeps_its_last_state_and_log(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
     kubectl.create(deployment())
-    cluster.pods_do(CrashLoop(log="loading\nno such file\n", exit_code=3), SECOND)
+    cluster.set_pod_behavior(CrashLoop(log="loading\nno such file\n", exit_code=3), SECOND)
     kubectl.apply(deployment("2"), force="true")
     until(lambda: waiting(kubectl, "CrashLoopBackOff")["restartCount"] == 2)
     status = waiting(kubectl, "CrashLoopBackOff")
@@ -175,8 +173,8 @@ def test_a_container_that_crashes_leaves_its_last_words(cluster: LoopbackCluster
     assert core.read_namespaced_pod_log(name, NAMESPACE, previous=True, tail_lines=1) == "no such file\n"
 
 
-def test_an_init_container_that_fails_keeps_the_others_waiting(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
-    cluster.pods_do(CrashLoop(log="sha256 differs", container="fetch"), SECOND)
+def test_failing_init_container_blocks_main_containers(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
+    cluster.set_pod_behavior(CrashLoop(log="sha256 differs", container="fetch"), SECOND)
     subject = deployment("2")
     spec = subject["spec"]["template"]["spec"]
     spec["initContainers"] = [{"name": "fetch", "image": "example.com/serve:2"}]
@@ -196,15 +194,15 @@ def test_an_init_container_that_fails_keeps_the_others_waiting(cluster: Loopback
     assert caught.value.status == 400
 
 
-def test_a_pod_waits_for_what_it_mounts_and_for_its_environment(kubectl: Kubectl) -> None:
+def test_pod_waits_for_mounted_and_referenced_objects(kubectl: Kubectl) -> None:
     subject = deployment("2")
     spec = subject["spec"]["template"]["spec"]
     spec["volumes"] = [{"name": "settings", "configMap": {"name": "settings"}}]
     spec["containers"][0]["env"] = [{"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "token", "key": "token"}}}]
     kubectl.create(subject)
     until(lambda: messages(kubectl, "FailedMount"))
-    why = 'MountVolume.SetUp failed for volume "settings" : configmap "settings" not found'
-    assert set(messages(kubectl, "FailedMount")) == {why}
+    reason = 'MountVolume.SetUp failed for volume "settings" : configmap "settings" not found'
+    assert set(messages(kubectl, "FailedMount")) == {reason}
     kubectl.create(config_map())
     waiting(kubectl, "CreateContainerConfigError")
     assert 'Error: secret "token" not found' in messages(kubectl, "Failed")
@@ -213,21 +211,21 @@ def test_a_pod_waits_for_what_it_mounts_and_for_its_environment(kubectl: Kubectl
     rolled_out(kubectl)
 
 
-def test_a_rollout_that_never_finishes(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
-    cluster.pods_do(Stuck(), SECOND)
+def test_stuck_pod_remains_in_container_creating(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
+    cluster.set_pod_behavior(Stuck(), SECOND)
     kubectl.create(deployment("2"))
     assert waiting(kubectl, "ContainerCreating")["ready"] is False
 
 
-def test_a_slow_pod_is_ready_later(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
-    cluster.pods_do(Ready(after_s=0.3))
+def test_slow_pod_delays_the_rollout(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
+    cluster.set_pod_behavior(Ready(after_s=0.3))
     kubectl.create(deployment())
     until(lambda: all(pod["status"].get("phase") == "Running" for pod in pods(kubectl)) and len(pods(kubectl)) == 2)
     assert not is_rolled_out(kubectl.get("Deployment", "serve"))
     rolled_out(kubectl)
 
 
-def test_a_namespace_that_is_restricted_admits_no_careless_pods(kubectl: Kubectl) -> None:
+def test_restricted_namespace_rejects_unrestricted_pods(kubectl: Kubectl) -> None:
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     namespace = f"/api/v1/namespaces/{NAMESPACE}"
     kubectl.call("PATCH", namespace, {"metadata": {"labels": labels}}, "application/merge-patch+json")
@@ -250,17 +248,17 @@ def test_a_namespace_that_is_restricted_admits_no_careless_pods(kubectl: Kubectl
     rolled_out(kubectl)
 
 
-def test_a_pod_without_its_service_account_is_refused(kubectl: Kubectl) -> None:
+def test_pod_with_a_missing_service_account_is_rejected(kubectl: Kubectl) -> None:
     subject = deployment()
     subject["spec"]["template"]["spec"]["serviceAccountName"] = "serving"
     kubectl.create(subject)
-    until(lambda: any('serviceaccount "serving" not found' in why for why in messages(kubectl, "FailedCreate")))
+    until(lambda: any('serviceaccount "serving" not found' in reason for reason in messages(kubectl, "FailedCreate")))
     kubectl.create({"kind": "ServiceAccount", "metadata": {"name": "serving"}})
-    # The controller of a real cluster tries again by and by; here it looks whenever anything is written.
+    # A real controller retries with a back-off; this one reconciles after every write.
     rolled_out(kubectl)
 
 
-def test_an_autoscaler_keeps_the_replicas_within_its_bounds(kubectl: Kubectl) -> None:
+def test_autoscaler_keeps_replicas_within_its_bounds(kubectl: Kubectl) -> None:
     subject = deployment()
     del subject["spec"]["replicas"]
     kubectl.apply(subject)
@@ -272,7 +270,7 @@ def test_an_autoscaler_keeps_the_replicas_within_its_bounds(kubectl: Kubectl) ->
     rolled_out(kubectl)
 
 
-def test_a_budget_counts_its_pods(kubectl: Kubectl) -> None:
+def test_disruption_budget_counts_its_pods(kubectl: Kubectl) -> None:
     kubectl.create(deployment())
     spec = {"maxUnavailable": 1, "selector": {"matchLabels": {"app": "serve"}}}
     kubectl.create({"kind": "PodDisruptionBudget", "metadata": {"name": "serve"}, "spec": spec})
@@ -280,14 +278,14 @@ def test_a_budget_counts_its_pods(kubectl: Kubectl) -> None:
 
 
 @pytest.mark.slow
-def test_many_clients_at_once_do_not_lose_a_write(kubectl: Kubectl) -> None:
+def test_concurrent_clients_lose_no_writes(kubectl: Kubectl) -> None:
     kubectl.create(config_map(count="0"))
 
     def count() -> None:
         done = 0
         while done < 10:
             live = kubectl.get("ConfigMap", "settings")
-            with suppress(ApiException):  # somebody wrote in between
+            with suppress(ApiException):  # another client wrote first
                 kubectl.replace(live | {"data": {"count": str(int(live["data"]["count"]) + 1)}})
                 done += 1
 
@@ -306,11 +304,11 @@ def test_many_clients_at_once_do_not_lose_a_write(kubectl: Kubectl) -> None:
         ({"resources": {"limits": {"nvidia.com/gpu": "1"}}}, "1 Insufficient nvidia.com/gpu."),
     ],
 )
-def test_a_pod_that_asks_for_more_than_the_node_has(kubectl: Kubectl, spec: dict[str, Any], message: str) -> None:
+def test_pod_with_excessive_requests_is_unschedulable(kubectl: Kubectl, spec: dict[str, Any], message: str) -> None:
     subject = deployment()
     subject["spec"]["template"]["spec"]["containers"][0] |= spec
     kubectl.create(subject)
-    until(lambda: any(message in told for told in messages(kubectl, "FailedScheduling")))
+    until(lambda: any(message in text for text in messages(kubectl, "FailedScheduling")))
 
 
 @pytest.mark.parametrize(
@@ -322,12 +320,12 @@ def test_a_pod_that_asks_for_more_than_the_node_has(kubectl: Kubectl, spec: dict
         ({"securityContext": {"runAsNonRoot": True}}, "seccompProfile"),
     ],
 )
-def test_pod_security_finds_what_is_not_restricted(spec: dict[str, Any], violation: str | None) -> None:
+def test_pod_security_violations(spec: dict[str, Any], violation: str | None) -> None:
     own = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], "add": ["NET_BIND_SERVICE"]}}
     careful = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     pod = {"securityContext": careful, "containers": [{"name": "serve", "securityContext": own}]} | spec
-    found = violations("restricted", pod)
-    assert found == [] if violation is None else len(found) == 1 and found[0].startswith(violation)
+    result = violations("restricted", pod)
+    assert result == [] if violation is None else len(result) == 1 and result[0].startswith(violation)
     assert violations(None, pod) == []
     own["capabilities"]["add"].append("SYS_ADMIN")
     assert any('must not include "SYS_ADMIN"' in one for one in violations("restricted", pod))

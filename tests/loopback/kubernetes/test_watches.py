@@ -1,4 +1,4 @@
-"""Watches: what they tell, where they go on from, and how they end."""
+"""Watches: events, resuming from a version, and how they end."""
 
 import json
 import threading
@@ -15,44 +15,44 @@ NAMES = "metadata.name=settings"
 
 
 def events(kubectl: Kubectl, **query: Any) -> list[tuple[str, str]]:
-    """Type and name of what a watch of half a second says."""
+    """Return type and name of the events of a one-second watch."""
     core = client.CoreV1Api(kubectl.client)
     stream = watch.Watch().stream(core.list_namespaced_config_map, NAMESPACE, timeout_seconds=1, **query)
     return [(event["type"], event["raw_object"]["metadata"].get("name", "")) for event in stream]
 
 
-def test_a_watch_goes_on_from_a_version(kubectl: Kubectl) -> None:
-    made = kubectl.create(config_map(colour="blue"))
-    kubectl.replace(made | {"data": {"colour": "red"}})
+def test_watch_resumes_from_a_resource_version(kubectl: Kubectl) -> None:
+    created = kubectl.create(config_map(color="blue"))
+    kubectl.replace(created | {"data": {"color": "red"}})
     kubectl.create(config_map("other"))
     kubectl.delete("ConfigMap", "settings")
-    seen = events(kubectl, resource_version=made["metadata"]["resourceVersion"])
+    seen = events(kubectl, resource_version=created["metadata"]["resourceVersion"])
     assert seen == [("MODIFIED", "settings"), ("ADDED", "other"), ("DELETED", "settings")]
 
 
-def test_a_watch_without_a_version_begins_with_what_is_there(kubectl: Kubectl) -> None:
+def test_watch_without_a_version_starts_with_existing_objects(kubectl: Kubectl) -> None:
     kubectl.create(config_map())
     until(lambda: len(kubectl.list("ConfigMap")["items"]) == 2)
     assert events(kubectl) == [("ADDED", "kube-root-ca.crt"), ("ADDED", "settings")]
 
 
-def test_an_object_comes_into_sight_of_a_selector_and_leaves_it(kubectl: Kubectl) -> None:
-    made = kubectl.create(config_map())
+def test_watch_reports_objects_entering_and_leaving_a_selector(kubectl: Kubectl) -> None:
+    created = kubectl.create(config_map())
     for labels in ({"seen": "yes"}, {"seen": "still", "more": "yes"}, {}):
         live = kubectl.get("ConfigMap", "settings")
         live["metadata"]["labels"] = labels
         kubectl.replace(live)
-    seen = events(kubectl, label_selector="seen", resource_version=made["metadata"]["resourceVersion"])
+    seen = events(kubectl, label_selector="seen", resource_version=created["metadata"]["resourceVersion"])
     assert [kind for kind, _ in seen] == ["ADDED", "MODIFIED", "DELETED"]
 
 
-def test_a_watch_tells_while_it_happens(kubectl: Kubectl) -> None:
-    made = kubectl.create(config_map())
+def test_watch_streams_events(kubectl: Kubectl) -> None:
+    created = kubectl.create(config_map())
     timer = threading.Timer(0.2, lambda: kubectl.delete("ConfigMap", "settings"))
     timer.start()
     core = client.CoreV1Api(kubectl.client)
     watcher = watch.Watch()
-    version = made["metadata"]["resourceVersion"]
+    version = created["metadata"]["resourceVersion"]
     for event in watcher.stream(core.list_namespaced_config_map, NAMESPACE, resource_version=version):
         assert event["type"] == "DELETED"
         assert int(event["raw_object"]["metadata"]["resourceVersion"]) > int(version)
@@ -60,13 +60,13 @@ def test_a_watch_tells_while_it_happens(kubectl: Kubectl) -> None:
     timer.join()
 
 
-def test_a_bookmark_ends_a_watch_that_asks_for_it(kubectl: Kubectl) -> None:
+def test_requested_bookmark_ends_a_watch(kubectl: Kubectl) -> None:
     version = kubectl.create(config_map())["metadata"]["resourceVersion"]
     seen = events(kubectl, resource_version=version, allow_watch_bookmarks=True)
     assert seen == [("BOOKMARK", "")]
 
 
-def test_a_forgotten_version_is_an_error_event(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
+def test_expired_version_is_an_error_event(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
     version = kubectl.create(config_map())["metadata"]["resourceVersion"]
     cluster.expire()
     core = client.CoreV1Api(kubectl.client)
@@ -80,7 +80,7 @@ def test_a_forgotten_version_is_an_error_event(cluster: LoopbackCluster, kubectl
     assert caught.value.status == 410
 
 
-def test_a_page_token_expires_too(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
+def test_expired_page_token_is_rejected(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
     for number in range(3):
         kubectl.create(config_map(f"settings-{number}"))
     token = kubectl.list("ConfigMap", limit=1)["metadata"]["continue"]
@@ -90,7 +90,7 @@ def test_a_page_token_expires_too(cluster: LoopbackCluster, kubectl: Kubectl) ->
     assert caught.value.status == 410
 
 
-def test_a_watch_may_break_off_in_the_middle(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
+def test_dropped_watch_breaks_the_stream(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
     version = kubectl.create(config_map())["metadata"]["resourceVersion"]
     timer = threading.Timer(0.2, cluster.drop_watches)
     timer.start()

@@ -1,4 +1,4 @@
-"""What a server refuses beyond the schema, after ``validation.go``: names, selectors, immutable fields."""
+"""Validation beyond the schema, after ``validation.go``: names, selectors, immutable fields."""
 
 import json
 import re
@@ -50,11 +50,11 @@ _VALUE_RULE = (
 
 
 def faults(kind: Kind, new: Object, old: Object | None) -> list[Cause]:
-    """What is wrong with an object that its schema allows; ``old`` is what it replaces."""
-    found = [*_metadata(kind, new["metadata"]), *_CHECKS.get(kind, _nothing)(new)]
+    """Return the errors in an object that matches its schema; ``old`` is the object that it replaces."""
+    causes = [*_metadata(kind, new["metadata"]), *_CHECKS.get(kind, _nothing)(new)]
     if old is not None:
-        found += _immutable(kind, new, old)
-    return found
+        causes += _immutable(kind, new, old)
+    return causes
 
 
 def _nothing(_: Object) -> Iterator[Cause]:
@@ -110,14 +110,14 @@ def _deployment(subject: Object) -> Iterator[Cause]:
     spec = subject["spec"]
     rolling = spec["strategy"].get("rollingUpdate")
     if spec["strategy"]["type"] == "Recreate" and rolling:
-        why = "may not be specified when strategy `type` is 'Recreate'"
-        yield Cause("spec.strategy.rollingUpdate", f"Forbidden: {why}", "FieldValueForbidden")
+        reason = "may not be specified when strategy `type` is 'Recreate'"
+        yield Cause("spec.strategy.rollingUpdate", f"Forbidden: {reason}", "FieldValueForbidden")
     if rolling and all(str(rolling[name]).rstrip("%") == "0" for name in ("maxSurge", "maxUnavailable")):
-        why = "may not be 0 when `maxSurge` is 0"
-        yield invalid("spec.strategy.rollingUpdate.maxUnavailable", rolling["maxUnavailable"], why)
+        reason = "may not be 0 when `maxSurge` is 0"
+        yield invalid("spec.strategy.rollingUpdate.maxUnavailable", rolling["maxUnavailable"], reason)
     if spec["progressDeadlineSeconds"] <= spec.get("minReadySeconds", 0):
-        why = "must be greater than minReadySeconds"
-        yield invalid("spec.progressDeadlineSeconds", spec["progressDeadlineSeconds"], why)
+        reason = "must be greater than minReadySeconds"
+        yield invalid("spec.progressDeadlineSeconds", spec["progressDeadlineSeconds"], reason)
 
 
 def _pod(subject: Object) -> Iterator[Cause]:
@@ -159,20 +159,20 @@ def _container(path: str, container: Object, volumes: list[str], *, is_init: boo
     for name, amount in (resources.get("requests") or {}).items():
         limit = (resources.get("limits") or {}).get(name)
         if limit is not None and quantities.value(amount) > quantities.value(limit):
-            why = f"must be less than or equal to {name} limit of {limit}"
-            yield invalid(f"{path}.resources.requests", amount, why)
+            reason = f"must be less than or equal to {name} limit of {limit}"
+            yield invalid(f"{path}.resources.requests", amount, reason)
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         if probe not in container:
             continue
         if is_init and container.get("restartPolicy") != "Always":
-            why = "may not be set for init containers without restartPolicy=Always"
-            yield Cause(f"{path}.{probe}", f"Forbidden: {why}", "FieldValueForbidden")
+            reason = "may not be set for init containers without restartPolicy=Always"
+            yield Cause(f"{path}.{probe}", f"Forbidden: {reason}", "FieldValueForbidden")
         if probe != "readinessProbe" and container[probe].get("successThreshold", 1) != 1:
             yield invalid(f"{path}.{probe}.successThreshold", container[probe]["successThreshold"], "must be 1")
         yield from _action(f"{path}.{probe}", container[probe])
     if is_init and container.get("lifecycle") and container.get("restartPolicy") != "Always":
-        why = "may not be set for init containers without restartPolicy=Always"
-        yield Cause(f"{path}.lifecycle", f"Forbidden: {why}", "FieldValueForbidden")
+        reason = "may not be set for init containers without restartPolicy=Always"
+        yield Cause(f"{path}.lifecycle", f"Forbidden: {reason}", "FieldValueForbidden")
 
 
 def _action(path: str, probe: Object) -> Iterator[Cause]:
@@ -180,8 +180,8 @@ def _action(path: str, probe: Object) -> Iterator[Cause]:
     if not actions:
         yield Cause(path, "Required value: must specify a handler type", "FieldValueRequired")
     for name in actions[1:]:
-        why = "may not specify more than 1 handler type"
-        yield Cause(f"{path}.{name}", f"Forbidden: {why}", "FieldValueForbidden")
+        reason = "may not specify more than 1 handler type"
+        yield Cause(f"{path}.{name}", f"Forbidden: {reason}", "FieldValueForbidden")
 
 
 def _service(subject: Object) -> Iterator[Cause]:
@@ -207,8 +207,8 @@ def _autoscaler(subject: Object) -> Iterator[Cause]:
     if spec["minReplicas"] < 1:
         yield invalid("spec.minReplicas", spec["minReplicas"], "must be greater than or equal to 1")
     if spec["maxReplicas"] < spec["minReplicas"]:
-        why = "must be greater than or equal to `minReplicas`"
-        yield invalid("spec.maxReplicas", spec["maxReplicas"], why)
+        reason = "must be greater than or equal to `minReplicas`"
+        yield invalid("spec.maxReplicas", spec["maxReplicas"], reason)
 
 
 def _data(subject: Object) -> Iterator[Cause]:
@@ -237,11 +237,13 @@ def _immutable(kind: Kind, new: Object, old: Object) -> Iterator[Cause]:
     if kind in (CONFIG_MAP, SECRET) and old.get("immutable"):
         for name in ("data", "binaryData", "immutable"):
             if new.get(name) != old.get(name):
-                why = "field is immutable when `immutable` is set"
-                yield Cause(name, f"Forbidden: {why}", "FieldValueForbidden")
+                reason = "field is immutable when `immutable` is set"
+                yield Cause(name, f"Forbidden: {reason}", "FieldValueForbidden")
     if kind is POD and _without_images(new["spec"]) != _without_images(old["spec"]):
-        why = "pod updates may not change fields other than `spec.containers[*].image`,`spec.initContainers[*].image`"
-        yield Cause("spec", f"Forbidden: {why}", "FieldValueForbidden")
+        reason = (
+            "pod updates may not change fields other than `spec.containers[*].image`,`spec.initContainers[*].image`"
+        )
+        yield Cause("spec", f"Forbidden: {reason}", "FieldValueForbidden")
 
 
 _IMMUTABLE = {
@@ -266,9 +268,9 @@ def _duplicates(path: str, names: list[str]) -> Iterator[Cause]:
             yield Cause(f"{path}[{position}].name", f"Duplicate value: {json.dumps(name)}", "FieldValueDuplicate")
 
 
-def invalid(path: str, value: Any, why: str) -> Cause:
-    """A value that is out of its range."""
-    return Cause(path, f"Invalid value: {json.dumps(value)}: {why}")
+def invalid(path: str, value: Any, reason: str) -> Cause:
+    """The cause for an invalid value."""
+    return Cause(path, f"Invalid value: {json.dumps(value)}: {reason}")
 
 
 def _fits(pattern: re.Pattern[str], text: str, length: int) -> bool:

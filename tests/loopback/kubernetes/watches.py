@@ -1,4 +1,4 @@
-"""Watches: a list that goes on."""
+"""Watches."""
 
 import json
 import time
@@ -17,9 +17,9 @@ _LOOK_S = 0.5
 
 
 def events(store: Store, call: Call, is_cut: Callable[[], bool]) -> Iterator[list[Event]]:
-    """Events by and by, until the time of the watch is over, it ``is_cut``, or its version is forgotten.
+    """Yield events until the watch times out, ``is_cut`` returns true, or its resourceVersion expires.
 
-    Now and then none at all, so that the caller can see whether somebody still listens.
+    Yields an empty list from time to time so that the caller can check whether the client is still connected.
     """
     assert call.kind is not None
     chosen = _chosen_by(call)
@@ -33,15 +33,15 @@ def events(store: Store, call: Call, is_cut: Callable[[], bool]) -> Iterator[lis
     while not is_cut():
         with store.changed:
             if seen < store.oldest:
-                why = f"too old resource version: {seen} ({store.oldest})"
-                yield [("ERROR", status.expired(why).body())]
+                reason = f"too old resource version: {seen} ({store.oldest})"
+                yield [("ERROR", status.expired(reason).body())]
                 return
             changes, seen = store.changes(call.kind, seen), store.version
-            found = [event for change in changes if (event := _event(change, chosen))]
+            events_ = [event for change in changes if (event := _event(change, chosen))]
             left_s = end_s - time.monotonic()
-            if not found and left_s > 0 and not is_cut():
+            if not events_ and left_s > 0 and not is_cut():
                 store.changed.wait(min(left_s, _LOOK_S))
-        yield found
+        yield events_
         if left_s <= 0:
             if call.query.get("allowWatchBookmarks", "").lower() == "true":
                 yield [("BOOKMARK", _bookmark(call.kind, seen))]
@@ -61,7 +61,7 @@ def _chosen_by(call: Call) -> Callable[[Object], bool]:
 
 
 def _event(change: Change, chosen: Callable[[Object], bool]) -> tuple[str, Object] | None:
-    """What a change looks like through a selector: an object may come into sight and leave it."""
+    """Return the event of a change under a selector, which an object may start or stop matching."""
     before, after = (None if text is None else json.loads(text) for text in (change.before, change.after))
     was = before is not None and chosen(before)
     if after is not None and chosen(after):

@@ -1,4 +1,4 @@
-"""What Slack refuses of blocks, after https://docs.slack.dev/reference/block-kit/blocks and .../block-elements."""
+"""Block Kit validation, after https://docs.slack.dev/reference/block-kit/blocks and .../block-elements."""
 
 import re
 from collections.abc import Callable
@@ -9,31 +9,31 @@ MENTIONS = re.compile(r"<(?:@[UW]\w+|#[CG]\w+|!date\^\d+\^[^|<>]+\|[^<>]+|https?
 
 
 def faults(blocks: object) -> list[str]:
-    """Why Slack would answer ``invalid_blocks``; empty if it takes them."""
-    found: list[str] = []
+    """Return the reasons why Slack would reject the blocks with ``invalid_blocks``; empty if they are valid."""
+    result: list[str] = []
     if not isinstance(blocks, list):
         return ["blocks is no list"]
     if len(blocks) > 50:
-        found.append(f"{len(blocks)} blocks, at most 50")
+        result.append(f"{len(blocks)} blocks, at most 50")
     ids = [block["block_id"] for block in blocks if "block_id" in block]
     if len(set(ids)) < len(ids):
-        found.append("a block_id twice")
+        result.append("a block_id twice")
     for number, block in enumerate(blocks):
         check = _BLOCKS.get(block.get("type"))
-        told = check(block) if check else [f"unknown type {block.get('type')!r}"]
-        found += [f"blocks/{number}: {fault}" for fault in told]
+        block_faults = check(block) if check else [f"unknown type {block.get('type')!r}"]
+        result += [f"blocks/{number}: {fault}" for fault in block_faults]
         if len(block.get("block_id", "")) > 255:
-            found.append(f"blocks/{number}: block_id is longer than 255")
-    return found
+            result.append(f"blocks/{number}: block_id is longer than 255")
+    return result
 
 
 def buttons(blocks: list[Block]) -> list[Block]:
-    """All buttons of a message."""
+    """Return all buttons of a message."""
     return [element for block in blocks if block["type"] == "actions" for element in block["elements"]]
 
 
 def visible(blocks: list[Block]) -> str:
-    """All text of a message, as a reader without blocks would see it."""
+    """Return all text of a message, as a client without blocks shows it."""
     texts: list[str] = []
     for block in blocks:
         if "text" in block:
@@ -46,17 +46,17 @@ def visible(blocks: list[Block]) -> str:
 
 
 def _section(block: Block) -> list[str]:
-    found = _keys(block, {"type", "text", "fields", "block_id", "accessory", "expand"})
+    result = _keys(block, {"type", "text", "fields", "block_id", "accessory", "expand"})
     if "text" not in block and "fields" not in block:
-        found.append("a section without text and fields")
+        result.append("a section without text and fields")
     if "text" in block:
-        found += _text(block["text"], 3000)
+        result += _text(block["text"], 3000)
     fields = block.get("fields", [])
     if "fields" in block and not 1 <= len(fields) <= 10:
-        found.append(f"{len(fields)} fields, 1 to 10")
+        result.append(f"{len(fields)} fields, 1 to 10")
     for field in fields:
-        found += _text(field, 2000)
-    return found
+        result += _text(field, 2000)
+    return result
 
 
 def _header(block: Block) -> list[str]:
@@ -64,60 +64,60 @@ def _header(block: Block) -> list[str]:
 
 
 def _context(block: Block) -> list[str]:
-    found = _keys(block, {"type", "elements", "block_id"})
+    result = _keys(block, {"type", "elements", "block_id"})
     if not 1 <= len(block["elements"]) <= 10:
-        found.append(f"{len(block['elements'])} elements, 1 to 10")
+        result.append(f"{len(block['elements'])} elements, 1 to 10")
     for element in block["elements"]:
-        found += _text(element, 3000)
-    return found
+        result += _text(element, 3000)
+    return result
 
 
 def _actions(block: Block) -> list[str]:
-    found = _keys(block, {"type", "elements", "block_id"})
+    result = _keys(block, {"type", "elements", "block_id"})
     if not 1 <= len(block["elements"]) <= 25:
-        found.append(f"{len(block['elements'])} elements, 1 to 25")
+        result.append(f"{len(block['elements'])} elements, 1 to 25")
     ids = [element.get("action_id") for element in block["elements"]]
     if len(set(ids)) < len(ids):
-        found.append("an action_id twice")
+        result.append("an action_id twice")
     for element in block["elements"]:
-        found += _button(element)
-    return found
+        result += _button(element)
+    return result
 
 
 def _button(button: Block) -> list[str]:
-    found = _keys(button, {"type", "text", "action_id", "url", "value", "style", "confirm", "accessibility_label"})
+    result = _keys(button, {"type", "text", "action_id", "url", "value", "style", "confirm", "accessibility_label"})
     if button.get("type") != "button":
         return [f"unknown element {button.get('type')!r}"]
-    found += _text(button["text"], 75, "plain_text")
+    result += _text(button["text"], 75, "plain_text")
     for key, longest in (("action_id", 255), ("value", 2000), ("url", 3000)):
         if key in button and not 1 <= len(button[key]) <= longest:
-            found.append(f"{key} of {len(button[key])} characters, 1 to {longest}")
+            result.append(f"{key} of {len(button[key])} characters, 1 to {longest}")
     if "style" in button and button["style"] not in ("primary", "danger"):
-        found.append(f"style {button['style']!r}")
+        result.append(f"style {button['style']!r}")
     if "confirm" in button:
-        found += _confirm(button["confirm"])
-    return found
+        result += _confirm(button["confirm"])
+    return result
 
 
 def _confirm(dialog: Block) -> list[str]:
-    found = _keys(dialog, {"title", "text", "confirm", "deny", "style"})
+    result = _keys(dialog, {"title", "text", "confirm", "deny", "style"})
     for key, longest in (("title", 100), ("text", 300), ("confirm", 30), ("deny", 30)):
-        found += _text(dialog[key], longest, "plain_text")
-    return found
+        result += _text(dialog[key], longest, "plain_text")
+    return result
 
 
 def _text(text: Block, longest: int, kind: str | None = None) -> list[str]:
     allowed = {"mrkdwn": {"type", "text", "verbatim"}, "plain_text": {"type", "text", "emoji"}}
     if text.get("type") not in allowed or (kind and text["type"] != kind):
         return [f"text of type {text.get('type')!r}"]
-    found = _keys(text, allowed[text["type"]])
+    result = _keys(text, allowed[text["type"]])
     if not 1 <= len(text["text"]) <= longest:
-        found.append(f"text of {len(text['text'])} characters, 1 to {longest}")
-    # Not Slack's rule but ours: what is no mention, date or link of ours is escaped.
+        result.append(f"text of {len(text['text'])} characters, 1 to {longest}")
+    # A rule of evernear, not of Slack: text other than its own mentions, dates and links is escaped.
     rest = MENTIONS.sub("", text["text"]) if text["type"] == "mrkdwn" else ""
     if "<" in rest or ">" in rest:
-        found.append(f"unescaped text: {text['text']!r}")
-    return found
+        result.append(f"unescaped text: {text['text']!r}")
+    return result
 
 
 def _keys(block: Block, known: set[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What Slack delivers when somebody types or clicks, and how it signs that."""
+"""Payloads that Slack delivers for commands, mentions and clicks, and their signatures."""
 
 import hashlib
 import hmac
@@ -17,14 +17,14 @@ Payload = dict[str, Any]
 
 @dataclass(frozen=True)
 class Person:
-    """Somebody of a workspace."""
+    """A user of a workspace."""
 
     id: str
     name: str
     team: str = TEAM
 
     def types(self, text: str, channel: str, response_url: str) -> Payload:
-        """A slash command."""
+        """Return the payload of a slash command."""
         command, _, rest = text.partition(" ")
         return {
             "token": "deprecated",
@@ -43,7 +43,7 @@ class Person:
         }
 
     def mentions(self, text: str, channel: str) -> Payload:
-        """An event."""
+        """Return the event of a mention."""
         ts = f"{time.time():.6f}"
         event = {"type": "app_mention", "user": self.id, "text": text, "ts": ts, "channel": channel, "event_ts": ts}
         return {
@@ -60,7 +60,7 @@ class Person:
 
 @dataclass(frozen=True)
 class Click:
-    """A click on a button that a message shows."""
+    """A click on a button of a message."""
 
     channel: str
     ts: str
@@ -71,7 +71,7 @@ class Click:
     trigger_id: str = field(default_factory=lambda: _trigger_id())
 
     def by(self, person: Person) -> Payload:
-        """An interactive payload."""
+        """Return the interactive payload of the click."""
         container = {
             "type": "message",
             "message_ts": self.ts,
@@ -99,7 +99,7 @@ class Click:
 
 
 def body_of(payload: Payload) -> tuple[str, str]:
-    """Body and content type of the HTTP request that carries ``payload``."""
+    """Return body and content type of the HTTP request for ``payload``."""
     if payload.get("type") == "event_callback":
         return json.dumps(payload), "application/json"
     form = payload if "command" in payload else {"payload": json.dumps(payload)}
@@ -107,7 +107,7 @@ def body_of(payload: Payload) -> tuple[str, str]:
 
 
 def signed(payload: Payload, secret: str, at_s: float | None = None) -> tuple[str, dict[str, str]]:
-    """Body and headers of a request as Slack signs it (https://docs.slack.dev/authentication/verifying-requests...)."""
+    """Return body and headers of a signed request (https://docs.slack.dev/authentication/verifying-requests...)."""
     body, content_type = body_of(payload)
     timestamp = str(int(time.time() if at_s is None else at_s))
     digest = hmac.new(secret.encode(), f"v0:{timestamp}:{body}".encode(), hashlib.sha256).hexdigest()
@@ -119,7 +119,7 @@ def signed(payload: Payload, secret: str, at_s: float | None = None) -> tuple[st
 
 
 def envelope(payload: Payload, accepts_response: bool = False) -> Payload:
-    """The Socket Mode envelope that carries ``payload``."""
+    """Return the Socket Mode envelope for ``payload``."""
     kinds = {"event_callback": "events_api", "block_actions": "interactive"}
     kind = kinds.get(str(payload.get("type")), "slash_commands")
     return {

@@ -1,4 +1,4 @@
-"""The server: Web API, upload URLs, response URLs and Socket Mode, in a thread, with faults on order."""
+"""The Slack server: Web API, upload URLs, response URLs and Socket Mode, in a thread, with injected faults."""
 
 import asyncio
 import itertools
@@ -19,13 +19,13 @@ SCOPES = "app_mentions:read,chat:write,chat:write.public,commands,files:write,us
 
 @dataclass
 class Shown:
-    """A message, all versions of it."""
+    """A message and all its versions."""
 
     channel: str
     ts: str
     thread: str | None
     versions: list[Payload] = field(default_factory=list)
-    only_for: str | None = None
+    visible_to: str | None = None
 
     @property
     def text(self) -> str:
@@ -39,7 +39,7 @@ class Shown:
 
 @dataclass
 class Fault:
-    """What a method answers instead, ``times`` times; None: until it is lifted."""
+    """An error response of a method for ``times`` calls; None: until a test removes it."""
 
     error: str
     status: int = 200
@@ -48,7 +48,7 @@ class Fault:
 
 
 class SlackServer:
-    """A workspace with one app. `messages`, `ephemeral`, `uploads` are what its people see."""
+    """A workspace with one app. Its users see `messages`, `ephemeral` and `uploads`."""
 
     def __init__(self) -> None:
         self.messages: list[Shown] = []
@@ -60,7 +60,7 @@ class SlackServer:
         self.closed_channels: set[str] = set()
         self.groups: dict[str, list[str]] = {}
         self.refused_blocks: list[str] = []
-        """What Block Kit would not take; a test that leaves any has failed."""
+        """Block Kit violations; any that remain fail the test."""
         self.acks: dict[str, Payload] = {}
         self.links = 0
         """WebSocket connections so far."""
@@ -73,7 +73,7 @@ class SlackServer:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._started = threading.Event()
 
-    # --- what a test does ----------------------------------------------------------------------------------------
+    # --- Test interface ------------------------------------------------------------------------------------------
 
     def __enter__(self) -> "SlackServer":
         self._thread.start()
@@ -89,31 +89,31 @@ class SlackServer:
         return f"{self.url}/api/"
 
     def response_url(self, channel: str, user: str | None = None) -> str:
-        """A URL that takes answers to one command or click."""
+        """Create the response URL of one command or click."""
         name = f"r{len(self._response_urls)}"
         self._response_urls[name] = (channel, user)
         return f"{self.url}/response/{name}"
 
     def at(self, place: str) -> Shown:
-        """The message at ``channel/ts``."""
+        """Return the message at ``channel/ts``."""
         return next(shown for shown in self.messages if f"{shown.channel}/{shown.ts}" == place)
 
     def button(self, shown: Shown, text: str) -> Click:
-        """The button of that name which ``shown`` shows now; there has to be one."""
-        found = [b for b in block_kit.buttons(shown.versions[-1]["blocks"]) if b["text"]["text"] == text]
-        assert found, f"no button {text!r} among {shown.buttons}"
+        """Return a click on the button labeled ``text`` of a message; fail if it does not exist."""
+        matches = [b for b in block_kit.buttons(shown.versions[-1]["blocks"]) if b["text"]["text"] == text]
+        assert matches, f"no button {text!r} among {shown.buttons}"
         url = self.response_url(shown.channel)
-        return Click(shown.channel, shown.ts, found[0], url, shown.thread, shown.only_for is not None)
+        return Click(shown.channel, shown.ts, matches[0], url, shown.thread, shown.visible_to is not None)
 
     def mentions(self, person: Person, text: str, channel: str) -> Payload:
-        """``person`` writes to the bot in ``channel``; the event of it."""
+        """Post a mention of the bot by ``person`` in ``channel`` and return its event."""
         event = person.mentions(text, channel)
         ts = event["event"]["ts"]
         self.messages.append(Shown(channel, ts, None, [{"text": text, "blocks": []}]))
         return event
 
     def deliver(self, payload: Payload, timeout_s: float = 5.0) -> Payload | None:
-        """Send ``payload`` over Socket Mode; the acknowledgement, or None if none came in time."""
+        """Send ``payload`` over Socket Mode; return the acknowledgement, or None after the timeout."""
         return self.deliver_envelope(envelope(payload), timeout_s)
 
     def deliver_envelope(self, sent: Payload, timeout_s: float = 5.0) -> Payload | None:
@@ -126,15 +126,15 @@ class SlackServer:
             return None
 
     def ask_to_reconnect(self) -> None:
-        """What Slack sends before it closes a connection."""
-        told = {"type": "disconnect", "reason": "refresh_requested", "debug_info": {}}
-        self._on_loop(self._sockets[-1].send_str(json.dumps(told)))
+        """Send the disconnect message that Slack sends before it closes a connection."""
+        message = {"type": "disconnect", "reason": "refresh_requested", "debug_info": {}}
+        self._on_loop(self._sockets[-1].send_str(json.dumps(message)))
 
     def cut(self) -> None:
-        """Close the connection without a word."""
+        """Close the connection without a disconnect message."""
         self._on_loop(self._sockets[-1].close())
 
-    # --- the server ----------------------------------------------------------------------------------------------
+    # --- Server --------------------------------------------------------------------------------------------------
 
     def _on_loop(self, coroutine: Any) -> None:
         asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(5)
@@ -171,14 +171,14 @@ class SlackServer:
             fault.times = None if fault.times is None else fault.times - 1
             headers = {"Retry-After": str(fault.retry_after_s)} if fault.retry_after_s is not None else {}
             return web.json_response({"ok": False, "error": fault.error}, status=fault.status, headers=headers)
-        answer = getattr(self, "_" + method.replace(".", "_"), None)
-        if answer is None:
+        method_handler = getattr(self, "_" + method.replace(".", "_"), None)
+        if method_handler is None:
             return web.json_response({"ok": False, "error": "unknown_method"})
         token = APP_TOKEN if method == "apps.connections.open" else BOT_TOKEN
         if request.headers.get("Authorization") != f"Bearer {token}":
             return web.json_response({"ok": False, "error": "invalid_auth"})
-        told: Payload = answer(await _arguments(request))
-        return web.json_response({"ok": "error" not in told} | told, headers={"x-oauth-scopes": SCOPES})
+        result: Payload = method_handler(await _arguments(request))
+        return web.json_response({"ok": "error" not in result} | result, headers={"x-oauth-scopes": SCOPES})
 
     def _auth_test(self, _: Payload) -> Payload:
         return {
@@ -207,13 +207,13 @@ class SlackServer:
         return {"channel": channel, "ts": shown.ts, "message": arguments}
 
     def _chat_update(self, arguments: Payload) -> Payload:
-        found = [s for s in self.messages if (s.channel, s.ts) == (arguments["channel"], arguments["ts"])]
-        if not found:
+        matches = [s for s in self.messages if (s.channel, s.ts) == (arguments["channel"], arguments["ts"])]
+        if not matches:
             return {"error": "message_not_found"}
         if fault := self._message_fault(arguments):
             return fault
-        found[0].versions.append(arguments)
-        return {"channel": found[0].channel, "ts": found[0].ts, "text": arguments["text"]}
+        matches[0].versions.append(arguments)
+        return {"channel": matches[0].channel, "ts": matches[0].ts, "text": arguments["text"]}
 
     def _chat_postEphemeral(self, arguments: Payload) -> Payload:  # noqa: N802
         if fault := self._message_fault(arguments):
@@ -236,11 +236,11 @@ class SlackServer:
     def _files_completeUploadExternal(self, arguments: Payload) -> Payload:  # noqa: N802
         files = json.loads(arguments["files"]) if isinstance(arguments["files"], str) else arguments["files"]
         for file in files:
-            held = self._files[file["id"]]
-            if len(held.get("data", b"")) != int(held["length"]):
+            upload = self._files[file["id"]]
+            if len(upload.get("data", b"")) != int(upload["length"]):
                 return {"error": "file_not_uploaded"}
             where = {"channel": arguments.get("channel_id"), "thread": arguments.get("thread_ts")}
-            self.uploads.append(held | {"title": file.get("title")} | where)
+            self.uploads.append(upload | {"title": file.get("title")} | where)
         return {"files": files}
 
     def _message_fault(self, arguments: Payload) -> Payload | None:
@@ -250,9 +250,9 @@ class SlackServer:
             return {"error": "no_text"}
         blocks = arguments.get("blocks") or []
         arguments["blocks"] = json.loads(blocks) if isinstance(blocks, str) else blocks
-        if found := block_kit.faults(arguments["blocks"]):
-            self.refused_blocks += found
-            return {"error": "invalid_blocks", "response_metadata": {"messages": found}}
+        if faults := block_kit.faults(arguments["blocks"]):
+            self.refused_blocks += faults
+            return {"error": "invalid_blocks", "response_metadata": {"messages": faults}}
         return None
 
     async def _upload(self, request: web.Request) -> web.Response:
@@ -276,11 +276,11 @@ class SlackServer:
         await link.send_str(json.dumps({"type": "hello", "num_connections": 1, "debug_info": {}}))
         async for message in link:
             if message.type == WSMsgType.TEXT:
-                told = json.loads(message.data)
-                self.acks[told["envelope_id"]] = told
-                waiting = self._waiting.pop(told["envelope_id"], None)
+                acknowledgement = json.loads(message.data)
+                self.acks[acknowledgement["envelope_id"]] = acknowledgement
+                waiting = self._waiting.pop(acknowledgement["envelope_id"], None)
                 if waiting:
-                    waiting.set_result(told)
+                    waiting.set_result(acknowledgement)
         return link
 
 

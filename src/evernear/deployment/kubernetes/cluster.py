@@ -329,7 +329,7 @@ def _conflict(status: Tree, message: str) -> str:
     if not fields_of:
         return f"The API server refuses: {message}."
     fields = "; ".join(f"{manager} set {', '.join(names)}" for manager, names in fields_of.items())
-    return f"{fields}; let go of that there, or take it with --set kubernetes.force_conflicts=true."
+    return f"{fields}; release it there, or take ownership with --set kubernetes.force_conflicts=true."
 
 
 def _kubeconfig() -> str:

@@ -1,4 +1,4 @@
-"""What controllers have in common: dependents, statuses and events."""
+"""The base class of controllers: dependents, statuses and events."""
 
 import math
 from typing import Any
@@ -7,20 +7,20 @@ from loopback.kubernetes.api import Api
 from loopback.kubernetes.fields import Manager
 from loopback.kubernetes.kinds import Kind
 from loopback.kubernetes.kubelet import record
-from loopback.kubernetes.stories import Event
+from loopback.kubernetes.pod_lifecycle import Event
 
 Object = dict[str, Any]
 MANAGER = "kube-controller-manager"
 
 
 class Controller:
-    """Writes for one controller, known in events as ``component``."""
+    """Base class of a controller; ``component`` is its name in events."""
 
     def __init__(self, api: Api, component: str) -> None:
         self.api, self._component = api, component
 
     def owned(self, kind: Kind, owner: Object) -> list[Object]:
-        """The dependents of an object."""
+        """Return the dependents of an object."""
         return [
             one
             for one in self.api.store.all(kind, owner["metadata"]["namespace"])
@@ -28,7 +28,7 @@ class Controller:
         ]
 
     def create(self, kind: Kind, subject: Object, namespace: str) -> Object:
-        """Make an object. Raises as `Api.create`."""
+        """Create an object. Raises the errors of `Api.create`."""
         manager = Manager(MANAGER, "Update", kind.api_version)
         return self.api.create(kind, subject, namespace, manager=manager, trusted=True)
 
@@ -37,7 +37,7 @@ class Controller:
         self.api.edit(kind, subject, manager=MANAGER, subresource=subresource)
 
     def set_status(self, kind: Kind, subject: Object, status: Object) -> bool:
-        """Report; whether there was anything new."""
+        """Update a status; return whether it changed."""
         metadata = subject["metadata"]
         live = self.api.store.get(kind, metadata.get("namespace", ""), metadata["name"])
         if live is None or live.get("status") == status:
@@ -46,18 +46,18 @@ class Controller:
         return True
 
     def event(self, kind: Kind, subject: Object, reason: str, message: str, level: str = "Normal") -> None:
-        """Tell who asks ``kubectl describe``."""
+        """Record an event, as ``kubectl describe`` shows it."""
         record(self.api, kind, subject, self._component, Event(reason, message, level))
 
 
 def is_ready(pod: Object) -> bool:
-    """Whether a pod's condition says so."""
+    """Whether a pod's ``Ready`` condition is true."""
     conditions = pod.get("status", {}).get("conditions") or ()
     return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
 
 
 def reference(kind: Kind, owner: Object) -> Object:
-    """What makes an object a dependent of ``owner``."""
+    """Return the owner reference to ``owner``."""
     return {
         "apiVersion": kind.api_version,
         "kind": kind.name,
@@ -69,7 +69,7 @@ def reference(kind: Kind, owner: Object) -> Object:
 
 
 def share(amount: int | str, of: int, *, up: bool) -> int:
-    """A number of pods that is given as such or in percent."""
+    """Resolve a number of pods or a percentage of ``of``."""
     if isinstance(amount, int):
         return amount
     share = int(amount.rstrip("%")) * of / 100

@@ -1,7 +1,7 @@
-"""What pods do, and how a scheduler and a kubelet tell of it.
+"""Pod behaviors and the statuses that a scheduler and a kubelet report for them.
 
-A *behaviour* says what a pod does. Its *story* is the list of statuses that follow from it, each with the events that
-go with it, in the words of real schedulers and kubelets.
+A *behavior* determines how a pod runs. It translates into a sequence of statuses, each with its events, in the wording
+of the real scheduler and kubelet.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,15 +13,15 @@ from loopback.kubernetes.api import now
 Object = dict[str, Any]
 Address = tuple[str, int]
 NODE_NAME, NODE_IP = "node-1", "192.0.2.10"
-_CRASHES = 3  # the story ends in the back-off after so many; a real kubelet goes on, ever more slowly
+_CRASHES = 3  # the sequence ends in the last back-off; a real kubelet continues, with growing delays
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The containers run and the readiness probes pass, after so long.
+    """The containers run, and the readiness probes pass after ``after_s``.
 
-    ``serves`` says where the container ports are in truth: a request that the API server proxies to port 8080 of the
-    pod goes to ``serves[8080]``.
+    ``serves`` maps container ports to real addresses: a request that the API server proxies to port 8080 of the pod
+    goes to ``serves[8080]``.
     """
 
     log: str = ""
@@ -31,7 +31,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class NotReady:
-    """The containers run and the readiness probe of one fails, for ever."""
+    """The containers run, and the readiness probe of one keeps failing."""
 
     message: str = "Readiness probe failed: HTTP probe failed with statuscode: 503"
     log: str = ""
@@ -40,25 +40,25 @@ class NotReady:
 
 @dataclass(frozen=True)
 class CrashLoop:
-    """A container, or an init container, ends with an error as often as it is started."""
+    """A container or an init container fails on every start."""
 
     log: str = ""
     exit_code: int = 1
     reason: str = "Error"  # or OOMKilled
-    container: str = ""  # empty: the first that is no init container
+    container: str = ""  # empty: the first main container
 
 
 @dataclass(frozen=True)
 class ImageMissing:
-    """The registry refuses the image of a container, or of an init container."""
+    """The registry does not have the image of a container or an init container."""
 
     why: str = "manifest unknown"
-    container: str = ""  # empty: the first that is no init container
+    container: str = ""  # empty: the first main container
 
 
 @dataclass(frozen=True)
 class Unschedulable:
-    """No node takes the pod."""
+    """The pod fits on no node."""
 
     message: str = (
         "0/1 nodes are available: 1 Insufficient cpu. preemption: 0/1 nodes are available: "
@@ -68,15 +68,15 @@ class Unschedulable:
 
 @dataclass(frozen=True)
 class Stuck:
-    """The containers are being created, for ever."""
+    """The containers remain in ContainerCreating."""
 
 
-Behaviour = Ready | NotReady | CrashLoop | ImageMissing | Unschedulable | Stuck
+PodBehavior = Ready | NotReady | CrashLoop | ImageMissing | Unschedulable | Stuck
 
 
 @dataclass(frozen=True)
-class Lack:
-    """An object that a pod needs and that is not there: for a volume, or for the environment of a ``container``."""
+class MissingObject:
+    """A missing object that a volume or the environment of a ``container`` references."""
 
     message: str
     container: str = ""
@@ -84,7 +84,7 @@ class Lack:
 
 @dataclass(frozen=True)
 class Event:
-    """What ``kubectl describe`` shows."""
+    """An event of ``kubectl describe``."""
 
     reason: str
     message: str
@@ -92,8 +92,8 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Chapter:
-    """One status of a pod, so long after the one before, and its events."""
+class StatusUpdate:
+    """A status of a pod, its events, and the delay after the previous status."""
 
     status: Object
     events: Sequence[Event] = ()
@@ -101,85 +101,87 @@ class Chapter:
     writer: str = "kubelet"
 
 
-def tell(pod: Object, behaviour: Behaviour, pod_ip: str, lack: Lack | None) -> list[Chapter]:
-    """The story of a pod from now on."""
-    if isinstance(behaviour, Unschedulable):
-        return [_refused(behaviour.message)]
-    story = list(_Story(pod, behaviour, pod_ip, lack).chapters())
+def status_updates(
+    pod: Object, behavior: PodBehavior, pod_ip: str, missing: MissingObject | None
+) -> list[StatusUpdate]:
+    """Return the remaining status updates of a pod."""
+    if isinstance(behavior, Unschedulable):
+        return [_unschedulable_update(behavior.message)]
+    updates = list(_StatusSequence(pod, behavior, pod_ip, missing).updates())
     if pod.get("status", {}).get("phase") != "Running":
-        return story
-    # What runs is not created again; it only changes its ways.
-    return [chapter for chapter in story if chapter.status["phase"] == "Running"] or story
+        return updates
+    # A running pod is not created again; only its behavior changes.
+    return [update for update in updates if update.status["phase"] == "Running"] or updates
 
 
-def container_of(behaviour: Behaviour, pod: Object) -> str:
-    """The name of the container that a behaviour is about."""
-    named = behaviour.container if isinstance(behaviour, NotReady | CrashLoop | ImageMissing) else ""
+def container_of(behavior: PodBehavior, pod: Object) -> str:
+    """Return the name of the container that a behavior affects."""
+    named = behavior.container if isinstance(behavior, NotReady | CrashLoop | ImageMissing) else ""
     return named or pod["spec"]["containers"][0]["name"]
 
 
-class _Story:
-    """Tells the story of a pod that a node has taken."""
+class _StatusSequence:
+    """Generates the status updates of a scheduled pod."""
 
-    def __init__(self, pod: Object, behaviour: Behaviour, pod_ip: str, lack: Lack | None) -> None:
-        self._pod, self._behaviour, self._lack = pod, behaviour, lack
+    def __init__(self, pod: Object, behavior: PodBehavior, pod_ip: str, missing: MissingObject | None) -> None:
+        self._pod, self._behavior, self._missing = pod, behavior, missing
         self._init: list[Object] = pod["spec"].get("initContainers") or []
         self._main: list[Object] = pod["spec"]["containers"]
         self._address = {"podIP": pod_ip, "podIPs": [{"ip": pod_ip}]}
         reason = "PodInitializing" if self._init else "ContainerCreating"
         self._idle = [_waiting(container, reason) for container in self._main]
 
-    def chapters(self) -> Iterator[Chapter]:
-        """From the node's taking of the pod to where its behaviour leaves it."""
+    def updates(self) -> Iterator[StatusUpdate]:
+        """Yield the updates from scheduling to the final status of the behavior."""
         name, namespace = self._pod["metadata"]["name"], self._pod["metadata"]["namespace"]
         if not self._pod["spec"].get("nodeName"):
             bound = Event("Scheduled", f"Successfully assigned {namespace}/{name} to {NODE_NAME}")
-            yield Chapter(self._before_init(), [bound])
-        if self._lack and not self._lack.container:
-            yield Chapter(self._before_init(), [Event("FailedMount", self._lack.message, "Warning")])
+            yield StatusUpdate(self._before_init(), [bound])
+        if self._missing and not self._missing.container:
+            yield StatusUpdate(self._before_init(), [Event("FailedMount", self._missing.message, "Warning")])
             return
-        if isinstance(self._behaviour, Stuck):
+        if isinstance(self._behavior, Stuck):
             return
         for position, container in enumerate(self._init):
             if self._fails(container):
-                for status, events in self._trouble(container):
-                    yield Chapter(self._in_init(position, status), events)
+                for status, events in self._failures(container):
+                    yield StatusUpdate(self._in_init(position, status), events)
                 return
             done = _terminated(container, 0, "Completed") | {"ready": True}
-            yield Chapter(self._in_init(position, done), _started(container))
+            yield StatusUpdate(self._in_init(position, done), _started(container))
         yield from self._run()
 
-    def _run(self) -> Iterator[Chapter]:
+    def _run(self) -> Iterator[StatusUpdate]:
         for position, container in enumerate(self._main):
             if self._fails(container):
-                for status, events in self._trouble(container):
-                    yield Chapter(self._with_trouble(position, status), events)
+                for status, events in self._failures(container):
+                    yield StatusUpdate(self._with_failure(position, status), events)
                 return
         events = [event for container in self._main for event in _started(container)]
-        yield Chapter(self._running(ready=()), events)
-        if isinstance(self._behaviour, NotReady):
-            at_fault = container_of(self._behaviour, self._pod)
+        yield StatusUpdate(self._running(ready=()), events)
+        if isinstance(self._behavior, NotReady):
+            at_fault = container_of(self._behavior, self._pod)
             others = [container["name"] for container in self._main if container["name"] != at_fault]
-            unhealthy = Event("Unhealthy", self._behaviour.message, "Warning")
-            yield Chapter(self._running(ready=others), [unhealthy])
-        elif isinstance(self._behaviour, Ready):
+            unhealthy = Event("Unhealthy", self._behavior.message, "Warning")
+            yield StatusUpdate(self._running(ready=others), [unhealthy])
+        elif isinstance(self._behavior, Ready):
             names = [container["name"] for container in self._main]
-            yield Chapter(self._running(ready=names), after_s=self._behaviour.after_s)
+            yield StatusUpdate(self._running(ready=names), after_s=self._behavior.after_s)
 
     def _fails(self, container: Object) -> bool:
-        if self._lack and self._lack.container == container["name"]:
+        if self._missing and self._missing.container == container["name"]:
             return True
-        fails = isinstance(self._behaviour, CrashLoop | ImageMissing)
-        return fails and container["name"] == container_of(self._behaviour, self._pod)
+        fails = isinstance(self._behavior, CrashLoop | ImageMissing)
+        return fails and container["name"] == container_of(self._behavior, self._pod)
 
-    def _trouble(self, container: Object) -> Iterator[tuple[Object, list[Event]]]:
-        if self._lack and self._lack.container == container["name"]:
-            failed = Event("Failed", f"Error: {self._lack.message}", "Warning")
-            yield _waiting(container, "CreateContainerConfigError", self._lack.message), [failed]
-        elif isinstance(self._behaviour, ImageMissing):
-            yield from _no_image(container, self._behaviour.why)
-        elif isinstance(self._behaviour, CrashLoop):
-            yield from _crashes(container, self._behaviour, self._pod["metadata"])
+    def _failures(self, container: Object) -> Iterator[tuple[Object, list[Event]]]:
+        if self._missing and self._missing.container == container["name"]:
+            failed = Event("Failed", f"Error: {self._missing.message}", "Warning")
+            yield _waiting(container, "CreateContainerConfigError", self._missing.message), [failed]
+        elif isinstance(self._behavior, ImageMissing):
+            yield from _image_pull_failures(container, self._behavior.why)
+        elif isinstance(self._behavior, CrashLoop):
+            yield from _crash_failures(container, self._behavior, self._pod["metadata"])
 
     def _before_init(self) -> Object:
         return self._status("Pending", [_waiting(container, "PodInitializing") for container in self._init], self._idle)
@@ -189,18 +191,18 @@ class _Story:
         after = [_waiting(one, "PodInitializing") for one in self._init[position + 1 :]]
         return self._status("Pending", [*before, status, *after], self._idle) | self._address
 
-    def _with_trouble(self, position: int, status: Object) -> Object:
-        """One container is in trouble; the others run where a container has run at all."""
-        has_run = isinstance(self._behaviour, CrashLoop) and not self._lack
+    def _with_failure(self, position: int, status: Object) -> Object:
+        """One container fails; the others run if the failing container has started at all."""
+        has_run = isinstance(self._behavior, CrashLoop) and not self._missing
         others = [_running(one, ready=True) for one in self._main] if has_run else list(self._idle)
         others[position] = status
-        return self._status("Running" if has_run else "Pending", self._initialised(), others) | self._address
+        return self._status("Running" if has_run else "Pending", self._initialized(), others) | self._address
 
     def _running(self, *, ready: Sequence[str]) -> Object:
         mains = [_running(container, ready=container["name"] in ready) for container in self._main]
-        return self._status("Running", self._initialised(), mains) | self._address
+        return self._status("Running", self._initialized(), mains) | self._address
 
-    def _initialised(self) -> list[Object]:
+    def _initialized(self) -> list[Object]:
         return [_terminated(one, 0, "Completed") | {"ready": True} for one in self._init]
 
     def _status(self, phase: str, inits: list[Object], mains: list[Object]) -> Object:
@@ -223,17 +225,17 @@ class _Story:
         }
 
 
-def _refused(message: str) -> Chapter:
+def _unschedulable_update(message: str) -> StatusUpdate:
     condition = _condition("PodScheduled", "Unschedulable", message)
     events = [Event("FailedScheduling", message, "Warning")]
-    return Chapter({"phase": "Pending", "conditions": [condition]}, events, writer="default-scheduler")
+    return StatusUpdate({"phase": "Pending", "conditions": [condition]}, events, writer="default-scheduler")
 
 
-def _no_image(container: Object, why: str) -> Iterator[tuple[Object, list[Event]]]:
+def _image_pull_failures(container: Object, reason: str) -> Iterator[tuple[Object, list[Event]]]:
     image = container["image"]
     failed = (
         f'Failed to pull image "{image}": rpc error: code = NotFound desc = failed to pull and unpack image '
-        f'"{image}": failed to resolve reference "{image}": {why}'
+        f'"{image}": failed to resolve reference "{image}": {reason}'
     )
     pulling = Event("Pulling", f'Pulling image "{image}"')
     errors = [pulling, Event("Failed", failed, "Warning"), Event("Failed", "Error: ErrImagePull", "Warning")]
@@ -243,17 +245,17 @@ def _no_image(container: Object, why: str) -> Iterator[tuple[Object, list[Event]
     yield _waiting(container, "ImagePullBackOff", f"{back_off}: ErrImagePull: {failed}"), errors
 
 
-def _crashes(container: Object, crash: CrashLoop, metadata: Object) -> Iterator[tuple[Object, list[Event]]]:
+def _crash_failures(container: Object, crash: CrashLoop, metadata: Object) -> Iterator[tuple[Object, list[Event]]]:
     pod = f"{metadata['name']}_{metadata['namespace']}({metadata['uid']})"
     ended = _terminated(container, crash.exit_code, crash.reason)
     for restarts in range(_CRASHES):
         past = {"restartCount": restarts} | ({"lastState": ended["state"]} if restarts else {})
         yield _running(container, ready=False) | past, _started(container)
         yield ended | past, []
-        why = f"back-off {10 * 2**restarts}s restarting failed container={container['name']} pod={pod}"
+        reason = f"back-off {10 * 2**restarts}s restarting failed container={container['name']} pod={pod}"
         event = Event("BackOff", f"Back-off restarting failed container {container['name']} in pod {pod}", "Warning")
         waiting = {"restartCount": restarts, "lastState": ended["state"]}
-        yield _waiting(container, "CrashLoopBackOff", why) | waiting, [event]
+        yield _waiting(container, "CrashLoopBackOff", reason) | waiting, [event]
 
 
 def _started(container: Object) -> list[Event]:
@@ -271,7 +273,7 @@ def _all_ready(reason: str, adjective: str, containers: list[Object]) -> tuple[s
 
 
 def _condition(name: str, reason: str = "", message: str = "") -> Object:
-    """A condition that holds, unless there is a reason why not."""
+    """A condition that is true unless a reason is given."""
     condition = {"type": name, "lastProbeTime": None, "lastTransitionTime": now()}
     if not reason:
         return condition | {"status": "True"}
