@@ -13,7 +13,7 @@ from evernear.errors import IntegrityError
 from evernear.index.build import build
 from evernear.index.description import DESCRIPTION_FILE, describe_index
 from evernear.index.faiss_compat import faiss
-from evernear.index.search import FARTHEST, NOBODY, Gallery, vote
+from evernear.index.search import FARTHEST, NO_LABEL, Gallery, vote
 from evernear.settings import IndexSettings
 
 from .conftest import NETWORK, MakeEmbeddings, blobs
@@ -23,11 +23,11 @@ LABELS = ("a", "b", "c", "d", "e", "never seen")
 
 def counted(row: list[int]) -> int:
     """A vote as one would count it by hand."""
-    counts = Counter(label for label in row if label != NOBODY)
+    counts = Counter(label for label in row if label != NO_LABEL)
     return max(row, key=lambda label: (counts[label], -row.index(label)))
 
 
-@given(hnp.arrays(np.int32, st.tuples(st.integers(1, 8), st.integers(1, 9)), elements=st.integers(NOBODY, 4)))
+@given(hnp.arrays(np.int32, st.tuples(st.integers(1, 8), st.integers(1, 9)), elements=st.integers(NO_LABEL, 4)))
 def test_vote_is_the_majority_and_of_equals_the_nearest(labels):
     assert vote(labels).tolist() == [counted(row) for row in labels.tolist()]
 
@@ -105,9 +105,9 @@ def test_neighbors_that_an_approximate_index_misses_are_left_out(make_embeddings
     assert [answer.pred for answer in answers] == [LABELS[number] for number in numbers]
     assert all(0 < len(answer.neighbors) < 50 for answer in answers)
 
-    nobody = gallery.search(vectors, 50)
-    nobody.labels[:], nobody.distances[:] = NOBODY, np.inf
-    answered = gallery.classify(vectors, nobody)
+    no_neighbors = gallery.search(vectors, 50)
+    no_neighbors.labels[:], no_neighbors.distances[:] = NO_LABEL, np.inf
+    answered = gallery.classify(vectors, no_neighbors)
     assert answered.unknown.all()
     assert (answered.distances == FARTHEST).all()
     assert answered.labels.tolist() == numbers.tolist()  # by the nearest centroid

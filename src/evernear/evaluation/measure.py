@@ -142,7 +142,7 @@ class _Tally:
         number = {label: position for position, label in enumerate(labels)}
         self._names = (*labels, ELSEWHERE)
         elsewhere = len(labels)
-        # The last entry is for NOBODY (-1).
+        # The last entry is for NO_LABEL (-1).
         self._as_label = np.array([number.get(answer, elsewhere) for answer in answers] + [elsewhere])
         self._pairs: Counter[int] = Counter()
         self._right: list[NDArray[np.bool_]] = []

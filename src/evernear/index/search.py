@@ -22,7 +22,7 @@ from evernear.index.faiss_compat import faiss, nearest_rows
 if TYPE_CHECKING:
     from faiss import Index
 
-NOBODY = -1
+NO_LABEL = -1
 """Label number in place of a neighbor that an approximate index did not find."""
 CENTROID_BLOCK = 4096
 Embedded = NDArray[np.float32]
@@ -48,7 +48,7 @@ class Recognition(NamedTuple):
 class Neighbors:
     """The nearest vectors of N queries, nearest first: label numbers and L2 distances, both (N, k).
 
-    If the index found fewer, labels are `NOBODY` and distances infinite.
+    If the index found fewer, labels are `NO_LABEL` and distances infinite.
     """
 
     labels: NDArray[np.int32]
@@ -122,13 +122,13 @@ class Gallery:
         listed = self.description.k if k is None else k
         neighbors = self.search(embeddings, max(listed, self.description.k))
         answers = self.classify(embeddings, neighbors)
-        names = (*self.labels, "")  # the last for NOBODY, which is dropped below
+        names = (*self.labels, "")  # the last for NO_LABEL, which is dropped below
         return [
             Recognition(
                 names[label],
                 distance,
                 unknown,
-                tuple(Neighbor(names[n], d) for n, d in zip(near, away, strict=True) if n != NOBODY),
+                tuple(Neighbor(names[n], d) for n, d in zip(near, away, strict=True) if n != NO_LABEL),
             )
             for label, distance, unknown, near, away in zip(
                 answers.labels.tolist(),
@@ -152,7 +152,7 @@ class Gallery:
                 f"an array of shape {embeddings.shape} cannot be looked up."
             )
         distances, rows = nearest_rows(self._index, embeddings, min(k, self.description.size))
-        return Neighbors(labels=np.where(rows >= 0, self._numbers[rows], np.int32(NOBODY)), distances=distances)
+        return Neighbors(labels=np.where(rows >= 0, self._numbers[rows], np.int32(NO_LABEL)), distances=distances)
 
     def classify(self, embeddings: Embedded, neighbors: Neighbors) -> Classifications:
         """Classify unit vectors (N, D) by the neighbors that `search` found for them.
@@ -162,14 +162,14 @@ class Gallery:
         distance to a centroid. A query without neighbors is unknown at distance `FARTHEST`.
         """
         votes = neighbors.labels[:, : self.description.k]
-        nobody = votes[:, 0] == NOBODY
+        no_neighbors = votes[:, 0] == NO_LABEL
         if self.description.label_by == "centroid":
             labels = self._nearest_centroid(embeddings)
         else:
             labels = vote(votes)
-            labels[nobody] = self._nearest_centroid(embeddings[nobody])
-        distances = np.where(nobody, np.float32(FARTHEST), np.minimum(neighbors.distances[:, 0], FARTHEST))
-        return Classifications(labels, distances, (distances > self.threshold) | nobody)
+            labels[no_neighbors] = self._nearest_centroid(embeddings[no_neighbors])
+        distances = np.where(no_neighbors, np.float32(FARTHEST), np.minimum(neighbors.distances[:, 0], FARTHEST))
+        return Classifications(labels, distances, (distances > self.threshold) | no_neighbors)
 
     def _nearest_centroid(self, embeddings: Embedded) -> NDArray[np.int32]:
         nearest = [
@@ -188,7 +188,7 @@ def _read_array(path: Path) -> NDArray[Any]:
 def vote(labels: NDArray[np.int32]) -> NDArray[np.int32]:
     """The most common label of each row of (N, k), nearest first; the nearest wins a tie.
 
-    `NOBODY` has no vote, unless the whole row is `NOBODY`.
+    `NO_LABEL` has no vote, unless the whole row is `NO_LABEL`.
     """
     order = np.argsort(labels, axis=1, kind="stable")
     ordered = np.take_along_axis(labels, order, axis=1)
@@ -196,7 +196,7 @@ def vote(labels: NDArray[np.int32]) -> NDArray[np.int32]:
     starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
     runs = np.cumsum(starts) - 1
     sizes = np.bincount(runs)[runs].reshape(labels.shape)
-    sizes[ordered == NOBODY] = 0
+    sizes[ordered == NO_LABEL] = 0
     counts = np.empty_like(sizes)
     np.put_along_axis(counts, order, sizes, axis=1)
     return labels[np.arange(len(labels)), counts.argmax(axis=1)]
