@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from evernear.embedding.memory import inference_batch
 from evernear.frozen import Frozen
 
 LAST_GRID = 3
@@ -51,9 +52,17 @@ class EmbeddingNetwork(nn.Module):
         self.std: Tensor
         self.members = nn.ModuleList(_Member(architecture) for _ in range(architecture.members))
         self.length = math.sqrt(architecture.members)
+        self.at_once = 2**31 - 1
+        """A larger batch is embedded in parts outside training, so that memory is bounded."""
 
     def forward(self, images: Tensor) -> Tensor:
         """Embed ``images`` (N, C, H, W), uint8 or float in 0..255, as unit vectors (N, embedding_dim)."""
+        if self.training:
+            return self.embed(images)
+        return torch.cat([self.embed(part) for part in images.split(self.at_once)])
+
+    def embed(self, images: Tensor) -> Tensor:
+        """`forward` without the bound."""
         pixels = (images.to(torch.float32) / 255 - self.mean) / self.std
         pixels = pixels.contiguous(memory_format=torch.channels_last)
         return torch.cat([member(pixels) for member in self.members], dim=1) / self.length
@@ -96,7 +105,10 @@ class _Member(nn.Module):
 
 def build(architecture: Architecture) -> EmbeddingNetwork:
     """A network with new random weights, in channels-last memory format."""
-    return EmbeddingNetwork(architecture).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    network = EmbeddingNetwork(architecture)
+    height, width, channels = architecture.shape
+    network.at_once = inference_batch(network, torch.zeros((1, channels, height, width), dtype=torch.uint8))
+    return network.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 
 def _per_channel(values: tuple[float, ...]) -> Tensor:

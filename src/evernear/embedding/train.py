@@ -35,6 +35,7 @@ from evernear.embedding.arcface import TrainingModule, cross_entropy
 from evernear.embedding.artifact import HISTORY_FILE, Epoch, TrainingResult, from_bytes, save_trained, to_bytes
 from evernear.embedding.augmentation import random_affine
 from evernear.embedding.data_loader import TrainingImages
+from evernear.embedding.memory import training_batch
 from evernear.embedding.network import Architecture, choose_patch
 from evernear.errors import TrainingError
 from evernear.settings import TrainSettings
@@ -95,6 +96,7 @@ def train(
     architecture = choose_architecture(dataset, settings)
     module = TrainingModule(architecture, images.classes, settings.scale, settings.margin, precision).to(device)
     forward = DistributedDataParallel(module) if world_size > 1 else module
+    parts = choose_parts(module, architecture, batch_size, device)
     optimizer = choose_optimizer(module, settings)
     scaler = torch.GradScaler(device.type, enabled=precision == torch.float16)
 
@@ -116,15 +118,17 @@ def train(
             rate = learning_rate(settings, (epoch * steps + step) / (settings.epochs * steps))
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            pixels, classes = pixels.to(device), classes.to(device)
-            if settings.augment != "none":
-                pixels = random_affine(pixels, generator, elastic=settings.augment == "elastic")
-            loss = cross_entropy(forward(pixels, classes), classes, settings.label_smoothing)
             optimizer.zero_grad()
-            scaler.scale(loss * settings.members).backward()  # the sum: each member learns as it would alone
+            for part, part_classes in zip(pixels.tensor_split(parts), classes.tensor_split(parts), strict=True):
+                part, part_classes = part.to(device), part_classes.to(device)
+                if settings.augment != "none":
+                    part = random_affine(part, generator, elastic=settings.augment == "elastic")
+                loss = cross_entropy(forward(part, part_classes), part_classes, settings.label_smoothing)
+                loss = loss * (len(part) / len(pixels))
+                scaler.scale(loss * settings.members).backward()  # the sum: each member learns as it would alone
+                losses += loss.detach()
             scaler.step(optimizer)
             scaler.update()
-            losses += loss.detach()
             if rank == 0 and on_step is not None:
                 on_step(Steps(epoch * steps + step + 1, settings.epochs * steps, steps))
 
@@ -236,6 +240,17 @@ def choose_architecture(dataset: Dataset, settings: TrainSettings) -> Architectu
         embedding_dim=settings.embedding_dim,
         members=settings.members,
     )
+
+
+def choose_parts(module: TrainingModule, architecture: Architecture, batch_size: int, device: torch.device) -> int:
+    """Parts of a batch that are processed one after another, so that memory is bounded; their gradients are added.
+
+    A part has at least two images, because batch normalization needs a variance.
+    """
+    height, width, channels = architecture.shape
+    image = torch.zeros((1, channels, height, width), dtype=torch.uint8, device=device)
+    parts = math.ceil(batch_size / training_batch(module.network, image, device))
+    return max(1, min(parts, batch_size // 2))
 
 
 def choose_optimizer(module: TrainingModule, settings: TrainSettings) -> torch.optim.Optimizer:

@@ -1,0 +1,57 @@
+"""The memory of a network's activations, which bounds how many images it processes at once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+INFERENCE_BYTES = 128 * 2**20
+"""Bound of the activations that exist at once without gradients, per thread that embeds."""
+TRAINING_BYTES = 2**30
+"""Bound of the activations that a training step keeps for its gradients, on a CPU."""
+GPU_SHARE = 0.5
+"""The same bound on a GPU, as a share of its memory."""
+INFERENCE_FACTOR = 2.0
+"""Intermediate results and copies between memory formats, relative to a layer's input and output."""
+TRAINING_FACTOR = 2.0
+"""Gradients of the activations, and values that layers keep besides their output."""
+
+
+def inference_batch(network: nn.Module, image: Tensor) -> int:
+    """Images that ``network`` may process at once without gradients. ``image`` (1, C, H, W) is an example of one."""
+    largest = max(_layer_bytes(network, image, lambda inputs, output: inputs + output), default=1)
+    return max(1, int(INFERENCE_BYTES / (largest * INFERENCE_FACTOR)))
+
+
+def training_batch(network: nn.Module, image: Tensor, device: torch.device) -> int:
+    """Images that ``network`` may process at once with gradients, of which it has ``image`` (1, C, H, W) an example."""
+    limit = TRAINING_BYTES
+    if device.type == "cuda":
+        limit = int(torch.cuda.get_device_properties(device).total_memory * GPU_SHARE)
+    total = sum(_layer_bytes(network, image, lambda _, output: output))
+    return max(2, int(limit / max(1, total * TRAINING_FACTOR)))
+
+
+@torch.no_grad()
+def _layer_bytes(network: nn.Module, image: Tensor, measure: Callable[[int, int], int]) -> list[int]:
+    """``measure(input bytes, output bytes)`` of each layer of ``network`` for one image."""
+    measured: list[int] = []
+
+    def hook(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        measured.append(measure(sum(map(_bytes, inputs)), _bytes(output)))
+
+    layers = [module for module in network.modules() if not any(module.children())]
+    handles = [layer.register_forward_hook(hook) for layer in layers]
+    was_training = network.training
+    try:
+        network.eval()(image)
+    finally:
+        network.train(was_training)
+        for handle in handles:
+            handle.remove()
+    return measured
+
+
+def _bytes(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0

@@ -1,0 +1,88 @@
+"""The memory of activations is bounded in bytes, in training and without gradients."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from evernear.data.shards import Dataset
+from evernear.embedding import memory
+from evernear.embedding.network import Architecture, EmbeddingNetwork, build
+from evernear.embedding.train import train
+from evernear.settings import TrainSettings
+
+
+def architecture(side: int) -> Architecture:
+    return Architecture(shape=(side, side, 3), mean=(0.5,) * 3, std=(0.2,) * 3, patch_px=1, width=4, embedding_dim=16)
+
+
+def test_a_larger_batch_is_embedded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "INFERENCE_BYTES", 2**20)
+    network = build(architecture(32)).eval()
+    assert 1 < network.at_once < 50
+    images = torch.randint(0, 256, (50, 3, 32, 32), dtype=torch.uint8)
+    sizes: list[int] = []
+    network.members[0].register_forward_hook(lambda _m, inputs, _o: sizes.append(len(inputs[0])))
+    embeddings = network(images)
+    assert sum(sizes) == 50
+    assert max(sizes) == network.at_once
+    torch.testing.assert_close(embeddings, torch.cat([network(image[None]) for image in images]), atol=1e-6, rtol=0)
+
+
+def test_larger_images_are_processed_fewer_at_once() -> None:
+    cpu = torch.device("cpu")
+    small, large = build(architecture(16)), build(architecture(32))
+    examples = [torch.zeros((1, 3, side, side), dtype=torch.uint8) for side in (16, 32)]
+    assert 3.5 < small.at_once / large.at_once < 4.5
+    training = [memory.training_batch(*case, cpu) for case in zip((small, large), examples, strict=True)]
+    assert 3.5 < training[0] / training[1] < 4.5
+
+
+def test_a_batch_beyond_the_bound_is_one_step_of_several_parts(
+    digits: Dataset, tiny: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "TRAINING_BYTES", 2**17)
+    sizes: list[int] = []
+    forward = EmbeddingNetwork.forward
+
+    def counted(self: EmbeddingNetwork, images: Tensor) -> Tensor:
+        if self.training:
+            sizes.append(len(images))
+        return forward(self, images)
+
+    monkeypatch.setattr(EmbeddingNetwork, "forward", counted)
+    result = train(digits, tiny.model_copy(update={"epochs": 2}), tmp_path)
+    assert max(sizes) <= 64
+    assert sum(sizes) % tiny.batch_size == 0
+    assert result.epochs[-1].train_loss < result.epochs[0].train_loss
+
+
+@pytest.mark.slow
+def test_training_on_photographs_stays_below_three_gigabytes(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0)
+    for number in range(200):
+        folder = tmp_path / "images" / f"class-{number % 4}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noise.integers(0, 256, (224, 224, 3), np.uint8)).save(folder / f"{number}.png")
+    script = f"""
+import tempfile
+from pathlib import Path
+from evernear.data.ingest import ingest
+from evernear.data.shards import Dataset
+from evernear.embedding.export import export
+from evernear.embedding.train import train
+from evernear.settings import DataSettings, TrainSettings
+from evernear.store import open_store
+manifest = ingest(DataSettings(source="folder:{tmp_path}/images", size_px=224), "file://{tmp_path}/store")
+dataset = Dataset(manifest, open_store(manifest.store_uri))
+train(dataset, TrainSettings(epochs=1, min_steps=2, precision="float32"), Path("{tmp_path}/trained"))
+export(Path("{tmp_path}/trained"), dataset, Path("{tmp_path}/network"), 1e-4)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 3e9
