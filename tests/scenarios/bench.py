@@ -3,11 +3,9 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from evernear.progress import EVENTS_VARIABLE
+from tests.ports import free_ports
 
 EVERNEAR = str(Path(sys.executable).parent / "evernear")
 PORTS = ("inference_port", "management_port", "metrics_port", "grpc_inference_port", "grpc_management_port")
@@ -35,7 +34,10 @@ class Bench:
             "EVERNEAR_TRAIN__BATCH_SIZE": "64",
             "EVERNEAR_WORKDIR": str(self.workdir),
             "EVERNEAR_DATA__SOURCE": f"folder:{directory / 'images'}",
-            **{f"EVERNEAR_SERVING__{name.upper()}": str(port) for name, port in zip(PORTS, free_ports(), strict=True)},
+            **{
+                f"EVERNEAR_SERVING__{name.upper()}": str(port)
+                for name, port in zip(PORTS, free_ports(len(PORTS)), strict=True)
+            },
             **variables,
         }
 
@@ -137,15 +139,6 @@ def write_digits(directory: Path, labels: str = "0123", per_class: int = 120, sh
             folder.mkdir(parents=True, exist_ok=True)
             pixels = (images[number].reshape(8, 8) * 255 / 16).astype(np.uint8)
             Image.fromarray(pixels).save(folder / f"{number}.png")
-
-
-def free_ports() -> list[int]:
-    """Free loopback ports for a server."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in PORTS]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def clear(directory: Path) -> None:

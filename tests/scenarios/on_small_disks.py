@@ -15,7 +15,8 @@ from typing import Any
 
 from evernear import steps
 from evernear.settings import of_run
-from tests.scenarios.bench import PORTS, free_ports
+from tests.ports import free_ports
+from tests.scenarios.bench import PORTS
 
 SIZES_KB = (4, 16, 24, 32, 64, 96, 160, 256, 384, 640, 1024, 1536, 2048, 4096)
 NO_MOUNT = 77
@@ -29,7 +30,7 @@ def calls(made: dict[str, str], images: Path, disk: Path) -> dict[str, Callable[
 
     def settings(store: str = "", **sections: dict[str, Any]) -> dict[str, Any]:
         train = {"epochs": 1, "batch_size": 64, "width": 8, "device": "cpu"} | sections.pop("train", {})
-        serving: dict[str, Any] = dict(zip(PORTS, free_ports(), strict=True))
+        serving: dict[str, Any] = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
         tree = {"workdir": str(disk / "work"), "target": "registry", "train": train, "serving": serving, **sections}
         return of_run(tree, store=store or here).model_dump(mode="json")
 

@@ -22,7 +22,8 @@ from tests.loopback.kfp import KfpServer, LocalExecutor
 from tests.loopback.kfp.state import RunControl
 from tests.loopback.slack import Person, SlackServer, signed
 from tests.loopback.slack.server import BOT_TOKEN, SIGNING_SECRET, Shown
-from tests.scenarios.bench import Bench, free_ports, write_digits
+from tests.ports import free_ports
+from tests.scenarios.bench import Bench, write_digits
 
 GOLDEN = Path(__file__).parents[2] / "pipelines" / "golden" / "continuous_training.yaml"
 ADA, EVE = Person("U0ADA", "ada"), Person("U0EVE", "eve")
@@ -91,7 +92,7 @@ class Product:
 
 @pytest.fixture
 def product(s3_endpoint: str, bucket: str, tmp_path: Path) -> Iterator[Product]:
-    bot_port = free_ports()[0]
+    (bot_port,) = free_ports(1)
     bench = Bench(
         tmp_path,
         EVERNEAR_DATA__SOURCE=f"s3://{bucket}/images",

@@ -2,16 +2,14 @@
 
 import itertools
 import os
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from faulty import Front, front_of
 from minio import Minio
+from ports import free_ports, wait_for_port
 
 from evernear.store import conditional_put, s3, s3_connection
 
@@ -20,26 +18,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SWIFT_PYTHON = REPOSITORY / ".venv/swift/bin/python"
 
 _bucket_numbers = itertools.count()
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
-def wait_for_port(port: int, process: subprocess.Popen[bytes], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
-        except OSError:
-            assert process.poll() is None, "the server died"
-            assert time.monotonic() < deadline, "the server does not listen"
-            time.sleep(0.05)
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from pathlib import Path
 import boto3
 import pytest
 import requests
-from conftest import REPOSITORY, free_ports, wait_for_port
 from minio import Minio
+from ports import free_ports, wait_for_port
 from seaweedfs import seaweedfs
 
 from evernear.disk import sha256_bytes
@@ -25,6 +25,7 @@ from evernear.store import S3Store, Store, open_store
 from evernear.triggers.requests import RequestStore
 from evernear.triggers.watch.schedule_state import ScheduleStore
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 USERS = ("reader", "writer", "server", "shipper", "watcher")
 IMAGES, STORE = "s3://evernear-images", "s3://evernear-store/prod"
 OBJECTS = {

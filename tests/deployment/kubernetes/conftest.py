@@ -1,19 +1,18 @@
 """A loopback cluster with the namespace and deployer of `deploy/`, and no rights beyond them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from deployer import BASE, IMAGE, MakeSettings
 from kubernetes import config, utils
 from loopback.kubernetes import LoopbackCluster
 
 from evernear.deployment.kubernetes import rollout
 from evernear.settings import Settings, parse
 
-BASE = Path(__file__).parents[3] / "deploy" / "base"
-IMAGE = "registry.example/evernear-serve@sha256:" + "a" * 64
 FROM_OUTSIDE = """
 apiVersion: rbac.authorization.k8s.io/v1
 kind: Role
@@ -32,7 +31,6 @@ kind: PersistentVolumeClaim
 metadata: {name: store, namespace: evernear}
 spec: {accessModes: [ReadWriteMany], resources: {requests: {storage: 1Gi}}}
 """
-MakeSettings = Callable[..., Settings]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import MakeSettings
+from deployer import MakeSettings
 from kubernetes.config import incluster_config
 from loopback.kubernetes import LoopbackCluster, too_many_requests
 from serving.stand_ins import http_server

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import IMAGE, MakeSettings
+from deployer import IMAGE, MakeSettings
 from kubernetes import client, config
 from loopback.kubernetes import CrashLoop, ImageMissing, LoopbackCluster, Ready, labeled
 from releases import MakeRelease, PackedRelease

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
-from conftest import MakeSettings
+from deployer import MakeSettings
 from loopback.kubernetes import LoopbackCluster, internal_error
 
 from evernear.deployment.kubernetes.cluster import Cluster

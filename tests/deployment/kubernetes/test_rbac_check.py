@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import BASE, MakeSettings
+from deployer import BASE, MakeSettings
 from kubernetes import client, config
 from loopback.kubernetes import LoopbackCluster
 

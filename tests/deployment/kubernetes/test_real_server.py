@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import MakeSettings
+from deployer import MakeSettings
 from loopback.kubernetes import LoopbackCluster, Ready, labeled
 from releases import MakeRelease, PackedRelease
 from serving.pod.kubelet import Pod

@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from conftest import MakeSettings
+from deployer import MakeSettings
 from kubernetes import client, config
 from loopback.kubernetes import (
     CrashLoop,

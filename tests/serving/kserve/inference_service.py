@@ -5,7 +5,6 @@ import contextlib
 import importlib.util
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import grpc
 import httpx
 import numpy as np
 from numpy.typing import NDArray
+from ports import free_ports
 
 ENVIRONMENT = Path(__file__).parents[3] / ".venv" / "kserve"
 PYTHON = ENVIRONMENT / "bin" / "python"
@@ -39,14 +39,6 @@ def open_inference_protocol() -> ModuleType | None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 class Server:

@@ -1,0 +1,28 @@
+"""Free loopback ports for the servers that tests start."""
+
+import socket
+import subprocess
+import time
+from contextlib import ExitStack
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that no process uses at this moment."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def wait_for_port(port: int, process: subprocess.Popen[bytes], timeout_s: float = 60) -> None:
+    """Wait until ``process`` listens on ``port``."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            assert process.poll() is None, "the server died"
+            assert time.monotonic() < deadline, "the server does not listen"
+            time.sleep(0.05)
