@@ -14,6 +14,7 @@ from releases import MakeRelease
 from evernear import progress, steps
 from evernear.data.ingest import ingest
 from evernear.data.manifest import save_manifest
+from evernear.errors import TrainingError
 from evernear.progress import step
 from evernear.release.registry import Registry
 from evernear.run_record import RunRecord
@@ -50,7 +51,7 @@ def test_validate_rejects_a_champion_with_another_image_size(
     assert f"{release.version} takes images of (8, 8, 1)" in capsys.readouterr().err
 
 
-def test_train_reports_its_progress_within_an_epoch_and_the_time_left(
+def test_train_reports_its_progress_and_fails_if_the_network_learned_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ingest_noise(tmp_path, "01")
@@ -58,8 +59,13 @@ def test_train_reports_its_progress_within_an_epoch_and_the_time_left(
     monkeypatch.setattr(progress, "REPORTS", 10**9)
     train = {"epochs": 2, "min_steps": 6, "width": 4, "embedding_dim": 8}
     settings = RunSettings(store=(tmp_path / "store").as_uri(), train=train).model_dump(mode="json")
-    steps.train("run", settings, str(tmp_path), str(tmp_path / "trained"), str(tmp_path / "curves.html"))
-    reports = re.findall(r"epoch (\d)/2, step (\d)/3, about \d+ s left", capsys.readouterr().out)
+    with pytest.raises(SystemExit) as stopped:
+        steps.train("run", settings, str(tmp_path), str(tmp_path / "trained"), str(tmp_path / "curves.html"))
+    assert stopped.value.code == TrainingError.exit_code
+    assert (tmp_path / "curves.html").is_file()
+    output = capsys.readouterr()
+    assert "The network learned nothing" in output.err
+    reports = re.findall(r"epoch (\d)/2, step (\d)/3, about \d+ s left", output.out)
     assert reports == [("1", "2"), ("1", "3"), ("2", "1"), ("2", "2"), ("2", "3")]
 
 

@@ -71,7 +71,7 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
     with _step("train", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
         from evernear.embedding.artifact import Epoch
-        from evernear.embedding.train import Steps, train
+        from evernear.embedding.train import Steps, require_learned, train
         from evernear.reporting.plots import training_curves
 
         def report_epoch(point: Epoch) -> None:
@@ -88,9 +88,13 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
         data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
         result = train(data, chosen.train, Path(trained), opened, on_epoch=report_epoch, on_step=report_step)
         write_atomically(Path(curves), training_curves(result.epochs))
-        best = result.epochs[result.best_epoch - 1]
+        require_learned(result, chosen.train)
+        for warning in result.warnings:
+            running.report(f"WARNING: {warning}")
+        best = result.best
         resumed = f", resumed after epoch {result.resumed_after_epoch}" if result.resumed_after_epoch else ""
-        running.summary = f"best epoch {best.epoch}, gallery accuracy {best.gallery_accuracy:.2%}{resumed}"
+        flips = f"; {result.flips}" if result.flips else ""
+        running.summary = f"best epoch {best.epoch}, gallery accuracy {best.gallery_accuracy:.2%}{resumed}{flips}"
 
 
 def export(run: str, settings: Tree, dataset: str, trained: str, network: str) -> Tree:

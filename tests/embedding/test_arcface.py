@@ -9,9 +9,9 @@ import torch
 from evernear.embedding.arcface import ArcFace
 
 
-def head(classes: int = 5, dim: int = 7, scale: float = 32.0, margin: float = 0.5) -> ArcFace:
+def head(classes: int = 5, dim: int = 7, scale: float = 32.0) -> ArcFace:
     torch.manual_seed(0)
-    return ArcFace(classes, dim, scale, margin).double()
+    return ArcFace(classes, dim, scale).double()
 
 
 def by_angles(embeddings: np.ndarray, centers: np.ndarray, labels: np.ndarray, s: float, m: float) -> np.ndarray:
@@ -31,20 +31,20 @@ def by_angles(embeddings: np.ndarray, centers: np.ndarray, labels: np.ndarray, s
 
 @pytest.mark.parametrize("margin", [0.0, 0.3, 0.5, 1.2])
 def test_logits_follow_the_paper(margin: float) -> None:
-    arcface = head(margin=margin)
+    arcface = head()
     embeddings = torch.randn(200, 7, dtype=torch.float64)
     embeddings[:50] *= -1e3  # angles beyond pi - m, and lengths that must not matter
     embeddings[50:60] = -arcface.centers[2].detach() + 0.1 * torch.randn(10, 7)
     labels = torch.randint(0, 5, (200,))
     labels[50:60] = 2
     expected = by_angles(embeddings.numpy(), arcface.centers.detach().numpy(), labels.numpy(), 32.0, margin)
-    np.testing.assert_allclose(arcface(embeddings, labels).detach().numpy(), expected, atol=1e-6)
+    np.testing.assert_allclose(arcface(embeddings, labels, margin).detach().numpy(), expected, atol=1e-6)
 
 
 def test_no_margin_without_labels() -> None:
     arcface, embeddings = head(), torch.randn(20, 7, dtype=torch.float64)
     expected = by_angles(embeddings.numpy(), arcface.centers.detach().numpy(), np.full(20, -1), 32.0, 0.5)
-    np.testing.assert_allclose(arcface(embeddings).detach().numpy(), expected, atol=1e-9)
+    np.testing.assert_allclose(arcface(embeddings, margin=0.5).detach().numpy(), expected, atol=1e-9)
 
 
 def test_gradient_matches_finite_differences() -> None:
@@ -55,14 +55,14 @@ def test_gradient_matches_finite_differences() -> None:
 
 
 def _with_centers(arcface: ArcFace, x: torch.Tensor, w: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return torch.func.functional_call(arcface, {"centers": w}, (x, labels))
+    return torch.func.functional_call(arcface, {"centers": w}, (x, labels, 0.5))
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_gradient_is_finite_where_embedding_and_center_coincide(sign: float) -> None:
-    arcface = ArcFace(3, 4, 32.0, 0.5)
+    arcface = ArcFace(3, 4, 32.0)
     embeddings = (sign * arcface.centers.detach().clone()).requires_grad_()
-    arcface(embeddings, torch.tensor([0, 1, 2])).sum().backward()
+    arcface(embeddings, torch.tensor([0, 1, 2]), 0.5).sum().backward()
     assert embeddings.grad is not None
     assert embeddings.grad.isfinite().all()
     assert arcface.centers.grad is not None
@@ -70,9 +70,9 @@ def test_gradient_is_finite_where_embedding_and_center_coincide(sign: float) -> 
 
 
 def test_the_target_logit_decreases_over_all_angles() -> None:
-    arcface = ArcFace(2, 2, 1.0, 0.5).double()
+    arcface = ArcFace(2, 2, 1.0).double()
     arcface.centers.data = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     angles = torch.linspace(0.01, math.pi - 0.01, 500, dtype=torch.float64)
     embeddings = torch.stack([angles.cos(), angles.sin()], dim=1)
-    logits = arcface(embeddings, torch.zeros(500, dtype=torch.long))[:, 0]
+    logits = arcface(embeddings, torch.zeros(500, dtype=torch.long), 0.5)[:, 0]
     assert (logits.diff() < 0).all()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from evernear.embedding import augmentation
-from evernear.embedding.augmentation import random_affine
+from evernear.embedding.augmentation import random_affine, random_flips
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -88,3 +88,19 @@ def test_an_elastic_map_moves_distant_parts_independently(monkeypatch: pytest.Mo
             assert offset.abs().max() < 1.3 * augmentation.BEND * side
     for one, other in zip(*away, strict=True):
         assert abs(torch.corrcoef(torch.stack([one, other]))[0, 1]) < 0.3
+
+
+def test_each_image_is_mirrored_with_a_probability_of_one_half() -> None:
+    images = torch.arange(6, dtype=torch.uint8).reshape(1, 1, 2, 3).repeat(400, 1, 1, 1)
+    flipped = random_flips(images, ["horizontal", "vertical"], generator())
+    counts = {tuple(image.flatten().tolist()): 0 for image in (images[0], images[0].flip(2), images[0].flip(1))}
+    counts[tuple(images[0].flip(1, 2).flatten().tolist())] = 0
+    for image in flipped:
+        counts[tuple(image.flatten().tolist())] += 1
+    assert all(70 < count < 130 for count in counts.values())
+
+
+def test_without_directions_no_random_number_is_drawn() -> None:
+    images, random = blob(3, 8, 8), generator()
+    assert random_flips(images, (), random) is images
+    assert torch.equal(torch.rand(1, generator=random), torch.rand(1, generator=generator()))

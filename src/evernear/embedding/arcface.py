@@ -23,44 +23,41 @@ class ArcFace(nn.Module):
 
     SMALLEST_SINE = 1e-4
 
-    def __init__(self, classes: int, embedding_dim: int, scale: float, margin: float) -> None:
+    def __init__(self, classes: int, embedding_dim: int, scale: float) -> None:
         super().__init__()
         self.scale = scale
-        self.margin = margin
         self.centers = nn.Parameter(torch.empty(classes, embedding_dim))
         nn.init.xavier_uniform_(self.centers)
 
-    def forward(self, embeddings: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits (N, classes) of ``embeddings`` (N, D). The margin applies if ``labels`` (N,) are passed."""
+    def forward(self, embeddings: Tensor, labels: Tensor | None = None, margin: float = 0.0) -> Tensor:
+        """Logits (N, classes) of ``embeddings`` (N, D). If ``labels`` (N,) are passed, ``margin`` (radians) applies."""
         cosine = F.linear(F.normalize(embeddings), F.normalize(self.centers))
         if labels is None:
             return self.scale * cosine
         target = cosine.gather(1, labels[:, None])
         sine = (1 - target.square()).clamp_min(self.SMALLEST_SINE**2).sqrt()
-        shifted = target * math.cos(self.margin) - sine * math.sin(self.margin)
-        beyond_pi = target - self.margin * math.sin(self.margin)
-        target = torch.where(target > -math.cos(self.margin), shifted, beyond_pi)
+        shifted = target * math.cos(margin) - sine * math.sin(margin)
+        beyond_pi = target - margin * math.sin(margin)
+        target = torch.where(target > -math.cos(margin), shifted, beyond_pi)
         return self.scale * cosine.scatter(1, labels[:, None], target)
 
 
 class TrainingModule(nn.Module):
     """The embedding network and one ArcFace head per member. Only the network runs in mixed precision."""
 
-    def __init__(
-        self, architecture: Architecture, classes: int, scale: float, margin: float, precision: torch.dtype
-    ) -> None:
+    def __init__(self, architecture: Architecture, classes: int, scale: float, precision: torch.dtype) -> None:
         super().__init__()
         self.network = build(architecture)
         dim = architecture.embedding_dim // architecture.members
-        self.heads = nn.ModuleList(ArcFace(classes, dim, scale, margin) for _ in range(architecture.members))
+        self.heads = nn.ModuleList(ArcFace(classes, dim, scale) for _ in range(architecture.members))
         self.precision = precision
 
-    def forward(self, images: Tensor, classes: Tensor | None = None) -> Tensor:
-        """Logits (N, classes, members) of ``images`` (N, C, H, W), with the margin if ``classes`` (N,) are passed."""
+    def forward(self, images: Tensor, classes: Tensor | None = None, margin: float = 0.0) -> Tensor:
+        """Logits (N, classes, members) of ``images`` (N, C, H, W), with ``margin`` if ``classes`` (N,) are passed."""
         with torch.autocast(images.device.type, self.precision, enabled=self.precision != torch.float32):
             embeddings = self.network(images)
         parts = embeddings.chunk(len(self.heads), dim=1)
-        return torch.stack([head(part, classes) for head, part in zip(self.heads, parts, strict=True)], dim=2)
+        return torch.stack([head(part, classes, margin) for head, part in zip(self.heads, parts, strict=True)], dim=2)
 
 
 def cross_entropy(logits: Tensor, classes: Tensor, label_smoothing: float) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from evernear.disk import sha256_bytes, write_atomically
+from evernear.embedding.augmentation import Flip
 from evernear.embedding.network import Architecture, EmbeddingNetwork, build
 from evernear.errors import IntegrityError
 from evernear.frozen import Frozen
@@ -17,6 +18,15 @@ from evernear.settings import TrainSettings
 WEIGHTS_FILE = "weights.pt"
 DESCRIPTION_FILE = "network.json"
 HISTORY_FILE = "history.json"
+
+
+class FlipTest(Frozen):
+    """Whether mirrored images look like images of their class; see `evernear.embedding.train.measure_flips`."""
+
+    direction: Flip
+    gallery_accuracy: float
+    """Accuracy on the mirrored gallery."""
+    harmless: bool
 
 
 class Epoch(Frozen):
@@ -30,6 +40,8 @@ class Epoch(Frozen):
     gallery_accuracy_error: float
     """Standard error of ``gallery_accuracy``."""
     duration_s: float
+    flip_tests: tuple[FlipTest, ...] = ()
+    """Measured once, after the first epoch that is clearly better than chance."""
 
 
 class TrainingResult(Frozen):
@@ -44,6 +56,25 @@ class TrainingResult(Frozen):
     stopped_early: bool
     resumed_after_epoch: int
     epochs: tuple[Epoch, ...]
+    chance_accuracy: float
+    """Gallery accuracy of a network that always answers the most frequent class."""
+    warnings: tuple[str, ...] = ()
+    """Signs that the training did not go well."""
+
+    @property
+    def best(self) -> Epoch:
+        """The metrics of `best_epoch`."""
+        return self.epochs[self.best_epoch - 1]
+
+    @property
+    def flips(self) -> str:
+        """The flips that were measured and whether they were used, in a few words; empty if none was measured."""
+        return ", ".join(
+            f"{test.direction} flips {'used' if test.harmless else 'not used'} "
+            f"(accuracy {test.gallery_accuracy:.1%} instead of {epoch.gallery_accuracy:.1%})"
+            for epoch in self.epochs
+            for test in epoch.flip_tests
+        )
 
 
 class TrainedNetwork(Frozen):
@@ -56,6 +87,8 @@ class TrainedNetwork(Frozen):
     exclude_labels: tuple[str, ...]
     settings: TrainSettings
     weights_sha256: str
+    warnings: tuple[str, ...] = ()
+    """As in `TrainingResult`."""
 
 
 def save_trained(
@@ -65,6 +98,7 @@ def save_trained(
     settings: TrainSettings,
     dataset_digest: str,
     exclude_labels: frozenset[str],
+    warnings: tuple[str, ...] = (),
 ) -> None:
     """Write the weights, then their description, each atomically."""
     data = to_bytes(weights)
@@ -74,6 +108,7 @@ def save_trained(
         exclude_labels=tuple(sorted(exclude_labels)),
         settings=settings,
         weights_sha256=sha256_bytes(data),
+        warnings=warnings,
     )
     write_atomically(directory / WEIGHTS_FILE, data)
     trained.save(directory / DESCRIPTION_FILE)

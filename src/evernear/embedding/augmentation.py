@@ -1,10 +1,15 @@
-"""Random augmentation of whole batches: small affine and elastic deformations."""
+"""Random augmentation of whole batches: small affine and elastic deformations, and flips."""
 
 import math
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torchvision.transforms.v2 import functional as transforms
+
+Flip = Literal["horizontal", "vertical"]
 
 DEGREES = 10.0
 SCALE = 0.10
@@ -48,3 +53,16 @@ def random_affine(images: Tensor, generator: torch.Generator, elastic: bool = Fa
         grid = grid + displacement.permute(0, 2, 3, 1).to(images.device)
     pixels = images.to(torch.float32)
     return F.grid_sample(pixels, grid, mode="bilinear", padding_mode="border", align_corners=False)
+
+
+def flip(images: Tensor, direction: Flip) -> Tensor:
+    """Mirror all images of (N, C, H, W): left and right, or top and bottom."""
+    return transforms.horizontal_flip(images) if direction == "horizontal" else transforms.vertical_flip(images)
+
+
+def random_flips(images: Tensor, directions: Sequence[Flip], generator: torch.Generator) -> Tensor:
+    """Mirror each image of (N, C, H, W) in each of ``directions`` with a probability of one half."""
+    for direction in directions:
+        chosen = torch.rand(len(images), 1, 1, 1, generator=generator) < 0.5
+        images = torch.where(chosen.to(images.device), flip(images, direction), images)
+    return images

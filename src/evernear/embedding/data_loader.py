@@ -33,17 +33,20 @@ class TrainingImages:
         self._class_of_label = np.full(len(dataset.labels), -1, dtype=np.int64)
         self._class_of_label[included] = np.arange(len(included))
         self.classes = len(included)
-        self.count = self._count("train")
+        self.count = int(self._counts("train").sum())
         if self.classes < 2 or self.count < 2:
             raise TrainingError(
                 f"Dataset {dataset.manifest.name} has {self.classes} labels and {self.count} images to train on; "
                 "add images until there are at least two of each."
             )
-        if self._count("gallery") == 0:
+        gallery = self._counts("gallery")
+        if gallery.sum() == 0:
             raise TrainingError(
                 f"Dataset {dataset.manifest.name} has no image in its gallery split, which training is validated on; "
                 "raise data.gallery_fraction or add images."
             )
+        self.chance_accuracy = float(gallery.max() / gallery.sum())
+        """Gallery accuracy of a network that always answers the most frequent class."""
 
     def batches(
         self, batch_size: int, seed: int, epoch: int, rank: int, world_size: int
@@ -80,7 +83,6 @@ class TrainingImages:
             return block.images, classes
         return block.images[classes >= 0], classes[classes >= 0]
 
-    def _count(self, split: Split) -> int:
+    def _counts(self, split: Split) -> NDArray[np.int64]:
         counts = self._dataset.manifest.label_counts(split)
-        included = self._class_of_label >= 0
-        return sum(counts[label] for label, is_included in zip(counts, included, strict=True) if is_included)
+        return np.array([counts[label] for label in counts], dtype=np.int64)[self._class_of_label >= 0]

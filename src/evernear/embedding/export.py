@@ -39,6 +39,7 @@ class ExportedNetwork(Frozen):
     parity_images: int
     dataset_digest: str
     weights_sha256: str
+    training_warnings: tuple[str, ...] = ()
 
 
 def export(trained_dir: Path, dataset: Dataset, out_dir: Path, tolerance: float) -> ExportedNetwork:
@@ -76,6 +77,7 @@ def export(trained_dir: Path, dataset: Dataset, out_dir: Path, tolerance: float)
             parity_images=len(images),
             dataset_digest=trained.dataset_digest,
             weights_sha256=trained.weights_sha256,
+            training_warnings=trained.warnings,
         )
         candidate.replace(out_dir / NETWORK_FILE)
     finally:

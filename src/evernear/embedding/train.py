@@ -15,10 +15,10 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -32,8 +32,16 @@ from evernear.data.manifest import Manifest
 from evernear.data.shards import Dataset
 from evernear.embedding import distributed
 from evernear.embedding.arcface import TrainingModule, cross_entropy
-from evernear.embedding.artifact import HISTORY_FILE, Epoch, TrainingResult, from_bytes, save_trained, to_bytes
-from evernear.embedding.augmentation import random_affine
+from evernear.embedding.artifact import (
+    HISTORY_FILE,
+    Epoch,
+    FlipTest,
+    TrainingResult,
+    from_bytes,
+    save_trained,
+    to_bytes,
+)
+from evernear.embedding.augmentation import Flip, flip, random_affine, random_flips
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.memory import training_batch
 from evernear.embedding.network import Architecture, choose_patch
@@ -43,7 +51,17 @@ from evernear.store import Store, open_store
 
 WARM_UP = 0.2
 """Fraction of all steps in which the learning rate rises to its peak."""
-CHECKPOINT_FORMAT = 2
+MARGIN_WARM_UP = 0.5
+"""Fraction of all steps in which the margin rises from 0 to `TrainSettings.margin`.
+
+With the whole margin from the first step on, the embeddings of images harder than digits collapse to one point. The
+annealing of SphereFace (Liu et al. 2017, arXiv:1704.08063) begins without a margin for the same reason.
+"""
+FLIP_TOLERANCE = 0.1
+"""Largest loss of accuracy under a harmless flip, as a fraction of the accuracy above chance."""
+SEEN = 8
+"""Standard errors above chance from which on the accuracy is high enough to compare flips."""
+CHECKPOINT_FORMAT = 3
 WITHOUT_EFFECT = {"parity_tolerance", "checkpoint_every_epochs"}
 """Settings that do not affect the weights."""
 OnEpoch = Callable[[Epoch], None]
@@ -94,7 +112,7 @@ def train(
 
     torch.manual_seed(settings.seed)
     architecture = choose_architecture(dataset, settings)
-    module = TrainingModule(architecture, images.classes, settings.scale, settings.margin, precision).to(device)
+    module = TrainingModule(architecture, images.classes, settings.scale, precision).to(device)
     forward = DistributedDataParallel(module) if world_size > 1 else module
     parts = choose_parts(module, architecture, batch_size, device)
     optimizer = choose_optimizer(module, settings)
@@ -111,19 +129,24 @@ def train(
         torch.manual_seed(seed)
         generator = torch.Generator().manual_seed(seed)
         losses, rate = torch.zeros((), device=device), 0.0
+        flips = choose_flips(settings, state.history)
 
         module.train()
         batches = images.batches(batch_size, settings.seed, epoch, rank, world_size)
         for step, (pixels, classes) in enumerate(itertools.islice(batches, steps)):
-            rate = learning_rate(settings, (epoch * steps + step) / (settings.epochs * steps))
+            progress = (epoch * steps + step) / (settings.epochs * steps)
+            rate = learning_rate(settings, progress)
             for group in optimizer.param_groups:
                 group["lr"] = rate
+            margin = settings.margin * min(progress / MARGIN_WARM_UP, 1.0)
             optimizer.zero_grad()
             for part, part_classes in zip(pixels.tensor_split(parts), classes.tensor_split(parts), strict=True):
                 part, part_classes = part.to(device), part_classes.to(device)
                 if settings.augment != "none":
                     part = random_affine(part, generator, elastic=settings.augment == "elastic")
-                loss = cross_entropy(forward(part, part_classes), part_classes, settings.label_smoothing)
+                part = random_flips(part, flips, generator)
+                logits = forward(part, part_classes, margin)
+                loss = cross_entropy(logits, part_classes, settings.label_smoothing)
                 loss = loss * (len(part) / len(pixels))
                 scaler.scale(loss * settings.members).backward()  # the sum: each member learns as it would alone
                 losses += loss.detach()
@@ -136,9 +159,11 @@ def train(
             epoch=epoch + 1,
             learning_rate=rate,
             train_loss=float(losses) / steps,
-            **validate(module, images, device),
+            **validate(module, images.gallery(), device),
             duration_s=time.monotonic() - started_s,
         )
+        if settings.flip == "auto" and not any(earlier.flip_tests for earlier in state.history):
+            metrics = metrics.model_copy(update={"flip_tests": measure_flips(module, images, device, metrics)})
         metrics = _from_rank_0(metrics)  # all processes must agree on when to stop
         if not math.isfinite(metrics.train_loss + metrics.gallery_loss):
             raise TrainingError(
@@ -157,10 +182,13 @@ def train(
         stopped_early=len(state.history) < settings.epochs,
         resumed_after_epoch=resumed_after_epoch,
         epochs=tuple(state.history),
+        chance_accuracy=images.chance_accuracy,
+        warnings=collapse(state.history, state.best_epoch, settings),
     )
     if rank == 0:
         save_checkpoint(store, key, state.result())
-        save_trained(out_dir, state.best_weights, architecture, settings, dataset.digest, exclude_labels)
+        weights, remarks = state.best_weights, result.warnings
+        save_trained(out_dir, weights, architecture, settings, dataset.digest, exclude_labels, remarks)
         result.save(out_dir / HISTORY_FILE)
     return result
 
@@ -370,16 +398,24 @@ def learning_rate(settings: TrainSettings, progress: float) -> float:
     return settings.learning_rate * factor
 
 
+class GalleryMetrics(TypedDict):
+    """Metrics of `Epoch` that `validate` measures."""
+
+    gallery_loss: float
+    gallery_accuracy: float
+    gallery_accuracy_error: float
+
+
 @torch.no_grad()
-def validate(module: TrainingModule, images: TrainingImages, device: torch.device) -> dict[str, float]:
-    """Cross-entropy and accuracy of the heads' mean logits on the gallery split, without the margin.
+def validate(module: TrainingModule, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> GalleryMetrics:
+    """Cross-entropy and accuracy of the heads' mean logits on batches of the gallery split, without the margin.
 
     The standard error of the accuracy is that of a proportion with half an image added on either side (the prior of
     Jeffreys), so that it is not zero for a gallery without a mistake.
     """
     module.eval()
     count, correct, total_loss = 0, 0, 0.0
-    for pixels, classes in images.gallery():
+    for pixels, classes in batches:
         classes = classes.to(device)
         logits = module(pixels.to(device)).mean(dim=2)
         total_loss += F.cross_entropy(logits, classes, reduction="none").double().sum().item()
@@ -391,6 +427,69 @@ def validate(module: TrainingModule, images: TrainingImages, device: torch.devic
         "gallery_accuracy": correct / count,
         "gallery_accuracy_error": math.sqrt(proportion * (1 - proportion) / (count + 1)),
     }
+
+
+def choose_flips(settings: TrainSettings, history: Sequence[Epoch]) -> tuple[Flip, ...]:
+    """The flips that augment the next epoch: those of the settings, or those that `measure_flips` found harmless."""
+    if settings.flip == "both":
+        return "horizontal", "vertical"
+    if settings.flip in ("horizontal", "vertical"):
+        return (settings.flip,)
+    return tuple(test.direction for epoch in history for test in epoch.flip_tests if test.harmless)
+
+
+def measure_flips(
+    module: TrainingModule, images: TrainingImages, device: torch.device, metrics: Epoch
+) -> tuple[FlipTest, ...]:
+    """Compare the accuracy on the mirrored gallery with that on the gallery, of a network trained without flips.
+
+    Where the mirror image of a class is as likely as the image itself, as of a photographed dog, the network recognizes
+    both alike. A mirrored digit is another sign, and the network fails on it. A flip is harmless if the accuracy above
+    chance falls by less than `FLIP_TOLERANCE` plus two standard errors.
+
+    Returns:
+        Nothing while the accuracy is less than `SEEN` standard errors above chance: no difference would be seen.
+    """
+    above_chance, error = metrics.gallery_accuracy - images.chance_accuracy, metrics.gallery_accuracy_error
+    if above_chance < SEEN * error:
+        return ()
+    lowest = metrics.gallery_accuracy - FLIP_TOLERANCE * above_chance - 2 * error
+
+    def measured(direction: Flip) -> FlipTest:
+        mirrored = ((flip(pixels, direction), classes) for pixels, classes in images.gallery())
+        accuracy = validate(module, mirrored, device)["gallery_accuracy"]
+        return FlipTest(direction=direction, gallery_accuracy=accuracy, harmless=accuracy >= lowest)
+
+    return measured("horizontal"), measured("vertical")
+
+
+def collapse(history: Sequence[Epoch], best_epoch: int, settings: TrainSettings) -> tuple[str, ...]:
+    """A warning if the gallery accuracy fell after the best epoch by more than four standard errors."""
+    best, last = history[best_epoch - 1], history[-1]
+    error = math.hypot(best.gallery_accuracy_error, last.gallery_accuracy_error)
+    if best.gallery_accuracy - last.gallery_accuracy <= 4 * error:
+        return ()
+    return (
+        f"Training collapsed after epoch {best_epoch}: the gallery accuracy fell from {best.gallery_accuracy:.1%} to "
+        f"{last.gallery_accuracy:.1%}. The weights of epoch {best_epoch} were kept; lower train.learning_rate (it is "
+        f"{settings.learning_rate:g}).",
+    )
+
+
+def require_learned(result: TrainingResult, settings: TrainSettings) -> None:
+    """Check that the best epoch is better than chance.
+
+    Raises:
+        TrainingError: its gallery accuracy is at most one standard error above `TrainingResult.chance_accuracy`.
+    """
+    best = result.best
+    if best.gallery_accuracy <= result.chance_accuracy + best.gallery_accuracy_error:
+        raise TrainingError(
+            f"The network learned nothing: its best gallery accuracy in {len(result.epochs)} epochs is "
+            f"{best.gallery_accuracy:.1%}, and always answering the most frequent class gives "
+            f"{result.chance_accuracy:.1%}. Lower train.learning_rate (it is {settings.learning_rate:g}), train more "
+            f"epochs (train.epochs is {settings.epochs}), or check the labels."
+        )
 
 
 def _from_rank_0(metrics: Epoch) -> Epoch:

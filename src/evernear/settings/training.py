@@ -75,7 +75,9 @@ class TrainSettings(Section):
     momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="Momentum of SGD.")
     schedule: Literal["triangular", "cosine", "constant"] = "triangular"
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0)
-    margin: float = Field(default=0.3, ge=0.0, lt=1.6, description="ArcFace margin m, in radians.")
+    margin: float = Field(
+        default=0.3, ge=0.0, lt=1.6, description="ArcFace margin m, in radians, from the middle of the training on."
+    )
     scale: float = Field(default=32.0, gt=0.0, description="ArcFace scale s.")
     members: int = Field(
         default=1,
@@ -92,7 +94,14 @@ class TrainSettings(Section):
     patch_px: int = Field(
         default=0, ge=0, le=32, description="Side of the pixel squares that become channels; 0: from the image size."
     )
-    augment: Literal["none", "affine", "elastic"] = "affine"
+    augment: Literal["auto", "none", "affine", "elastic"] = Field(
+        default="auto", description="Random deformations of the training images; auto: affine."
+    )
+    flip: Literal["auto", "none", "horizontal", "vertical", "both"] = Field(
+        default="auto",
+        description="Random mirroring of the training images; auto: measured during training, so that photographs are "
+        "mirrored and digits are not.",
+    )
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
