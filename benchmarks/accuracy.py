@@ -18,7 +18,8 @@ from scipy.stats import t
 from evernear.data.ingest import ingest
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
-from evernear.embedding.embed import Embeddings, embed
+from evernear.embedding.embed import embed
+from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import export
 from evernear.embedding.train import train
 from evernear.evaluation.measure import Measurement, measure

@@ -14,7 +14,8 @@ from evernear.data.ingest import ingest
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
 from evernear.disk import sha256_bytes
-from evernear.embedding.embed import Embeddings, embed
+from evernear.embedding.embed import embed
+from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import describe_network, export
 from evernear.embedding.train import train
 from evernear.evaluation.verdict import Rule, Verdict

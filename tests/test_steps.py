@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -122,3 +124,11 @@ def test_ingest_rejects_a_run_that_cannot_deploy(
     (record,) = RunRecord(open_store((tmp_path / "store").as_uri()), "run").steps()
     assert (record.step, record.state) == ("ingest", "failed")
     assert "No preset 'bset'" in record.message
+
+
+def test_steps_that_embed_nothing_start_without_torch_and_scipy() -> None:
+    rooms = ("index.build", "evaluation.evaluate", "evaluation.gate", "reporting.card", "release.reuse", "deployment")
+    script = "".join(f"import evernear.{room}\n" for room in rooms)
+    script += "import sys; print({'torch', 'scipy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

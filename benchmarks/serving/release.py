@@ -15,7 +15,8 @@ from PIL import Image
 from evernear.data.ingest import ingest
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
-from evernear.embedding.embed import DESCRIPTION_FILE, Embeddings, embed
+from evernear.embedding.embed import embed
+from evernear.embedding.embeddings import DESCRIPTION_FILE, Embeddings
 from evernear.embedding.export import NETWORK_FILE, export
 from evernear.embedding.train import train
 from evernear.evaluation.verdict import Rule, System, Verdict

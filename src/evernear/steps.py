@@ -143,7 +143,7 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
     """Build the index of the gallery, with the open-set threshold that belongs to the network."""
     with _step("index", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
-        from evernear.embedding.embed import Embeddings
+        from evernear.embedding.embeddings import Embeddings
         from evernear.evaluation.open_set import OpenSet
         from evernear.index.build import build
 

@@ -11,7 +11,8 @@ from evernear.data.shards import Dataset
 from evernear.embedding import embed as embed_module
 from evernear.embedding.artifact import load_trained, save_trained
 from evernear.embedding.data_loader import to_tensor
-from evernear.embedding.embed import Embeddings, embed, embed_images
+from evernear.embedding.embed import embed, embed_images
+from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import describe_network, export, load_network, load_torchscript, to_torchscript
 from evernear.embedding.network import Architecture, build
 from evernear.errors import IntegrityError, TrainingError

@@ -8,7 +8,8 @@ import pytest
 from evernear.data.ingest import ingest
 from evernear.data.shards import Dataset
 from evernear.disk import sha256_file
-from evernear.embedding.embed import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription, embed
+from evernear.embedding.embed import embed
+from evernear.embedding.embeddings import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription
 from evernear.errors import IntegrityError
 from evernear.evaluation.evaluate import Evaluation, evaluate
 from evernear.evaluation.gate import decide

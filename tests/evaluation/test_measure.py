@@ -4,7 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evernear.embedding.embed import Embeddings, embed
+from evernear.embedding.embed import embed
+from evernear.embedding.embeddings import Embeddings
 from evernear.errors import DataError, IntegrityError
 from evernear.evaluation.measure import ELSEWHERE, Measurement, Outcomes, measure
 from evernear.evaluation.recognizer import Recognizer

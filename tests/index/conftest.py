@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from evernear.data.manifest import Split
 from evernear.disk import sha256_file
-from evernear.embedding.embed import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription, EmbeddingShard
+from evernear.embedding.embeddings import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription, EmbeddingShard
 
 NETWORK = "n" * 64
 Vectors = NDArray[np.float32]

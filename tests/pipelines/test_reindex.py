@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from evernear.data.shards import Dataset
-from evernear.embedding.embed import Embeddings, embed
+from evernear.embedding.embed import embed
+from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import describe_network, load_network, training_dataset
 from evernear.errors import DataError, IntegrityError, StoreError
 from evernear.index.build import build

@@ -16,54 +16,17 @@ from torch import nn
 
 from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
-from evernear.disk import sha256_bytes, sha256_file, write_atomically
+from evernear.disk import sha256_bytes, write_atomically
 from evernear.embedding.data_loader import to_tensor
 from evernear.embedding.embedding_cache import CachedShard, EmbeddingCache, Rows, Vectors
+from evernear.embedding.embeddings import DESCRIPTION_FILE, EmbeddingsDescription, EmbeddingShard
 from evernear.embedding.export import describe_network, load_network
 from evernear.errors import IntegrityError
-from evernear.frozen import Frozen
 from evernear.store import Store
 
-DESCRIPTION_FILE = "embeddings.json"
 SHARD_SIZE = 8_192
 """Embeddings per shard: 4.5 MB at 128 dimensions."""
 BATCH_SIZE = 256
-
-
-class EmbeddingShard(Frozen):
-    """One file of embeddings."""
-
-    file: str
-    sha256: str
-    split: Split
-    count: int
-
-
-class EmbeddingsDescription(Frozen):
-    """`DESCRIPTION_FILE`: the network and the dataset of the embeddings, and their shards."""
-
-    remedy = "run the embed step again"
-
-    network_sha256: str
-    dataset_digest: str
-    dim: int
-    shards: tuple[EmbeddingShard, ...]
-    reused: int = 0
-    """Embeddings that came from the cache."""
-
-    @property
-    def count(self) -> int:
-        """Number of embeddings."""
-        return sum(shard.count for shard in self.shards)
-
-
-@dataclass(frozen=True)
-class EmbeddingBlock:
-    """Unit-length embeddings (N, D) of float32, label numbers (N,) and image digests (N, 32)."""
-
-    embeddings: NDArray[np.float32]
-    labels: NDArray[np.int64]
-    digests: NDArray[np.uint8]
 
 
 def embed(
@@ -121,45 +84,6 @@ def embed(
 def embed_images(network: nn.Module, images: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Embed one batch of images (N, H, W, C) of uint8 as unit vectors (N, D) of float32."""
     return network(to_tensor(images)).numpy()
-
-
-class Embeddings:
-    """The embeddings that `embed` wrote, verified and read in blocks."""
-
-    def __init__(self, directory: Path, description: EmbeddingsDescription) -> None:
-        self.directory = directory
-        self.description = description
-        self.network_sha256 = description.network_sha256
-        self.dim = description.dim
-
-    @staticmethod
-    def open(directory: Path) -> "Embeddings":
-        """Open the embeddings in ``directory``.
-
-        Raises:
-            IntegrityError: the description is missing or invalid, or a shard is missing or changed.
-        """
-        description = EmbeddingsDescription.load(directory / DESCRIPTION_FILE)
-        for shard in description.shards:
-            path = directory / shard.file
-            if not path.is_file() or sha256_file(path) != shard.sha256:
-                raise IntegrityError(f"{path} is missing or changed since it was written; {description.remedy}.")
-        return Embeddings(directory, description)
-
-    def count(self, split: Split) -> int:
-        """Number of embeddings of ``split``."""
-        return sum(shard.count for shard in self.description.shards if shard.split == split)
-
-    def blocks(self, split: Split) -> Iterator[EmbeddingBlock]:
-        """Yield the embeddings of ``split`` in the dataset's order, one shard at a time."""
-        for shard in self.description.shards:
-            if shard.split == split:
-                rows = np.load(self.directory / shard.file, allow_pickle=False)
-                yield EmbeddingBlock(
-                    np.ascontiguousarray(rows["embedding"]),
-                    rows["label"].astype(np.int64),
-                    np.ascontiguousarray(rows["digest"]),
-                )
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 import numpy as np
 from pydantic import Field
-from scipy.stats import binomtest
 
 from evernear.errors import IntegrityError
 from evernear.evaluation.measure import Outcomes
@@ -53,8 +52,11 @@ def mcnemar_worse(regressions: int, improvements: int) -> float:
     this number. Unlike the mid-p and chi-squared forms, the exact test never exceeds its level, for any number of
     queries.
     """
-    differing = regressions + improvements
-    return float(binomtest(regressions, differing, alternative="greater").pvalue) if differing else 1.0
+    from scipy.special import bdtrc
+
+    if regressions == 0:
+        return 1.0
+    return float(bdtrc(regressions - 1, regressions + improvements, 0.5))
 
 
 def compare(candidate: Outcomes, champion: Outcomes, labels: tuple[str, ...]) -> Comparison:

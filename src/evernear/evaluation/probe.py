@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from evernear.data.manifest import SPLITS, Split
 from evernear.data.shards import Dataset
-from evernear.embedding.embed import Embeddings, embed
+from evernear.embedding.embed import embed
+from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import export
 from evernear.embedding.train import train
 from evernear.evaluation.open_set import OpenSet

@@ -1,4 +1,7 @@
-"""Proportions and areas under the ROC curve, with confidence intervals."""
+"""Proportions and areas under the ROC curve, with confidence intervals.
+
+The functions import SciPy, which takes half a second, so that reading an earlier measurement does not.
+"""
 
 import math
 from statistics import NormalDist
@@ -6,9 +9,6 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
-from scipy.optimize import root_scalar
-from scipy.special import expit, logit
-from scipy.stats import rankdata
 
 from evernear.frozen import Frozen
 
@@ -78,6 +78,8 @@ def auroc(known: NDArray[np.float32], unknown: NDArray[np.float32], confidence: 
     (2006, Statist. Med. 25:559, method 5) assumes a distribution and takes the error at the ends of the interval, so it
     does not collapse.
     """
+    from scipy.stats import rankdata
+
     m, n = len(unknown), len(known)
     ranks = rankdata(np.concatenate([unknown, known]))
     beyond_known = (ranks[:m] - rankdata(unknown)) / n
@@ -111,6 +113,8 @@ def _deviations(confidence: float) -> float:
 def _delong(
     value: float, beyond_known: NDArray[np.float64], below_unknown: NDArray[np.float64], z: float
 ) -> tuple[float, float]:
+    from scipy.special import expit, logit
+
     if not 0 < value < 1 or min(len(beyond_known), len(below_unknown)) < 2:
         return value, value
     variance = sum(float(part.var(ddof=1)) / len(part) for part in (beyond_known, below_unknown))
@@ -120,6 +124,7 @@ def _delong(
 
 def _newcombe(value: float, m: int, n: int, z: float) -> tuple[float, float]:
     """The areas below and above ``value`` that are ``z`` times their own standard error away from it."""
+    from scipy.optimize import root_scalar
 
     def beyond(area: float) -> float:
         spread = 1 + ((m + n) / 2 - 1) * ((1 - area) / (2 - area) + area / (1 + area))

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evernear.disk import atomic_file, disk_errors, sha256_file, write_atomically
-from evernear.embedding.embed import Embeddings
+from evernear.embedding.embeddings import Embeddings
 from evernear.errors import DataError, IntegrityError, SettingsError
 from evernear.index.calibrate import calibrate, select_labels
 from evernear.index.description import (

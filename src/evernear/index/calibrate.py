@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from evernear.embedding.embed import EmbeddingBlock, Embeddings
+from evernear.embedding.embeddings import EmbeddingBlock, Embeddings
 from evernear.errors import DataError
 from evernear.index.description import FARTHEST, Calibration
 from evernear.index.faiss_compat import nearest_rows

@@ -11,7 +11,8 @@ from watched import NOON, MemoryRuns, World, digits, noise, png
 from evernear.data.ingest import ingest
 from evernear.data.manifest import Split, save_manifest
 from evernear.data.shards import Dataset
-from evernear.embedding.embed import Embeddings, embed
+from evernear.embedding.embed import embed
+from evernear.embedding.embeddings import Embeddings
 from evernear.errors import SettingsError, StoreError
 from evernear.index.build import build
 from evernear.kubeflow.runs import State
