@@ -146,12 +146,20 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
         from evernear.embedding.embeddings import Embeddings
         from evernear.evaluation.open_set import OpenSet
         from evernear.index.build import build
+        from evernear.index.description import describe_threshold
 
         labels = Dataset.open(Path(dataset)).labels
         vectors = Embeddings.open(Path(embeddings))
-        threshold = OpenSet.load(Path(open_set)).threshold
-        result = build(vectors, labels, chosen.index, Path(index), threshold=threshold)
-        running.summary = f"{result.size:,} vectors, {result.factory}; unknown beyond {result.threshold:.3f}"
+        probed = OpenSet.load(Path(open_set))
+        result = build(
+            vectors,
+            labels,
+            chosen.index,
+            Path(index),
+            threshold=probed.threshold,
+            reject_rate=probed.reject_rate,
+        )
+        running.summary = f"{result.size:,} vectors, {result.factory}; {describe_threshold(result.threshold)}"
 
 
 def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
@@ -162,8 +170,7 @@ def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
 
         result = probe(Dataset.open(Path(dataset)), chosen.train, chosen.evaluation, chosen.index)
         result.save(Path(open_set))
-        measured = f"AUROC {result.auroc} for classes never trained on"
-        running.summary = measured if result.held_out else "too few classes to hold one out"
+        running.summary = result.summary() or "too few classes to hold one out"
 
 
 def evaluate(
@@ -185,7 +192,9 @@ def evaluate(
         with open_champion(opened) as (champion, made_from):
             result = evaluate(candidate, champion, data, probed, chosen.evaluation, made_from, seen)
         result.write(Path(evaluation))
-        running.summary = f"accuracy {result.candidate.accuracy}"
+        running.summary = (
+            f"accuracy {result.candidate.accuracy}; {result.candidate.false_rejects} of known images called unknown"
+        )
     return result
 
 

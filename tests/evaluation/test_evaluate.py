@@ -15,8 +15,8 @@ from evernear.evaluation.evaluate import Evaluation, evaluate
 from evernear.evaluation.gate import decide
 from evernear.evaluation.measure import measure
 from evernear.evaluation.open_set import OpenSet
+from evernear.evaluation.probe import assess
 from evernear.evaluation.recognizer import Recognizer
-from evernear.evaluation.statistics import auroc, proportion, roc
 from evernear.index.build import build
 from evernear.settings import DataSettings, EvaluationSettings, GateSettings, IndexSettings
 from evernear.store import open_store
@@ -26,14 +26,7 @@ SETTINGS = EvaluationSettings()
 LENIENT = GateSettings(accuracy_floor=0.5)
 """The small network of the tests is not as good as one that serves."""
 NEAR, FAR = (np.linspace(start, start + 1, 40, dtype=np.float32) for start in (0, 0.8))
-PROBED = OpenSet(
-    held_out=("3", "8"),
-    auroc=auroc(NEAR, FAR, 0.95),
-    roc=roc(NEAR, FAR),
-    threshold=0.9,
-    false_accepts=proportion(3, 40, 0.95),
-    false_rejects=proportion(2, 40, 0.95),
-)
+PROBED = assess(NEAR, FAR, NEAR, FAR, IndexSettings(), 0.95).model_copy(update={"held_out": ("3", "8")})
 
 
 @pytest.fixture(scope="module")

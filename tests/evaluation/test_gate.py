@@ -116,6 +116,7 @@ def test_each_rule_holds_alone(planted: ModuleType, sound: Evaluation):
         "class_recall_floor": with_candidate(
             sound, class_recall=sound.candidate.class_recall | {"4": proportion(30, 100, 0.95)}
         ),
+        "false_rejects": with_candidate(sound, false_rejects=proportion(130, 1000, 0.95)),
         "index_recall": with_candidate(sound, index_recall=low),
         "parity": with_candidate(sound, parity_max_abs_difference=2e-4),
         "test_images_unseen": sound.model_copy(update={"leakage": UNSEEN | {"gallery": 1}}),
@@ -146,6 +147,12 @@ def test_each_rule_holds_alone(planted: ModuleType, sound: Evaluation):
         ("parity_max_abs_difference", math.nan, "parity"),
         ("parity_max_abs_difference", math.inf, "parity"),
         ("known_labels", (), "classes_kept"),
+        ("false_rejects", None, "false_rejects"),
+        (
+            "false_rejects",
+            Proportion.model_construct(count=math.nan, total=9, low=math.nan, high=math.nan),
+            "false_rejects",
+        ),
         ("class_recall", {}, "class_recall_floor"),
         (
             "class_recall",
@@ -170,6 +177,16 @@ def test_a_figure_that_is_missing_or_no_number_holds(sound: Evaluation, field, v
 )
 def test_a_part_that_is_missing_holds(sound: Evaluation, changes, rules):
     assert set(failed(decide(sound.model_copy(update=changes), SETTINGS))) == rules
+
+
+def test_false_rejects_hold_only_significantly_above_the_ceiling(sound: Evaluation):
+    for count, total, passed in ((11, 100, True), (115, 1000, True), (150, 1000, False), (1000, 1000, False)):
+        verdict = decide(with_candidate(sound, false_rejects=proportion(count, total, 0.95)), SETTINGS)
+        assert verdict.promote == passed
+    assert "100.00% (99.62% to 100.00%) of the known test images are called unknown" in verdict.reasons[0]
+    assert decide(with_candidate(sound, false_rejects=proportion(1, 9, 0.95)), SETTINGS).promote
+    strict = GateSettings(false_reject_ceiling=0.0)
+    assert set(failed(decide(with_candidate(sound, false_rejects=proportion(1, 9, 0.95)), strict))) == {"false_rejects"}
 
 
 def test_the_worst_change_of_a_class_is_told_and_no_gain_is_larger(planted: ModuleType):

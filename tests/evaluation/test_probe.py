@@ -10,7 +10,8 @@ from sklearn.datasets import load_digits
 from evernear.data.ingest import ingest
 from evernear.data.shards import Dataset
 from evernear.evaluation.open_set import OpenSet
-from evernear.evaluation.probe import choose_held_out, probe
+from evernear.evaluation.probe import assess, choose_held_out, probe
+from evernear.index.description import FARTHEST
 from evernear.settings import DataSettings, EvaluationSettings, IndexSettings, TrainSettings
 from evernear.store import open_store
 from tests.conftest import System
@@ -48,19 +49,46 @@ def test_classes_never_trained_on_lie_further_away(found: OpenSet):
     assert found.auroc.low > 0.6
 
 
-def test_figures_at_the_threshold_lie_on_the_curve(found: OpenSet):
+def test_figures_at_the_operating_point_are_on_the_curve(found: OpenSet):
     assert found.roc is not None
-    assert found.threshold is not None
     assert found.false_accepts is not None
-    below = max(i for i, threshold in enumerate(found.roc.thresholds) if threshold <= found.threshold)
-    above = min(below + 1, len(found.roc.thresholds) - 1)
-    assert found.roc.false_accepts[below] <= found.false_accepts.value <= found.roc.false_accepts[above]
+    assert found.false_rejects is not None
+    points = [*zip(found.roc.false_accepts, found.roc.true_accepts, strict=True)]
+    kept = 1 - found.false_rejects.value
+    assert min(abs(far - found.false_accepts.value) + abs(tar - kept) for far, tar in points) < 0.03
 
 
-def test_the_threshold_accepts_of_unseen_classes_about_what_is_stated(found: OpenSet):
-    """By impostors instead it would accept nearly all of them."""
-    assert found.false_accepts is not None
-    assert found.false_accepts.low < 0.05 + 0.1
+def test_known_images_take_precedence(found: OpenSet):
+    """The small network cannot reject 95% of unseen classes without rejecting many known images."""
+    assert found.required_reject_rate is not None
+    assert found.required_reject_rate > 0.05
+    assert found.reject_rate == 0.05
+    assert found.false_rejects is not None
+    assert found.false_rejects.low <= 0.05
+    assert "more than index.false_reject_rate = 0.05: known images take precedence" in found.summary()
+
+
+NEAR, FAR = np.linspace(0, 1, 200, dtype=np.float32), np.linspace(0.9, 1.9, 200, dtype=np.float32)
+
+
+def test_both_rates_are_met_where_they_can_be():
+    result = assess(NEAR, FAR, NEAR, FAR, IndexSettings(false_accept_rate=0.05, false_reject_rate=0.2), 0.95)
+    assert result.reject_rate == result.required_reject_rate == pytest.approx(0.055, abs=0.01)
+    assert result.false_accepts is not None
+    assert result.false_accepts.value <= 0.06
+    assert "take precedence" not in result.summary()
+    assert result.threshold is None
+
+
+@pytest.mark.parametrize("shift", [0.0, -0.5])
+def test_unknown_is_switched_off_where_distances_do_not_separate(shift: float):
+    """As near as known images, or nearer: every threshold would reject known images first."""
+    result = assess(NEAR, NEAR + shift, NEAR, NEAR + shift, IndexSettings(), 0.95)
+    assert result.threshold == FARTHEST
+    assert result.reject_rate is None
+    assert result.false_rejects is not None
+    assert result.false_rejects.count == 0
+    assert result.summary().startswith("Unknown is switched off")
 
 
 def test_the_probe_is_the_same_twice_and_survives_json(system: System, found: OpenSet):

@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from evernear.evaluation.statistics import ROC_POINTS, auroc, proportion, roc
+from evernear.evaluation.statistics import ROC_POINTS, auroc, false_accepts_at, proportion, roc
 
 GRID = st.integers(0, 8).map(lambda step: step / 4)
 DISTANCES = st.lists(GRID, min_size=1, max_size=25).map(lambda values: np.array(values, np.float32))
@@ -84,3 +84,30 @@ def test_a_long_roc_curve_is_thinned_and_fit_for_a_chart():
     assert (curve.false_accepts[-1], curve.true_accepts[-1]) == (1, 1)
     area = np.trapezoid(curve.true_accepts, curve.false_accepts)
     assert area == pytest.approx(auroc(known, unknown, 0.95).value, abs=1e-3)
+
+
+@given(known=DISTANCES, unknown=DISTANCES)
+def test_false_accepts_are_counted_at_the_smallest_threshold_that_accepts_enough_known(known, unknown):
+    found = false_accepts_at(known, unknown, 0.8, 0.95)
+    threshold = min(t for t in known if (known <= t).mean() >= 0.8)
+    assert found.value == (unknown <= threshold).mean()
+    assert 0 <= found.low <= found.value <= found.high <= 1
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_interval_of_false_accepts_covers_the_truth(shape):
+    rng = np.random.default_rng(0)
+    truth = false_accepts_at(*SHAPES[shape](rng, (200_000, 200_000)), 0.95, 0.95).value
+    trials, inside = 300, 0
+    for _ in range(trials):
+        found = false_accepts_at(*SHAPES[shape](rng, (300, 120)), 0.95, 0.95)
+        inside += found.low <= truth <= found.high
+    assert inside >= 0.92 * trials
+
+
+def test_the_trade_off_names_the_false_accepts_at_a_rate_of_false_rejects():
+    known, unknown = np.arange(100, dtype=np.float32), np.arange(50, 150, dtype=np.float32)
+    curve = roc(known, unknown)
+    assert curve.false_accepts_at(0.05) == pytest.approx(0.45, abs=0.02)
+    assert curve.false_accepts_at(0.0) == pytest.approx(0.5, abs=0.02)
+    assert curve.false_accepts_at(1.0) == 0

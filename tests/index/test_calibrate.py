@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from evernear.errors import DataError
 from evernear.index.build import build
-from evernear.index.calibrate import threshold_at
+from evernear.index.calibrate import threshold_at, threshold_rejecting
+from evernear.index.description import FARTHEST, describe_threshold
 from evernear.settings import IndexSettings
 
 from .conftest import MakeEmbeddings, blobs
@@ -31,7 +32,9 @@ def test_threshold_accepts_no_more_impostors_than_stated_and_as_many_as_it_can(d
 def test_threshold_is_that_of_exact_impostors_whatever_the_index(make_embeddings: MakeEmbeddings, tmp_path, factory):
     gallery, queries = blobs(1, 300), blobs(2, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
-    described = build(embeddings, LABELS, IndexSettings(factory=factory, false_accept_rate=0.1), tmp_path)
+    described = build(
+        embeddings, LABELS, IndexSettings(factory=factory, false_accept_rate=0.1, false_reject_rate=0.95), tmp_path
+    )
 
     impostors = [
         min(np.linalg.norm(query - vector) for vector, other in zip(*gallery, strict=True) if other != label)
@@ -103,3 +106,42 @@ def test_a_threshold_that_a_probe_found_is_taken_and_its_effect_counted(make_emb
     assert found.false_rejects == (distances.min(axis=1) > 0.9).sum()
     assert found.false_accepts == (to_others.min(axis=1) <= 0.9).sum()
     assert build(embeddings, LABELS, IndexSettings(), tmp_path).calibration.found_by == "impostors"
+
+
+@given(distances=DISTANCES, rate=st.floats(0.001, 0.999))
+def test_threshold_rejects_no_more_known_than_stated_and_as_many_as_it_can(distances, rate):
+    known = np.array(distances, np.float32)
+    threshold = threshold_rejecting(known, rate)
+    assert threshold in known
+    assert (known > threshold).sum() <= rate * (len(known) + 1)
+    below = known[known < threshold]
+    if len(below) and (len(known) + 1) * rate >= 1:
+        # A smaller threshold would reject so many that a new image exceeds it more often than stated.
+        assert (known > below.max()).sum() + 1 > rate * (len(known) + 1) - 1e-6
+
+
+def test_new_known_images_are_rejected_no_more_often_than_stated():
+    """The mean over calibrations; the plain quantile of 40 images would reject 7.3%."""
+    rng = np.random.default_rng(0)
+    rejected = [(rng.random(500) > threshold_rejecting(rng.random(40), 0.05)).mean() for _ in range(400)]
+    assert 0.04 < np.mean(rejected) < 0.055
+
+
+def test_known_images_take_precedence_over_impostors(make_embeddings: MakeEmbeddings, tmp_path):
+    gallery, queries = blobs(1, 300), blobs(2, 130)
+    embeddings = make_embeddings({"gallery": gallery, "query": queries})
+    strict = IndexSettings(false_accept_rate=0.001, false_reject_rate=0.05)
+    found = build(embeddings, LABELS, strict, tmp_path).calibration
+    assert 0 < found.false_rejects <= 0.05 * 131
+    assert found.false_accepts > 0.001 * 130
+    assert (found.stated_false_accept_rate, found.stated_false_reject_rate) == (0.001, 0.05)
+
+
+def test_the_share_that_a_probe_rejects_is_taken_of_the_releases_own_queries(make_embeddings: MakeEmbeddings, tmp_path):
+    embeddings = make_embeddings({"gallery": blobs(1, 300), "query": blobs(2, 130)})
+    found = build(embeddings, LABELS, IndexSettings(), tmp_path, reject_rate=0.1).calibration
+    assert found.found_by == "unseen classes"
+    assert found.false_rejects == 12
+    off = build(embeddings, LABELS, IndexSettings(), tmp_path, threshold=FARTHEST)
+    assert off.calibration.false_rejects == 0
+    assert describe_threshold(off.threshold) == "unknown switched off"

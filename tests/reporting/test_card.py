@@ -3,16 +3,21 @@
 import html
 import re
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
 from evernear.evaluation.evaluate import evaluate
 from evernear.evaluation.gate import decide
 from evernear.evaluation.open_set import OpenSet
+from evernear.evaluation.probe import assess
 from evernear.evaluation.recognizer import Recognizer
 from evernear.reporting.card import confusion_png, verdict_card
-from evernear.settings import EvaluationSettings, GateSettings
+from evernear.settings import EvaluationSettings, GateSettings, IndexSettings
 from tests.conftest import System
+
+NEAR_AND_FAR = np.linspace(0, 1, 50, dtype=np.float32), np.linspace(0.5, 1.5, 50, dtype=np.float32)
+ALIKE = NEAR_AND_FAR[0], NEAR_AND_FAR[0]
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +30,8 @@ def recognizer(system: System) -> Recognizer:
     [
         (OpenSet(held_out=()), "was calibrated on gallery impostors"),
         (OpenSet(held_out=(), threshold=0.4), "was reused together with the network"),
+        (assess(*NEAR_AND_FAR, *NEAR_AND_FAR, IndexSettings(), 0.95), "known images take precedence"),
+        (assess(*ALIKE, *ALIKE, IndexSettings(), 0.95), "Unknown is switched off"),
     ],
 )
 def test_card_is_small_self_contained_and_starts_with_the_reasons(

@@ -127,6 +127,8 @@ def _print_answer(file: Path, answer: "Prediction | Rejection", as_json: bool) -
 
 
 def _print_description(description: "Description") -> None:
+    from evernear.index.description import describe_threshold
+
     index, lineage, shape = description.index, description.lineage, description.preprocessing
     size_mb = description.archive_size_bytes / 1e6
     print_line(f"release {description.version}, {size_mb:.1f} MB, sha256 {description.archive_sha256}")
@@ -140,7 +142,7 @@ def _print_description(description: "Description") -> None:
     _heading("index")
     search = f" ({_safe(index.search)})" if index.search else ""
     print_line(f"  {_safe(index.factory)}{search}, {index.size:,} vectors of {index.dim}, metric {index.metric}")
-    print_line(f"  label by {index.label_by} of {index.k}, unknown beyond {index.threshold:.3f}")
+    print_line(f"  label by {index.label_by} of {index.k}, {describe_threshold(index.threshold)}")
     _heading(f"labels ({len(description.labels)})")
     more = f" and {len(description.labels) - SHOWN_LABELS:,} more" if len(description.labels) > SHOWN_LABELS else ""
     print_line("  " + " ".join(_safe(label) for label in description.labels[:SHOWN_LABELS]) + more)

@@ -74,6 +74,8 @@ def list_(registry: "Registry", as_json: JsonOption = False) -> None:
 @with_options(registry=registry_of)
 def show(registry: "Registry", version: VersionArgument, as_json: JsonOption = False) -> None:
     """Show data, network, code, verdict, metrics and parts of a release, even of a pruned one."""
+    from evernear.index.description import describe_threshold
+
     fields: dict[str, Any] = _fields(registry.get(version, include_pruned=True), registry.champion())
     fields["pruned"] = version not in registry.list()
     if as_json:
@@ -81,6 +83,7 @@ def show(registry: "Registry", version: VersionArgument, as_json: JsonOption = F
         return
     verdict = fields.pop("verdict")
     metrics, labels, parts = fields.pop("metrics"), fields.pop("labels"), fields.pop("parts")
+    fields["threshold"] = describe_threshold(fields["threshold"])
     for key, value in fields.items():
         print_line(f"{key.replace('_', ' '):<20} {_format(value)}")
     print_line(f"{'labels':<20} {len(labels)}: {' '.join(labels[:20])}{' ...' * (len(labels) > 20)}")

@@ -55,16 +55,18 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
             "recall_at_1": self.candidate.recall_at_1.value,
             "recall_at_5": self.candidate.recall_at_5.value,
             "worst_class_recall": min(recall.value for recall in self.candidate.class_recall.values()),
-            "false_reject_rate": self.candidate.false_rejects.value,
+            "false_reject_rate": self.candidate.false_rejects.value if self.candidate.false_rejects else None,
             "index_recall": self.candidate.index_recall.value,
             "threshold": self.candidate.threshold,
             "parity_max_abs_difference": self.candidate.parity_max_abs_difference,
             "test_images": self.candidate.accuracy.total,
             "test_images_seen": sum(self.leakage.values()),
         }
-        if self.open_set.auroc and self.open_set.false_accepts:
+        if self.open_set.auroc and self.open_set.false_accepts and self.open_set.false_accepts_at_95:
             metrics["open_set_auroc"] = self.open_set.auroc.value
+            metrics["open_set_auroc_low"] = self.open_set.auroc.low
             metrics["open_set_false_accept_rate"] = self.open_set.false_accepts.value
+            metrics["open_set_fpr_at_95_tpr"] = self.open_set.false_accepts_at_95.value
         if self.champion and self.comparison:
             pairs = self.comparison.within(self.champion.known_labels)
             metrics["champion_accuracy"] = self.champion.accuracy.value

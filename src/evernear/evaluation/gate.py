@@ -37,6 +37,10 @@ Classes (`classes_kept`, `class_recall_floor`, `class_recall_drop`)
     *and* is significantly worse at ``gate.significance`` divided by the number of classes (Bonferroni): one image in a
     class of 18 is 5.6 points. A class without a test image cannot be measured, and the reason names it.
 
+Known images called unknown (`false_rejects`)
+    The rule fails if the lower end of the interval is above ``gate.false_reject_ceiling``. A few images more than that
+    on a small test split are noise.
+
 First release
     Without a champion to compare with, only the floors and the soundness rules apply.
 """
@@ -46,6 +50,7 @@ from collections.abc import Iterator
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.measure import Measurement
 from evernear.evaluation.verdict import Rule, System, Verdict
+from evernear.index.description import FARTHEST
 from evernear.settings import GateSettings
 
 __all__ = ["Rule", "System", "Verdict", "decide"]
@@ -68,6 +73,7 @@ def _rules(evaluation: Evaluation, settings: GateSettings) -> Iterator[Rule]:
     candidate = evaluation.candidate
     yield _accuracy_floor(candidate, settings)
     yield _class_recall_floor(candidate, settings)
+    yield _false_rejects(evaluation, settings)
     yield _index_recall(candidate, settings)
     yield _parity(candidate, settings)
     yield _test_images_unseen(evaluation)
@@ -118,6 +124,22 @@ def _class_recall_floor(candidate: Measurement, settings: GateSettings) -> Rule:
         bound=floor,
         reason=reason,
     )
+
+
+def _false_rejects(evaluation: Evaluation, settings: GateSettings) -> Rule:
+    name, ceiling, rejected = "false_rejects", settings.false_reject_ceiling, evaluation.candidate.false_rejects
+    if rejected is None:
+        reason = "No test image is of a class that the candidate knows, so false rejects were not measured."
+        return Rule(name=name, passed=False, bound=ceiling, reason=reason)
+    passed = rejected.low <= ceiling
+    if evaluation.candidate.threshold >= FARTHEST:
+        reason = evaluation.open_set.summary() or "Unknown is switched off: every image counts as known."
+    else:
+        reason = (
+            f"{rejected} of the known test images are called unknown, "
+            f"{'not ' if passed else ''}significantly more than {ceiling:.0%}."
+        )
+    return Rule(name=name, passed=passed, candidate=rejected.value, bound=ceiling, reason=reason)
 
 
 def _index_recall(candidate: Measurement, settings: GateSettings) -> Rule:

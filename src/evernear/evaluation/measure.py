@@ -46,8 +46,8 @@ class Measurement(Frozen):
     """Queries whose nearest neighbor has the correct label."""
     recall_at_5: Proportion
     """Queries with the correct label among the five nearest neighbors."""
-    false_rejects: Proportion
-    """Queries called unknown, including those of classes that the system does not know."""
+    false_rejects: Proportion | None
+    """Queries of classes that the system knows that are called unknown; None if no query is of such a class."""
     index_recall: Proportion
     """Queries of the query split whose nearest vector the index found (recall@1 against exact search)."""
     class_recall: dict[str, Proportion]
@@ -126,7 +126,7 @@ def measure(
         accuracy=of_all(int(tally.class_right.sum())),
         recall_at_1=of_all(tally.nearest_right),
         recall_at_5=of_all(tally.among_nearest),
-        false_rejects=of_all(tally.unknown),
+        false_rejects=tally.false_rejects(gallery.description.known_labels, settings.confidence),
         index_recall=proportion(calibration.nearest_found, calibration.queries, settings.confidence),
         class_recall=tally.by_class(tally.class_right, settings.confidence),
         class_rejects=tally.by_class(tally.class_unknown, settings.confidence),
@@ -150,7 +150,7 @@ class _Tally:
         self.class_right = np.zeros(elsewhere, np.int64)
         self.class_unknown = np.zeros(elsewhere, np.int64)
         self.class_total = np.zeros(elsewhere, np.int64)
-        self.queries = self.nearest_right = self.among_nearest = self.unknown = 0
+        self.queries = self.nearest_right = self.among_nearest = 0
         self.sha256 = hashlib.sha256()
 
     def add(self, block: Block, neighbors: "Neighbors", answers: "Classifications") -> None:
@@ -161,7 +161,6 @@ class _Tally:
         self.queries += len(truth)
         self.nearest_right += int(matches[:, 0].sum())
         self.among_nearest += int(matches.any(axis=1).sum())
-        self.unknown += int(answers.unknown.sum())
         self.class_total += np.bincount(truth, minlength=classes)
         self.class_right += np.bincount(truth[right], minlength=classes)
         self.class_unknown += np.bincount(truth[answers.unknown], minlength=classes)
@@ -180,6 +179,11 @@ class _Tally:
             for label, count, total in zip(self._names, counts, self.class_total, strict=False)
             if total
         }
+
+    def false_rejects(self, known_labels: tuple[str, ...], confidence: float) -> Proportion | None:
+        known = np.isin(self._names[:-1], known_labels)
+        total = int(self.class_total[known].sum())
+        return proportion(int(self.class_unknown[known].sum()), total, confidence) if total else None
 
     def outcomes(self) -> Outcomes:
         return Outcomes(np.concatenate(self._right), np.concatenate(self._labels))

@@ -1,22 +1,54 @@
 """The result of the open-set probe; see `evernear.evaluation.probe`."""
 
-from evernear.evaluation.statistics import Auroc, Proportion, Roc
+from evernear.evaluation.statistics import Auroc, Interval, Proportion, Roc
 from evernear.frozen import Frozen
 
 
 class OpenSet(Frozen):
     """The result of a probe. With too few classes to hold any out, ``held_out`` is empty and all else is None.
 
-    If the network is reused from a release, only ``threshold`` is set.
+    Of ``threshold`` and ``reject_rate``, at most one is set: it determines the threshold of the release. If the network
+    is reused from a release, only ``threshold`` is set.
     """
 
     held_out: tuple[str, ...]
     auroc: Auroc | None = None
+    false_accepts_at_95: Interval | None = None
+    """Share of test images of held-out classes accepted where 95% of the known ones are (FPR at 95% TPR)."""
     roc: Roc | None = None
     threshold: float | None = None
-    """Open-set threshold of a release: it accepts `IndexSettings.false_accept_rate` of the query and gallery images of
-    held-out classes."""
+    """Threshold of a release: that of the release whose network is reused, or `evernear.index.description.FARTHEST`
+    if the distances do not separate unseen classes."""
+    reject_rate: float | None = None
+    """Share of known images to call unknown: ``required_reject_rate``, but at most ``stated_false_reject_rate``."""
+    required_reject_rate: float | None = None
+    """Share of known query images that the threshold for ``stated_false_accept_rate`` rejects."""
+    stated_false_accept_rate: float | None = None
+    stated_false_reject_rate: float | None = None
     false_accepts: Proportion | None = None
-    """Test images of held-out classes within the threshold."""
+    """Test images of held-out classes accepted at ``reject_rate``; all if unknown is switched off."""
     false_rejects: Proportion | None = None
-    """Test images of the other classes beyond the threshold."""
+    """Test images of the other classes rejected at ``reject_rate``; none if unknown is switched off."""
+
+    @property
+    def separates(self) -> bool:
+        """Whether unseen classes are significantly farther away than known ones."""
+        return self.auroc is not None and self.auroc.low > 0.5
+
+    def summary(self) -> str:
+        """The outcome of the calibration in one or two sentences; empty without a probe."""
+        if self.auroc is None or self.false_accepts is None:
+            return ""
+        if not self.separates:
+            return (
+                f"Unknown is switched off, and every image counts as known: with an AUROC of {self.auroc}, unseen "
+                "classes are not significantly farther away than known ones."
+            )
+        text = f"AUROC {self.auroc} for unseen classes; {self.false_accepts} of their images are accepted as known."
+        if self.required_reject_rate and self.reject_rate and self.required_reject_rate > self.reject_rate:
+            text += (
+                f" A false-accept rate of {self.stated_false_accept_rate:g} would reject "
+                f"{self.required_reject_rate:.0%} of known images, more than index.false_reject_rate = "
+                f"{self.stated_false_reject_rate:g}: known images take precedence."
+            )
+        return text

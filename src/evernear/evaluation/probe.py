@@ -15,11 +15,13 @@ from evernear.embedding.export import export
 from evernear.embedding.train import train
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
-from evernear.evaluation.statistics import auroc, proportion, roc
+from evernear.evaluation.statistics import auroc, false_accepts_at, proportion, roc
 from evernear.index.build import build
-from evernear.index.calibrate import threshold_at
+from evernear.index.calibrate import threshold_at, threshold_rejecting
+from evernear.index.description import FARTHEST
 from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
 
+Distances = NDArray[np.float32]
 FEWEST_KNOWN = 2
 """Fewest classes to train on; calibration needs two in the gallery."""
 
@@ -33,8 +35,10 @@ def probe(
     """Train with the same recipe for ``settings.probe_epochs`` without some classes, and measure their distances.
 
     The candidate cannot be probed, because it was trained on every class. ``train_settings.seed`` chooses the held-out
-    classes, which are excluded from training and gallery. Their query and gallery images determine the threshold; the
-    test split determines the figures. The network is discarded afterwards: the result describes the recipe.
+    classes, which are excluded from training and gallery. Their query and gallery images, and the query images of the
+    other classes, determine the share of known images to reject; the test split determines the figures. The network is
+    discarded afterwards: the result describes the recipe. If unseen classes are not significantly farther away than
+    known ones, the release calls no image unknown.
     """
     manifest = dataset.manifest
     counts = [manifest.label_counts(split) for split in SPLITS]
@@ -45,18 +49,48 @@ def probe(
         return OpenSet(held_out=())
     recipe = train_settings.model_copy(update={"epochs": settings.probe_epochs})
     recognizer = _recognizer_without(held_out, dataset, recipe, index_settings, settings.batch_size)
-    unknown_distances = [
-        _distances(recognizer, dataset, split, held_out, settings.batch_size)[1] for split in ("query", "gallery")
-    ]
-    threshold = threshold_at(np.concatenate(unknown_distances), index_settings.false_accept_rate)
-    known, unknown = _distances(recognizer, dataset, "test", held_out, settings.batch_size)
-    return OpenSet(
-        held_out=tuple(sorted(held_out)),
-        auroc=auroc(known, unknown, settings.confidence),
+    splits: tuple[Split, ...] = ("query", "gallery", "test")
+    distances = {split: _distances(recognizer, dataset, split, held_out, settings.batch_size) for split in splits}
+    unseen = np.concatenate([distances[split][1] for split in ("query", "gallery")])
+    return assess(*distances["test"], distances["query"][0], unseen, index_settings, settings.confidence).model_copy(
+        update={"held_out": tuple(sorted(held_out))}
+    )
+
+
+def assess(
+    known: Distances,
+    unknown: Distances,
+    known_for_calibration: Distances,
+    unknown_for_calibration: Distances,
+    settings: IndexSettings,
+    confidence: float,
+) -> OpenSet:
+    """Choose the share of known images to reject, and measure its effect on distances ``known`` and ``unknown``."""
+    area = auroc(known, unknown, confidence)
+    accepting = threshold_at(unknown_for_calibration, settings.false_accept_rate)
+    required = float((known_for_calibration > accepting).mean())
+    measured = OpenSet(
+        held_out=(),
+        auroc=area,
+        false_accepts_at_95=false_accepts_at(known, unknown, 0.95, confidence),
         roc=roc(known, unknown),
-        threshold=threshold,
-        false_accepts=proportion(int((unknown <= threshold).sum()), len(unknown), settings.confidence),
-        false_rejects=proportion(int((known > threshold).sum()), len(known), settings.confidence),
+        required_reject_rate=required,
+        stated_false_accept_rate=settings.false_accept_rate,
+        stated_false_reject_rate=settings.false_reject_rate,
+    )
+    if measured.separates:
+        reject_rate = min(required, settings.false_reject_rate)
+        threshold = threshold_rejecting(known_for_calibration, reject_rate)
+        choice = {"reject_rate": reject_rate}
+    else:
+        threshold = FARTHEST
+        choice = {"threshold": FARTHEST}
+    return measured.model_copy(
+        update={
+            **choice,
+            "false_accepts": proportion(int((unknown <= threshold).sum()), len(unknown), confidence),
+            "false_rejects": proportion(int((known > threshold).sum()), len(known), confidence),
+        }
     )
 
 
@@ -87,7 +121,7 @@ def _recognizer_without(
 
 def _distances(
     recognizer: Recognizer, dataset: Dataset, split: Split, held_out: Iterable[str], batch_size: int
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+) -> tuple[Distances, Distances]:
     """Nearest-neighbor distances of a split's images: those of known classes, and those of held-out classes."""
     numbers = [dataset.labels.index(label) for label in held_out]
     known, unknown = [np.empty(0, np.float32)], [np.empty(0, np.float32)]

@@ -13,6 +13,8 @@ from pydantic import Field
 from evernear.frozen import Frozen
 
 ROC_POINTS = 200
+BOOTSTRAP = 10_000
+"""Resamples of a bootstrap interval."""
 
 
 class Proportion(Frozen):
@@ -45,6 +47,17 @@ class Auroc(Frozen):
         return f"{self.value:.4f} ({self.low:.4f} to {self.high:.4f})"
 
 
+class Interval(Frozen):
+    """An estimated proportion with its confidence interval."""
+
+    value: float = Field(ge=0, le=1, allow_inf_nan=False)
+    low: float = Field(ge=0, le=1, allow_inf_nan=False)
+    high: float = Field(ge=0, le=1, allow_inf_nan=False)
+
+    def __str__(self) -> str:
+        return f"{self.value:.2%} ({self.low:.2%} to {self.high:.2%})"
+
+
 class Roc(Frozen):
     """The ROC curve of a distance threshold: at most `ROC_POINTS` points, all finite."""
 
@@ -53,6 +66,12 @@ class Roc(Frozen):
     true_accepts: tuple[float, ...]
     """Proportion of known images within it (the curve's y, 1 - FRR)."""
     thresholds: tuple[float, ...]
+
+    def false_accepts_at(self, false_reject_rate: float) -> float:
+        """The smallest rate of false accepts at a false-reject rate of at most ``false_reject_rate``."""
+        pairs = zip(self.false_accepts, self.true_accepts, strict=True)
+        # Rounded, because 1 - 0.95 is slightly more than 0.05.
+        return min(accepted for accepted, kept in pairs if round(1 - kept, 9) <= false_reject_rate)
 
 
 def proportion(count: int, total: int, confidence: float) -> Proportion:
@@ -103,6 +122,27 @@ def roc(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Roc:
         false_accepts=tuple((inside[1] / len(unknown)).tolist()),
         thresholds=tuple(thresholds.tolist()),
     )
+
+
+def false_accepts_at(
+    known: NDArray[np.float32], unknown: NDArray[np.float32], true_accept_rate: float, confidence: float
+) -> Interval:
+    """Share of unknown (M,) distances within the smallest threshold that accepts ``true_accept_rate`` of known (N,).
+
+    The interval is the hull of two. The percentile bootstrap (Efron 1979) covers the chance in the threshold: in a
+    resample of the known, its rank is a Beta variable, and the accepted unknown are a Binomial one, so no resample has
+    to be drawn. It collapses at 0 and 1, where Wilson's interval, at the threshold that was found, does not.
+    """
+    known, unknown = np.sort(known), np.sort(unknown)
+    n, m = len(known), len(unknown)
+    rank = math.ceil(true_accept_rate * n)
+    accepted = int(np.searchsorted(unknown, known[rank - 1], side="right"))
+    rng = np.random.default_rng(0)
+    thresholds = known[np.minimum((rng.beta(rank, n - rank + 1, BOOTSTRAP) * n).astype(int), n - 1)]
+    shares = rng.binomial(m, np.searchsorted(unknown, thresholds, side="right") / m) / m
+    low, high = np.quantile(shares, ((1 - confidence) / 2, (1 + confidence) / 2))
+    wilson = proportion(accepted, m, confidence)
+    return Interval(value=accepted / m, low=min(float(low), wilson.low), high=max(float(high), wilson.high))
 
 
 def _deviations(confidence: float) -> float:

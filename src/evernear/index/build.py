@@ -35,12 +35,13 @@ def build(
     out_dir: Path,
     exclude_labels: frozenset[str] = frozenset(),
     threshold: float | None = None,
+    reject_rate: float | None = None,
 ) -> IndexDescription:
     """Index the gallery split, calibrate on the query split, and write both to ``out_dir``.
 
-    ``labels`` are the dataset's, by number. Images of ``exclude_labels`` are ignored. ``threshold`` comes from a probe
-    (`evernear.evaluation.open_set.OpenSet`); without one it is calibrated here. The description is written last, so a
-    directory without ``index.json`` is an unfinished index.
+    ``labels`` are the dataset's, by number. Images of ``exclude_labels`` are ignored. ``threshold`` and
+    ``reject_rate`` are those of an `evernear.evaluation.open_set.OpenSet`; see `calibrate`. The description is written
+    last, so a directory without ``index.json`` is an unfinished index.
 
     Raises:
         StoreError: the disk is full, or ``out_dir`` cannot be written.
@@ -54,7 +55,7 @@ def build(
     index = _make(embeddings, known, settings)
     with _faiss_errors(settings, embeddings):
         numbers, sums = _add(index, embeddings, known)
-        calibration = calibrate(embeddings, known, index, settings.false_accept_rate, threshold)
+        calibration = calibrate(embeddings, known, index, settings, threshold, reject_rate)
 
     with disk_errors(out_dir):
         (out_dir / DESCRIPTION_FILE).unlink(missing_ok=True)

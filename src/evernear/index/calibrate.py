@@ -1,5 +1,6 @@
 """The open-set threshold: the distance beyond which an image is unknown."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from evernear.embedding.embeddings import EmbeddingBlock, Embeddings
 from evernear.errors import DataError
 from evernear.index.description import FARTHEST, Calibration
 from evernear.index.faiss_compat import nearest_rows
+from evernear.settings import IndexSettings
 
 if TYPE_CHECKING:
     from faiss import Index
@@ -25,20 +27,21 @@ def calibrate(
     embeddings: Embeddings,
     known: NDArray[np.bool_],
     index: "Index",
-    false_accept_rate: float,
-    threshold: float | None,
+    settings: IndexSettings,
+    threshold: float | None = None,
+    reject_rate: float | None = None,
 ) -> Calibration:
     """Set the threshold, and measure its effect on the query split, which is neither trained nor tested on.
 
-    ``threshold`` comes from `evernear.evaluation.probe`, measured on classes that its network had not seen. It is used
-    unchanged, since distances between unit vectors of the same recipe are comparable. Its accuracy depends on the
-    classes: a stated false-accept rate of 5% was 6% over eight draws of two unseen classes of scikit-learn's digits (0
-    to 25%), and 12% and 2% for two draws on MNIST. 16% of known digits and 6% of MNIST's were called unknown.
+    ``reject_rate`` is the share of known images to reject according to `evernear.evaluation.probe`. The threshold is
+    the distance that this share of the queries exceeds, so it follows the distances of this network, which has trained
+    longer than that of the probe. ``threshold``, from a release whose network is reused, is taken unchanged.
 
-    With too few classes for a probe (None), impostors are used instead: each query counts as unknown once, at the
-    distance to the nearest gallery vector of *another* class, and ``false_accept_rate`` of them may lie within the
-    threshold. This underestimates unseen classes (5% was 70% in the draws of digits, 56% and 5% on MNIST), because a
-    network separates the classes that it was trained on.
+    With too few classes for a probe (both None), impostors are used instead: each query counts as unknown once, at the
+    distance to the nearest gallery vector of *another* class. The threshold accepts ``settings.false_accept_rate`` of
+    them, unless it then rejects more than ``settings.false_reject_rate`` of the queries: known images take precedence.
+    This underestimates unseen classes (5% was 70% in the draws of digits, 56% and 5% on MNIST), because a network
+    separates the classes that it was trained on.
 
     Distances to impostors are exact for every index type. An approximate search that starts within a query's own class
     would find no impostor, and the threshold would be too large. ``known`` is a mask over label numbers: the classes
@@ -60,13 +63,19 @@ def calibrate(
         raise DataError("No image of the query split is left to calibrate on; raise data.query_fraction.")
     if not np.isfinite(impostor_distances).all():
         raise DataError("The gallery has one class only, so no query has an impostor; raise data.gallery_fraction.")
-    found_by = "impostors" if threshold is None else "unseen classes"
-    if threshold is None:
-        threshold = threshold_at(impostor_distances, false_accept_rate)
+    found_by = "impostors" if threshold is None and reject_rate is None else "unseen classes"
+    if reject_rate is not None:
+        threshold = threshold_rejecting(distances, reject_rate)
+    elif threshold is None:
+        threshold = max(
+            threshold_at(impostor_distances, settings.false_accept_rate),
+            threshold_rejecting(distances, settings.false_reject_rate),
+        )
     return Calibration(
         found_by=found_by,
         queries=len(distances),
-        stated_false_accept_rate=false_accept_rate,
+        stated_false_accept_rate=settings.false_accept_rate,
+        stated_false_reject_rate=settings.false_reject_rate,
         threshold=threshold,
         false_accepts=int((impostor_distances <= threshold).sum()),
         false_rejects=int((distances > threshold).sum()),
@@ -82,6 +91,19 @@ def threshold_at(unknown_distances: Floats, false_accept_rate: float) -> float:
     allowed = int(np.floor(false_accept_rate * len(unknown_distances)))
     first_refused = np.partition(unknown_distances, allowed)[allowed]
     return float(np.clip(np.nextafter(np.float32(first_refused), np.float32(-1)), 0, FARTHEST))
+
+
+def threshold_rejecting(known_distances: Floats, false_reject_rate: float) -> float:
+    """The smallest of ``known_distances`` (N,), N >= 1, that rejects at most ``false_reject_rate`` of *new* images.
+
+    The rank is that of split conformal prediction (Vovk et al. 2005; Angelopoulos and Bates 2021, arXiv:2107.07511):
+    an image exchangeable with these exceeds the distance of rank ceil((N + 1) (1 - rate)) with at most that
+    probability. With N below 1 / ``false_reject_rate`` - 1 no rank is high enough, and the largest distance is taken.
+    """
+    count = len(known_distances)
+    # Rounded, because (1 - 0.05) * 20 is slightly more than 19.
+    rank = min(count, math.ceil(round((count + 1) * (1 - false_reject_rate), 9)))
+    return float(np.clip(np.partition(known_distances, rank - 1)[rank - 1], 0, FARTHEST))
 
 
 @dataclass(frozen=True)

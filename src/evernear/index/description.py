@@ -23,6 +23,8 @@ class Calibration(Frozen):
 
     found_by: Literal["unseen classes", "impostors"]
     stated_false_accept_rate: float
+    stated_false_reject_rate: float | None = None
+    """None in releases from before this setting."""
     threshold: float = Field(ge=0.0, le=FARTHEST, allow_inf_nan=False)
     queries: int = Field(ge=1)
     false_accepts: int
@@ -31,6 +33,11 @@ class Calibration(Frozen):
     """Queries whose nearest vector, as the index finds it, is beyond the threshold."""
     nearest_found: int
     """Queries for which the index found the exact nearest vector: its recall@1."""
+
+
+def describe_threshold(threshold: float) -> str:
+    """When an image is unknown, for a summary."""
+    return "unknown switched off" if threshold >= FARTHEST else f"unknown beyond {threshold:.3f}"
 
 
 class IndexDescription(Frozen):
@@ -58,7 +65,7 @@ class IndexDescription(Frozen):
 
     @property
     def threshold(self) -> float:
-        """The largest distance to the nearest neighbor at which an image counts as known."""
+        """The largest distance to the nearest neighbor at which an image counts as known; `FARTHEST`: any distance."""
         return self.calibration.threshold
 
     @property

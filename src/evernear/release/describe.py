@@ -8,7 +8,7 @@ from evernear.disk import sha256_file
 from evernear.errors import IntegrityError
 from evernear.evaluation.verdict import Verdict
 from evernear.frozen import Frozen
-from evernear.index.description import DESCRIPTION_FILE, IndexDescription
+from evernear.index.description import DESCRIPTION_FILE, IndexDescription, describe_threshold
 from evernear.release.archive_reader import read_release
 from evernear.release.manifest import HANDLER_FILE, PREPROCESSING_FILE, VERDICT_FILE, ReleaseManifest
 from evernear.release.registry import Decision
@@ -141,7 +141,7 @@ def _request(manifest: ReleaseManifest, index: IndexDescription) -> Signature:
         outputs=(
             Value(name="pred", dtype="string", shape=(), meaning="one of the labels"),
             Value(name="dist", dtype="float", shape=(), meaning="L2 to the nearest gallery image, 0 to 2"),
-            Value(name="unknown", dtype="bool", shape=(), meaning=f"dist beyond {index.threshold:.3f}"),
+            Value(name="unknown", dtype="bool", shape=(), meaning=describe_threshold(index.threshold)),
             Value(name="neighbors.label", dtype="string", shape=(near,), meaning="nearest first"),
             Value(name="neighbors.dist", dtype="float", shape=(near,), meaning="L2, ascending"),
             Value(name="version", dtype="string", shape=(), meaning=manifest.version),

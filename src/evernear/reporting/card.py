@@ -2,15 +2,22 @@
 
 import io
 
+import numpy as np
 from matplotlib.figure import Figure
+from scipy.special import ndtri
 
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.gate import Rule, Verdict
 from evernear.evaluation.open_set import OpenSet
-from evernear.evaluation.statistics import Proportion
+from evernear.evaluation.statistics import Proportion, Roc
+from evernear.index.description import describe_threshold
 from evernear.output import printable
 from evernear.reporting.plots import escape, page, svg
 
+FALSE_REJECT_RATES = (0.01, 0.02, 0.05, 0.10, 0.20)
+"""Points of the detection error trade-off that the card lists."""
+DET_LIMITS = (0.005, 0.995)
+DET_TICKS = (0.01, 0.05, 0.2, 0.5, 0.8, 0.95)
 MAX_LABEL_CHARACTERS = 30
 """Longest class name beside the confusion matrix; longer names are shortened."""
 
@@ -23,6 +30,7 @@ def verdict_card(verdict: Verdict, evaluation: Evaluation) -> str:
         _list(verdict.reasons),
         _rules(verdict.rules),
         _metrics(evaluation),
+        _rejection(evaluation),
         svg(_confusion(evaluation)),
     )
 
@@ -56,29 +64,60 @@ def _rules(rules: list[Rule]) -> str:
 
 def _metrics(evaluation: Evaluation) -> str:
     candidate, champion = evaluation.candidate, evaluation.champion
-    shares: dict[str, tuple[Proportion, Proportion | None]] = {
+    shares: dict[str, tuple[Proportion | None, Proportion | None]] = {
         "accuracy": (candidate.accuracy, champion.accuracy if champion else None),
         "recall@1": (candidate.recall_at_1, champion.recall_at_1 if champion else None),
         "recall@5": (candidate.recall_at_5, champion.recall_at_5 if champion else None),
-        "called unknown": (candidate.false_rejects, champion.false_rejects if champion else None),
+        "known images called unknown": (candidate.false_rejects, champion.false_rejects if champion else None),
         "index recall": (candidate.index_recall, champion.index_recall if champion else None),
     }
     rows = "".join(
-        f"<tr><td>{name}</td><td>{escape(ours)}</td><td>{escape(theirs or '-')}</td></tr>"
+        f"<tr><td>{name}</td><td>{escape(ours or '-')}</td><td>{escape(theirs or '-')}</td></tr>"
         for name, (ours, theirs) in shares.items()
     )
     head = "<tr><th></th><th>candidate</th><th>champion</th></tr>"
-    rejection = f"<p>{escape(_open_set(evaluation.open_set, candidate.threshold))}</p>"
-    return f"<h2>Metrics on {candidate.accuracy.total:,} test images</h2><table>{head}{rows}</table>{rejection}"
+    return f"<h2>Metrics on {candidate.accuracy.total:,} test images</h2><table>{head}{rows}</table>"
 
 
-def _open_set(probe: OpenSet, threshold: float) -> str:
-    if probe.auroc:
-        held_out = ", ".join(probe.held_out)
-        return f"Classes never trained on ({held_out}): AUROC {probe.auroc}, accepted {probe.false_accepts}."
-    if probe.threshold is not None:
-        return f"The open-set threshold of {threshold:.3f} was reused together with the network."
-    return f"Too few classes to hold some out: the threshold of {threshold:.3f} was calibrated on gallery impostors."
+def _rejection(evaluation: Evaluation) -> str:
+    """How the threshold was set, and the trade-off that it was chosen from."""
+    probe, threshold = evaluation.open_set, describe_threshold(evaluation.candidate.threshold)
+    if probe.auroc is None or probe.roc is None:
+        origin = (
+            f"The open-set threshold ({threshold}) was reused together with the network."
+            if probe.threshold is not None
+            else f"Too few classes to hold some out: the threshold ({threshold}) was calibrated on gallery impostors."
+        )
+        return f"<h2>Unknown images</h2><p>{escape(origin)}</p>"
+    held_out = f"Classes held out by the probe: {', '.join(probe.held_out)}. This release: {threshold}."
+    rows = "".join(
+        f"<tr><td class=n>{rate:.0%}</td><td class=n>{probe.roc.false_accepts_at(rate):.1%}</td></tr>"
+        for rate in FALSE_REJECT_RATES
+    )
+    head = "<tr><th>known images called unknown</th><th>images of held-out classes accepted</th></tr>"
+    at_95 = f"Accepted where 95% of known images are (FPR at 95% TPR): {probe.false_accepts_at_95}."
+    return (
+        f"<h2>Unknown images</h2><p>{escape(probe.summary())}</p><p>{escape(held_out)} {escape(at_95)}</p>"
+        f"<table>{head}{rows}</table>{svg(_trade_off(probe, probe.roc))}"
+    )
+
+
+def _trade_off(probe: OpenSet, curve: Roc) -> Figure:
+    """The detection error trade-off, on the scales of Martin et al. (1997, Eurospeech)."""
+    figure = Figure(figsize=(4, 4), layout="constrained")
+    axes = figure.subplots()
+    rejected = 1 - np.array(curve.true_accepts)
+    low, high = DET_LIMITS
+    axes.plot(*(ndtri(np.clip(rates, low, high)) for rates in (curve.false_accepts, rejected)))
+    if probe.false_accepts and probe.false_rejects:
+        point = (probe.false_accepts.value, probe.false_rejects.value)
+        axes.plot(*(ndtri(np.clip([rate], low, high)) for rate in point), "o", label="operating point")
+        axes.legend()
+    axes.set(xlabel="held-out classes accepted", ylabel="known images rejected", title="Detection error trade-off")
+    for set_ticks in (axes.set_xticks, axes.set_yticks):
+        set_ticks(ndtri(np.array(DET_TICKS)), [f"{rate:.0%}" for rate in DET_TICKS])
+    axes.grid(alpha=0.3)
+    return figure
 
 
 def _confusion(evaluation: Evaluation) -> Figure:

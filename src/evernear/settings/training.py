@@ -137,7 +137,13 @@ class IndexSettings(Section):
         default=0.05,
         gt=0.0,
         lt=1.0,
-        description="Share of unknown images to accept. A lower value also rejects more known images.",
+        description="Share of images of unseen classes to accept. A lower value also rejects more known images.",
+    )
+    false_reject_rate: float = Field(
+        default=0.05,
+        gt=0.0,
+        lt=1.0,
+        description="Largest share of known images to call unknown; takes precedence over false_accept_rate.",
     )
 
 
@@ -165,6 +171,9 @@ class GateSettings(Section):
         default=0.05, description="Largest loss of recall in any class, compared with the champion."
     )
     class_recall_floor: Fraction = Field(default=0.5, description="Smallest recall of any class.")
+    false_reject_ceiling: Fraction = Field(
+        default=0.10, description="Largest share of known test images that may be called unknown."
+    )
     index_recall_floor: Fraction = Field(
         default=0.99, description="Smallest recall of the approximate index, compared with exact search."
     )
