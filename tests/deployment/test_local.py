@@ -81,7 +81,7 @@ class Site:
 
         def hammer(number: int) -> None:
             client = Client.of(self.settings)
-            while not done.wait(0.005):
+            while not done.wait(0.03):
                 requests[number] += 1
                 try:
                     versions.add(client.predict(self.image).version)

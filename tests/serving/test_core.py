@@ -1,4 +1,6 @@
 import random
+import subprocess
+import sys
 
 import hostile
 import pytest
@@ -120,3 +122,12 @@ def test_rejects_an_index_of_another_network(parts: ReleaseParts) -> None:
     other = parts.manifest.model_copy(update={"network_sha256": "0" * 64})
     with pytest.raises(IntegrityError, match="not of 000000000000"):
         Predictor.open(ReleaseParts(other, parts.directory))
+
+
+def test_handler_imports_only_packages_of_the_serving_image() -> None:
+    script = (
+        "import sys, evernear.serving.handler\n"
+        "print({'torchvision', 'timm', 'scipy', 'sklearn', 'matplotlib', 'torch._dynamo'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -7,7 +7,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torchvision.transforms.v2 import functional as transforms
 
 Flip = Literal["horizontal", "vertical"]
 
@@ -57,7 +56,7 @@ def random_affine(images: Tensor, generator: torch.Generator, elastic: bool = Fa
 
 def flip(images: Tensor, direction: Flip) -> Tensor:
     """Mirror all images of (N, C, H, W): left and right, or top and bottom."""
-    return transforms.horizontal_flip(images) if direction == "horizontal" else transforms.vertical_flip(images)
+    return images.flip(-1 if direction == "horizontal" else -2)
 
 
 def random_flips(images: Tensor, directions: Sequence[Flip], generator: torch.Generator) -> Tensor:
