@@ -1,4 +1,4 @@
-"""What tests of several rooms share: an S3 that answers on loopback, and a system to be released."""
+"""Shared fixtures: an S3 server on loopback, and a system to release."""
 
 import itertools
 import os
@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-import environment  # noqa: F401 - first, since libraries and `evernear` read the environment when they are loaded
+import environment  # noqa: F401 - first, because libraries and `evernear` read the environment on import
 import pytest
 from minio import Minio
 from moto.server import ThreadedMotoServer
@@ -16,7 +16,7 @@ _bucket_numbers = itertools.count(time.time_ns())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Scenarios first: the longest files would otherwise keep one of two cores busy alone at the end."""
+    """Run scenarios first; otherwise the longest files would occupy a single core at the end."""
     items.sort(key=lambda item: "scenarios" not in item.path.parts)
 
 
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def s3_endpoint() -> Iterator[str]:
     """The URL of an S3 server: moto, or the one at ``TEST_S3_URL``.
 
-    ``TEST_S3_ACCESS_KEY`` and ``TEST_S3_SECRET_KEY`` have to be allowed to make buckets there.
+    ``TEST_S3_ACCESS_KEY`` and ``TEST_S3_SECRET_KEY`` must be allowed to create buckets there.
     """
     if url := os.environ.get("TEST_S3_URL"):
         yield url
@@ -38,7 +38,7 @@ def s3_endpoint() -> Iterator[str]:
 
 @pytest.fixture
 def bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The name of a new, empty bucket; the environment leads clients to it."""
+    """The name of a new, empty bucket; the environment configures clients for it."""
     access_key = os.environ.get("TEST_S3_ACCESS_KEY", "tester")
     secret_key = os.environ.get("TEST_S3_SECRET_KEY", "not-a-secret")
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
@@ -49,7 +49,7 @@ def bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     client = Minio(parts.netloc, access_key, secret_key, secure=parts.scheme == "https", region="us-east-1")
     client.make_bucket(name)
     yield name
-    if "TEST_S3_URL" in os.environ:  # a real server goes on
+    if "TEST_S3_URL" in os.environ:  # a real server keeps running
         for found in client.list_objects(name, recursive=True):
             client.remove_object(name, str(found.object_name))
         client.remove_bucket(name)
@@ -57,11 +57,11 @@ def bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def system(tmp_path_factory: pytest.TempPathFactory) -> System:
-    """The real digits, and a small network trained on them."""
+    """The digits dataset and a small network trained on it."""
     return build_system(tmp_path_factory.mktemp("system"))
 
 
 @pytest.fixture(scope="session")
 def make_release(system: System, tmp_path_factory: pytest.TempPathFactory) -> MakeRelease:
-    """Pack the system as a release, each time one that is a second younger."""
+    """Pack the system as a release; each is one second newer than the previous one."""
     return release_maker(system, lambda: tmp_path_factory.mktemp("release"))

@@ -24,5 +24,5 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes], timeout_s: float 
             return
         except OSError:
             assert process.poll() is None, "the server died"
-            assert time.monotonic() < deadline, "the server does not listen"
+            assert time.monotonic() < deadline, "the server is not listening"
             time.sleep(0.05)

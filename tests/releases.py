@@ -106,8 +106,8 @@ def decided(system: System, parent: str | None, promote: bool) -> Verdict:
 def settings_on_free_ports(**changes: object) -> ServingSettings:
     """Settings of a server on ports that nobody uses at this moment."""
     names = [name for name in ServingSettings.model_fields if name.endswith("_port")]
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in names]
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in names]
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         ports = {name: each.getsockname()[1] for name, each in zip(names, sockets, strict=True)}

@@ -14,22 +14,22 @@ COUNTS = st.integers(0, 150)
 
 
 @given(regressions=COUNTS, improvements=COUNTS)
-def test_p_is_the_exact_binomial_tail(regressions, improvements):
+def test_p_value_is_the_exact_binomial_tail(regressions, improvements):
     differing = regressions + improvements
     tail = Fraction(sum(comb(differing, count) for count in range(regressions, differing + 1)), 2**differing)
     assert mcnemar_worse(regressions, improvements) == pytest.approx(float(tail), rel=1e-9)
 
 
 @given(regressions=COUNTS, improvements=COUNTS)
-def test_more_regressions_never_look_better(regressions, improvements):
+def test_p_value_is_monotonic_in_regressions(regressions, improvements):
     p = mcnemar_worse(regressions, improvements)
     assert mcnemar_worse(regressions + 1, improvements) <= p <= mcnemar_worse(regressions, improvements + 1)
 
 
 @pytest.mark.parametrize("differing", [1, 3, 10, 37, 80])
 @pytest.mark.parametrize("level", [0.05, 0.1])
-def test_equal_systems_fall_below_a_level_at_most_that_often(differing, level):
-    """Over all ways that ``differing`` coins can fall, not by sampling."""
+def test_type_one_error_rate_is_at_most_the_level(differing, level):
+    """Enumerates all outcomes of ``differing`` coin tosses."""
     below = sum(
         comb(differing, regressions)
         for regressions in range(differing + 1)
@@ -44,22 +44,22 @@ OUTCOMES = st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 2)), 
 
 
 @given(OUTCOMES)
-def test_pairs_are_counted_overall_and_by_class(columns):
-    ours, theirs, truth = columns
+def test_pairs_are_counted_overall_and_per_class(columns):
+    ours, others, truth = columns
     labels = truth.astype(np.int32)
-    found = compare(Outcomes(ours, labels), Outcomes(theirs, labels), ("a", "b", "c", "no query"))
+    comparison = compare(Outcomes(ours, labels), Outcomes(others, labels), ("a", "b", "c", "no query"))
 
     def pairs(mask) -> PairedCounts:
-        rows = [(bool(o), bool(t)) for o, t in zip(ours[mask], theirs[mask], strict=True)]
+        rows = [(bool(o), bool(t)) for o, t in zip(ours[mask], others[mask], strict=True)]
         return PairedCounts(
             queries=len(rows), regressions=rows.count((False, True)), improvements=rows.count((True, False))
         )
 
-    assert found.overall == pairs(truth >= 0)
-    assert found.classes == {"abc"[label]: pairs(truth == label) for label in set(truth.tolist())}
+    assert comparison.overall == pairs(truth >= 0)
+    assert comparison.classes == {"abc"[label]: pairs(truth == label) for label in set(truth.tolist())}
 
 
-def test_outcomes_of_different_queries_are_not_compared():
+def test_outcomes_of_different_queries_are_rejected():
     right = np.ones(3, np.bool_)
     with pytest.raises(IntegrityError, match="different queries"):
         compare(

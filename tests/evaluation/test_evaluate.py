@@ -24,7 +24,7 @@ from tests.conftest import System
 
 SETTINGS = EvaluationSettings()
 LENIENT = GateSettings(accuracy_floor=0.5)
-"""The small network of the tests is not as good as one that serves."""
+"""The small test network is less accurate than a production network."""
 NEAR, FAR = (np.linspace(start, start + 1, 40, dtype=np.float32) for start in (0, 0.8))
 PROBED = assess(NEAR, FAR, NEAR, FAR, IndexSettings(), 0.95).model_copy(update={"held_out": ("3", "8")})
 
@@ -51,7 +51,7 @@ def collapsed(system: System, embeddings: Path, tmp_path_factory: pytest.TempPat
     return indexed(system, embeddings, tmp_path_factory.mktemp("index"), frozenset({"7"}))
 
 
-def test_an_evaluation_survives_the_disk(system: System, full: Recognizer, collapsed: Recognizer, tmp_path):
+def test_evaluation_survives_a_round_trip(system: System, full: Recognizer, collapsed: Recognizer, tmp_path):
     evaluation = evaluate(collapsed, full, system.dataset, PROBED, SETTINGS, system.dataset)
     evaluation.write(tmp_path)
     loaded = Evaluation.open(tmp_path)
@@ -68,7 +68,7 @@ def saved(system: System, full: Recognizer, collapsed: Recognizer, tmp_path) -> 
     return tmp_path
 
 
-def test_figures_that_were_prettied_do_not_load(saved: Path):
+def test_tampered_metrics_do_not_load(saved: Path):
     tree = json.loads((saved / "evaluation.json").read_text())
     regressions = tree["comparison"]["overall"]["regressions"]
     for path, value in (
@@ -89,7 +89,7 @@ def test_figures_that_were_prettied_do_not_load(saved: Path):
 
 @pytest.mark.parametrize("name", ["evaluation.json", "outcomes.npz"])
 @pytest.mark.parametrize("content", [None, b"", b"{}", b"PK\x03\x04 no archive"])
-def test_what_is_no_evaluation_does_not_load(saved: Path, name, content):
+def test_invalid_evaluation_does_not_load(saved: Path, name, content):
     (saved / name).unlink()
     if content is not None:
         (saved / name).write_bytes(content)
@@ -97,7 +97,7 @@ def test_what_is_no_evaluation_does_not_load(saved: Path, name, content):
         Evaluation.open(saved)
 
 
-def test_a_figure_that_is_no_number_does_not_load(saved: Path):
+def test_nan_metric_does_not_load(saved: Path):
     tree = json.loads((saved / "evaluation.json").read_text())
     tree["candidate"]["accuracy"]["low"] = math.nan
     (saved / "evaluation.json").write_text(json.dumps(tree))
@@ -114,19 +114,19 @@ def test_metrics_are_flat_finite_numbers(system: System, full: Recognizer, colla
         assert all(type(value) is float and math.isfinite(value) for value in metrics.values())
 
 
-def test_the_first_release_needs_no_champion(system: System, full: Recognizer):
+def test_first_release_needs_no_champion(system: System, full: Recognizer):
     verdict = decide(evaluate(full, None, system.dataset, PROBED, SETTINGS), LENIENT)
     assert verdict.promote
     assert verdict.champion is None
     assert any("no champion yet" in reason for reason in verdict.reasons)
 
 
-def test_a_champion_against_itself_passes(system: System, full: Recognizer):
+def test_champion_passes_against_itself(system: System, full: Recognizer):
     assert decide(evaluate(full, full, system.dataset, PROBED, SETTINGS, system.dataset), LENIENT).promote
 
 
-def test_images_that_the_network_was_trained_on_count_wherever_it_was(system: System, full: Recognizer):
-    """The candidate's network comes of another snapshot, whose train split holds what is tested here."""
+def test_leakage_includes_the_training_images_of_the_network(system: System, full: Recognizer):
+    """The candidate's network was trained on another snapshot, whose train split contains these test images."""
 
     shards = tuple(shard.model_copy(update={"split": "train"}) for shard in system.dataset.shards("test"))
     manifest = system.dataset.manifest.model_copy(update={"shards": shards})
@@ -136,19 +136,19 @@ def test_images_that_the_network_was_trained_on_count_wherever_it_was(system: Sy
     assert "test_images_unseen" in {rule.name for rule in decide(evaluation, LENIENT).rules if not rule.passed}
 
 
-def test_a_class_that_collapsed_holds(system: System, full: Recognizer, collapsed: Recognizer):
+def test_collapsed_class_fails_the_gate(system: System, full: Recognizer, collapsed: Recognizer):
     verdict = decide(evaluate(collapsed, full, system.dataset, PROBED, SETTINGS, system.dataset), LENIENT)
     failed = {rule.name: rule.reason for rule in verdict.rules if not rule.passed}
     assert {"classes_kept", "class_recall_floor", "class_recall_drop", "no_worse"} == set(failed)
     assert failed["classes_kept"].endswith("classes of the champion: 7.")
     assert "7 (0.0%)" in failed["class_recall_floor"]
     assert not verdict.promote
-    # The other way round it is a class won, and the 7s are no reason to hold.
+    # In the opposite direction a class is gained, and the 7s do not fail the gate.
     assert decide(evaluate(full, collapsed, system.dataset, PROBED, SETTINGS, system.dataset), LENIENT).promote
 
 
-def test_shuffled_labels_hold_and_the_reason_says_so(system: System, embeddings: Path, tmp_path):
-    """A real index over real embeddings, their labels dealt out anew."""
+def test_shuffled_labels_fail_the_gate_with_an_explanation(system: System, embeddings: Path, tmp_path):
+    """A real index over real embeddings with shuffled labels."""
     rng = np.random.default_rng(0)
     description = EmbeddingsDescription.model_validate_json((embeddings / DESCRIPTION_FILE).read_bytes())
     shards = []
@@ -168,7 +168,7 @@ def test_shuffled_labels_hold_and_the_reason_says_so(system: System, embeddings:
     assert "as if they were shuffled" in reason
 
 
-def test_both_are_measured_on_the_same_queries(system: System, full: Recognizer, collapsed: Recognizer):
+def test_systems_are_measured_on_the_same_queries(system: System, full: Recognizer, collapsed: Recognizer):
     evaluation = evaluate(collapsed, full, system.dataset, PROBED, SETTINGS)
     assert evaluation.champion == measure(full, system.dataset, SETTINGS)[0]
     assert evaluation.champion.queries_sha256 == evaluation.candidate.queries_sha256
@@ -176,10 +176,10 @@ def test_both_are_measured_on_the_same_queries(system: System, full: Recognizer,
     assert evaluation.champion.name == "v1"
 
 
-def test_another_data_set_does_not_keep_the_champions_test_images(
+def test_retained_test_images_with_another_dataset(
     system: System, full: Recognizer, tmp_path_factory: pytest.TempPathFactory
 ):
-    def kept(champion_dataset: Dataset) -> float | None:
+    def retained(champion_dataset: Dataset) -> float | None:
         return evaluate(full, full, system.dataset, PROBED, SETTINGS, champion_dataset).champion_test_overlap
 
     def other(settings: DataSettings) -> Dataset:
@@ -187,11 +187,11 @@ def test_another_data_set_does_not_keep_the_champions_test_images(
         return Dataset(ingest(settings, store), open_store(store))
 
     source = DataSettings(source=system.dataset.manifest.source)
-    assert kept(system.dataset) == 1.0
-    assert kept(other(source.model_copy(update={"size_px": 16}))) == 1.0, "another size, the same images"
-    fewer = kept(other(source.model_copy(update={"test_fraction": 0.2})))
+    assert retained(system.dataset) == 1.0
+    assert retained(other(source.model_copy(update={"size_px": 16}))) == 1.0, "the same images at another size"
+    fewer = retained(other(source.model_copy(update={"test_fraction": 0.2})))
     assert fewer is not None
-    assert 0.3 < fewer < 0.7, "half of its test images are trained on here"
+    assert 0.3 < fewer < 0.7, "half of its test images are in the train split"
     without = evaluate(full, full, system.dataset, PROBED, SETTINGS)
     assert without.champion_test_overlap is None
     assert "same_test_set" in {rule.name for rule in decide(without, LENIENT).rules if not rule.passed}

@@ -1,6 +1,6 @@
-"""Rules one by one, verdicts that were tampered with, and the gate's error rates on planted cases.
+"""Individual rules, tampered verdicts, and the gate's error rates on simulated cases.
 
-The planted cases are those of ``benchmarks/gate.py``, which measures the same rates over more seeds.
+The simulation is that of ``benchmarks/gate.py``, which measures the same rates over more seeds.
 """
 
 import importlib.util
@@ -45,29 +45,29 @@ def planted() -> ModuleType:
 SEEDS = 500
 
 
-@pytest.mark.parametrize("shared", [0.6, 0.0], ids=["as two seeds of a recipe", "no error shared"])
-class TestPlantedOnTenThousandQueries:
-    """Each rate is bounded by what a true rate at its limit would exceed once in a thousand times."""
+@pytest.mark.parametrize("shared", [0.6, 0.0], ids=["as two seeds of a recipe", "independent errors"])
+class TestErrorRatesOnTenThousandQueries:
+    """Each bound is exceeded in one of 1000 runs if the true rate is at its limit."""
 
     def stopped(self, planted: ModuleType, points: float, shared: float, how: str = "drawn") -> int:
         case = planted.Case(how, 10_000, 0.996, points, shared)
         (count,) = planted.stopped(case, SEEDS, [SETTINGS.significance])
         return count
 
-    def test_equal_models_are_held_no_more_than_stated(self, planted: ModuleType, shared: float):
+    def test_false_alarm_rate_for_equal_models_is_bounded(self, planted: ModuleType, shared: float):
         assert self.stopped(planted, 0.0, shared) <= binom.ppf(0.999, SEEDS, SETTINGS.significance)
 
-    def test_a_model_three_tenths_of_a_point_worse_is_stopped(self, planted: ModuleType, shared: float):
+    def test_model_three_tenths_of_a_point_worse_fails(self, planted: ModuleType, shared: float):
         assert self.stopped(planted, -0.3, shared) >= binom.ppf(0.001, SEEDS, 0.985 if shared else 0.93)
 
-    def test_it_is_always_stopped_where_the_test_split_shows_it(self, planted: ModuleType, shared: float):
+    def test_visible_regression_always_fails(self, planted: ModuleType, shared: float):
         assert self.stopped(planted, -0.3, shared, "frozen") == SEEDS
 
-    def test_a_model_three_tenths_of_a_point_better_is_let_through(self, planted: ModuleType, shared: float):
+    def test_model_three_tenths_of_a_point_better_passes(self, planted: ModuleType, shared: float):
         assert self.stopped(planted, +0.3, shared) == 0
 
 
-def test_a_small_test_split_holds_equal_models_rarely_and_stops_a_bad_one(planted: ModuleType):
+def test_small_test_split_rarely_fails_equal_models_and_fails_a_bad_one(planted: ModuleType):
     case = planted.Case
     (equal,) = planted.stopped(case("drawn", 180, 0.98, 0.0, 0.6), SEEDS, [SETTINGS.significance])
     (worse,) = planted.stopped(case("drawn", 180, 0.98, -10.0, 0.6), SEEDS, [SETTINGS.significance])
@@ -76,7 +76,7 @@ def test_a_small_test_split_holds_equal_models_rarely_and_stops_a_bad_one(plante
 
 
 def outcomes(wrong: dict[int, int], each: int = 100) -> Outcomes:
-    """Ten classes of ``each`` queries, so many of a class answered wrongly; the same ones whoever errs."""
+    """Ten classes of ``each`` queries with ``wrong`` errors per class, always in the same queries."""
     labels = np.repeat(np.arange(10, dtype=np.int32), each)
     right = np.ones(len(labels), np.bool_)
     for label, count in wrong.items():
@@ -86,7 +86,7 @@ def outcomes(wrong: dict[int, int], each: int = 100) -> Outcomes:
 
 @pytest.fixture
 def sound(planted: ModuleType) -> Evaluation:
-    """A challenger that is as good as its champion."""
+    """A challenger as good as its champion."""
     return planted.evaluated(outcomes({1: 2, 8: 1}), outcomes({1: 2, 8: 1}))
 
 
@@ -99,7 +99,7 @@ def with_candidate(evaluation: Evaluation, **changes: object) -> Evaluation:
     return evaluation.model_copy(update={"candidate": evaluation.candidate.model_copy(update=changes)})
 
 
-def test_a_sound_challenger_passes_and_every_rule_says_why(sound: Evaluation):
+def test_good_challenger_passes_and_every_rule_gives_a_reason(sound: Evaluation):
     verdict = decide(sound, SETTINGS)
     assert verdict.promote
     assert verdict.reasons == [rule.reason for rule in verdict.rules]
@@ -107,7 +107,7 @@ def test_a_sound_challenger_passes_and_every_rule_says_why(sound: Evaluation):
     assert verdict.dataset_digest == sound.candidate.dataset_digest
 
 
-def test_each_rule_holds_alone(planted: ModuleType, sound: Evaluation):
+def test_each_rule_can_fail_alone(planted: ModuleType, sound: Evaluation):
     low = proportion(90, 100, 0.95)
     slow_rot = planted.evaluated(outcomes({1: 5, 3: 4, 5: 3, 8: 3}), outcomes({1: 2, 8: 1}))
     one_class = planted.evaluated(outcomes({1: 2, 4: 12}), outcomes({1: 2, 2: 12}))
@@ -161,7 +161,7 @@ def test_each_rule_holds_alone(planted: ModuleType, sound: Evaluation):
         ),
     ],
 )
-def test_a_figure_that_is_missing_or_no_number_holds(sound: Evaluation, field, value, rule):
+def test_missing_or_nan_metric_fails(sound: Evaluation, field, value, rule):
     verdict = decide(with_candidate(sound, **{field: value}), SETTINGS)
     assert rule in failed(verdict)
 
@@ -175,7 +175,7 @@ def test_a_figure_that_is_missing_or_no_number_holds(sound: Evaluation, field, v
         ({"champion_test_overlap": math.nan}, {"same_test_set"}),
     ],
 )
-def test_a_part_that_is_missing_holds(sound: Evaluation, changes, rules):
+def test_missing_section_fails(sound: Evaluation, changes, rules):
     assert set(failed(decide(sound.model_copy(update=changes), SETTINGS))) == rules
 
 
@@ -189,29 +189,29 @@ def test_false_rejects_hold_only_significantly_above_the_ceiling(sound: Evaluati
     assert set(failed(decide(with_candidate(sound, false_rejects=proportion(1, 9, 0.95)), strict))) == {"false_rejects"}
 
 
-def test_the_worst_change_of_a_class_is_told_and_no_gain_is_larger(planted: ModuleType):
+def test_reason_names_the_largest_class_regression(planted: ModuleType):
     verdict = decide(planted.evaluated(outcomes({1: 2, 8: 1}), outcomes({1: 1, 8: 1, 3: 9})), SETTINGS)
     assert verdict.promote
     (reason,) = (rule.reason for rule in verdict.rules if rule.name == "class_recall_drop")
     assert reason.endswith("the worst change is -1.0% for 1.")
 
 
-def test_one_image_of_a_small_class_is_no_collapse(planted: ModuleType):
-    """With 18 queries a class, one more error is 5.6 points; eighteen more are a collapse."""
+def test_single_error_in_a_small_class_is_not_a_collapse(planted: ModuleType):
+    """With 18 queries per class, one additional error is 5.6 points; eighteen are a collapse."""
     champion = outcomes({1: 1}, each=18)
     assert decide(planted.evaluated(outcomes({1: 1, 4: 1}, each=18), champion), SETTINGS).promote
-    gone = planted.evaluated(outcomes({1: 1, 4: 18}, each=18), champion)
-    assert {"class_recall_floor", "class_recall_drop"} <= set(failed(decide(gone, SETTINGS)))
+    collapsed = planted.evaluated(outcomes({1: 1, 4: 18}, each=18), champion)
+    assert {"class_recall_floor", "class_recall_drop"} <= set(failed(decide(collapsed, SETTINGS)))
 
 
 def with_new_class(planted: ModuleType, wrong: dict[int, int]) -> Evaluation:
-    """A champion that does not know class 9, against a challenger that answers it and errs as ``wrong`` says."""
+    """A champion without class 9 and a challenger that includes it, with ``wrong`` errors per class."""
     evaluation = planted.evaluated(outcomes(wrong), outcomes({1: 2, 8: 1, 9: 100}))
     champion = evaluation.champion.model_copy(update={"known_labels": planted.LABELS[:-1]})
     return evaluation.model_copy(update={"champion": champion})
 
 
-def test_a_new_class_is_welcome_and_named(planted: ModuleType):
+def test_new_class_passes_and_is_named(planted: ModuleType):
     verdict = decide(with_new_class(planted, {1: 2, 8: 1, 9: 4}), SETTINGS)
     assert verdict.promote
     reasons = {rule.name: rule.reason for rule in verdict.rules}
@@ -219,34 +219,34 @@ def test_a_new_class_is_welcome_and_named(planted: ModuleType):
     assert "99.67% against the champion's 99.67% on the 900 images of classes that it knows" in reasons["no_worse"]
 
 
-def test_a_new_class_does_not_outweigh_what_the_others_lose(planted: ModuleType):
-    """100 images won of the new class; 8 lost of those that the champion knows, spread thinly."""
+def test_new_class_does_not_offset_regressions_of_other_classes(planted: ModuleType):
+    """100 correct images in the new class, and 8 errors spread over the champion's classes."""
     losing = with_new_class(planted, {1: 5, 3: 2, 5: 2, 8: 2})
     assert losing.comparison.overall.improvements == 100
     assert set(failed(decide(losing, SETTINGS))) == {"no_worse"}
 
 
-def test_a_new_class_that_is_not_recognized_holds(planted: ModuleType):
+def test_unrecognized_new_class_fails(planted: ModuleType):
     assert set(failed(decide(with_new_class(planted, {1: 2, 8: 1, 9: 70}), GateSettings(accuracy_floor=0.9)))) == {
         "class_recall_floor"
     }
 
 
-def test_nothing_in_common_with_the_champion_holds(planted: ModuleType):
+def test_disjoint_classes_fail(planted: ModuleType):
     evaluation = with_new_class(planted, {})
     strange = evaluation.champion.model_copy(update={"known_labels": ("elsewhere",)})
-    held = failed(decide(evaluation.model_copy(update={"champion": strange}), SETTINGS))
-    assert set(held) == {"no_worse", "classes_kept", "class_recall_drop"}
+    failures = failed(decide(evaluation.model_copy(update={"champion": strange}), SETTINGS))
+    assert set(failures) == {"no_worse", "classes_kept", "class_recall_drop"}
 
 
-def test_a_class_without_a_test_image_is_named(planted: ModuleType, sound: Evaluation):
+def test_class_without_test_images_is_named(planted: ModuleType, sound: Evaluation):
     recalls = {label: recall for label, recall in sound.candidate.class_recall.items() if label != "6"}
     verdict = decide(with_candidate(sound, class_recall=recalls), SETTINGS)
     assert verdict.promote
     assert any("not measured: 6." in reason for reason in verdict.reasons)
 
 
-def test_what_the_champion_has_seen_is_told_but_does_not_hold(sound: Evaluation):
+def test_champion_leakage_is_reported_but_passes(sound: Evaluation):
     for leakage, words in ((UNSEEN | {"train": 7}, "built from 7 test images"), (None, "its leakage was not measured")):
         verdict = decide(sound.model_copy(update={"champion_leakage": leakage}), SETTINGS)
         assert verdict.promote
@@ -255,21 +255,21 @@ def test_what_the_champion_has_seen_is_told_but_does_not_hold(sound: Evaluation)
 
 @pytest.fixture
 def stored(planted: ModuleType, tmp_path) -> Path:
-    held = decide(planted.evaluated(outcomes({4: 60}), outcomes({})), SETTINGS)
-    assert not held.promote
+    verdict = decide(planted.evaluated(outcomes({4: 60}), outcomes({})), SETTINGS)
+    assert not verdict.promote
     path = tmp_path / "verdict.json"
-    path.write_text(held.model_dump_json(indent=2))
+    path.write_text(verdict.model_dump_json(indent=2))
     return path
 
 
-def test_a_verdict_survives_the_disk(stored: Path):
+def test_verdict_survives_a_round_trip(stored: Path):
     verdict = Verdict.load(stored)
     assert not verdict.promote
     assert verdict.reasons
     assert verdict.model_dump_json(indent=2) == stored.read_text()
 
 
-def test_a_verdict_that_was_turned_round_is_refused(stored: Path):
+def test_inverted_verdict_is_rejected(stored: Path):
     tree = json.loads(stored.read_text())
     stored.write_text(json.dumps(tree | {"promote": True}))
     with pytest.raises(IntegrityError, match="changed after the gate"):
@@ -280,7 +280,7 @@ def test_a_verdict_that_was_turned_round_is_refused(stored: Path):
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", "null", '{"promote": true}'])
-def test_what_is_no_verdict_is_refused(stored: Path, content):
+def test_invalid_verdict_is_rejected(stored: Path, content):
     stored.unlink()
     if content is not None:
         stored.write_text(content)
@@ -288,6 +288,6 @@ def test_what_is_no_verdict_is_refused(stored: Path, content):
         Verdict.load(stored)
 
 
-def test_the_same_evaluation_gives_the_same_verdict(sound: Evaluation):
+def test_verdict_is_deterministic(sound: Evaluation):
     assert decide(sound, SETTINGS).digest == decide(sound, SETTINGS).digest
     assert decide(sound, SETTINGS).digest != decide(sound, GateSettings(significance=0.05)).digest

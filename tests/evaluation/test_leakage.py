@@ -9,26 +9,26 @@ from tests.conftest import System
 
 
 def with_test_images_in(dataset: Dataset, split: str) -> Dataset:
-    """The same dataset, with its test shards standing in ``split`` as well."""
+    """The same dataset with its test shards added to ``split``."""
     manifest = dataset.manifest
     planted = tuple(shard.model_copy(update={"split": split}) for shard in manifest.shards if shard.split == "test")
     return Dataset(manifest.model_copy(update={"shards": (*manifest.shards, *planted)}), open_store(manifest.store_uri))
 
 
-def test_a_dataset_of_ours_has_no_leak(system: System):
+def test_ingested_dataset_has_no_leakage(system: System):
     assert count_leakage(system.dataset, system.dataset) == {"train": 0, "gallery": 0, "query": 0}
 
 
 @pytest.mark.parametrize("split", ["train", "gallery", "query"])
 @pytest.mark.parametrize("at_once", [1_000_000, 50])
-def test_test_images_are_found_where_they_were_planted(system: System, monkeypatch, split, at_once):
+def test_injected_test_images_are_detected(system: System, monkeypatch, split, at_once):
     monkeypatch.setattr(leakage, "TEST_IMAGES_AT_ONCE", at_once)
-    found = count_leakage(system.dataset, with_test_images_in(system.dataset, split))
-    assert found == {"train": 0, "gallery": 0, "query": 0} | {split: system.dataset.count("test")}
+    counts = count_leakage(system.dataset, with_test_images_in(system.dataset, split))
+    assert counts == {"train": 0, "gallery": 0, "query": 0} | {split: system.dataset.count("test")}
 
 
-def test_a_single_image_in_a_later_snapshot_is_found(system: System, monkeypatch):
-    """What an earlier release was trained on may be tested on only if the splits have moved."""
+def test_single_leaked_image_in_a_later_snapshot_is_detected(system: System, monkeypatch):
+    """An image that trained an earlier release can become a test image only if the splits change."""
     train = next(iter(system.dataset.blocks("train"))).digests
     blocks = Dataset.blocks
 

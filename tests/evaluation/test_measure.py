@@ -29,7 +29,7 @@ def measured(system: System, recognizer: Recognizer) -> tuple[Measurement, Outco
 
 @pytest.fixture(scope="module")
 def one_by_one(system: System, recognizer: Recognizer) -> list[tuple[str, Recognition]]:
-    """Each test image's label and the answer to it, asked as a server would ask."""
+    """Each test image's label and its prediction, computed one at a time as on a server."""
     return [
         (system.dataset.labels[label], recognizer.gallery.recognize(recognizer.embed(image[None]))[0])
         for block in system.dataset.blocks("test")
@@ -37,47 +37,47 @@ def one_by_one(system: System, recognizer: Recognizer) -> list[tuple[str, Recogn
     ]
 
 
-def test_every_figure_is_that_of_the_answers_counted_one_by_one(measured, one_by_one):
-    found, outcomes = measured
-    right = [answer.pred == label for label, answer in one_by_one]
-    near = [[neighbor.label == label for neighbor in answer.neighbors] for label, answer in one_by_one]
+def test_metrics_match_individual_predictions(measured, one_by_one):
+    measurement, outcomes = measured
+    right = [recognition.pred == label for label, recognition in one_by_one]
+    near = [[neighbor.label == label for neighbor in recognition.neighbors] for label, recognition in one_by_one]
     assert outcomes.right.tolist() == right
-    assert 0 < found.accuracy.count < found.accuracy.total  # else the test could not tell much
-    assert (found.accuracy.count, found.accuracy.total) == (sum(right), len(right))
-    assert found.recall_at_1.count == sum(labels[0] for labels in near)
-    assert found.recall_at_5.count == sum(map(any, near))
-    assert found.false_rejects.count == sum(answer.unknown for _, answer in one_by_one)
-    assert {(label, answer): count for label, answer, count in found.confusions} == Counter(
-        (label, answer.pred) for label, answer in one_by_one
+    assert 0 < measurement.accuracy.count < measurement.accuracy.total  # otherwise the test is too weak
+    assert (measurement.accuracy.count, measurement.accuracy.total) == (sum(right), len(right))
+    assert measurement.recall_at_1.count == sum(labels[0] for labels in near)
+    assert measurement.recall_at_5.count == sum(map(any, near))
+    assert measurement.false_rejects.count == sum(recognition.unknown for _, recognition in one_by_one)
+    assert {(label, recognition): count for label, recognition, count in measurement.confusions} == Counter(
+        (label, recognition.pred) for label, recognition in one_by_one
     )
-    for label, recall in found.class_recall.items():
-        mine = [answer.pred == label for known, answer in one_by_one if known == label]
-        assert (recall.count, recall.total) == (sum(mine), len(mine))
+    for label, recall in measurement.class_recall.items():
+        of_class = [recognition.pred == label for known, recognition in one_by_one if known == label]
+        assert (recall.count, recall.total) == (sum(of_class), len(of_class))
 
 
-def test_the_batch_size_changes_nothing(system: System, recognizer: Recognizer, measured):
-    found, outcomes = measure(recognizer, system.dataset, EvaluationSettings(batch_size=1000))
-    assert found == measured[0]
+def test_batch_size_does_not_affect_metrics(system: System, recognizer: Recognizer, measured):
+    measurement, outcomes = measure(recognizer, system.dataset, EvaluationSettings(batch_size=1000))
+    assert measurement == measured[0]
     assert (outcomes.right == measured[1].right).all()
 
 
-def test_a_measurement_says_of_what_it_is(system: System, recognizer: Recognizer, measured):
-    found = measured[0]
-    assert found.dataset_digest == system.dataset.digest
-    assert found.network_sha256 == recognizer.gallery.description.network_sha256
-    assert found.index_digest == recognizer.gallery.description.digest
-    assert found.queries_sha256 != measure(recognizer, system.dataset, SETTINGS, "query")[0].queries_sha256
+def test_measurement_records_its_subject(system: System, recognizer: Recognizer, measured):
+    measurement = measured[0]
+    assert measurement.dataset_digest == system.dataset.digest
+    assert measurement.network_sha256 == recognizer.gallery.description.network_sha256
+    assert measurement.index_digest == recognizer.gallery.description.digest
+    assert measurement.queries_sha256 != measure(recognizer, system.dataset, SETTINGS, "query")[0].queries_sha256
 
 
-def test_a_confusion_matrix_has_a_bounded_size_and_loses_no_query(measured):
-    found = measured[0]
-    labels, rows = found.confusion_matrix()
-    assert labels == list(found.labels)
-    assert sum(map(sum, rows)) == found.accuracy.total
-    assert sum(rows[i][i] for i in range(len(rows))) == found.accuracy.count
-    few, small = found.confusion_matrix(max_labels=3)
+def test_confusion_matrix_is_bounded_and_counts_every_query(measured):
+    measurement = measured[0]
+    labels, rows = measurement.confusion_matrix()
+    assert labels == list(measurement.labels)
+    assert sum(map(sum, rows)) == measurement.accuracy.total
+    assert sum(rows[i][i] for i in range(len(rows))) == measurement.accuracy.count
+    few, small = measurement.confusion_matrix(max_labels=3)
     assert (len(few), few[-1], len(small), {len(row) for row in small}) == (4, "(others)", 4, {4})
-    assert sum(map(sum, small)) == found.accuracy.total
+    assert sum(map(sum, small)) == measurement.accuracy.total
     assert all(type(count) is int for row in small for count in row)
 
 
@@ -94,37 +94,37 @@ def index_without(system: System, tmp_path_factory: pytest.TempPathFactory):
     return make
 
 
-def test_a_class_that_is_not_in_the_index_is_never_answered(system: System, index_without, measured):
+def test_class_outside_the_index_is_never_predicted(system: System, index_without, measured):
     index_dir = index_without(system.dataset.labels, frozenset({"3"}))
-    found, _ = measure(Recognizer.open(system.network_dir, index_dir), system.dataset, SETTINGS)
-    assert found.known_labels == tuple("012456789")
-    assert found.class_recall["3"].count == 0
-    assert all(answer != "3" for _, answer, _ in found.confusions)
-    assert found.accuracy.total == measured[0].accuracy.total
+    measurement, _ = measure(Recognizer.open(system.network_dir, index_dir), system.dataset, SETTINGS)
+    assert measurement.known_labels == tuple("012456789")
+    assert measurement.class_recall["3"].count == 0
+    assert all(predicted != "3" for _, predicted, _ in measurement.confusions)
+    assert measurement.accuracy.total == measured[0].accuracy.total
 
 
-def test_labels_go_by_name_and_not_by_number(system: System, index_without, measured):
-    """A champion may know other labels than the dataset has today, in another order."""
+def test_labels_are_matched_by_name(system: System, index_without, measured):
+    """A champion may have labels that differ from the dataset's, in a different order."""
     renamed = tuple("gone" if label == "3" else label for label in system.dataset.labels)
-    found, _ = measure(Recognizer.open(system.network_dir, index_without(renamed)), system.dataset, SETTINGS)
-    assert found.class_recall["3"].count == 0
-    assert {label: recall for label, recall in found.class_recall.items() if label != "3"} == {
+    measurement, _ = measure(Recognizer.open(system.network_dir, index_without(renamed)), system.dataset, SETTINGS)
+    assert measurement.class_recall["3"].count == 0
+    assert {label: recall for label, recall in measurement.class_recall.items() if label != "3"} == {
         label: recall for label, recall in measured[0].class_recall.items() if label != "3"
     }
-    assert sum(count for _, answer, count in found.confusions if answer == ELSEWHERE) > 0
-    labels, rows = found.confusion_matrix()
+    assert sum(count for _, predicted, count in measurement.confusions if predicted == ELSEWHERE) > 0
+    labels, rows = measurement.confusion_matrix()
     assert labels[-1] == ELSEWHERE
-    assert sum(map(sum, rows)) == found.accuracy.total
+    assert sum(map(sum, rows)) == measurement.accuracy.total
 
 
-def test_images_of_another_shape_are_refused_in_a_sentence(system: System, recognizer: Recognizer):
+def test_image_shape_mismatch_is_reported(system: System, recognizer: Recognizer):
     from dataclasses import replace
 
     with pytest.raises(DataError, match=r"v1 takes images of \(28, 28, 1\).*\(8, 8, 1\).*another --workdir"):
         measure(replace(recognizer, shape=(28, 28, 1)), system.dataset, SETTINGS)
 
 
-def test_an_index_of_another_network_does_not_open(system: System, index_without, tmp_path):
+def test_index_of_another_network_is_rejected(system: System, index_without, tmp_path):
     for path in system.index_dir.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     description = (tmp_path / "index.json").read_text()
@@ -134,8 +134,8 @@ def test_an_index_of_another_network_does_not_open(system: System, index_without
         Recognizer.open(system.network_dir, tmp_path)
 
 
-def test_memory_does_not_hold_the_split(system: System, recognizer: Recognizer, monkeypatch):
-    """Blocks are asked for one after another, none larger than the batch."""
+def test_memory_is_bounded_by_the_batch_size(system: System, recognizer: Recognizer, monkeypatch):
+    """Blocks are read one at a time, and none is larger than the batch."""
     sizes: list[int] = []
     embedding = Recognizer.embed
 

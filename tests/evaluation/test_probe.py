@@ -20,7 +20,7 @@ TINY = TrainSettings(epochs=30, min_steps=0, width=4, embedding_dim=16, batch_si
 
 
 @given(st.lists(st.text(max_size=3), unique=True, max_size=8), st.integers(1, 5), st.integers(0, 5))
-def test_held_out_classes_leave_two_to_learn(labels, wanted, seed):
+def test_at_least_two_classes_remain_for_training(labels, wanted, seed):
     held_out = choose_held_out(labels, wanted, seed)
     assert held_out <= set(labels)
     assert len(held_out) == max(0, min(wanted, len(labels) - 2))
@@ -28,50 +28,50 @@ def test_held_out_classes_leave_two_to_learn(labels, wanted, seed):
 
 
 @pytest.fixture(scope="module")
-def found(system: System) -> OpenSet:
+def open_set(system: System) -> OpenSet:
     settings = EvaluationSettings(probe_epochs=4)
     return probe(system.dataset, TINY, settings, IndexSettings(false_accept_rate=0.05))
 
 
-def test_the_probe_asks_about_every_test_image(system: System, found: OpenSet):
+def test_probe_covers_every_test_image(system: System, open_set: OpenSet):
     counts = system.dataset.manifest.label_counts("test")
-    unknown = sum(counts[label] for label in found.held_out)
-    assert len(found.held_out) == 2
-    assert found.auroc is not None
-    assert (found.auroc.unknown, found.auroc.known) == (unknown, system.dataset.count("test") - unknown)
-    assert found.false_accepts is not None
-    assert found.false_rejects is not None
-    assert (found.false_accepts.total, found.false_rejects.total) == (unknown, found.auroc.known)
+    unknown = sum(counts[label] for label in open_set.held_out)
+    assert len(open_set.held_out) == 2
+    assert open_set.auroc is not None
+    assert (open_set.auroc.unknown, open_set.auroc.known) == (unknown, system.dataset.count("test") - unknown)
+    assert open_set.false_accepts is not None
+    assert open_set.false_rejects is not None
+    assert (open_set.false_accepts.total, open_set.false_rejects.total) == (unknown, open_set.auroc.known)
 
 
-def test_classes_never_trained_on_lie_further_away(found: OpenSet):
-    assert found.auroc is not None
-    assert found.auroc.low > 0.6
+def test_unseen_classes_have_larger_distances(open_set: OpenSet):
+    assert open_set.auroc is not None
+    assert open_set.auroc.low > 0.6
 
 
-def test_figures_at_the_operating_point_are_on_the_curve(found: OpenSet):
-    assert found.roc is not None
-    assert found.false_accepts is not None
-    assert found.false_rejects is not None
-    points = [*zip(found.roc.false_accepts, found.roc.true_accepts, strict=True)]
-    kept = 1 - found.false_rejects.value
-    assert min(abs(far - found.false_accepts.value) + abs(tar - kept) for far, tar in points) < 0.03
+def test_operating_point_is_on_the_roc_curve(open_set: OpenSet):
+    assert open_set.roc is not None
+    assert open_set.false_accepts is not None
+    assert open_set.false_rejects is not None
+    points = [*zip(open_set.roc.false_accepts, open_set.roc.true_accepts, strict=True)]
+    kept = 1 - open_set.false_rejects.value
+    assert min(abs(far - open_set.false_accepts.value) + abs(tar - kept) for far, tar in points) < 0.03
 
 
-def test_known_images_take_precedence(found: OpenSet):
+def test_known_images_take_precedence(open_set: OpenSet):
     """The small network cannot reject 95% of unseen classes without rejecting many known images."""
-    assert found.required_reject_rate is not None
-    assert found.required_reject_rate > 0.05
-    assert found.reject_rate == 0.05
-    assert found.false_rejects is not None
-    assert found.false_rejects.low <= 0.05
-    assert "more than index.false_reject_rate = 0.05: known images take precedence" in found.summary()
+    assert open_set.required_reject_rate is not None
+    assert open_set.required_reject_rate > 0.05
+    assert open_set.reject_rate == 0.05
+    assert open_set.false_rejects is not None
+    assert open_set.false_rejects.low <= 0.05
+    assert "more than index.false_reject_rate = 0.05: known images take precedence" in open_set.summary()
 
 
 NEAR, FAR = np.linspace(0, 1, 200, dtype=np.float32), np.linspace(0.9, 1.9, 200, dtype=np.float32)
 
 
-def test_both_rates_are_met_where_they_can_be():
+def test_both_rates_are_met_if_possible():
     result = assess(NEAR, FAR, NEAR, FAR, IndexSettings(false_accept_rate=0.05, false_reject_rate=0.2), 0.95)
     assert result.reject_rate == result.required_reject_rate == pytest.approx(0.055, abs=0.01)
     assert result.false_accepts is not None
@@ -81,7 +81,7 @@ def test_both_rates_are_met_where_they_can_be():
 
 
 @pytest.mark.parametrize("shift", [0.0, -0.5])
-def test_unknown_is_switched_off_where_distances_do_not_separate(shift: float):
+def test_unknown_is_disabled_if_distances_do_not_separate(shift: float):
     """As near as known images, or nearer: every threshold would reject known images first."""
     result = assess(NEAR, NEAR + shift, NEAR, NEAR + shift, IndexSettings(), 0.95)
     assert result.threshold == FARTHEST
@@ -91,14 +91,14 @@ def test_unknown_is_switched_off_where_distances_do_not_separate(shift: float):
     assert result.summary().startswith("Unknown is switched off")
 
 
-def test_the_probe_is_the_same_twice_and_survives_json(system: System, found: OpenSet):
+def test_probe_is_deterministic_and_survives_json(system: System, open_set: OpenSet):
     again = probe(system.dataset, TINY, EvaluationSettings(probe_epochs=4), IndexSettings(false_accept_rate=0.05))
-    assert OpenSet.model_validate_json(again.model_dump_json()) == found
+    assert OpenSet.model_validate_json(again.model_dump_json()) == open_set
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_classes_without_a_gallery_image_leave_the_others_in_the_gallery(tmp_path: Path, seed: int):
-    """So few images that by chance two of four classes have none there, which validation only warns of."""
+def test_classes_without_gallery_images_do_not_affect_other_classes(tmp_path: Path, seed: int):
+    """By chance, two of four classes have no gallery images, which validation reports only as a warning."""
     pixels, digits = load_digits(return_X_y=True)
     for digit in range(4):
         images = iter((pixels[digits == digit] * 15).astype(np.uint8).reshape(-1, 8, 8))
@@ -113,7 +113,7 @@ def test_classes_without_a_gallery_image_leave_the_others_in_the_gallery(tmp_pat
     assert probe(dataset, recipe, EvaluationSettings(probe_epochs=1), IndexSettings()) == OpenSet(held_out=())
 
 
-def test_too_few_classes_leave_nothing_to_probe(system: System):
+def test_too_few_classes_skip_the_probe(system: System):
     manifest = system.dataset.manifest
     shards = tuple(
         shard.model_copy(update={"label_counts": {"0": 5, "1": 5}}) if shard.split == "test" else shard

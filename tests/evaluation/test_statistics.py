@@ -13,23 +13,23 @@ DISTANCES = st.lists(GRID, min_size=1, max_size=25).map(lambda values: np.array(
 
 
 @given(total=st.integers(1, 20_000), part=st.floats(0, 1))
-def test_share_has_wilsons_interval(total, part):
+def test_proportion_has_the_wilson_interval(total, part):
     count = round(total * part)
-    found = proportion(count, total, 0.95)
+    result = proportion(count, total, 0.95)
     interval = binomtest(count, total).proportion_ci(0.95, method="wilson")
-    assert (found.low, found.high) == pytest.approx((interval.low, interval.high), abs=1e-12)
-    assert 0 <= found.low <= found.value <= found.high <= 1
+    assert (result.low, result.high) == pytest.approx((interval.low, interval.high), abs=1e-12)
+    assert 0 <= result.low <= result.value <= result.high <= 1
 
 
 @given(known=DISTANCES, unknown=DISTANCES)
-def test_auroc_is_how_often_an_unknown_lies_further_and_ties_count_half(known, unknown):
-    found = auroc(known, unknown, 0.95)
+def test_auroc_is_the_rank_probability_with_ties_counted_half(known, unknown):
+    result = auroc(known, unknown, 0.95)
     wins = [(u > k) + (u == k) / 2 for u in unknown for k in known]
-    assert found.value == pytest.approx(np.mean(wins), abs=1e-12)
-    assert 0 <= found.low <= found.value <= found.high <= 1
+    assert result.value == pytest.approx(np.mean(wins), abs=1e-12)
+    assert 0 <= result.low <= result.value <= result.high <= 1
 
 
-def test_auroc_keeps_an_honest_interval_at_its_ends():
+def test_auroc_interval_is_valid_at_its_extremes():
     near, far = np.zeros(20, np.float32), np.ones(20, np.float32)
     best, worst = auroc(near, far, 0.95), auroc(far, near, 0.95)
     assert (best.value, best.high) == (1, 1)
@@ -41,28 +41,28 @@ def test_auroc_keeps_an_honest_interval_at_its_ends():
 SHAPES = {
     "normal, 0.64": lambda rng, n: (rng.normal(size=n[0]), rng.normal(0.5, 1, n[1])),
     "normal, 0.98": lambda rng, n: (rng.normal(size=n[0]), rng.normal(3, 1, n[1])),
-    # Here Newcombe's interval alone holds the truth 84 times of 100 ...
+    # Here Newcombe's interval alone covers the true value in 84 of 100 cases ...
     "unknown spread wide, 0.90": lambda rng, n: (rng.normal(size=n[0]), rng.normal(4, 3, n[1])),
-    # ... and here DeLong's 86, without the log odds 67.
+    # ... and here DeLong's in 86, or in 67 without the log odds.
     "known skewed, 0.998": lambda rng, n: (0.13 * np.exp(0.5 * rng.normal(size=n[0])), rng.normal(0.8, 0.2, n[1])),
 }
 
 
 @pytest.mark.parametrize("sizes", [(300, 60), (60, 300)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_aurocs_interval_holds_the_truth_as_often_as_it_says(sizes, shape):
+def test_auroc_interval_has_its_nominal_coverage(sizes, shape):
     rng = np.random.default_rng(0)
     truth = auroc(*SHAPES[shape](rng, (100_000, 100_000)), 0.95).value
     trials, inside = 400, 0
     for _ in range(trials):
-        found = auroc(*SHAPES[shape](rng, sizes), 0.95)
-        inside += found.low <= truth <= found.high
-    # Short of 0.95 by what 400 trials and two approximations may be off, and above what either alone reaches.
+        result = auroc(*SHAPES[shape](rng, sizes), 0.95)
+        inside += result.low <= truth <= result.high
+    # Below 0.95 by the error of 400 trials and two approximations, but above either interval alone.
     assert inside / trials >= 0.9
 
 
 @given(known=DISTANCES, unknown=DISTANCES)
-def test_a_short_roc_curve_is_exact(known, unknown):
+def test_short_roc_curve_is_exact(known, unknown):
     assume(len(set(known) | set(unknown)) < ROC_POINTS)
     curve = roc(known, unknown)
     area = np.trapezoid(curve.true_accepts, curve.false_accepts)
@@ -71,7 +71,7 @@ def test_a_short_roc_curve_is_exact(known, unknown):
         assert (far, tar) == ((unknown <= threshold).mean(), (known <= threshold).mean())
 
 
-def test_a_long_roc_curve_is_thinned_and_fit_for_a_chart():
+def test_long_roc_curve_is_thinned():
     rng = np.random.default_rng(0)
     known, unknown = (np.abs(rng.normal(mean, 1, 5000)).astype(np.float32) for mean in (1, 3))
     curve = roc(known, unknown)

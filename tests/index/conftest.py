@@ -1,4 +1,4 @@
-"""Embeddings made up, so that what is near to what is known; written as the embed step writes them."""
+"""Synthetic embeddings with known neighbors, in the format of the embed step."""
 
 import itertools
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class MakeEmbeddings(Protocol):
 
 
 def blobs(seed: int, count: int, classes: int = 5, dim: int = 16, spread: float = 0.35) -> tuple[Vectors, Numbers]:
-    """Unit vectors around one center a class, the same centers whatever the seed; every class occurs."""
+    """Unit vectors around one center per class. The centers do not depend on the seed, and every class occurs."""
     centers = np.random.default_rng(99).normal(size=(classes, dim))
     rng = np.random.default_rng(seed)
     labels = np.concatenate([np.arange(classes), rng.integers(0, classes, count - classes)])

@@ -15,7 +15,7 @@ from .conftest import NETWORK, MakeEmbeddings, blobs
 LABELS = ("zero", "one", "two", "three", "four", "never seen")
 
 
-def test_an_index_says_what_it_is_made_of(make_embeddings: MakeEmbeddings, tmp_path):
+def test_index_description_records_its_inputs(make_embeddings: MakeEmbeddings, tmp_path):
     gallery = blobs(1, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": blobs(2, 50)})
     described = build(embeddings, LABELS, IndexSettings(k=3, label_by="centroid"), tmp_path)
@@ -30,7 +30,7 @@ def test_an_index_says_what_it_is_made_of(make_embeddings: MakeEmbeddings, tmp_p
         assert sha256_file(tmp_path / name) == sha256
 
 
-def test_the_same_embeddings_make_the_same_index(make_embeddings: MakeEmbeddings, tmp_path):
+def test_index_build_is_deterministic(make_embeddings: MakeEmbeddings, tmp_path):
     embeddings = make_embeddings({"gallery": blobs(1, 130), "query": blobs(2, 50)})
     digests = {build(embeddings, LABELS, IndexSettings(), tmp_path / name).digest for name in ("a", "b")}
     assert len(digests) == 1
@@ -38,7 +38,7 @@ def test_the_same_embeddings_make_the_same_index(make_embeddings: MakeEmbeddings
 
 
 @pytest.mark.parametrize("missing_bytes", [100, 50_000], ids=["on closing", "before"])
-def test_a_disk_that_is_found_too_small_leaves_no_index(make_embeddings: MakeEmbeddings, tmp_path, missing_bytes: int):
+def test_full_disk_leaves_no_index(make_embeddings: MakeEmbeddings, tmp_path, missing_bytes: int):
     embeddings = make_embeddings({"gallery": blobs(1, 1500), "query": blobs(2, 50)})
     build(embeddings, LABELS, IndexSettings(), tmp_path)
     size_bytes = (tmp_path / "index.faiss").stat().st_size
@@ -71,7 +71,7 @@ def test_a_disk_that_is_found_too_small_leaves_no_index(make_embeddings: MakeEmb
         "nothing to search",
     ],
 )
-def test_a_setting_that_cannot_work_is_named(make_embeddings: MakeEmbeddings, tmp_path, settings, named):
+def test_invalid_setting_is_named(make_embeddings: MakeEmbeddings, tmp_path, settings, named):
     embeddings = make_embeddings({"gallery": blobs(1, 90), "query": blobs(2, 50)})
     with pytest.raises(SettingsError) as raised:
         build(embeddings, LABELS, settings, tmp_path)
@@ -80,7 +80,7 @@ def test_a_setting_that_cannot_work_is_named(make_embeddings: MakeEmbeddings, tm
     assert not any(tmp_path.iterdir())
 
 
-def test_training_an_index_holds_the_sample_alone(make_embeddings: MakeEmbeddings, tmp_path, monkeypatch):
+def test_index_training_loads_only_the_sample(make_embeddings: MakeEmbeddings, tmp_path, monkeypatch):
     monkeypatch.setattr("evernear.index.build.TRAINING_VECTORS", 200)
     gallery = blobs(1, 20_000)
     embeddings = make_embeddings({"gallery": gallery, "query": blobs(2, 50)}, rows_per_shard=500)
@@ -92,12 +92,12 @@ def test_training_an_index_holds_the_sample_alone(make_embeddings: MakeEmbedding
 
 
 @pytest.mark.parametrize("factory", ["Flat", "IVF4,Flat"])
-def test_an_empty_gallery_is_refused(make_embeddings: MakeEmbeddings, tmp_path, factory):
+def test_empty_gallery_is_rejected(make_embeddings: MakeEmbeddings, tmp_path, factory):
     with pytest.raises(DataError, match="gallery is empty"):
         build(make_embeddings({"query": blobs(2, 50)}), LABELS, IndexSettings(factory=factory), tmp_path)
 
 
-def test_embeddings_that_are_no_numbers_are_refused(make_embeddings: MakeEmbeddings, tmp_path):
+def test_nan_embeddings_are_rejected(make_embeddings: MakeEmbeddings, tmp_path):
     vectors, labels = blobs(1, 130)
     vectors[77] = np.nan
     with pytest.raises(IntegrityError, match="not finite"):

@@ -12,15 +12,15 @@ from evernear.settings import IndexSettings
 from .conftest import MakeEmbeddings, blobs
 
 LABELS = tuple("abcde")
-# Few different values, so that ties are common.
+# Few distinct values make ties common.
 DISTANCES = st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 2.0]), min_size=1, max_size=60)
 
 
 @given(distances=DISTANCES, rate=st.floats(0.001, 0.999))
-def test_threshold_accepts_no_more_impostors_than_stated_and_as_many_as_it_can(distances, rate):
+def test_threshold_is_the_largest_within_the_false_accept_rate(distances, rate):
     impostors = np.array(distances, np.float32)
     threshold = threshold_at(impostors, rate)
-    # Nothing lies below 0, so there even the smallest threshold accepts the impostors at distance 0.
+    # Distances are at least 0, so even the smallest threshold accepts impostors at distance 0.
     if threshold > 0:
         assert (impostors <= threshold).sum() <= rate * len(impostors)
     beyond = impostors[impostors > threshold]
@@ -29,7 +29,7 @@ def test_threshold_accepts_no_more_impostors_than_stated_and_as_many_as_it_can(d
 
 
 @pytest.mark.parametrize("factory", ["Flat", "HNSW8", "IVF4,Flat"])
-def test_threshold_is_that_of_exact_impostors_whatever_the_index(make_embeddings: MakeEmbeddings, tmp_path, factory):
+def test_threshold_uses_exact_impostor_distances_for_every_index(make_embeddings: MakeEmbeddings, tmp_path, factory):
     gallery, queries = blobs(1, 300), blobs(2, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
     described = build(
@@ -44,7 +44,7 @@ def test_threshold_is_that_of_exact_impostors_whatever_the_index(make_embeddings
     assert described.threshold == pytest.approx(sorted(impostors)[13], abs=1e-5)
 
 
-def test_false_rejects_and_index_recall_are_those_of_the_index(make_embeddings: MakeEmbeddings, tmp_path):
+def test_false_rejects_and_recall_are_measured_on_the_index(make_embeddings: MakeEmbeddings, tmp_path):
     gallery, queries = blobs(1, 300), blobs(2, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
     exact = build(embeddings, LABELS, IndexSettings(), tmp_path / "flat").calibration
@@ -59,20 +59,20 @@ def test_false_rejects_and_index_recall_are_those_of_the_index(make_embeddings: 
     assert build(embeddings, LABELS, better, tmp_path / "all").calibration.nearest_found == 130
 
 
-def test_a_compressed_index_finds_only_what_it_names(make_embeddings: MakeEmbeddings, tmp_path):
-    """Its distances come out too small, which must not pass for a neighbor found."""
+def test_compressed_index_recall_counts_returned_ids(make_embeddings: MakeEmbeddings, tmp_path):
+    """Its distances are underestimated, which must not count as a recalled neighbor."""
     gallery, queries = blobs(1, 400), blobs(2, 100)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
-    found = build(embeddings, LABELS, IndexSettings(factory="PQ2x4"), tmp_path).calibration.nearest_found
+    recall = build(embeddings, LABELS, IndexSettings(factory="PQ2x4"), tmp_path).calibration.nearest_found
 
     from evernear.index.faiss_compat import faiss
 
     index = faiss.read_index(str(tmp_path / "index.faiss"))
     true_nearest = np.linalg.norm(queries[0][:, None] - gallery[0][None], axis=2).argmin(axis=1)
-    assert found == (index.search(queries[0], 1)[1][:, 0] == true_nearest).sum() < 50
+    assert recall == (index.search(queries[0], 1)[1][:, 0] == true_nearest).sum() < 50
 
 
-def test_excluded_classes_are_neither_indexed_nor_calibrated_on(make_embeddings: MakeEmbeddings, tmp_path):
+def test_excluded_classes_are_neither_indexed_nor_used_for_calibration(make_embeddings: MakeEmbeddings, tmp_path):
     gallery, queries = blobs(1, 300), blobs(2, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
     described = build(embeddings, LABELS, IndexSettings(), tmp_path / "some", frozenset({"b", "e"}))
@@ -86,7 +86,7 @@ def test_excluded_classes_are_neither_indexed_nor_calibrated_on(make_embeddings:
     assert described.counts[1] == described.counts[4] == 0
 
 
-def test_no_query_and_no_impostor_are_told_in_a_sentence(make_embeddings: MakeEmbeddings, tmp_path):
+def test_missing_queries_or_impostors_are_reported(make_embeddings: MakeEmbeddings, tmp_path):
     vectors, labels = blobs(1, 60)
     with pytest.raises(DataError, match="query_fraction"):
         build(make_embeddings({"gallery": (vectors, labels)}), LABELS, IndexSettings(), tmp_path)
@@ -96,15 +96,15 @@ def test_no_query_and_no_impostor_are_told_in_a_sentence(make_embeddings: MakeEm
     assert not (tmp_path / "index.json").exists()
 
 
-def test_a_threshold_that_a_probe_found_is_taken_and_its_effect_counted(make_embeddings: MakeEmbeddings, tmp_path):
+def test_probe_threshold_is_used_and_its_error_rates_are_measured(make_embeddings: MakeEmbeddings, tmp_path):
     gallery, queries = blobs(1, 300), blobs(2, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
-    found = build(embeddings, LABELS, IndexSettings(), tmp_path, threshold=0.9).calibration
+    calibration = build(embeddings, LABELS, IndexSettings(), tmp_path, threshold=0.9).calibration
     distances = np.linalg.norm(queries[0][:, None] - gallery[0][None], axis=2)
     to_others = np.where(queries[1][:, None] == gallery[1][None], np.inf, distances)
-    assert (found.threshold, found.found_by) == (0.9, "unseen classes")
-    assert found.false_rejects == (distances.min(axis=1) > 0.9).sum()
-    assert found.false_accepts == (to_others.min(axis=1) <= 0.9).sum()
+    assert (calibration.threshold, calibration.found_by) == (0.9, "unseen classes")
+    assert calibration.false_rejects == (distances.min(axis=1) > 0.9).sum()
+    assert calibration.false_accepts == (to_others.min(axis=1) <= 0.9).sum()
     assert build(embeddings, LABELS, IndexSettings(), tmp_path).calibration.found_by == "impostors"
 
 

@@ -21,20 +21,20 @@ from .conftest import NETWORK, MakeEmbeddings, blobs
 LABELS = ("a", "b", "c", "d", "e", "never seen")
 
 
-def counted(row: list[int]) -> int:
-    """A vote as one would count it by hand."""
+def majority_vote(row: list[int]) -> int:
+    """Reference implementation of the vote."""
     counts = Counter(label for label in row if label != NO_LABEL)
     return max(row, key=lambda label: (counts[label], -row.index(label)))
 
 
 @given(hnp.arrays(np.int32, st.tuples(st.integers(1, 8), st.integers(1, 9)), elements=st.integers(NO_LABEL, 4)))
-def test_vote_is_the_majority_and_of_equals_the_nearest(labels):
-    assert vote(labels).tolist() == [counted(row) for row in labels.tolist()]
+def test_vote_is_the_majority_and_ties_go_to_the_nearest(labels):
+    assert vote(labels).tolist() == [majority_vote(row) for row in labels.tolist()]
 
 
 @pytest.mark.parametrize("label_by", ["vote", "centroid"])
 @pytest.mark.parametrize("k", [1, 4, 9])
-def test_recognise_agrees_with_plain_arithmetic(make_embeddings: MakeEmbeddings, tmp_path, label_by, k):
+def test_recognize_matches_a_reference_implementation(make_embeddings: MakeEmbeddings, tmp_path, label_by, k):
     (vectors, numbers), (queries, _) = blobs(1, 210), blobs(3, 90)
     embeddings = make_embeddings({"gallery": (vectors, numbers), "query": blobs(2, 100)})
     build(embeddings, LABELS, IndexSettings(k=k, label_by=label_by, false_accept_rate=0.2), tmp_path)
@@ -43,18 +43,18 @@ def test_recognise_agrees_with_plain_arithmetic(make_embeddings: MakeEmbeddings,
     recognized = gallery.recognize(queries)
     centroids = np.array([vectors[numbers == label].mean(axis=0) for label in range(5)])
     centroids /= np.linalg.norm(centroids, axis=1, keepdims=True)
-    for query, answer in zip(queries, recognized, strict=True):
+    for query, result in zip(queries, recognized, strict=True):
         distances = np.linalg.norm(vectors - query, axis=1)
         nearest = np.argsort(distances)[:k]
-        by_vote = counted(numbers[nearest].tolist())
+        by_vote = majority_vote(numbers[nearest].tolist())
         by_centroid = int(np.linalg.norm(centroids - query, axis=1).argmin())
-        assert answer.pred == LABELS[by_vote if label_by == "vote" else by_centroid]
-        assert answer.dist == pytest.approx(distances.min(), abs=1e-5)
-        assert answer.unknown == (answer.dist > gallery.threshold)
-        assert [neighbor.label for neighbor in answer.neighbors] == [LABELS[number] for number in numbers[nearest]]
-        assert [neighbor.dist for neighbor in answer.neighbors] == pytest.approx(distances[nearest], abs=1e-5)
-        assert all(nearer.dist <= farther.dist for nearer, farther in pairwise(answer.neighbors))
-    assert {answer.unknown for answer in recognized} == {True, False}
+        assert result.pred == LABELS[by_vote if label_by == "vote" else by_centroid]
+        assert result.dist == pytest.approx(distances.min(), abs=1e-5)
+        assert result.unknown == (result.dist > gallery.threshold)
+        assert [neighbor.label for neighbor in result.neighbors] == [LABELS[number] for number in numbers[nearest]]
+        assert [neighbor.dist for neighbor in result.neighbors] == pytest.approx(distances[nearest], abs=1e-5)
+        assert all(nearer.dist <= farther.dist for nearer, farther in pairwise(result.neighbors))
+    assert {result.unknown for result in recognized} == {True, False}
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +64,17 @@ def index_dir(make_embeddings: MakeEmbeddings, tmp_path_factory: pytest.TempPath
     return directory
 
 
-def test_how_many_neighbors_are_listed_does_not_change_who_votes(index_dir):
+def test_number_of_listed_neighbors_does_not_affect_the_vote(index_dir):
     gallery, queries = Gallery.open(index_dir, NETWORK), blobs(3, 30)[0]
     usual = gallery.recognize(queries)
     for k in (1, 3, 12):
         listed = gallery.recognize(queries, k)
-        assert {len(answer.neighbors) for answer in listed} == {k}
-        assert [answer[:3] for answer in listed] == [answer[:3] for answer in usual]
-    assert {len(answer.neighbors) for answer in gallery.recognize(queries, 1000)} == {40}
+        assert {len(result.neighbors) for result in listed} == {k}
+        assert [result[:3] for result in listed] == [result[:3] for result in usual]
+    assert {len(result.neighbors) for result in gallery.recognize(queries, 1000)} == {40}
 
 
-def test_a_query_is_answered_alike_alone_and_in_any_batch(index_dir):
+def test_prediction_does_not_depend_on_the_batch(index_dir):
     gallery, queries = Gallery.open(index_dir, NETWORK), blobs(3, 1500)[0]
     together = gallery.recognize(queries)
     for number in (0, 7, 1499):
@@ -84,26 +84,31 @@ def test_a_query_is_answered_alike_alone_and_in_any_batch(index_dir):
     assert gallery.recognize(queries[:0]) == []
 
 
-def test_an_answer_is_plain_data(index_dir):
-    (answer,) = Gallery.open(index_dir, NETWORK).recognize(blobs(3, 5)[0][:1])
-    kinds = (type(answer.pred), type(answer.dist), type(answer.unknown), type(answer.neighbors[0].dist))
+def test_prediction_is_plain_data(index_dir):
+    (result,) = Gallery.open(index_dir, NETWORK).recognize(blobs(3, 5)[0][:1])
+    kinds = (
+        type(result.pred),
+        type(result.dist),
+        type(result.unknown),
+        type(result.neighbors[0].dist),
+    )
     assert kinds == (str, float, bool, float)
 
 
-def test_vectors_of_another_size_are_refused(index_dir):
+def test_vectors_of_wrong_dimension_are_rejected(index_dir):
     with pytest.raises(IntegrityError, match="16 coordinates"):
         Gallery.open(index_dir, NETWORK).recognize(np.zeros((2, 8), np.float32))
 
 
-def test_neighbors_that_an_approximate_index_misses_are_left_out(make_embeddings: MakeEmbeddings, tmp_path):
-    """One list of an IVF index can hold fewer vectors than asked for, or none."""
+def test_missing_neighbors_of_an_approximate_index_are_omitted(make_embeddings: MakeEmbeddings, tmp_path):
+    """A list of an IVF index can contain fewer vectors than requested, or none."""
     vectors, numbers = blobs(1, 60, spread=0.05)
     embeddings = make_embeddings({"gallery": (vectors, numbers), "query": blobs(2, 60, spread=0.05)})
     build(embeddings, LABELS, IndexSettings(factory="IVF5,Flat", k=50), tmp_path)
     gallery = Gallery.open(tmp_path, NETWORK)
-    answers = gallery.recognize(vectors)
-    assert [answer.pred for answer in answers] == [LABELS[number] for number in numbers]
-    assert all(0 < len(answer.neighbors) < 50 for answer in answers)
+    recognitions = gallery.recognize(vectors)
+    assert [result.pred for result in recognitions] == [LABELS[number] for number in numbers]
+    assert all(0 < len(result.neighbors) < 50 for result in recognitions)
 
     no_neighbors = gallery.search(vectors, 50)
     no_neighbors.labels[:], no_neighbors.distances[:] = NO_LABEL, np.inf
@@ -113,7 +118,7 @@ def test_neighbors_that_an_approximate_index_misses_are_left_out(make_embeddings
     assert answered.labels.tolist() == numbers.tolist()  # by the nearest centroid
 
 
-def test_another_networks_index_is_refused(index_dir):
+def test_index_of_another_network_is_rejected(index_dir):
     with pytest.raises(IntegrityError, match="vectors of network nnnn"):
         Gallery.open(index_dir, "m" * 64)
 
@@ -127,7 +132,7 @@ def copied(index_dir, tmp_path):
 
 @pytest.mark.parametrize("name", ["index.faiss", "labels.npy", "centroids.npy"])
 @pytest.mark.parametrize("damage", ["changed", "cut short", "gone"])
-def test_a_damaged_part_is_found_before_it_is_parsed(copied, name, damage):
+def test_damaged_file_is_rejected_before_parsing(copied, name, damage):
     path = copied / name
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -138,8 +143,8 @@ def test_a_damaged_part_is_found_before_it_is_parsed(copied, name, damage):
         Gallery.open(copied, NETWORK)
 
 
-def with_hash_of(directory, name: str) -> None:
-    """Give a part's own hash to the description, as one would who wants to slip it in."""
+def update_hash(directory, name: str) -> None:
+    """Update the hash of a file in the description, as an attacker would."""
     described = describe_index(directory)
     parts = described.parts | {name: sha256_file(directory / name)}
     (directory / DESCRIPTION_FILE).write_text(described.model_copy(update={"parts": parts}).model_dump_json())
@@ -150,38 +155,38 @@ class Bomb:
         return (pytest.fail, ("code of the file ran",))
 
 
-def test_labels_cannot_bring_code_along(copied):
+def test_labels_cannot_execute_code(copied):
     with (copied / "labels.npy").open("wb") as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "|O", "fortran_order": False, "shape": (40,)})
         pickle.dump(Bomb(), file)
-    with_hash_of(copied, "labels.npy")
+    update_hash(copied, "labels.npy")
     with pytest.raises(IntegrityError, match="cannot be read"):
         Gallery.open(copied, NETWORK)
 
 
-def test_a_file_that_is_no_index_is_refused(copied):
+def test_invalid_index_file_is_rejected(copied):
     (copied / "index.faiss").write_bytes(b"no index at all")
-    with_hash_of(copied, "index.faiss")
+    update_hash(copied, "index.faiss")
     with pytest.raises(IntegrityError, match="cannot be read"):
         Gallery.open(copied, NETWORK)
 
 
-def test_parts_that_do_not_fit_each_other_are_refused(copied):
+def test_mismatched_files_are_rejected(copied):
     np.save(copied / "labels.npy", np.zeros(39, np.int32))
-    with_hash_of(copied, "labels.npy")
+    update_hash(copied, "labels.npy")
     with pytest.raises(IntegrityError, match="do not match each other"):
         Gallery.open(copied, NETWORK)
 
 
-def test_labels_that_are_out_of_range_are_refused(copied):
+def test_out_of_range_labels_are_rejected(copied):
     np.save(copied / "labels.npy", np.full(40, 6, np.int32))
-    with_hash_of(copied, "labels.npy")
+    update_hash(copied, "labels.npy")
     with pytest.raises(IntegrityError, match="do not match each other"):
         Gallery.open(copied, NETWORK)
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", '{"format": 2}'])
-def test_a_directory_without_a_sound_description_is_no_index(copied, content):
+def test_invalid_description_is_rejected(copied, content):
     (copied / DESCRIPTION_FILE).unlink()
     if content is not None:
         (copied / DESCRIPTION_FILE).write_text(content)
@@ -189,12 +194,12 @@ def test_a_directory_without_a_sound_description_is_no_index(copied, content):
         Gallery.open(copied, NETWORK)
 
 
-def test_an_index_of_an_earlier_release_answers_alike(index_dir, copied):
+def test_index_of_an_earlier_version_gives_the_same_predictions(index_dir, copied):
     now = faiss.read_index(str(index_dir / "index.faiss"))
     earlier = faiss.IndexFlatL2(now.d)
     earlier.add(now.reconstruct_n(0, now.ntotal))
     faiss.write_index(earlier, str(copied / "index.faiss"))
-    with_hash_of(copied, "index.faiss")
+    update_hash(copied, "index.faiss")
     queries = blobs(3, 30)[0]
     answers = [Gallery.open(directory, NETWORK).search(queries, 7) for directory in (index_dir, copied)]
     np.testing.assert_array_equal(answers[0].labels, answers[1].labels)

@@ -23,7 +23,7 @@ from evernear.settings import ServingSettings
 from evernear.store import open_store
 
 
-def test_an_archive_opens_to_what_went_into_it(system: System, make_release: MakeRelease, tmp_path: Path) -> None:
+def test_archive_round_trip(system: System, make_release: MakeRelease, tmp_path: Path) -> None:
     packed = make_release()
     parts = open_release(packed.archive, tmp_path / "opened")
 
@@ -37,13 +37,13 @@ def test_an_archive_opens_to_what_went_into_it(system: System, make_release: Mak
     assert json.loads(parts.read("preprocessing.json")) == packed.manifest.preprocessing.model_dump(mode="json")
 
 
-def test_an_archive_that_does_not_fit_onto_the_disk_is_a_sentence(make_release: MakeRelease) -> None:
+def test_full_disk_during_archiving_is_reported(make_release: MakeRelease) -> None:
     size_bytes = make_release().archive.stat().st_size
     with largest_file(size_bytes - 1), pytest.raises(StoreError, match="would exceed the file size limit"):
         make_release()
 
 
-def test_torchserve_is_told_the_same_version(make_release: MakeRelease) -> None:
+def test_torchserve_manifest_has_the_release_version(make_release: MakeRelease) -> None:
     packed = make_release()
     with zipfile.ZipFile(packed.archive) as members:
         model = json.loads(members.read("MAR-INF/MANIFEST.json"))["model"]
@@ -52,7 +52,7 @@ def test_torchserve_is_told_the_same_version(make_release: MakeRelease) -> None:
     assert model["configFile"] == "model-config.yaml"
 
 
-def test_smoke_queries_are_real_query_images_with_the_answers_of_this_very_system(
+def test_smoke_queries_are_query_images_with_the_predictions_of_the_release(
     system: System, make_release: MakeRelease, tmp_path: Path
 ) -> None:
     from evernear.data.preprocess import decode, image_digest, to_array
@@ -67,20 +67,20 @@ def test_smoke_queries_are_real_query_images_with_the_answers_of_this_very_syste
     gallery = Gallery.open(system.index_dir, sha256_file(system.network_dir / "network.pt"))
 
     assert len(queries) == ServingSettings().smoke_queries
-    assert len({query.label for _, query in queries}) == len(queries), "one of each class, as far as they go"
+    assert len({query.label for _, query in queries}) == len(queries), "one per class while classes remain"
     for image, query in queries:
         decoded = decode(image, 10_000)
         assert known[image_digest(decoded)] == query.label
-        (answer,) = gallery.recognize(embed_images(network, to_array(decoded, 8, 8, 1)[None]))
-        assert (answer.pred, answer.unknown) == (query.pred, query.unknown)
-        assert answer.dist == pytest.approx(query.dist, abs=1e-5)
+        (recognition,) = gallery.recognize(embed_images(network, to_array(decoded, 8, 8, 1)[None]))
+        assert (recognition.pred, recognition.unknown) == (query.pred, query.unknown)
+        assert recognition.dist == pytest.approx(query.dist, abs=1e-5)
 
 
-def test_archiving_touches_nothing_of_the_machines_temporary_directory(
+def test_archiving_leaves_the_temporary_directory_unchanged(
     make_release: MakeRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Left to itself, torch-model-archiver stages in TMPDIR/<model name> and first deletes what is there:
-    # somebody's files, or those of another run.
+    # By default, torch-model-archiver stages in TMPDIR/<model name> and first deletes that directory, which may contain
+    # the files of a user or of another run.
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     precious = tmp_path / "embedding" / "precious"
     precious.parent.mkdir()
@@ -89,7 +89,7 @@ def test_archiving_touches_nothing_of_the_machines_temporary_directory(
     assert precious.read_text() == "mine"
 
 
-def test_an_index_of_another_network_is_not_packed(system: System, tmp_path: Path) -> None:
+def test_index_of_another_network_is_not_packed(system: System, tmp_path: Path) -> None:
     index_dir = tmp_path / "index"
     index_dir.mkdir()
     for file in system.index_dir.iterdir():
@@ -105,7 +105,7 @@ def test_an_index_of_another_network_is_not_packed(system: System, tmp_path: Pat
     assert not (tmp_path / "release").exists()
 
 
-def test_the_commit_is_that_of_this_tree() -> None:
+def test_commit_is_the_current_commit() -> None:
     commit = git_commit()
     head = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
@@ -113,7 +113,7 @@ def test_the_commit_is_that_of_this_tree() -> None:
     assert commit.removesuffix("-dirty") == head
 
 
-def test_the_champion_opens_to_be_measured(make_release: MakeRelease, tmp_path: Path, system: System) -> None:
+def test_champion_opens_for_evaluation(make_release: MakeRelease, tmp_path: Path, system: System) -> None:
     store = open_store((tmp_path / "store").as_uri())
     with open_champion(store) as opened:
         assert opened == (None, None)
@@ -123,33 +123,33 @@ def test_the_champion_opens_to_be_measured(make_release: MakeRelease, tmp_path: 
     registry.publish(packed.archive)
     registry.set_champion(packed.version, None)
     with open_champion(store) as (recognizer, made_from):
-        assert made_from is None, "this store holds no datasets"
+        assert made_from is None, "this store contains no datasets"
         assert recognizer is not None
         assert recognizer.name == packed.version
         (block, *_) = system.dataset.blocks("test", 8)
         assert recognizer.embed(block.images).shape == (8, packed.manifest.embedding_dim)
 
 
-def test_a_champion_that_cannot_be_opened_is_told_with_the_way_out(make_release: MakeRelease, tmp_path: Path) -> None:
+def test_unreadable_champion_is_reported_with_a_remedy(make_release: MakeRelease, tmp_path: Path) -> None:
     store = open_store((tmp_path / "store").as_uri())
     packed = make_release()
     registry = Registry(store)
     record = registry.publish(packed.archive)
     registry.set_champion(packed.version, None)
     store.put(record.archive_key, b"damaged")
-    told = f"champion {packed.version} cannot be opened for comparison: .* is damaged.*; .*registry promote"
-    with pytest.raises(IntegrityError, match=told), open_champion(store):
+    message = f"champion {packed.version} cannot be opened for comparison: .* is damaged.*; .*registry promote"
+    with pytest.raises(IntegrityError, match=message), open_champion(store):
         pass
 
 
-def test_opening_a_release_loads_neither_torch_nor_faiss() -> None:
+def test_opening_a_release_imports_neither_torch_nor_faiss() -> None:
     rooms = "evernear.release.archive_reader, evernear.release.registry"
     script = f"import sys, {rooms}; print({{'torch', 'faiss'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == "set()\n"
 
 
-def test_the_archived_handler_holds_no_code_that_an_upgrade_could_break(make_release: MakeRelease) -> None:
+def test_archived_handler_contains_no_version_dependent_code(make_release: MakeRelease) -> None:
     with zipfile.ZipFile(make_release().archive) as members:
         tree = ast.parse(members.read("handler.py"))
     imports = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]

@@ -1,4 +1,4 @@
-"""Archives that somebody made to do harm, or that a disk damaged."""
+"""Malicious and damaged archives."""
 
 import io
 import json
@@ -32,7 +32,7 @@ def packed(make_release: MakeRelease) -> PackedRelease:
 
 
 def rewrite(packed: PackedRelease, path: Path, change: Callable[[dict[str, bytes]], None]) -> Path:
-    """The same archive with other members."""
+    """Rewrite the archive with changed members."""
     with zipfile.ZipFile(packed.archive) as members:
         content = {name: members.read(name) for name in members.namelist()}
     change(content)
@@ -48,9 +48,9 @@ def set_member(name: str, data: bytes) -> Callable[[dict[str, bytes]], None]:
 
 def edit_torchserve(key: str, value: str) -> Callable[[dict[str, bytes]], None]:
     def change(content: dict[str, bytes]) -> None:
-        told = json.loads(content[TORCHSERVE])
-        told["model"][key] = value
-        content[TORCHSERVE] = json.dumps(told).encode()
+        archive_manifest = json.loads(content[TORCHSERVE])
+        archive_manifest["model"][key] = value
+        content[TORCHSERVE] = json.dumps(archive_manifest).encode()
 
     return change
 
@@ -88,7 +88,7 @@ def edit_manifest(change: Callable[[dict], None]) -> Callable[[dict[str, bytes]]
         (edit_manifest(lambda m: m.update(unknown=1)), "not a valid release manifest: unknown"),
     ],
 )
-def test_a_tampered_archive_is_refused_and_leaves_nothing(
+def test_tampered_archive_is_rejected_and_leaves_no_files(
     packed: PackedRelease, tmp_path: Path, change: Callable[[dict[str, bytes]], None], sentence: str
 ) -> None:
     archive = rewrite(packed, tmp_path / "tampered.mar", change)
@@ -99,7 +99,7 @@ def test_a_tampered_archive_is_refused_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "handler.py", TORCHSERVE])
-def test_a_member_that_is_there_twice_is_refused(packed: PackedRelease, tmp_path: Path, name: str) -> None:
+def test_duplicate_member_is_rejected(packed: PackedRelease, tmp_path: Path, name: str) -> None:
     archive = rewrite(packed, tmp_path / "twice.mar", lambda _: None)
     with zipfile.ZipFile(archive, "a") as members, pytest.warns(UserWarning, match="Duplicate name"):
         members.writestr(name, members.read(name))
@@ -107,7 +107,7 @@ def test_a_member_that_is_there_twice_is_refused(packed: PackedRelease, tmp_path
         open_release(archive, tmp_path / "opened")
 
 
-def test_a_symbolic_link_is_refused(packed: PackedRelease, tmp_path: Path) -> None:
+def test_symbolic_link_is_rejected(packed: PackedRelease, tmp_path: Path) -> None:
     archive = rewrite(packed, tmp_path / "link.mar", lambda content: content.pop("handler.py"))
     with zipfile.ZipFile(archive, "a") as members:
         link = zipfile.ZipInfo("handler.py")
@@ -117,7 +117,7 @@ def test_a_symbolic_link_is_refused(packed: PackedRelease, tmp_path: Path) -> No
         open_release(archive, tmp_path / "opened")
 
 
-def test_a_decompression_bomb_is_not_unpacked(packed: PackedRelease, tmp_path: Path) -> None:
+def test_decompression_bomb_is_not_unpacked(packed: PackedRelease, tmp_path: Path) -> None:
     """Self-consistent: the manifest names the bomb, its true size and its true hash."""
     zeros = bytes(64 * 2**20)
     bomb = forge(packed, tmp_path / "plain.mar", network_pt=zeros).archive
@@ -135,7 +135,7 @@ def test_a_decompression_bomb_is_not_unpacked(packed: PackedRelease, tmp_path: P
 
 
 def patch_directory(archive: Path, name: str, change: Callable[[bytearray, int], None]) -> Path:
-    """Edit the central directory's entry of a member; ``change`` gets the file's bytes and where the entry begins."""
+    """Edit a member's entry in the central directory; ``change`` receives the file's bytes and the entry's offset."""
     content = bytearray(archive.read_bytes())
     entry = content.rindex(name.encode()) - 46
     assert content[entry : entry + 4] == b"PK\x01\x02"
@@ -145,7 +145,7 @@ def patch_directory(archive: Path, name: str, change: Callable[[bytearray, int],
 
 
 @pytest.mark.parametrize("size", [0, 5, 2**31])
-def test_a_size_that_lies_is_refused(packed: PackedRelease, tmp_path: Path, size: int) -> None:
+def test_wrong_member_size_is_rejected(packed: PackedRelease, tmp_path: Path, size: int) -> None:
     archive = rewrite(packed, tmp_path / "lying.mar", lambda _: None)
 
     def lie(content: bytearray, entry: int) -> None:
@@ -158,10 +158,8 @@ def test_a_size_that_lies_is_refused(packed: PackedRelease, tmp_path: Path, size
 
 @pytest.mark.parametrize("kind", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA, 99])
 @pytest.mark.parametrize("name", ["manifest.json", TORCHSERVE, "verdict.json"])
-def test_a_member_that_says_it_is_compressed_is_refused(
-    packed: PackedRelease, tmp_path: Path, name: str, kind: int
-) -> None:
-    """What follows is not even of that compression: no decoder gets to see it."""
+def test_compressed_member_is_rejected(packed: PackedRelease, tmp_path: Path, name: str, kind: int) -> None:
+    """The data is not valid for that compression, so decompressing it would raise another error."""
     archive = rewrite(packed, tmp_path / "odd.mar", lambda _: None)
 
     def lie(content: bytearray, entry: int) -> None:
@@ -172,8 +170,8 @@ def test_a_member_that_says_it_is_compressed_is_refused(
         open_release(archive, tmp_path / "opened")
 
 
-def test_members_that_overlap_are_refused(packed: PackedRelease, tmp_path: Path) -> None:
-    """Two names, one content, no compression: more comes out than went in (Fifield 2019, "A better zip bomb")."""
+def test_overlapping_members_are_rejected(packed: PackedRelease, tmp_path: Path) -> None:
+    """Two names share one uncompressed content, so the archive expands (Fifield 2019, "A better zip bomb")."""
     with zipfile.ZipFile(packed.archive) as members:
         network = members.read("network.pt")
     bomb = forge(packed, tmp_path / "overlap.mar", index_faiss=network, labels_npy=network, centroids_npy=network)
@@ -194,7 +192,7 @@ def test_members_that_overlap_are_refused(packed: PackedRelease, tmp_path: Path)
 
 
 def unlisted(name: str, data: bytes) -> bytes:
-    """A member as it lies in a zip file, without the entry in the list at its end."""
+    """A member of a zip file without its entry in the central directory."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as members:
         members.writestr(name, data)
@@ -202,13 +200,13 @@ def unlisted(name: str, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("place", ["before", "behind"])
-def test_a_member_that_only_torchserve_would_see_is_refused(packed: PackedRelease, tmp_path: Path, place: str) -> None:
-    """Java's ZipInputStream goes from header to header: TorchServe ran such a handler in the place of the true one."""
+def test_member_visible_only_to_torchserve_is_rejected(packed: PackedRelease, tmp_path: Path, place: str) -> None:
+    """Java's ZipInputStream follows local headers: TorchServe ran such a handler instead of the real one."""
     content = packed.archive.read_bytes()
     with zipfile.ZipFile(packed.archive) as members:
         start = members.start_dir
     hidden = unlisted("handler.py", b"import os")
-    if place == "before":  # what lies before a zip file moves all it points to; `zipfile` takes that into account
+    if place == "before":  # data before a zip file shifts its offsets, which `zipfile` compensates for
         content = hidden + content
     else:
         end = content[-22:-6] + (start + len(hidden)).to_bytes(4, "little") + content[-2:]
@@ -220,8 +218,8 @@ def test_a_member_that_only_torchserve_would_see_is_refused(packed: PackedReleas
         open_release(tmp_path / "hidden.mar", tmp_path / "opened")
 
 
-def test_a_member_that_ends_earlier_for_torchserve_is_refused(packed: PackedRelease, tmp_path: Path) -> None:
-    """The rest of its content could be a member that is in no list."""
+def test_member_that_ends_early_for_torchserve_is_rejected(packed: PackedRelease, tmp_path: Path) -> None:
+    """The rest of its content could be an unlisted member."""
     archive = rewrite(packed, tmp_path / "short.mar", lambda _: None)
     content = bytearray(archive.read_bytes())
     with zipfile.ZipFile(archive) as members:
@@ -232,8 +230,8 @@ def test_a_member_that_ends_earlier_for_torchserve_is_refused(packed: PackedRele
         open_release(archive, tmp_path / "opened")
 
 
-def test_a_member_of_more_than_two_gigabytes_would_open(packed: PackedRelease, tmp_path: Path) -> None:
-    """Its header has its sizes in an extra field, as that of a smaller one may."""
+def test_member_header_with_extra_field_sizes_opens(packed: PackedRelease, tmp_path: Path) -> None:
+    """Members over 2 GB store their sizes in an extra field; smaller members may do so, too."""
     with zipfile.ZipFile(packed.archive) as old, zipfile.ZipFile(tmp_path / "large.mar", "w") as new:
         for name in old.namelist():
             with new.open(name, "w", force_zip64=True) as member:
@@ -241,7 +239,7 @@ def test_a_member_of_more_than_two_gigabytes_would_open(packed: PackedRelease, t
     assert open_release(tmp_path / "large.mar", tmp_path / "opened").manifest == packed.manifest
 
 
-def test_a_zip_of_countless_members_is_refused_before_they_are_listed(tmp_path: Path) -> None:
+def test_excessive_member_count_is_rejected_before_listing(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "many.mar", "w") as members:
         for number in range(80):
             members.writestr(f"{number}", b"")
@@ -250,8 +248,8 @@ def test_a_zip_of_countless_members_is_refused_before_they_are_listed(tmp_path: 
         open_release(tmp_path / "many.mar", tmp_path / "opened")
 
 
-def test_a_release_beyond_four_gigabytes_would_open(packed: PackedRelease, tmp_path: Path) -> None:
-    """Its zip has the records of zip64, which a smaller one may have as well."""
+def test_zip64_archive_opens(packed: PackedRelease, tmp_path: Path) -> None:
+    """Archives over 4 GB have zip64 records; smaller archives may have them, too."""
     original = packed.archive.read_bytes()
     with zipfile.ZipFile(packed.archive) as members:
         count, start = len(members.namelist()), members.start_dir
@@ -263,8 +261,8 @@ def test_a_release_beyond_four_gigabytes_would_open(packed: PackedRelease, tmp_p
 
 
 @pytest.mark.parametrize("name", ["network.pt", "verdict.json"])
-def test_a_manifest_whose_stamp_is_not_its_parts_is_refused(packed: PackedRelease, tmp_path: Path, name: str) -> None:
-    """A network of the right hash beside an index made by another one."""
+def test_manifest_that_mismatches_its_parts_is_rejected(packed: PackedRelease, tmp_path: Path, name: str) -> None:
+    """The network matches its hash, but the index belongs to another network."""
 
     def swap(content: dict[str, bytes]) -> None:
         content[name] += b" "
@@ -277,9 +275,7 @@ def test_a_manifest_whose_stamp_is_not_its_parts_is_refused(packed: PackedReleas
         open_release(archive, tmp_path / "opened")
 
 
-def test_a_part_that_no_release_has_is_refused_although_its_manifest_names_it(
-    packed: PackedRelease, tmp_path: Path
-) -> None:
+def test_unknown_part_is_rejected_even_if_the_manifest_names_it(packed: PackedRelease, tmp_path: Path) -> None:
     def add(content: dict[str, bytes]) -> None:
         content["weights.pkl"] = pickle.dumps(print)
         manifest = json.loads(content["manifest.json"])
@@ -292,58 +288,59 @@ def test_a_part_that_no_release_has_is_refused_although_its_manifest_names_it(
 
 
 @pytest.mark.parametrize("name", ["manifest.json", TORCHSERVE])
-def test_json_of_any_depth_is_refused_with_a_sentence(packed: PackedRelease, tmp_path: Path, name: str) -> None:
+def test_deeply_nested_json_is_rejected(packed: PackedRelease, tmp_path: Path, name: str) -> None:
     archive = rewrite(packed, tmp_path / "deep.mar", set_member(name, b"[" * 10**6))
     with pytest.raises(IntegrityError, match=r"is not a valid release manifest|does not describe"):
         open_release(archive, tmp_path / "opened")
 
 
-def test_a_release_without_a_model_configuration_opens_as_those_of_an_older_evernear(
-    packed: PackedRelease, tmp_path: Path
-) -> None:
+def test_older_release_without_a_model_configuration_opens(packed: PackedRelease, tmp_path: Path) -> None:
     def age(content: dict[str, bytes]) -> None:
         content.pop("model-config.yaml", None)
-        manifest, told = json.loads(content["manifest.json"]), json.loads(content[TORCHSERVE])
+        manifest, archive_manifest = json.loads(content["manifest.json"]), json.loads(content[TORCHSERVE])
         manifest["parts"].pop("model-config.yaml", None)
-        told["model"].pop("configFile", None)
-        content["manifest.json"], content[TORCHSERVE] = json.dumps(manifest).encode(), json.dumps(told).encode()
+        archive_manifest["model"].pop("configFile", None)
+        content["manifest.json"], content[TORCHSERVE] = (
+            json.dumps(manifest).encode(),
+            json.dumps(archive_manifest).encode(),
+        )
 
     archive = rewrite(packed, tmp_path / "old.mar", age)
     assert open_release(archive, tmp_path / "opened").manifest.version == packed.version
 
 
-def test_a_hostile_name_cannot_steer_the_terminal(packed: PackedRelease, tmp_path: Path) -> None:
+def test_hostile_name_cannot_inject_terminal_escapes(packed: PackedRelease, tmp_path: Path) -> None:
     for change in (set_member("\x1b[2Jx", b""), edit_manifest(lambda m: m.update({"\x1b[2Jx": 1}))):
         with pytest.raises(IntegrityError) as caught:
             open_release(rewrite(packed, tmp_path / "odd.mar", change), tmp_path / "opened")
         assert str(caught.value).isprintable()
 
 
-def test_names_of_parts_are_those_of_the_rooms_that_write_them() -> None:
+def test_part_names_match_their_writers() -> None:
     assert (NETWORK_FILE, NETWORK_DESCRIPTION_FILE) == (export.NETWORK_FILE, export.DESCRIPTION_FILE)
 
 
-def test_the_whole_is_bounded(packed: PackedRelease, tmp_path: Path) -> None:
+def test_total_size_is_bounded(packed: PackedRelease, tmp_path: Path) -> None:
     with pytest.raises(IntegrityError, match="unpacks to more than 1000 bytes"):
         open_release(packed.archive, tmp_path / "opened", max_size_bytes=1000)
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x05\x06" + bytes(18)])
-def test_what_is_no_archive_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_invalid_archive_is_rejected(tmp_path: Path, content: bytes) -> None:
     archive = tmp_path / "x.mar"
     archive.write_bytes(content)
     with pytest.raises(IntegrityError):
         open_release(archive, tmp_path / "opened")
 
 
-def test_an_absent_archive_is_refused(tmp_path: Path) -> None:
+def test_missing_archive_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(IntegrityError, match="cannot be read as a release"):
         open_release(tmp_path / "absent.mar", tmp_path / "opened")
 
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_no_damaged_byte_goes_unnoticed(
+def test_every_damaged_byte_is_detected(
     packed: PackedRelease, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     content = bytearray(packed.archive.read_bytes())
@@ -355,12 +352,12 @@ def test_no_damaged_byte_goes_unnoticed(
         parts = open_release(directory / "x.mar", directory / "opened")
     except IntegrityError:
         assert not (directory / "opened").exists()
-    else:  # a date or an attribute of the zip itself: what comes out is what went in
+    else:  # a date or an attribute of the zip entry, which does not affect the content
         assert parts.manifest == packed.manifest
         open_parts(parts.directory)
 
 
-def test_a_truncated_archive_is_refused_wherever_it_ends(packed: PackedRelease, tmp_path: Path) -> None:
+def test_truncated_archive_is_rejected(packed: PackedRelease, tmp_path: Path) -> None:
     content = packed.archive.read_bytes()
     for length in random.Random(0).sample(range(len(content)), 30):
         (tmp_path / "x.mar").write_bytes(content[:length])
@@ -368,7 +365,7 @@ def test_a_truncated_archive_is_refused_wherever_it_ends(packed: PackedRelease, 
             open_release(tmp_path / "x.mar", tmp_path / "opened")
 
 
-def test_unpacked_parts_are_checked_again_when_they_are_loaded(packed: PackedRelease, tmp_path: Path) -> None:
+def test_unpacked_parts_are_verified_on_load(packed: PackedRelease, tmp_path: Path) -> None:
     parts = open_release(packed.archive, tmp_path / "opened")
     network = parts.directory / "network.pt"
     network.write_bytes(network.read_bytes()[:-1] + b"x")
@@ -379,7 +376,7 @@ def test_unpacked_parts_are_checked_again_when_they_are_loaded(packed: PackedRel
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("make", NO_FILES)
 @pytest.mark.parametrize("read", [open_release, read_release, read_part, read_release_manifest, open_parts])
-def test_what_is_no_file_is_no_release(
+def test_special_file_is_not_a_release(
     tmp_path: Path, make: Callable[[Path], None], read: Callable[..., object]
 ) -> None:
     make(tmp_path / "x.mar")

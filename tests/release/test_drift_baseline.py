@@ -1,4 +1,4 @@
-"""What a release keeps of its own answers, for live queries to be compared with."""
+"""The drift baseline: a sample of a release's predictions to compare live queries with."""
 
 import io
 
@@ -22,13 +22,13 @@ def reference(make_release: MakeRelease) -> DriftBaseline:
     return DriftBaseline.parse(data, "here")
 
 
-def test_a_reference_is_what_the_release_answers_on_its_query_split(reference: DriftBaseline, system: System) -> None:
+def test_baseline_contains_the_predictions_on_the_query_split(reference: DriftBaseline, system: System) -> None:
     (block,) = system.dataset.blocks("query")
     embeddings = embed_images(load_network(system.network_dir), block.images)
     gallery = Gallery.open(system.index_dir, reference_network(system))
-    answers = gallery.recognize(embeddings)
-    assert reference.distances == pytest.approx([answer.dist for answer in answers], abs=1e-5)
-    assert reference.unknown.tolist() == [answer.unknown for answer in answers]
+    recognitions = gallery.recognize(embeddings)
+    assert reference.distances == pytest.approx([recognition.dist for recognition in recognitions], abs=1e-5)
+    assert reference.unknown.tolist() == [recognition.unknown for recognition in recognitions]
     assert reference.coordinates == pytest.approx(embeddings @ reference.projection, abs=1e-5)
 
 
@@ -38,7 +38,7 @@ def reference_network(system: System) -> str:
     return describe_network(system.network_dir).sha256
 
 
-def test_a_projection_keeps_distances_on_average() -> None:
+def test_projection_preserves_distances_on_average() -> None:
     rng = np.random.default_rng(7)
     points = rng.standard_normal((200, 128))
     points /= np.linalg.norm(points, axis=1, keepdims=True)
@@ -51,7 +51,7 @@ def test_a_projection_keeps_distances_on_average() -> None:
 
 
 @pytest.mark.parametrize("total", [0, 1, 999, 1000, 1001, 123_456])
-def test_a_large_split_is_sampled_evenly(total: int) -> None:
+def test_large_split_is_sampled_evenly(total: int) -> None:
     rows = list(evenly(total))
     assert len(rows) == min(total, 1000)
     assert rows == sorted(set(rows))
@@ -59,7 +59,7 @@ def test_a_large_split_is_sampled_evenly(total: int) -> None:
     assert len({*np.diff(rows)} or {0}) <= 2
 
 
-def test_what_is_no_reference_is_refused_with_its_place(reference: DriftBaseline) -> None:
+def test_invalid_baseline_is_rejected_with_its_path(reference: DriftBaseline) -> None:
     def packed(**changes: np.ndarray) -> bytes:
         arrays = {name: getattr(reference, name) for name in ("projection", "coordinates", "distances", "unknown")}
         buffer = io.BytesIO()
@@ -82,7 +82,7 @@ def test_what_is_no_reference_is_refused_with_its_place(reference: DriftBaseline
             DriftBaseline.parse(data, "somewhere")
 
 
-def test_a_release_from_before_there_were_references_is_a_release(make_release: MakeRelease) -> None:
+def test_release_without_a_drift_baseline_opens(make_release: MakeRelease) -> None:
     manifest = make_release().manifest
     old = manifest.model_dump(mode="json")
     del old["parts"][DRIFT_BASELINE_FILE]

@@ -19,23 +19,23 @@ def test_versions_sort_by_time(a: datetime, b: datetime, one: str, other: str) -
 
 
 @given(MOMENTS, DIGESTS)
-def test_a_version_stands_in_a_url_and_in_a_file_name_as_it_is(moment: datetime, digest: str) -> None:
+def test_version_needs_no_escaping_in_urls_and_file_names(moment: datetime, digest: str) -> None:
     version = new_version(moment, digest)
     assert quote(version, safe="") == version
     assert is_version(version)
 
 
-def test_a_version_is_in_utc_wherever_it_was_made() -> None:
+def test_version_is_in_utc() -> None:
     tokyo = datetime(2026, 11, 20, 23, 5, 1, tzinfo=timezone(timedelta(hours=9)))
     assert new_version(tokyo, "1a2b3c4d" + "0" * 56) == "20261120.140501.1a2b3c4d"
 
 
 @pytest.mark.parametrize("text", ["", "1.0", "../20261120.140501.1a2b3c4d", "20261120.140501.1a2b3c4d\n", "latest"])
-def test_other_texts_are_no_versions(text: str) -> None:
+def test_invalid_versions_are_rejected(text: str) -> None:
     assert not is_version(text)
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"format": 2}', b"\xff"])
-def test_what_is_no_manifest_is_refused_with_its_place(data: bytes) -> None:
+def test_invalid_manifest_is_rejected_with_its_path(data: bytes) -> None:
     with pytest.raises(IntegrityError, match="somewhere is not a valid release manifest"):
         ReleaseManifest.from_json(data, "somewhere")

@@ -32,7 +32,7 @@ def publish(registry: Registry, release: PackedRelease) -> None:
     registry.publish(release.archive)
 
 
-def test_a_published_release_comes_back(store: Store, releases: list[PackedRelease], tmp_path: Path) -> None:
+def test_published_release_can_be_fetched(store: Store, releases: list[PackedRelease], tmp_path: Path) -> None:
     registry = Registry(store)
     for release in reversed(releases):
         publish(registry, release)
@@ -42,10 +42,10 @@ def test_a_published_release_comes_back(store: Store, releases: list[PackedRelea
     assert (tmp_path / "fetched.mar").read_bytes() == releases[1].archive.read_bytes()
 
 
-def test_a_version_is_never_overwritten(store: Store, releases: list[PackedRelease], tmp_path: Path) -> None:
+def test_version_is_never_overwritten(store: Store, releases: list[PackedRelease], tmp_path: Path) -> None:
     registry = Registry(store)
     publish(registry, releases[0])
-    publish(registry, releases[0])  # again, as after a lost answer
+    publish(registry, releases[0])  # again, as after a lost response
     other = forge(releases[0], tmp_path / "other.mar", smoke_json=b"[]")
     with pytest.raises(ConflictError, match="is already published"):
         publish(registry, other)
@@ -53,13 +53,13 @@ def test_a_version_is_never_overwritten(store: Store, releases: list[PackedRelea
     assert (tmp_path / "fetched.mar").read_bytes() == releases[0].archive.read_bytes()
 
 
-def test_an_unknown_version_is_named(store: Store) -> None:
+def test_unknown_version_is_named(store: Store) -> None:
     for version in ("20260101.000000.00000000", "../champion"):
         with pytest.raises(StoreError, match=f"Release {version} does not exist"):
             Registry(store).get(version)
 
 
-def test_a_champion_that_is_gone_is_told_and_can_be_replaced(store: Store, releases: list[PackedRelease]) -> None:
+def test_missing_champion_is_reported_and_can_be_replaced(store: Store, releases: list[PackedRelease]) -> None:
     registry = Registry(store)
     lost = champions(registry, releases[:1])
     publish(registry, releases[1])
@@ -69,7 +69,7 @@ def test_a_champion_that_is_gone_is_told_and_can_be_replaced(store: Store, relea
     assert registry.set_champion(releases[1].version, registry.champion()).version == releases[1].version
 
 
-def test_a_damaged_archive_is_not_handed_out(store: Store, releases: list[PackedRelease], tmp_path: Path) -> None:
+def test_damaged_archive_is_not_returned(store: Store, releases: list[PackedRelease], tmp_path: Path) -> None:
     registry = Registry(store)
     record = registry.publish(releases[0].archive)
     store.put(record.archive_key, b"damaged")
@@ -79,9 +79,7 @@ def test_a_damaged_archive_is_not_handed_out(store: Store, releases: list[Packed
 
 
 @pytest.mark.parametrize("garbage", [b"", b"{}", b'{"version": "x", "previous": null, "since": "now"}'])
-def test_damaged_records_are_errors_and_not_absence(
-    store: Store, releases: list[PackedRelease], garbage: bytes
-) -> None:
+def test_damaged_record_is_an_error(store: Store, releases: list[PackedRelease], garbage: bytes) -> None:
     registry = Registry(store)
     publish(registry, releases[0])
     store.put("releases/champion.json", garbage)
@@ -92,7 +90,7 @@ def test_damaged_records_are_errors_and_not_absence(
         registry.get(releases[0].version)
 
 
-def test_the_champion_moves_from_one_to_the_next(store: Store, releases: list[PackedRelease]) -> None:
+def test_promotion_changes_the_champion(store: Store, releases: list[PackedRelease]) -> None:
     registry = Registry(store)
     assert registry.champion() is None
     for release in releases:
@@ -103,59 +101,59 @@ def test_the_champion_moves_from_one_to_the_next(store: Store, releases: list[Pa
     assert (second.version, second.previous) == (releases[1].version, releases[0].version)
 
 
-def test_what_is_not_published_cannot_become_champion(store: Store) -> None:
+def test_unpublished_release_cannot_become_champion(store: Store) -> None:
     with pytest.raises(StoreError, match="does not exist"):
         Registry(store).set_champion("20260101.000000.00000000", None)
 
 
 @pytest.mark.parametrize("kind", ["file", "s3"])
 @pytest.mark.parametrize("first", [True, False])
-def test_of_promotions_at_once_exactly_one_wins(
+def test_exactly_one_concurrent_promotion_succeeds(
     request: pytest.FixtureRequest, tmp_path: Path, releases: list[PackedRelease], first: bool, kind: str
 ) -> None:
     uri = f"s3://{request.getfixturevalue('bucket')}/team" if kind == "s3" else (tmp_path / "store").as_uri()
     registry = Registry(open_store(uri))
     for release in releases:
         publish(registry, release)
-    held = None if first else registry.set_champion(releases[0].version, None)
+    champion = None if first else registry.set_champion(releases[0].version, None)
     barrier = Barrier(8)
 
     def promote(number: int) -> str | None:
         barrier.wait()
         try:
-            return Registry(open_store(uri)).set_champion(releases[1 + number % 2].version, held).version
+            return Registry(open_store(uri)).set_champion(releases[1 + number % 2].version, champion).version
         except ConflictError:
             return None
 
     with ThreadPoolExecutor(8) as pool:
-        won = [version for version in pool.map(promote, range(8)) if version]
-    assert len(won) == 1
+        promoted = [version for version in pool.map(promote, range(8)) if version]
+    assert len(promoted) == 1
     champion = registry.champion()
     assert champion is not None
-    assert champion.version == won[0]
-    assert [move.version for move in registry.history()] == ([] if first else [releases[0].version]) + won
+    assert champion.version == promoted[0]
+    assert [move.version for move in registry.history()] == ([] if first else [releases[0].version]) + promoted
 
 
 def promote_in_rounds(uri: str, versions: list[str], number: int, start: ProcessBarrier, end: ProcessBarrier) -> int:
-    """Try to make one's own version champion as often as there are versions; how often that was won."""
-    registry, won = Registry(open_store(uri)), 0
+    """Try to promote version ``number`` once per round; return the number of successes."""
+    registry, successes = Registry(open_store(uri)), 0
     for turn in range(len(versions)):
-        seen = registry.champion()
+        champion = registry.champion()
         start.wait(60)
         try:
             registry.set_champion(
-                versions[(turn + number) % len(versions)], seen, "promote", Cause(by=f"process {number}")
+                versions[(turn + number) % len(versions)], champion, "promote", Cause(by=f"process {number}")
             )
         except ConflictError:
             pass
         else:
-            won += 1
+            successes += 1
         end.wait(60)
-    return won
+    return successes
 
 
 @pytest.mark.slow
-def test_of_processes_that_promote_at_once_one_wins_each_round(tmp_path: Path, releases: list[PackedRelease]) -> None:
+def test_exactly_one_process_promotes_in_each_round(tmp_path: Path, releases: list[PackedRelease]) -> None:
     uri = (tmp_path / "store").as_uri()
     registry = Registry(open_store(uri))
     for release in releases:
@@ -164,16 +162,16 @@ def test_of_processes_that_promote_at_once_one_wins_each_round(tmp_path: Path, r
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager, context.Pool(4) as pool:
         start, end = manager.Barrier(4), manager.Barrier(4)
-        won = pool.starmap(promote_in_rounds, [(uri, versions, number, start, end) for number in range(4)])
+        successes = pool.starmap(promote_in_rounds, [(uri, versions, number, start, end) for number in range(4)])
         pool.close()
         pool.join()
     moves = list(registry.history())
-    assert sum(won) == len(versions) == len(moves)
+    assert sum(successes) == len(versions) == len(moves)
     assert [move.number for move in moves] == [1, 2, 3]
     assert [move.previous for move in moves] == [None, moves[0].version, moves[1].version]
 
 
-def test_a_stale_view_of_the_champion_loses(store: Store, releases: list[PackedRelease]) -> None:
+def test_promotion_with_a_stale_champion_fails(store: Store, releases: list[PackedRelease]) -> None:
     registry = Registry(store)
     for release in releases:
         publish(registry, release)
@@ -185,7 +183,7 @@ def test_a_stale_view_of_the_champion_loses(store: Store, releases: list[PackedR
     assert registry.champion() == now
 
 
-def test_a_kill_between_archive_and_record_leaves_no_release(
+def test_kill_between_archive_and_record_leaves_no_release(
     store: Store, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Killed(BaseException):
@@ -205,7 +203,7 @@ def test_a_kill_between_archive_and_record_leaves_no_release(
 
 
 def champions(registry: Registry, releases: list[PackedRelease]) -> Champion:
-    """Publish all of ``releases`` and let one after the other become champion; the last one."""
+    """Publish all ``releases``, promote them in order, and return the last champion."""
     champion = None
     for release in releases:
         publish(registry, release)
@@ -214,7 +212,7 @@ def champions(registry: Registry, releases: list[PackedRelease]) -> Champion:
     return champion
 
 
-def test_a_rollback_takes_moves_back_one_by_one(store: Store, releases: list[PackedRelease]) -> None:
+def test_rollbacks_undo_promotions_one_by_one(store: Store, releases: list[PackedRelease]) -> None:
     registry = Registry(store)
     one, two, three = (release.version for release in releases)
     champion = champions(registry, releases)
@@ -227,13 +225,19 @@ def test_a_rollback_takes_moves_back_one_by_one(store: Store, releases: list[Pac
     champion = registry.set_champion(three, champion, "promote")
     assert registry.roll_back(champion).version == one
 
-    told = [(move.version, move.how) for move in registry.history()]
-    assert told[2:] == [(three, "deploy"), (two, "rollback"), (one, "rollback"), (three, "promote"), (one, "rollback")]
+    moves = [(move.version, move.how) for move in registry.history()]
+    assert moves[2:] == [
+        (three, "deploy"),
+        (two, "rollback"),
+        (one, "rollback"),
+        (three, "promote"),
+        (one, "rollback"),
+    ]
     assert [(move.by, move.why) for move in registry.history() if move.why] == [("eve", "three errs")]
 
 
-def test_a_rollback_of_a_rollback_never_returns_to_what_was_left(store: Store, releases: list[PackedRelease]) -> None:
-    """A B A B by promotions: back again is A B A, not B and A in turns."""
+def test_repeated_rollback_does_not_alternate(store: Store, releases: list[PackedRelease]) -> None:
+    """After the promotions A, B, A, B, rollbacks lead to A, B, A instead of alternating."""
     registry = Registry(store)
     one, two, _ = releases
     champion = champions(registry, [one, two])
@@ -246,7 +250,7 @@ def test_a_rollback_of_a_rollback_never_returns_to_what_was_left(store: Store, r
     assert back == [one.version, two.version, one.version]
 
 
-def test_a_kill_before_the_pointer_moves_leaves_no_gap_and_no_move_in_the_history(
+def test_kill_before_the_pointer_update_leaves_the_history_unchanged(
     store: Store, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = Registry(store)
@@ -254,13 +258,13 @@ def test_a_kill_before_the_pointer_moves_leaves_no_gap_and_no_move_in_the_histor
     publish(registry, releases[2])
     real = store.put_if
 
-    def die_at_the_pointer(key: str, data: bytes, etag: str | None) -> str:
+    def die_at_pointer_update(key: str, data: bytes, etag: str | None) -> str:
         if key == "releases/champion.json":
             raise KeyboardInterrupt
         return real(key, data, etag)
 
     with monkeypatch.context() as patched:
-        patched.setattr(store, "put_if", die_at_the_pointer)
+        patched.setattr(store, "put_if", die_at_pointer_update)
         with pytest.raises(KeyboardInterrupt):
             registry.set_champion(releases[2].version, champion)
     moved = registry.set_champion(releases[2].version, registry.champion())
@@ -268,7 +272,7 @@ def test_a_kill_before_the_pointer_moves_leaves_no_gap_and_no_move_in_the_histor
     assert moved.previous == releases[1].version
 
 
-def test_what_an_older_evernear_stored_is_understood(store: Store, releases: list[PackedRelease]) -> None:
+def test_records_of_older_versions_are_readable(store: Store, releases: list[PackedRelease]) -> None:
     registry = Registry(store)
     for release in releases[:2]:
         publish(registry, release)
@@ -288,7 +292,7 @@ def test_what_an_older_evernear_stored_is_understood(store: Store, releases: lis
 
 
 class ServerUnreachableError:
-    """A store of which some conditional writes fail: before they are carried out, or after."""
+    """A store in which some conditional writes fail before or after execution."""
 
     def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         self.failures = 0
@@ -308,12 +312,12 @@ class ServerUnreachableError:
             if self.executed:
                 with suppress(ConflictError):
                     self._put_if(key, data, etag)
-            raise TransientStoreError("The store cannot be reached.")
+            raise TransientStoreError("The store is unreachable.")
         return self._put_if(key, data, etag)
 
 
 @pytest.mark.parametrize("executed", [False, True], ids=["not carried out", "carried out"])
-def test_a_move_waits_for_a_store_that_is_away_and_counts_once(
+def test_promotion_is_retried_during_an_outage_and_counts_once(
     store: Store, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch, executed: bool
 ) -> None:
     registry = Registry(store)
@@ -331,10 +335,10 @@ def test_a_move_waits_for_a_store_that_is_away_and_counts_once(
     monkeypatch.setattr(registry_module, "_PATIENCE_S", 0.0)
     with pytest.raises(TransientStoreError):
         registry.set_champion(releases[2].version, champion)
-    assert unreachable.tries == 2, "the history's entry, and the pointer, once"
+    assert unreachable.tries == 2, "one history entry and one pointer update"
 
 
-def test_a_move_that_was_overtaken_before_its_answer_came_is_told_as_done(
+def test_promotion_with_a_lost_response_is_reported_as_done(
     store: Store, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry, other = Registry(store), Registry(store)
@@ -348,7 +352,7 @@ def test_a_move_that_was_overtaken_before_its_answer_came_is_told_as_done(
         monkeypatch.setattr(store, "put_if", put_if)
         put_if(key, data, etag)
         other.set_champion(releases[0].version, other.champion())
-        raise ConflictError("Somebody else has written since.")
+        raise ConflictError("Another writer has changed the object.")
 
     monkeypatch.setattr(store, "put_if", overtake)
     done = registry.set_champion(releases[2].version, champion)
@@ -358,10 +362,10 @@ def test_a_move_that_was_overtaken_before_its_answer_came_is_told_as_done(
         registry.set_champion(releases[1].version, done)
 
 
-def test_a_move_that_nobody_made_is_not_in_the_history(
+def test_failed_promotion_is_not_in_the_history(
     store: Store, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The entry of the move before is written first; with a pointer that then does not move it must not count twice."""
+    """The history entry is written before the pointer; if the pointer update fails, the entry must not count."""
     registry = Registry(store)
     champion = champions(registry, releases[:2])
     ServerUnreachableError(store, monkeypatch).fail(1, executed=False)
@@ -372,64 +376,62 @@ def test_a_move_that_nobody_made_is_not_in_the_history(
 
 
 @pytest.fixture(scope="module")
-def dynasty(make_release: MakeRelease) -> list[PackedRelease]:
-    """Six releases; the parent of the fifth is the second."""
-    made = [make_release() for _ in range(4)]
-    return [*made, make_release(parent=made[1].version), make_release()]
+def six_releases(make_release: MakeRelease) -> list[PackedRelease]:
+    """Six releases; the second is the parent of the fifth."""
+    releases = [make_release() for _ in range(4)]
+    return [*releases, make_release(parent=releases[1].version), make_release()]
 
 
-def crowned(store: Store, dynasty: list[PackedRelease]) -> Registry:
-    """The fifth is champion and came after the third."""
+def promoted_registry(store: Store, six_releases: list[PackedRelease]) -> Registry:
+    """A registry whose champion is the fifth release, promoted after the third."""
     registry = Registry(store)
-    for release in dynasty:
+    for release in six_releases:
         publish(registry, release)
-    third = registry.set_champion(dynasty[2].version, None)
-    registry.set_champion(dynasty[4].version, third)
+    third = registry.set_champion(six_releases[2].version, None)
+    registry.set_champion(six_releases[4].version, third)
     return registry
 
 
 def archives(store: Store) -> set[str]:
-    return {found.key for found in store.list("releases/archives/")}
+    return {entry.key for entry in store.list("releases/archives/")}
 
 
-def test_a_prune_keeps_the_champion_its_parent_the_way_back_and_the_newest(
-    store: Store, dynasty: list[PackedRelease], tmp_path: Path
+def test_prune_keeps_champion_parent_rollback_targets_and_newest(
+    store: Store, six_releases: list[PackedRelease], tmp_path: Path
 ) -> None:
-    registry = crowned(store, dynasty)
-    gone = [dynasty[0].version, dynasty[3].version]
-    assert list(registry.prune(1)) == gone
-    kept = [dynasty[n].version for n in (1, 2, 4, 5)]
-    assert list(registry.list()) == kept
-    assert archives(store) == {registry.get(version).archive_key for version in kept}
-    for version in kept:
+    registry = promoted_registry(store, six_releases)
+    pruned = [six_releases[0].version, six_releases[3].version]
+    assert list(registry.prune(1)) == pruned
+    remaining = [six_releases[n].version for n in (1, 2, 4, 5)]
+    assert list(registry.list()) == remaining
+    assert archives(store) == {registry.get(version).archive_key for version in remaining}
+    for version in remaining:
         registry.fetch(version, tmp_path / "fetched.mar")
     champion = registry.champion()
     assert champion is not None
-    assert champion.version == dynasty[4].version
+    assert champion.version == six_releases[4].version
     assert registry.prune(1) == ()
 
-    for version in gone:
-        assert registry.get(version, include_pruned=True).manifest.version == version, "what it was stays known"
+    for version in pruned:
+        assert registry.get(version, include_pruned=True).manifest.version == version, "its record remains"
         with pytest.raises(StoreError, match=f"Release {version} was pruned"):
             registry.set_champion(version, champion)
     with pytest.raises(ConflictError, match="was pruned, and a version is never reused"):
-        publish(registry, dynasty[0])
+        publish(registry, six_releases[0])
     registry.roll_back(champion)
 
 
-def test_without_a_champion_nothing_is_pruned(store: Store, dynasty: list[PackedRelease]) -> None:
+def test_prune_without_a_champion_removes_nothing(store: Store, six_releases: list[PackedRelease]) -> None:
     registry = Registry(store)
-    publish(registry, dynasty[0])
-    publish(registry, dynasty[1])
+    publish(registry, six_releases[0])
+    publish(registry, six_releases[1])
     assert registry.prune(1) == ()
     assert len(list(registry.list())) == 2
 
 
-def test_an_archive_that_a_kept_release_shares_stays(
-    store: Store, dynasty: list[PackedRelease], tmp_path: Path
-) -> None:
-    registry = crowned(store, dynasty)
-    oldest, newest = dynasty[0].version, dynasty[5].version
+def test_prune_keeps_shared_archives(store: Store, six_releases: list[PackedRelease], tmp_path: Path) -> None:
+    registry = promoted_registry(store, six_releases)
+    oldest, newest = six_releases[0].version, six_releases[5].version
     shared = registry.get(newest)
     key = f"releases/manifests/{oldest}.json"
     record = json.loads(store.get(key))
@@ -440,11 +442,11 @@ def test_an_archive_that_a_kept_release_shares_stays(
 
 
 @pytest.mark.parametrize("step", range(1, 9))
-def test_a_prune_that_is_killed_at_any_step_harms_nothing_and_is_finished_by_the_next(
-    store: Store, dynasty: list[PackedRelease], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+def test_killed_prune_is_safe_and_completed_by_the_next(
+    store: Store, six_releases: list[PackedRelease], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    """Eight writes: the pointer; for each of two releases its trace, its record, its archive; the pointer."""
-    registry = crowned(store, dynasty)
+    """Eight writes: the pointer; for each of two releases the tombstone, the record and the archive; the pointer."""
+    registry = promoted_registry(store, six_releases)
     left = iter(range(1, step))
 
     def mortal(write: Callable[..., object]) -> Callable[..., object]:
@@ -461,26 +463,26 @@ def test_a_prune_that_is_killed_at_any_step_harms_nothing_and_is_finished_by_the
         with pytest.raises(KeyboardInterrupt):
             registry.prune(1)
 
-    gone = {dynasty[0].version, dynasty[3].version}
+    pruned = {six_releases[0].version, six_releases[3].version}
     champion = registry.champion()
     assert champion is not None
     for version in registry.list():
-        if version in gone and step > 1:  # half gone: it cannot be promoted any more
+        if version in pruned and step > 1:  # partially removed releases cannot be promoted
             with pytest.raises(StoreError, match="is being pruned"):
                 registry.set_champion(version, champion)
         else:
             registry.fetch(version, tmp_path / "fetched.mar")
     registry.prune(1)
-    kept = [release.version for release in dynasty if release.version not in gone]
-    assert list(registry.list()) == kept
-    assert archives(store) == {registry.get(version).archive_key for version in kept}
-    assert all(registry.get(version, include_pruned=True) for version in gone)
+    remaining = [release.version for release in six_releases if release.version not in pruned]
+    assert list(registry.list()) == remaining
+    assert archives(store) == {registry.get(version).archive_key for version in remaining}
+    assert all(registry.get(version, include_pruned=True) for version in pruned)
 
 
-def test_who_looked_before_a_prune_cannot_promote_after_it(store: Store, dynasty: list[PackedRelease]) -> None:
-    """Also when the pointer stands as before: the record was read, then pruned, then promoted."""
-    registry = crowned(store, dynasty)
-    seen = registry.champion()
+def test_stale_promotion_after_a_prune_fails(store: Store, six_releases: list[PackedRelease]) -> None:
+    """This also applies if the pointer is unchanged: the record is read, then pruned, then promoted."""
+    registry = promoted_registry(store, six_releases)
+    champion = registry.champion()
     real_get = registry.get
 
     def get_then_prune(version: str) -> object:
@@ -490,22 +492,22 @@ def test_who_looked_before_a_prune_cannot_promote_after_it(store: Store, dynasty
 
     registry.get = get_then_prune  # type: ignore[method-assign,assignment]
     with pytest.raises(ConflictError):
-        registry.set_champion(dynasty[0].version, seen)
+        registry.set_champion(six_releases[0].version, champion)
     champion = registry.champion()
     assert champion is not None
-    assert champion.version == dynasty[4].version
+    assert champion.version == six_releases[4].version
 
 
-def test_a_promotion_during_a_prune_wins_and_nothing_is_removed(
-    store: Store, dynasty: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
+def test_concurrent_promotion_aborts_a_prune(
+    store: Store, six_releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registry = crowned(store, dynasty)
+    registry = promoted_registry(store, six_releases)
     before = list(registry.list())
     real, other = store.put_if, Registry(store)
 
     def promote_first(key: str, data: bytes, etag: str | None) -> str:
         patched.undo()
-        other.set_champion(dynasty[0].version, other.champion())
+        other.set_champion(six_releases[0].version, other.champion())
         return real(key, data, etag)
 
     with monkeypatch.context() as patched:
@@ -515,4 +517,4 @@ def test_a_promotion_during_a_prune_wins_and_nothing_is_removed(
     assert list(registry.list()) == before
     champion = registry.champion()
     assert champion is not None
-    assert champion.version == dynasty[0].version
+    assert champion.version == six_releases[0].version

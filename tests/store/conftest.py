@@ -1,4 +1,4 @@
-"""Servers that speak S3: moto behind a front that does harm, and a real OpenStack Swift."""
+"""Servers that speak S3: moto behind a fault-injecting proxy, and a real OpenStack Swift."""
 
 import itertools
 import os
@@ -7,52 +7,52 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faulty import Front, front_of
+from faulty import FaultyServer, start_front
 from minio import Minio
 from ports import free_ports, wait_for_port
 
 from evernear.store import conditional_put, s3, s3_connection
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# Swift wants its own Python environment; `make test` makes it.
+# Swift has its own Python environment, which `make test` creates.
 SWIFT_PYTHON = REPOSITORY / ".venv/swift/bin/python"
 
 _bucket_numbers = itertools.count()
 
 
 @pytest.fixture
-def front(s3_endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Front]:
-    """A harmful front of moto, which the environment leads clients to; ``bucket`` is there."""
-    with front_of(s3_endpoint) as front:
+def front(s3_endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    """A fault-injecting proxy for moto, configured in the environment; ``bucket`` exists."""
+    with start_front(s3_endpoint) as front:
         monkeypatch.setenv("AWS_ENDPOINT_URL", front.url)
         yield front
 
 
 @pytest.fixture
-def altering_front(front: Front) -> Front:
-    """The front, where it may change requests: a real server checks their signatures."""
+def altering_front(front: FaultyServer) -> FaultyServer:
+    """The proxy, if it may change requests; real servers verify signatures."""
     if "TEST_S3_URL" in os.environ:
-        pytest.skip("the server at TEST_S3_URL checks signatures")
+        pytest.skip("the server at TEST_S3_URL verifies signatures")
     return front
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients that do not wait between two tries."""
+    """Clients without back-off between retries."""
     for module in (s3_connection, s3, conditional_put):
         monkeypatch.setattr(module, "BACKOFF_S", 0.01)
 
 
 @pytest.fixture(scope="session")
 def swift_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a small OpenStack Swift with the S3 API."""
+    """The URL of a minimal OpenStack Swift with the S3 API."""
     if not SWIFT_PYTHON.exists():
-        pytest.skip("Swift's environment is missing; `make .venv/swift/.installed` makes it")
+        pytest.skip("Swift's environment is missing; run `make .venv/swift/.installed`")
     directory = tmp_path_factory.mktemp("swift")
     try:
         os.setxattr(directory, "user.evernear", b"1")
     except OSError as error:
-        pytest.skip(f"Swift needs extended attributes, which {directory} has not ({error.strerror})")
+        pytest.skip(f"Swift needs extended attributes, which {directory} does not support ({error.strerror})")
     ports = free_ports(4)
     command = [SWIFT_PYTHON, Path(__file__).with_name("swift_node.py"), directory / "node", *map(str, ports)]
     with (
@@ -68,7 +68,7 @@ def swift_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def swift_bucket(swift_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a new, empty bucket in Swift; the environment leads clients to it."""
+    """The name of a new, empty bucket in Swift; the environment configures clients for it."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", swift_endpoint)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test:tester")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")

@@ -1,4 +1,4 @@
-"""A server on loopback that passes requests on to another one, and does harm to some of them."""
+"""A loopback proxy that forwards requests to another server and injects faults into some of them."""
 
 import http.client
 import socket
@@ -17,7 +17,7 @@ Fault = Callable[["_Handler"], None]
 
 @dataclass
 class Request:
-    """What a client asked for."""
+    """A received request."""
 
     method: str
     path: str
@@ -25,44 +25,44 @@ class Request:
 
 
 @dataclass
-class Front:
-    """The server: what it was asked, and what harm it is to do."""
+class FaultyServer:
+    """The proxy: received requests and pending faults."""
 
     upstream: str
     seen: list[Request] = field(default_factory=list[Request])
     ignored_headers: frozenset[str] = frozenset()
     refuses_early: bool = False
-    """As MinIO: a conditional PUT that loses is answered before its body is read, and the connection is reset."""
+    """Like MinIO, reject a failed conditional PUT before reading its body, then reset the connection."""
     url: str = ""
     closing: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
     _faults: list[tuple[str, Fault]] = field(default_factory=list[tuple[str, Fault]])
 
-    def harm(self, method: str, *faults: Fault) -> None:
-        """Do the next requests of ``method`` this harm, one fault each."""
+    def inject(self, method: str, *faults: Fault) -> None:
+        """Inject one fault into each of the next requests of ``method``."""
         self._faults += [(method, fault) for fault in faults]
 
     def forget(self) -> None:
-        """No more harm, nothing seen."""
+        """Clear the faults and the recorded requests."""
         self._faults.clear()
         self.seen.clear()
 
     def fault(self, method: str) -> Fault:
-        """What to do with a request of ``method``."""
+        """Return the fault for a request of ``method``."""
         for index, (name, _) in enumerate(self._faults):
             if name == method:
                 return self._faults.pop(index)[1]
-        return pass_on
+        return forward
 
     def count(self, method: str) -> int:
-        """How many requests of ``method`` came."""
+        """Return the number of received requests of ``method``."""
         return sum(request.method == method for request in self.seen)
 
 
 @contextmanager
-def front_of(upstream: str, tls: ssl.SSLContext | None = None) -> Iterator[Front]:
-    """A front of the server at the URL ``upstream``; it is also a forward proxy to it."""
-    front = Front(upstream)
+def start_front(upstream: str, tls: ssl.SSLContext | None = None) -> Iterator[FaultyServer]:
+    """Start a reverse proxy, which also works as a forward proxy, for the server at ``upstream``."""
+    front = FaultyServer(upstream)
     server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"front": front}))
     if tls:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
@@ -80,16 +80,16 @@ def front_of(upstream: str, tls: ssl.SSLContext | None = None) -> Iterator[Front
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    # The racers of a probe arrive at once.
+    # The concurrent requests of a probe arrive together.
     request_queue_size = 64
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that hang up are what is tested here."""
+        """Ignore disconnects, which these tests provoke."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    front: Front
+    front: FaultyServer
     body: bytes
 
     def _handle(self) -> None:
@@ -98,58 +98,58 @@ class _Handler(BaseHTTPRequestHandler):
         self.front.seen.append(Request(self.command, path, dict(self.headers)))
         fault = self.front.fault(self.command)
         if self.front.refuses_early and self.command == "PUT" and self._loses():
-            fault = refuse_early
+            fault = reject_early
         if fault is reset_upload:
             self.rfile.read(int(self.headers.get("Content-Length") or 0) // 2)
-        elif fault is not refuse_early:
+        elif fault is not reject_early:
             self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         fault(self)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _handle  # noqa: N815
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Quiet."""
+        """Log nothing."""
 
     def _loses(self) -> bool:
-        """Whether the condition of this PUT does not hold now."""
+        """Whether the condition of this PUT currently fails."""
         connection = http.client.HTTPConnection(urlsplit(self.front.upstream).netloc, timeout=30)
         try:
             with self.front.lock:
                 connection.request("HEAD", self.path, headers={"Authorization": self.headers["Authorization"]})
-                answer = connection.getresponse()
+                response = connection.getresponse()
         finally:
             connection.close()
-        etag = answer.headers.get("etag") if answer.status == 200 else None
+        etag = response.headers.get("etag") if response.status == 200 else None
         wanted = self.headers.get("If-Match")
         return etag != wanted if wanted else etag is not None and self.headers.get("If-None-Match") == "*"
 
     def forward(self) -> tuple[http.client.HTTPResponse, bytes]:
-        """The answer of the server behind."""
+        """Return the response of the upstream server."""
         headers = {name: value for name, value in self.headers.items() if name not in self.front.ignored_headers}
         connection = http.client.HTTPConnection(urlsplit(self.front.upstream).netloc, timeout=30)
         try:
-            # One at a time: moto's own steps are no transactions.
+            # One at a time, because moto's operations are not atomic.
             with self.front.lock:
                 connection.request(self.command, self.path, self.body, headers)
-                answer = connection.getresponse()
-                return answer, answer.read()
+                response = connection.getresponse()
+                return response, response.read()
         finally:
             connection.close()
 
-    def head(self, answer: http.client.HTTPResponse, size_bytes: int) -> None:
+    def head(self, response: http.client.HTTPResponse, size_bytes: int) -> None:
         """Send status and headers."""
-        self.send_response_only(answer.status)
-        for name, value in answer.getheaders():
+        self.send_response_only(response.status)
+        for name, value in response.getheaders():
             if name.lower() not in ("content-length", "connection", "transfer-encoding"):
                 self.send_header(name, value)
         if self.command == "HEAD":
-            self.send_header("Content-Length", answer.getheader("content-length") or "0")
-        elif answer.status != 204:
+            self.send_header("Content-Length", response.getheader("content-length") or "0")
+        elif response.status != 204:
             self.send_header("Content-Length", str(size_bytes))
         self.end_headers()
 
     def hang_up(self, politely: bool = False) -> None:
-        """Close the connection: with FIN, or with RST."""
+        """Close the connection with FIN or RST."""
         self.close_connection = True
         self.wfile.flush()
         if not politely:
@@ -157,86 +157,86 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.close()
 
 
-def pass_on(handler: _Handler) -> None:
-    """No harm."""
-    answer, body = handler.forward()
-    handler.head(answer, len(body))
+def forward(handler: _Handler) -> None:
+    """Forward the request without a fault."""
+    response, body = handler.forward()
+    handler.head(response, len(body))
     if handler.command != "HEAD":
         handler.wfile.write(body)
 
 
 def flip(handler: _Handler) -> None:
-    """One bit of the answer turns."""
-    answer, body = handler.forward()
-    handler.head(answer, len(body))
+    """Flip one bit of the response."""
+    response, body = handler.forward()
+    handler.head(response, len(body))
     handler.wfile.write(bytes([body[0] ^ 1]) + body[1:])
 
 
 def flip_upload(handler: _Handler) -> None:
-    """One bit of what is written turns."""
+    """Flip one bit of the request body."""
     handler.body = bytes([handler.body[0] ^ 1]) + handler.body[1:]
-    pass_on(handler)
+    forward(handler)
 
 
 def truncate(handler: _Handler) -> None:
-    """Half an answer, and the connection is closed."""
-    answer, body = handler.forward()
-    handler.head(answer, len(body))
+    """Send half of the response and close the connection."""
+    response, body = handler.forward()
+    handler.head(response, len(body))
     handler.wfile.write(body[: len(body) // 2])
     handler.hang_up(politely=True)
 
 
 def reset_download(handler: _Handler) -> None:
-    """Half an answer, and the connection is reset."""
-    answer, body = handler.forward()
-    handler.head(answer, len(body))
+    """Send half of the response and reset the connection."""
+    response, body = handler.forward()
+    handler.head(response, len(body))
     handler.wfile.write(body[: len(body) // 2])
     handler.hang_up()
 
 
 def reset_upload(handler: _Handler) -> None:
-    """The connection is reset when half of the body has come."""
+    """Reset the connection after half of the body."""
     handler.hang_up()
 
 
-def refuse_early(handler: _Handler) -> None:
-    """A condition that does not hold: 412 before the body is read, then the connection is reset."""
+def reject_early(handler: _Handler) -> None:
+    """Send a 412 before reading the body, then reset the connection."""
     _answer(handler, 412, "application/xml", b"<Error><Code>PreconditionFailed</Code></Error>", {})
     handler.hang_up()
 
 
-class Postponed:
-    """A request whose connection breaks, and which is carried out only before the next request of its method."""
+class DelayedRequest:
+    """A request whose connection breaks, and which is executed just before the next request of its method."""
 
     def __init__(self) -> None:
         self._handler: _Handler | None = None
 
     def hang_up(self, handler: _Handler) -> None:
-        """The fault of the first request."""
+        """Fault of the first request."""
         self._handler = handler
         handler.hang_up()
 
     def catch_up(self, handler: _Handler) -> None:
-        """The fault of the second."""
+        """Fault of the second request."""
         assert self._handler is not None
         self._handler.forward()
-        pass_on(handler)
+        forward(handler)
 
 
-def lose_answer(handler: _Handler) -> None:
-    """The request is carried out, the answer gets lost."""
+def lose_response(handler: _Handler) -> None:
+    """Execute the request and drop the response."""
     handler.forward()
     handler.hang_up()
 
 
 def hang(handler: _Handler) -> None:
-    """No answer, for longer than a client waits."""
+    """Delay the response beyond the client's timeout."""
     handler.front.closing.wait(30)
     handler.hang_up()
 
 
 def refuse(status: int, code: str, **headers: str) -> Fault:
-    """An S3 error without asking the server behind."""
+    """Return an S3 error without contacting the upstream server."""
 
     def fault(handler: _Handler) -> None:
         body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}, sorry</Message></Error>".encode()
@@ -246,12 +246,12 @@ def refuse(status: int, code: str, **headers: str) -> Fault:
 
 
 def page(status: int) -> Fault:
-    """A page as ingresses and captive portals give it."""
+    """Return an HTML page, like an ingress or a captive portal."""
     return lambda handler: _answer(handler, status, "text/html", b"<html><h1>Bad gateway</h1></html>", {})
 
 
 def empty_listing(handler: _Handler) -> None:
-    """A listing that lags behind."""
+    """Return a stale, empty listing."""
     body = b"<ListBucketResult><Name>bucket</Name><IsTruncated>false</IsTruncated></ListBucketResult>"
     _answer(handler, 200, "application/xml", body, {})
 

@@ -1,4 +1,4 @@
-"""A small OpenStack Swift in one directory, run by Swift's own Python until standard input ends.
+"""Run a minimal OpenStack Swift in one directory until standard input closes.
 
 ``python swift_node.py DIRECTORY PROXY_PORT ACCOUNT_PORT CONTAINER_PORT OBJECT_PORT``: one disk, one replica, the
 S3 API in front, user ``test:tester`` with the secret ``testing``.

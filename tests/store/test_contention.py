@@ -1,6 +1,6 @@
-"""Several processes that move the champion's pointer at the same time: nobody fails, and no move is lost.
+"""Several processes promote at the same time: no promotion fails or gets lost.
 
-A real server is named by ``TEST_S3_URL``, ``TEST_S3_ACCESS_KEY`` and ``TEST_S3_SECRET_KEY``.
+``TEST_S3_URL``, ``TEST_S3_ACCESS_KEY`` and ``TEST_S3_SECRET_KEY`` select a real server.
 """
 
 import multiprocessing
@@ -10,7 +10,7 @@ from multiprocessing.synchronize import Barrier
 from multiprocessing.synchronize import Event as Stop
 
 import pytest
-from faulty import Front
+from faulty import FaultyServer
 from releases import MakeRelease, PackedRelease
 
 from evernear.errors import ConflictError, EvernearError
@@ -27,39 +27,39 @@ def releases(make_release: MakeRelease) -> list[PackedRelease]:
 
 
 @pytest.fixture(params=["refuses early", pytest.param("real", marks=pytest.mark.slow)])
-def contest(request: pytest.FixtureRequest) -> tuple[str, int]:
-    """The URI of an empty store, and how many moves are to be made there."""
+def contended_store(request: pytest.FixtureRequest) -> tuple[str, int]:
+    """The URI of an empty store and the number of promotions."""
     if request.param == "real":
         if "TEST_S3_URL" not in os.environ:
-            pytest.skip("no real server is named by TEST_S3_URL")
+            pytest.skip("TEST_S3_URL is not set")
         return f"s3://{request.getfixturevalue('bucket')}/team", 1000
-    front: Front = request.getfixturevalue("altering_front")
+    front: FaultyServer = request.getfixturevalue("altering_front")
     front.refuses_early = True
     return f"s3://{request.getfixturevalue('bucket')}/team", 8
 
 
 def compete(uri: str, versions: list[str], name: str, rounds: int, start: Barrier | None, enough: Stop) -> Told:
-    """Move the pointer; the reasons given for the moves that were made, the number of those lost, and what failed.
+    """Promote repeatedly; return the reasons of successful promotions, the number of conflicts, and the failures.
 
-    With ``start`` everybody builds on the same champion in each round; without it everybody goes on until ``enough``.
+    With ``start``, all processes build on the same champion in each round; otherwise, they continue until ``enough``.
     """
     registry = Registry(open_store(uri))
-    won, lost, failed = list[str](), 0, list[str]()
+    promoted, lost, failed = list[str](), 0, list[str]()
     turn = 0
     while turn < rounds if start else not enough.is_set():
         try:
             if start:
-                start.wait(120)  # everybody is done with the round before
-            seen = registry.champion()
+                start.wait(120)  # all processes have finished the previous round
+            champion = registry.champion()
             if start:
                 start.wait(120)
-            why = f"{name}, turn {turn}"
-            cause = Cause.of_this_process(why)
-            if seen is not None and turn % 5 == 4 and seen.previous:
-                registry.roll_back(seen, cause)
+            reason = f"{name}, turn {turn}"
+            cause = Cause.of_this_process(reason)
+            if champion is not None and turn % 5 == 4 and champion.previous:
+                registry.roll_back(champion, cause)
             else:
-                registry.set_champion(versions[turn % 2], seen, "promote", cause)
-            won.append(why)
+                registry.set_champion(versions[turn % 2], champion, "promote", cause)
+            promoted.append(reason)
             if not start and registry.champion().pointer.number >= rounds:  # type: ignore[union-attr]
                 enough.set()
         except ConflictError:
@@ -67,14 +67,14 @@ def compete(uri: str, versions: list[str], name: str, rounds: int, start: Barrie
         except EvernearError as error:
             failed.append(str(error))
         turn += 1
-    return won, lost, failed
+    return promoted, lost, failed
 
 
 @pytest.mark.parametrize("in_step", [True, False], ids=["all at once", "each at its own pace"])
-def test_of_contended_moves_none_fails_and_none_is_lost(
-    contest: tuple[str, int], releases: list[PackedRelease], in_step: bool
+def test_contended_promotions_neither_fail_nor_get_lost(
+    contended_store: tuple[str, int], releases: list[PackedRelease], in_step: bool
 ) -> None:
-    uri, moves = contest
+    uri, moves = contended_store
     registry = Registry(open_store(uri))
     for release in releases:
         registry.publish(release.archive)
@@ -84,18 +84,18 @@ def test_of_contended_moves_none_fails_and_none_is_lost(
         start = manager.Barrier(PROCESSES) if in_step else None
         enough = manager.Event()
         tasks = [(uri, versions, f"process {n}", moves, start, enough) for n in range(PROCESSES)]
-        told = pool.starmap(compete, tasks)
+        results = pool.starmap(compete, tasks)
         pool.close()
         pool.join()
-    won = [why for each, _, _ in told for why in each]
-    lost = sum(each for _, each, _ in told)
-    print(f"{len(won)} moves made, {lost} lost to another, {sum(len(each) for *_, each in told)} failed")
-    assert [sentence for *_, failed in told for sentence in failed] == []
+    promoted = [reason for each, _, _ in results for reason in each]
+    lost = sum(each for _, each, _ in results)
+    print(f"{len(promoted)} promotions, {lost} conflicts, {sum(len(each) for *_, each in results)} failed")
+    assert [sentence for *_, failed in results for sentence in failed] == []
     assert lost > 0, "nobody met anybody"
     if in_step:
-        assert (len(won), lost) == (moves, (PROCESSES - 1) * moves)
+        assert (len(promoted), lost) == (moves, (PROCESSES - 1) * moves)
     history = list(registry.history())
-    assert [move.number for move in history] == list(range(1, len(won) + 1))
-    assert sorted(move.why for move in history) == sorted(won)
+    assert [move.number for move in history] == list(range(1, len(promoted) + 1))
+    assert sorted(move.why for move in history) == sorted(promoted)
     for before, after in pairwise(history):
         assert after.previous == before.version or after.how == "rollback"

@@ -1,4 +1,4 @@
-"""What a network and an overloaded server do: nothing is half-written, what can be repeated is, else one sentence."""
+"""Network faults and overloaded servers: writes are atomic, requests are retried, and failures are reported."""
 
 import os
 import ssl
@@ -15,16 +15,16 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from faulty import (
     Fault,
-    Front,
+    FaultyServer,
     flip,
     flip_upload,
-    front_of,
     hang,
-    lose_answer,
+    lose_response,
     page,
     refuse,
     reset_download,
     reset_upload,
+    start_front,
     truncate,
 )
 
@@ -36,11 +36,11 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 DATA = os.urandom(300_000)
 DOWNLOAD_FAULTS = [truncate, reset_download, flip, refuse(503, "SlowDown"), refuse(500, "InternalError"), page(502)]
-UPLOAD_FAULTS = [reset_upload, lose_answer, refuse(503, "SlowDown"), page(504)]
+UPLOAD_FAULTS = [reset_upload, lose_response, refuse(503, "SlowDown"), page(504)]
 
 
 @pytest.fixture
-def store(front: Front, bucket: str) -> S3Store:
+def store(front: FaultyServer, bucket: str) -> S3Store:
     store = S3Store(bucket, "prefix")
     store.put("x", DATA)
     front.forget()
@@ -55,10 +55,10 @@ def _sentence(error: EvernearError) -> str:
 
 
 @pytest.mark.parametrize("fault", DOWNLOAD_FAULTS)
-def test_a_read_that_breaks_begins_again(front: Front, store: S3Store, tmp_path: Path, fault: Fault) -> None:
-    front.harm("GET", fault)
+def test_interrupted_read_is_retried(front: FaultyServer, store: S3Store, tmp_path: Path, fault: Fault) -> None:
+    front.inject("GET", fault)
     assert store.get("x") == DATA
-    front.harm("GET", fault)
+    front.inject("GET", fault)
     assert store.fetch("x", tmp_path / "x", sha256_bytes(DATA)).read_bytes() == DATA
     assert [info.key for info in store.list("")] == ["x"]
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
@@ -77,11 +77,11 @@ def test_a_read_that_breaks_begins_again(front: Front, store: S3Store, tmp_path:
         (flip, r"s3://bucket-\d+/prefix/x is damaged: its content does not have the sha256 [0-9a-f]{64}\."),
     ],
 )
-def test_a_read_that_keeps_breaking_leaves_what_was_there(
-    front: Front, store: S3Store, tmp_path: Path, fault: Fault, sentence: str
+def test_failed_read_leaves_the_existing_file(
+    front: FaultyServer, store: S3Store, tmp_path: Path, fault: Fault, sentence: str
 ) -> None:
     (tmp_path / "x").write_bytes(b"old")
-    front.harm("GET", *[fault] * 8)
+    front.inject("GET", *[fault] * 8)
     with pytest.raises((StoreError, IntegrityError), match=sentence) as raised:
         store.fetch("x", tmp_path / "x")
     assert raised.value.exit_code == (5 if fault is flip else 4)
@@ -91,16 +91,16 @@ def test_a_read_that_keeps_breaking_leaves_what_was_there(
 
 
 @pytest.mark.parametrize("fault", UPLOAD_FAULTS)
-def test_a_write_that_breaks_is_repeated(front: Front, store: S3Store, fault: Fault) -> None:
-    front.harm("PUT", fault)
+def test_failed_write_is_retried(front: FaultyServer, store: S3Store, fault: Fault) -> None:
+    front.inject("PUT", fault)
     store.put("x", DATA[::-1])
     assert front.count("PUT") == 2
     assert store.get("x") == DATA[::-1]
 
 
 @pytest.mark.parametrize("fault", [reset_upload, refuse(503, "SlowDown"), page(504)])
-def test_a_write_that_keeps_breaking_leaves_the_old_object(front: Front, store: S3Store, fault: Fault) -> None:
-    front.harm("PUT", *[fault] * 8)
+def test_failed_write_leaves_the_old_object(front: FaultyServer, store: S3Store, fault: Fault) -> None:
+    front.inject("PUT", *[fault] * 8)
     with pytest.raises(StoreError) as raised:
         store.put("x", b"new")
     _sentence(raised.value)
@@ -109,57 +109,57 @@ def test_a_write_that_keeps_breaking_leaves_the_old_object(front: Front, store: 
     assert store.get("x") == DATA
 
 
-def test_a_large_file_is_whole_or_absent(front: Front, store: S3Store, tmp_path: Path) -> None:
+def test_large_file_upload_is_atomic(front: FaultyServer, store: S3Store, tmp_path: Path) -> None:
     large = tmp_path / "large"
     large.write_bytes(os.urandom(11 * 2**20))
-    front.harm("PUT", reset_upload, refuse(503, "SlowDown"))
+    front.inject("PUT", reset_upload, refuse(503, "SlowDown"))
     store.put("large", large)
     assert store.get("large") == large.read_bytes()
 
-    front.harm("PUT", *[reset_upload] * 40)
+    front.inject("PUT", *[reset_upload] * 40)
     with pytest.raises(StoreError):
         store.put("other", large)
     assert store.find("other") is None
-    # The parts that arrived were taken back.
+    # The uploaded parts were removed.
     assert front.count("DELETE") == 1
 
 
-def test_what_is_damaged_at_rest_is_not_given_out(front: Front, store: S3Store, tmp_path: Path) -> None:
-    # Somebody replaced the content but kept the hash.
-    kept = {"sha256": sha256_bytes(DATA)}
-    store._client.put_object(store.bucket, "prefix/y", BytesIO(b"other"), 5, metadata=kept)
+def test_object_damaged_at_rest_is_rejected(front: FaultyServer, store: S3Store, tmp_path: Path) -> None:
+    # The content changes, but the recorded hash does not.
+    metadata = {"sha256": sha256_bytes(DATA)}
+    store._client.put_object(store.bucket, "prefix/y", BytesIO(b"other"), 5, metadata=metadata)
     for read in (lambda: store.get("y"), lambda: store.find("y"), lambda: store.fetch("y", tmp_path / "y")):
         with pytest.raises(IntegrityError, match="prefix/y is damaged"):
             read()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_silence_ends(front: Front, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_server_times_out(front: FaultyServer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_connection, "READ_TIMEOUT_S", 0.2)
     store = S3Store(bucket, "prefix")
-    front.harm("GET", *[hang] * 4)
+    front.inject("GET", *[hang] * 4)
     with pytest.raises(StoreError, match=r"cannot be reached: .*[Rr]ead timed out"):
         store.get("x")
     assert front.count("GET") == s3_connection.TRIES
 
 
-def test_a_clock_that_is_wrong_is_named(front: Front, store: S3Store) -> None:
+def test_clock_skew_is_named(front: FaultyServer, store: S3Store) -> None:
     late = (datetime.now(UTC) + timedelta(hours=2)).strftime("%a, %d %b %Y %H:%M:%S GMT")
-    front.harm("GET", refuse(403, "RequestTimeTooSkewed", Date=late))
+    front.inject("GET", refuse(403, "RequestTimeTooSkewed", Date=late))
     with pytest.raises(
         StoreError, match=r"clock and that of http://.* differ by (7199|7200) s.*set this machine's clock"
     ):
         store.get("x")
 
 
-def test_swift_refuses_a_wrong_clock(swift_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swift_rejects_clock_skew(swift_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = S3Store(swift_bucket, "")
     monkeypatch.setattr("minio.time.utcnow", lambda: datetime.now(UTC) - timedelta(hours=1))
     with pytest.raises(StoreError, match=r"clock and that of http://.* differ .*set this machine's clock"):
         store.get("x")
 
 
-def test_swift_refuses_wrong_keys(swift_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swift_rejects_wrong_keys(swift_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("AWS_SECRET_ACCESS_KEY", "guessed"), ("AWS_ACCESS_KEY_ID", "test:nobody")):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
@@ -168,33 +168,31 @@ def test_swift_refuses_wrong_keys(swift_bucket: str, monkeypatch: pytest.MonkeyP
     assert S3Store(swift_bucket, "").find("x") is None
 
 
-def test_swift_refuses_what_was_damaged_on_its_way(
-    swift_endpoint: str, swift_bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with front_of(swift_endpoint) as front:
+def test_swift_rejects_damaged_uploads(swift_endpoint: str, swift_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with start_front(swift_endpoint) as front:
         monkeypatch.setenv("AWS_ENDPOINT_URL", front.url)
         store = S3Store(swift_bucket, "")
-        front.harm("PUT", flip_upload)
+        front.inject("PUT", flip_upload)
         with pytest.raises(StoreError, match=r"upload of s3://.*/x was damaged in transit .*nothing was stored"):
             store.put("x", DATA)
         assert store.find("x") is None
 
 
-def test_a_broken_listing_is_a_sentence(front: Front, store: S3Store) -> None:
-    front.harm("GET", *[flip] * 4)
+def test_invalid_listing_is_reported(front: FaultyServer, store: S3Store) -> None:
+    front.inject("GET", *[flip] * 4)
     with pytest.raises(StoreError, match="sent an invalid response about s3://"):
         list(store.list(""))
 
 
 @pytest.fixture
-def proxy(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Front]:
+def proxy(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     for name in ("http_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    with front_of(s3_endpoint) as front:
+    with start_front(s3_endpoint) as front:
         yield front
 
 
-def test_the_proxy_of_the_environment_is_used(proxy: Front, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_from_the_environment_is_used(proxy: FaultyServer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", proxy.url.replace("//", "//me:p%40ss@"))
     store = open_store(f"s3://{bucket}/prefix")
     store.put_if("x", b"1", None)
@@ -209,8 +207,8 @@ def test_the_proxy_of_the_environment_is_used(proxy: Front, bucket: str, monkeyp
     assert proxy.seen == []
 
 
-def test_addresses_are_path_style_and_signed_for_the_region(
-    front: Front, bucket: str, monkeypatch: pytest.MonkeyPatch
+def test_urls_are_path_style_and_signed_for_the_region(
+    front: FaultyServer, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for variables, region in (({"AWS_REGION": "eu-west-3"}, "eu-west-3"), ({"AWS_REGION": ""}, "us-east-1")):
         front.forget()
@@ -223,15 +221,15 @@ def test_addresses_are_path_style_and_signed_for_the_region(
         assert all(f"/{region}/s3/aws4_request" in request.headers["Authorization"] for request in front.seen)
 
 
-def test_another_region_is_named(front: Front, store: S3Store) -> None:
-    front.harm("GET", refuse(400, "AuthorizationHeaderMalformed"))
+def test_wrong_region_is_named(front: FaultyServer, store: S3Store) -> None:
+    front.inject("GET", refuse(400, "AuthorizationHeaderMalformed"))
     with pytest.raises(StoreError, match=r"bucket 'bucket-\d+' is not in the region us-east-1 .*set AWS_REGION"):
         store.get("x")
 
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Path:
-    """Certificate and key of a server on 127.0.0.1 that nobody but itself vouches for, in one file."""
+    """Self-signed certificate and key of a server on 127.0.0.1, in one file."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "evernear test")])
     now = datetime.now(UTC)
@@ -247,12 +245,12 @@ def authority(tmp_path: Path) -> Path:
     return tmp_path / "server.pem"
 
 
-def test_https_asks_for_a_certificate(
+def test_https_requires_a_trusted_certificate(
     s3_endpoint: str, bucket: str, authority: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(authority)
-    with front_of(s3_endpoint, tls) as front:
+    with start_front(s3_endpoint, tls) as front:
         monkeypatch.setenv("AWS_ENDPOINT_URL", front.url)
         with pytest.raises(StoreError, match=r"https://.* cannot be trusted: .*certificate.*; AWS_CA_BUNDLE may name"):
             S3Store(bucket, "prefix").put("x", DATA)
@@ -275,7 +273,7 @@ def test_https_asks_for_a_certificate(
         ("HTTP_PROXY", "socks5://127.0.0.1:1", "HTTP_PROXY or HTTPS_PROXY is not of the form"),
     ],
 )
-def test_an_environment_that_cannot_be_is_named(
+def test_invalid_environment_is_named(
     bucket: str, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, sentence: str
 ) -> None:
     monkeypatch.delenv("NO_PROXY", raising=False)
@@ -285,16 +283,16 @@ def test_an_environment_that_cannot_be_is_named(
         S3Store(bucket, "prefix")
 
 
-def test_an_archived_object_is_not_called_forbidden(front: Front, store: S3Store) -> None:
-    front.harm("GET", refuse(403, "InvalidObjectState"))
+def test_archived_object_is_not_reported_as_forbidden(front: FaultyServer, store: S3Store) -> None:
+    front.inject("GET", refuse(403, "InvalidObjectState"))
     with pytest.raises(StoreError, match=r"refused s3:GetObject on s3://.*/prefix/x: InvalidObjectState, sorry\."):
         store.get("x")
 
 
-def test_requests_without_keys_are_told_so(front: Front, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_keys_are_reported(front: FaultyServer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     store = S3Store(bucket, "prefix")
-    front.harm("GET", refuse(403, "AccessDenied"))
+    front.inject("GET", refuse(403, "AccessDenied"))
     with pytest.raises(
         StoreError, match=r"not permitted without keys; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
     ):

@@ -1,4 +1,4 @@
-"""The policies that docs/object-store.md publishes, at servers that enforce them: each does its job and no more."""
+"""The policies of docs/object-store.md on servers that enforce them: each grants exactly the required permissions."""
 
 import json
 import os
@@ -38,7 +38,7 @@ Enter = Callable[[str], None]
 
 @dataclass
 class Guarded:
-    """An S3 that asks who comes."""
+    """An S3 server with authorization."""
 
     endpoint: str
     keys: dict[str, tuple[str, str]]
@@ -54,7 +54,7 @@ def guarded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @contextmanager
 def moto_with_users(directory: Path) -> Iterator[Guarded]:
     (port,) = free_ports(1)
-    # A process of its own: authorization is a state of the whole of moto.
+    # A separate process, because authorization is global state in moto.
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     environment = os.environ | {"INITIAL_NO_AUTH_ACTION_COUNT": "inf"}
     with (
@@ -64,15 +64,15 @@ def moto_with_users(directory: Path) -> Iterator[Guarded]:
         try:
             wait_for_port(port, server)
             endpoint = f"http://127.0.0.1:{port}"
-            keys = _set_up(endpoint)
+            keys = _create_users(endpoint)
             requests.post(f"{endpoint}/moto-api/reset-auth", data="0", timeout=10).raise_for_status()
             yield Guarded(endpoint, keys)
         finally:
             server.terminate()
 
 
-def _set_up(endpoint: str) -> dict[str, tuple[str, str]]:
-    """Buckets, objects, and users with the published policies; gives their keys."""
+def _create_users(endpoint: str) -> dict[str, tuple[str, str]]:
+    """Create buckets, objects, and users with the published policies; return the users' keys."""
     anyone = {"aws_access_key_id": "any", "aws_secret_access_key": "any", "region_name": "us-east-1"}
     s3 = boto3.client("s3", endpoint_url=endpoint, **anyone)
     for bucket, names in OBJECTS.items():
@@ -110,14 +110,14 @@ def seaweedfs_with_users(directory: Path) -> Iterator[Guarded]:
 
 
 def published_policies() -> dict[str, str]:
-    """By user, as docs/object-store.md has them."""
+    """Return the policies of docs/object-store.md by user."""
     text = (REPOSITORY / "docs/object-store.md").read_text()
     return dict(zip(USERS, re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL), strict=True))
 
 
 @pytest.fixture
 def enter(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> Enter:
-    """``enter(user)`` makes the environment that user's."""
+    """``enter(user)`` sets the environment to the keys of that user."""
 
     def enter(user: str) -> None:
         monkeypatch.setenv("AWS_ENDPOINT_URL", guarded.endpoint)
@@ -144,7 +144,7 @@ def _cannot_write(store: Store, uri: str) -> None:
     _refused(lambda: store.delete("releases/champion.json"), "s3:DeleteObject", f"{uri}/releases/champion.json")
 
 
-def test_the_reader_reads_images_and_nothing_else(enter: Enter, tmp_path: Path) -> None:
+def test_reader_policy_allows_only_reading_images(enter: Enter, tmp_path: Path) -> None:
     enter("reader")
     images = open_store(IMAGES)
     assert list(images.folders()) == ["1"]
@@ -159,7 +159,7 @@ def test_the_reader_reads_images_and_nothing_else(enter: Enter, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_writer_writes_the_store_and_nothing_else(
+def test_writer_policy_allows_only_writing_the_store(
     enter: Enter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enter("writer")
@@ -169,7 +169,7 @@ def test_the_writer_writes_the_store_and_nothing_else(
     assert sha256_bytes(store.get("datasets/large")) == sha256_bytes((tmp_path / "large").read_bytes())
     assert "releases/champion.json" in [info.key for info in store.list("")]
     for winners in ((1, 1), (8, 8), (0, 0)):
-        # Whatever way the pointer moves.
+        # For every pointer update strategy.
         monkeypatch.setattr(store._conditional_writer, "race_winners", winners)
         etag = store.put_if(f"pointers/{winners}", b"1", None)
         store.put_if(f"pointers/{winners}", b"2", etag)
@@ -184,7 +184,7 @@ def test_the_writer_writes_the_store_and_nothing_else(
     _refused(lambda: open_store(IMAGES).get("1/a.png"), "s3:GetObject", f"{IMAGES}/1/a.png")
 
 
-def test_the_server_reads_releases_and_nothing_else(enter: Enter, tmp_path: Path) -> None:
+def test_server_policy_allows_only_reading_releases(enter: Enter, tmp_path: Path) -> None:
     enter("server")
     store = open_store(STORE)
     assert store.get("releases/champion.json") == b"content"
@@ -196,7 +196,7 @@ def test_the_server_reads_releases_and_nothing_else(enter: Enter, tmp_path: Path
     _refused(lambda: list(open_store(IMAGES).list("")), "s3:ListBucket", IMAGES)
 
 
-def test_the_shipper_leaves_logged_queries_and_reads_nothing(enter: Enter, tmp_path: Path) -> None:
+def test_shipper_policy_allows_only_uploading_query_logs(enter: Enter, tmp_path: Path) -> None:
     enter("shipper")
     store = open_store(STORE)
     (tmp_path / "20270301T120000Z-v-host-1-a.jsonl").write_text("{}")
@@ -206,7 +206,7 @@ def test_the_shipper_leaves_logged_queries_and_reads_nothing(enter: Enter, tmp_p
     _refused(lambda: list(store.list("")), "s3:ListBucket", STORE)
 
 
-def test_the_watcher_proposes_and_removes_old_queries_and_touches_nothing_else(enter: Enter, tmp_path: Path) -> None:
+def test_watcher_policy_allows_only_proposals_and_query_cleanup(enter: Enter, tmp_path: Path) -> None:
     enter("watcher")
     store = open_store(STORE)
     assert ScheduleStore(store).switch(False, "U1").by == "U1"
@@ -218,7 +218,7 @@ def test_the_watcher_proposes_and_removes_old_queries_and_touches_nothing_else(e
     _refused(lambda: store.put("queries/20270301/x", b"1"), "s3:PutObject", f"{STORE}/queries/20270301/x")
 
 
-def test_wrong_and_missing_keys_are_told_apart(enter: Enter, guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_and_unknown_keys_differ(enter: Enter, guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
     enter("server")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "guessed")
     with pytest.raises(StoreError, match=r"does not accept the keys \(SignatureDoesNotMatch\)"):

@@ -23,7 +23,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return open_store(f"s3://{bucket}/some/prefix")
 
 
-def test_an_object_is_what_was_put(store: Store, tmp_path: Path) -> None:
+def test_object_round_trip(store: Store, tmp_path: Path) -> None:
     assert store.find("a/b.txt") is None
     etag = store.put("a/b.txt", b"one")
     assert store.find("a/b.txt") == (b"one", etag)
@@ -38,7 +38,7 @@ def test_an_object_is_what_was_put(store: Store, tmp_path: Path) -> None:
     assert store.find("a/b.txt") is None
 
 
-def test_an_absent_object_is_named(store: Store, tmp_path: Path) -> None:
+def test_missing_object_is_named(store: Store, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"There is no a/b in .*(store|prefix)"):
         store.get("a/b")
     with pytest.raises(StoreError, match="There is no a/b in"):
@@ -46,7 +46,7 @@ def test_an_absent_object_is_named(store: Store, tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
-def test_a_conditional_put_takes_only_what_it_saw(store: Store) -> None:
+def test_conditional_put_rejects_a_stale_object(store: Store) -> None:
     first = store.put_if("head", b"1", None)
     with pytest.raises(ConflictError, match="head"):
         store.put_if("head", b"2", None)
@@ -59,12 +59,12 @@ def test_a_conditional_put_takes_only_what_it_saw(store: Store) -> None:
     assert store.find("never-written") is None
 
 
-def test_a_listing_has_whole_keys_and_each_folder_in_order(store: Store) -> None:
+def test_listing_returns_full_keys_with_each_folder_sorted(store: Store) -> None:
     keys = ["a.b/x", "a/b/c", "a/b.c", "a/z", "ab/x", "b"]
     for key in keys:
         store.put(key, key.encode())
     listed = list(store.list(""))
-    # S3 sorts whole keys; SeaweedFS lists folder by folder, a/b/c before a/b.c.
+    # S3 sorts full keys; SeaweedFS lists folder by folder, a/b/c before a/b.c.
     assert sorted(info.key for info in listed) == sorted(keys)
     assert [info.key for info in listed if info.key in ("a/b.c", "a/z")] == ["a/b.c", "a/z"]
     assert all(info.size_bytes == len(info.key) for info in listed)
@@ -74,7 +74,7 @@ def test_a_listing_has_whole_keys_and_each_folder_in_order(store: Store) -> None
     assert sorted(store.folders()) == ["a", "a.b", "ab"]
 
 
-def test_a_fetch_checks_the_hash_and_leaves_nothing_half(store: Store, tmp_path: Path) -> None:
+def test_fetch_verifies_the_hash_and_is_atomic(store: Store, tmp_path: Path) -> None:
     store.put("x", b"content")
     assert store.fetch("x", tmp_path / "d" / "x", sha256_bytes(b"content")).read_bytes() == b"content"
     with pytest.raises(IntegrityError, match="x is damaged"):
@@ -82,12 +82,12 @@ def test_a_fetch_checks_the_hash_and_leaves_nothing_half(store: Store, tmp_path:
     assert [path.name for path in (tmp_path / "d").iterdir()] == ["x"]
 
 
-def _count_up(store: Store, turns: int) -> None:
-    """Add 1 to a counter ``turns`` times by compare-and-swap."""
+def _increment(store: Store, turns: int) -> None:
+    """Increment a counter ``turns`` times by compare-and-swap."""
     for _ in range(turns):
         while True:
-            found = store.find("counter")
-            data, etag = found if found else (b"0", None)
+            counter = store.find("counter")
+            data, etag = counter if counter else (b"0", None)
             try:
                 store.put_if("counter", str(int(data) + 1).encode(), etag)
                 break
@@ -95,9 +95,9 @@ def _count_up(store: Store, turns: int) -> None:
                 continue
 
 
-def test_no_count_is_lost_between_writers(tmp_path: Path) -> None:
+def test_concurrent_increments_are_not_lost(tmp_path: Path) -> None:
     uri = (tmp_path / "store").as_uri()
-    writers = [threading.Thread(target=_count_up, args=(open_store(uri), 25)) for _ in range(4)]
+    writers = [threading.Thread(target=_increment, args=(open_store(uri), 25)) for _ in range(4)]
     for writer in writers:
         writer.start()
     for writer in writers:
@@ -106,7 +106,7 @@ def test_no_count_is_lost_between_writers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "/a", "a//b", "../a", "a/../b", ".hidden", "a/.b"])
-def test_a_key_cannot_leave_the_store(tmp_path: Path, bucket: str, key: str) -> None:
+def test_key_cannot_escape_the_store(tmp_path: Path, bucket: str, key: str) -> None:
     for store in (open_store((tmp_path / "store").as_uri()), open_store(f"s3://{bucket}")):
         with pytest.raises(StoreError, match="not a valid key"):
             store.put(key, b"x")
@@ -115,49 +115,49 @@ def test_a_key_cannot_leave_the_store(tmp_path: Path, bucket: str, key: str) -> 
 
 
 @pytest.mark.parametrize("uri", ["", "relative/path", "file://host/path", "gs://bucket", "s3://"])
-def test_another_uri_is_refused(uri: str) -> None:
+def test_unsupported_uri_is_rejected(uri: str) -> None:
     with pytest.raises(SettingsError, match="neither"):
         open_store(uri)
 
 
-def test_spaces_in_a_path_are_kept(tmp_path: Path) -> None:
+def test_spaces_in_a_path_are_preserved(tmp_path: Path) -> None:
     store = open_store((tmp_path / "a b#c").as_uri())
     store.put("x", b"1")
     assert (tmp_path / "a b#c" / "x").read_bytes() == b"1"
 
 
-def test_an_s3_without_the_bucket_is_a_sentence(bucket: str) -> None:
+def test_missing_bucket_is_reported(bucket: str) -> None:
     store = open_store(f"s3://{bucket}-missing/prefix")
     reads = (lambda: store.get("x"), lambda: list(store.list("")))
     writes = (lambda: store.put("x", b""), lambda: store.put_if("x", b"", None))
-    # The keys there are an administrator's, for whom SeaweedFS makes a bucket that is missing.
+    # With an administrator's keys, SeaweedFS creates missing buckets.
     for act in reads if "TEST_S3_URL" in os.environ else (*reads, *writes):
         with pytest.raises(StoreError, match=f"There is no bucket '{bucket}-missing'"):
             act()
 
 
 @pytest.mark.parametrize("name", ["UPPER CASE", "a", "a..b", "10.0.0.1"])
-def test_a_bucket_that_cannot_be_is_named(name: str) -> None:
+def test_invalid_bucket_name_is_reported(name: str) -> None:
     with pytest.raises(SettingsError, match="cannot be the name of a bucket"):
         open_store(f"s3://{name}/prefix")
 
 
 @pytest.mark.usefixtures("quick")
-def test_an_s3_that_does_not_answer_is_a_sentence(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_endpoint_is_reported(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     store = open_store("s3://bucket/prefix")
     with pytest.raises(StoreError, match="cannot be reached"):
         store.get("x")
 
 
-def test_a_bad_endpoint_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_endpoint_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "localhost:9000")
     with pytest.raises(SettingsError, match="AWS_ENDPOINT_URL='localhost:9000'"):
         open_store("s3://bucket")
 
 
-def _in_small_files(statement: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run ``statement`` in a process whose files may not grow beyond 64 KiB."""
+def _run_with_file_size_limit(statement: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``statement`` in a process with a file size limit of 64 KiB."""
     script = f"""
 import resource, sys
 from pathlib import Path
@@ -169,24 +169,26 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
     return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
 
 
-def test_a_write_that_does_not_fit_leaves_the_old_content(tmp_path: Path) -> None:
+def test_oversized_write_leaves_the_old_content(tmp_path: Path) -> None:
     uri, path = (tmp_path / "store").as_uri(), tmp_path / "y"
     store = open_store(uri)
     store.put("x", b"old")
     write_atomically(path, b"old")
-    refused = _in_small_files("open_store(sys.argv[1]).put('x', b'1' * 10**6)", uri)
+    refused = _run_with_file_size_limit("open_store(sys.argv[1]).put('x', b'1' * 10**6)", uri)
     assert "StoreError" in refused.stderr
     assert "ulimit -f" in refused.stderr
-    assert "StoreError" in _in_small_files("write_atomically(Path(sys.argv[1]), b'1' * 10**6)", str(path)).stderr
-    assert _in_small_files("open_store(sys.argv[1]).put('x', b'new')", uri).returncode == 0
+    assert (
+        "StoreError" in _run_with_file_size_limit("write_atomically(Path(sys.argv[1]), b'1' * 10**6)", str(path)).stderr
+    )
+    assert _run_with_file_size_limit("open_store(sys.argv[1]).put('x', b'new')", uri).returncode == 0
     assert store.get("x") == b"new"
     assert path.read_bytes() == b"old"
     left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
     assert sorted(left) == ["lock", "x", "y"]
 
 
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    # /dev/full answers every write with ENOSPC, as a full disk does.
+def test_full_disk_is_reported(tmp_path: Path) -> None:
+    # /dev/full fails every write with ENOSPC, like a full disk.
     with (
         pytest.raises(StoreError, match="full; free some space"),
         disk_errors(tmp_path),
@@ -195,7 +197,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         file.write(b"x")
 
 
-def test_what_a_killed_writer_left_is_swept_after_a_day(tmp_path: Path) -> None:
+def test_old_temporary_files_are_removed(tmp_path: Path) -> None:
     script = (
         "import sys, time\n"
         "from evernear.store import files, open_store\n"
@@ -222,7 +224,7 @@ def test_what_a_killed_writer_left_is_swept_after_a_day(tmp_path: Path) -> None:
     assert not left.exists()
 
 
-def test_hashes_agree(tmp_path: Path) -> None:
+def test_hash_functions_agree(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"abc")
     expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert sha256_file(tmp_path / "x") == sha256_bytes(b"abc") == expected
@@ -230,7 +232,7 @@ def test_hashes_agree(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("make", NO_FILES)
-def test_what_is_no_file_is_no_object(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_special_file_is_not_an_object(tmp_path: Path, make: Callable[[Path], None]) -> None:
     store = open_store((tmp_path / "store").as_uri())
     store.put("releases/a.mar", b"x")
     (tmp_path / "store" / "releases" / "a.mar").unlink()
