@@ -138,6 +138,7 @@ def test_the_end_of_a_run(capsys: pytest.CaptureFixture[str], console: Console) 
         release=HOSTILE,
         promoted=True,
         state="promoted",
+        summary=HOSTILE,
         reasons=(HOSTILE,),
         metrics={},
         paths={"log": f"/{HOSTILE}/log.txt"},

@@ -135,6 +135,16 @@ def test_a_source_is_the_same_directory_for_whoever_reads_the_settings_elsewhere
         assert load(overrides=[f"data.source={source}"]).data.source == source
 
 
+def test_directory_without_kind_suggests_a_folder_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("small", "digits"):
+        Path(name).mkdir()
+    with pytest.raises(SettingsError, match=r"'small' is a directory; use folder:small for the images in it"):
+        load(overrides=["data.source=small"])
+    assert load(overrides=["data.source=digits"]).data.source == "digits", "a built-in source takes precedence"
+    assert load(overrides=["data.source=smal"]).data.source == "smal", "open_source lists the known sources"
+
+
 def test_a_renamed_setting_names_its_new_name() -> None:
     with pytest.raises(SettingsError, match=r"^Setting 'serving.keep' was renamed to 'serving.keep_registered'\.$"):
         load(overrides=["serving.keep=2"])

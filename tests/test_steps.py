@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -132,3 +133,33 @@ def test_steps_that_embed_nothing_start_without_torch_and_scipy() -> None:
     script += "import sys; print({'torch', 'scipy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_ingest_reports_a_missing_directory_before_a_busy_port(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        settings = {"workdir": str(tmp_path), "serving": {"inference_port": busy.getsockname()[1]}}
+        parameters = {"source": f"folder:{tmp_path}/absent", "target": "local"}
+        for source, exit_code, message in (
+            (f"folder:{tmp_path}/absent", 3, "There is no directory"),
+            ("digits", 7, ""),
+        ):
+            with pytest.raises(SystemExit) as stopped:
+                steps.ingest("run", (tmp_path / "store").as_uri(), parameters | {"source": source}, settings, "unused")
+            assert stopped.value.code == exit_code
+            assert message in capsys.readouterr().err
+
+
+def test_validate_names_its_findings_in_its_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ingest_noise(tmp_path, "01")
+    settings = RunSettings(store=(tmp_path / "store").as_uri())
+    arguments = (str(tmp_path), str(tmp_path / "report.md"))
+    steps.validate("run", settings.model_dump(mode="json"), *arguments)
+    assert "finished: no problems" in capsys.readouterr().out
+
+    strict = {"min_class_images": 40, "tiny_class": "warn"}
+    settings = RunSettings(store=settings.store, validation=strict)
+    steps.validate("run", settings.model_dump(mode="json"), *arguments)
+    summary = "finished: 1 finding: Classes need 40 images, these have fewer: 0 (30), 1 (30); add some."
+    assert summary in capsys.readouterr().out

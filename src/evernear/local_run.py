@@ -40,6 +40,8 @@ class RunResult(Frozen):
     release: str | None
     promoted: bool
     state: str
+    summary: str
+    """The outcome in one line."""
     reasons: tuple[str, ...]
     metrics: dict[str, float]
     paths: dict[str, str]
@@ -246,6 +248,7 @@ def _result(directory: Path, steps_s: dict[str, float], wall_s: float) -> RunRes
         release=outcome.release,
         promoted=outcome.state == "promoted",
         state=outcome.state,
+        summary=outcome.summary(),
         reasons=outcome.reasons,
         metrics=outcome.metrics,
         paths={"log": str(directory / "log.txt"), **paths},

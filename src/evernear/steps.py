@@ -16,6 +16,7 @@ from evernear.settings import RunSettings, of_run, parse
 from evernear.store import open_store
 
 if TYPE_CHECKING:
+    from evernear.data.validate import Report
     from evernear.evaluation.evaluate import Evaluation
 
 Tree = dict[str, Any]
@@ -33,9 +34,11 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
     with step("ingest", run, store) as running:
         from evernear.data.ingest import ingest
         from evernear.data.manifest import SPLITS, save_manifest
+        from evernear.data.sources import open_source
         from evernear.deployment import require_deployable
 
         chosen = of_run(settings, **parameters, store=store)
+        open_source(chosen.data.source)  # a mistyped directory is reported before a busy port
         require_deployable(chosen)
         manifest = ingest(chosen.data, chosen.store_uri, running.report)
         save_manifest(manifest, Path(dataset))
@@ -62,7 +65,7 @@ def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
             data.require_shape(release.preprocessing.shape, champion.version)
         result = validate(data, chosen.validation, known)
         write_atomically(Path(report), result.markdown())
-        running.summary = f"{len(result.findings)} findings" if result.findings else "no problems"
+        running.summary = _in_words(result)
         require_valid(result)
 
 
@@ -260,7 +263,7 @@ def deploy(run: str, settings: Tree, started_by: str, release: str, verdict: str
             Path(release) / ARCHIVE_FILE, Path(verdict), chosen, Cause(by=started_by or UNKNOWN_CAUSE, run=run)
         )
         RunRecord(open_store(chosen.store_uri), run).save(deployment=deployed.model_dump(mode="json"))
-        running.summary = f"release {deployed.version} is live" + (f" at {deployed.url}" if deployed.url else "")
+        running.summary = f"release {deployed.version} {deployed.state()}"
 
 
 def rollback(
@@ -275,7 +278,7 @@ def rollback(
         cause = Cause(by=started_by or UNKNOWN_CAUSE, why=reason, run=run)
         restored = roll_back(chosen, cause=cause, expected=release or None)
         RunRecord(open_store(store), run).save(rollback=restored.model_dump(mode="json") | {"why": reason})
-        running.summary = f"release {restored.version} is live again"
+        running.summary = f"restored: release {restored.version} {restored.state()}"
 
 
 def promote(
@@ -290,7 +293,7 @@ def promote(
         cause = Cause(by=started_by or UNKNOWN_CAUSE, why=reason, run=run)
         promoted = promote(release, chosen, force=True, cause=cause)
         RunRecord(open_store(store), run).save(promotion=promoted.model_dump(mode="json") | {"why": reason})
-        running.summary = f"release {promoted.version} is live"
+        running.summary = f"release {promoted.version} {promoted.state()}"
 
 
 def notify(run: str, store: str, pipeline: str, state: str, error_message: str, outcome: str, page: str) -> Tree:
@@ -303,6 +306,14 @@ def notify(run: str, store: str, pipeline: str, state: str, error_message: str, 
         write_atomically(Path(page), result.markdown())
         running.summary = result.summary()
     return {"state": result.state, "release": result.release or "", "summary": result.summary()}
+
+
+def _in_words(report: "Report") -> str:
+    """The findings of a validation, errors first."""
+    count = len(report.findings)
+    if not count:
+        return "no problems"
+    return f"{count} finding{'s' * (count > 1)}: " + " ".join(finding.message for finding in report.findings)
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from evernear.store import Store, open_store
 PROMOTE = {"promote": True, "reasons": ["Accuracy is 99%."]}
 HOLD = {"promote": False, "reasons": ["Accuracy is 80%."]}
 VERSION = "20261120.140501.1a2b3c4d"
-DEPLOYED = {"version": VERSION}
+DEPLOYED = {"version": VERSION, "url": "http://127.0.0.1:8080/predictions/embedding"}
+RECORDED = {"version": VERSION, "url": None}
 
 
 @pytest.fixture
@@ -49,7 +50,17 @@ def record(store: Store) -> RunRecord:
             {"verdict": PROMOTE, "deployment": DEPLOYED},
             "CANCELED",
             "failed: Kubeflow Pipelines reports CANCELED, and no step recorded an error. "
-            f"Release {VERSION} is live nevertheless.",
+            f"Nevertheless, release {VERSION} is live.",
+        ),
+        (
+            {"verdict": PROMOTE, "deployment": RECORDED},
+            "SUCCEEDED",
+            f"promoted: release {VERSION} is the champion; servers load it when they start",
+        ),
+        (
+            {"rollback": RECORDED | {"why": "It calls every 7 a 1."}},
+            "SUCCEEDED",
+            f"rolled back: release {VERSION} is the champion; servers load it when they start. It calls every 7 a 1.",
         ),
         (
             {"rollback": DEPLOYED | {"why": "It calls every 7 a 1."}},

@@ -2,22 +2,22 @@
 
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from evernear import __version__
 from evernear.cli import cluster, doctor, inspect, pipeline, pod, predict, prep, releases, run, server, slack, watch
 from evernear.errors import EvernearError, StoreError, UserInterruptError, no_space
-from evernear.output import printable
+from evernear.output import print_line, printable
 
 OWN_PACKAGES = ("evernear", "pipelines", "components")
 EXTRAS = "train,serve,prep,pipeline,triggers"  # no command needs all of them
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # rich's own markup would drop text in [brackets]
     help="Continuously train and deploy an image recognizer: labeled images in, a gated release on TorchServe out.",
@@ -43,6 +43,20 @@ app.add_typer(pipeline.app, name="pipeline")
 app.add_typer(pod.app, name="pod")
 app.add_typer(watch.app, name="watch")
 app.add_typer(slack.app, name="slack")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print_line(f"evernear {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(  # pyright: ignore[reportUnusedFunction] - typer calls it
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None: ...
 
 
 def main() -> None:

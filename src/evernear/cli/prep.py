@@ -16,7 +16,7 @@ def prep(settings: Settings) -> None:
         raise ServingError(f"{error.name} is not installed; run `pip install evernear[prep]`.") from None
 
     url = f"http://{settings.prep.host}:{settings.prep.port}"
-    print_line(f"Send images to {url}/predict; the API is described at {url}/docs.")
+    print_line(f"Send images to {url}/predict; {url}/openapi.json describes the API.")
     with message_on_interrupt(
         "Interrupted. All requests in flight were answered; `evernear prep` starts the server again."
     ):

@@ -180,9 +180,8 @@ def _print(deployed: "Deployment", as_json: bool) -> None:
     if as_json:
         print_json(deployed)
         return
-    state = f"is live at {deployed.url}" if deployed.url else "is the champion; servers load it when they start"
     target = f" A rollback would restore {deployed.previous}." if deployed.previous else ""
-    print_line(f"Release {deployed.version} {state}.{target}")
+    print_line(f"Release {deployed.version} {deployed.state()}.{target}")
 
 
 def _percent(value: float | None) -> str:

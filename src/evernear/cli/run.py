@@ -78,7 +78,7 @@ def _run_and_show(settings: Settings, pipeline: Literal["continuous_training", "
 
 
 def _print_result(result: Any) -> None:
-    print_line(f"{result.state}: " + (f"release {result.release} is live" if result.promoted else "nothing deployed"))
+    print_line(result.summary if result.promoted else f"{result.state}: nothing deployed")
     for reason in result.reasons:
         print_line(f"  - {reason}")
     print_line(f"artifacts and log: {Path(result.paths['log']).parent}")

@@ -12,6 +12,9 @@ from evernear.release.registry import Champion, Registry
 from evernear.settings import RunSettings
 from evernear.store import open_store
 
+CHAMPION_ALONE = "is the champion; servers load it when they start"
+"""The state of a release that was promoted in the registry without a server."""
+
 
 @dataclass(frozen=True)
 class Proof:
@@ -33,6 +36,10 @@ class Deployment(Frozen):
     url: str | None = None
     smoke_queries: int = 0
     champion_fault: str | None = None
+
+    def state(self) -> str:
+        """Where the release is live, as the end of a sentence about it."""
+        return f"is live at {self.url}" if self.url else CHAMPION_ALONE
 
     @classmethod
     def of(cls, champion: Champion, proof: Proof) -> "Deployment":

@@ -5,6 +5,7 @@ The exit step derives it from the run's record in the store; see `evernear.run_r
 
 from typing import Literal
 
+from evernear.deployment.target import CHAMPION_ALONE
 from evernear.evaluation.verdict import Rule
 from evernear.frozen import Frozen
 from evernear.run_record import RunRecord, StepRecord
@@ -24,6 +25,8 @@ class Outcome(Frozen):
     state: Literal["promoted", "held", "rolled back", "stopped", "failed"]
     release: str | None = None
     """The release that the run deployed; None if it deployed none."""
+    url: str | None = None
+    """Where the release is live; None if the run's target is the registry alone."""
     candidate: str | None = None
     """The release that the run archived, deployed or held; None if it archived none."""
     step: str = ""
@@ -36,11 +39,11 @@ class Outcome(Frozen):
         reasons = " ".join(self.reasons)
         match self.state:
             case "promoted":
-                return f"promoted: release {self.release} is live"
+                return f"promoted: release {self.release} {self._state()}"
             case "held":
                 return f"held: {reasons}"
             case "rolled back":
-                return f"rolled back: release {self.release} is live again. {reasons}".strip()
+                return f"rolled back: release {self.release} {self._state(' again')}. {reasons}".strip()
             case "stopped":
                 return f"stopped {reasons}" + self._live_nevertheless()
             case "failed":
@@ -59,13 +62,16 @@ class Outcome(Frozen):
         """The outcome as a page for the KFP UI."""
         parts = [f"## {self.state.capitalize()}" + (f" at {self.step}" if self.step else ""), *self.reasons]
         if self.release:
-            parts.append(f"Release `{self.release}` is live.")
+            parts.append(f"Release `{self.release}` {self._state()}.")
         if command := self.next_command():
             parts.append(f"Next: `{command}`")
         return "\n\n".join(parts) + "\n"
 
+    def _state(self, again: str = "") -> str:
+        return f"is live{again}" if self.url else CHAMPION_ALONE
+
     def _live_nevertheless(self) -> str:
-        return f" Release {self.release} is live nevertheless." if self.release else ""
+        return f" Nevertheless, release {self.release} {self._state()}." if self.release else ""
 
 
 def save_confusion_matrix(record: RunRecord, png: bytes) -> None:
@@ -98,14 +104,14 @@ def finalize(record: RunRecord, pipeline: str, state: str, error_message: str) -
     """
     verdict = record.load("verdict")
     rollback, promotion, deployment = (record.load(name) for name in ("rollback", "promotion", "deployment"))
+    deployed = rollback or promotion or deployment
     candidate = record.load("archived").get("version")
     outcome = Outcome(
         run=record.run, pipeline=pipeline, state="failed", candidate=candidate, metrics=record.load("metrics")
     )
     held = candidate is not None and verdict.get("promote") is False
     if state not in SUCCEEDED and not held:
-        live = (rollback or promotion or deployment).get("version")
-        fields = _failure(record, state, error_message) | {"release": live}
+        fields = _failure(record, state, error_message) | {"release": deployed.get("version")}
     elif rollback:
         reasons = (rollback["why"],) if rollback["why"] else ()
         fields = {"state": "rolled back", "release": rollback["version"], "reasons": reasons}
@@ -117,7 +123,7 @@ def finalize(record: RunRecord, pipeline: str, state: str, error_message: str) -
         fields = {"reasons": ("The gate promoted the candidate, but it was not deployed.",)}
     else:
         fields = {"state": "held", "reasons": tuple(verdict.get("reasons", ()))}
-    outcome = outcome.model_copy(update=fields)
+    outcome = outcome.model_copy(update={**fields, "url": deployed.get("url")})
     record.save(outcome=outcome.model_dump(mode="json"))
     return outcome
 

@@ -11,6 +11,10 @@ from evernear.settings.section import Fraction, PixelLimit, Section
 Severity = Literal["error", "warn", "off"]
 
 
+BUILT_IN_SOURCES = ("digits", "mnist")
+"""Sources that are names, not places."""
+
+
 class DataSettings(Section):
     """Where images come from, and how they are divided into splits and shards."""
 
@@ -36,6 +40,8 @@ class DataSettings(Section):
     @classmethod
     def _absolute(cls, source: str) -> str:
         """Make a relative directory absolute: the steps of a run have another working directory."""
+        if source not in BUILT_IN_SOURCES and Path(source).is_dir():
+            raise ValueError(f"{source!r} is a directory; use folder:{source} for the images in it")
         kind, _, place = source.partition(":")
         return f"{kind}:{Path(place).absolute()}" if kind in ("folder", "mnist") and place else source
 

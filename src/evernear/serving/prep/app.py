@@ -69,6 +69,8 @@ def create_app(settings: Settings) -> FastAPI:
         description="Prepares images as the live release prescribes, and has TorchServe recognize them.",
         version=__version__,
         lifespan=lifespan,
+        docs_url=None,  # FastAPI's pages load scripts from a CDN
+        redoc_url=None,
     )
     app.add_middleware(RequestCounter)
     app.add_middleware(
