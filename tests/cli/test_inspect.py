@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import zipfile
@@ -74,10 +75,13 @@ def test_show_prints_signature_and_lineage(packed: PackedRelease, system: System
     assert shown["metrics"] == manifest.metrics
     assert shown["verdict"] == {"promote": True, "reasons": ["A test says so."]}
     assert shown["lineage"]["dataset_digest"] == system.dataset.digest
+    assert shown["lineage"]["source"] == "digits"
+    assert (shown["training"]["epochs"], shown["training"]["width"]) == (4, 4)
     assert shown["lineage"]["git_commit"] == manifest.git_commit
     assert shown["lineage"]["own_handler"] is True
 
     text = evernear("inspect", "show", packed.archive).stdout
+    assert re.search(r"\ntraining settings\n  epochs +4\n", text)
     for word in (packed.version, system.dataset.digest, manifest.network_sha256, "uint8", "Flat", "A test says so."):
         assert word in text
 

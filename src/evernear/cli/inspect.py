@@ -151,6 +151,11 @@ def _print_description(description: "Description") -> None:
         print_line(f"  {name.replace('_', ' '):<18} {_safe(str(value or '-'))}")
     handler = "the handler of this evernear version" if lineage.own_handler else "custom code; TorchServe would run it"
     print_line(f"  {'handler':<18} {handler}")
+    _heading("training settings")
+    for name, value in description.training.items():
+        print_line(f"  {_safe(name):<28} {_safe(str(value))}")
+    if not description.training:
+        print_line("  not recorded by the evernear version that made this release")
     _heading(f"verdict: {'promote' if description.verdict.promote else 'hold'}")
     for reason in description.verdict.reasons:
         print_line(f"  - {_safe(reason, 500)}")

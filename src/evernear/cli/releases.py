@@ -50,9 +50,12 @@ def registry_of(
 @app.command(name="list")
 @with_options(registry=registry_of)
 def list_(registry: "Registry", as_json: JsonOption = False) -> None:
-    """List all releases, oldest first, and mark the champion."""
+    """List all releases, oldest first, with their states: champion, promoted (once), held, or not promoted."""
     champion = registry.champion()
     releases = [_fields(registry.get(version), champion) for version in registry.list()]
+    promoted = {promotion.version for promotion in registry.history()}
+    for release in releases:
+        release["state"] = _state(release, promoted)
     if as_json:
         print_json(releases)
         return
@@ -61,13 +64,13 @@ def list_(registry: "Registry", as_json: JsonOption = False) -> None:
             release["version"],
             release["created"][:16].replace("T", " "),
             _percent(release["metrics"].get("accuracy")),
-            "champion" if release["champion"] else "",
+            release["state"],
             release["parent"] or "-",
             f"{release['archive_size_bytes'] / 1e6:.1f} MB",
         )
         for release in releases
     ]
-    print_table(("version", "created (UTC)", "accuracy", "", "parent", "size"), rows)
+    print_table(("version", "created (UTC)", "accuracy", "state", "parent", "size"), rows)
 
 
 @app.command()
@@ -84,6 +87,7 @@ def show(registry: "Registry", version: VersionArgument, as_json: JsonOption = F
     verdict = fields.pop("verdict")
     metrics, labels, parts = fields.pop("metrics"), fields.pop("labels"), fields.pop("parts")
     fields["threshold"] = describe_threshold(fields["threshold"])
+    training = fields.pop("training") or {}
     for key, value in fields.items():
         print_line(f"{key.replace('_', ' '):<20} {_format(value)}")
     print_line(f"{'labels':<20} {len(labels)}: {' '.join(labels[:20])}{' ...' * (len(labels) > 20)}")
@@ -91,6 +95,9 @@ def show(registry: "Registry", version: VersionArgument, as_json: JsonOption = F
         print_line(f"{'verdict':<20} {'promote' if verdict['promote'] else 'hold'}")
         for reason in verdict["reasons"]:
             print_line(f"  - {reason}")
+    print_line("training settings" if training else f"{'training settings':<20} -")
+    for name, value in training.items():
+        print_line(f"  {name:<28} {_format(value)}")
     print_line("metrics")
     for name, value in sorted(metrics.items()):
         print_line(f"  {name:<28} {value:g}")
@@ -174,6 +181,15 @@ def _fields(record: "Record", champion: "Champion | None") -> dict[str, Any]:
     tree = record.model_dump(mode="json")
     manifest: dict[str, Any] = tree.pop("manifest")
     return manifest | tree | {"champion": champion is not None and champion.version == record.manifest.version}
+
+
+def _state(release: dict[str, Any], promoted: set[str]) -> str:
+    """Whether a release is the champion, was one, or was held by the gate."""
+    if release["champion"]:
+        return "champion"
+    if release["version"] in promoted:
+        return "promoted"
+    return "held" if release["verdict"] and not release["verdict"]["promote"] else "not promoted"
 
 
 def _print(deployed: "Deployment", as_json: bool) -> None:

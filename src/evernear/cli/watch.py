@@ -158,6 +158,8 @@ def _show(report: "CheckReport", as_json: bool) -> None:
         print_line(f"  - {reason}")
     for fault in report.faults:
         print_line(f"  ! {fault}")
+    if report.source:
+        print_line(f"    {'source':<24} {report.source}")
     for name, value in report.figures.items():
         print_line(f"    {name.replace('_', ' '):<24} {value:,.4g}")
     if report.proposal:

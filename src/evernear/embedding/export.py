@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from pydantic import JsonValue
 from torch import Tensor
 
 from evernear.data.preprocess import Preprocessing
@@ -40,6 +41,8 @@ class ExportedNetwork(Frozen):
     dataset_digest: str
     weights_sha256: str
     training_warnings: tuple[str, ...] = ()
+    training: dict[str, JsonValue] | None = None
+    """The settings ``train.*`` of its training; None in networks of evernear 0.1.0."""
 
 
 def export(trained_dir: Path, dataset: Dataset, out_dir: Path, tolerance: float) -> ExportedNetwork:
@@ -78,6 +81,7 @@ def export(trained_dir: Path, dataset: Dataset, out_dir: Path, tolerance: float)
             dataset_digest=trained.dataset_digest,
             weights_sha256=trained.weights_sha256,
             training_warnings=trained.warnings,
+            training=trained.settings.model_dump(mode="json"),
         )
         candidate.replace(out_dir / NETWORK_FILE)
     finally:

@@ -162,6 +162,8 @@ def _describe(
         network_sha256=network.sha256,
         dataset_name=candidate.dataset.manifest.name,
         dataset_digest=candidate.dataset.digest,
+        source=candidate.dataset.manifest.source,
+        training=network.training,
         labels=gallery.description.known_labels,
         preprocessing=network.preprocessing,
         max_pixels=settings.max_pixels,

@@ -3,6 +3,8 @@
 from datetime import datetime
 from pathlib import Path
 
+from pydantic import JsonValue
+
 from evernear.data.preprocess import Preprocessing
 from evernear.disk import sha256_file
 from evernear.errors import IntegrityError
@@ -48,6 +50,7 @@ class Lineage(Frozen):
 
     created: datetime
     parent: str | None
+    source: str | None
     dataset_name: str
     dataset_digest: str
     network_sha256: str
@@ -69,6 +72,8 @@ class Description(Frozen):
     index: Index
     labels: tuple[str, ...]
     """The labels that the release can predict."""
+    training: dict[str, JsonValue]
+    """The settings ``train.*``; empty if the release does not record them."""
     verdict: Decision
     metrics: dict[str, float]
     lineage: Lineage
@@ -99,6 +104,7 @@ def describe(archive: Path, handler: Path) -> Description:
         index=Index(threshold=index.threshold, **index.model_dump(include=set(Index.model_fields))),
         labels=manifest.labels,
         verdict=Decision(promote=verdict.promote, reasons=tuple(verdict.reasons)),
+        training=manifest.training or {},
         metrics=manifest.metrics,
         lineage=Lineage(
             own_handler=manifest.parts[HANDLER_FILE].sha256 == sha256_file(handler),

@@ -4,7 +4,7 @@ import re
 from datetime import UTC, datetime
 from typing import Annotated, Literal, Self
 
-from pydantic import AwareDatetime, Field, model_validator
+from pydantic import AwareDatetime, Field, JsonValue, model_validator
 
 from evernear.data.preprocess import Preprocessing
 from evernear.frozen import Frozen
@@ -56,7 +56,8 @@ class ReleaseManifest(Frozen):
 
     ``network_sha256`` is the hash of the TorchScript file, which also computed the vectors of the index. ``threshold``
     is the L2 distance beyond which an image is unknown. ``parent`` is the champion that this release was measured
-    against, and ``metrics`` are those of that measurement.
+    against, and ``metrics`` are those of that measurement. ``source`` and ``training`` are the settings ``data.source``
+    and ``train.*`` behind the dataset and the network; None in releases of evernear 0.1.0.
     """
 
     format: Literal[1] = 1
@@ -66,6 +67,8 @@ class ReleaseManifest(Frozen):
     network_sha256: Sha256
     dataset_name: str
     dataset_digest: str
+    source: str | None = None
+    training: dict[str, JsonValue] | None = None
     labels: tuple[str, ...]
     preprocessing: Preprocessing
     max_pixels: int = Field(gt=0)

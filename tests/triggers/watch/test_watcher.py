@@ -19,7 +19,7 @@ from evernear.kubeflow.runs import State
 from evernear.release.registry import Registry
 from evernear.serving.configuration import logged_queries
 from evernear.serving.endpoints import home_of
-from evernear.settings import IndexSettings
+from evernear.settings import DataSettings, IndexSettings, Settings
 from evernear.store import open_store
 from evernear.triggers.requests import Person, RequestStore
 from evernear.triggers.watch.watcher import Watcher
@@ -220,6 +220,29 @@ def test_policy_starts_a_run_with_the_watched_source(world: World) -> None:
     world.wait(hours=12)
     assert world.watcher(policy="start").check().reasons[-1] == f"Run {run.name} of continuous-training is running."
     assert len(world.runs.runs) == 1
+
+
+def test_source_of_the_champion_is_watched_unless_the_settings_name_one(world: World) -> None:
+    world.add("3", MANY)
+    settings = world.settings(policy="start")
+    fractions = settings.data.model_dump(include={"gallery_fraction", "query_fraction"})
+
+    def watcher(**data: object) -> Watcher:
+        chosen = settings.model_copy(update={"data": DataSettings.model_validate(fractions | data)})
+        return Watcher(chosen, world.store, world.runs, world.directory, lambda: world.now)
+
+    report = watcher().check()
+    assert report.source == watcher().source() == f"folder:{world.images}"
+    assert report.figures["new_files"] == len(MANY)
+    assert world.runs.runs[0].parameters["source"] == f"folder:{world.images}"
+    report = watcher(source="digits").check(act=False)
+    assert (report.source, report.figures["listed_files"]) == ("digits", 1797)
+
+
+def test_settings_decide_what_to_watch_before_the_first_release(world: World, tmp_path: Path) -> None:
+    store = open_store((tmp_path / "empty").as_uri())
+    watcher = Watcher(Settings(store=store.uri), store, None, tmp_path)
+    assert watcher.check(act=False).source == watcher.source() == "digits"
 
 
 def test_policy_start_needs_a_pipeline_server(world: World) -> None:

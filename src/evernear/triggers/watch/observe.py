@@ -3,6 +3,8 @@
 The images that the network was trained on and those in the gallery are read from releases. The champion names the
 snapshot of its gallery. The oldest release in its line with the same network names the snapshot of the training,
 because a reindex keeps the network. The watcher keeps no state about either, so that a restart changes nothing.
+
+The snapshot also names the source that it was ingested from. That source is watched unless the settings name one.
 """
 
 import tempfile
@@ -20,7 +22,7 @@ from evernear.release.archive_reader import ARCHIVE_FILE, read_part
 from evernear.release.drift_baseline import DriftBaseline
 from evernear.release.manifest import DRIFT_BASELINE_FILE, ReleaseManifest
 from evernear.release.registry import Registry
-from evernear.settings import Settings
+from evernear.settings import DataSettings, Settings
 from evernear.store import Store
 from evernear.triggers.watch.queries import live_queries, reference_queries
 
@@ -61,6 +63,8 @@ class Observation:
     """The input of a decision. A part that could not be observed is None, with a sentence in ``faults``."""
 
     champion: str | None
+    source: str
+    """The watched source."""
     champion_since: datetime | None = None
     changes: SourceChanges | None = None
     drift: Drift | None = None
@@ -88,19 +92,38 @@ class Observer:
         pointer = registry.champion()
         champion = registry.get(pointer.version).manifest if pointer else None
         faults: list[str] = []
-        changes = _try(lambda: self._changes(registry, champion), faults)
+        data = _try(lambda: self._watched(champion), faults)
+        changes = _try(lambda: self._changes(registry, champion, data), faults) if data else None
         drift = _try(lambda: self._drift(registry, champion, now, faults), faults) if champion else None
         return Observation(
             champion=pointer.version if pointer else None,
+            source=data.source if data else "",
             champion_since=pointer.promotion.since if pointer else None,
             changes=changes,
             drift=drift,
             faults=tuple(faults),
         )
 
-    def _changes(self, registry: Registry, champion: ReleaseManifest | None) -> SourceChanges:
+    def source(self) -> str:
+        """The source to watch.
+
+        Raises:
+            StoreError, IntegrityError: the champion or its snapshot cannot be read.
+        """
+        registry = Registry(self.store)
+        pointer = registry.champion()
+        return self._watched(registry.get(pointer.version).manifest if pointer else None).source
+
+    def _watched(self, champion: ReleaseManifest | None) -> DataSettings:
+        """The data settings, with the source of the champion's snapshot unless they name one."""
+        data = self.settings.data
+        if champion is None or "source" in data.model_fields_set:
+            return data
+        return data.model_copy(update={"source": self._snapshot(champion).source})
+
+    def _changes(self, registry: Registry, champion: ReleaseManifest | None, data: DataSettings) -> SourceChanges:
         if champion is None:
-            (every,) = diff_source(self.settings.data, [None])
+            (every,) = diff_source(data, [None])
             return _source_changes(every, every, 0, every.labels)
         indexed = self._snapshot(champion)
         trained = self._snapshot(_first_with_network(registry, champion))
@@ -108,9 +131,9 @@ class Observer:
         for path in set(self.cache.glob("*.sqlite")) - set(ledgers):
             path.unlink(missing_ok=True)
         if indexed.digest == trained.digest:
-            (gallery,) = (train,) = diff_source(self.settings.data, ledgers[:1])
+            (gallery,) = (train,) = diff_source(data, ledgers[:1])
         else:
-            gallery, train = diff_source(self.settings.data, ledgers)
+            gallery, train = diff_source(data, ledgers)
         known = set(champion.labels)
         new_classes = {label: count for label, count in gallery.labels.items() if label not in known}
         return _source_changes(gallery, train, trained.count("train"), new_classes)

@@ -24,6 +24,8 @@ class CheckReport(Frozen):
     """The result of a check."""
 
     at: AwareDatetime
+    source: str = ""
+    """The source that was checked; empty in reports of evernear 0.1.0, or if it is unknown."""
     action: Action
     reasons: tuple[str, ...]
     """The reasons for the action, and for not proposing it now."""

@@ -134,7 +134,7 @@ class Service:
             begin_s = time.monotonic()
             reason = "the server closed the connection."
             try:
-                listen(self._settings.data.source, self.changed)
+                listen(self._watcher.source(), self.changed)
             except NotificationsUnsupportedError as error:
                 self._report(str(error))
                 return

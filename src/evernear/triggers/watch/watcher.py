@@ -50,6 +50,10 @@ class Watcher:
         self._proposals = ProposalService(settings, store, runs)
         self._clock = clock
 
+    def source(self) -> str:
+        """The source to watch; see `Observer.source`."""
+        return self._observer.source()
+
     def check(self, act: bool = True) -> CheckReport:
         """Check once. With ``act``, propose or start the decision and save the report in the store.
 
@@ -70,6 +74,7 @@ class Watcher:
                 faults.append(str(error))
         report = CheckReport(
             at=now,
+            source=observation.source,
             action=decision.action,
             reasons=(*decision.reasons, *filter(None, [outcome.reason])),
             figures=decision.figures,
