@@ -94,9 +94,11 @@ def test_temporary_files_are_removed_even_after_a_kill(bench: Bench) -> None:
     temporary = bench.directory / "tmp"
     temporary.mkdir()
     bench.environment["TMPDIR"] = str(temporary)
-    kill_at(bench, "validate", "command")
+    kill_at(bench, "ingest", "command")
     assert list(temporary.rglob("tmp.*"))
-    bench.run()
+    # The next run, too, ends early: cleanup does not depend on the outcome.
+    shutil.rmtree(bench.directory / "images")
+    bench.refused("run", "--preset", "quick")
     assert list(temporary.iterdir()) == []
 
 
