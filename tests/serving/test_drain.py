@@ -1,8 +1,6 @@
 """Shutdown of a server: requests in flight are answered, and no process or file remains."""
 
 import http.client
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -76,6 +74,7 @@ class Caller:
 
 
 def test_stop_under_load_fails_no_request(server: Served) -> None:
+    """`stop` sends SIGTERM to Java, as a container runtime does."""
     callers = [Caller(server, keep_alive=number % 3 > 0) for number in range(CLIENTS)]
     with ThreadPoolExecutor(CLIENTS) as pool:
         calls = [pool.submit(caller.call_until_refused) for caller in callers]
@@ -142,32 +141,20 @@ def test_server_ends_with_its_owner_even_if_killed(server: Served) -> None:
     assert left == []
 
 
-def test_sigterm_drains(server: Served) -> None:
-    """SIGTERM to Java as the first process, as a container runtime sends it."""
-    caller = Caller(server, keep_alive=True)
-    calls = threading.Thread(target=caller.call_until_refused)
-    calls.start()
-    _await(lambda: caller.answers >= 5)
-    (java,) = [process for process in torchserve.processes(server.home) if "java" in process.name()]
-    os.kill(java.pid, signal.SIGTERM)
-    calls.join(60)
-    assert caller.failures == []
-    _, left = psutil.wait_procs(torchserve.processes(server.home), timeout=30)
-    assert left == []
-
-
-def test_is_ready_only_if_a_request_would_succeed(server: Served, tmp_path: Path) -> None:
-    assert torchserve.is_ready(server.home, "embedding")
+def test_is_ready_only_if_a_request_would_succeed(served: Served, tmp_path: Path) -> None:
+    assert torchserve.is_ready(served.home, "embedding")
     command = [Path(sys.executable).with_name("evernear"), "ready", "--workdir"]
-    assert subprocess.run([*command, server.settings.workdir]).returncode == 0
+    assert subprocess.run([*command, served.settings.workdir]).returncode == 0
     assert subprocess.run([*command, tmp_path / "elsewhere"]).returncode == 1
-    assert not torchserve.is_ready(server.home, "another-model")
+    assert not torchserve.is_ready(served.home, "another-model")
     assert not torchserve.is_ready(tmp_path / "elsewhere", "embedding")
-    for worker in torchserve.processes(server.home):
+    for worker in torchserve.processes(served.home):
         if "java" not in worker.name():
             worker.kill()
-    _await(lambda: not torchserve.is_ready(server.home, "embedding"))
-    _await(lambda: torchserve.is_ready(server.home, "embedding"))
+    _await(lambda: not torchserve.is_ready(served.home, "embedding"))
+    _await(lambda: torchserve.is_ready(served.home, "embedding"))
+    image, query = served.parts.smoke_queries()[0]
+    assert served.client().predict(image).pred == query.pred
 
 
 def _await(condition: Callable[[], bool], timeout_s: float = 60) -> None:

@@ -4,7 +4,6 @@ import base64
 import json
 import random
 import stat
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -148,21 +147,6 @@ def test_file_gets_a_json_response(served: Served, tmp_path: Path) -> None:
     assert served.client().predict_file(tmp_path / "a.png")["pred"] == query.pred
     with pytest.raises(DataError, match=r"absent\.png cannot be read"):
         served.client().predict_file(tmp_path / "absent.png")
-
-
-def test_killed_worker_is_replaced(served: Served) -> None:
-    image, query = served.parts.smoke_queries()[0]
-    worker = next(process for process in torchserve.processes(served.home) if "java" not in process.name())
-    worker.kill()
-    deadline_s = time.monotonic() + 60
-    while True:
-        try:
-            answer = served.client().predict(image)
-            break
-        except ServingError:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.5)
-    assert answer.pred == query.pred
 
 
 def test_start_is_idempotent_and_rejects_other_ports(served: Served) -> None:
