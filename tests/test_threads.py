@@ -27,6 +27,7 @@ print(json.dumps({
     "policy": os.environ["OMP_WAIT_POLICY"],
 }))
 """
+PRINT_THREADS = f"import os, evernear; print(os.environ[{threads.THREADS!r}])"
 
 
 def fresh(code: str, prefix: tuple[str, ...] = (), **variables: str) -> str:
@@ -36,8 +37,8 @@ def fresh(code: str, prefix: tuple[str, ...] = (), **variables: str) -> str:
     return subprocess.run(command, env=environment | variables, capture_output=True, text=True, check=True).stdout
 
 
-def asked(prefix: tuple[str, ...] = (), **variables: str) -> dict[str, Any]:
-    return json.loads(fresh(ASK_THE_LIBRARIES, prefix, **variables))
+def asked(**variables: str) -> dict[str, Any]:
+    return json.loads(fresh(ASK_THE_LIBRARIES, **variables))
 
 
 def files(root: Path, contents: dict[str, str]) -> Path:
@@ -132,7 +133,7 @@ def test_the_users_own_variables_win() -> None:
 
 def test_threads_follow_the_affinity() -> None:
     one = str(min(os.sched_getaffinity(0)))
-    assert asked(("taskset", "--cpu-list", one))["torch"] == 1
+    assert fresh(PRINT_THREADS, ("taskset", "--cpu-list", one)) == "1\n"
 
 
 @pytest.fixture
@@ -160,9 +161,7 @@ def cgroup_of_one_cpu() -> Iterator[Path]:
 @pytest.mark.skipif(CPUS == 1, reason="on one CPU a limit of one changes nothing")
 def test_threads_follow_a_limit_that_the_kernel_holds(cgroup_of_one_cpu: Path) -> None:
     join = ("sh", "-c", f'echo $$ > {cgroup_of_one_cpu}/cgroup.procs && exec "$@"', "sh")
-    found = asked(join)
-    assert found["torch"] == found["faiss"] == 1
-    assert set(found["pools"]) == {1}
+    assert fresh(PRINT_THREADS, join) == "1\n"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,42 @@
+"""One of several processes that move a champion's pointer; it imports no torch, which each process would load anew."""
+
+from multiprocessing.synchronize import Barrier
+from multiprocessing.synchronize import Event as Stop
+
+from evernear.errors import ConflictError, EvernearError
+from evernear.release.registry import Cause, Registry
+from evernear.store import open_store
+
+Attempts = tuple[list[str], int, list[str]]
+
+
+def compete(uri: str, versions: list[str], name: str, rounds: int, start: Barrier | None, enough: Stop) -> Attempts:
+    """Promote repeatedly; return the reasons of successful promotions, the number of conflicts, and the failures.
+
+    With ``start``, all processes build on the same champion in each round; otherwise, they continue until ``enough``.
+    """
+    registry = Registry(open_store(uri))
+    promoted, lost, failed = list[str](), 0, list[str]()
+    turn = 0
+    while turn < rounds if start else not enough.is_set():
+        try:
+            if start:
+                start.wait(120)  # all processes have finished the previous round
+            champion = registry.champion()
+            if start:
+                start.wait(120)
+            reason = f"{name}, turn {turn}"
+            cause = Cause.of_this_process(reason)
+            if champion is not None and turn % 5 == 4 and champion.previous:
+                registry.roll_back(champion, cause)
+            else:
+                registry.set_champion(versions[turn % 2], champion, "promote", cause)
+            promoted.append(reason)
+            if not start and registry.champion().pointer.number >= rounds:  # type: ignore[union-attr]
+                enough.set()
+        except ConflictError:
+            lost += 1
+        except EvernearError as error:
+            failed.append(str(error))
+        turn += 1
+    return promoted, lost, failed
