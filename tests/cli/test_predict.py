@@ -1,12 +1,15 @@
-"""Options of `evernear predict` that are checked before any request."""
+"""Options of `evernear predict` that are checked before any request, and its progress display."""
 
+import io
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from evernear.cli import app
-from evernear.errors import ServerUnreachableError, SettingsError
+from evernear.cli import predict as predict_command
+from evernear.errors import DataError, ServerUnreachableError, SettingsError
 
 
 def predict(*arguments: str) -> None:
@@ -28,3 +31,45 @@ def test_target_accepts_ipv6_with_and_without_brackets(target: str, tmp_path: Pa
     image.write_bytes(b"")
     with pytest.raises(ServerUnreachableError, match=r"http://\[::1\]:1;"):
         predict(str(image), "--target", target, "--port", "1")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Files that a server in memory answers."""
+
+    def predict_all(client: object, files: list[Path], version: str | None) -> Iterator[predict_command.Answer]:
+        yield from ((file, {"pred": "7"}) for file in files)
+
+    monkeypatch.setattr(predict_command, "_predict_all", predict_all)
+    return [str(tmp_path / f"{number}.png") for number in range(3)]
+
+
+@pytest.mark.parametrize(("count", "terminals", "shown"), [(3, "err", True), (1, "err", False), (3, "out err", False)])
+def test_progress_is_shown_on_a_terminal_for_several_images(
+    answered: list[str], monkeypatch: pytest.MonkeyPatch, count: int, terminals: str, shown: bool
+) -> None:
+    for variable in ("TERM", "NO_COLOR"):
+        monkeypatch.delenv(variable, raising=False)
+    out, err = (Terminal() if name in terminals else io.StringIO() for name in ("out", "err"))
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.stderr", err)
+    app(["predict", *answered[:count], "--json", "--target", "127.0.0.1"], standalone_mode=False)
+    assert [line[:10] for line in out.getvalue().splitlines()] == ['{"image":"'] * count
+    assert ("recognizing" in err.getvalue()) == shown
+    assert ("3/3" in err.getvalue()) == shown
+
+
+def test_interrupt_erases_the_progress() -> None:
+    def answers() -> Iterator[predict_command.Answer]:
+        yield Path("a.png"), DataError("unusable")
+        raise KeyboardInterrupt
+
+    terminal = Terminal()
+    with pytest.raises(KeyboardInterrupt):
+        list(predict_command._with_progress(answers(), 2, terminal))
+    assert terminal.getvalue().endswith("\x1b[?25h\r\x1b[1A\x1b[2K")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from ipaddress import AddressValueError, IPv6Address
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
@@ -73,6 +73,9 @@ def predict(
         if not files:
             raise SettingsError("No image: pass files, or --image-file with a file, a folder or -.")
         answers = _predict_all(client, files, version)
+        # Lines of JSON on the same terminal show the progress themselves.
+        if len(files) > 1 and sys.stderr.isatty() and not (as_json and sys.stdout.isatty()):
+            answers = _with_progress(answers, len(files), sys.stderr)
         exit_code = _print_json(answers) if as_json else _print_table(answers, alone=len(files) == 1)
     if exit_code:
         sys.exit(exit_code)
@@ -122,6 +125,18 @@ def _predict_all(client: Any, files: list[Path], version: str | None) -> Iterato
                 yield file, client.predict_file(file, version)
         except (PredictionRejectedError, DataError) as error:
             yield file, error
+
+
+def _with_progress(answers: Iterator[Answer], total: int, terminal: TextIO) -> Iterator[Answer]:
+    """Show on ``terminal`` how many of ``total`` answers have arrived, and the time left; erase it at the end."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("recognizing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(file=terminal)
+    # stdout may be a pipe, so it is not redirected to the terminal.
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as progress:
+        yield from progress.track(answers, total=total)
 
 
 def _print_json(answers: Iterator[Answer]) -> int:
