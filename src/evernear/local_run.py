@@ -16,6 +16,7 @@ from typing import Literal
 
 import psutil
 from filelock import FileLock, Timeout
+from pydantic import AwareDatetime
 
 from evernear.disk import disk_errors, write_atomically
 from evernear.errors import BusyError, EvernearError, SettingsError, StoreError, UserInterruptError, no_space
@@ -27,6 +28,8 @@ from evernear.scratch import scratch, scratch_name
 from evernear.settings import RunSettings, Settings
 
 POLL_S = 0.1
+DIRECTORY_FORMAT = "%Y%m%d-%H%M%S.%f"
+"""Name of a run's directory: the time of its start in UTC."""
 CLEAN_UP_S = 10.0
 """Time that interrupted steps have to clean up before they are killed."""
 EVENTS_MIN_FREE_BYTES = 64 * 1024
@@ -49,6 +52,22 @@ class RunResult(Frozen):
     wall_s: float
 
 
+class RunProgress(Frozen):
+    """A run in progress, as ``evernear status`` shows it."""
+
+    directory: str
+    process: int
+    started: AwareDatetime
+    step: str = ""
+    """The step that reported last; empty before the first one."""
+    message: str = ""
+    """The last progress of that step."""
+
+    def __str__(self) -> str:
+        where = ": ".join(filter(None, [self.step, self.message])) or "starting"
+        return f"{where} (since {self.started:%Y-%m-%d %H:%M:%S} UTC, process {self.process}, {self.directory})"
+
+
 class RunFailedError(EvernearError):
     """A step failed; carries the step's error message and exit code."""
 
@@ -68,7 +87,7 @@ def run(settings: Settings, show: Callable[[Event], None], pipeline: Pipeline = 
     """
     with _lock(settings.workdir), scratch(_temporary_directory(settings.workdir)) as temporary:
         started_s = time.monotonic()
-        directory = settings.workdir.resolve() / "runs" / datetime.now(UTC).strftime("%Y%m%d-%H%M%S.%f")
+        directory = settings.workdir.resolve() / "runs" / datetime.now(UTC).strftime(DIRECTORY_FORMAT)
         with disk_errors(directory):
             directory.mkdir(parents=True)
         failures, steps_s = _follow(settings, pipeline, directory, temporary, show)
@@ -76,6 +95,22 @@ def run(settings: Settings, show: Callable[[Event], None], pipeline: Pipeline = 
         if failures:
             raise RunFailedError(failures[0].message, failures[0].exit_code)
         return _result(directory, steps_s, wall_s)
+
+
+def progress(workdir: Path) -> RunProgress | None:
+    """The run that uses ``workdir`` now; None if there is none."""
+    try:
+        process = int((workdir / "run.pid").read_text())
+        # A process that started later has reused the number of a killed run.
+        if psutil.Process(process).create_time() > (workdir / "run.pid").stat().st_mtime:
+            return None
+        directory = max((workdir.resolve() / "runs").iterdir())
+        started = datetime.strptime(directory.name, DIRECTORY_FORMAT).replace(tzinfo=UTC)
+    except (OSError, ValueError, psutil.NoSuchProcess):
+        return None
+    events, _ = read_events(directory / "events.jsonl")
+    last = {"step": events[-1].step, "message": events[-1].message} if events else {}
+    return RunProgress(directory=str(directory), process=process, started=started, **last)
 
 
 def _temporary_directory(workdir: Path) -> Path:
@@ -95,7 +130,10 @@ def _lock(workdir: Path) -> Generator[None]:
     try:
         with FileLock(workdir / "run.lock", timeout=0):
             write_atomically(pid_file, str(os.getpid()))
-            yield
+            try:
+                yield
+            finally:
+                pid_file.unlink(missing_ok=True)
     except Timeout:
         pid = pid_file.read_text() if pid_file.exists() else "unknown"
         message = f"Another run (process {pid}) uses {workdir}; wait for it to end or choose another --workdir."
@@ -115,7 +153,7 @@ def _follow(
     steps_s: dict[str, float] = {}
     offset = 0
     try:
-        with _pipeline_process(settings, pipeline, directory, temporary, events_path) as process:
+        with _pipeline_process(settings, pipeline, directory, temporary, events_path, show) as process:
             while True:
                 ended = process.poll() is not None  # checked before the read, so that the last events are read as well
                 events, offset = read_events(events_path, offset)
@@ -160,7 +198,12 @@ def _silent_failure(directory: Path) -> Event:
 
 @contextmanager
 def _pipeline_process(
-    settings: Settings, pipeline: Pipeline, directory: Path, temporary: Path, events: Path
+    settings: Settings,
+    pipeline: Pipeline,
+    directory: Path,
+    temporary: Path,
+    events: Path,
+    show: Callable[[Event], None],
 ) -> Generator[subprocess.Popen[str]]:
     # The process runs in an empty directory, so that no step depends on files that the image does not have.
     empty = temporary / "empty"
@@ -188,6 +231,8 @@ def _pipeline_process(
             process.stdin.flush()
             yield process
         except KeyboardInterrupt:
+            wait = f"waiting up to {CLEAN_UP_S:.0f} s for the steps to clean up; Ctrl-C again ends them at once"
+            show(Event(at=datetime.now(UTC), step="interrupted", kind="progress", message=wait))
             _interrupt(process)
             raise
         finally:

@@ -1,4 +1,7 @@
-"""Options of the whole command line."""
+"""Options of the whole command line, and Ctrl-C before it is loaded."""
+
+import subprocess
+import sys
 
 from typer.testing import CliRunner
 
@@ -24,3 +27,18 @@ def test_no_arguments_show_the_help() -> None:
     done = CliRunner().invoke(app, [])
     assert "Continuously train and deploy" in done.output
     assert "--install-completion" in done.output
+
+
+def test_interrupt_during_loading_is_one_line() -> None:
+    script = """
+import sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "evernear.cli.options":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+from evernear.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "evernear: Interrupted before the command started.\n")

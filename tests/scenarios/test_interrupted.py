@@ -1,5 +1,6 @@
 """Ctrl-C: a message about what was stopped and what remains, exit code 130, and no remaining process."""
 
+import json
 import signal
 import socket
 import subprocess
@@ -17,14 +18,15 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path, EVERNEAR_TARGET="registry")
 
 
-def interrupted(process: subprocess.Popen[str]) -> str:
-    """Interrupt the command; check that its processes have ended and return its message."""
+def interrupted(process: subprocess.Popen[str], progress: str = "") -> str:
+    """Interrupt the command; check that it shows ``progress`` and its processes end, and return its last message."""
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     assert "Traceback" not in output
     assert not [child for child in children if child.is_running()], "a process outlived its command"
+    assert progress in output
     (message,) = [line for line in output.splitlines() if line.startswith("evernear: ")]
     return message
 
@@ -35,7 +37,11 @@ def test_interrupted_run_reports_what_remains(bench: Bench) -> None:
     bench.environment["TMPDIR"] = str(temporary)
     with bench.start("run", "--preset", "quick") as process:
         bench.await_step("train", process)
-        message = interrupted(process)
+        in_progress = json.loads(bench.command("status", "--json").stdout)["run"]
+        message = interrupted(process, "waiting up to 10 s for the steps to clean up")
+    assert in_progress["step"] in ("train", "probe")
+    assert in_progress["process"] == process.pid
+    assert json.loads(bench.command("status", "--json").stdout)["run"] is None
     assert message.startswith("evernear: Interrupted during ")
     assert "train" in message
     assert message.endswith(

@@ -13,10 +13,11 @@ from evernear.settings import Settings
 
 @with_options(settings=local_settings)
 def status(settings: Settings, as_json: JsonOption = False) -> None:
-    """Show the server's state, its releases and the champion; with target kubernetes, of the cluster."""
+    """Show the run in progress, the server, its releases and the champion; with target kubernetes, the cluster's."""
     from evernear import deployment
+    from evernear.local_run import progress
 
-    state = deployment.status(settings)
+    state = {"run": progress(settings.workdir)} | deployment.status(settings)
     if as_json:
         print_json(state)
     else:

@@ -1,0 +1,17 @@
+"""The entry point of the ``evernear`` command and of ``python -m evernear``."""
+
+import sys
+
+
+def main() -> None:
+    """Run the command line. Ctrl-C while it is being loaded ends with a sentence, too."""
+    try:
+        from evernear.cli import main
+    except KeyboardInterrupt:
+        sys.stderr.write("evernear: Interrupted before the command started.\n")
+        sys.exit(130)
+    main()
+
+
+if __name__ == "__main__":
+    main()
