@@ -1,7 +1,6 @@
 """`evernear inspect` on valid, damaged and malicious releases."""
 
 import json
-import os
 import pickle
 import re
 import subprocess
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import command_line
 import pytest
 from no_files import NO_FILES
 from releases import MakeRelease, PackedRelease, System, forge
@@ -40,9 +40,7 @@ def image(packed: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def evernear(*arguments: object, store: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from evernear.cli import main; main()", *map(str, arguments)]
-    environment = os.environ | {"EVERNEAR_STORE": store or "file:///nowhere/at/all"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd)
+    return command_line.evernear(*arguments, environment={"EVERNEAR_STORE": store or "file:///nowhere/at/all"}, cwd=cwd)
 
 
 def error_of(done: subprocess.CompletedProcess[str], exit_code: int) -> str:
@@ -80,7 +78,8 @@ def test_show_prints_signature_and_lineage(packed: PackedRelease, system: System
     assert shown["lineage"]["git_commit"] == manifest.git_commit
     assert shown["lineage"]["own_handler"] is True
 
-    text = evernear("inspect", "show", packed.archive).stdout
+    command = [Path(sys.executable).with_name("evernear"), "inspect", "show", packed.archive]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert re.search(r"\ntraining settings\n  epochs +4\n", text)
     for word in (packed.version, system.dataset.digest, manifest.network_sha256, "uint8", "Flat", "A test says so."):
         assert word in text

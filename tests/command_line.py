@@ -1,0 +1,32 @@
+"""The ``evernear`` command in the tests' own process, which has already imported what the command needs."""
+
+import io
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from evernear.cli import main
+
+
+def evernear(
+    *arguments: object, environment: Mapping[str, str] | None = None, cwd: Path | None = None, stdin: bytes = b""
+) -> subprocess.CompletedProcess[str]:
+    """Run the command with ``environment`` added to the process's."""
+    command = ["evernear", *map(str, arguments)]
+    output, errors = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(errors):
+        patch.setattr(sys, "argv", command)
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        for name, value in (environment or {}).items():
+            patch.setenv(name, value)
+        if cwd is not None:
+            patch.chdir(cwd)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    code = ended.value.code
+    assert code is None or isinstance(code, int)
+    return subprocess.CompletedProcess(command, code or 0, output.getvalue(), errors.getvalue())
