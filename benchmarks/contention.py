@@ -1,12 +1,12 @@
-"""What a busy machine costs a step: ``python benchmarks/contention.py``.
+"""Slowdown of the steps on a busy machine: ``python benchmarks/contention.py``.
 
-Each work is a process of its own. It is timed alone; beside a spinning process; the same with four times as
-many threads asked for as there are CPUs; and train beside probe, as the pipeline starts them. *After* is evernear as
-it is. *Before* is the same process with the variables of OpenMP cleared and torch, FAISS and NumPy loaded first, so
-that they never see what `evernear.threads` sets. What takes longer than ``--limit-s`` is ended.
+Each workload runs in a separate process. It is timed alone; next to a spinning process; the same with four times as
+many requested threads as CPUs; and train next to probe, as the pipeline starts them. *After* is evernear unchanged.
+*Before* is the same process with the OpenMP variables cleared and torch, FAISS and NumPy loaded first, so that the
+settings of `evernear.threads` have no effect on them. Workloads are stopped after ``--limit-s``.
 
-All conditions take turns and medians count. Where other processes use the machine, ``--nice -20`` (as root) gives the
-works and the spinning processes nearly all of it, but only while they are timed, a few seconds at once.
+The conditions alternate, and the results are medians. If other processes use the machine, ``--nice -20`` (as root)
+gives the workloads and the spinning processes nearly all CPU time while they are timed, a few seconds at once.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 class Bench:
-    """Runs the works; keeps seconds and CPU seconds of each run by name, infinity for one that was ended."""
+    """Runs the workloads and records the seconds and CPU seconds of each run; infinity if it was stopped."""
 
     def __init__(self, scratch: Path, limit_s: float, nice: int) -> None:
         self._scratch = scratch
@@ -125,7 +125,7 @@ class Bench:
         return {version: median(self.seconds[f"pair {version}"]) / alone_s for version in CODE}
 
     def _run(self, key: str, version: str, *names: str, busy: bool = False, **variables: str) -> None:
-        """Works side by side, from the first begin to the last end, without the time to load libraries."""
+        """Time concurrent workloads from the first start to the last end, without the time to load libraries."""
         environment = {n: v for n, v in os.environ.items() if not n.startswith(("OMP_", "GOMP_", "KMP_", "_EVERNEAR_"))}
         command = [sys.executable, "-c", CODE[version]]
         with ExitStack() as stack:
@@ -135,7 +135,7 @@ class Bench:
             ]
             for work in works:
                 assert work.stdout is not None
-                work.stdout.readline()  # it has loaded its libraries
+                work.stdout.readline()  # the libraries are loaded
             if busy:
                 stack.enter_context(started([sys.executable, "-c", "while True: pass"], environment))
             stack.enter_context(favored(self._nice))
@@ -152,7 +152,7 @@ class Bench:
 
 @contextmanager
 def started(command: list[str], environment: dict[str, str]) -> Generator[subprocess.Popen[str]]:
-    """A process that is not left behind."""
+    """Start a process and stop it on exit."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, cwd=Path(__file__).parent, env=environment, text=True, **pipes) as process:
         try:
@@ -163,7 +163,7 @@ def started(command: list[str], environment: dict[str, str]) -> Generator[subpro
 
 @contextmanager
 def favored(nice: int) -> Generator[None]:
-    """Let this session have the CPUs before others. Where Linux groups sessions, nice values count within one only."""
+    """Raise the priority of this session. With autogroups, Linux applies nice values only within a session."""
     group = Path("/proc/self/autogroup")
     if not nice:
         yield
@@ -182,10 +182,10 @@ def favored(nice: int) -> Generator[None]:
 
 
 def go_together(works: Sequence[subprocess.Popen[str]], limit_s: float) -> list[tuple[float, ...]]:
-    """Let works begin; what each says of its begin, its end and its CPU seconds.
+    """Start the workloads together; return the start, end and CPU seconds that each reports.
 
     Raises:
-        subprocess.TimeoutExpired: one takes longer than ``limit_s``.
+        subprocess.TimeoutExpired: A workload takes longer than ``limit_s``.
     """
     for work in works:
         assert work.stdin is not None
@@ -198,7 +198,7 @@ def go_together(works: Sequence[subprocess.Popen[str]], limit_s: float) -> list[
 
 
 def own_and_all_cpu_s() -> tuple[float, float]:
-    """Processor seconds of this process with its children, ended or not, and of the whole machine."""
+    """CPU seconds of this process with all its children, and of the whole machine."""
     times, own = psutil.cpu_times(), psutil.Process()
     alive = [child.cpu_times() for child in own.children()]
     ended = own.cpu_times()
@@ -207,7 +207,7 @@ def own_and_all_cpu_s() -> tuple[float, float]:
 
 
 def child() -> None:
-    """One work, in a process of its own: prints its begin and end, by a clock that all share, and its CPU seconds."""
+    """Run one workload in this process; print its start and end on a shared clock, and its CPU seconds."""
     work = {"train": train_work, "probe": probe_work, "embed": embed_work, "search": search_work}[sys.argv[1]]
     with tempfile.TemporaryDirectory() as out:
         run = work(Path(sys.argv[2]), Path(out))
@@ -244,7 +244,7 @@ def search_work(_: Path, __: Path) -> Work:
 
 
 def without_infinity(tree: Any) -> Any:
-    """JSON has none: null stands for a work that was ended."""
+    """Replace infinity, which JSON lacks, by null; it marks a workload that was stopped."""
     if isinstance(tree, dict):
         return {name: without_infinity(value) for name, value in tree.items()}
     if isinstance(tree, list):
@@ -270,14 +270,14 @@ def table(result: dict[str, Any], limit_s: float) -> list[list[str]]:
     rows = [
         [
             WORDS[name],
-            f"{found['quiet_s']:.1f} s",
+            f"{medians['quiet_s']:.1f} s",
             *(
-                times(found[key], limit_s / found["quiet_s"])
+                times(medians[key], limit_s / medians["quiet_s"])
                 for key in ("before", "after", "after_with_more_threads", "quiet_before")
             ),
-            *(seconds(found[key]) for key in ("cpu_s_before", "cpu_s_after")),
+            *(seconds(medians[key]) for key in ("cpu_s_before", "cpu_s_after")),
         ]
-        for name, found in result["works"].items()
+        for name, medians in result["works"].items()
     ]
     if pair := result["pair"]:
         limit = limit_s / sum(result["works"][name]["quiet_s"] for name in PAIR)

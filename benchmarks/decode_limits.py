@@ -1,9 +1,9 @@
-"""What the heaviest file of each kind costs that decoding allows: ``python benchmarks/decode_limits.py``.
+"""Cost of the most expensive valid file of each kind: ``python benchmarks/decode_limits.py``.
 
-Each file has as many pixels as ``max_pixels`` allows, and of scans, chunks and metadata as many as fit. Each is
-decoded in a process of its own, as a server does it, to 28 x 28 and to 1024 x 1024, the largest size that
-``data.size_px`` has. Time is the processor's, so that neighbors on the machine count little; memory is the rise of the
-process's high-water mark (VmHWM) less the file itself, of which decoding makes one copy.
+Each file has ``max_pixels`` pixels and as many scans, chunks and metadata as the limits allow. It is decoded in a
+separate process, like on a server, to 28 x 28 and to 1024 x 1024, the maximum of ``data.size_px``. Time is CPU time,
+which other processes hardly affect. Memory is the increase of the process's high-water mark (VmHWM) minus the file
+itself, which decoding copies once.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main() -> None:
     arguments = parser.parse_args()
     here, rows = machine.describe(), []
     with tempfile.TemporaryDirectory() as scratch:
-        for name, make in hostile.heaviest(arguments.max_pixels).items():
+        for name, make in hostile.largest_valid_files(arguments.max_pixels).items():
             file = Path(scratch) / "image"
             file.write_bytes(make())
             row = {"file": name, "size_bytes": file.stat().st_size}

@@ -1,9 +1,9 @@
 """Images per second of embedding a gallery: ``python benchmarks/embed_gallery.py --source mnist``.
 
-Ours is the whole embed step: load the network, read the gallery split (most of the training images here, since a
-gallery is large) from its shards, embed it with the frozen and optimised network, write embeddings. Against it stands
-what the source project does: the plain scripted network, ten images at a time, here with the reading of the very same
-shards and no writing. Interleaved; of several repeats the best counts.
+The benchmark runs the whole embed step: load the network, read the gallery split (here most of the training images,
+because galleries are large) from its shards, embed it with the frozen and optimized network, and write embeddings. The
+baseline follows the source project: the plain scripted network with ten images per batch, which reads the same shards
+and writes nothing. The two alternate, and the best of several repeats counts.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def compared(dataset: Dataset, settings: Settings, scratch: Path, repeats: int) -> dict[str, Any]:
-    # What the weights are does not change the speed, so they need not be good.
+    # The weights do not affect the speed.
     hasty = settings.train.model_copy(update={"epochs": 1, "min_steps": 0})
     train(dataset, hasty, scratch / "trained")
     export(scratch / "trained", dataset, scratch / "network", settings.train.parity_tolerance)
@@ -55,13 +55,13 @@ def compared(dataset: Dataset, settings: Settings, scratch: Path, repeats: int) 
     def ours() -> None:
         embed(scratch / "network", dataset, scratch / "embeddings", ("gallery",))
 
-    def theirs() -> None:
+    def baseline() -> None:
         for block in dataset.blocks("gallery", PLAIN_BATCH):
             embed_images(plain, block.images)
 
     speeds: dict[str, list[float]] = {"evernear": [], "plain": []}
     for _ in range(repeats):
-        for name, work in (("evernear", ours), ("plain", theirs)):
+        for name, work in (("evernear", ours), ("plain", baseline)):
             speeds[name].append(dataset.count("gallery") / seconds(work))
     best = {name: max(values) for name, values in speeds.items()}
     return {

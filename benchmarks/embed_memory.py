@@ -1,8 +1,7 @@
-"""Peak memory of the embed step with ten times the images: ``python benchmarks/embed_memory.py --source
-mnist``.
+"""Peak memory of the embed step with ten times the images.
 
-Two datasets of the same images, in which 8% and 80% stand in the gallery; each is embedded in a process of
-its own, whose peak (``VmHWM`` in Linux's /proc) is read when it ends.
+Usage: ``python benchmarks/embed_memory.py --source mnist``. Two datasets contain the same images, 8% or 80% of them in
+the gallery; each is embedded in a separate process, whose peak (``VmHWM`` in Linux's /proc) is read at its end.
 """
 
 import argparse

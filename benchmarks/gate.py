@@ -1,17 +1,15 @@
-"""The gate, measured with planted cases: ``python benchmarks/gate.py``.
+"""Error rates of the gate on simulated cases: ``python benchmarks/gate.py``.
 
-Champion and challenger are made up query by query so that the truth about them is known, and then go through
-the gate's own comparison, rules and default bounds. Two ways to plant a difference:
+The outcomes of champion and challenger are simulated with a known difference and evaluated with the gate's comparison,
+rules and default bounds. The difference is simulated in one of two ways:
 
-- ``drawn``: the difference is one of the models; the test split is a sample, so that the challenger's
-accuracy on it
-  varies. What the gate's level promises is about this.
-- ``frozen``: the difference is one on the test split itself: the challenger errs on exactly so many queries
-more.
+- ``drawn``: The models differ, and the test split is a sample, so the challenger's accuracy on it varies. The gate's
+  level refers to this case.
+- ``frozen``: The difference applies to the test split itself: the challenger has an exact number of additional errors.
 
-``shared`` says which part of the better model's errors the other makes too: 60% is what two seeds of the
-default recipe were seen to share on MNIST's 10,000 test images (25 of 40, at 99.60% and 99.54% after four
-epochs); 0% is the harder case, for the less two models agree the more of their difference is chance.
+``shared`` is the fraction of the better model's errors that the other model repeats. Two seeds of the default recipe
+share 60% on MNIST's 10,000 test images (25 of 40, at 99.60% and 99.54% after four epochs). 0% is the harder case: the
+less two models agree, the more of their difference is due to chance.
 """
 
 import argparse
@@ -35,12 +33,12 @@ CONFIDENCE = EvaluationSettings().confidence
 LABELS = tuple("0123456789")
 MEASURED_SHARED = 0.6
 CUSTOMARY = 0.05
-"""The level that the default is set beside."""
+"""A level for comparison with the default."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A planted pair: ``difference_points`` is challenger minus champion, in points of accuracy."""
+    """A simulated pair: ``difference_points`` is challenger minus champion, in points of accuracy."""
 
     planted: Literal["drawn", "frozen"]
     queries: int
@@ -49,7 +47,7 @@ class Case:
     shared: float
 
     def outcomes(self, seed: int) -> tuple[Outcomes, Outcomes]:
-        """Challenger and champion on the same queries."""
+        """Simulate challenger and champion on the same queries."""
         rng = np.random.default_rng(seed)
         champion_errs = 1 - self.champion_accuracy
         challenger_errs = champion_errs - self.difference_points / 100
@@ -72,10 +70,9 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """MNIST's size at the accuracy that is aimed at, then a test split of scikit-learn's digits.
+    """Yield cases of MNIST's size and target accuracy, then of a test split of scikit-learn's digits.
 
-    Most equal models that are stopped on so few queries fall below the accuracy floor, not behind the
-    champion.
+    On such a small split, most equal models that fail are below the accuracy floor, not behind the champion.
     """
     for planted in ("drawn", "frozen"):
         for shared in (MEASURED_SHARED, 0.0):
@@ -86,7 +83,7 @@ def cases() -> Iterator[Case]:
 
 
 def evaluated(challenger: Outcomes, champion: Outcomes) -> Evaluation:
-    """Two systems that differ in nothing but these outcomes."""
+    """Evaluate two systems that differ only in these outcomes."""
     return Evaluation(
         candidate=measured("challenger", challenger),
         champion=measured("champion", champion),
@@ -127,7 +124,7 @@ def measured(name: str, outcomes: Outcomes) -> Measurement:
 
 
 def stopped(case: Case, seeds: int, levels: Sequence[float]) -> list[int]:
-    """At each of ``levels``: how many of ``seeds`` plantings of ``case`` the gate holds."""
+    """Count at each of ``levels`` how many of ``seeds`` simulations of ``case`` fail the gate."""
     counts = [0] * len(levels)
     for seed in range(seeds):
         evaluation = evaluated(*case.outcomes(seed))
@@ -172,7 +169,7 @@ def main() -> None:
 
 
 def truth(case: Case) -> str:
-    """What the challenger really is."""
+    """Describe the true difference of the challenger."""
     if case.difference_points == 0:
         return "equal"
     return f"{abs(case.difference_points):.1f} points {'better' if case.difference_points > 0 else 'worse'}"

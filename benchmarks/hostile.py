@@ -1,13 +1,13 @@
-"""Good requests beside hostile ones: ``python benchmarks/hostile.py``.
+"""Latency of valid requests next to hostile ones: ``python benchmarks/hostile.py``.
 
-Each server gets batches of requests, all of a batch at once: 8 good ones beside 8 generated bodies (hostile), 16 good
-ones (quiet), and 8 good ones (half). Blocks of these alternate, so what else the machine does counts for all. Every
-good request has to be answered rightly, no answer may be 5xx, and no process may die. The p99 of good requests beside
-hostile ones is compared with that of batches of the same size, and, for what a smaller batch saves, of half. Then 15
-good requests go beside one of the heaviest image files that are allowed, of each kind.
+Each server receives batches of concurrent requests: 8 valid ones with 8 generated bodies (hostile), 16 valid ones
+(quiet), and 8 valid ones (half). Blocks of these alternate, so other load affects all of them. Every valid request must
+get the correct response, no response may be a 5xx, and no process may die. The p99 of valid requests next to hostile
+ones is compared with that of batches of the same size and, to account for smaller batches, of half the size. Then 15
+valid requests are sent with one of the largest valid image files of each kind.
 
 The servers are real processes on loopback: TorchServe, the preprocessing server in front of it, and KServe's predictor
-(if ``.venv/kserve`` is there).
+(if ``.venv/kserve`` exists).
 """
 
 import argparse
@@ -44,14 +44,14 @@ from evernear.store import open_store
 
 GOOD = 8
 BLOCK = 25
-"""Batches of one kind in a row."""
+"""Consecutive batches of one kind."""
 RATIO_TARGET = 2.0
 Malformed = Callable[[random.Random], Request]
 
 
 @dataclass
 class Seen:
-    """What came back; latencies are those of good requests."""
+    """Responses and the latencies of valid requests."""
 
     latencies_s: dict[str, list[float]] = field(default_factory=lambda: {"hostile": [], "quiet": [], "half": []})
     statuses: Counter[int] = field(default_factory=Counter[int])
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     here, rows, heavy_rows = machine.describe(), [], []
-    heaviest = {name: make() for name, make in hostile.heaviest(25_000_000).items()}
+    files = {name: make() for name, make in hostile.largest_valid_files(25_000_000).items()}
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         numbers = iter(range(100))
@@ -79,7 +79,7 @@ def main() -> None:
             rows.append({"server": name, **measure(front, pids, arguments)})
             print(rows[-1], flush=True)
             if name != "TorchServe, no forms":
-                heavy_rows += [{"server": name, **each} for each in beside_heavy_ones(front, pids, heaviest)]
+                heavy_rows += [{"server": name, **each} for each in beside_heavy_ones(front, pids, files)]
     table = [
         [
             "server",
@@ -133,7 +133,7 @@ def new_directory(scratch: Path, number: int) -> Path:
 def fronts(
     stack: ExitStack, served: Served, release: PackedRelease, scratch: Path
 ) -> Iterator[tuple[str, Front, list[int]]]:
-    """Name, front and processes of each server."""
+    """Yield name, front and processes of each server."""
     image, query = served.parts.smoke_queries()[0]
     token = read_key(served.home, "inference")
     running = [process.pid for process in processes(served.home)]
@@ -152,7 +152,7 @@ def fronts(
 
 
 def without_forms(malformed: Malformed) -> Malformed:
-    """Bodies that TorchServe's frontend hands on as they are; forms it parses itself."""
+    """Return only bodies that TorchServe's frontend forwards unchanged; it parses forms."""
 
     def make(dice: random.Random) -> Request:
         request = malformed(dice)
@@ -165,7 +165,7 @@ def without_forms(malformed: Malformed) -> Malformed:
 
 @contextmanager
 def prep_process(served: Served) -> Iterator[tuple[int, int]]:
-    """Port and process of a preprocessing server in front of a TorchServe."""
+    """Start a preprocessing server in front of TorchServe; yield its port and process ID."""
     settings = served.settings
     Registry(open_store(settings.store_uri)).publish(served.home / "model-store" / "release.mar")
     make_champion(settings.store_uri, served.manifest.version)
@@ -181,7 +181,7 @@ def prep_process(served: Served) -> Iterator[tuple[int, int]]:
 
 
 def measure(front: Front, pids: list[int], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Send batches of all kinds until every body was sent."""
+    """Send batches of all kinds until every body has been sent."""
     dice, seen, sent = random.Random(arguments.seed), Seen(), 0
     for _ in range(BLOCK):
         front.send([front.good] * GOOD)
@@ -227,8 +227,8 @@ def send(front: Front, kind: str, beside: list[Request], dice: random.Random, se
                 seen.faults.append(f"{answer} for {request.body[:100]!r} {request.headers}")
 
 
-def beside_heavy_ones(front: Front, pids: list[int], heaviest: dict[str, bytes]) -> Iterator[dict[str, Any]]:
-    for name, image in heaviest.items():
+def beside_heavy_ones(front: Front, pids: list[int], files: dict[str, bytes]) -> Iterator[dict[str, Any]]:
+    for name, image in files.items():
         request = with_image(front, image)
         if len(request.body) > 6_553_500:
             continue
@@ -250,7 +250,7 @@ def _is_answer(answer: Answer) -> bool:
 
 
 def peak_bytes(pids: list[int]) -> int:
-    """The sum of the processes' high-water marks."""
+    """Return the sum of the processes' high-water marks."""
     status = [Path(f"/proc/{pid}/status").read_text() for pid in pids if psutil.pid_exists(pid)]
     return sum(int(each.partition("VmHWM:")[2].split()[0]) * 1024 for each in status)
 

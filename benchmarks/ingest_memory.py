@@ -1,7 +1,7 @@
 """Peak memory of ingest and reading, with 1 and 10 times the images: ``python benchmarks/ingest_memory.py``.
 
-Each figure is the high-water mark (VmHWM of /proc) of a process of its own. The images are noise, which no
-compression makes small: 28 x 28 grey as IDX files, and 32 x 32 colour as PNG files in class folders.
+Each figure is the high-water mark (VmHWM of /proc) of a separate process. The images are incompressible noise: 28 x 28
+gray as IDX files, and 32 x 32 color as PNG files in class folders.
 """
 
 import argparse
@@ -97,8 +97,8 @@ def main() -> None:
 
 
 def measure(kind: str, make: Callable[[Path, int], None], count: int) -> dict[str, dict[str, float]]:
-    """Peak memory and wall time of each step on ``count`` images."""
-    found: dict[str, dict[str, float]] = {}
+    """Measure peak memory and wall time of each step on ``count`` images."""
+    result: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "images"
         make(source, count)
@@ -109,12 +109,12 @@ def measure(kind: str, make: Callable[[Path, int], None], count: int) -> dict[st
                 [sys.executable, "-c", script + REPORT, *places], check=True, capture_output=True, text=True
             )
             wall_s = round(time.monotonic() - started_s, 2)
-            found[step] = {"peak_bytes": int(done.stdout) * 1024, "wall_s": wall_s}
-    return found
+            result[step] = {"peak_bytes": int(done.stdout) * 1024, "wall_s": wall_s}
+    return result
 
 
 def make_idx(directory: Path, count: int) -> None:
-    """MNIST's files, with six training images for each test image."""
+    """Write files in MNIST's format, with six training images for each test image."""
     directory.mkdir()
     rng = np.random.default_rng(0)
     for part, images in (("train", count - count // 7), ("t10k", count // 7)):
@@ -128,7 +128,7 @@ def make_idx(directory: Path, count: int) -> None:
 
 
 def make_folder(directory: Path, count: int) -> None:
-    """Ten class folders of PNG files."""
+    """Write ten class folders of PNG files."""
     rng = np.random.default_rng(0)
     for number in range(count):
         folder = directory / f"class-{number % 10}"

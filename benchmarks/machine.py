@@ -1,4 +1,4 @@
-"""What every result file says of the machine, and how it is written."""
+"""The description of the machine in every result file, and the result files' format."""
 
 import json
 import os
@@ -8,13 +8,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import evernear  # noqa: F401 - benchmarks import this module first, and evernear sets what torch reads when it is loaded
+import evernear  # noqa: F401 - imported first, because evernear sets variables that torch reads on import
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def describe() -> dict[str, Any]:
-    """The machine and the versions that figures depend on."""
+    """Describe the machine and the versions that affect the results."""
     import torch
 
     return {
@@ -33,7 +33,7 @@ def describe() -> dict[str, Any]:
 
 
 def write(name: str, machine: Mapping[str, Any], result: Mapping[str, Any], table: Sequence[Sequence[str]]) -> None:
-    """``results/<name>.json`` with everything and ``<name>.md`` with ``table``, its first row the heading."""
+    """Write everything to ``results/<name>.json`` and ``table``, whose first row is the heading, to ``<name>.md``."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine, **result}, indent=2) + "\n")
     (RESULTS / f"{name}.md").write_text(markdown(table))
@@ -41,7 +41,7 @@ def write(name: str, machine: Mapping[str, Any], result: Mapping[str, Any], tabl
 
 
 def markdown(table: Sequence[Sequence[str]]) -> str:
-    """``table``, its first row the heading, as Markdown."""
+    """Format ``table``, whose first row is the heading, as Markdown."""
     heading, *rows = ["| " + " | ".join(row) + " |" for row in table]
     rule = "|" + " --- |" * len(table[0])
     return "\n".join([heading, rule, *rows]) + "\n"

@@ -101,8 +101,8 @@ def theirs(dataset: Dataset, directory: Path, seed: int, split: Literal["test", 
         duration_s += time.perf_counter() - started_s
         if epoch in (1, 5):
             network.eval()
-            found = accuracies(dataset, split, lambda images, net=network: F.normalize(net(normalised(images))))
-            runs.append({"name": f"recipe_{epoch}", "seed": seed, "duration_s": duration_s, **found})
+            scores = accuracies(dataset, split, lambda images, net=network: F.normalize(net(normalised(images))))
+            runs.append({"name": f"recipe_{epoch}", "seed": seed, "duration_s": duration_s, **scores})
         started_s = time.perf_counter()
     return runs
 

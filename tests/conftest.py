@@ -68,8 +68,8 @@ def bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     client.make_bucket(name)
     yield name
     if "TEST_S3_URL" in os.environ:  # a real server keeps running
-        for found in client.list_objects(name, recursive=True):
-            client.remove_object(name, str(found.object_name))
+        for entry in client.list_objects(name, recursive=True):
+            client.remove_object(name, str(entry.object_name))
         client.remove_bucket(name)
 
 

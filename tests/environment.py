@@ -1,7 +1,7 @@
-"""The environment that every test, and every process that a test starts, begins with: not that of the user's shell.
+"""The initial environment of every test and its subprocesses, isolated from the user's shell.
 
-Imported by conftest.py before anything that reads the environment. What is taken out here is put aside for the few
-tests that need it: those that install packages, and those on a real cluster.
+conftest.py imports this module before anything that reads the environment. The removed variables are saved for the few
+tests that need them: those that install packages, and those on a real cluster.
 """
 
 import json
@@ -9,7 +9,7 @@ import os
 import re
 
 ASIDE = "EVERNEAR_TEST_SHELL"
-"""An environment variable, since a worker of pytest-xdist inherits the environment of a process that cleaned it."""
+"""An environment variable, because pytest-xdist workers inherit an environment that is already isolated."""
 
 _PROXIES = r"(all|ftp|http|https|no)_proxy"
 _CERTIFICATES = r"ssl_cert_(file|dir)|(requests|curl)_ca_bundle"
@@ -20,17 +20,17 @@ _FOREIGN = re.compile("|".join([_PROXIES, _CERTIFICATES, _SERVICES, _THREADS, _T
 
 
 def isolate() -> None:
-    """Take out what the code under test reads, and let every process compute with one thread.
+    """Remove the variables that the code under test reads, and limit every process to one thread.
 
-    Tests run side by side, and most of them wait for servers.
+    Tests run in parallel, and most of them wait for servers.
     """
-    found = {name: os.environ.pop(name) for name in list(os.environ) if _FOREIGN.fullmatch(name)}
-    os.environ.setdefault(ASIDE, json.dumps(found))
+    removed = {name: os.environ.pop(name) for name in list(os.environ) if _FOREIGN.fullmatch(name)}
+    os.environ.setdefault(ASIDE, json.dumps(removed))
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def of_the_shell(*names: str) -> dict[str, str]:
-    """The variables of ``names``, in any case, that the user's shell has set."""
+    """Return the variables of ``names``, in upper or lower case, from the user's shell."""
     wanted = {name.lower() for name in names}
     aside: dict[str, str] = json.loads(os.environ[ASIDE])
     return {name: value for name, value in aside.items() if name.lower() in wanted}

@@ -1,6 +1,6 @@
-"""PNG and JPEG files made to cost a decoder time or memory, byte by byte: what no library would write.
+"""Hand-crafted PNG and JPEG files that cost a decoder time or memory, which no library would write.
 
-`REFUSED` are those that have to be refused by their structure, `heaviest` those that just keep every limit.
+`REFUSED` are those that have to be refused by their structure, `largest_valid_files` those that just keep every limit.
 """
 
 import random
@@ -38,7 +38,7 @@ def png(
     before: bytes = b"",
     after: bytes = b"",
 ) -> bytes:
-    """A black PNG file, about a thousandth of its pixels; ``before`` and ``after`` stand around the pixels."""
+    """A black PNG file, about a thousandth of its pixels; ``before`` and ``after`` surround the pixel data."""
 
     def rows(width: int, height: int) -> Iterator[bytes]:
         row = bytes([row_filter]) + bytes((width * _CHANNELS[color] * depth + 7) // 8)
@@ -54,7 +54,7 @@ def png(
 
 
 def empty_blocks(size_bytes: int) -> bytes:
-    """A deflate stream of blocks that hold nothing but a Huffman table for the decoder to build (RFC 1951, 3.2.7)."""
+    """A deflate stream of empty blocks, each with a Huffman table for the decoder to build (RFC 1951, 3.2.7)."""
     order = (16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15)
     lengths = dict.fromkeys((*range(1, 16), 18), 4)
     codes = _canonical(lengths)
@@ -70,7 +70,7 @@ def empty_blocks(size_bytes: int) -> bytes:
 
 
 def _canonical(lengths: dict[int, int]) -> dict[int, str]:
-    """The Huffman codes of symbols by their lengths, first bit first."""
+    """Return the canonical Huffman codes for code lengths, first bit first."""
     codes: dict[int, str] = {}
     code = 0
     for length in range(1, 16):
@@ -86,7 +86,7 @@ def _number(value: int, bits: int) -> str:
 
 
 def packed_with_empty_blocks(side: int, size_bytes: int) -> bytes:
-    """A gray PNG file whose pixels come after ``size_bytes`` of `empty_blocks`."""
+    """A gray PNG file whose pixels follow ``size_bytes`` of `empty_blocks`."""
     whole = png(side, side)
     packed = whole[whole.index(b"IDAT") + 4 : -16]
     pixels = packed[:2] + empty_blocks(size_bytes) + packed[2:]
@@ -99,14 +99,14 @@ def segment(marker: int, data: bytes) -> bytes:
 
 
 def jpeg(mode: str = "L", size: tuple[int, int] = (8, 8), **options: object) -> bytes:
-    """A JPEG file of one color, as Pillow writes it."""
+    """A JPEG file of one color, written by Pillow."""
     buffer = BytesIO()
     Image.new(mode, size).save(buffer, "JPEG", **options)
     return buffer.getvalue()
 
 
 def insert(data: bytes, *segments: bytes) -> bytes:
-    """A JPEG file with more segments right at its beginning."""
+    """Insert segments at the beginning of a JPEG file."""
     return b"".join([data[:2], *segments, data[2:]])
 
 
@@ -115,14 +115,14 @@ EMPTY_SCAN = bytes.fromhex("FFDA0008010100000010")
 
 
 def with_empty_scans(data: bytes, count: int) -> bytes:
-    """A progressive JPEG file that goes ``count`` times more over its coefficients."""
+    """Add ``count`` empty scans to a progressive JPEG file."""
     return data[:-2] + EMPTY_SCAN * count + data[-2:]
 
 
 def progressive(width: int, height: int, components: int, scans: int) -> bytes:
-    """A progressive JPEG file in which a few bytes a scan make the decoder look at every coefficient.
+    """A progressive JPEG file whose scans of a few bytes make the decoder visit every coefficient.
 
-    The Huffman tables have one code each: no change (DC), and the longest run of blocks that end (AC).
+    Each Huffman table has one code: no change (DC), or the longest end-of-band run (AC).
     """
     blocks = -(-width // 8) * -(-height // 8)
     names = range(1, components + 1)
@@ -152,13 +152,13 @@ def _bits(text: str) -> bytes:
 
 
 def exif(entries: int, size_bytes: int) -> bytes:
-    """EXIF data of which each of many tags claims everything as its value."""
+    """EXIF data with many tags, each of which claims all the data as its value."""
     tags = b"".join(struct.pack("<HHII", n, 7, size_bytes, 0) for n in range(entries))
     return (b"II*\0" + struct.pack("<IH", 8, entries) + tags).ljust(size_bytes, b"\0")
 
 
 def noise(mode: str, side: int, **options: object) -> bytes:
-    """A JPEG file of noise at full quality: as many bytes as its pixels can take."""
+    """A JPEG file of noise at full quality, the largest possible file for its pixels."""
     size = min(side, 512)
     tile = np.random.default_rng(0).integers(0, 256, (size, size, len(mode)), np.uint8)
     pixels = np.tile(tile, (-(-side // size), -(-side // size), 1))[:side, :side]
@@ -181,20 +181,20 @@ def animated(frames: int = 3) -> bytes:
 
 
 def arithmetic(marker: int = 0xC9) -> bytes:
-    """A JPEG file that says it is coded in another way than by Huffman's tables."""
+    """A JPEG file that declares arithmetic instead of Huffman coding."""
     return jpeg().replace(b"\xff\xc0", bytes([0xFF, marker]), 1)
 
 
 @dataclass(frozen=True)
 class Bomb:
-    """A file that has to be refused by its structure; ``sentence`` stands in the error."""
+    """A file that must be rejected by its structure; the error contains ``sentence``."""
 
     make: Callable[[], bytes]
     sentence: str
 
 
 def forged(width: int, height: int) -> bytes:
-    """A PNG file of 8 x 8 pixels whose header says otherwise."""
+    """A PNG file of 8 x 8 pixels with a different size in its header."""
     whole = png(8, 8)
     return whole[:8] + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, GRAY, 0, 0, 0)) + whole[33:]
 
@@ -224,8 +224,8 @@ REFUSED = {
 }
 
 
-def heaviest(max_pixels: int) -> dict[str, Callable[[], bytes]]:
-    """Files of ``max_pixels`` in every kind that is decoded, each with as much in it as the limits leave it."""
+def largest_valid_files(max_pixels: int) -> dict[str, Callable[[], bytes]]:
+    """Files of ``max_pixels`` in every supported format, each with the most expensive content within the limits."""
     side = int(max_pixels**0.5)
     made: dict[str, Callable[[], bytes]] = {
         "PNG, RGBA, 16 bits": lambda: png(side, side, 16, RGBA),
@@ -270,7 +270,7 @@ def heaviest(max_pixels: int) -> dict[str, Callable[[], bytes]]:
 
 
 def mutated(dice: random.Random, image: bytes) -> bytes:
-    """An image file with one fault in it, or a few."""
+    """Damage an image file in one or several places."""
     data = bytearray(image)
     for _ in range(dice.randint(1, 4)):
         at = dice.randrange(len(data)) if data else 0

@@ -1,4 +1,4 @@
-"""Generated requests, most of them malformed, and clients that send them beside good ones."""
+"""Generated requests, most of them malformed, and a client that sends them along with valid ones."""
 
 import asyncio
 import base64
@@ -21,7 +21,7 @@ JSON: Headers = ((b"Content-Type", b"application/json"),)
 
 @dataclass(frozen=True)
 class Request:
-    """A POST; ``path`` is that of the `Front` if it is empty."""
+    """A POST; an empty ``path`` means that of the `Front`."""
 
     body: bytes
     headers: Headers = ()
@@ -30,7 +30,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """``status`` is 0 where none came; ``body`` then says why."""
+    """A response. Without one, ``status`` is 0 and ``body`` contains the reason."""
 
     status: int
     body: bytes
@@ -47,7 +47,7 @@ def is_chunked(request: Request) -> bool:
 
 @dataclass(frozen=True)
 class Front:
-    """A server on loopback: a request that it can answer, and how malformed ones look to it."""
+    """A server on loopback, a valid request for it, and a generator of malformed requests."""
 
     port: int
     path: bytes
@@ -57,7 +57,7 @@ class Front:
     headers: Headers = ()
 
     def send(self, requests: Sequence[Request]) -> list[Answer]:
-        """Send requests as they are, all at once, each on a connection of its own."""
+        """Send requests unchanged and concurrently, each on a separate connection."""
         return asyncio.run(self._send_all(requests))
 
     async def _send_all(self, requests: Sequence[Request]) -> list[Answer]:
@@ -126,7 +126,7 @@ def kserve(port: int, image: bytes, pred: str) -> Front:
 
 
 def with_image(front: Front, image: bytes) -> Request:
-    """A well-formed request with another image."""
+    """Return a valid request with another image."""
     if front.good.body[:1] != b"{":
         return Request(image)
     value = {"data": _base64(image)}
@@ -134,13 +134,13 @@ def with_image(front: Front, image: bytes) -> Request:
 
 
 def is_refusal(answer: Answer) -> bool:
-    """Whether a request was answered with a sentence, or with a prediction after all."""
+    """Whether the response is an error message or a prediction."""
     if answer.status == 200:
         return True
     if not 400 <= answer.status < 500:
         return False
-    told = json.loads(answer.body)
-    return bool(told.get("message") or told.get("error"))
+    body = json.loads(answer.body)
+    return bool(body.get("message") or body.get("error"))
 
 
 def json_request(value: object) -> Request:
@@ -206,7 +206,7 @@ ODD_HEADERS: tuple[Headers, ...] = (
 
 
 def image(dice: random.Random) -> bytes:
-    """An image file with a fault, a bomb, or no image at all."""
+    """A damaged image, a decompression bomb, or data that is not an image."""
     match dice.randrange(8):
         case 0:
             return dice.choice(BOMBS)
@@ -223,7 +223,7 @@ def junk(dice: random.Random, most: int = 24) -> bytes:
 
 
 def _with_header(dice: random.Random) -> bytes:
-    """A PNG whose header says something else, with a checksum that agrees."""
+    """A PNG with a forged header and a matching checksum."""
     whole = REAL[0]
     side = dice.choice([1, 600, 20_000])
     size = (dice.randrange(side).to_bytes(4), dice.randrange(side).to_bytes(4))
@@ -232,14 +232,14 @@ def _with_header(dice: random.Random) -> bytes:
 
 
 def json_value(dice: random.Random, names: Sequence[str], depth: int = 0) -> Any:
-    """Any JSON, with the names of a protocol in it."""
+    """Random JSON that contains the names of a protocol."""
     inner = [json_value(dice, names, depth + 1) for _ in range(dice.randrange(3))] if depth < 3 else []
     leaves = [None, True, dice.random(), -1e400, junk(dice).decode("latin-1"), dice.randrange(10**30), _base64(REAL[0])]
     return dice.choice([dict(zip(dice.choices(names, k=2), inner, strict=False)), inner, dice.choice(leaves)])
 
 
 def _broken_json(dice: random.Random) -> bytes:
-    """JSON that ends early, never begins to end, or is no text."""
+    """Truncated, endlessly nested or non-text JSON."""
     whole = dice.choice([b'{"data": "AAAA"}', b'{"instances": [{"data": "AAAA"}]}', b'{"inputs": []}'])
     match dice.randrange(5):
         case 0:
@@ -255,7 +255,7 @@ def _broken_json(dice: random.Random) -> bytes:
 
 
 def malformed_form(dice: random.Random) -> Request:
-    """For TorchServe: a body, a form or JSON."""
+    """A malformed request for TorchServe: a body, a form or JSON."""
     match dice.randrange(10):
         case 0 | 1 | 2:
             body = image(dice)
@@ -277,7 +277,7 @@ def malformed_form(dice: random.Random) -> Request:
 
 
 def malformed_data(dice: random.Random) -> Request:
-    """For the preprocessing server."""
+    """A malformed request for the preprocessing server."""
     path = dice.choice([b"/predict", b"/predict/label"])
     match dice.randrange(6):
         case 0:
@@ -292,7 +292,7 @@ def malformed_data(dice: random.Random) -> Request:
 
 
 def malformed_instances(dice: random.Random) -> Request:
-    """For KServe, by v1 and v2."""
+    """A malformed request for KServe, by protocol v1 or v2."""
     v1, v2 = b"/v1/models/embedding:predict", b"/v2/models/embedding/infer"
     names = ("instances", "inputs", "data", "name", "shape", "datatype", "parameters", "outputs", "id")
     images = [_base64(image(dice)) for _ in range(dice.randrange(1, 4))]
@@ -315,7 +315,7 @@ def malformed_instances(dice: random.Random) -> Request:
 
 
 def fuzz(front: Front, seconds: float, batch: int = 24) -> int:
-    """Send new bodies for a while, each batch beside good requests; how many there were.
+    """Send new bodies for ``seconds``, each batch along with valid requests; return their number.
 
     A failure names the seed of its batch.
     """

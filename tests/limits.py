@@ -1,4 +1,4 @@
-"""Disks that are too small, as `ulimit -f` makes them: for this process and those it starts."""
+"""File size limits, like `ulimit -f`, that simulate a full disk for this process and its children."""
 
 import resource
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def largest_file(size_bytes: int) -> Iterator[None]:
-    """No file may be written beyond ``size_bytes``."""
+    """Limit every written file to ``size_bytes``."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:

@@ -1,4 +1,4 @@
-"""What a path may lead to instead of a file; to open some of them the usual way takes for ever."""
+"""Special files in place of a regular file; opening some of them blocks forever."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ def _fifo(path: Path) -> None:
 
 def _socket(path: Path) -> None:
     before = Path.cwd()
-    os.chdir(path.parent)  # for a name that is short enough
+    os.chdir(path.parent)  # keeps the socket path short enough
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path.name)
     os.chdir(before)

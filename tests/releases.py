@@ -1,4 +1,4 @@
-"""Small real releases, and ports for the servers that serve them."""
+"""Small real releases, and free ports for their servers."""
 
 import itertools
 import socket
@@ -30,7 +30,7 @@ from evernear.settings import DataSettings, IndexSettings, ServingSettings, Trai
 
 @dataclass(frozen=True)
 class System:
-    """A dataset, and a network and an index made of it: all that a release is packed from."""
+    """A dataset with its network and index, from which a release is packed."""
 
     dataset: Dataset
     network_dir: Path
@@ -39,7 +39,7 @@ class System:
 
 @dataclass(frozen=True)
 class PackedRelease:
-    """An archived release and the verdict that goes with it."""
+    """An archived release and its verdict."""
 
     archive: Path
     manifest: ReleaseManifest
@@ -57,7 +57,7 @@ class MakeRelease(Protocol):
 
 
 def build_system(directory: Path, source: str = "digits") -> System:
-    """Ingest the digits, or another source, and train on them for a few seconds."""
+    """Ingest the digits or another source and train on it for a few seconds."""
     data = DataSettings(source=source, gallery_fraction=0.2, query_fraction=0.1)
     save_manifest(ingest(data, (directory / "store").as_uri()), directory / "dataset")
     dataset = Dataset.open(directory / "dataset")
@@ -104,7 +104,7 @@ def decided(system: System, parent: str | None, promote: bool) -> Verdict:
 
 
 def settings_on_free_ports(**changes: object) -> ServingSettings:
-    """Settings of a server on ports that nobody uses at this moment."""
+    """Settings of a server on currently free ports."""
     names = [name for name in ServingSettings.model_fields if name.endswith("_port")]
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in names]
@@ -115,7 +115,7 @@ def settings_on_free_ports(**changes: object) -> ServingSettings:
 
 
 def forge(release: PackedRelease, archive: Path, **parts: bytes) -> PackedRelease:
-    """The same release with other parts (``smoke_json=...``), and a manifest that agrees with them."""
+    """Repack a release with other parts (``smoke_json=...``) and a matching manifest."""
     changed = {name.replace("_", "."): data for name, data in parts.items()}
     described = {n: Part(sha256=sha256_bytes(d), size_bytes=len(d)) for n, d in changed.items()}
     parts = release.manifest.parts | described

@@ -1,4 +1,4 @@
-"""A real SeaweedFS, started as ``deploy/overlays/local`` starts it; ``TEST_WEED`` names its binary, ``weed``."""
+"""A real SeaweedFS, started like in ``deploy/overlays/local``; ``TEST_WEED`` is the path of its binary, ``weed``."""
 
 import os
 import socket
@@ -26,7 +26,7 @@ S3_PORTS = ("s3.port", "s3.port.grpc")
 
 @dataclass
 class SeaweedFS:
-    """A server that answers."""
+    """A running server."""
 
     ports: dict[str, int]
     pid: int
@@ -37,7 +37,7 @@ class SeaweedFS:
         return f"http://127.0.0.1:{self.ports['s3.port']}"
 
     def make_buckets(self, *names: str) -> str:
-        """Run what the pod runs when it has started; what it says."""
+        """Run the pod's postStart command and return its output."""
         environment = {
             **os.environ,
             "PATH": f"{self.binary.parent}:{os.environ['PATH']}",
@@ -57,15 +57,15 @@ class SeaweedFS:
 
 @contextmanager
 def seaweedfs(directory: Path, config: Path) -> Iterator[SeaweedFS]:
-    """The server with its data in ``directory`` and the S3 identities in ``config``, on ports that nobody uses."""
+    """Start the server on free ports, with its data in ``directory`` and the S3 identities in ``config``."""
     if "TEST_WEED" not in os.environ:
         pytest.skip("no binary of SeaweedFS is named by TEST_WEED")
     binary = Path(os.environ["TEST_WEED"])
     assert binary.name == "weed", "TEST_WEED has to end in /weed"
     (container,) = SERVER["containers"]
     names = (*PORTS, *S3_PORTS)
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in names]
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in names]
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         ports = {name: each.getsockname()[1] for name, each in zip(names, sockets, strict=True)}
@@ -87,7 +87,7 @@ def seaweedfs(directory: Path, config: Path) -> Iterator[SeaweedFS]:
                 time.sleep(0.1)
             yield running
         finally:
-            process.kill()  # it takes 10 s to end by itself
+            process.kill()  # a graceful shutdown takes 10 s
 
 
 def _answers(endpoint: str) -> bool:

@@ -1,4 +1,4 @@
-"""Tests do not see the shell that they are started from; see `environment`."""
+"""Tests are isolated from the user's shell; see `environment`."""
 
 import json
 import os
@@ -35,7 +35,7 @@ print(json.dumps([environment.of_the_shell("KUBECONFIG"), environment.of_the_she
 """
 
 
-def test_variables_of_the_shell_reach_no_test() -> None:
+def test_shell_variables_do_not_reach_tests() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LOOK, LOOK_IN_CHILD],
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parent), **HOSTILE, **OPTS_IN},
@@ -43,8 +43,8 @@ def test_variables_of_the_shell_reach_no_test() -> None:
         text=True,
         check=True,
     )
-    found = json.loads(done.stdout)
-    assert {name: value for name, value in found["here"].items() if name in HOSTILE} == {"OMP_NUM_THREADS": "1"}
-    assert OPTS_IN.items() <= found["here"].items()
+    variables = json.loads(done.stdout)
+    assert {name: value for name, value in variables["here"].items() if name in HOSTILE} == {"OMP_NUM_THREADS": "1"}
+    assert OPTS_IN.items() <= variables["here"].items()
     proxies = {name: HOSTILE[name] for name in ("HTTP_PROXY", "https_proxy")}
-    assert found["child"] == [{"KUBECONFIG": "/nowhere"}, proxies], "put aside, also for workers that inherit"
+    assert variables["child"] == [{"KUBECONFIG": "/nowhere"}, proxies], "put aside, also for workers that inherit"

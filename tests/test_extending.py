@@ -1,4 +1,4 @@
-"""docs/extending.md keeps its word: each diff applies to the tree, touches few files, and its commands run."""
+"""docs/extending.md is correct: each diff applies to the tree, touches few files, and its commands run."""
 
 import os
 import re
@@ -46,7 +46,7 @@ def apply(diff: str, tree: Path) -> None:
 
 
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.heading)
-def test_an_extension_is_a_small_diff_that_applies(tree: Path, example: Example) -> None:
+def test_extension_diff_is_small_and_applies(tree: Path, example: Example) -> None:
     assert len(example.files) <= FILES_MAX
     apply(example.diff, tree)
     for file in example.files:
@@ -56,7 +56,7 @@ def test_an_extension_is_a_small_diff_that_applies(tree: Path, example: Example)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.heading)
-def test_the_commands_of_an_extension_run(tree: Path, tmp_path: Path, example: Example) -> None:
+def test_extension_commands_run(tree: Path, tmp_path: Path, example: Example) -> None:
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": f"{tree / 'src'}:{tree}",

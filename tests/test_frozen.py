@@ -13,7 +13,7 @@ class TrainingNotes(Frozen):
     text: str = ""
 
 
-def test_a_document_is_what_was_saved(tmp_path: Path) -> None:
+def test_document_round_trip(tmp_path: Path) -> None:
     notes = TrainingNotes(epochs=3, text="\u20ac")
     notes.save(tmp_path / "notes.json")
     assert TrainingNotes.load(tmp_path / "notes.json") == notes
@@ -30,7 +30,7 @@ def test_a_document_is_what_was_saved(tmp_path: Path) -> None:
         (b'{"epochs": "x"}', "{path} is not a valid training notes: epochs: Input should be a valid integer"),
     ],
 )
-def test_an_invalid_document_is_one_sentence(tmp_path: Path, content: bytes | None, sentence: str) -> None:
+def test_invalid_document_is_reported(tmp_path: Path, content: bytes | None, sentence: str) -> None:
     path = tmp_path / "notes.json"
     if content is not None:
         path.write_bytes(content)
@@ -40,6 +40,6 @@ def test_an_invalid_document_is_one_sentence(tmp_path: Path, content: bytes | No
     assert str(caught.value).endswith("; run the train step again.")
 
 
-def test_a_value_cannot_change() -> None:
+def test_values_are_immutable() -> None:
     with pytest.raises(ValueError, match="frozen"):
         TrainingNotes(epochs=1).epochs = 2  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Names that others chose decide nothing on a terminal, in a log or in a report but how they are read themselves."""
+"""Untrusted names are escaped on terminals, in logs and in reports."""
 
 import io
 import json
@@ -31,31 +31,31 @@ from evernear.store import open_store
 from evernear.triggers.watch.schedule_state import CheckReport
 
 HOSTILE = "\x1b]0;owned\x07\x1b[31m[red]cat[/red]\u202egod\nevernear: all is well\r\x00\x9b2J\u2028\udce4"
-"""What steers a terminal, what rich takes for a color, what turns a line around, and lines and an end of its own."""
+"""Terminal escapes, rich markup, bidirectional overrides, line breaks and a NUL."""
 SAFE = r"\x1b]0;owned\x07\x1b[31m[red]cat[/red]\u202egod\nevernear: all is well\r\x00\x9b2J\u2028\udce4"
-"""The same, as people read it."""
+"""The escaped form of `HOSTILE`."""
 NOW = datetime(2026, 11, 22, 9, 0, tzinfo=UTC)
 
 
-def shown_safely(text: str) -> None:
-    """``text`` shows `HOSTILE` and obeys none of it."""
+def assert_escaped(text: str) -> None:
+    """Assert that ``text`` contains `HOSTILE` only in escaped form."""
     assert SAFE in text
     assert all(line.isprintable() for line in text.split("\n"))
 
 
 @pytest.fixture
 def console() -> Console:
-    """A terminal without colors: what escapes it is sent come from the names."""
+    """A terminal without colors, so that all escape sequences originate from the names."""
     return Console(file=io.StringIO(), force_terminal=True, no_color=True, highlight=False, width=1000)
 
 
-def sent_to(console: Console) -> str:
-    """What stands on the terminal, without the styles and the moves of the cursor that rich makes itself."""
+def terminal_output(console: Console) -> str:
+    """The terminal output without rich's own styles and cursor movements."""
     assert isinstance(console.file, io.StringIO)
     return re.sub(r"\x1b\[(0|1|2K|1A|\?25[lh])m?|\r", "", console.file.getvalue())
 
 
-def test_what_is_not_printable_is_shown_as_an_escape() -> None:
+def test_unprintable_characters_are_escaped() -> None:
     assert printable(HOSTILE) == SAFE
     assert printable(SAFE) == SAFE
     assert printable("naïve 猫 \\ ok") == "naïve 猫 \\ ok"
@@ -64,13 +64,13 @@ def test_what_is_not_printable_is_shown_as_an_escape() -> None:
 
 @given(st.text(st.characters(exclude_categories=())))
 @settings(deadline=None)
-def test_every_text_becomes_one_line_that_can_be_written(text: str) -> None:
+def test_every_text_becomes_one_encodable_line(text: str) -> None:
     shown = printable(text)
     assert shown.isprintable()
-    shown.encode()  # a surrogate could not be
+    shown.encode()  # fails for a surrogate
 
 
-def test_a_line_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_line_and_json_output(capsys: pytest.CaptureFixture[str]) -> None:
     class Named(BaseModel):
         name: str
         share: float
@@ -87,7 +87,7 @@ def test_a_line_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(line) == [{"name": name, "share": None}]
 
 
-def test_a_log_record_is_one_line_and_its_traceback_is_harmless() -> None:
+def test_log_record_is_one_line_with_an_escaped_traceback() -> None:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(LogFormatter("%(levelname)s %(message)s"))
@@ -102,7 +102,7 @@ def test_a_log_record_is_one_line_and_its_traceback_is_harmless() -> None:
     assert stream.getvalue().splitlines()[-1] == r"ValueError: \x1b[31m\u202e"
 
 
-def test_a_step_and_its_events(
+def test_step_events_are_escaped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     events = tmp_path / "events.jsonl"
@@ -117,23 +117,23 @@ def test_a_step_and_its_events(
         with pytest.raises(raised):
             fail(error)
     out, err = capsys.readouterr()
-    shown_safely(out)
-    shown_safely(err)
+    assert_escaped(out)
+    assert_escaped(err)
     assert len(out.splitlines()) == 6
     for event in read_events(events)[0]:
         assert event.message.isprintable()
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_progress_of_a_run(console: Console, is_terminal: bool) -> None:
+def test_run_progress_is_escaped(console: Console, is_terminal: bool) -> None:
     console._force_terminal = is_terminal
     with run_command._Progress(console) as show:
         for kind in ("started", "progress", "finished", "failed"):
             show(Event(at=NOW, step="validate", kind=kind, message=HOSTILE))
-    shown_safely(sent_to(console))
+    assert_escaped(terminal_output(console))
 
 
-def test_the_end_of_a_run(capsys: pytest.CaptureFixture[str], console: Console) -> None:
+def test_run_summary_is_escaped(capsys: pytest.CaptureFixture[str], console: Console) -> None:
     result = RunResult(
         release=HOSTILE,
         promoted=True,
@@ -147,14 +147,14 @@ def test_the_end_of_a_run(capsys: pytest.CaptureFixture[str], console: Console) 
     )
     run_command._print_result(result)
     out = capsys.readouterr().out
-    shown_safely(out)
+    assert_escaped(out)
     assert len(out.splitlines()) == 3
     demo._print_verdict(result, console)
     demo._print_next_steps(Settings(), result, console, keep=True)
-    shown_safely(sent_to(console))
+    assert_escaped(terminal_output(console))
 
 
-def test_an_error_of_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_error_is_escaped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fails() -> None:
         raise EvernearError(HOSTILE)
 
@@ -162,7 +162,7 @@ def test_an_error_of_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     with pytest.raises(SystemExit):
         cli.main()
     err = capsys.readouterr().err
-    shown_safely(err)
+    assert_escaped(err)
     assert len(err.splitlines()) == 1
 
 
@@ -171,14 +171,14 @@ def release(make_release: MakeRelease) -> PackedRelease:
     return make_release()
 
 
-def test_the_registry(
+def test_registry_output_is_escaped(
     release: PackedRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A class of any name, in a release that is sound otherwise."""
+    """A hostile class name in an otherwise valid release."""
     store = (tmp_path / "store").as_uri()
     registry = Registry(open_store(store))
     registry.publish(release.archive)
-    name = HOSTILE.replace("\udce4", "ä")  # JSON holds no surrogate
+    name = HOSTILE.replace("\udce4", "ä")  # JSON cannot represent a surrogate
     read = SAFE.replace(r"\udce4", "ä")
 
     def invoke(*words: str) -> str:
@@ -204,13 +204,13 @@ def test_the_registry(
     assert json.loads(invoke("show", release.version, "--json"))["labels"][0] == name
 
 
-def test_answers_of_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+def test_server_responses_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     near = [{"label": HOSTILE, "dist": 0.5}]
-    answer = {"pred": HOSTILE, "dist": 0.5, "unknown": False, "neighbors": near, "version": HOSTILE}
-    files = [(Path(HOSTILE), answer), (Path("b.png"), DataError(HOSTILE))]
+    response = {"pred": HOSTILE, "dist": 0.5, "unknown": False, "neighbors": near, "version": HOSTILE}
+    files = [(Path(HOSTILE), response), (Path("b.png"), DataError(HOSTILE))]
     predict._print_table(iter(files), alone=False)
     shown = capsys.readouterr().out
-    shown_safely(shown)
+    assert_escaped(shown)
     assert shown.count(SAFE) == 5
 
 
@@ -220,7 +220,7 @@ def run(state: State) -> Run:
     return Run(state=state, created=NOW, ended=NOW, steps=steps, parameters={}, key="", **texts)
 
 
-def test_what_the_pipeline_server_says(
+def test_pipeline_server_messages_are_escaped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], console: Console
 ) -> None:
     class Runs:
@@ -234,23 +234,23 @@ def test_what_the_pipeline_server_says(
     monkeypatch.setattr(runs, "POLL_S", 0.0)
     with pytest.raises(EvernearError):
         runs.follow(Runs(), run(State.RUNNING), as_json=False)
-    shown_safely(sent_to(console))
-    shown_safely(capsys.readouterr().out)
+    assert_escaped(terminal_output(console))
+    assert_escaped(capsys.readouterr().out)
     runs.show(run(State.FAILED), None, as_json=False)
     out = capsys.readouterr().out
-    shown_safely(out)
+    assert_escaped(out)
     assert len(out.splitlines()) == 2
 
 
-def test_what_the_watcher_saw(capsys: pytest.CaptureFixture[str]) -> None:
+def test_watcher_output_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     texts = {"action": HOSTILE, "reasons": (HOSTILE,), "faults": (HOSTILE,), "proposal": HOSTILE}
     watch._show(CheckReport.model_construct(at=NOW, figures={HOSTILE: 1.0}, **texts), as_json=False)
     out = capsys.readouterr().out
-    shown_safely(out)
+    assert_escaped(out)
     assert len(out.splitlines()) == 5
 
 
-def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     print_table(("name", "size"), [(HOSTILE, "1"), ("b", "2")])
     head, first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(SAFE)

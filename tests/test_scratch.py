@@ -1,4 +1,4 @@
-"""Directories in /tmp, where anybody may have been before."""
+"""Scratch directories in /tmp, where other users can create files."""
 
 import os
 import shutil
@@ -29,8 +29,8 @@ def user(uid: int) -> Iterator[None]:
 
 
 @pytest.fixture
-def everybodys(tmp_path: Path) -> Path:
-    """A directory as /tmp is, with all its parents open."""
+def shared_directory(tmp_path: Path) -> Path:
+    """A world-writable directory like /tmp, with accessible parents."""
     for each in (tmp_path, *tmp_path.parents):
         if each.owner() == "root" and each != Path("/tmp"):
             each.chmod(each.stat().st_mode | 0o711)
@@ -69,8 +69,8 @@ TRAPS = (plain, open_to_all, link, file, fifo)
 
 @as_root
 @pytest.mark.parametrize("trap", TRAPS)
-def test_what_another_user_prepared_is_not_used(everybodys: Path, trap: Callable[[Path], None]) -> None:
-    directory = everybodys / "evernear-known"
+def test_directory_of_another_user_is_not_used(shared_directory: Path, trap: Callable[[Path], None]) -> None:
+    directory = shared_directory / "evernear-known"
     with user(ANOTHER):
         trap(directory)
     with user(SOMEBODY), pytest.raises(StoreError, match="evernear-known is not a directory of this user"):
@@ -79,8 +79,8 @@ def test_what_another_user_prepared_is_not_used(everybodys: Path, trap: Callable
 
 @as_root
 @pytest.mark.parametrize("trap", TRAPS)
-def test_a_server_does_not_start_in_what_another_user_prepared(tmp_path: Path, trap: Callable[[Path], None]) -> None:
-    """Java would load a native library from there."""
+def test_server_does_not_start_in_a_directory_of_another_user(tmp_path: Path, trap: Callable[[Path], None]) -> None:
+    """Java would load a native library from such a directory."""
     home = tmp_path / ("d" * 100)
     directory = temporary_directory(home)
     assert directory.parent == Path("/tmp")
@@ -103,9 +103,9 @@ def remove(path: Path) -> None:
 
 
 @pytest.mark.parametrize("trap", TRAPS)
-def test_nothing_that_lay_there_before_stays(everybodys: Path, trap: Callable[[Path], None]) -> None:
-    """Of one's own making; a link or a file is nobody's leftover."""
-    directory = everybodys / "evernear-known"
+def test_previous_content_is_removed(shared_directory: Path, trap: Callable[[Path], None]) -> None:
+    """Applies only to directories of the same user, not to links or files."""
+    directory = shared_directory / "evernear-known"
     trap(directory)
     if trap in (plain, open_to_all):
         make_private(directory)
@@ -115,22 +115,22 @@ def test_nothing_that_lay_there_before_stays(everybodys: Path, trap: Callable[[P
             make_private(directory)
 
 
-def test_scratch_begins_empty_and_leaves_nothing(tmp_path: Path) -> None:
+def test_scratch_starts_empty_and_is_removed(tmp_path: Path) -> None:
     directory = tmp_path / "scratch"
-    plain(directory)  # a killed process's
-    with scratch(directory) as made:
-        assert list(made.iterdir()) == []
-        (made / "file").touch()
+    plain(directory)  # left behind by a killed process
+    with scratch(directory) as created:
+        assert list(created.iterdir()) == []
+        (created / "file").touch()
     assert not directory.exists()
 
 
-def test_the_name_is_short_and_its_owners(tmp_path: Path) -> None:
+def test_name_is_short_and_contains_the_owner(tmp_path: Path) -> None:
     assert len(scratch_name(tmp_path)) < 25
     assert scratch_name(tmp_path) == scratch_name(tmp_path) != scratch_name(tmp_path / "other")
 
 
-def test_every_process_finds_the_same_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of a pipeline, which has a TMPDIR of its own, starts the server that `evernear stop` ends."""
+def test_all_processes_share_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipeline step with a separate TMPDIR starts the server that `evernear stop` ends."""
     home = tmp_path / ("d" * 100)
     before = temporary_directory(home)
     monkeypatch.setenv("TMPDIR", str(tmp_path))

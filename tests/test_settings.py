@@ -1,4 +1,4 @@
-"""Settings: one order of precedence, and an unknown key named with its nearest known one."""
+"""Settings: precedence, and suggestions for unknown keys."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from evernear import settings
 from evernear.errors import SettingsError
 
 
-def load(**given: object) -> settings.Settings:
-    return settings.load(**{"environment": {}, **given})  # type: ignore[arg-type]
+def load(**arguments: object) -> settings.Settings:
+    return settings.load(**{"environment": {}, **arguments})  # type: ignore[arg-type]
 
 
 def test_file_then_environment_then_flags(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_settings_are_frozen() -> None:
         ("kubernetes.node_selector=a=b", 'it is a table, as in {"key": "value"}.'),
     ],
 )
-def test_a_typo_gets_one_sentence(override: str, sentence: str) -> None:
+def test_typo_is_reported_with_a_suggestion(override: str, sentence: str) -> None:
     with pytest.raises(SettingsError) as caught:
         load(overrides=[override])
     assert sentence in str(caught.value)
@@ -74,7 +74,7 @@ def test_every_preset_loads() -> None:
         load(preset="bset")
 
 
-def test_sections_survive_the_way_through_kfp() -> None:
+def test_sections_survive_a_round_trip_through_kfp() -> None:
     """KFP passes numbers as floats; whole numbers are converted to integers."""
     section = load().train
     as_kfp = {
@@ -83,7 +83,7 @@ def test_sections_survive_the_way_through_kfp() -> None:
     assert settings.parse(settings.TrainSettings, as_kfp) == section
 
 
-def test_the_settings_of_a_run_are_defaults_preset_overrides_and_parameters() -> None:
+def test_run_settings_combine_defaults_preset_overrides_and_parameters() -> None:
     image = "registry.example/serve@sha256:" + 64 * "a"
     chosen = settings.of_run(
         {"train": {"epochs": 3}, "kubernetes": {"replicas_min": 1}},
@@ -111,7 +111,7 @@ def test_the_settings_of_a_run_are_defaults_preset_overrides_and_parameters() ->
         ({}, {"target": "moon"}, "Invalid setting target = moon: "),
     ],
 )
-def test_parameters_of_a_run_that_cannot_be_are_one_sentence(
+def test_invalid_run_parameters_are_reported(
     overrides: dict[str, object], parameters: dict[str, str], sentence: str
 ) -> None:
     with pytest.raises(SettingsError, match=sentence) as error:
@@ -119,14 +119,12 @@ def test_parameters_of_a_run_that_cannot_be_are_one_sentence(
     assert "\n" not in str(error.value)
 
 
-def test_workdir_gives_the_store(tmp_path: Path) -> None:
+def test_workdir_determines_the_store(tmp_path: Path) -> None:
     assert load(overrides=[f"workdir={tmp_path}"]).store_uri == (tmp_path / "store").as_uri()
     assert load(overrides=["store=s3://bucket/x"]).store_uri == "s3://bucket/x"
 
 
-def test_a_source_is_the_same_directory_for_whoever_reads_the_settings_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_source_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for kind in ("folder", "mnist"):
         assert load(overrides=[f"data.source={kind}:images/"]).data.source == f"{kind}:{tmp_path}/images"
@@ -145,7 +143,7 @@ def test_directory_without_kind_suggests_a_folder_source(tmp_path: Path, monkeyp
     assert load(overrides=["data.source=smal"]).data.source == "smal", "open_source lists the known sources"
 
 
-def test_a_renamed_setting_names_its_new_name() -> None:
+def test_renamed_setting_error_names_the_new_name() -> None:
     with pytest.raises(SettingsError, match=r"^Setting 'serving.keep' was renamed to 'serving.keep_registered'\.$"):
         load(overrides=["serving.keep=2"])
     for old, new in settings.sources._RENAMED.items():
@@ -153,6 +151,6 @@ def test_a_renamed_setting_names_its_new_name() -> None:
         assert new in settings.known_keys(settings.Settings)
 
 
-def test_an_unknown_section_in_the_environment_is_an_error() -> None:
+def test_unknown_section_in_the_environment_is_an_error() -> None:
     with pytest.raises(SettingsError, match=r"^No setting 'gaet.significance'; did you mean 'gate.significance'\?$"):
         load(environment={"EVERNEAR_GAET__SIGNIFICANCE": "0.1"})

@@ -1,4 +1,4 @@
-"""Threads follow the CPU limit, the libraries get what they read, and what the user says wins."""
+"""Thread counts follow the CPU limit, reach every library, and can be overridden by the user."""
 
 import json
 import os
@@ -30,19 +30,19 @@ print(json.dumps({
 PRINT_THREADS = f"import os, evernear; print(os.environ[{threads.THREADS!r}])"
 
 
-def fresh(code: str, prefix: tuple[str, ...] = (), **variables: str) -> str:
-    """What ``code`` prints in a process whose environment says nothing of threads but ``variables``."""
+def run_isolated(code: str, prefix: tuple[str, ...] = (), **variables: str) -> str:
+    """Return the output of ``code`` in a process whose only thread settings are ``variables``."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "_EVERNEAR_"))}
     command = [*prefix, sys.executable, "-c", code]
     return subprocess.run(command, env=environment | variables, capture_output=True, text=True, check=True).stdout
 
 
-def asked(**variables: str) -> dict[str, Any]:
-    return json.loads(fresh(ASK_THE_LIBRARIES, **variables))
+def thread_counts(**variables: str) -> dict[str, Any]:
+    return json.loads(run_isolated(ASK_THE_LIBRARIES, **variables))
 
 
 def files(root: Path, contents: dict[str, str]) -> Path:
-    """``contents`` below ``root``, as the kernel shows them."""
+    """Write ``contents`` below ``root``, in the kernel's format."""
     for name, text in contents.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,43 +102,43 @@ def many_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(64, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "?"}, id="a kernel that is none"),
     ],
 )
-def test_cpus_are_those_of_the_limit(tmp_path: Path, cpus: int, contents: dict[str, str]) -> None:
+def test_cpu_count_follows_the_limit(tmp_path: Path, cpus: int, contents: dict[str, str]) -> None:
     assert threads.available_cpus(files(tmp_path, contents)) == cpus
 
 
-def test_a_limit_above_the_machine_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_above_the_cpu_count_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5})
     roomy = files(tmp_path, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "800000 100000"})
     assert threads.available_cpus(roomy) == 2
 
 
-def test_every_library_takes_one_thread_per_cpu_and_none_spins() -> None:
-    found = asked()
-    assert found["torch"] == found["faiss"] == CPUS
-    assert set(found["pools"]) == {CPUS}
-    assert found["policy"] == "PASSIVE"
+def test_every_library_uses_one_thread_per_cpu_without_spinning() -> None:
+    threads_of = thread_counts()
+    assert threads_of["torch"] == threads_of["faiss"] == CPUS
+    assert set(threads_of["pools"]) == {CPUS}
+    assert threads_of["policy"] == "PASSIVE"
 
 
 def test_both_openmp_runtimes_read_the_wait_policy() -> None:
     words = ("env", "OMP_DISPLAY_ENV=TRUE", "sh", "-c", 'exec "$@" 2>&1', "sh")
-    said = fresh("import evernear; import torch, faiss", words)
-    assert said.count("OMP_WAIT_POLICY = 'PASSIVE'") == 2, said
+    output = run_isolated("import evernear; import torch, faiss", words)
+    assert output.count("OMP_WAIT_POLICY = 'PASSIVE'") == 2, output
 
 
-def test_the_users_own_variables_win() -> None:
-    found = asked(OMP_NUM_THREADS=str(CPUS + 1), OMP_WAIT_POLICY="ACTIVE")
-    assert found["faiss"] == CPUS + 1  # torch takes no more than there are cores
-    assert found["policy"] == "ACTIVE"
+def test_user_variables_take_precedence() -> None:
+    threads_of = thread_counts(OMP_NUM_THREADS=str(CPUS + 1), OMP_WAIT_POLICY="ACTIVE")
+    assert threads_of["faiss"] == CPUS + 1  # torch uses at most one thread per core
+    assert threads_of["policy"] == "ACTIVE"
 
 
 def test_threads_follow_the_affinity() -> None:
     one = str(min(os.sched_getaffinity(0)))
-    assert fresh(PRINT_THREADS, ("taskset", "--cpu-list", one)) == "1\n"
+    assert run_isolated(PRINT_THREADS, ("taskset", "--cpu-list", one)) == "1\n"
 
 
 @pytest.fixture
 def cgroup_of_one_cpu() -> Iterator[Path]:
-    """A cgroup that the kernel holds to one CPU."""
+    """A cgroup limited to one CPU."""
     v1, v2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
     cgroup = (v1 if v1.is_dir() else v2) / f"evernear-test-{uuid4().hex[:8]}"
     try:
@@ -159,9 +159,9 @@ def cgroup_of_one_cpu() -> Iterator[Path]:
 
 
 @pytest.mark.skipif(CPUS == 1, reason="on one CPU a limit of one changes nothing")
-def test_threads_follow_a_limit_that_the_kernel_holds(cgroup_of_one_cpu: Path) -> None:
+def test_threads_follow_a_kernel_limit(cgroup_of_one_cpu: Path) -> None:
     join = ("sh", "-c", f'echo $$ > {cgroup_of_one_cpu}/cgroup.procs && exec "$@"', "sh")
-    assert fresh(PRINT_THREADS, join) == "1\n"
+    assert run_isolated(PRINT_THREADS, join) == "1\n"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_training_processes_divide_the_cpus(
     if ours:
         monkeypatch.delenv(threads.THREADS)
         threads.configure()
-        monkeypatch.setenv(threads.CHOSEN_THREADS, os.environ[threads.CHOSEN_THREADS])  # taken back afterwards
+        monkeypatch.setenv(threads.CHOSEN_THREADS, os.environ[threads.CHOSEN_THREADS])  # restored after the test
     with threads.divide_between(processes):
         assert os.environ[threads.THREADS] == each
     assert os.environ[threads.THREADS] == str(cpus)

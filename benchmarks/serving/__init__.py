@@ -1,1 +1,1 @@
-"""Serving, measured: the product beside what its users have or would write; see `__main__`."""
+"""Serving benchmark: evernear compared with servers that its users have or would write; see `__main__`."""

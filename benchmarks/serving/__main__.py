@@ -1,17 +1,17 @@
-"""The product's server beside others, on this machine: ``python -m benchmarks.serving --source mnist``.
+"""Comparison of evernear's server with others: ``python -m benchmarks.serving --source mnist``.
 
-All serve one network (of the preset ``fast``, trained hastily: weights change no speed) and one gallery, every image
-of the source that is not of the test split: 60,000 vectors of 128 dimensions for MNIST. A closed loop of 1, 8 and 32
-keep-alive clients asks them for images of the test split, one server up at a time, in rounds; the medians of the
-rounds count, and every answer is compared with that of the core called in process.
+All serve one network (of the preset ``fast``, trained briefly: weights do not affect speed) and one gallery with
+every image outside the test split: 60,000 vectors of 128 dimensions for MNIST. A closed loop of 1, 8 and 32 keep-alive
+clients sends images of the test split to one server at a time, in rounds. The results are medians over the rounds, and
+every response is compared with that of the core called in process.
 
 - ``naive``: TorchServe with its defaults around a handler in the style of the source document;
-- ``evernear``, ``evernear gRPC``: the product with its defaults, as ``evernear serve`` starts it;
-- ``fastapi``: FastAPI and uvicorn around the same core, an image a call;
-- ``litserve``: LitServe around the same core, batching as evernear does (bodies in JSON, which it wants);
-- ``in-process``: the core alone, called with batches of 1, 8 and 32: the floor. Its latencies are those of a batch.
+- ``evernear``, ``evernear gRPC``: evernear with its defaults, as ``evernear serve`` starts it;
+- ``fastapi``: FastAPI and uvicorn around the same core, one image per call;
+- ``litserve``: LitServe around the same core, batching like evernear (bodies in JSON, which it requires);
+- ``in-process``: the core alone with batches of 1, 8 and 32, as a lower bound. Its latencies are per batch.
 
-``--busy`` puts one process beside them that never sleeps, as on a shared machine.
+``--busy`` adds one process that never sleeps, to simulate a shared machine.
 """
 
 import argparse
@@ -54,7 +54,7 @@ class Cell:
     non_2xx: int = 0
     wrong: int = 0
     cores: Mapping[str, float] | None = None
-    """Processor seconds per second of the load generator and of the server's processes."""
+    """CPU seconds per second of the load generator and of the server's processes."""
 
 
 Cells = dict[tuple[str, int], list[Cell]]
@@ -77,7 +77,7 @@ def main() -> None:
         served = prepare(settings_of(arguments.source, arguments.set, Path(scratch)), Path(scratch))
         print(f"{served.gallery_size:,} vectors, {len(served.images)} images to ask", flush=True)
         with servers.trivial(served, Path(scratch) / "trivial") as running:
-            ceiling = asked(running.targets["trivial"], running, arguments, CONCURRENCIES[-1]).rps
+            ceiling = measure_server(running.targets["trivial"], running, arguments, CONCURRENCIES[-1]).rps
         cells: Cells = {}
         with busy() if arguments.busy else nullcontext():
             for number in range(arguments.rounds):
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def settings_of(source: str, overrides: list[str], scratch: Path) -> Settings:
-    """The preset fast and the default index; a small train split: train and query end in the gallery."""
+    """The preset fast, the default index and a small train split, because train and query images join the gallery."""
     given = {
         "workdir": str(scratch / "work"),
         "data.source": source,
@@ -113,7 +113,7 @@ def settings_of(source: str, overrides: list[str], scratch: Path) -> Settings:
 
 
 def play(served: Served, scratch: Path, arguments: argparse.Namespace, cells: Cells) -> None:
-    """One round: every server started, asked at every concurrency, stopped."""
+    """Run one round: start every server, measure it at every concurrency, and stop it."""
     floor = in_process(served, arguments.seconds)
     for concurrency in CONCURRENCIES:
         cells.setdefault(("in-process", concurrency), []).append(
@@ -122,10 +122,10 @@ def play(served: Served, scratch: Path, arguments: argparse.Namespace, cells: Ce
     for start in STARTED:
         with start(served, scratch / start.__name__) as running:
             for name, target in running.targets.items():
-                # Java compiles what is called often: a server that has been up for a while is what is compared.
+                # Java compiles hot methods, so servers are compared after a warm-up.
                 measure(target, CONCURRENCIES[-1], arguments.first, arguments.warm_up, running.processes)
                 for concurrency in CONCURRENCIES:
-                    cell = asked(target, running, arguments, concurrency, floor["answers"])
+                    cell = measure_server(target, running, arguments, concurrency, floor["answers"])
                     cells.setdefault((name, concurrency), []).append(cell)
                     print(f"{name} at {concurrency}: {cell}", flush=True)
 
@@ -138,44 +138,46 @@ def in_process(served: Served, seconds: float) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def floor_cell(found: dict[str, Any], batch: int) -> Cell:
-    latencies_ms = sorted(1e3 * latency_s for latency_s in found["latencies_s"])
+def floor_cell(result: dict[str, Any], batch: int) -> Cell:
+    latencies_ms = sorted(1e3 * latency_s for latency_s in result["latencies_s"])
     images = len(latencies_ms) * batch
     p99_ms = latencies_ms[math.ceil(0.99 * len(latencies_ms)) - 1]
-    return Cell(images / found["duration_s"], statistics.median(latencies_ms), p99_ms, images)
+    return Cell(images / result["duration_s"], statistics.median(latencies_ms), p99_ms, images)
 
 
-def asked(
+def measure_server(
     target: Target,
     running: servers.Running,
     arguments: argparse.Namespace,
     concurrency: int,
     expected: list[dict[str, Any]] | None = None,
 ) -> Cell:
-    found = measure(target, concurrency, arguments.seconds, arguments.warm_up, running.processes)
+    result = measure(target, concurrency, arguments.seconds, arguments.warm_up, running.processes)
     wrong = sum(
         count
-        for (image, body), count in found.answers.items()
+        for (image, body), count in result.answers.items()
         if expected is not None and not agrees(target.prediction_of(body), expected[image])
     )
     return Cell(
-        rps=found.rps,
-        p50_ms=found.percentile_ms(0.50),
-        p99_ms=found.percentile_ms(0.99),
-        requests=len(found.latencies_s),
-        non_2xx=found.faults.total(),
+        rps=result.rps,
+        p50_ms=result.percentile_ms(0.50),
+        p99_ms=result.percentile_ms(0.99),
+        requests=len(result.latencies_s),
+        non_2xx=result.faults.total(),
         wrong=wrong,
-        cores=found.cores,
+        cores=result.cores,
     )
 
 
 def agrees(answer: bytes, expected: dict[str, Any]) -> bool:
-    told = json.loads(answer)
-    return told.get("pred") == expected["pred"] and abs(told["dist"] - expected["dist"]) <= DISTANCE_TOLERANCE
+    prediction = json.loads(answer)
+    return (
+        prediction.get("pred") == expected["pred"] and abs(prediction["dist"] - expected["dist"]) <= DISTANCE_TOLERANCE
+    )
 
 
 def summarise(cells: Cells) -> dict[str, Any]:
-    """Medians over the rounds; faults are counted over all of them."""
+    """Compute medians over the rounds and total the faults."""
     rows = {name: {str(c): median_of(cells[name, c]) for c in CONCURRENCIES} for name in ROWS}
     naive = rows["naive"]
     ratios = {
@@ -224,7 +226,7 @@ def table(result: dict[str, Any]) -> list[list[str]]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Whether the targets are met, what a lone client waits for, and what is busiest when the server is."""
+    """Describe whether the targets are met, the latency of a single client, and the bottleneck under load."""
     rows, most = result["servers"], str(CONCURRENCIES[-1])
     ours, ratios = rows["evernear"], result["ratios_to_naive"]["evernear"]
     met = ratios[most]["rps"] >= TARGET_TIMES_RPS and ratios[most]["p99"] <= TARGET_P99_SHARE

@@ -1,7 +1,7 @@
-"""The floor: the core called in a loop, no server around it. ``in_process.py PARTS SECONDS BATCH... < IMAGES``.
+"""Lower bound: the core in a loop, without a server. ``in_process.py PARTS SECONDS BATCH... < IMAGES``.
 
-Reads a JSON list of base64 images. Prints JSON: the answer to each, asked alone, and for each batch size the
-latencies of its batches.
+Reads a JSON list of base64 images. Prints JSON: the prediction for each image alone, and the batch latencies for each
+batch size.
 """
 
 import base64

@@ -1,7 +1,7 @@
-"""A closed loop of keep-alive clients that costs little: it shares the machine with the server it measures.
+"""An efficient closed loop of keep-alive clients, which share the machine with the measured server.
 
-HTTP/1.1 is spoken by hand, one `asyncio.Protocol` a connection; what is sent is made before the clock starts, and
-what came back is looked at after it stopped. gRPC goes through grpc.aio, one channel for all clients.
+HTTP/1.1 is implemented directly, with one `asyncio.Protocol` per connection; requests are built before the measurement
+and responses are checked after it. gRPC uses grpc.aio with one channel for all clients.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _HEAD_END = b"\r\n\r\n"
 
 @dataclass(frozen=True)
 class Target:
-    """An address and what is sent to it: whole HTTP requests, or gRPC messages if ``grpc_method`` is given."""
+    """An address and its requests: complete HTTP requests, or gRPC messages if ``grpc_method`` is set."""
 
     host: str
     port: int
@@ -37,14 +37,14 @@ class Target:
 
 @dataclass
 class Outcome:
-    """What one measurement saw. ``answers`` counts (image, body) of the good ones, ``faults`` the other statuses."""
+    """The result of one measurement. ``answers`` counts (image, body) of successes, ``faults`` the other statuses."""
 
     duration_s: float = 0.0
     latencies_s: list[float] = field(default_factory=list)
     answers: Counter[tuple[int, bytes]] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     cores: dict[str, float] = field(default_factory=dict)
-    """Processor seconds per second of ``load`` and of each group of the server's processes."""
+    """CPU seconds per second of ``load`` and of each group of server processes."""
 
     @property
     def rps(self) -> float:
@@ -58,7 +58,7 @@ class Outcome:
 def measure(
     target: Target, concurrency: int, seconds: float, warm_up_s: float, processes: Callable[[], list[psutil.Process]]
 ) -> Outcome:
-    """Let ``concurrency`` clients ask ``target`` again and again; requests that end in the ``seconds`` count."""
+    """Send requests to ``target`` from ``concurrency`` clients; count those that end within ``seconds``."""
     gc.collect()
     gc.disable()
     try:
@@ -81,14 +81,14 @@ async def _measure(
     loop.ended = True
     for close in clients:
         close()
-    await asyncio.sleep(0.2)  # what is in flight is answered or given up
+    await asyncio.sleep(0.2)  # wait for requests in flight
     outcome.duration_s = duration_s
     outcome.cores = {name: round((after[name] - before.get(name, 0.0)) / duration_s, 2) for name in after}
     return outcome
 
 
 class _Loop:
-    """Which image is next, and where an answer is counted."""
+    """Selects the next image and counts responses."""
 
     def __init__(self, requests: Sequence[bytes]) -> None:
         self.requests = requests
@@ -175,7 +175,7 @@ async def _grpc_clients(target: Target, concurrency: int, loop: _Loop) -> list[C
 
 
 def _cpu_seconds(processes: Sequence[psutil.Process]) -> dict[str, float]:
-    """By the name of the program: java and its Python workers are told apart."""
+    """Return CPU seconds by program name, which separates java from its Python workers."""
     seconds: Counter[str] = Counter()
     for process in processes:
         times = process.cpu_times()

@@ -1,4 +1,4 @@
-"""The handler of the source document, as its readers write it: one image a call, everything at its default."""
+"""The handler of the source document: one image per call, with all defaults."""
 
 import io
 import json
@@ -28,7 +28,7 @@ class NaiveHandler(BaseHandler):
                 transforms.Grayscale(),
                 transforms.Resize(known["size"]),
                 transforms.ToTensor(),
-                transforms.Normalize(0, 1 / 255),  # the network normalises, and takes pixels of 0..255
+                transforms.Normalize(0, 1 / 255),  # the network normalizes and expects pixels in 0..255
             ]
         )
 

@@ -1,5 +1,5 @@
-"""What all servers serve: one network, one gallery of 60,000 vectors, packed for the product and for the naive
-handler, and the images that they are asked.
+"""The release for all servers: one network and one gallery of 60,000 vectors, packed for evernear and for the naive
+handler, and the query images.
 """
 
 import json
@@ -36,7 +36,7 @@ GALLERY = ("train", "gallery", "query")
 
 @dataclass(frozen=True)
 class Served:
-    """The champion of ``settings``' store, unpacked in ``parts``; its naive twin; PNG files to ask."""
+    """The champion of ``settings``' store, unpacked in ``parts``; its naive counterpart; query images as PNG files."""
 
     settings: Settings
     parts: Path
@@ -46,12 +46,12 @@ class Served:
 
 
 def prepare(settings: Settings, scratch: Path) -> Served:
-    """Train hastily, index every image that is not of the test split, release it, pack the naive twin."""
+    """Train briefly, index every image outside the test split, release it, and pack the naive counterpart."""
     data = ingest(settings.data, settings.store_uri)
     save_manifest(data, scratch)
     dataset = Dataset.open(scratch)
     network_dir, index_dir = scratch / "network", scratch / "index"
-    hasty = settings.train.model_copy(update={"epochs": 1, "min_steps": 0})  # what the weights are changes no speed
+    hasty = settings.train.model_copy(update={"epochs": 1, "min_steps": 0})  # weights do not affect speed
     train(dataset, hasty, scratch / "trained")
     export(scratch / "trained", dataset, network_dir, settings.train.parity_tolerance)
     gallery = _all_as_gallery(network_dir, dataset, scratch / "embeddings")
@@ -83,7 +83,7 @@ def prepare(settings: Settings, scratch: Path) -> Served:
 
 
 def _all_as_gallery(network_dir: Path, dataset: Dataset, out_dir: Path) -> Embeddings:
-    """Every image but the test split's as the gallery (MNIST: 60,000), those as the calibration's queries."""
+    """Use every image outside the test split as the gallery (MNIST: 60,000), and the test split for calibration."""
     described = embed(network_dir, dataset, out_dir, (*GALLERY, "test"))
     shards = tuple(
         shard.model_copy(update={"split": "gallery" if shard.split in GALLERY else "query"})

@@ -1,4 +1,4 @@
-"""The servers that are compared, each started as its own users start it, and how each is asked."""
+"""The compared servers, each started as its users would start it, and their requests."""
 
 import base64
 import json
@@ -28,12 +28,12 @@ HOST = "127.0.0.1"
 STARTUP_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 10
 APPS = Path(__file__).parent
-CORE_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # what evernear sets in its own worker: no other has to learn it
+CORE_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # evernear sets this in its worker; give the others the same advantage
 
 
 @dataclass(frozen=True)
 class Running:
-    """A server that is up: its rows of the table, and its processes."""
+    """A running server: its rows of the table and its processes."""
 
     targets: Mapping[str, Target]
     processes: Callable[[], list[psutil.Process]]
@@ -41,7 +41,7 @@ class Running:
 
 @contextmanager
 def naive(served: Served, directory: Path) -> Generator[Running]:
-    """TorchServe with its defaults; its ports alone are chosen and its tokens off, as tutorials have it."""
+    """TorchServe with its defaults, except for free ports and disabled tokens, as in tutorials."""
     directory.mkdir(exist_ok=True)
     ports = free_ports(5)
     names = ("inference_address", "management_address", "metrics_address")
@@ -59,7 +59,7 @@ def naive(served: Served, directory: Path) -> Generator[Running]:
 
 @contextmanager
 def evernear(served: Served, directory: Path) -> Generator[Running]:
-    """The product, as `evernear serve` brings it up: over REST and over gRPC."""
+    """evernear, started like `evernear serve`, over REST and gRPC."""
     settings = served.settings
     local.serve(settings)
     home = home_of(settings.workdir)
@@ -86,7 +86,7 @@ def evernear(served: Served, directory: Path) -> Generator[Running]:
 
 @contextmanager
 def fastapi(served: Served, directory: Path) -> Generator[Running]:
-    """FastAPI and uvicorn around the same core: what a user would write instead."""
+    """FastAPI and uvicorn around the same core, as a user would write it."""
     with _app("fastapi_app.py", served, directory) as (port, processes):
         target = _posting(served, port, "/predict")
         _await_answer(target)
@@ -95,7 +95,7 @@ def fastapi(served: Served, directory: Path) -> Generator[Running]:
 
 @contextmanager
 def litserve(served: Served, directory: Path) -> Generator[Running]:
-    """LitServe around the same core, with its own batching; it takes JSON."""
+    """LitServe around the same core, with LitServe's batching; it accepts JSON."""
     with _app("litserve_app.py", served, directory) as (port, processes):
         bodies = [json.dumps({"data": base64.b64encode(image).decode()}).encode() for image in served.images]
         target = Target(HOST, port, tuple(_http("/predict", body, "Content-Type: application/json") for body in bodies))
@@ -105,7 +105,7 @@ def litserve(served: Served, directory: Path) -> Generator[Running]:
 
 @contextmanager
 def trivial(served: Served, directory: Path) -> Generator[Running]:
-    """A server that only says yes: the ceiling of the load generator beside it."""
+    """A server with a constant response, which measures the limit of the load generator."""
     with _app("trivial_app.py", served, directory) as (port, processes):
         target = _posting(served, port, "/")
         _await_answer(target)
@@ -113,14 +113,14 @@ def trivial(served: Served, directory: Path) -> Generator[Running]:
 
 
 def ports_of(settings: ServingSettings) -> dict[str, int]:
-    """A free port for each that a server of ``settings`` binds."""
+    """Return a free port for each port of ``settings``."""
     names = [name for name in type(settings).model_fields if name.endswith("_port")]
     return dict(zip(names, free_ports(len(names)), strict=True))
 
 
 def free_ports(count: int) -> list[int]:
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
             each.bind((HOST, 0))
         return [each.getsockname()[1] for each in sockets]

@@ -1,4 +1,4 @@
-"""Small trees of real image files, and readers of what ingest made of them."""
+"""Small trees of real image files, and readers for ingested snapshots."""
 
 from collections.abc import Callable
 from io import BytesIO
@@ -21,7 +21,7 @@ Ingest = Callable[..., Manifest]
 
 @pytest.fixture
 def draw() -> Draw:
-    """``draw(number)`` gives a PNG file of noise that no other number gives."""
+    """``draw(number)`` returns a PNG file of noise, unique for each number."""
 
     def draw(number: int, size: tuple[int, int] = (6, 5), mode: str = "L", kind: str = "PNG") -> bytes:
         channels = len(Image.new(mode, (1, 1)).getbands())
@@ -58,7 +58,7 @@ def take(tmp_path: Path) -> Ingest:
 
 
 class Contents:
-    """All images of a snapshot by their digest."""
+    """All images of a snapshot by digest."""
 
     def __init__(self, manifest: Manifest) -> None:
         dataset = Dataset(manifest, open_store(manifest.store_uri))
@@ -82,7 +82,7 @@ class Contents:
 
 @pytest.fixture
 def digest_of() -> Callable[[bytes], bytes]:
-    """The identity of the image in a file's bytes."""
+    """Return a function that computes the identity of an encoded image."""
     return lambda data: image_digest(decode(data, 10**6))
 
 

@@ -1,4 +1,4 @@
-"""What a decode may cost is known before it begins."""
+"""The cost of decoding is bounded before decoding starts."""
 
 import contextlib
 import random
@@ -21,7 +21,7 @@ LIMIT = 25_000_000
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The data of every file that Pillow is asked to decode."""
+    """The data of every file that Pillow decodes."""
     opened: list[bytes] = []
     real = Image.open
 
@@ -34,7 +34,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 @pytest.mark.parametrize("name", hostile.REFUSED)
-def test_a_bomb_is_refused_before_anything_is_decoded(name: str, passes: list[bytes]) -> None:
+def test_decompression_bomb_is_rejected_before_decoding(name: str, passes: list[bytes]) -> None:
     bomb = hostile.REFUSED[name]
     data = bomb.make()
     with pytest.raises(DataError, match=bomb.sentence) as caught:
@@ -44,21 +44,21 @@ def test_a_bomb_is_refused_before_anything_is_decoded(name: str, passes: list[by
     assert passes == []
 
 
-@pytest.mark.parametrize("name", hostile.heaviest(10_000))
-def test_what_keeps_the_limits_is_decoded_without_its_metadata(name: str, passes: list[bytes]) -> None:
-    data = hostile.heaviest(10_000)[name]()
+@pytest.mark.parametrize("name", hostile.largest_valid_files(10_000))
+def test_image_within_limits_is_decoded_without_metadata(name: str, passes: list[bytes]) -> None:
+    data = hostile.largest_valid_files(10_000)[name]()
     assert decode(data, LIMIT).size == (100, 100)
     (decoded,) = passes
     assert not [mark for mark in (b"Exif", b"eXIf", b"tEXt", b"zTXt", b"iCCP", b"ICC_PROFILE") if mark in decoded]
     assert len(decoded) <= len(data)
 
 
-def test_a_jpeg_of_as_many_scans_as_allowed_has_them_all(passes: list[bytes]) -> None:
+def test_jpeg_with_the_maximum_number_of_scans_is_decoded_completely(passes: list[bytes]) -> None:
     decode(hostile.progressive(64, 64, 3, MAX_SCANS), LIMIT)
     assert passes[0].count(b"\xff\xda") == MAX_SCANS
 
 
-def test_the_pixels_of_a_png_become_one_chunk(passes: list[bytes]) -> None:
+def test_png_pixel_data_becomes_one_chunk(passes: list[bytes]) -> None:
     whole = hostile.png(40, 30)
     at = whole.index(b"IDAT")
     pixels = whole[at + 4 : -16]
@@ -67,14 +67,14 @@ def test_the_pixels_of_a_png_become_one_chunk(passes: list[bytes]) -> None:
     assert passes[0] == whole
 
 
-def test_a_large_png_may_have_as_many_chunks_as_libpng_writes() -> None:
-    """8 KiB of pixels in each: an RGBA file of 16 bits that no compression makes small."""
+def test_large_png_may_have_as_many_chunks_as_libpng_writes() -> None:
+    """Each chunk has 8 KiB of pixels: an incompressible 16-bit RGBA file."""
     chunks = hostile.chunk(b"IDAT", bytes(8192)) * 3_000
     assert inspect(hostile.png(8, 8, before=chunks), LIMIT).data.count(b"IDAT") == 1
 
 
 @pytest.mark.parametrize("limit", [99, 100])
-def test_the_limit_is_width_times_height(limit: int) -> None:
+def test_limit_is_width_times_height(limit: int) -> None:
     if limit < 100:
         with pytest.raises(DataError, match="10 x 10 pixels, 99 are allowed"):
             inspect(hostile.png(10, 10), limit)
@@ -82,7 +82,7 @@ def test_the_limit_is_width_times_height(limit: int) -> None:
         assert inspect(hostile.png(10, 10), limit).pixels == 100
 
 
-def test_no_setting_lifts_the_limit_above_that_of_pillow() -> None:
+def test_limit_cannot_exceed_that_of_pillow() -> None:
     with pytest.raises(DataError, match=f"{image_file.MAX_PIXELS} are allowed"):
         inspect(hostile.png(10_000, 9_000, 1), 10**12)
     assert Image.MAX_IMAGE_PIXELS == image_file.MAX_PIXELS
@@ -90,7 +90,7 @@ def test_no_setting_lifts_the_limit_above_that_of_pillow() -> None:
 
 @pytest.mark.parametrize("order", ["<", ">"])
 @pytest.mark.parametrize("kind", [3, 4])
-def test_an_orientation_is_found_among_other_tags(order: str, kind: int) -> None:
+def test_orientation_is_read_among_other_tags(order: str, kind: int) -> None:
     value = struct.pack(f"{order}I" if kind == 4 else f"{order}HH", *([6] if kind == 4 else [6, 0]))
     tags = struct.pack(f"{order}HHII", 0x0100, 4, 1, 9) + struct.pack(f"{order}HHI", Base.Orientation, kind, 1) + value
     tiff = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(f"{order}IH", 8, 2) + tags + bytes(4)
@@ -100,18 +100,18 @@ def test_an_orientation_is_found_among_other_tags(order: str, kind: int) -> None
 
 
 @pytest.mark.parametrize("tiff", [b"", b"II*\0", b"II*\0\xff\xff\xff\xff", hostile.exif(5_000, 60)])
-def test_exif_data_that_end_early_say_nothing(tiff: bytes) -> None:
+def test_truncated_exif_data_is_ignored(tiff: bytes) -> None:
     data = hostile.insert(hostile.jpeg(), hostile.segment(0xE1, b"Exif\0\0" + tiff[:60_000]))
     assert inspect(data, LIMIT).orientation == 1
 
 
-def test_an_adobe_segment_after_the_first_scan_changes_no_color() -> None:
+def test_adobe_segment_after_the_first_scan_is_ignored() -> None:
     plain = hostile.jpeg("RGB", progressive=True)
     late = plain[:-2] + hostile.segment(0xEE, b"Adobe\0d\0\0\0\0\x00") + plain[-2:]
     assert decode(late, LIMIT).tobytes() == decode(plain, LIMIT).tobytes()
 
 
-def test_damage_never_gets_past_the_limits_and_the_errors() -> None:
+def test_damaged_files_stay_within_limits_and_known_errors() -> None:
     dice = random.Random(0)
     whole = [
         hostile.png(9, 7, 16, hostile.RGBA, interlaced=True),
@@ -126,7 +126,7 @@ def test_damage_never_gets_past_the_limits_and_the_errors() -> None:
 
 
 def damage_keeps_the_limits(dice: random.Random, whole: list[bytes], note: str) -> bool:
-    """Decode one damaged file; whether that gave an image."""
+    """Decode one damaged file; return whether that yielded an image."""
     data = hostile.mutated(dice, dice.choice(whole))
     with contextlib.suppress(DataError):
         file = inspect(data, 10_000)
@@ -142,8 +142,10 @@ def damage_keeps_the_limits(dice: random.Random, whole: list[bytes], note: str) 
 
 
 @pytest.mark.slow
-def test_a_minute_of_new_damage_never_gets_past_the_limits_and_the_errors() -> None:
-    whole = [make() for make in hostile.heaviest(10_000).values()] + [hostile.jpeg("RGB", (300, 200), quality=90)]
+def test_random_damage_stays_within_limits() -> None:
+    whole = [make() for make in hostile.largest_valid_files(10_000).values()] + [
+        hostile.jpeg("RGB", (300, 200), quality=90)
+    ]
     end_s = time.monotonic() + 60
     while time.monotonic() < end_s:
         seed = random.SystemRandom().getrandbits(64)

@@ -12,14 +12,14 @@ from evernear.errors import DataError, IntegrityError
 from evernear.settings import DataSettings
 
 
-def test_nothing_new_is_the_same_snapshot(tree, take, tmp_path: Path) -> None:
+def test_unchanged_source_gives_the_same_snapshot(tree, take, tmp_path: Path) -> None:
     first = take(tree)
     files = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "store").rglob("*.*"))
     assert take(tree) == first
     assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "store").rglob("*.*")) == files
 
 
-def test_a_second_ingest_adds_only_what_is_new(tree, take, draw, contents, monkeypatch) -> None:
+def test_second_ingest_adds_only_new_images(tree, take, draw, contents, monkeypatch) -> None:
     first = take(tree)
     old = contents(first)
     for number in range(1000, 1200):
@@ -32,7 +32,7 @@ def test_a_second_ingest_adds_only_what_is_new(tree, take, draw, contents, monke
         return decode_inspected(file)
 
     monkeypatch.setattr("evernear.data.decoding.decode_inspected", counting)
-    # Other shares apply to new images only.
+    # Changed split fractions apply only to new images.
     second = take(tree, test_fraction=0.5)
     new = contents(second)
     assert len(decoded) == 200
@@ -42,13 +42,13 @@ def test_a_second_ingest_adds_only_what_is_new(tree, take, draw, contents, monke
     assert {digest: new.split[digest] for digest in old.split} == old.split
     added = Counter(split for digest, split in new.split.items() if digest not in old.split)
     assert added["test"] > 70
-    # The first snapshot is still what it was.
+    # The first snapshot is unchanged.
     assert contents(first).label == old.label
-    # The last shard of a split is filled up rather than followed by a small one.
+    # The last shard of a split is filled before a new one is added.
     assert [shard.split for shard in second.shards] == ["train", "test", "gallery", "query"]
 
 
-def test_only_touched_shards_change(tmp_path: Path, take, draw, contents) -> None:
+def test_only_affected_shards_change(tmp_path: Path, take, draw, contents) -> None:
     root = tmp_path / "big"
     for number in range(60):
         (root / str(number % 2)).mkdir(parents=True, exist_ok=True)
@@ -56,43 +56,43 @@ def test_only_touched_shards_change(tmp_path: Path, take, draw, contents) -> Non
     first = take(root)
     (root / "1" / "new.png").write_bytes(draw(1000, (100, 100)))
     second = take(root)
-    kept = {shard.sha256 for shard in first.shards} & {shard.sha256 for shard in second.shards}
-    assert len(kept) >= len(first.shards) - 1
+    unchanged = {shard.sha256 for shard in first.shards} & {shard.sha256 for shard in second.shards}
+    assert len(unchanged) >= len(first.shards) - 1
 
-    gone = root / "0" / "0.png"
-    gone.unlink()
+    removed = root / "0" / "0.png"
+    removed.unlink()
     third = take(root)
-    kept = {shard.sha256 for shard in second.shards} & {shard.sha256 for shard in third.shards}
-    assert len(kept) == len(second.shards) - 1
+    unchanged = {shard.sha256 for shard in second.shards} & {shard.sha256 for shard in third.shards}
+    assert len(unchanged) == len(second.shards) - 1
     assert len(contents(third)) == 60
 
 
-def test_the_source_is_mirrored(tree, take, draw, contents, digest_of) -> None:
+def test_snapshot_mirrors_the_source(tree, take, draw, contents, digest_of) -> None:
     first = contents(take(tree))
-    moved, gone, changed = (tree / "1" / f"{number:03}.png" for number in (0, 3, 6))
-    moved_data, gone_data, old_data = moved.read_bytes(), gone.read_bytes(), changed.read_bytes()
+    moved, removed, changed = (tree / "1" / f"{number:03}.png" for number in (0, 3, 6))
+    moved_data, gone_data, old_data = moved.read_bytes(), removed.read_bytes(), changed.read_bytes()
     moved.rename(tree / "2" / "000.png")
-    gone.unlink()
+    removed.unlink()
     changed.write_bytes(draw(77_777))
     manifest = take(tree)
-    held = contents(manifest)
+    images = contents(manifest)
     assert manifest.problem_counts == {}
-    assert held.label[digest_of(moved_data)] == "2"
-    assert held.split[digest_of(moved_data)] == first.split[digest_of(moved_data)]
-    assert digest_of(gone_data) not in held.label
-    assert digest_of(old_data) not in held.label
-    assert held.label[digest_of(draw(77_777))] == "1"
-    assert len(held) == 119
+    assert images.label[digest_of(moved_data)] == "2"
+    assert images.split[digest_of(moved_data)] == first.split[digest_of(moved_data)]
+    assert digest_of(gone_data) not in images.label
+    assert digest_of(old_data) not in images.label
+    assert images.label[digest_of(draw(77_777))] == "1"
+    assert len(images) == 119
     assert sum(manifest.label_counts("train").values()) == manifest.count("train")
 
-    # As it was before is what it was before, but for the order.
+    # Restoring the source restores the snapshot, except for the order.
     (tree / "2" / "000.png").rename(moved)
-    gone.write_bytes(gone_data)
+    removed.write_bytes(gone_data)
     changed.write_bytes(old_data)
     assert contents(take(tree)).label == first.label
 
 
-def test_a_class_that_goes_keeps_its_number(tree, take, contents) -> None:
+def test_removed_class_keeps_its_number(tree, take, contents) -> None:
     take(tree)
     for path in (tree / "2").iterdir():
         path.unlink()
@@ -103,21 +103,21 @@ def test_a_class_that_goes_keeps_its_number(tree, take, contents) -> None:
     assert manifest.problem_counts == {}
 
 
-def test_two_sources_make_one_dataset(tree, tmp_path: Path, take, draw, contents, digest_of) -> None:
+def test_two_sources_form_one_dataset(tree, tmp_path: Path, take, draw, contents, digest_of) -> None:
     take(tree, dataset="both")
     other = tmp_path / "other" / "3"
     other.mkdir(parents=True)
     (other / "x.png").write_bytes(draw(2000))
-    (other / "y.png").write_bytes(draw(0))  # stands in the first source, as 1
+    (other / "y.png").write_bytes(draw(0))  # also in the first source, as class 1
     manifest = take(tmp_path / "other", dataset="both")
-    held = contents(manifest)
-    assert held.label[digest_of(draw(2000))] == "3"
+    images = contents(manifest)
+    assert images.label[digest_of(draw(2000))] == "3"
     assert manifest.problem_counts == {"conflicting_labels": 1}
     assert manifest.problems[0].names == (f"folder:{tmp_path}/other/3/y.png", f"folder:{tree}/1/000.png")
-    assert len(held) == 120
+    assert len(images) == 120
 
 
-def test_folders_of_one_name_do_not_become_one_dataset_by_accident(tree, tmp_path: Path, take, contents) -> None:
+def test_folders_with_the_same_name_are_not_merged(tree, tmp_path: Path, take, contents) -> None:
     first = take(tree)
     moved = tmp_path / "elsewhere" / "tree"
     shutil.copytree(tree, moved)
@@ -131,9 +131,7 @@ def test_folders_of_one_name_do_not_become_one_dataset_by_accident(tree, tmp_pat
     assert take(moved, dataset="new").problem_counts == {}
 
 
-def test_an_image_given_to_another_split_later_stays_where_it_is(
-    tmp_path: Path, take, draw, contents, digest_of
-) -> None:
+def test_image_moved_to_another_split_keeps_its_split(tmp_path: Path, take, draw, contents, digest_of) -> None:
     root = tmp_path / "given"
     for number in range(40):
         path = root / ("train", "test")[number % 2] / "ab"[number // 2 % 2] / f"{number}.png"
@@ -147,13 +145,13 @@ def test_an_image_given_to_another_split_later_stays_where_it_is(
     assert manifest.problem_counts == {"duplicate_across_splits": 1}
 
 
-def test_another_shape_needs_another_dataset(tree, take) -> None:
+def test_changed_image_shape_requires_another_dataset(tree, take) -> None:
     take(tree)
     with pytest.raises(DataError, match=r"5 x 6 x 1, the settings .* 8 x 8 x 1; give the new one another name"):
         take(tree, size_px=8)
 
 
-def test_the_digest_is_that_of_the_content(tree, tmp_path: Path) -> None:
+def test_digest_depends_only_on_the_content(tree, tmp_path: Path) -> None:
     def digest(store: str, **settings: object) -> str:
         knobs = DataSettings.model_validate({"source": f"folder:{tree}", **settings})
         return ingest(knobs, (tmp_path / store).as_uri()).digest
@@ -162,7 +160,7 @@ def test_the_digest_is_that_of_the_content(tree, tmp_path: Path) -> None:
     assert digest("here") != digest("elsewhere", size_px=7)
 
 
-def test_damage_in_the_store_is_named(tree, take, draw, tmp_path: Path) -> None:
+def test_damaged_store_is_reported(tree, take, draw, tmp_path: Path) -> None:
     take(tree)
     (tree / "1" / "new.png").write_bytes(draw(1000))
     (ledger,) = (tmp_path / "store" / "datasets" / "tree" / "ledgers").iterdir()

@@ -17,29 +17,29 @@ from evernear.errors import DataError, SettingsError, StoreError
 from evernear.settings import DataSettings
 
 
-def test_a_tree_becomes_a_dataset(tree, take, contents, digest_of) -> None:
+def test_folder_tree_becomes_a_dataset(tree, take, contents, digest_of) -> None:
     manifest = take(tree)
-    held = contents(manifest)
+    images = contents(manifest)
     assert manifest.name == "tree"
     assert manifest.shape == (5, 6, 1)
     assert manifest.labels == ("1", "2", "10")
-    assert Counter(held.label.values()) == {"1": 40, "2": 40, "10": 40}
+    assert Counter(images.label.values()) == {"1": 40, "2": 40, "10": 40}
     assert manifest.problem_counts == {}
     for path in tree.rglob("*.png"):
         digest = digest_of(path.read_bytes())
-        assert held.label[digest] == path.parent.name
-        assert (held.image[digest][..., 0] == np.asarray(Image.open(path))).all()
-        assert held.split[digest] == hash_split(digest, ("train", "test", "gallery", "query"), DataSettings())
-    assert set(held.split.values()) == {"train", "test", "gallery", "query"}
+        assert images.label[digest] == path.parent.name
+        assert (images.image[digest][..., 0] == np.asarray(Image.open(path))).all()
+        assert images.split[digest] == hash_split(digest, ("train", "test", "gallery", "query"), DataSettings())
+    assert set(images.split.values()) == {"train", "test", "gallery", "query"}
 
 
-def test_the_order_mixes_the_classes(tree, take, contents) -> None:
+def test_order_mixes_the_classes(tree, take, contents) -> None:
     labels = list(contents(take(tree)).label.values())
     changes = sum(a != b for a, b in pairwise(labels))
-    assert changes > 60  # 119 pairs; sorted by class there were 2 or so for each split
+    assert changes > 60  # of 119 pairs; sorted by class, each split would have about 2
 
 
-def test_shards_are_bounded(tmp_path: Path, take, draw, contents) -> None:
+def test_shard_size_is_bounded(tmp_path: Path, take, draw, contents) -> None:
     for number in range(40):
         path = tmp_path / "big" / str(number % 2) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,12 +52,12 @@ def test_shards_are_bounded(tmp_path: Path, take, draw, contents) -> None:
     assert len(contents(manifest)) == 40
 
 
-def test_an_image_larger_than_a_shard_is_named(tree, take) -> None:
+def test_image_larger_than_a_shard_is_named(tree, take) -> None:
     with pytest.raises(DataError, match="more than a shard"):
         take(tree, size_px=300)
 
 
-def test_sizes_and_colours_are_brought_to_one_shape(tmp_path: Path, take, draw, contents) -> None:
+def test_images_are_converted_to_one_shape(tmp_path: Path, take, draw, contents) -> None:
     root = tmp_path / "mixed"
     for name, size, mode, kind in [
         ("a/0.png", (20, 10), "RGB", "PNG"),
@@ -75,13 +75,13 @@ def test_sizes_and_colours_are_brought_to_one_shape(tmp_path: Path, take, draw, 
     assert "300 x 200" in manifest.problems[0].detail
     assert Counter(contents(manifest).label.values()) == {"a": 2, "b": 3}
 
-    asked = take(root, dataset="asked", size_px=16, channels="gray")
-    assert asked.shape == (16, 16, 1)
-    assert asked.problem_counts == {}
+    converted = take(root, dataset="asked", size_px=16, channels="gray")
+    assert converted.shape == (16, 16, 1)
+    assert converted.problem_counts == {}
 
 
-def test_large_images_take_no_more_memory_than_small_ones(tmp_path: Path, take) -> None:
-    """80 images of 3 MB: held together they were 240 MB, several times over."""
+def test_memory_does_not_grow_with_image_size(tmp_path: Path, take) -> None:
+    """80 images of 3 MB each would need several times 240 MB at once."""
     for number in range(80):
         path = tmp_path / "large" / str(number % 2) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def test_large_images_take_no_more_memory_than_small_ones(tmp_path: Path, take) 
     assert peak_bytes < 160 * 2**20
 
 
-def test_given_splits_stay(tmp_path: Path, take, draw, contents, digest_of) -> None:
+def test_explicit_splits_are_preserved(tmp_path: Path, take, draw, contents, digest_of) -> None:
     root = tmp_path / "given"
     expected: dict[bytes, str] = {}
     for number in range(60):
@@ -108,7 +108,7 @@ def test_given_splits_stay(tmp_path: Path, take, draw, contents, digest_of) -> N
     assert contents(take(root)).split == expected
 
 
-def test_train_gives_what_splits_are_missing(tmp_path: Path, take, draw, contents, digest_of) -> None:
+def test_missing_splits_are_taken_from_train(tmp_path: Path, take, draw, contents, digest_of) -> None:
     root = tmp_path / "given"
     tests: set[bytes] = set()
     for number in range(200):
@@ -118,14 +118,14 @@ def test_train_gives_what_splits_are_missing(tmp_path: Path, take, draw, content
         path.write_bytes(draw(number))
         if split == "test":
             tests.add(digest_of(path.read_bytes()))
-    held = contents(take(root, gallery_fraction=0.3, query_fraction=0.2))
-    assert {digest for digest, split in held.split.items() if split == "test"} == tests
-    counts = Counter(held.split.values())
+    images = contents(take(root, gallery_fraction=0.3, query_fraction=0.2))
+    assert {digest for digest, split in images.split.items() if split == "test"} == tests
+    counts = Counter(images.split.values())
     assert 25 <= counts["gallery"] <= 75
     assert 15 <= counts["query"] <= 55
 
 
-def test_given_splits_need_train(tmp_path: Path, take, draw) -> None:
+def test_explicit_splits_require_train(tmp_path: Path, take, draw) -> None:
     path = tmp_path / "tree" / "test" / "a" / "0.png"
     path.parent.mkdir(parents=True)
     path.write_bytes(draw(0))
@@ -136,7 +136,7 @@ def test_given_splits_need_train(tmp_path: Path, take, draw) -> None:
 @pytest.mark.parametrize(
     ("folders", "wrong"), [(("train", "val"), "val"), (("Test", "Train"), "Test, Train"), (("test", "train", "x"), "x")]
 )
-def test_splits_by_other_names_are_not_taken_for_classes(
+def test_unknown_split_names_are_not_treated_as_classes(
     tmp_path: Path, take, draw, folders: tuple[str, ...], wrong: str
 ) -> None:
     for number in range(40):
@@ -147,7 +147,7 @@ def test_splits_by_other_names_are_not_taken_for_classes(
         take(tmp_path / "tree")
 
 
-def test_one_class_may_be_called_like_a_split(tree, take) -> None:
+def test_class_may_have_the_name_of_a_split(tree, take) -> None:
     (tree / "1").rename(tree / "train")
     assert take(tree).labels == ("2", "10", "train")
 
@@ -155,7 +155,7 @@ def test_one_class_may_be_called_like_a_split(tree, take) -> None:
 @pytest.mark.parametrize(
     "name", ["a.PNG", "a.JpEg", "a.jfif", "a.jpe", "a b.png", "\xfc\u732b.png", "a\nb.png", "x" * 251 + ".png"]
 )
-def test_names_of_any_kind_are_taken(tree, take, draw, contents, name: str) -> None:
+def test_unusual_names_are_accepted(tree, take, draw, contents, name: str) -> None:
     (tree / "1" / name).write_bytes(draw(1000))
     (tree / "1" / "deeper" / "still").mkdir(parents=True)
     (tree / "1" / "deeper" / "still" / name).write_bytes(draw(1001))
@@ -164,7 +164,7 @@ def test_names_of_any_kind_are_taken(tree, take, draw, contents, name: str) -> N
     assert len(contents(manifest)) == 122
 
 
-def test_a_link_to_nothing_is_named(tree, take) -> None:
+def test_dangling_link_is_named(tree, take) -> None:
     (tree / "1" / "linked.png").symlink_to(tree / "1" / "000.png")
     (tree / "1" / ".#lock.png").symlink_to("somebody")
     assert take(tree).problem_counts == {"duplicate": 1}
@@ -174,13 +174,13 @@ def test_a_link_to_nothing_is_named(tree, take) -> None:
         take(tree)
 
 
-def test_a_directory_that_cannot_be_looked_at_is_a_sentence(take) -> None:
+def test_unreadable_directory_is_reported(take) -> None:
     for kind in ("folder", "mnist"):
         with pytest.raises(StoreError, match=r"^/x+ cannot be read or written: File name too long\.$"):
             take(f"{kind}:/{'x' * 300}")
 
 
-def test_what_is_no_image_by_its_name_is_passed_over(tree, take) -> None:
+def test_files_with_other_extensions_are_skipped(tree, take) -> None:
     before = take(tree)
     (tree / "1" / "notes.txt").write_text("notes")
     (tree / "1" / "._000.png").write_text("a Mac's fork")
@@ -191,7 +191,7 @@ def test_what_is_no_image_by_its_name_is_passed_over(tree, take) -> None:
     assert take(tree) == before
 
 
-def test_a_class_folder_whose_name_begins_with_a_dot_is_named(tree, take, draw, contents) -> None:
+def test_hidden_class_folder_is_named(tree, take, draw, contents) -> None:
     for name in (".net", ".empty", os.fsdecode(b".\xff")):
         (tree / name / "deeper").mkdir(parents=True)
     (tree / ".net" / "deeper" / "1.png").write_bytes(draw(500))
@@ -205,7 +205,7 @@ def test_a_class_folder_whose_name_begins_with_a_dot_is_named(tree, take, draw, 
     assert take(tree).problem_counts == {}
 
 
-def test_a_class_folder_with_a_dot_below_a_given_split_is_named(tmp_path: Path, take, draw) -> None:
+def test_hidden_class_folder_in_an_explicit_split_is_named(tmp_path: Path, take, draw) -> None:
     for number, name in enumerate(["train/a", "train/b", "train/.c", "test/a", "test/b", ".old/a"] * 2):
         path = tmp_path / "given" / name / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -217,7 +217,7 @@ def test_a_class_folder_with_a_dot_below_a_given_split_is_named(tmp_path: Path, 
     ]
 
 
-def test_a_file_that_costs_a_decoder_too_much_is_named_like_a_broken_one(tree, take, contents) -> None:
+def test_expensive_file_is_reported_like_a_broken_one(tree, take, contents) -> None:
     for name, bomb in hostile.REFUSED.items():
         (tree / "1" / f"{name}.jpg").write_bytes(bomb.make())
     manifest = take(tree)
@@ -228,7 +228,7 @@ def test_a_file_that_costs_a_decoder_too_much_is_named_like_a_broken_one(tree, t
         assert bomb.sentence in details[f"1/{name}.jpg"]
 
 
-def test_however_many_threads_a_few_largest_images_are_decoded_together(tree, take, draw, monkeypatch) -> None:
+def test_number_of_large_images_decoded_at_once_is_bounded(tree, take, draw, monkeypatch) -> None:
     for number in range(24):
         (tree / "1" / f"large-{number}.png").write_bytes(draw(1000 + number, (100, 100)))
     lock, now, most = threading.Lock(), 0, 0
@@ -248,7 +248,7 @@ def test_however_many_threads_a_few_largest_images_are_decoded_together(tree, ta
     assert 0 < most <= 4 * 10_000
 
 
-def test_broken_files_are_named_and_the_rest_is_taken(tree, take, contents, draw) -> None:
+def test_broken_files_are_named_and_the_others_are_ingested(tree, take, contents, draw) -> None:
     (tree / "1" / "cut.png").write_bytes(draw(500)[:50])
     (tree / "2" / "words.png").write_text("no image")
     (tree / "2" / "picture.gif").write_bytes(draw(501, kind="GIF"))
@@ -268,16 +268,16 @@ def test_broken_files_are_named_and_the_rest_is_taken(tree, take, contents, draw
     assert len(contents(mended)) == 121
 
 
-def test_a_bomb_is_refused_by_its_header(tree, take, draw) -> None:
+def test_decompression_bomb_is_rejected_by_its_header(tree, take, draw) -> None:
     (tree / "1" / "bomb.png").write_bytes(draw(7, (200, 100)))
     manifest = take(tree, max_pixels=10_000)
     assert manifest.problem_counts == {"undecodable": 1}
     assert "200 x 100 pixels, 10000 are allowed" in manifest.problems[0].detail
-    # A broken file is looked at again: the reason may have gone.
+    # A broken file is read again, because the cause may have been temporary.
     assert take(tree, max_pixels=20_000).problem_counts == {"wrong_size": 1}
 
 
-def test_problems_are_counted_in_full_and_listed_as_far_as_they_have_to_be_mended(tree, take, draw) -> None:
+def test_all_problems_are_counted_and_fatal_ones_listed(tree, take, draw) -> None:
     for number in range(1100):
         (tree / "1" / f"words-{number}.png").write_text(str(number))
     for number in range(30):
@@ -287,7 +287,7 @@ def test_problems_are_counted_in_full_and_listed_as_far_as_they_have_to_be_mende
     assert Counter(problem.kind for problem in manifest.problems) == {"undecodable": 1000, "wrong_size": 20}
 
 
-def test_a_duplicate_is_taken_once(tree, take, contents) -> None:
+def test_duplicate_is_ingested_once(tree, take, contents) -> None:
     (tree / "1" / "copy.png").write_bytes((tree / "1" / "000.png").read_bytes())
     manifest = take(tree)
     assert len(contents(manifest)) == 120
@@ -295,7 +295,7 @@ def test_a_duplicate_is_taken_once(tree, take, contents) -> None:
     assert manifest.problems[0].names == ("1/000.png", "1/copy.png")
 
 
-def test_an_image_given_twice_is_held_out(tmp_path: Path, take, draw, contents, digest_of) -> None:
+def test_image_in_two_splits_is_held_out(tmp_path: Path, take, draw, contents, digest_of) -> None:
     root = tmp_path / "given"
     for number in range(30):
         for split in ("train", "test") if number == 7 else ("train",) if number % 3 else ("test",):
@@ -303,48 +303,48 @@ def test_an_image_given_twice_is_held_out(tmp_path: Path, take, draw, contents, 
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(draw(number))
     manifest = take(root)
-    held = contents(manifest)
-    assert len(held) == 30
-    assert held.split[digest_of(draw(7))] == "test"
+    images = contents(manifest)
+    assert len(images) == 30
+    assert images.split[digest_of(draw(7))] == "test"
     assert manifest.problem_counts == {"duplicate_across_splits": 1}
     assert manifest.problems[0].names == ("test/b/7.png", "train/b/7.png")
 
 
-def test_conflicting_labels_leave_the_image_out_until_they_agree(tree, take, contents, draw, digest_of) -> None:
+def test_image_with_conflicting_labels_is_excluded_until_they_agree(tree, take, contents, draw, digest_of) -> None:
     clean = take(tree)
     image = (tree / "1" / "000.png").read_bytes()
     (tree / "2" / "again.png").write_bytes(image)
     (tree / "2" / "new.png").write_bytes(draw(900))
     (tree / "10" / "new.png").write_bytes(draw(900))
     manifest = take(tree)
-    held = contents(manifest)
+    images = contents(manifest)
     assert manifest.problem_counts == {"conflicting_labels": 2}
     assert {problem.names for problem in manifest.problems} == {
         ("1/000.png", "2/again.png"),
         ("10/new.png", "2/new.png"),
     }
-    assert len(held) == 119
-    assert digest_of(image) not in held.label
+    assert len(images) == 119
+    assert digest_of(image) not in images.label
 
     (tree / "1" / "000.png").unlink()
     (tree / "2" / "new.png").unlink()
     settled = take(tree)
-    held = contents(settled)
+    images = contents(settled)
     assert settled.problem_counts == {}
-    assert held.label[digest_of(image)] == "2"
-    assert held.split[digest_of(image)] == contents(clean).split[digest_of(image)]
-    assert held.label[digest_of(draw(900))] == "10"
-    assert len(held) == 121
+    assert images.label[digest_of(image)] == "2"
+    assert images.split[digest_of(image)] == contents(clean).split[digest_of(image)]
+    assert images.label[digest_of(draw(900))] == "10"
+    assert len(images) == 121
 
 
-def test_a_constant_image_is_noted(tree, take) -> None:
+def test_constant_image_is_reported(tree, take) -> None:
     Image.new("L", (6, 5), 7).save(tree / "1" / "flat.png")
     manifest = take(tree)
     assert manifest.problem_counts == {"constant_image": 1}
     assert manifest.problems[0].detail == "1/flat.png has one value in all its pixels."
 
 
-def test_an_empty_class_folder_is_noted(tree, take) -> None:
+def test_empty_class_folder_is_reported(tree, take) -> None:
     (tree / "3").mkdir()
     manifest = take(tree)
     assert manifest.labels == ("1", "2", "10")
@@ -353,7 +353,7 @@ def test_an_empty_class_folder_is_noted(tree, take) -> None:
 
 
 @pytest.mark.parametrize("source", ["nowhere", "empty", "flat"])
-def test_an_empty_source_is_a_sentence(tmp_path: Path, take, draw, source: str) -> None:
+def test_empty_source_is_reported(tmp_path: Path, take, draw, source: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "flat").mkdir()
     (tmp_path / "flat" / "0.png").write_bytes(draw(0))
@@ -362,14 +362,14 @@ def test_an_empty_source_is_a_sentence(tmp_path: Path, take, draw, source: str) 
     assert not list((tmp_path).glob("store/datasets/**/*.json"))
 
 
-def test_one_class_is_a_sentence(tmp_path: Path, take, draw) -> None:
+def test_single_class_is_reported(tmp_path: Path, take, draw) -> None:
     (tmp_path / "tree" / "only").mkdir(parents=True)
     (tmp_path / "tree" / "only" / "0.png").write_bytes(draw(0))
     with pytest.raises(DataError, match=r"one class only \('only'\); a recognizer needs at least two"):
         take(tmp_path / "tree")
 
 
-def test_nothing_decodable_is_a_sentence(tmp_path: Path, take) -> None:
+def test_source_without_decodable_images_is_reported(tmp_path: Path, take) -> None:
     for label in "ab":
         (tmp_path / "tree" / label).mkdir(parents=True)
         (tmp_path / "tree" / label / "0.png").write_text("words")
@@ -377,20 +377,20 @@ def test_nothing_decodable_is_a_sentence(tmp_path: Path, take) -> None:
         take(tmp_path / "tree")
 
 
-def test_a_name_that_is_not_utf8_is_named(tree, take) -> None:
+def test_file_name_in_invalid_utf8_is_reported(tree, take) -> None:
     Path(os.fsdecode(os.fsencode(tree / "1") + b"/\xff.png")).write_bytes(b"x")
     with pytest.raises(DataError, match="not UTF-8; rename"):
         take(tree)
 
 
-def test_a_folder_whose_name_is_not_utf8_is_named(tree, take) -> None:
+def test_folder_name_in_invalid_utf8_is_reported(tree, take) -> None:
     Path(os.fsdecode(os.fsencode(tree) + b"/\xff")).mkdir()
     with pytest.raises(DataError, match="not UTF-8; rename"):
         take(tree)
 
 
 @pytest.mark.parametrize("source", ["", "digit", "folder:", "mnist:", "gs://bucket", "s3://", "s3:bucket"])
-def test_an_unknown_source_is_named(take, source: str) -> None:
+def test_unknown_source_is_reported(take, source: str) -> None:
     with pytest.raises(SettingsError, match=f"no source '{source}'; known: digits, mnist"):
         take(source)
 
@@ -400,6 +400,6 @@ def test_fractions_must_leave_a_train_split(tree, take) -> None:
         take(tree, test_fraction=0.5, gallery_fraction=0.3, query_fraction=0.2)
 
 
-def test_a_dataset_needs_a_name_that_is_one(tree, take) -> None:
+def test_invalid_dataset_name_is_rejected(tree, take) -> None:
     with pytest.raises(SettingsError, match="is no name"):
         take(tree, dataset="../x")

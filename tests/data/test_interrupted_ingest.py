@@ -37,9 +37,7 @@ def visible_files(store: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("file_size_bytes", [2**14, 2**16, 2**17])
-def test_a_disk_that_takes_no_more_leaves_the_last_snapshot(
-    tree, take, draw, tmp_path: Path, file_size_bytes: int
-) -> None:
+def test_full_disk_leaves_the_last_snapshot(tree, take, draw, tmp_path: Path, file_size_bytes: int) -> None:
     first = take(tree)
     for number in range(1000, 2000):
         (tree / "1" / f"{number}.png").write_bytes(draw(number))
@@ -58,7 +56,7 @@ def test_a_disk_that_takes_no_more_leaves_the_last_snapshot(
 @pytest.mark.parametrize(
     "after_shards", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(12, marks=pytest.mark.slow)]
 )
-def test_a_killed_ingest_ends_the_same_when_run_again(tmp_path: Path, draw, after_shards: int, contents) -> None:
+def test_killed_ingest_can_be_repeated(tmp_path: Path, draw, after_shards: int, contents) -> None:
     root = tmp_path / "tree"
     for number in range(300):
         path = root / str(number % 3) / f"{number}.png"
@@ -88,7 +86,7 @@ def test_a_killed_ingest_ends_the_same_when_run_again(tmp_path: Path, draw, afte
     assert len(contents(manifest)) == 300
 
 
-def test_of_two_ingests_the_slower_is_told(tree, take, draw, monkeypatch) -> None:
+def test_slower_of_two_concurrent_ingests_fails(tree, take, draw, monkeypatch) -> None:
     first = take(tree)
     (tree / "1" / "new.png").write_bytes(draw(1000))
     real_put = open_store(first.store_uri).__class__.put_if
@@ -108,7 +106,7 @@ def test_of_two_ingests_the_slower_is_told(tree, take, draw, monkeypatch) -> Non
 
 
 def with_small_disk(script: str, mount: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a shell script in its own mount namespace, with a disk of 1 MiB at ``mount``."""
+    """Run a shell script in a separate mount namespace, with a disk of 1 MiB at ``mount``."""
     mount.mkdir()
     prepare = f"mount -t tmpfs -o size=1m none '{mount}' || exit 77\n"
     command = ["unshare", "--map-root-user", "--mount", "sh", "-c", prepare + script, "sh", *arguments]
@@ -121,7 +119,7 @@ def with_small_disk(script: str, mount: Path, *arguments: str) -> subprocess.Com
     return done
 
 
-def test_a_full_disk_under_the_store_is_a_sentence(tmp_path: Path, draw) -> None:
+def test_full_store_disk_is_reported(tmp_path: Path, draw) -> None:
     for number in range(300):
         path = tmp_path / "tree" / str(number % 3) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +140,7 @@ def test_a_full_disk_under_the_store_is_a_sentence(tmp_path: Path, draw) -> None
     assert len(digest) == 64
 
 
-def test_a_full_temporary_directory_is_a_sentence(tmp_path: Path, draw) -> None:
+def test_full_temporary_directory_is_reported(tmp_path: Path, draw) -> None:
     for number in range(300):
         path = tmp_path / "tree" / str(number % 3) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -26,32 +26,32 @@ def noise(mode: str, size: tuple[int, int] = (7, 5)) -> Image.Image:
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB"])
-def test_grey_and_colour_pngs_keep_their_pixels(mode: str) -> None:
+def test_gray_and_color_pngs_keep_their_pixels(mode: str) -> None:
     image = decode(saved(noise(mode)), LIMIT)
     assert image.mode == mode
     assert image.tobytes() == noise(mode).tobytes()
 
 
-def test_sixteen_bits_keep_the_upper_eight() -> None:
+def test_sixteen_bit_pixels_keep_the_upper_eight_bits() -> None:
     values = np.array([[0, 255, 256], [32768, 65279, 65535]], np.uint16)
     image = decode(saved(Image.fromarray(values)), LIMIT)
     assert image.mode == "L"
     assert np.asarray(image).tolist() == [[0, 0, 1], [128, 254, 255]]
 
 
-def test_one_bit_becomes_black_and_white() -> None:
+def test_one_bit_pixels_become_black_and_white() -> None:
     image = decode(saved(Image.fromarray(np.eye(3, dtype=bool))), LIMIT)
     assert np.asarray(image).tolist() == [[255, 0, 0], [0, 255, 0], [0, 0, 255]]
 
 
-def test_a_palette_gives_its_colours() -> None:
+def test_palette_is_converted_to_colors() -> None:
     image = Image.new("P", (2, 1))
     image.putpalette([10, 20, 30, 200, 100, 50])
     image.putpixel((1, 0), 1)
     assert np.asarray(decode(saved(image), LIMIT)).tolist() == [[[10, 20, 30], [200, 100, 50]]]
 
 
-def test_a_transparent_palette_lies_over_white() -> None:
+def test_transparent_palette_is_composited_over_white() -> None:
     image = Image.new("P", (2, 1))
     image.putpalette([10, 20, 30, 200, 100, 50])
     image.putpixel((1, 0), 1)
@@ -59,7 +59,7 @@ def test_a_transparent_palette_lies_over_white() -> None:
     assert np.asarray(decoded).tolist() == [[[255, 255, 255], [200, 100, 50]]]
 
 
-def test_transparency_lies_over_white() -> None:
+def test_transparency_is_composited_over_white() -> None:
     grey = Image.merge("LA", (Image.new("L", (3, 1), 0), Image.new("L", (3, 1))))
     for x, alpha in enumerate((0, 51, 255)):
         grey.putpixel((x, 0), (0, alpha))
@@ -79,9 +79,9 @@ def test_cmyk_becomes_rgb() -> None:
     assert max(green, blue) < 60
 
 
-def test_a_photo_is_turned_upright() -> None:
+def test_photo_is_rotated_upright() -> None:
     exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was held turned by 90 degrees
+    exif[0x0112] = 6  # the camera was rotated by 90 degrees
     image = Image.new("L", (16, 8))
     image.paste(255, (0, 0, 16, 4))
     upright = decode(saved(image, "JPEG", exif=exif), LIMIT)
@@ -92,7 +92,7 @@ def test_a_photo_is_turned_upright() -> None:
 
 @pytest.mark.parametrize("orientation", range(10))
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
-def test_every_orientation_is_turned_as_pillow_turns_it(orientation: int, kind: str) -> None:
+def test_every_orientation_is_applied_like_in_pillow(orientation: int, kind: str) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = saved(noise("RGB", (24, 16)), kind, exif=exif)
@@ -103,7 +103,7 @@ def test_every_orientation_is_turned_as_pillow_turns_it(orientation: int, kind: 
 
 
 def exif_data(*tags: tuple[int, int, int, bytes]) -> bytes:
-    """EXIF data of tags that need not make sense: (number, type, count, value of 4 bytes)."""
+    """EXIF data of possibly invalid tags: (number, type, count, 4-byte value)."""
     entries = b"".join(struct.pack("<HHI4s", *tag) for tag in tags)
     return b"Exif\0\0II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
 
@@ -115,10 +115,10 @@ TURNED = (0x0112, 3, 1, struct.pack("<I", 3))
     ("exif", "turned"),
     [
         (b"Exif\0\0no TIFF file at all", False),
-        (exif_data(TURNED, (0x011A, 2, 1, b"x")), True),  # words where a fraction is due
+        (exif_data(TURNED, (0x011A, 2, 1, b"x")), True),  # text instead of a fraction
     ],
 )
-def test_damaged_exif_data_does_not_spoil_an_image(exif: bytes, turned: bool) -> None:
+def test_damaged_exif_data_does_not_affect_the_image(exif: bytes, turned: bool) -> None:
     for kind in ("JPEG", "PNG"):
         plain = decode(saved(noise("RGB", (16, 16)), kind), LIMIT)
         upright = plain.transpose(Image.Transpose.ROTATE_180) if turned else plain
@@ -154,18 +154,18 @@ photo = saved(noise("L", (64, 64)), "JPEG")
         (png_header(30_000, 30_000), "x.png is too large"),
     ],
 )
-def test_what_is_no_usable_image_is_named(data: bytes, sentence: str) -> None:
+def test_unusable_image_is_reported(data: bytes, sentence: str) -> None:
     with pytest.raises(DataError) as caught:
         decode(data, LIMIT, "x.png")
     assert str(caught.value).startswith(sentence)
 
 
-def test_a_phones_second_picture_is_left_aside() -> None:
+def test_second_picture_of_an_mpo_file_is_ignored() -> None:
     two = saved(noise("RGB", (16, 16)), "MPO", save_all=True, append_images=[Image.new("RGB", (16, 16))])
     assert decode(two, LIMIT).size == (16, 16)
 
 
-def test_random_damage_gives_an_image_or_a_sentence(draw: Callable[..., bytes]) -> None:
+def test_random_damage_yields_an_image_or_an_error(draw: Callable[..., bytes]) -> None:
     rng = np.random.default_rng(0)
     for kind in ("PNG", "JPEG"):
         data = draw(0, (32, 32), "RGB", kind)
@@ -180,7 +180,7 @@ def test_random_damage_gives_an_image_or_a_sentence(draw: Callable[..., bytes]) 
             assert image.mode in ("L", "RGB")
 
 
-def test_an_array_has_the_wanted_shape() -> None:
+def test_array_has_the_requested_shape() -> None:
     for mode in ("L", "RGB"):
         for channels in (1, 3):
             array = to_array(noise(mode), 9, 4, channels)
@@ -192,12 +192,12 @@ def test_an_array_has_the_wanted_shape() -> None:
     assert (grey[..., :1] == grey).all()
 
 
-def test_shrinking_averages() -> None:
+def test_downscaling_averages_pixels() -> None:
     stripes = Image.fromarray(np.tile(np.array([0, 255], np.uint8), (16, 8)))
     assert np.abs(to_array(stripes, 2, 2, 1).astype(int) - 128).max() < 20
 
 
-def test_an_identity_is_that_of_pixels_not_of_files() -> None:
+def test_identity_depends_on_pixels_not_on_files() -> None:
     image = noise("L")
     fast, small = saved(image, compress_level=0), saved(image, compress_level=9)
     assert fast != small

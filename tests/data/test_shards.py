@@ -14,7 +14,7 @@ from evernear.store import open_store
 
 @pytest.fixture
 def dataset(tmp_path: Path, take, draw) -> Dataset:
-    """600 images in several shards a split."""
+    """600 images in several shards per split."""
     root = tmp_path / "set"
     for number in range(600):
         path = root / str(number % 3) / f"{number}.png"
@@ -30,7 +30,7 @@ def keys(blocks: list[Block]) -> list[bytes]:
     return [digest.tobytes() for block in blocks for digest in block.digests]
 
 
-def test_blocks_come_in_order_whatever_their_size(dataset: Dataset) -> None:
+def test_blocks_are_ordered_for_every_block_size(dataset: Dataset) -> None:
     whole = list(dataset.blocks("train"))
     for size in (1, 7, 10_000):
         blocks = list(dataset.blocks("train", size))
@@ -44,7 +44,7 @@ def test_blocks_come_in_order_whatever_their_size(dataset: Dataset) -> None:
     assert (whole[0].images.dtype, whole[0].labels.dtype) == (np.uint8, np.int64)
 
 
-def test_an_epoch_has_each_image_once(dataset: Dataset) -> None:
+def test_epoch_contains_each_image_once(dataset: Dataset) -> None:
     total = dataset.count("train")
     batches = list(dataset.shuffled_batches("train", 32, seed=0, epoch=0))
     assert [len(batch) for batch in batches] == [32] * (total // 32)
@@ -56,17 +56,17 @@ def test_an_epoch_has_each_image_once(dataset: Dataset) -> None:
             assert by_key[key][1] == label
 
 
-def test_the_order_is_that_of_seed_and_epoch(dataset: Dataset) -> None:
+def test_order_depends_only_on_seed_and_epoch(dataset: Dataset) -> None:
     def order(seed: int, epoch: int) -> list[bytes]:
         return keys(list(dataset.shuffled_batches("train", 32, seed, epoch)))
 
     assert order(3, 4) == order(3, 4)
     assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
-    # All images get their turn, although some sit out each epoch.
+    # All images are used over several epochs, although each epoch omits some.
     assert len({key for epoch in range(9) for key in order(0, epoch)}) == dataset.count("train")
 
 
-def test_a_shuffle_mixes_shards_even_with_a_small_buffer(dataset: Dataset, monkeypatch) -> None:
+def test_shuffle_mixes_shards_with_a_small_buffer(dataset: Dataset, monkeypatch) -> None:
     place = {key: i for i, key in enumerate(keys(list(dataset.blocks("train"))))}
     monkeypatch.setattr(shards, "_PIECE_BYTES", 4000)
     monkeypatch.setattr(shards, "_BUFFER_BYTES", 64 * 936)
@@ -75,7 +75,7 @@ def test_a_shuffle_mixes_shards_even_with_a_small_buffer(dataset: Dataset, monke
     assert np.mean(spans) > 0.5 * dataset.count("train")
 
 
-def test_ranks_share_an_epoch_without_overlap(dataset: Dataset) -> None:
+def test_ranks_partition_an_epoch(dataset: Dataset) -> None:
     ranks = [list(dataset.shuffled_batches("train", 16, 0, 0, rank, 3)) for rank in range(3)]
     assert len({len(batches) for batches in ranks}) == 1
     counts = Counter(key for batches in ranks for key in keys(batches))
@@ -83,24 +83,24 @@ def test_ranks_share_an_epoch_without_overlap(dataset: Dataset) -> None:
     assert len(counts) == dataset.count("train") // 3 // 16 * 16 * 3
 
 
-def test_a_split_smaller_than_a_batch_is_one_batch(dataset: Dataset) -> None:
+def test_split_smaller_than_a_batch_is_one_batch(dataset: Dataset) -> None:
     (batch,) = dataset.shuffled_batches("query", 10_000, 0, 0)
     assert len(batch) == dataset.count("query")
 
 
-def test_too_few_images_for_the_processes_is_a_sentence(dataset: Dataset) -> None:
+def test_too_few_images_for_the_processes_are_reported(dataset: Dataset) -> None:
     with pytest.raises(DataError, match="too few for 1000 processes"):
         next(dataset.shuffled_batches("query", 4, 0, 0, 0, 1000))
 
 
-def test_mean_and_deviation_are_those_of_the_pixels(dataset: Dataset) -> None:
+def test_mean_and_deviation_match_the_pixels(dataset: Dataset) -> None:
     pixels = np.concatenate([block.images for block in dataset.blocks("train")]) / 255
     mean, std = dataset.mean_std("train")
     assert mean == pytest.approx((pixels.mean(),), rel=1e-12)
     assert std == pytest.approx((pixels.std(),), rel=1e-9)
 
 
-def test_mean_and_deviation_are_by_channel(tmp_path: Path, take, draw) -> None:
+def test_mean_and_deviation_are_per_channel(tmp_path: Path, take, draw) -> None:
     for number in range(40):
         path = tmp_path / "set" / str(number % 2) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def test_mean_and_deviation_are_by_channel(tmp_path: Path, take, draw) -> None:
     assert std == pytest.approx(tuple(pixels.std(axis=(0, 1, 2))))
 
 
-def test_a_channel_of_one_value_deviates_by_nothing(tmp_path: Path, take) -> None:
+def test_constant_channel_has_zero_deviation(tmp_path: Path, take) -> None:
     for number in range(40):
         path = tmp_path / "set" / str(number % 2) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def test_a_channel_of_one_value_deviates_by_nothing(tmp_path: Path, take) -> Non
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
-def test_a_damaged_shard_is_named(dataset: Dataset, tmp_path: Path, damage: str) -> None:
+def test_damaged_shard_is_named(dataset: Dataset, tmp_path: Path, damage: str) -> None:
     shard = next(shard for shard in dataset.manifest.shards if shard.split == "test")
     path = tmp_path / "store" / "datasets" / "set" / "shards" / f"{shard.sha256}.npy"
     data = bytearray(path.read_bytes())
@@ -141,7 +141,7 @@ def test_a_damaged_shard_is_named(dataset: Dataset, tmp_path: Path, damage: str)
         list(dataset.blocks("test"))
 
 
-def test_a_manifest_of_other_shards_is_found_out(dataset: Dataset) -> None:
+def test_manifest_of_other_shards_is_rejected(dataset: Dataset) -> None:
     manifest = dataset.manifest
     wrong = tuple(shard.model_copy(update={"count": shard.count + 1}) for shard in manifest.shards)
     lying = Dataset(manifest.model_copy(update={"shards": wrong}), open_store(manifest.store_uri))
@@ -150,7 +150,7 @@ def test_a_manifest_of_other_shards_is_found_out(dataset: Dataset) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", '{"format": 2}'])
-def test_a_directory_without_a_manifest_is_no_dataset(tmp_path: Path, content: str | None) -> None:
+def test_directory_without_a_manifest_is_rejected(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(IntegrityError, match="manifest"):
@@ -158,7 +158,7 @@ def test_a_directory_without_a_manifest_is_no_dataset(tmp_path: Path, content: s
 
 
 def in_s3(dataset: Dataset, bucket: str) -> Manifest:
-    """The same snapshot in a bucket."""
+    """Copy the snapshot to a bucket."""
     store = open_store(f"s3://{bucket}/store")
     local = open_store(dataset.manifest.store_uri)
     for shard in dataset.manifest.shards:
@@ -167,15 +167,15 @@ def in_s3(dataset: Dataset, bucket: str) -> Manifest:
     return dataset.manifest.model_copy(update={"store_uri": store.uri})
 
 
-def test_remote_shards_are_read_through_a_cache(dataset: Dataset, tmp_path: Path, bucket: str, monkeypatch) -> None:
+def test_remote_shards_are_cached(dataset: Dataset, tmp_path: Path, bucket: str, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     save_manifest(in_s3(dataset, bucket), tmp_path / "remote")
     remote = Dataset.open(tmp_path / "remote")
     assert remote.digest == dataset.digest
     assert keys(list(remote.blocks("test"))) == keys(list(dataset.blocks("test")))
-    held = {path.stem for path in (tmp_path / "cache" / "evernear" / "shards").iterdir()}
-    assert held == {shard.sha256 for shard in remote.manifest.shards if shard.split == "test"}
-    damaged = tmp_path / "cache" / "evernear" / "shards" / f"{held.pop()}.npy"
+    cached = {path.stem for path in (tmp_path / "cache" / "evernear" / "shards").iterdir()}
+    assert cached == {shard.sha256 for shard in remote.manifest.shards if shard.split == "test"}
+    damaged = tmp_path / "cache" / "evernear" / "shards" / f"{cached.pop()}.npy"
     damaged.write_bytes(b"damaged")
     assert keys(list(Dataset.open(tmp_path / "remote").blocks("test"))) == keys(list(dataset.blocks("test")))
     damaged.write_bytes(b"damaged")
@@ -184,7 +184,7 @@ def test_remote_shards_are_read_through_a_cache(dataset: Dataset, tmp_path: Path
         list(Dataset.open(tmp_path / "remote").blocks("test"))
 
 
-def test_the_cache_is_bounded_and_drops_what_was_not_used(
+def test_cache_is_bounded_and_evicts_the_least_recently_used(
     dataset: Dataset, tmp_path: Path, bucket: str, monkeypatch
 ) -> None:
     manifest = in_s3(dataset, bucket)
@@ -194,11 +194,11 @@ def test_the_cache_is_bounded_and_drops_what_was_not_used(
     remote = Dataset(manifest, open_store(manifest.store_uri), cache)
     expected = keys(list(dataset.blocks("train")))
     for _ in range(2):
-        found: list[bytes] = []
+        keys_read: list[bytes] = []
         for block in remote.blocks("train", 10):
-            found += keys([block])
+            keys_read += keys([block])
             assert sum(path.stat().st_size for path in cache.iterdir()) <= 2 * 2**16
-        assert found == expected
+        assert keys_read == expected
     assert {path.stem for path in cache.glob("*.npy")} <= {shard.sha256 for shard in train[-2:]}
     batches = list(remote.shuffled_batches("train", 32, 0, 0))
     assert keys(batches) == keys(list(dataset.shuffled_batches("train", 32, 0, 0)))

@@ -1,4 +1,4 @@
-"""What is new is counted from listings; the count is held against what ingest then makes of the same images."""
+"""Changes are counted from listings, and the counts are compared with the subsequent ingest."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +31,7 @@ def count(tmp_path: Path) -> Count:
     return count
 
 
-def test_nothing_is_new_in_what_was_ingested_last(tree: Path, take, count: Count) -> None:
+def test_ingested_source_has_no_changes(tree: Path, take, count: Count) -> None:
     (tree / "1" / "broken.png").write_text("no image")
     (tree / "1" / "notes.txt").write_text("nor that")
     diff = count(tree, take(tree))
@@ -39,7 +39,7 @@ def test_nothing_is_new_in_what_was_ingested_last(tree: Path, take, count: Count
     assert diff.expected("train") == diff.expected("gallery") == 0
 
 
-def test_new_changed_and_vanished_files_are_told_apart(tree: Path, take, draw, count: Count) -> None:
+def test_new_changed_and_removed_files_are_distinguished(tree: Path, take, draw, count: Count) -> None:
     manifest = take(tree)
     (tree / "2" / "new.png").write_bytes(draw(1000))
     (tree / "3").mkdir()
@@ -52,15 +52,15 @@ def test_new_changed_and_vanished_files_are_told_apart(tree: Path, take, draw, c
     assert diff.labels == {"1": 1, "2": 1, "3": 12}
 
 
-def test_no_image_is_read(tree: Path, take, count: Count) -> None:
+def test_diff_reads_no_image(tree: Path, take, count: Count) -> None:
     manifest = take(tree)
     with (tree / "2" / "new.png").open("wb") as file:
-        file.truncate(100 * 2**30)  # of zeros, which take no place on the disk and minutes to read
+        file.truncate(100 * 2**30)  # a sparse file, which takes minutes to read
     assert count(tree, manifest).new == 1
 
 
-def test_the_expected_splits_are_those_that_ingest_makes(tree: Path, take, draw, count: Count) -> None:
-    """600 new images, split by their content: what is expected is what comes, up to chance."""
+def test_expected_splits_match_those_of_ingest(tree: Path, take, draw, count: Count) -> None:
+    """600 new images are split by content: expected and actual counts agree within chance."""
     manifest = take(tree)
     for number in range(600):
         (tree / "1" / f"more-{number}.png").write_bytes(draw(5000 + number))
@@ -74,7 +74,7 @@ def test_the_expected_splits_are_those_that_ingest_makes(tree: Path, take, draw,
     assert sum(diff.expected(split) for split in ("train", "test", "gallery", "query")) == pytest.approx(600)
 
 
-def test_given_splits_are_counted_not_expected(tmp_path: Path, take, draw, count: Count) -> None:
+def test_explicit_splits_are_counted_exactly(tmp_path: Path, take, draw, count: Count) -> None:
     root = tmp_path / "given"
 
     def add(split: str, numbers: range) -> None:
@@ -94,7 +94,7 @@ def test_given_splits_are_counted_not_expected(tmp_path: Path, take, draw, count
     assert diff.expected("query") == 0
 
 
-def test_a_bucket_is_counted_from_its_listing(tree: Path, take, draw, count: Count, bucket: str) -> None:
+def test_bucket_is_counted_from_its_listing(tree: Path, take, draw, count: Count, bucket: str) -> None:
     images = open_store(f"s3://{bucket}/images")
     for path in tree.rglob("0[01]*.png"):
         images.put(path.relative_to(tree).as_posix(), path)
@@ -111,7 +111,7 @@ def test_digits_never_change(take, count: Count) -> None:
     assert (diff.listed, diff.new, diff.gone) == (1797, 0, 0)
 
 
-def test_mnist_files_that_grew_are_seen_by_their_labels(tmp_path: Path, take, count: Count) -> None:
+def test_grown_mnist_files_are_counted_by_their_labels(tmp_path: Path, take, count: Count) -> None:
     def write(counts: dict[str, int]) -> None:
         for part, images in counts.items():
             labels = np.arange(images, dtype=np.uint8) % 3
@@ -129,13 +129,13 @@ def test_mnist_files_that_grew_are_seen_by_their_labels(tmp_path: Path, take, co
     assert diff.expected("train") == pytest.approx(50 * 0.85)
 
 
-def test_a_snapshot_of_another_source_and_no_snapshot_know_nothing(tree: Path, take, count: Count) -> None:
+def test_without_a_snapshot_of_the_source_everything_is_new(tree: Path, take, count: Count) -> None:
     manifest = take("digits")
     assert (count(tree, manifest).new, count(tree, manifest).gone) == (120, 0)
     assert count(tree, None).new == 120
 
 
-def test_two_snapshots_are_compared_with_one_listing(tree: Path, take, draw, tmp_path: Path) -> None:
+def test_one_listing_is_compared_with_two_snapshots(tree: Path, take, draw, tmp_path: Path) -> None:
     first = take(tree)
     (tree / "2" / "a.png").write_bytes(draw(1000))
     second = take(tree)
@@ -146,20 +146,20 @@ def test_two_snapshots_are_compared_with_one_listing(tree: Path, take, draw, tmp
     assert (older.new, newer.new) == (2, 1)
 
 
-def test_a_ledger_is_fetched_once_and_stays_as_it_is(tree: Path, take, count: Count, tmp_path: Path) -> None:
+def test_ledger_is_fetched_once_and_not_modified(tree: Path, take, count: Count, tmp_path: Path) -> None:
     manifest = take(tree)
     assert count(tree, manifest).new == 0
-    (kept,) = (tmp_path / "cache").iterdir()
-    before = (kept.stat().st_mtime_ns, kept.read_bytes())
+    (cached,) = (tmp_path / "cache").iterdir()
+    before = (cached.stat().st_mtime_ns, cached.read_bytes())
     for path in (tmp_path / "store").rglob("*.sqlite"):
         path.unlink()
     assert count(tree, manifest).new == 0
-    assert (kept.stat().st_mtime_ns, kept.read_bytes()) == before
-    kept.unlink()
+    assert (cached.stat().st_mtime_ns, cached.read_bytes()) == before
+    cached.unlink()
     with pytest.raises(StoreError, match=r"There is no datasets/tree/ledgers/"):
         count(tree, manifest)
 
 
-def test_a_source_that_is_gone_is_a_sentence(tree: Path, take, count: Count) -> None:
+def test_missing_source_is_reported(tree: Path, take, count: Count) -> None:
     with pytest.raises(DataError, match="There is no directory"):
         count(tree.parent / "elsewhere", take(tree))

@@ -17,26 +17,26 @@ from evernear.data.preprocess import image_digest
 from evernear.errors import DataError
 
 
-def test_digits_are_all_there(take, contents) -> None:
+def test_digits_are_complete(take, contents) -> None:
     manifest = take("digits")
-    held = contents(manifest)
+    images = contents(manifest)
     bunch = load_digits()
     assert manifest.shape == (8, 8, 1)
     assert manifest.labels == tuple("0123456789")
-    assert len(held) == 1797
+    assert len(images) == 1797
     expected = Counter(
         (str(label), image.astype(int).tobytes()) for label, image in zip(bunch.target, bunch.images, strict=True)
     )
-    # 16 becomes 255, and every value of 0..16 can be told apart again.
-    found = Counter(
-        (held.label[digest], np.rint(image[..., 0] / (255 / 16)).astype(int).tobytes())
-        for digest, image in held.image.items()
+    # 16 becomes 255, and the values 0..16 remain distinct.
+    counts = Counter(
+        (images.label[digest], np.rint(image[..., 0] / (255 / 16)).astype(int).tobytes())
+        for digest, image in images.image.items()
     )
-    assert found == expected
-    counts = Counter(held.split.values())
-    assert 130 <= counts["test"] <= 230
-    assert 130 <= counts["gallery"] <= 230
-    assert 55 <= counts["query"] <= 130
+    assert counts == expected
+    split_sizes = Counter(images.split.values())
+    assert 130 <= split_sizes["test"] <= 230
+    assert 130 <= split_sizes["gallery"] <= 230
+    assert 55 <= split_sizes["query"] <= 130
     assert take("digits") == manifest
 
 
@@ -47,7 +47,7 @@ def write_idx(path: Path, array: np.ndarray) -> None:
 
 @pytest.fixture
 def idx(tmp_path: Path) -> Path:
-    """300 training and 50 test images of 4 x 3, in five classes."""
+    """300 training and 50 test images of 4 x 3 pixels in five classes."""
     rng = np.random.default_rng(0)
     directory = tmp_path / "idx"
     directory.mkdir()
@@ -59,27 +59,27 @@ def idx(tmp_path: Path) -> Path:
 
 def test_idx_files_keep_their_test_images(idx: Path, take, contents) -> None:
     manifest = take(f"mnist:{idx}")
-    held = contents(manifest)
+    images = contents(manifest)
     assert (manifest.name, manifest.shape, manifest.labels) == ("mnist", (4, 3, 1), tuple("01234"))
-    images = np.frombuffer((idx / "t10k-images-idx3-ubyte").read_bytes()[16:], np.uint8).reshape(-1, 4, 3)
+    pixels = np.frombuffer((idx / "t10k-images-idx3-ubyte").read_bytes()[16:], np.uint8).reshape(-1, 4, 3)
     labels = (idx / "t10k-labels-idx1-ubyte").read_bytes()[8:]
-    for image, label in zip(images, labels, strict=True):
+    for image, label in zip(pixels, labels, strict=True):
         digest = image_digest(Image.fromarray(image))
-        assert held.split[digest] == "test"
-        assert held.label[digest] == str(label)
-        assert (held.image[digest][..., 0] == image).all()
-    assert Counter(held.split.values())["test"] == 50
-    assert set(held.split.values()) == {"train", "test", "gallery", "query"}
+        assert images.split[digest] == "test"
+        assert images.label[digest] == str(label)
+        assert (images.image[digest][..., 0] == image).all()
+    assert Counter(images.split.values())["test"] == 50
+    assert set(images.split.values()) == {"train", "test", "gallery", "query"}
 
 
-def test_idx_images_may_be_brought_to_another_shape(idx: Path, take, contents) -> None:
+def test_idx_images_can_be_resized(idx: Path, take, contents) -> None:
     same = contents(take(f"mnist:{idx}"))
     other = contents(take(f"mnist:{idx}", dataset="other", size_px=8, channels="color"))
     assert other.split == same.split
     assert next(iter(other.image.values())).shape == (8, 8, 3)
 
 
-def test_an_idx_image_of_both_parts_is_held_out(idx: Path, take, contents) -> None:
+def test_idx_image_in_both_parts_is_held_out(idx: Path, take, contents) -> None:
     train = bytearray((idx / "train-images-idx3-ubyte").read_bytes())
     test = (idx / "t10k-images-idx3-ubyte").read_bytes()
     train[16 : 16 + 12] = test[16 : 16 + 12]
@@ -116,7 +116,7 @@ MNIST = Path(__file__).resolve().parents[2].parent / "shared/data/mnist"
 
 
 @pytest.mark.skipif(not MNIST.is_dir(), reason="the full MNIST is not here")
-def test_mnist_is_taken_whole(take) -> None:
+def test_mnist_is_ingested_completely(take) -> None:
     started_s = time.monotonic()
     manifest = take(f"mnist:{MNIST}", shard_size_bytes=2**25)
     took_s = time.monotonic() - started_s
@@ -126,12 +126,12 @@ def test_mnist_is_taken_whole(take) -> None:
     assert abs(manifest.count("gallery") - 6000) < 300
     assert manifest.problem_counts == {}
     assert manifest.label_counts("test")["7"] == 1028
-    assert took_s < 60  # measured: 2 s; a bound that only a per-image detour would break
+    assert took_s < 60  # measured: 2 s; only per-image processing would exceed this bound
 
 
 @pytest.fixture
 def mirror(idx: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HTTPServer]:
-    """torchvision's only mirror of MNIST, of our own small files and their checksums; the cache is empty."""
+    """A mirror of small MNIST files with their checksums, the only one that torchvision uses; the cache is empty."""
     from torchvision.datasets import MNIST
 
     resources: list[tuple[str, str]] = []
@@ -158,7 +158,7 @@ def test_mnist_is_downloaded_once(take, idx: Path, mirror: HTTPServer, monkeypat
 
 
 @pytest.mark.parametrize("fault", ["no answer", "other content"])
-def test_a_download_that_fails_is_a_sentence_and_leaves_nothing(
+def test_failed_download_is_reported_and_leaves_no_files(
     take, idx: Path, mirror: HTTPServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str
 ) -> None:
     if fault == "no answer":

@@ -19,11 +19,11 @@ def upload(bucket: str, tree: Path, prefix: str) -> Store:
 
 
 def client() -> Minio:
-    """It takes keys that a `Store` does not."""
+    """A client that accepts keys that a `Store` rejects."""
     return Minio(os.environ["AWS_ENDPOINT_URL"].removeprefix("http://"), "tester", "not-a-secret", secure=False)
 
 
-def test_a_bucket_gives_what_the_tree_gives(tree, take, bucket: str, contents) -> None:
+def test_bucket_and_tree_give_the_same_dataset(tree, take, bucket: str, contents) -> None:
     (tree / "1" / "words.png").write_text("no image")
     (tree / "2" / "notes.txt").write_text("notes")
     here = take(tree)
@@ -34,7 +34,7 @@ def test_a_bucket_gives_what_the_tree_gives(tree, take, bucket: str, contents) -
     assert there.problems[0].names == ("1/words.png",)
 
 
-def test_hidden_class_folders_of_a_bucket_are_named_as_those_of_a_tree(tree, take, bucket: str, draw) -> None:
+def test_hidden_class_folders_of_a_bucket_are_named(tree, take, bucket: str, draw) -> None:
     for name in (".net/1.png", ".net/deeper/2.png", "1/.thumbs/3.png", "1/._4.png", ".git/config"):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_bytes(draw(len(name)))
@@ -48,7 +48,7 @@ def test_hidden_class_folders_of_a_bucket_are_named_as_those_of_a_tree(tree, tak
     assert [problem.names for problem in there.problems] == [(".net",)]
 
 
-def test_a_bucket_is_ingested_incrementally_into_a_store_in_s3(tree, bucket: str, draw, contents, digest_of) -> None:
+def test_bucket_is_ingested_incrementally_into_s3(tree, bucket: str, draw, contents, digest_of) -> None:
     images = upload(bucket, tree, "images")
     knobs = DataSettings(source=f"s3://{bucket}/images", shard_size_bytes=2**16)
     first = ingest(knobs, f"s3://{bucket}/store")
@@ -63,7 +63,7 @@ def test_a_bucket_is_ingested_incrementally_into_a_store_in_s3(tree, bucket: str
     assert ingest(slash, f"s3://{bucket}/store") == second
 
 
-def test_keys_of_any_kind_are_read(take, draw, bucket: str, contents) -> None:
+def test_unusual_keys_are_read(take, draw, bucket: str, contents) -> None:
     names = [
         "a b",
         "a+b",
@@ -77,7 +77,7 @@ def test_keys_of_any_kind_are_read(take, draw, bucket: str, contents) -> None:
         "<lt>",
         "back\\slash",
     ]
-    if "TEST_S3_URL" not in os.environ:  # MinIO refuses both, SeaweedFS the second
+    if "TEST_S3_URL" not in os.environ:  # MinIO rejects both, SeaweedFS the second
         names += ["d//ouble", "x" * 500]
     images = client()
     for number, name in enumerate(names * 2):
@@ -88,7 +88,7 @@ def test_keys_of_any_kind_are_read(take, draw, bucket: str, contents) -> None:
     assert manifest.problem_counts == {}
 
 
-def test_a_bucket_with_given_splits(tmp_path: Path, take, draw, bucket: str, contents, digest_of) -> None:
+def test_bucket_with_explicit_splits(tmp_path: Path, take, draw, bucket: str, contents, digest_of) -> None:
     store = open_store(f"s3://{bucket}")
     tests: set[bytes] = set()
     for number in range(60):
@@ -96,11 +96,11 @@ def test_a_bucket_with_given_splits(tmp_path: Path, take, draw, bucket: str, con
         store.put(f"{split}/{'ab'[number % 2]}/{number}.png", draw(number))
         if split == "test":
             tests.add(digest_of(draw(number)))
-    held = contents(take(f"s3://{bucket}"))
-    assert {digest for digest, split in held.split.items() if split == "test"} == tests
+    images = contents(take(f"s3://{bucket}"))
+    assert {digest for digest, split in images.split.items() if split == "test"} == tests
 
 
-def test_an_empty_or_missing_bucket_is_a_sentence(take, bucket: str) -> None:
+def test_empty_or_missing_bucket_is_reported(take, bucket: str) -> None:
     with pytest.raises(DataError, match=f"s3://{bucket}/images holds no image in a class folder"):
         take(f"s3://{bucket}/images")
     with pytest.raises(StoreError, match="There is no bucket"):

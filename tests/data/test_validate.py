@@ -16,7 +16,7 @@ def check(manifest: Manifest, champion: tuple[str, ...] = (), **settings: object
     return validate(dataset, ValidationSettings.model_validate(settings), champion)
 
 
-def test_good_data_has_no_findings(tree, take) -> None:
+def test_valid_data_has_no_findings(tree, take) -> None:
     report = check(take(tree), ("1", "2", "10"))
     assert report.findings == ()
     require_valid(report)
@@ -25,7 +25,7 @@ def test_good_data_has_no_findings(tree, take) -> None:
     assert f"| all | {sum(report.counts['train'].values())} |" in report.markdown()
 
 
-def test_errors_stop_with_one_sentence_that_names_the_files(tree, take, draw) -> None:
+def test_errors_stop_with_a_message_that_names_the_files(tree, take, draw) -> None:
     (tree / "1" / "cut.png").write_bytes(draw(500)[:40])
     (tree / "2" / "words.png").write_text("no image")
     (tree / "1" / "again.png").write_bytes((tree / "2" / "001.png").read_bytes())
@@ -41,7 +41,7 @@ def test_errors_stop_with_one_sentence_that_names_the_files(tree, take, draw) ->
     assert "- 2/words.png is not a PNG or JPEG image." in report.markdown()
 
 
-def test_warnings_go_on(tree, take, draw) -> None:
+def test_warnings_do_not_stop(tree, take, draw) -> None:
     (tree / "1" / "again.png").write_bytes((tree / "1" / "000.png").read_bytes())
     (tree / "1" / "large.png").write_bytes(draw(900, (60, 50)))
     report = check(take(tree))
@@ -53,7 +53,7 @@ def test_warnings_go_on(tree, take, draw) -> None:
     assert "| warn | duplicate | 1 image is there more than once" in report.markdown()
 
 
-def test_a_hidden_class_folder_is_a_warning(tree, take, draw) -> None:
+def test_hidden_class_folder_is_a_warning(tree, take, draw) -> None:
     (tree / ".net").mkdir()
     (tree / ".net" / "1.png").write_bytes(draw(500))
     (finding,) = check(take(tree)).findings
@@ -63,7 +63,7 @@ def test_a_hidden_class_folder_is_a_warning(tree, take, draw) -> None:
     )
 
 
-def test_severities_are_settings(tree, take) -> None:
+def test_severities_are_configurable(tree, take) -> None:
     (tree / "2" / "words.png").write_text("no image")
     (tree / "1" / "again.png").write_bytes((tree / "1" / "000.png").read_bytes())
     manifest = take(tree)
@@ -73,7 +73,7 @@ def test_severities_are_settings(tree, take) -> None:
         require_valid(check(manifest, undecodable="off", duplicate="error"))
 
 
-def test_many_names_are_cut_short(tree, take) -> None:
+def test_long_lists_of_names_are_truncated(tree, take) -> None:
     for number in range(50):
         (tree / "1" / f"w{number:02}.png").write_text(str(number))
     (finding,) = check(take(tree)).findings
@@ -94,7 +94,7 @@ def test_tiny_and_empty_classes_are_named_with_their_counts(tree, take, draw) ->
     assert "tiny_class" not in {f.rule for f in check(take(tree), min_class_images=3, tiny_class="off").findings}
 
 
-def test_a_vanished_class_is_held_against_the_champion(tree, take) -> None:
+def test_missing_champion_class_is_an_error(tree, take) -> None:
     first = take(tree)
     for path in (tree / "2").iterdir():
         path.unlink()
@@ -102,7 +102,7 @@ def test_a_vanished_class_is_held_against_the_champion(tree, take) -> None:
     second = take(tree)
     with pytest.raises(DataValidationError, match="The live release has the classes 2, but no image of them is left"):
         require_valid(check(second, ("1", "2", "10")))
-    # A class that no release knew may go.
+    # A class that no release contains may be removed.
     assert check(second, ("1", "10")).findings == ()
     assert check(first, ("1", "2", "10")).findings == ()
     (finding,) = check(first, ("1", "0")).findings
@@ -118,7 +118,7 @@ def test_imbalance_is_a_ratio(tree, take, draw) -> None:
     assert finding.message == "Classes are out of balance: 140 images of 10, 40 of 1; more than 3.4 to 1."
 
 
-def test_an_empty_split_and_a_class_missing_in_one_are_found(tmp_path: Path, take, draw) -> None:
+def test_empty_split_and_missing_class_are_reported(tmp_path: Path, take, draw) -> None:
     numbers = itertools.count()
     for split, label, count in [
         ("train", "a", 20),
@@ -144,7 +144,7 @@ def test_an_empty_split_and_a_class_missing_in_one_are_found(tmp_path: Path, tak
     }
 
 
-def test_a_report_survives_names_of_any_kind(tree, take) -> None:
+def test_report_survives_unusual_names(tree, take) -> None:
     (tree / "a|b").mkdir()
     (tree / "a|b" / "x\ny.png").write_text("words")
     (tree / "a|b" / "\x1b[31m.png").write_text("words")

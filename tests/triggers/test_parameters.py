@@ -30,7 +30,7 @@ def deployed_settings() -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
-def test_the_bot_and_the_watcher_as_shipped_start_runs_that_can_deploy() -> None:
+def test_shipped_bot_and_watcher_start_deployable_runs() -> None:
     version = uploaded(serving_image=IMAGE, settings={"kubernetes": {"replicas_min": 3}, "gate": {"significance": 0.2}})
     ours = from_settings(load(environment=deployed_settings()), parameters_of(version))
     assert ours["settings"] == {
@@ -48,7 +48,7 @@ def test_the_bot_and_the_watcher_as_shipped_start_runs_that_can_deploy() -> None
     assert chosen.train.epochs == 3
 
 
-def test_a_setting_may_be_written_by_its_name_or_by_its_parameters() -> None:
+def test_setting_can_be_given_by_name_or_parameter() -> None:
     known = parameters_of(uploaded())
     assert from_words(["data.source=s3://x"], known) == from_words(["source=s3://x"], known) == {"source": "s3://x"}
     assert from_words([f"kubernetes.image={IMAGE}"], known) == {"serving_image": IMAGE}
@@ -57,13 +57,13 @@ def test_a_setting_may_be_written_by_its_name_or_by_its_parameters() -> None:
     }
 
 
-def test_a_pipeline_of_another_version_of_evernear_is_named_as_such() -> None:
+def test_pipeline_of_another_version_is_named() -> None:
     older = [parameter for parameter in parameters_of(uploaded()) if parameter.name != "settings"]
     with pytest.raises(SettingsError, match="uploaded by another version of evernear; upload it again"):
         from_words(["train.epochs=3"], older)
 
 
-def test_words_are_split_as_a_shell_does_and_curly_quotes_are_quotes() -> None:
+def test_words_are_split_like_in_a_shell_with_curly_quotes() -> None:
     assert split_words("a=1 b=\u201cx y\u201d") == ["a=1", "b=x y"]
     with pytest.raises(SettingsError, match="a quote in it is not closed"):
         split_words("a='x")

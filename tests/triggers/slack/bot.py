@@ -152,12 +152,12 @@ class Bot:
 
     def query(self, person: Person, text: str) -> Shown:
         """The answer to a query, which follows its acknowledgement."""
-        seen = len(self.slack.ephemeral)
+        count = len(self.slack.ephemeral)
         assert self.command(person, text).body == ""
         until_s = time.monotonic() + 5
-        while len(self.slack.ephemeral) == seen and time.monotonic() < until_s:
+        while len(self.slack.ephemeral) == count and time.monotonic() < until_s:
             time.sleep(0.01)
-        return self.slack.ephemeral[seen]
+        return self.slack.ephemeral[count]
 
     def click(self, person: Person, shown: Shown, button: str) -> BoltResponse:
         return self.deliver(self.slack.button(shown, button).by(person))
@@ -175,7 +175,7 @@ class Bot:
         return self.slack.messages[-1]
 
     def audit(self) -> list[dict[str, Any]]:
-        return [json.loads(self.store.get(found.key)) for found in self.store.list("triggers/audit/")]
+        return [json.loads(self.store.get(entry.key)) for entry in self.store.list("triggers/audit/")]
 
 
 __all__ = ["ADA", "BOB", "CHANNEL", "EVE", "Bot", "Click", "Clock", "MemoryRuns", "Outage"]

@@ -12,11 +12,11 @@ def test_nothing_is_permitted_by_default(
     slack: SlackServer, runs: MemoryRuns, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bot = Bot(slack, runs, tmp_path, {})
-    told = bot.command(ADA, "/retrain")
-    assert told.status == 200
-    assert "nobody may start runs from Slack yet" in told.body
-    assert "U0ADA" in told.body
-    assert "slack.may_start" in told.body
+    response = bot.command(ADA, "/retrain")
+    assert response.status == 200
+    assert "nobody may start runs from Slack yet" in response.body
+    assert "U0ADA" in response.body
+    assert "slack.may_start" in response.body
     bot.poll()
     assert slack.messages == []
     (line,) = bot.audit()

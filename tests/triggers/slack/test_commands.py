@@ -19,11 +19,11 @@ def test_status_shows_release_runs_prompts_and_watcher(bot: Bot, slack: SlackSer
     bot.prompt()
     runs.start("continuous-training", {}, "key")
     bot.clock.move(90)
-    answer = _query(bot, "/evernear status")
-    assert "*Live release* none yet" in answer
-    assert "|continuous-training 1> for 1 min 30 s" in answer
-    assert "*Open prompts* 1" in answer
-    assert "*Watcher* on" in answer
+    text = _query(bot, "/evernear status")
+    assert "*Live release* none yet" in text
+    assert "|continuous-training 1> for 1 min 30 s" in text
+    assert "*Open prompts* 1" in text
+    assert "*Watcher* on" in text
 
 
 def test_runs_lists_the_newest(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
@@ -31,9 +31,9 @@ def test_runs_lists_the_newest(bot: Bot, slack: SlackServer, runs: MemoryRuns) -
     runs.start("continuous-training", {}, "1")
     runs.set(State.FAILED, ended=bot.clock())
     runs.start("reindex", {}, "2")
-    answer = _query(bot, "/evernear runs").splitlines()
-    assert [line.split(" ")[0] for line in answer] == [":white_circle:", ":x:"]
-    assert "`00000002`" in answer[0]
+    lines = _query(bot, "/evernear runs").splitlines()
+    assert [line.split(" ")[0] for line in lines] == [":white_circle:", ":x:"]
+    assert "`00000002`" in lines[0]
 
 
 @pytest.mark.parametrize("state", State)

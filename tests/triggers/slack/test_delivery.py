@@ -40,8 +40,8 @@ def test_acknowledged_request_is_stored(bot: Bot, runs: MemoryRuns) -> None:
 def test_request_that_cannot_be_stored_is_refused(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
     prompt = bot.prompt()
     bot.store.is_down = True
-    told = bot.command(ADA, "/retrain")
-    assert "The store cannot be reached. Nothing was done; try again." in told.body
+    response = bot.command(ADA, "/retrain")
+    assert "The store cannot be reached. Nothing was done; try again." in response.body
     bot.click(ADA, prompt, "Start training")
     assert "Nothing was done" in slack.ephemeral[-1].text
     mention = slack.mentions(ADA, "<@U0BOT>", "C0TRAINING")
@@ -117,11 +117,11 @@ def test_double_click_is_not_reported_as_refused(
     find, overtaken = RequestStore.find, threading.Event()
 
     def find_and_be_overtaken(requests: RequestStore, request_id: str) -> Request | None:
-        found = find(requests, request_id)
+        request = find(requests, request_id)
         if not overtaken.is_set():
             overtaken.set()
             bot.deliver(click)
-        return found
+        return request
 
     monkeypatch.setattr(RequestStore, "find", find_and_be_overtaken)
     bot.deliver(click)

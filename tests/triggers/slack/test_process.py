@@ -125,9 +125,9 @@ def test_process_prompts_with_kfp_and_ends_on_sigterm(slack: SlackServer, settin
 def test_refusal_is_part_of_the_acknowledgement(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
     settings = settings.model_copy(update={"slack": settings.slack.model_copy(update={"may_start": ()})})
     with serving(settings, runs):
-        told = slack.deliver(ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL)))
-    assert told is not None
-    assert "nobody may start runs" in told["payload"]["text"]
+        acknowledgement = slack.deliver(ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL)))
+    assert acknowledgement is not None
+    assert "nobody may start runs" in acknowledgement["payload"]["text"]
 
 
 def test_http_mode_accepts_only_signed_requests(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:

@@ -64,10 +64,10 @@ def test_promotion_of_a_held_release_records_the_person(
     earlier = ran(True)
     serving = registry.champion()
     assert serving is not None
-    held = ran(False)
-    assert f"{serving.version}* is still live" in held.text
-    assert held.buttons == ["Promote anyway", "Open in Kubeflow"]
-    click = slack.button(held, "Promote anyway")
+    message = ran(False)
+    assert f"{serving.version}* is still live" in message.text
+    assert message.buttons == ["Promote anyway", "Open in Kubeflow"]
+    click = slack.button(message, "Promote anyway")
     assert "Your name is recorded" in click.button["confirm"]["text"]["text"]
 
     bot.deliver(click.by(BOB))
@@ -81,7 +81,7 @@ def test_promotion_of_a_held_release_records_the_person(
     assert champion.version == json.loads(click.button["value"])["release"]
     assert (champion.promotion.how, champion.promotion.by) == ("force", "ada (U0ADA in Slack)")
     assert champion.promotion.number == 3
-    assert slack.messages[-1].thread == held.thread == slack.messages[-2].thread
+    assert slack.messages[-1].thread == message.thread == slack.messages[-2].thread
     assert f"*{champion.version}* is live" in slack.messages[-1].text
 
     # The button of the earlier run is for a former champion.
@@ -162,15 +162,15 @@ def test_failed_promotion_is_reported_and_can_be_repeated(
     bot: Bot, slack: SlackServer, registry: Registry, ran: Ran
 ) -> None:
     ran(True)
-    held = ran(False)
-    archive = registry.get(json.loads(slack.button(held, "Promote anyway").button["value"])["release"]).archive_key
+    message = ran(False)
+    archive = registry.get(json.loads(slack.button(message, "Promote anyway").button["value"])["release"]).archive_key
     content = bot.store.get(archive)
     bot.store.delete(archive)
-    bot.click(ADA, held, "Promote anyway")
+    bot.click(ADA, message, "Promote anyway")
     bot.poll()
     assert "*Not promoted.*" in slack.messages[-1].text
     bot.store.put(archive, content)
-    bot.click(ADA, held, "Promote anyway")
+    bot.click(ADA, message, "Promote anyway")
     bot.poll()
     assert "is live" in slack.messages[-1].text
 

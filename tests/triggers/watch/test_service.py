@@ -222,8 +222,8 @@ def test_health_probe_reports_stuck_checks(settings: Settings, tmp_path: Path, m
 
     def probe() -> tuple[int, dict[str, object]]:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5) as answer:
-                return answer.status, json.load(answer)
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5) as response:
+                return response.status, json.load(response)
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
 

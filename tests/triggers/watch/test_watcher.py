@@ -136,7 +136,7 @@ def test_policy_trains_on_images_that_were_only_indexed(
 
 
 def reindexed(world: World, system: System, directory: Path) -> None:
-    """Make the champion one with the same network and an index over the source as it is now."""
+    """Promote a release with the same network and an index over the current source."""
     save_manifest(ingest(world.settings().data, world.store.uri), directory / "dataset")
     dataset = Dataset.open(directory / "dataset")
     embed(system.network_dir, dataset, directory / "embeddings")
@@ -144,9 +144,11 @@ def reindexed(world: World, system: System, directory: Path) -> None:
     registry = Registry(world.store)
     champion = registry.champion()
     assert champion is not None
-    made = release_maker(System(dataset, system.network_dir, directory / "index"), lambda: directory / "release")
+    make_release = release_maker(
+        System(dataset, system.network_dir, directory / "index"), lambda: directory / "release"
+    )
     (directory / "release").mkdir()
-    release = made(parent=champion.version)
+    release = make_release(parent=champion.version)
     registry.publish(release.archive)
     registry.set_champion(release.version, champion)
 
@@ -387,9 +389,9 @@ def test_drift_is_tested_while_the_source_is_unavailable(world: World) -> None:
 
 
 def test_missing_snapshot_is_reported(world: World) -> None:
-    for found in list(world.store.list("datasets/")):
-        if "/manifests/" in found.key:
-            world.store.delete(found.key)
+    for entry in list(world.store.list("datasets/")):
+        if "/manifests/" in entry.key:
+            world.store.delete(entry.key)
     report = world.watcher().check()
     assert len(report.faults) == 1
     assert "New images cannot be counted: datasets/images/manifests/" in report.faults[0]

@@ -162,9 +162,9 @@ class World:
 
     def dataset(self) -> Dataset:
         manifest = Registry(self.store).get(self.champion()).manifest
-        found = Dataset.find(self.store, manifest.dataset_name, manifest.dataset_digest)
-        assert found is not None
-        return found
+        dataset = Dataset.find(self.store, manifest.dataset_name, manifest.dataset_digest)
+        assert dataset is not None
+        return dataset
 
     def ask(self, images: Sequence[bytes], per_file: int = 200) -> None:
         """Let the champion answer ``images``, and ship its query logs, at the test's time."""
