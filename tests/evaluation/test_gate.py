@@ -23,6 +23,7 @@ from evernear.settings import GateSettings
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SETTINGS = GateSettings()
+WITH_FLOOR = GateSettings(accuracy_floor=0.95)
 UNSEEN = {"train": 0, "gallery": 0, "query": 0}
 
 
@@ -72,7 +73,7 @@ def test_small_test_split_rarely_fails_equal_models_and_fails_a_bad_one(planted:
     (equal,) = planted.stopped(case("drawn", 180, 0.98, 0.0, 0.6), SEEDS, [SETTINGS.significance])
     (worse,) = planted.stopped(case("drawn", 180, 0.98, -10.0, 0.6), SEEDS, [SETTINGS.significance])
     assert equal <= binom.ppf(0.999, SEEDS, SETTINGS.significance)
-    assert worse == SEEDS
+    assert worse >= binom.ppf(0.001, SEEDS, 0.99)
 
 
 def outcomes(wrong: dict[int, int], each: int = 100) -> Outcomes:
@@ -127,7 +128,7 @@ def test_each_rule_can_fail_alone(planted: ModuleType, sound: Evaluation):
         "class_recall_drop": one_class,
     }
     for name, case in cases.items():
-        assert set(failed(decide(case, SETTINGS))) == {name}
+        assert set(failed(decide(case, WITH_FLOOR))) == {name}
     assert set(cases) == {rule.name for rule in decide(sound, SETTINGS).rules}
 
 
@@ -227,9 +228,7 @@ def test_new_class_does_not_offset_regressions_of_other_classes(planted: ModuleT
 
 
 def test_unrecognized_new_class_fails(planted: ModuleType):
-    assert set(failed(decide(with_new_class(planted, {1: 2, 8: 1, 9: 70}), GateSettings(accuracy_floor=0.9)))) == {
-        "class_recall_floor"
-    }
+    assert set(failed(decide(with_new_class(planted, {1: 2, 8: 1, 9: 70}), SETTINGS))) == {"class_recall_floor"}
 
 
 def test_disjoint_classes_fail(planted: ModuleType):

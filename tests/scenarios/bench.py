@@ -30,6 +30,7 @@ class Bench:
             **os.environ,
             # The runs are short and the test splits small; what the gate holds has tests of its own.
             "EVERNEAR_GATE__ACCURACY_FLOOR": "0.8",
+            "EVERNEAR_GATE__BEAT_BASELINE": "false",
             "EVERNEAR_TRAIN__EPOCHS": "6",
             "EVERNEAR_TRAIN__BATCH_SIZE": "64",
             "EVERNEAR_WORKDIR": str(self.workdir),

@@ -11,14 +11,14 @@ from evernear.frozen import Frozen
 
 
 class PairedCounts(Frozen):
-    """Counts of queries that one system answers correctly and the other does not.
+    """Counts of queries that one system answers correctly and the other, champion or baseline, does not.
 
     Queries that both or neither answer correctly carry no information about which is better.
     """
 
     queries: int = Field(ge=0)
     regressions: int = Field(ge=0)
-    """Queries that only the champion answers correctly."""
+    """Queries that only the other system answers correctly."""
     improvements: int = Field(ge=0)
     """Queries that only the candidate answers correctly."""
 
@@ -26,6 +26,11 @@ class PairedCounts(Frozen):
     def p_worse(self) -> float:
         """Probability of at least this number of regressions if both are equally good; see `mcnemar_worse`."""
         return mcnemar_worse(self.regressions, self.improvements)
+
+    @property
+    def p_better(self) -> float:
+        """Probability of at least this number of improvements if both are equally good."""
+        return mcnemar_worse(self.improvements, self.regressions)
 
 
 class Comparison(Frozen):

@@ -12,6 +12,7 @@ from pydantic import Field, SkipValidation
 from evernear.data.shards import Dataset
 from evernear.disk import write_atomically
 from evernear.errors import IntegrityError
+from evernear.evaluation.baselines import Baseline, measure_baselines
 from evernear.evaluation.compare import Comparison, compare
 from evernear.evaluation.leakage import count_leakage
 from evernear.evaluation.measure import Measurement, Outcomes, measure
@@ -37,6 +38,7 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     champion: Measurement | None
     comparison: Comparison | None
     open_set: OpenSet
+    baselines: tuple[Baseline, ...] = ()
     leakage: dict[str, int]
     """Number of test images in each split that the candidate was built from; see `count_leakage`."""
     champion_leakage: dict[str, int] | None
@@ -62,6 +64,8 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
             "test_images": self.candidate.accuracy.total,
             "test_images_seen": sum(self.leakage.values()),
         }
+        if self.baselines:
+            metrics["baseline_accuracy"] = max(baseline.accuracy.value for baseline in self.baselines)
         if self.open_set.auroc and self.open_set.false_accepts and self.open_set.false_accepts_at_95:
             metrics["open_set_auroc"] = self.open_set.auroc.value
             metrics["open_set_auroc_low"] = self.open_set.auroc.low
@@ -143,6 +147,7 @@ def evaluate(
         champion=measurements.get("champion"),
         comparison=_compare(outcomes, dataset.labels),
         open_set=open_set,
+        baselines=measure_baselines(outcomes["candidate"], dataset, settings.confidence, settings.batch_size),
         leakage=_leakage(dataset, trained_on or dataset),
         champion_leakage=count_leakage(dataset, champion_dataset) if champion_dataset else None,
         champion_test_overlap=_test_overlap(dataset, champion_dataset) if champion_dataset else None,

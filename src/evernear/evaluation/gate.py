@@ -41,14 +41,20 @@ Known images called unknown (`false_rejects`)
     The rule fails if the lower end of the interval is above ``gate.false_reject_ceiling``. A few images more than that
     on a small test split are noise.
 
-First release
-    Without a champion to compare with, only the floors and the soundness rules apply.
+First release (`beats_baselines`)
+    Without a champion, accuracy must be significantly better, by the same exact test at ``gate.significance``, than
+    that of two trivial recognizers on the same test images: always predicting the most common class, and the nearest
+    gallery image by pixels (`evernear.evaluation.baselines`). A baseline with so few errors that no candidate could be
+    significantly better must not be significantly better itself.
 """
 
 from collections.abc import Iterator
 
+from evernear.evaluation.baselines import Baseline
+from evernear.evaluation.compare import mcnemar_worse
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.measure import Measurement
+from evernear.evaluation.statistics import p_by_chance
 from evernear.evaluation.verdict import Rule, System, Verdict
 from evernear.index.description import FARTHEST
 from evernear.settings import GateSettings
@@ -78,7 +84,7 @@ def _rules(evaluation: Evaluation, settings: GateSettings) -> Iterator[Rule]:
     yield _parity(candidate, settings)
     yield _test_images_unseen(evaluation)
     if evaluation.champion is None:
-        yield Rule(name="no_worse", passed=True, reason="Only the floors apply: the store has no champion yet.")
+        yield _beats_baselines(evaluation, settings)
     else:
         yield _same_test_set(evaluation, evaluation.champion, settings)
         yield _same_queries(evaluation, evaluation.champion)
@@ -90,17 +96,69 @@ def _rules(evaluation: Evaluation, settings: GateSettings) -> Iterator[Rule]:
 def _accuracy_floor(candidate: Measurement, settings: GateSettings) -> Rule:
     accuracy, floor = candidate.accuracy, settings.accuracy_floor
     passed = accuracy.value >= floor
+    reason = f"Accuracy is {accuracy} on {accuracy.total:,} test images"
+    if floor or not passed:
+        reason += f", {'at least' if passed else 'below'} the floor of {floor:.2%}"
+    return Rule(name="accuracy_floor", passed=passed, candidate=accuracy.value, bound=floor, reason=f"{reason}.")
+
+
+def _beats_baselines(evaluation: Evaluation, settings: GateSettings) -> Rule:
+    name, baselines = "beats_baselines", evaluation.baselines
+    if not baselines:
+        return Rule(name=name, passed=False, reason="The trivial baselines were not measured.")
+    # One that leaves no room for a significant gain needs only be matched.
+    missed = [each for each in baselines if not _is_beaten(each, settings.significance)]
+    strongest = max(baselines, key=lambda baseline: baseline.accuracy.value)
+    shown = missed or baselines
+    figures = " and ".join(f"{each.name} ({each.accuracy.value:.2%}, {_p_of(each)})" for each in shown)
     reason = (
-        f"Accuracy is {accuracy} on {accuracy.total:,} test images, "
-        f"{'at least' if passed else 'below'} the floor of {floor:.2%}."
+        f"The store has no champion yet: accuracy {evaluation.candidate.accuracy.value:.2%} is "
+        f"{'not ' if missed else ''}significantly better than {figures}, at level {settings.significance:g}."
     )
-    guess = candidate.most_common_class_proportion
-    if not passed and accuracy.low <= guess:
-        reason += (
-            f" This is no better than always predicting the most common class ({guess:.2%}): "
-            "the labels probably do not match the images, as if they were shuffled."
+    if missed:
+        reason += _diagnosis(evaluation, settings.significance)
+    return Rule(
+        name=name,
+        passed=not missed or not settings.beat_baseline,
+        candidate=evaluation.candidate.accuracy.value,
+        bound=strongest.accuracy.value,
+        reason=reason,
+    )
+
+
+def _is_beaten(baseline: Baseline, level: float) -> bool:
+    pairs = baseline.comparison
+    errors = baseline.accuracy.total - baseline.accuracy.count
+    if mcnemar_worse(errors, 0) > level:
+        return pairs.p_worse > level
+    return pairs.p_better <= level
+
+
+def _p_of(baseline: Baseline) -> str:
+    pairs = baseline.comparison
+    return f"{pairs.improvements:,} improvements and {pairs.regressions:,} regressions, p = {pairs.p_better:.2g}"
+
+
+def _diagnosis(evaluation: Evaluation, level: float) -> str:
+    """The likely cause of predictions at chance; empty if they are better, or if there are too few images to tell.
+
+    Without training, the nearest image by pixels is nearly always better than chance. If it is, the labels match the
+    images, and the training failed.
+    """
+    candidate = evaluation.candidate
+    chance = candidate.most_common_class_proportion
+    is_informed = p_by_chance(candidate.confusions) <= level
+    if is_informed or candidate.accuracy.high >= (1 + chance) / 2:
+        return ""
+    if any(baseline.p_by_chance <= level for baseline in evaluation.baselines):
+        return (
+            " Predictions are unrelated to the labels, although the nearest image by pixels is better than chance: the "
+            "training failed."
         )
-    return Rule(name="accuracy_floor", passed=passed, candidate=accuracy.value, bound=floor, reason=reason)
+    return (
+        " Predictions are unrelated to the labels, and so is the nearest image by pixels: the labels probably do not "
+        "match the images, as if they were shuffled."
+    )
 
 
 def _class_recall_floor(candidate: Measurement, settings: GateSettings) -> Rule:

@@ -4,6 +4,8 @@ The functions import SciPy, which takes half a second, so that reading an earlie
 """
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from statistics import NormalDist
 
 import numpy as np
@@ -122,6 +124,31 @@ def roc(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Roc:
         false_accepts=tuple((inside[1] / len(unknown)).tolist()),
         thresholds=tuple(thresholds.tolist()),
     )
+
+
+def p_by_chance(confusions: Iterable[tuple[object, object, int]]) -> float:
+    """Probability of at least this accuracy if predictions were dealt to the images at random.
+
+    ``confusions`` are (label, prediction, count). The number of correct predictions has the exact mean and variance of
+    a permutation test; its distribution is approximated by a normal one, with continuity correction. Predictions that
+    are all the same give 1.
+    """
+    labels: Counter[object] = Counter()
+    predictions: Counter[object] = Counter()
+    right = total = 0
+    for label, prediction, count in confusions:
+        labels[label] += count
+        predictions[prediction] += count
+        right += count * (label == prediction)
+        total += count
+    products = [(labels[name] * predictions[name], labels[name], predictions[name]) for name in labels]
+    matches = sum(product for product, _, _ in products)
+    # Each class is hypergeometric; two classes have a covariance of the product of their products.
+    variance = sum(product * ((total - a) * (total - b) - product) for product, a, b in products) + matches**2
+    if total < 2 or variance <= 0:
+        return 1.0
+    z = (right - 0.5 - matches / total) / math.sqrt(variance / (total**2 * (total - 1)))
+    return NormalDist().cdf(-z)
 
 
 def false_accepts_at(

@@ -4,7 +4,6 @@ import io
 
 import numpy as np
 from matplotlib.figure import Figure
-from scipy.special import ndtri
 
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.gate import Rule, Verdict
@@ -76,7 +75,17 @@ def _metrics(evaluation: Evaluation) -> str:
         for name, (ours, theirs) in shares.items()
     )
     head = "<tr><th></th><th>candidate</th><th>champion</th></tr>"
-    return f"<h2>Metrics on {candidate.accuracy.total:,} test images</h2><table>{head}{rows}</table>"
+    heading = f"<h2>Metrics on {candidate.accuracy.total:,} test images</h2>"
+    return f"{heading}<table>{head}{rows}</table>{_baselines(evaluation)}"
+
+
+def _baselines(evaluation: Evaluation) -> str:
+    rows = "".join(
+        f"<tr><td>{escape(each.name)}</td><td>{escape(each.accuracy)}</td><td class=n>{each.accuracy.total:,}</td></tr>"
+        for each in evaluation.baselines
+    )
+    head = "<tr><th>trivial baseline</th><th>accuracy</th><th>test images</th></tr>"
+    return f"<table>{head}{rows}</table>" if rows else ""
 
 
 def _rejection(evaluation: Evaluation) -> str:
@@ -104,6 +113,8 @@ def _rejection(evaluation: Evaluation) -> str:
 
 def _trade_off(probe: OpenSet, curve: Roc) -> Figure:
     """The detection error trade-off, on the scales of Martin et al. (1997, Eurospeech)."""
+    from scipy.special import ndtri
+
     figure = Figure(figsize=(4, 4), layout="constrained")
     axes = figure.subplots()
     rejected = 1 - np.array(curve.true_accepts)

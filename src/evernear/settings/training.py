@@ -165,7 +165,11 @@ class EvaluationSettings(Section):
 class GateSettings(Section):
     """Conditions that a candidate must meet to replace the champion."""
 
-    accuracy_floor: Fraction = Field(default=0.95, description="Smallest accuracy to promote.")
+    accuracy_floor: Fraction = Field(default=0.0, description="Smallest accuracy to promote; 0: any.")
+    beat_baseline: bool = Field(
+        default=True,
+        description="Whether a first release must be significantly more accurate than trivial baselines.",
+    )
     test_overlap_floor: Fraction = Field(
         default=0.9,
         description="Smallest share of the champion's test images that the test split must still contain.",

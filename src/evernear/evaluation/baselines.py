@@ -1,0 +1,108 @@
+"""Trivial recognizers on the candidate's test images: the most common class, and nearest neighbors of pixels."""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evernear.data.manifest import Split
+from evernear.data.shards import Block, Dataset
+from evernear.evaluation.compare import PairedCounts
+from evernear.evaluation.measure import Outcomes
+from evernear.evaluation.statistics import Proportion, p_by_chance, proportion
+from evernear.frozen import Frozen
+
+SIDE_PX = 16
+"""Images are reduced to this height and width, so that a shift by a few pixels matters less."""
+GALLERY_MAX = 10_000
+QUERIES_MAX = 2_000
+FLAT = 1e-6
+"""Standard deviation of pixels below which an image is constant."""
+
+
+class Baseline(Frozen):
+    """The result of one baseline, and of the candidate on the same queries."""
+
+    name: str
+    """A noun phrase: "the most common class"."""
+    accuracy: Proportion
+    comparison: PairedCounts
+    """Improvements are queries that only the candidate answers correctly."""
+    p_by_chance: float
+    """See `evernear.evaluation.statistics.p_by_chance`."""
+
+
+def measure_baselines(outcomes: Outcomes, dataset: Dataset, confidence: float, batch_size: int) -> tuple[Baseline, ...]:
+    """Measure both baselines against the candidate's ``outcomes`` on the test split.
+
+    Always predicting the most common class of the test split is the best that can be done without looking at the image.
+    The nearest gallery image by pixels (`SIDE_PX`, each image standardized) is what needs no training. Its gallery and
+    its queries are spread evenly over the splits, at most `GALLERY_MAX` and `QUERIES_MAX`.
+    """
+    most_common = np.full_like(outcomes.labels, np.bincount(outcomes.labels).argmax())
+    baselines = [_baseline("the most common class", most_common, outcomes, confidence)]
+    if dataset.count("gallery"):
+        gallery, gallery_labels, _ = _pixels(dataset, "gallery", GALLERY_MAX, batch_size)
+        queries, _, rows = _pixels(dataset, "test", QUERIES_MAX, batch_size)
+        some = Outcomes(outcomes.right[rows], outcomes.labels[rows])
+        nearest = gallery_labels[_nearest(gallery, queries)]
+        height, width = (min(SIDE_PX, side) for side in dataset.shape[:2])
+        name = f"the nearest gallery image by {height}x{width} pixels"
+        baselines.append(_baseline(name, nearest, some, confidence))
+    return tuple(baselines)
+
+
+def _baseline(name: str, predictions: NDArray[np.integer], candidate: Outcomes, confidence: float) -> Baseline:
+    right = predictions == candidate.labels
+    return Baseline(
+        name=name,
+        accuracy=proportion(int(right.sum()), len(right), confidence),
+        comparison=PairedCounts(
+            queries=len(right),
+            regressions=int((right & ~candidate.right).sum()),
+            improvements=int((candidate.right & ~right).sum()),
+        ),
+        p_by_chance=p_by_chance(zip(candidate.labels.tolist(), predictions.tolist(), [1] * len(right), strict=True)),
+    )
+
+
+def _nearest(gallery: NDArray[np.float32], queries: NDArray[np.float32]) -> NDArray[np.int64]:
+    from evernear.index.faiss_compat import faiss, nearest_rows
+
+    index = faiss.IndexFlatL2(gallery.shape[1])
+    index.add(gallery)
+    return nearest_rows(index, queries, 1)[1][:, 0]
+
+
+def _pixels(
+    dataset: Dataset, split: Split, count_max: int, batch_size: int
+) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
+    """Reduced, standardized images (N, D) of ``split``, their label numbers, and their positions in the split."""
+    step = max(1, -(-dataset.count(split) // count_max))
+    pixels: list[NDArray[np.float32]] = []
+    labels: list[NDArray[np.int64]] = []
+    positions: list[NDArray[np.int64]] = []
+    for start, block in _numbered(dataset.blocks(split, batch_size)):
+        rows = np.arange(-start % step, len(block), step)
+        pixels.append(_reduce(block.images[rows]))
+        labels.append(block.labels[rows])
+        positions.append(start + rows)
+    return np.concatenate(pixels), np.concatenate(labels), np.concatenate(positions)
+
+
+def _numbered(blocks: Iterable[Block]) -> Iterator[tuple[int, Block]]:
+    start = 0
+    for block in blocks:
+        yield start, block
+        start += len(block)
+
+
+def _reduce(images: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Average (N, H, W, C) over areas, and standardize each image: brightness and contrast say little about a class."""
+    import torch
+    from torch.nn.functional import adaptive_avg_pool2d
+
+    height, width = (min(SIDE_PX, side) for side in images.shape[1:3])
+    reduced = adaptive_avg_pool2d(torch.from_numpy(images).permute(0, 3, 1, 2).float(), (height, width)).flatten(1)
+    deviation, mean = torch.std_mean(reduced, dim=1, keepdim=True, correction=0)
+    return ((reduced - mean) / deviation.clamp_min(FLAT)).numpy()

@@ -1,0 +1,120 @@
+"""Trivial baselines on the digits, and the gate's rule about them on planted counts."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evernear.evaluation.baselines import Baseline, measure_baselines
+from evernear.evaluation.compare import PairedCounts
+from evernear.evaluation.evaluate import Evaluation, evaluate
+from evernear.evaluation.gate import Rule, decide
+from evernear.evaluation.measure import Outcomes
+from evernear.evaluation.open_set import OpenSet
+from evernear.evaluation.recognizer import Recognizer
+from evernear.evaluation.statistics import p_by_chance, proportion
+from evernear.settings import EvaluationSettings, GateSettings
+from tests.conftest import System
+
+
+@pytest.fixture(scope="module")
+def evaluation(system: System) -> Evaluation:
+    recognizer = Recognizer.open(system.network_dir, system.index_dir)
+    return evaluate(recognizer, None, system.dataset, OpenSet(held_out=()), EvaluationSettings())
+
+
+def standardized(images: np.ndarray) -> np.ndarray:
+    flat = images.reshape(len(images), -1).astype(float)
+    return (flat - flat.mean(axis=1, keepdims=True)) / flat.std(axis=1, keepdims=True)
+
+
+def test_baselines_are_the_most_common_class_and_nearest_pixels(system: System, evaluation: Evaluation):
+    common, pixels = evaluation.baselines
+    labels = np.concatenate([block.labels for block in system.dataset.blocks("test")])
+    assert common.accuracy.count == np.bincount(labels).max()
+    assert common.p_by_chance == 1
+    gallery, queries = (
+        [
+            np.concatenate(columns)
+            for columns in zip(*((b.images, b.labels) for b in system.dataset.blocks(split)), strict=True)
+        ]
+        for split in ("gallery", "test")
+    )
+    distances = np.linalg.norm(standardized(queries[0])[:, None] - standardized(gallery[0])[None], axis=2)
+    assert pixels.accuracy.count == (gallery[1][distances.argmin(axis=1)] == queries[1]).sum()
+    assert pixels.accuracy.value > 0.8
+    assert pixels.p_by_chance < 1e-6
+    assert pixels.name == "the nearest gallery image by 8x8 pixels"
+
+
+def test_a_sample_of_queries_is_compared_with_the_candidate_on_the_same(
+    system: System, evaluation: Evaluation, monkeypatch: pytest.MonkeyPatch
+):
+    outcomes = evaluation.outcomes["candidate"]
+    whole = measure_baselines(outcomes, system.dataset, 0.95, 512)[1]
+    monkeypatch.setattr("evernear.evaluation.baselines.QUERIES_MAX", 50)
+    step = -(-len(outcomes.labels) // 50)
+    for batch_size in (7, 512):
+        part = measure_baselines(outcomes, system.dataset, 0.95, batch_size)[1]
+        assert part.comparison.queries == len(range(0, len(outcomes.labels), step))
+        assert part.accuracy.value == pytest.approx(whole.accuracy.value, abs=0.15)
+        right = int(outcomes.right[::step].sum())
+        assert part.accuracy.count + part.comparison.improvements - part.comparison.regressions == right
+
+
+def test_constant_images_have_a_baseline(system: System, evaluation: Evaluation, monkeypatch: pytest.MonkeyPatch):
+    outcomes = evaluation.outcomes["candidate"]
+    blank = [(b.images * 0, b.labels, b.digests) for b in system.dataset.blocks("test")]
+    blocks = [type(next(system.dataset.blocks("test")))(*columns) for columns in blank]
+    monkeypatch.setattr(type(system.dataset), "blocks", lambda *_: iter(blocks))
+    (_, pixels) = measure_baselines(Outcomes(outcomes.right, outcomes.labels), system.dataset, 0.95, 512)
+    assert pixels.p_by_chance > 0.1
+
+
+def rule(evaluation: Evaluation, settings: GateSettings, *counts: tuple[int, int, int]) -> Rule:
+    """The rule for baselines of (right answers of 100, regressions, improvements)."""
+    planted = tuple(
+        Baseline(
+            name=f"baseline {number}",
+            accuracy=proportion(right, 100, 0.95),
+            comparison=PairedCounts(queries=100, regressions=regressions, improvements=improvements),
+            p_by_chance=0.0,
+        )
+        for number, (right, regressions, improvements) in enumerate(counts)
+    )
+    verdict = decide(evaluation.model_copy(update={"baselines": planted}), settings)
+    return next(rule for rule in verdict.rules if rule.name == "beats_baselines")
+
+
+@pytest.mark.parametrize(
+    ("counts", "passed"),
+    [
+        ([(10, 0, 80), (60, 2, 30)], True),
+        ([(10, 0, 80), (60, 20, 22)], False),  # as good as pixels
+        ([(10, 10, 12)], False),
+        ([(98, 0, 1)], True),  # two errors leave no room for a significant gain
+        ([(98, 5, 1)], True),
+        ([(98, 9, 1)], False),  # significantly worse
+    ],
+)
+def test_a_first_release_beats_every_baseline(evaluation: Evaluation, counts, passed):
+    found = rule(evaluation, GateSettings(), *counts)
+    assert found.passed == passed
+    assert rule(evaluation, GateSettings(beat_baseline=False), *counts).passed
+
+
+def test_missing_baselines_hold(evaluation: Evaluation):
+    assert not rule(evaluation, GateSettings()).passed
+
+
+PAIRS = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("abcd"), st.integers(1, 40)), min_size=1, max_size=9)
+
+
+@given(PAIRS)
+def test_p_by_chance_is_close_to_a_permutation_test(pairs):
+    labels, predictions = (np.repeat([pair[i] for pair in pairs], [pair[2] for pair in pairs]) for i in (0, 1))
+    found = p_by_chance(pairs)
+    rng = np.random.default_rng(0)
+    right = (labels == predictions).sum()
+    permuted = [(rng.permutation(labels) == predictions).sum() for _ in range(300)]
+    assert found == pytest.approx(np.mean(np.array(permuted) >= right), abs=0.15) or np.var(permuted) == 0
