@@ -13,14 +13,13 @@ from evernear.cli import main
 
 
 def evernear(
-    *arguments: object, environment: Mapping[str, str] | None = None, cwd: Path | None = None, stdin: bytes = b""
+    *arguments: object, environment: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run the command with ``environment`` added to the process's."""
     command = ["evernear", *map(str, arguments)]
     output, errors = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(errors):
         patch.setattr(sys, "argv", command)
-        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         for name, value in (environment or {}).items():
             patch.setenv(name, value)
         if cwd is not None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import command_line
 import pytest
 from served import Served
 
@@ -19,15 +20,17 @@ EVERNEAR = str(Path(sys.executable).parent / "evernear")
 PORTS = ("inference_port", "grpc_inference_port", "management_port")
 
 
-def predict(served: Served, *words: str, stdin: bytes = b"", **variables: str) -> subprocess.CompletedProcess[bytes]:
+def environment(served: Served, **variables: str) -> dict[str, str]:
     serving = served.settings.serving
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("EVERNEAR_")}
-    environment |= {f"EVERNEAR_SERVING__{port.upper()}": str(getattr(serving, port)) for port in PORTS}
-    environment |= {"EVERNEAR_WORKDIR": str(served.settings.workdir)} | variables
-    return subprocess.run([EVERNEAR, "predict", *words], env=environment, input=stdin, capture_output=True, check=False)
+    ports = {f"EVERNEAR_SERVING__{port.upper()}": str(getattr(serving, port)) for port in PORTS}
+    return ports | {"EVERNEAR_WORKDIR": str(served.settings.workdir)} | variables
 
 
-def lines(done: subprocess.CompletedProcess[bytes]) -> list[dict[str, object]]:
+def predict(served: Served, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return command_line.evernear("predict", *words, environment=environment(served, **variables))
+
+
+def lines(done: subprocess.CompletedProcess[str]) -> list[dict[str, object]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -47,7 +50,7 @@ def images(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_folder_and_file_give_one_line_per_image(served: Served, images: Path, format: str) -> None:
     one = next(images.glob("*.png"))
     done = predict(served, str(one), "--image-file", str(images), "--json", "--format", format)
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert (done.returncode, done.stderr) == (0, "")
     answers = lines(done)
     assert [answer["image"] for answer in answers] == [str(one), *map(str, sorted(images.rglob("*.png")))]
     for answer in answers:
@@ -57,7 +60,11 @@ def test_folder_and_file_give_one_line_per_image(served: Served, images: Path, f
 
 def test_reads_an_image_from_stdin(served: Served, images: Path) -> None:
     image = next(images.glob("*.png"))
-    done = predict(served, "--image-file", "-", "--json", stdin=image.read_bytes())
+    command = [EVERNEAR, "predict", "--image-file", "-", "--json"]
+    with image.open("rb") as stdin:
+        done = subprocess.run(
+            command, env=os.environ | environment(served), stdin=stdin, capture_output=True, text=True, check=True
+        )
     assert [(answer["image"], answer["pred"]) for answer in lines(done)] == [("-", image.name[0])]
 
 
@@ -65,7 +72,7 @@ def test_prints_a_table_with_a_row_per_image(served: Served, images: Path) -> No
     (images / "odd [1].png").write_bytes(b"no image")
     done = predict(served, "--image-file", str(images))
     (images / "odd [1].png").unlink()
-    printed = done.stdout.decode()
+    printed = done.stdout
     assert done.returncode == 9
     for image in images.rglob("*.png"):
         (line,) = [line for line in printed.splitlines() if str(image) in line]
@@ -99,7 +106,7 @@ def test_errors_have_distinct_exit_codes(served: Served, images: Path, tmp_path:
         for code, words in cases.items():
             done = predict(served, *words)
             assert done.returncode == code, done.stderr
-            assert done.stderr.startswith(b"evernear: ")
+            assert done.stderr.startswith("evernear: ")
             assert len(done.stderr.splitlines()) == 1
 
 
@@ -111,7 +118,7 @@ def test_remote_server_receives_the_token_of_the_environment(
     words = (str(image), "--json", "--target", "127.0.0.1", "--format", format, "--model-name", "embedding")
     done = predict(served, *words)
     assert done.returncode == 9
-    assert b"Token Authorization failed" in done.stdout
+    assert "Token Authorization failed" in done.stdout
     (tmp_path / "token").write_text(read_key(served.home, "inference"))
     for variables in (
         {"EVERNEAR_TOKEN": read_key(served.home, "inference")},
@@ -129,13 +136,13 @@ def test_prints_metadata_of_the_local_server(served: Served) -> None:
     assert printed["version"] == served.manifest.version
     assert printed["labels"] == list(served.manifest.labels)
     assert (printed["height_px"], printed["channels"]) == (8, 1)
-    assert b"threshold" in predict(served, "--metadata").stdout
+    assert "threshold" in predict(served, "--metadata").stdout
 
 
 def test_missing_images_are_reported(served: Served, tmp_path: Path) -> None:
-    assert b"No image: pass files" in predict(served).stderr
-    assert b"contains no PNG or JPEG file" in predict(served, "--image-file", str(tmp_path)).stderr
-    assert b"--tls requires --target" in predict(served, "x.png", "--tls").stderr
+    assert "No image: pass files" in predict(served).stderr
+    assert "contains no PNG or JPEG file" in predict(served, "--image-file", str(tmp_path)).stderr
+    assert "--tls requires --target" in predict(served, "x.png", "--tls").stderr
 
 
 def test_command_imports_no_heavy_modules(served: Served, images: Path) -> None:
