@@ -91,6 +91,9 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
         data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
         result = train(data, chosen.train, Path(trained), opened, on_epoch=report_epoch, on_step=report_step)
         write_atomically(Path(curves), training_curves(result.epochs))
+        if not result.epochs:
+            running.summary = "no training: the backbone is frozen"
+            return
         require_learned(result, chosen.train)
         for warning in result.warnings:
             running.report(f"WARNING: {warning}")

@@ -46,11 +46,21 @@ _TRANSPOSITIONS = {
 }
 
 
+class NetworkInput(Frozen):
+    """How a network itself fits images to its backbone: it resizes their center, the crop, to another size."""
+
+    crop_height_px: int
+    crop_width_px: int
+    height_px: int
+    width_px: int
+    interpolation: Literal["bilinear", "bicubic"]
+
+
 class Preprocessing(Frozen):
     """The preprocessing of images for a network; part of every release.
 
-    `to_array` applies size and channels and returns uint8. ``mean`` and ``std`` per channel, on a scale of 0..1,
-    are applied inside the exported network.
+    `to_array` applies size and channels and returns uint8. The exported network itself applies ``mean`` and ``std``
+    per channel, on a scale of 0..1, and ``network_input``.
     """
 
     height_px: int
@@ -59,6 +69,7 @@ class Preprocessing(Frozen):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     interpolation: Literal["bilinear"] = "bilinear"
+    network_input: NetworkInput | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:

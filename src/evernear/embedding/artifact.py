@@ -52,7 +52,7 @@ class TrainingResult(Frozen):
     key: str
     """Names the checkpoint; see `evernear.embedding.train.checkpoint_key`."""
     best_epoch: int
-    """The epoch whose weights were saved."""
+    """The epoch whose weights were saved; 0 for a frozen network, which has no epochs."""
     stopped_early: bool
     resumed_after_epoch: int
     epochs: tuple[Epoch, ...]
@@ -89,6 +89,8 @@ class TrainedNetwork(Frozen):
     weights_sha256: str
     warnings: tuple[str, ...] = ()
     """As in `TrainingResult`."""
+    pretrained_sha256: str | None = None
+    """sha256 of the file with the weights that the training began with."""
 
 
 def save_trained(
@@ -99,6 +101,7 @@ def save_trained(
     dataset_digest: str,
     exclude_labels: frozenset[str],
     warnings: tuple[str, ...] = (),
+    pretrained_sha256: str | None = None,
 ) -> None:
     """Write the weights, then their description, each atomically."""
     data = to_bytes(weights)
@@ -109,6 +112,7 @@ def save_trained(
         settings=settings,
         weights_sha256=sha256_bytes(data),
         warnings=warnings,
+        pretrained_sha256=pretrained_sha256,
     )
     write_atomically(directory / WEIGHTS_FILE, data)
     trained.save(directory / DESCRIPTION_FILE)

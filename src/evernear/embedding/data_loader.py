@@ -71,8 +71,12 @@ class TrainingImages:
 
     def gallery(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the gallery split in order: images (N, C, H, W) and classes (N,)."""
+        return self.in_order("gallery")
+
+    def in_order(self, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield a split in order: images (N, C, H, W) and classes (N,)."""
         block_size = max(1, BLOCK_SIZE_BYTES // int(np.prod(self._dataset.shape)))
-        for block in self._dataset.blocks("gallery", min(512, block_size)):
+        for block in self._dataset.blocks(split, min(512, block_size)):
             images, classes = self._included(block)
             if len(classes):
                 yield to_tensor(images), torch.from_numpy(classes)

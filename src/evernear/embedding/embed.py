@@ -43,7 +43,7 @@ def embed(
     With a ``store``, embeddings are cached there; see `evernear.embedding.embedding_cache`. ``untrained`` are classes
     that the network was not trained on. Their train images join the gallery: a class needs many neighbors because a
     network scatters images of classes that it never saw. Of digits 9, new to a network, 73% were called unknown with 19
-    images of the gallery split, and 40% with the 126 of the train split added.
+    images of the gallery split, and 40% with the 126 of the train split added. A frozen network was trained on none.
 
     Raises:
         IntegrityError: the network does not match its description or takes images of another shape, or the cache is
@@ -57,6 +57,8 @@ def embed(
             f"The network in {network_dir} takes images of {expected[0]}x{expected[1]}x{expected[2]}, "
             f"but those of {dataset.manifest.name} are {height}x{width}x{channels}."
         )
+    if network_description.frozen:
+        untrained = frozenset(dataset.labels)
     dim = network_description.embedding_dim
     embedder = _Embedder(EmbeddingCache(store, network_description.sha256, dim), dim)
     shards: list[EmbeddingShard] = []

@@ -40,6 +40,10 @@ class ExportedNetwork(Frozen):
     parity_images: int
     dataset_digest: str
     weights_sha256: str
+    backbone: str = "compact"
+    frozen: bool = False
+    pretrained_sha256: str | None = None
+    """As in `evernear.embedding.artifact.TrainedNetwork`."""
     training_warnings: tuple[str, ...] = ()
     training: dict[str, JsonValue] | None = None
     """The settings ``train.*`` of its training; None in networks of evernear 0.1.0."""
@@ -80,6 +84,9 @@ def export(trained_dir: Path, dataset: Dataset, out_dir: Path, tolerance: float)
             parity_images=len(images),
             dataset_digest=trained.dataset_digest,
             weights_sha256=trained.weights_sha256,
+            backbone=trained.architecture.backbone,
+            frozen=trained.architecture.frozen,
+            pretrained_sha256=trained.pretrained_sha256,
             training_warnings=trained.warnings,
             training=trained.settings.model_dump(mode="json"),
         )
@@ -176,6 +183,7 @@ def _preprocessing(architecture: Architecture) -> Preprocessing:
         channels=3 if channels == 3 else 1,
         mean=architecture.mean,
         std=architecture.std,
+        network_input=architecture.input,
     )
 
 

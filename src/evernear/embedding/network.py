@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from evernear.data.preprocess import NetworkInput
 from evernear.embedding.memory import inference_batch
 from evernear.frozen import Frozen
 
@@ -32,6 +33,11 @@ class Architecture(Frozen):
     embedding_dim: int
     """Dimensions of the whole embedding, of which each ensemble member computes an equal part."""
     members: int = 1
+    backbone: str = "compact"
+    """A name in `MEMBERS`, or a model of timm (`evernear.embedding.backbone`), for which the following fields are."""
+    input: NetworkInput | None = None
+    frozen: bool = False
+    """Whether the backbone's features are the embedding, without a projection."""
 
 
 class EmbeddingNetwork(nn.Module):
@@ -50,7 +56,7 @@ class EmbeddingNetwork(nn.Module):
         self.register_buffer("std", _per_channel(architecture.std))
         self.mean: Tensor
         self.std: Tensor
-        self.members = nn.ModuleList(_Member(architecture) for _ in range(architecture.members))
+        self.members = nn.ModuleList(_member(architecture) for _ in range(architecture.members))
         self.length = math.sqrt(architecture.members)
         self.at_once = 2**31 - 1
         """A larger batch is embedded in parts outside training, so that memory is bounded."""
@@ -101,6 +107,18 @@ class _Member(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         features = self.features(pixels).flatten(1)
         return F.normalize(self.standardize(self.project(features).to(torch.float32)))
+
+
+MEMBERS: dict[str, type[nn.Module]] = {"compact": _Member}
+"""Networks by the name of their backbone; all other names are those of timm."""
+
+
+def _member(architecture: Architecture) -> nn.Module:
+    if architecture.backbone in MEMBERS:
+        return MEMBERS[architecture.backbone](architecture)
+    from evernear.embedding.backbone import TimmMember  # timm is not installed where releases are served
+
+    return TimmMember(architecture)
 
 
 def build(architecture: Architecture) -> EmbeddingNetwork:

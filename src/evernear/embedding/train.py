@@ -43,8 +43,9 @@ from evernear.embedding.artifact import (
 )
 from evernear.embedding.augmentation import Flip, flip, random_affine, random_flips
 from evernear.embedding.data_loader import TrainingImages
+from evernear.embedding.freeze import choose_architecture, freeze, initialize
 from evernear.embedding.memory import training_batch
-from evernear.embedding.network import Architecture, choose_patch
+from evernear.embedding.network import Architecture
 from evernear.errors import TrainingError
 from evernear.settings import TrainSettings
 from evernear.store import Store, open_store
@@ -57,6 +58,8 @@ MARGIN_WARM_UP = 0.5
 With the whole margin from the first step on, the embeddings of images harder than digits collapse to one point. The
 annealing of SphereFace (Liu et al. 2017, arXiv:1704.08063) begins without a margin for the same reason.
 """
+PRETRAINED_RATE_FACTOR = 0.1
+"""Learning rate of a pretrained backbone, relative to that of the new layers."""
 FLIP_TOLERANCE = 0.1
 """Largest loss of accuracy under a harmless flip, as a fraction of the accuracy above chance."""
 SEEN = 8
@@ -98,6 +101,8 @@ def train(
             training process that died.
         StoreError: a checkpoint or a file in ``out_dir`` cannot be written.
     """
+    if settings.frozen:
+        return freeze(dataset, settings, out_dir, exclude_labels)
     if settings.processes > 1 and not dist.is_initialized():
         return _train_in_processes(dataset, settings, out_dir, store, exclude_labels, on_epoch, on_step)
 
@@ -112,13 +117,15 @@ def train(
 
     torch.manual_seed(settings.seed)
     architecture = choose_architecture(dataset, settings)
-    module = TrainingModule(architecture, images.classes, settings.scale, precision).to(device)
+    module = TrainingModule(architecture, images.classes, settings.scale, precision)
+    pretrained_sha256 = initialize(module.network, architecture, settings)
+    module = module.to(device)
     forward = DistributedDataParallel(module) if world_size > 1 else module
     parts = choose_parts(module, architecture, batch_size, device)
     optimizer = choose_optimizer(module, settings)
     scaler = torch.GradScaler(device.type, enabled=precision == torch.float16)
 
-    key = checkpoint_key(dataset.digest, settings, exclude_labels)
+    key = checkpoint_key(dataset.digest, settings, exclude_labels, pretrained_sha256)
     state = TrainingState(module, optimizer, scaler)
     load_checkpoint(store, key, state)
     resumed_after_epoch = len(state.history)
@@ -137,7 +144,7 @@ def train(
             progress = (epoch * steps + step) / (settings.epochs * steps)
             rate = learning_rate(settings, progress)
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group["rate_factor"]
             margin = settings.margin * min(progress / MARGIN_WARM_UP, 1.0)
             optimizer.zero_grad()
             for part, part_classes in zip(pixels.tensor_split(parts), classes.tensor_split(parts), strict=True):
@@ -188,7 +195,16 @@ def train(
     if rank == 0:
         save_checkpoint(store, key, state.result())
         weights, remarks = state.best_weights, result.warnings
-        save_trained(out_dir, weights, architecture, settings, dataset.digest, exclude_labels, remarks)
+        save_trained(
+            out_dir,
+            weights,
+            architecture,
+            settings,
+            dataset.digest,
+            exclude_labels,
+            remarks,
+            pretrained_sha256,
+        )
         result.save(out_dir / HISTORY_FILE)
     return result
 
@@ -256,20 +272,6 @@ def choose_precision(settings: TrainSettings, device: torch.device) -> torch.dty
     return torch.bfloat16 if cpu.get("avx512_bf16") or cpu.get("amx_bf16") else torch.float32
 
 
-def choose_architecture(dataset: Dataset, settings: TrainSettings) -> Architecture:
-    """The network for ``dataset``. The standard deviation has a lower bound, for channels without contrast."""
-    mean, std = dataset.mean_std("train")
-    return Architecture(
-        shape=dataset.shape,
-        mean=mean,
-        std=tuple(max(deviation, 1 / 255) for deviation in std),
-        patch_px=settings.patch_px or choose_patch(*dataset.shape[:2]),
-        width=settings.width,
-        embedding_dim=settings.embedding_dim,
-        members=settings.members,
-    )
-
-
 def choose_parts(module: TrainingModule, architecture: Architecture, batch_size: int, device: torch.device) -> int:
     """Parts of a batch that are processed one after another, so that memory is bounded; their gradients are added.
 
@@ -282,11 +284,19 @@ def choose_parts(module: TrainingModule, architecture: Architecture, batch_size:
 
 
 def choose_optimizer(module: TrainingModule, settings: TrainSettings) -> torch.optim.Optimizer:
-    """AdamW or SGD with Nesterov momentum, without weight decay for the scales and shifts of normalization layers."""
-    groups = [
-        {"params": [p for p in module.parameters() if p.ndim > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in module.parameters() if p.ndim <= 1], "weight_decay": 0.0},
-    ]
+    """AdamW or SGD with Nesterov momentum, without weight decay for the scales and shifts of normalization layers.
+
+    The learning rate of a group is that of the schedule times its ``rate_factor``.
+    """
+    groups: list[dict[str, Any]] = []
+    parameters = list(module.named_parameters())
+    backbone_factor = settings.backbone_learning_rate_factor or (PRETRAINED_RATE_FACTOR if settings.weights else 1.0)
+    for in_backbone, rate_factor in ((False, 1.0), (True, backbone_factor)):
+        part = [parameter for name, parameter in parameters if (".backbone." in name) == in_backbone]
+        if part:
+            decayed, others = [p for p in part if p.ndim > 1], [p for p in part if p.ndim <= 1]
+            groups.append({"params": decayed, "weight_decay": settings.weight_decay, "rate_factor": rate_factor})
+            groups.append({"params": others, "weight_decay": 0.0, "rate_factor": rate_factor})
     if settings.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=settings.learning_rate, fused=True)
     nesterov = settings.momentum > 0
@@ -347,13 +357,19 @@ class TrainingState:
             self._scaler.load_state_dict(checkpoint["scaler"])
 
 
-def checkpoint_key(dataset_digest: str, settings: TrainSettings, exclude_labels: frozenset[str]) -> str:
-    """A hash of everything that determines the weights: data, settings, excluded labels and versions."""
+def checkpoint_key(
+    dataset_digest: str,
+    settings: TrainSettings,
+    exclude_labels: frozenset[str],
+    pretrained_sha256: str | None = None,
+) -> str:
+    """A hash of everything that determines the weights: data, settings, pretrained and excluded, and versions."""
     inputs = {
         "format": CHECKPOINT_FORMAT,
         "dataset": dataset_digest,
         "settings": settings.model_dump(mode="json", exclude=WITHOUT_EFFECT),
         "exclude_labels": sorted(exclude_labels),
+        "pretrained": pretrained_sha256,
         "evernear": evernear.__version__,
         "torch": str(torch.__version__),
     }

@@ -160,6 +160,8 @@ def _describe(
         created=created,
         parts=described,
         network_sha256=network.sha256,
+        backbone=network.backbone,
+        pretrained_sha256=network.pretrained_sha256,
         dataset_name=candidate.dataset.manifest.name,
         dataset_digest=candidate.dataset.digest,
         source=candidate.dataset.manifest.source,

@@ -54,6 +54,8 @@ class Lineage(Frozen):
     dataset_name: str
     dataset_digest: str
     network_sha256: str
+    backbone: str
+    pretrained_sha256: str | None
     git_commit: str
     evernear_version: str
     own_handler: bool

@@ -58,6 +58,7 @@ class ReleaseManifest(Frozen):
     is the L2 distance beyond which an image is unknown. ``parent`` is the champion that this release was measured
     against, and ``metrics`` are those of that measurement. ``source`` and ``training`` are the settings ``data.source``
     and ``train.*`` behind the dataset and the network; None in releases of evernear 0.1.0.
+    ``pretrained_sha256`` is the hash of the file of weights that the backbone began with.
     """
 
     format: Literal[1] = 1
@@ -65,6 +66,8 @@ class ReleaseManifest(Frozen):
     created: AwareDatetime
     parts: dict[PartName, Part]
     network_sha256: Sha256
+    backbone: str = Field(default="compact", max_length=100)
+    pretrained_sha256: Sha256 | None = None
     dataset_name: str
     dataset_digest: str
     source: str | None = None

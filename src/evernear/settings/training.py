@@ -94,6 +94,31 @@ class TrainSettings(Section):
     embedding_dim: int = Field(
         default=128, ge=2, le=2048, description="Dimensions of the whole embedding; a multiple of train.members."
     )
+    backbone: str = Field(
+        default="auto",
+        min_length=1,
+        description="compact: a small convolutional network; any name of timm: resnet18, mobilenetv3_small_100 ...; "
+        "auto: compact, or resnet18 if train.weights is set.",
+    )
+    weights: str = Field(
+        default="",
+        description="Weights of the backbone to begin with: a file (safetensors or torch), file:///path, "
+        "s3://bucket/key, or hub to download those of timm; if empty, random ones.",
+    )
+    backbone_size_px: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="Side of the images in a backbone of timm; 0: as in its pretraining with train.weights, "
+        "otherwise as in the dataset.",
+    )
+    backbone_learning_rate_factor: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="Learning rate of the backbone, relative to that of the other layers; 0: 0.1 with train.weights, "
+        "otherwise 1.",
+    )
+    frozen: bool = Field(default=False, description="Use the features of a pretrained backbone without any training.")
     width: int = Field(
         default=16, ge=4, le=512, description="Channels of the first convolution; each stage doubles them."
     )
@@ -121,6 +146,12 @@ class TrainSettings(Section):
     parity_tolerance: float = Field(
         default=1e-4, gt=0.0, description="Largest difference between an eager and a TorchScript embedding."
     )
+
+    @field_validator("weights")
+    @classmethod
+    def _absolute(cls, weights: str) -> str:
+        """Make a relative path absolute: the steps of a run have another working directory."""
+        return weights if weights in ("", "hub") or "://" in weights else str(Path(weights).expanduser().absolute())
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:

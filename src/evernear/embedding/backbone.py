@@ -1,0 +1,282 @@
+"""Backbones of timm (https://github.com/huggingface/pytorch-image-models), and weights to start from.
+
+Only training imports timm: a release has the network as TorchScript. Nothing is downloaded unless ``train.weights`` is
+`HUB`, and only tensors are read from a file of weights: safetensors, or torch's format without pickled code.
+"""
+
+import re
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import timm
+import torch
+from huggingface_hub import hf_hub_download
+from timm.data.config import resolve_data_config
+from timm.models import PretrainedCfg, get_pretrained_cfg, load_state_dict
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from evernear.data.preprocess import NetworkInput
+from evernear.disk import sha256_file
+from evernear.embedding.network import MEMBERS, Architecture, EmbeddingNetwork
+from evernear.errors import StoreError, TrainingError
+from evernear.output import printable
+from evernear.settings import TrainSettings
+from evernear.store import open_store
+
+HUB = "hub"
+AUTO_PRETRAINED = "resnet18"
+"""The backbone that ``auto`` means with weights: small, in every collection of weights, and fast on a CPU."""
+_OWN_PREFIX = "members.0.backbone."
+_REASON_MAX_CHARACTERS = 200
+
+
+class _Backbone(Protocol):
+    """The part of a timm model that evernear uses."""
+
+    head_hidden_size: int
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights of a backbone as they were read: ``sha256`` is that of the file."""
+
+    source: str
+    sha256: str
+    state: dict[str, Tensor]
+
+
+class TimmMember(nn.Module):
+    """One backbone: normalized pixels to unit vectors.
+
+    Pooled features are projected to the embedding, as in the compact network. Those of a frozen backbone are only
+    centered.
+    """
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        dim = architecture.embedding_dim // architecture.members
+        self.resize = _Resize(architecture.shape, architecture.input) if architecture.input else nn.Identity()
+        self.backbone = _create(architecture)
+        features = cast(_Backbone, self.backbone).head_hidden_size
+        self.project = nn.Identity() if architecture.frozen else nn.Linear(features, dim, bias=False)
+        self.standardize = Center(dim) if architecture.frozen else nn.BatchNorm1d(dim)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Embed normalized pixels (N, C, H, W)."""
+        features = self.backbone(self.resize(pixels))
+        return F.normalize(self.standardize(self.project(features).to(torch.float32)))
+
+
+class Center(nn.Module):
+    """Subtracts a fixed mean."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(dim))
+        self.mean: Tensor
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Center features (N, F)."""
+        return features - self.mean
+
+
+class _Resize(nn.Module):
+    """Crops the center of an image and resizes it to the size that the backbone was pretrained with."""
+
+    def __init__(self, shape: tuple[int, int, int], size: NetworkInput) -> None:
+        super().__init__()
+        self.height, self.width = size.crop_height_px, size.crop_width_px
+        self.top, self.left = (shape[0] - self.height) // 2, (shape[1] - self.width) // 2
+        self.size = [size.height_px, size.width_px]
+        self.mode = str(size.interpolation)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        center = pixels[:, :, self.top : self.top + self.height, self.left : self.left + self.width]
+        return F.interpolate(center, self.size, mode=self.mode, align_corners=False, antialias=True)
+
+
+def choose_backbone(settings: TrainSettings) -> str:
+    """The name of the network that ``settings`` select: one of `MEMBERS` or a model of timm.
+
+    Raises:
+        TrainingError: timm has no such model, the compact network shall have weights, or a frozen one has none.
+    """
+    name = settings.backbone
+    if name == "auto":
+        name = AUTO_PRETRAINED if settings.weights else "compact"
+    if settings.frozen and not (settings.weights and settings.members == 1):
+        raise TrainingError("A frozen network (train.frozen) needs train.weights, and train.members is 1.")
+    if name in MEMBERS:
+        if settings.weights:
+            raise TrainingError(
+                f"The {name} network has no pretrained weights; set train.backbone to the network of train.weights."
+            )
+    elif not timm.is_model(name.partition(".")[0]):
+        similar = ", ".join(timm.list_models(f"*{name.partition('_')[0]}*")[:3])
+        hint = f"; similar names: {similar}" if similar else ""
+        raise TrainingError(f"timm has no model {printable(name)!r} (train.backbone){hint}.")
+    return name
+
+
+def choose_input(name: str, shape: tuple[int, int, int], settings: TrainSettings) -> NetworkInput | None:
+    """How to fit images of ``shape`` to a timm model; None if it takes them as they are.
+
+    A pretrained model gets the size, crop and interpolation of its pretraining. A model that takes one size only, such
+    as a vision transformer, gets a square.
+    """
+    config = _data_config(name)
+    if not settings.weights and not settings.backbone_size_px:
+        return None
+    height, width, _ = shape
+    side = settings.backbone_size_px or int(config["input_size"][-1])
+    crop = float(config["crop_pct"]) if settings.weights else 1.0
+    box = (min(height, width),) * 2 if _config(name).fixed_input_size else (height, width)
+    scale = side / min(box)
+    return NetworkInput(
+        crop_height_px=max(1, round(box[0] * crop)),
+        crop_width_px=max(1, round(box[1] * crop)),
+        height_px=round(box[0] * scale),
+        width_px=round(box[1] * scale),
+        interpolation="bilinear" if config["interpolation"] == "bilinear" else "bicubic",
+    )
+
+
+def pretrained_mean_std(name: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation per channel of the pretraining; a gray image gets the means of the colors'."""
+    config = _data_config(name)
+    mean, std = (tuple(float(value) for value in config[key]) for key in ("mean", "std"))
+    if channels == 1:
+        return (sum(mean) / len(mean),), (sum(std) / len(std),)
+    return mean, std
+
+
+def feature_dim(name: str) -> int:
+    """Number of pooled features of a timm model."""
+    return cast(_Backbone, timm.create_model(name, num_classes=0)).head_hidden_size
+
+
+def _config(name: str) -> PretrainedCfg:
+    config = get_pretrained_cfg(name)
+    if config is None:
+        raise TrainingError(f"timm knows no input size of {name} (train.backbone); choose another backbone.")
+    return config
+
+
+def _data_config(name: str) -> dict[str, Any]:
+    return resolve_data_config(pretrained_cfg=_config(name).to_dict())
+
+
+def _create(architecture: Architecture, **options: Any) -> nn.Module:
+    """The timm model of ``architecture``, without classifier."""
+    height, width, channels = architecture.shape
+    if architecture.input is not None:
+        height, width = architecture.input.height_px, architecture.input.width_px
+    if _config(architecture.backbone).fixed_input_size:
+        options["img_size"] = (height, width)
+    return timm.create_model(architecture.backbone, num_classes=0, in_chans=channels, scriptable=True, **options)
+
+
+def read_weights(settings: TrainSettings) -> Weights:
+    """Read ``train.weights``: a file, an object of a store, or timm's weights of the backbone from its hub.
+
+    Raises:
+        TrainingError: the file cannot be read or is not one of weights.
+        StoreError: the object cannot be fetched.
+    """
+    source = settings.weights
+    with tempfile.TemporaryDirectory(prefix="evernear-weights-") as scratch:
+        if source == HUB:
+            source, path = _from_hub(choose_backbone(settings))
+        elif "://" in source:
+            place, _, name = source.rpartition("/")
+            path = open_store(place).fetch(name, Path(scratch) / name)
+        else:
+            path = Path(source)
+        if not path.is_file():
+            raise TrainingError(f"There is no file {printable(source)} (train.weights).")
+        try:
+            state = load_state_dict(str(path), device="cpu", weights_only=True)
+            tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        except Exception as error:  # of torch.load, pickle, zipfile and safetensors
+            reason = printable(str(error).partition("\n")[0], _REASON_MAX_CHARACTERS)
+            raise TrainingError(
+                f"{printable(source)} (train.weights) is neither a safetensors file nor a torch file of tensors: "
+                f"{reason}."
+            ) from error
+        return Weights(source, sha256_file(path), tensors)
+
+
+def load_weights(network: EmbeddingNetwork, architecture: Architecture, weights: Weights) -> None:
+    """Copy pretrained ``weights`` into the backbone of each member; the classifier among them is ignored.
+
+    Raises:
+        TrainingError: they are weights of another architecture.
+    """
+    pretrained = _pretrained(architecture, weights).state_dict()
+    for member in network.members:
+        cast(TimmMember, member).backbone.load_state_dict(pretrained)
+
+
+@torch.inference_mode()
+def center(network: EmbeddingNetwork, batches: Iterable[Tensor]) -> None:
+    """Subtract from the features of a frozen network their mean over ``batches`` of images (N, C, H, W)."""
+    module = cast(Center, cast(TimmMember, network.members[0]).standardize)
+    total, count = torch.zeros_like(module.mean, dtype=torch.float64), 0
+
+    def add(_: nn.Module, inputs: tuple[Tensor, ...], __: Tensor) -> None:
+        nonlocal total, count
+        total, count = total + inputs[0].double().sum(dim=0), count + len(inputs[0])
+
+    handle = module.register_forward_hook(add)
+    for images in batches:
+        network.eval()(images)
+    handle.remove()
+    module.mean.copy_(total / count)
+
+
+def _pretrained(architecture: Architecture, weights: Weights) -> nn.Module:
+    """A model with ``weights``, which timm adapts to its number of channels and its size.
+
+    Without a classifier on either side (``num_classes``), timm wants every other key, and no more.
+    """
+    own = {key.removeprefix(_OWN_PREFIX): value for key, value in weights.state.items() if key.startswith(_OWN_PREFIX)}
+    state = own or dict(weights.state)
+    config = _config(architecture.backbone)
+    classifiers = (config.classifier,) if isinstance(config.classifier, str) else config.classifier or ()
+    for classifier in classifiers:
+        for parameter in ("weight", "bias"):
+            state.pop(f"{classifier}.{parameter}", None)
+    overlay: dict[str, Any] = {"state_dict": state, "source": "", "num_classes": 0, "label_offset": 0}
+    first = state.get(f"{config.first_conv}.weight")
+    if first is not None:
+        overlay["input_size"] = (first.shape[1], *config.input_size[1:])
+    try:
+        return _create(architecture, pretrained=True, pretrained_cfg_overlay=overlay)
+    except (RuntimeError, LookupError, ValueError, TypeError, AttributeError, AssertionError) as error:
+        raise TrainingError(
+            f"{printable(weights.source)} (train.weights) does not fit {architecture.backbone}: {_mismatch(error)}; "
+            "set train.backbone to the architecture of these weights."
+        ) from error
+
+
+def _mismatch(error: Exception) -> str:
+    """The first fault that `nn.Module.load_state_dict` reports, shortened."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    fault = re.sub(r'"([^"]*)"', r"\1", lines[1] if len(lines) > 1 else lines[0] if lines else type(error).__name__)
+    return printable(fault.replace(" in state_dict", "").rstrip(". "), _REASON_MAX_CHARACTERS)
+
+
+def _from_hub(name: str) -> tuple[str, Path]:
+    config = _config(name)
+    if not config.hf_hub_id:
+        raise TrainingError(f"timm's hub has no weights of {name}; set train.weights to a file.")
+    file = config.hf_hub_filename or "model.safetensors"
+    try:
+        return f"{config.hf_hub_id}/{file}", Path(hf_hub_download(config.hf_hub_id, file))
+    except Exception as error:  # of the hub's client: HTTP errors, a missing repository, no network
+        reason = printable(str(error).partition("\n")[0], _REASON_MAX_CHARACTERS)
+        raise StoreError(f"{config.hf_hub_id}/{file} cannot be downloaded from the hub: {reason}.") from error

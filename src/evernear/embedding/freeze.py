@@ -1,0 +1,108 @@
+"""The network that a training begins with, and a frozen one, which is not trained at all."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evernear.data.shards import Dataset
+from evernear.embedding.artifact import HISTORY_FILE, TrainingResult, save_trained
+from evernear.embedding.data_loader import TrainingImages
+from evernear.embedding.network import MEMBERS, Architecture, EmbeddingNetwork, build, choose_patch
+from evernear.settings import TrainSettings
+
+
+def choose_architecture(dataset: Dataset, settings: TrainSettings) -> Architecture:
+    """The network for ``dataset``; preprocessing is that of pretrained weights, if there are any.
+
+    The standard deviation has a lower bound, for channels without contrast.
+
+    Raises:
+        TrainingError: ``train.backbone`` names no network, or one that cannot be used so.
+    """
+    options = _timm_options(dataset, settings)
+    if "mean" not in options:
+        mean, std = dataset.mean_std("train")
+        options |= {"mean": mean, "std": tuple(max(deviation, 1 / 255) for deviation in std)}
+    values: dict[str, Any] = {
+        "shape": dataset.shape,
+        "patch_px": settings.patch_px or choose_patch(*dataset.shape[:2]),
+        "width": settings.width,
+        "embedding_dim": settings.embedding_dim,
+        "members": settings.members,
+    }
+    return Architecture(**values | options)
+
+
+def _timm_options(dataset: Dataset, settings: TrainSettings) -> dict[str, Any]:
+    if not settings.weights and not settings.frozen and settings.backbone in ("auto", *MEMBERS):
+        return {} if settings.backbone == "auto" else {"backbone": settings.backbone}
+    from evernear.embedding.backbone import (  # timm takes seconds to import
+        choose_backbone,
+        choose_input,
+        feature_dim,
+        pretrained_mean_std,
+    )
+
+    name = choose_backbone(settings)
+    options: dict[str, Any] = {"backbone": name, "input": choose_input(name, dataset.shape, settings)}
+    if settings.weights:
+        options["mean"], options["std"] = pretrained_mean_std(name, dataset.shape[2])
+    if settings.frozen:
+        options |= {"frozen": True, "embedding_dim": feature_dim(name)}
+    return options
+
+
+def initialize(network: EmbeddingNetwork, architecture: Architecture, settings: TrainSettings) -> str | None:
+    """Load the pretrained weights of ``settings`` into ``network``; return the sha256 of their file.
+
+    Raises:
+        TrainingError: they cannot be read or belong to another architecture.
+        StoreError: they cannot be fetched.
+    """
+    if not settings.weights:
+        return None
+    from evernear.embedding.backbone import load_weights, read_weights
+
+    weights = read_weights(settings)
+    load_weights(network, architecture, weights)
+    return weights.sha256
+
+
+def freeze(dataset: Dataset, settings: TrainSettings, out_dir: Path, exclude_labels: frozenset[str]) -> TrainingResult:
+    """Write a network with a frozen backbone to ``out_dir``, as `evernear.embedding.train.train` writes a trained one.
+
+    The mean of the features over the train split is subtracted from them: centered features separate classes better by
+    their angles.
+
+    Raises:
+        TrainingError: as `choose_architecture` and `initialize`; or there are too few images.
+        StoreError: the weights cannot be fetched or ``out_dir`` cannot be written.
+    """
+    from evernear.embedding.backbone import center
+
+    images = TrainingImages(dataset, exclude_labels)
+    torch.manual_seed(settings.seed)
+    architecture = choose_architecture(dataset, settings)
+    network = build(architecture)
+    pretrained_sha256 = initialize(network, architecture, settings)
+    center(network, (pixels for pixels, _ in images.in_order("train")))
+    save_trained(
+        out_dir,
+        network.state_dict(),
+        architecture,
+        settings,
+        dataset.digest,
+        exclude_labels,
+        pretrained_sha256=pretrained_sha256,
+    )
+    result = TrainingResult(
+        key="",
+        best_epoch=0,
+        stopped_early=False,
+        resumed_after_epoch=0,
+        epochs=(),
+        chance_accuracy=images.chance_accuracy,
+    )
+    result.save(out_dir / HISTORY_FILE)
+    return result

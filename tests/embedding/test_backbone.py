@@ -1,0 +1,233 @@
+"""Backbones of timm: weights of a file, fine-tuning, and a frozen network; nothing is downloaded."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+from evernear.data.shards import Dataset
+from evernear.disk import sha256_file
+from evernear.embedding import backbone as backbone_module
+from evernear.embedding.arcface import TrainingModule
+from evernear.embedding.artifact import load_trained
+from evernear.embedding.backbone import TimmMember
+from evernear.embedding.data_loader import to_tensor
+from evernear.embedding.embed import embed
+from evernear.embedding.export import describe_network, export, load_network, load_torchscript, to_torchscript
+from evernear.embedding.freeze import choose_architecture
+from evernear.embedding.network import Architecture, build
+from evernear.embedding.train import choose_optimizer, train
+from evernear.errors import StoreError, TrainingError
+from evernear.settings import TrainSettings
+
+TINY = "test_resnet"
+"""The smallest convolutional network of timm."""
+
+
+def settings(**changes: Any) -> TrainSettings:
+    values = {"backbone": TINY, "epochs": 1, "min_steps": 0, "embedding_dim": 16, "precision": "float32"} | changes
+    return TrainSettings.model_validate(values)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights as timm saves them, of a color network with a classifier of 7 classes."""
+    torch.manual_seed(1)
+    path = tmp_path_factory.mktemp("weights") / "model.safetensors"
+    save_file(timm.create_model(TINY, num_classes=7).state_dict(), path)
+    return path
+
+
+def member(directory: Path) -> TimmMember:
+    _, network = load_trained(directory)
+    (found,) = network.members
+    assert isinstance(found, TimmMember)
+    return found
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenetv3_small_100", "vit_tiny_patch16_224"])
+def test_common_backbones_export_as_torchscript(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    architecture = Architecture(
+        shape=(32, 32, 3), mean=(0.5,) * 3, std=(0.2,) * 3, patch_px=1, width=4, embedding_dim=16, backbone=name
+    )
+    network = build(architecture).eval()
+    (tmp_path / "network.pt").write_bytes(to_torchscript(network))
+    images = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
+    with torch.inference_mode():
+        scripted = load_torchscript(tmp_path / "network.pt")(images)
+        torch.testing.assert_close(scripted, network(images), atol=1e-5, rtol=0)
+    torch.testing.assert_close(scripted.norm(dim=1), torch.ones(3))
+
+
+def test_training_begins_with_the_weights_of_the_file_and_describes_them(
+    digits: Dataset, weights: Path, tmp_path: Path
+) -> None:
+    slow = settings(weights=str(weights), backbone_size_px=32, learning_rate=1e-12)
+    train(digits, slow, tmp_path / "trained")
+    trained, _ = load_trained(tmp_path / "trained")
+    assert trained.pretrained_sha256 == sha256_file(weights)
+    color = timm.create_model(TINY, num_classes=0)
+    color.load_state_dict({k: v for k, v in torch_state(weights).items() if not k.startswith("fc.")})
+    gray = member(tmp_path / "trained").backbone
+    torch.testing.assert_close(
+        gray.state_dict()["conv1.0.weight"], color.state_dict()["conv1.0.weight"].sum(dim=1, keepdim=True)
+    )
+    torch.testing.assert_close(gray.state_dict()["layer1.0.conv1.weight"], color.state_dict()["layer1.0.conv1.weight"])
+
+    exported = export(tmp_path / "trained", digits, tmp_path / "network", tolerance=1e-4)
+    assert (exported.backbone, exported.pretrained_sha256) == (TINY, sha256_file(weights))
+    preprocessing = exported.preprocessing
+    assert preprocessing.mean == (0.5,)
+    assert preprocessing.network_input is not None
+    assert preprocessing.network_input.height_px == preprocessing.network_input.width_px == 32
+    assert preprocessing.network_input.interpolation == "bilinear"
+
+
+def torch_state(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def test_a_frozen_network_is_the_backbone_with_centered_features(
+    digits: Dataset, weights: Path, tmp_path: Path
+) -> None:
+    frozen = settings(weights=str(weights), frozen=True, backbone_size_px=16)
+    result = train(digits, frozen, tmp_path / "trained")
+    assert result.epochs == ()
+    backbone = member(tmp_path / "trained")
+    torch.testing.assert_close(
+        backbone.backbone.state_dict()["layer1.0.conv1.weight"], torch_state(weights)["layer1.0.conv1.weight"]
+    )
+    assert isinstance(backbone.project, torch.nn.Identity)
+    assert backbone.standardize.get_buffer("mean").abs().max() > 0
+    exported = export(tmp_path / "trained", digits, tmp_path / "network", tolerance=1e-4)
+    assert exported.embedding_dim == 96
+    with torch.inference_mode():
+        vectors = load_network(tmp_path / "network")(to_tensor(next(digits.blocks("test", 8)).images))
+    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(8))
+    described = embed(tmp_path / "network", digits, tmp_path / "embeddings", splits=("gallery",))
+    everything = digits.manifest.count("gallery") + digits.manifest.count("train")
+    assert described.count == everything, "no class was trained on, so all train images join the gallery"
+
+
+def test_weights_of_another_architecture_are_rejected_in_one_sentence(
+    digits: Dataset, weights: Path, tmp_path: Path
+) -> None:
+    wrong = settings(backbone="test_vit", weights=str(weights))
+    with pytest.raises(TrainingError, match=r"does not fit test_vit: .*; set train.backbone") as caught:
+        train(digits, wrong, tmp_path)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_of_another_width_are_rejected(digits: Dataset, weights: Path, tmp_path: Path) -> None:
+    state = torch_state(weights)
+    state["layer1.0.conv1.weight"] = state["layer1.0.conv1.weight"][:, :5].contiguous()
+    save_file(state, tmp_path / "narrow.safetensors")
+    with pytest.raises(TrainingError, match=r"size mismatch for layer1\.0\.conv1\.weight"):
+        train(digits, settings(weights=str(tmp_path / "narrow.safetensors")), tmp_path)
+
+
+class Payload:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (open, ("/tmp/evernear-payload", "w"))
+
+
+def test_pickled_code_is_not_run(digits: Dataset, tmp_path: Path) -> None:
+    torch.save({"state_dict": Payload()}, tmp_path / "weights.pth")
+    with pytest.raises(TrainingError, match="neither a safetensors file nor a torch file of tensors"):
+        train(digits, settings(weights=str(tmp_path / "weights.pth")), tmp_path / "out")
+    assert not Path("/tmp/evernear-payload").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"backbone": "resnet_of_mine"}, "timm has no model 'resnet_of_mine'"),
+        ({"backbone": "compact", "weights": "/no/where"}, "compact network has no pretrained weights"),
+        ({"frozen": True}, "needs train.weights"),
+        ({"weights": "/no/where.safetensors"}, "no file /no/where.safetensors"),
+    ],
+)
+def test_settings_that_cannot_work_are_rejected(
+    changes: dict[str, Any], sentence: str, digits: Dataset, tmp_path: Path
+) -> None:
+    with pytest.raises(TrainingError, match=sentence):
+        train(digits, settings(**changes), tmp_path)
+
+
+def test_the_hub_is_asked_only_with_weights_hub(
+    digits: Dataset, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def download(repository: str, file: str) -> str:
+        asked.append((repository, file))
+        return str(weights)
+
+    monkeypatch.setattr(backbone_module, "hf_hub_download", download)
+    train(digits, settings(weights="hub", frozen=True, backbone_size_px=16), tmp_path)
+    assert asked == [("timm/test_resnet.r160_in1k", "model.safetensors")]
+
+    def fail(repository: str, file: str) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr(backbone_module, "hf_hub_download", fail)
+    with pytest.raises(StoreError, match="cannot be downloaded from the hub: no network"):
+        train(digits, settings(weights="hub", frozen=True), tmp_path)
+
+
+def test_weights_come_from_a_store(digits: Dataset, weights: Path, tmp_path: Path) -> None:
+    frozen = settings(weights=weights.as_uri(), frozen=True, backbone_size_px=16)
+    train(digits, frozen, tmp_path)
+    assert load_trained(tmp_path)[0].pretrained_sha256 == sha256_file(weights)
+
+
+def test_weights_that_evernear_trained_are_weights_of_the_backbone(digits: Dataset, tmp_path: Path) -> None:
+    train(digits, settings(), tmp_path / "first")
+    own = settings(weights=str(tmp_path / "first" / "weights.pt"), frozen=True, backbone_size_px=8)
+    train(digits, own, tmp_path / "second")
+    first, second = (member(tmp_path / name).backbone.state_dict() for name in ("first", "second"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_pretrained_backbone_learns_at_a_tenth_of_the_rate(digits: Dataset, weights: Path) -> None:
+    def factors(**changes: Any) -> dict[bool, set[float]]:
+        chosen = settings(**changes)
+        module = TrainingModule(choose_architecture(digits, chosen), 10, chosen.scale, torch.float32)
+        backbone = {id(p) for p in module.network.members[0].get_submodule("backbone").parameters()}
+        found: dict[bool, set[float]] = {True: set(), False: set()}
+        for group in choose_optimizer(module, chosen).param_groups:
+            for parameter in group["params"]:
+                found[id(parameter) in backbone].add(group["rate_factor"])
+        return found
+
+    assert factors() == {True: {1.0}, False: {1.0}}
+    assert factors(weights=str(weights)) == {True: {0.1}, False: {1.0}}
+    assert factors(weights=str(weights), backbone_learning_rate_factor=0.5) == {True: {0.5}, False: {1.0}}
+
+
+def test_a_release_is_served_without_timm(digits: Dataset, weights: Path, tmp_path: Path) -> None:
+    train(digits, settings(weights=str(weights), frozen=True, backbone_size_px=16), tmp_path / "trained")
+    export(tmp_path / "trained", digits, tmp_path / "network", tolerance=1e-4)
+    np.save(tmp_path / "images.npy", next(digits.blocks("test", 2)).images)
+    script = f"""
+import sys
+sys.modules["timm"] = sys.modules["torchvision"] = sys.modules["huggingface_hub"] = None
+import numpy as np
+from pathlib import Path
+from evernear.embedding.embed import embed_images
+from evernear.embedding.export import load_network
+import evernear.serving.core
+print(embed_images(load_network(Path({str(tmp_path / "network")!r})), np.load({str(tmp_path / "images.npy")!r})).shape)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"(2, {describe_network(tmp_path / 'network').embedding_dim})"
