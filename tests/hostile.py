@@ -1,4 +1,4 @@
-"""Hand-crafted PNG and JPEG files that cost a decoder time or memory, which no library would write.
+"""Hand-crafted PNG, JPEG and WebP files that cost a decoder time or memory, which no library would write.
 
 `REFUSED` are those that have to be refused by their structure, `largest_valid_files` those that just keep every limit.
 """
@@ -185,6 +185,78 @@ def arithmetic(marker: int = 0xC9) -> bytes:
     return jpeg().replace(b"\xff\xc0", bytes([0xFF, marker]), 1)
 
 
+def webp_chunk(kind: bytes, data: bytes) -> bytes:
+    """A chunk of a WebP file."""
+    return struct.pack("<4sI", kind, len(data)) + data + bytes(len(data) % 2)
+
+
+def riff(*chunks: bytes) -> bytes:
+    """A WebP file of ``chunks``."""
+    body = b"".join([b"WEBP", *chunks])
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+def webp(mode: str = "RGB", size: tuple[int, int] = (8, 8), **options: object) -> bytes:
+    """A WebP file of a gradient, as Pillow writes it."""
+    gradient = np.arange(size[0] * size[1] * len(mode)).astype(np.uint8).reshape(size[1], size[0], len(mode))
+    buffer = BytesIO()
+    Image.frombytes(mode, size, gradient.tobytes()).save(buffer, "WEBP", **options)
+    return buffer.getvalue()
+
+
+def code_groups(side: int, groups: int) -> bytes:
+    """A lossless WebP file whose blocks of 4 x 4 pixels choose among ``groups`` groups of prefix codes (RFC 9649)."""
+    bits: list[str] = []
+
+    def put(value: int, count: int) -> None:
+        bits.append(_number(value, count))
+
+    def one_symbol() -> None:
+        put(0b0001, 4)  # a simple code, of one symbol, of one bit, which is 0
+
+    def bytes_of_8_bits() -> None:
+        put(0, 1)  # a normal code, whose lengths are coded with one length: 8
+        order = (17, 18, 0, 1, 2, 3, 4, 5, 16, 6, 7, 8)
+        put(len(order) - 4, 4)
+        for length in order:
+            put(length == 8, 3)
+        put(1 | 3 << 1 | 254 << 4, 12)  # for the first 256 symbols
+
+    put(0x2F, 8)
+    put(side - 1, 14)
+    put(side - 1, 14)
+    put(0, 4)  # opaque, version 0
+    put(0b100, 3)  # neither transforms nor a color cache, but groups
+    put(0, 3)  # for blocks of 4 x 4 pixels
+    put(0, 1)  # the image of the groups has no color cache
+    bytes_of_8_bits()  # green: the lower byte of the group's number
+    bytes_of_8_bits()  # red: the upper one
+    for _ in range(3):
+        one_symbol()
+    for block in range((-(-side // 4)) ** 2):
+        number = block % groups
+        bits.append(format(number & 255, "08b") + format(number >> 8, "08b"))
+    bits.append(_number(0b0001, 4) * 5 * groups)
+    text = "".join(bits)
+    text += "0" * (-len(text) % 8 + 64)
+    return riff(webp_chunk(b"VP8L", int(text[::-1], 2).to_bytes(len(text) // 8, "little")))
+
+
+def forged_webp(width: int, height: int) -> bytes:
+    """A lossy WebP file of 8 x 8 pixels whose header says otherwise."""
+    whole = webp()
+    at = whole.index(b"\x9d\x01\x2a") + 3
+    return whole[:at] + struct.pack("<HH", width, height) + whole[at + 4 :]
+
+
+def animated_webp() -> bytes:
+    """An animated WebP file."""
+    images = [Image.new("RGB", (8, 8), color) for color in ("red", "green")]
+    buffer = BytesIO()
+    images[0].save(buffer, "WEBP", save_all=True, append_images=images[1:])
+    return buffer.getvalue()
+
+
 @dataclass(frozen=True)
 class Bomb:
     """A file that must be rejected by its structure; the error contains ``sentence``."""
@@ -221,6 +293,11 @@ REFUSED = {
     "arithmetic coding": Bomb(lambda: arithmetic(0xC9), "arithmetic or lossless"),
     "progressive arithmetic coding": Bomb(lambda: arithmetic(0xCA), "arithmetic or lossless"),
     "lossless coding": Bomb(lambda: arithmetic(0xC3), "arithmetic or lossless"),
+    "WebP of 16,383 by 16,383 by its header": Bomb(lambda: forged_webp(16_383, 16_383), "is too large"),
+    "WebP of more pixels than its memory allows": Bomb(lambda: forged_webp(4_000, 4_000), "count as 26666667"),
+    "WebP of 65,536 groups of codes": Bomb(lambda: code_groups(1_024, 65_536), "pixels of lossless WebP count as"),
+    "animated WebP": Bomb(animated_webp, "is animated"),
+    "chunks of a WebP": Bomb(lambda: riff(webp_chunk(b"XMP ", b"a") * 60_000), "chunks"),
 }
 
 

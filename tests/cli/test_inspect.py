@@ -111,7 +111,7 @@ def test_run_reproduces_the_stored_answers(
         good, bad = (json.loads(line) for line in done.stdout.splitlines())
         assert (good["pred"], good["unknown"], good["version"]) == (stored["pred"], stored["unknown"], packed.version)
         assert good["dist"] == pytest.approx(stored["dist"], abs=1e-3)
-        assert bad == {"image": str(broken), "error": "The image is not a PNG or JPEG image."}
+        assert bad == {"image": str(broken), "error": "The image is not a PNG, JPEG or WebP image."}
 
 
 def hostile(packed: PackedRelease, path: Path, proof: Path) -> PackedRelease:

@@ -73,6 +73,46 @@ def test_large_png_may_have_as_many_chunks_as_libpng_writes() -> None:
     assert inspect(hostile.png(8, 8, before=chunks), LIMIT).data.count(b"IDAT") == 1
 
 
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+@pytest.mark.parametrize("lossless", [False, True])
+def test_webp_is_decoded_without_its_metadata(passes: list[bytes], mode: str, lossless: bool) -> None:
+    exif = Image.Exif()
+    exif[Base.Orientation] = 6
+    plain = hostile.webp(mode, (40, 30), lossless=lossless)
+    data = hostile.webp(mode, (40, 30), lossless=lossless, exif=exif, icc_profile=bytes(500), xmp=b"<x/>")
+    file = inspect(data, LIMIT)
+    assert (file.format, file.width_px, file.height_px, file.orientation) == ("WEBP", 40, 30, 6)
+    assert not [kind for kind in (b"EXIF", b"ICCP", b"XMP ") if kind in file.data]
+    assert inspect(plain, LIMIT).data == file.data
+    with Image.open(BytesIO(plain), formats=("WEBP",)) as image:
+        white = Image.new("RGBA", image.size, "white")
+        white.alpha_composite(image.convert("RGBA"))
+    passes.clear()
+    decoded = decode(data, LIMIT)
+    assert len(passes) == 1
+    assert decoded.tobytes() == white.convert("RGB").transpose(Image.Transpose.ROTATE_270).tobytes()
+
+
+def test_webp_counts_its_pixels_and_its_groups_of_codes() -> None:
+    assert inspect(hostile.webp("RGB", (30, 40)), LIMIT).pixels == 2_000
+    assert inspect(hostile.code_groups(400, 10_000), LIMIT).code_groups == 10_000, "as many as there are blocks"
+    small = hostile.webp("RGB", (2_000, 2_000), lossless=True, quality=100)
+    assert 0 < inspect(small, 80_000_000).code_groups <= len(small) * 8 / image_file.CODE_GROUP_MIN_BITS
+    transparent = inspect(hostile.webp("RGBA", (40, 40)), LIMIT)
+    assert 0 < transparent.code_groups <= 100
+
+
+def test_a_webp_of_as_many_groups_of_codes_as_allowed_is_decoded() -> None:
+    assert decode(hostile.code_groups(400, 10_000), LIMIT).size == (400, 400)
+
+
+def test_signature_is_recognized_in_12_bytes() -> None:
+    for data in (hostile.png(8, 8), hostile.jpeg(), hostile.webp()):
+        assert image_file.has_image_signature(data[:12])
+    for data in (b"", b"RIFF\0\0\0\0WAVE", b"README"):
+        assert not image_file.has_image_signature(data)
+
+
 @pytest.mark.parametrize("limit", [99, 100])
 def test_limit_is_width_times_height(limit: int) -> None:
     if limit < 100:
@@ -120,6 +160,10 @@ def test_damaged_files_stay_within_limits_and_known_errors() -> None:
         hostile.jpeg("CMYK", (20, 20)),
         hostile.progressive(20, 20, 3, MAX_SCANS),
         hostile.insert(hostile.jpeg(), hostile.segment(0xE1, b"Exif\0\0" + hostile.exif(4, 100))),
+        hostile.webp("RGB", (20, 20)),
+        hostile.webp("RGBA", (8, 8)),
+        hostile.webp("RGBA", (8, 8), lossless=True),
+        hostile.code_groups(8, 3),
     ]
     decoded = sum(damage_keeps_the_limits(dice, whole, str(number)) for number in range(3_000))
     assert decoded > 100

@@ -191,6 +191,19 @@ def test_files_with_other_extensions_are_skipped(tree, take) -> None:
     assert take(tree) == before
 
 
+def test_files_without_extension_are_recognized_by_content(tree, take, draw, contents) -> None:
+    for number, kind in enumerate(("PNG", "JPEG", "WEBP")):
+        (tree / "1" / f"{number:032x}").write_bytes(draw(500 + number, kind=kind))
+    (tree / "2" / "README").write_text("Digits, drawn by hand.")
+    (tree / ".git").mkdir()
+    (tree / ".git" / "HEAD").write_text("ref: refs/heads/main")
+    manifest = take(tree)
+    assert len(contents(manifest)) == 123
+    (problem,) = manifest.problems
+    assert (problem.kind, problem.names) == ("undecodable", ("2/README",))
+    assert problem.detail == "2/README is not a PNG, JPEG or WebP image."
+
+
 def test_hidden_class_folder_is_named(tree, take, draw, contents) -> None:
     for name in (".net", ".empty", os.fsdecode(b".\xff")):
         (tree / name / "deeper").mkdir(parents=True)
@@ -257,8 +270,8 @@ def test_broken_files_are_named_and_the_others_are_ingested(tree, take, contents
     assert manifest.problem_counts == {"undecodable": 3}
     details = {problem.names: problem.detail for problem in manifest.problems}
     assert details["1/cut.png",].startswith("1/cut.png is a broken image")
-    assert details["2/words.png",] == "2/words.png is not a PNG or JPEG image."
-    assert details["2/picture.gif",] == "2/picture.gif is not a PNG or JPEG image."
+    assert details["2/words.png",] == "2/words.png is not a PNG, JPEG or WebP image."
+    assert details["2/picture.gif",] == "2/picture.gif is not a PNG, JPEG or WebP image."
 
     (tree / "1" / "cut.png").write_bytes(draw(500))
     (tree / "2" / "words.png").unlink()

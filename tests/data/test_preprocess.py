@@ -141,10 +141,10 @@ photo = saved(noise("L", (64, 64)), "JPEG")
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        (b"", "x.png is not a PNG or JPEG image."),
-        (b"no image, only words", "x.png is not a PNG or JPEG image."),
-        (saved(noise("L"), "GIF"), "x.png is not a PNG or JPEG image."),
-        (saved(noise("L"), "BMP"), "x.png is not a PNG or JPEG image."),
+        (b"", "x.png is not a PNG, JPEG or WebP image."),
+        (b"no image, only words", "x.png is not a PNG, JPEG or WebP image."),
+        (saved(noise("L"), "GIF"), "x.png is not a PNG, JPEG or WebP image."),
+        (saved(noise("L"), "BMP"), "x.png is not a PNG, JPEG or WebP image."),
         (whole[: len(whole) // 2], "x.png is a broken image"),
         (photo[: len(photo) // 2], "x.png is a broken image"),
         (whole[:60] + bytes(40) + whole[100:], "x.png is a broken image"),

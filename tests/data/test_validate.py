@@ -38,7 +38,7 @@ def test_errors_stop_with_a_message_that_names_the_files(tree, take, draw) -> No
         " 1 image has several labels and was left out; keep the right one of 1/again.png, 2/001.png."
     )
     assert caught.value.exit_code == 3
-    assert "- 2/words.png is not a PNG or JPEG image." in report.markdown()
+    assert "- 2/words.png is not a PNG, JPEG or WebP image." in report.markdown()
 
 
 def test_warnings_do_not_stop(tree, take, draw) -> None:

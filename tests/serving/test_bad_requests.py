@@ -60,8 +60,8 @@ ACCEPTED = {
     "JSON": json_request({"data": base64.b64encode(PNG).decode()}),
 }
 REFUSED = {
-    "not an image": (Request(b"This is no image."), 400, "is not a PNG or JPEG image"),
-    "another format": (Request(picture("RGB", "GIF")), 400, "is not a PNG or JPEG image"),
+    "not an image": (Request(b"This is no image."), 400, "is not a PNG, JPEG or WebP image"),
+    "another format": (Request(picture("RGB", "GIF")), 400, "is not a PNG, JPEG or WebP image"),
     "nothing": (Request(b""), 400, "is empty"),
     "truncated PNG": (Request(PNG[: len(PNG) // 2]), 400, "is a broken image"),
     "truncated JPEG": (Request(JPEG[: len(JPEG) // 2]), 400, "is a broken image"),

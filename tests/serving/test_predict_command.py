@@ -78,7 +78,7 @@ def test_prints_a_table_with_a_row_per_image(served: Served, images: Path) -> No
         (line,) = [line for line in printed.splitlines() if str(image) in line]
         assert served.manifest.version in line
     (line,) = [line for line in printed.splitlines() if "odd [1].png" in line]
-    assert "not a PNG or JPEG" in line
+    assert "not a PNG, JPEG or WebP" in line
 
 
 def test_json_output_has_a_line_per_rejected_image(served: Served, images: Path, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_json_output_has_a_line_per_rejected_image(served: Served, images: Path,
     done = predict(served, str(tmp_path / "bad.png"), str(tmp_path / "absent.png"), good, "--json", "--format", "grpc")
     assert done.returncode == 3
     bad, absent, answered = lines(done)
-    assert "not a PNG or JPEG" in str(bad["error"])
+    assert "not a PNG, JPEG or WebP" in str(bad["error"])
     assert "cannot be read" in str(absent["error"])
     assert "pred" in answered
 
@@ -141,7 +141,7 @@ def test_prints_metadata_of_the_local_server(served: Served) -> None:
 
 def test_missing_images_are_reported(served: Served, tmp_path: Path) -> None:
     assert "No image: pass files" in predict(served).stderr
-    assert "contains no PNG or JPEG file" in predict(served, "--image-file", str(tmp_path)).stderr
+    assert "contains no PNG, JPEG or WebP file" in predict(served, "--image-file", str(tmp_path)).stderr
     assert "--tls requires --target" in predict(served, "x.png", "--tls").stderr
 
 

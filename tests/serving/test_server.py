@@ -71,7 +71,7 @@ def test_body_multipart_and_json_give_the_same_prediction(served: Served) -> Non
 
 @pytest.mark.parametrize(
     ("body", "sentence"),
-    [(b"", "is empty"), (b"text", "not a PNG or JPEG"), (b'{"data": 1}', 'under "data"')],
+    [(b"", "is empty"), (b"text", "not a PNG, JPEG or WebP"), (b'{"data": 1}', 'under "data"')],
 )
 def test_bad_input_is_400_with_a_sentence(served: Served, body: bytes, sentence: str) -> None:
     response = requests.post(

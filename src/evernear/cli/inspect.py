@@ -51,7 +51,7 @@ def show(registry: "Registry", release: ReleaseArgument, as_json: JsonOption = F
 def run(
     registry: "Registry",
     release: ReleaseArgument,
-    images: Annotated[list[Path], typer.Option("--image", metavar="FILE", help="PNG or JPEG; repeatable.")],
+    images: Annotated[list[Path], typer.Option("--image", metavar="FILE", help="PNG, JPEG or WebP; repeatable.")],
     more: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="More images.")] = None,
     trust: Annotated[
         bool, typer.Option("--trust", help="Load a .mar that is not in the registry. It can run arbitrary code.")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 import typer
 
 from evernear.cli.options import JsonOption, local_settings, with_options
+from evernear.disk import disk_errors
 from evernear.errors import DataError, EvernearError, PredictionRejectedError, SettingsError
 from evernear.output import print_json, print_line, printable
 from evernear.settings import Settings
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from evernear.serving.client import Target
     from evernear.serving.responses import Metadata
 
-SUFFIXES = (".png", ".jpg", ".jpeg")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 STDIN = Path("-")
 SHOWN_NEIGHBORS = 3
 PIPE_WIDTH = 10_000
@@ -29,7 +30,7 @@ PIPE_WIDTH = 10_000
 @with_options(settings=local_settings)
 def predict(
     settings: Settings,
-    images: Annotated[list[Path] | None, typer.Argument(help="PNG or JPEG files.", metavar="IMAGE...")] = None,
+    images: Annotated[list[Path] | None, typer.Argument(help="PNG, JPEG or WebP files.", metavar="IMAGE...")] = None,
     image_files: Annotated[
         list[Path] | None,
         typer.Option("--image-file", metavar="PATH", help="A file, a folder, or - for stdin; repeatable."),
@@ -104,12 +105,22 @@ def _files(paths: list[Path]) -> Iterator[Path]:
     """The files in ``paths``; a folder expands to the images in it, at any depth."""
     for path in paths:
         if path.is_dir():
-            images = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+            images = sorted(file for file in path.rglob("*") if file.is_file() and _is_image(file))
             if not images:
-                raise DataError(f"The folder {path} contains no PNG or JPEG file.")
+                raise DataError(f"The folder {path} contains no PNG, JPEG or WebP file.")
             yield from images
         else:
             yield path
+
+
+def _is_image(file: Path) -> bool:
+    """Whether the suffix of ``file`` names an image; without a suffix, its content decides."""
+    if file.suffix:
+        return file.suffix.lower() in SUFFIXES
+    from evernear.data.image_file import has_image_signature
+
+    with disk_errors(file), file.open("rb") as opened:
+        return has_image_signature(opened.read(12))
 
 
 Answer = tuple[Path, dict[str, Any] | EvernearError]

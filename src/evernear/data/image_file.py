@@ -1,12 +1,14 @@
-"""Inspect the structure of PNG and JPEG files, to bound the cost of decoding them.
+"""Inspect the structure of PNG, JPEG and WebP files, to bound the cost of decoding them.
 
 A few kilobytes can claim gigabytes of pixels, thousands of passes over them, or metadata that takes longer to read
 than the image. `inspect` walks the chunks or segments of a file without decoding it, rejects files that are too
 expensive, and removes the metadata. The decoder then sees one header, one palette and one stream of pixels.
 
-Sources: PNG specification (third edition), sections 5 and 11; ITU-T T.81, annex B; Exif 2.32, section 4.6.
+Sources: PNG specification (third edition), sections 5 and 11; ITU-T T.81, annex B; Exif 2.32, section 4.6;
+RFC 9649 (WebP), sections 2 and 3; RFC 6386 (VP8), section 9.1.
 """
 
+import math
 import re
 import struct
 import zlib
@@ -29,8 +31,24 @@ MAX_TABLES_SIZE_BYTES = 2**16
 """Quantization and Huffman tables of a JPEG file. The usual four and eight need 2.8 KiB; each scan may add Huffman
 tables."""
 
+WEBP_PIXEL_COST = 20 / 12
+"""Pixels that a pixel of a WebP file counts as: Pillow decodes it with 20 bytes of memory, the others with at most
+`evernear.data.preprocess.DECODE_BYTES_PER_PIXEL`."""
+CODE_GROUP_COST = 1_720
+"""Pixels that a group of prefix codes of a lossless WebP file counts as: its five tables have at most 5,004 entries of
+4 bytes (libwebp, ``kTableSize`` and ``FIXED_TABLE_SIZE``), and their header has 560 bytes."""
+MAX_CODE_GROUPS = 2**16
+CODE_GROUP_BLOCK_PX = 4
+"""Smallest side of the blocks that choose a group of prefix codes."""
+CODE_GROUP_MIN_BITS = 20
+"""Five codes of one symbol, 4 bits each."""
+
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _JPEG_SIGNATURE = b"\xff\xd8\xff"
+_WEBP_SIGNATURE = re.compile(rb"RIFF....WEBP", re.DOTALL)
+_WEBP_ANIMATION, _WEBP_ALPHA = 0x02, 0x10  # flags of VP8X
+_VP8_KEY_FRAME = b"\x9d\x01\x2a"
+_VP8L_SIGNATURE = 0x2F
 # A marker; stuffed zeros and restart markers belong to the scan around them.
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 _TEM, _SOI, _EOI, _SOS, _APP1 = 0x01, 0xD8, 0xD9, 0xDA, 0xE1
@@ -45,27 +63,31 @@ _EXIF_SHORT, _EXIF_LONG = 3, 4
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """A PNG or JPEG file whose decoding cost is bounded.
+    """A PNG, JPEG or WebP file whose decoding cost is bounded.
 
     ``data`` is the file without its metadata, ``orientation`` is that of EXIF, 1 to 8, and ``name`` is used in error
-    messages.
+    messages. ``code_groups`` is an upper bound of the groups of prefix codes in a lossless WebP file.
     """
 
     name: str
-    format: Literal["PNG", "JPEG"]
+    format: Literal["PNG", "JPEG", "WEBP"]
     width_px: int
     height_px: int
     orientation: int
     data: bytes
+    code_groups: int = 0
 
     @property
     def pixels(self) -> int:
-        """The number of pixels, which determines the cost of decoding."""
-        return self.width_px * self.height_px
+        """The cost of decoding in pixels: width times height, and more for a WebP file."""
+        area = self.width_px * self.height_px
+        if self.format != "WEBP":
+            return area
+        return math.ceil(area * WEBP_PIXEL_COST) + self.code_groups * CODE_GROUP_COST
 
 
 def inspect(data: bytes, max_pixels: int, name: str = "The image") -> EncodedImage:
-    """Inspect a PNG or JPEG file; the format is detected from the content.
+    """Inspect a PNG, JPEG or WebP file; the format is detected from the content.
 
     Raises:
         DataError: the file has another format, is broken or animated, has more than ``max_pixels``, or an encoding of
@@ -75,16 +97,27 @@ def inspect(data: bytes, max_pixels: int, name: str = "The image") -> EncodedIma
         image = _inspect_png(data, name)
     elif data.startswith(_JPEG_SIGNATURE):
         image = _inspect_jpeg(data, name)
+    elif _WEBP_SIGNATURE.match(data):
+        image = _inspect_webp(data, name)
     else:
-        raise DataError(f"{name} is not a PNG or JPEG image.")
+        raise DataError(f"{name} is not a PNG, JPEG or WebP image.")
     limit = min(max_pixels, MAX_PIXELS)
     if image.pixels > limit:
-        raise DataError(f"{name} is too large: {image.width_px} x {image.height_px} pixels, {limit} are allowed.")
+        size = f"{image.width_px} x {image.height_px} pixels"
+        if image.width_px * image.height_px <= limit:
+            kind = "lossless WebP" if image.code_groups else "WebP"
+            size += f" of {kind} count as {image.pixels}; save it as PNG or JPEG"
+        raise DataError(f"{name} is too large: {size}, {limit} are allowed.")
     if max(image.width_px, image.height_px) > MAX_SIDE_PX:
         raise DataError(f"{name} is too long: {image.width_px} x {image.height_px} pixels, a side has {MAX_SIDE_PX}.")
     if not image.pixels:
         raise broken(name, "it has no pixels")
     return image
+
+
+def has_image_signature(data: bytes) -> bool:
+    """Whether ``data`` begins like a file that `inspect` accepts; 12 bytes are enough."""
+    return data.startswith((_PNG_SIGNATURE, _JPEG_SIGNATURE)) or _WEBP_SIGNATURE.match(data) is not None
 
 
 def broken(name: str, reason: str) -> DataError:
@@ -218,6 +251,90 @@ def _jpeg_frame(data: bytes, marker: int, start: int, earlier: tuple[int, int] |
         )
     height_px, width_px = struct.unpack_from(">HH", data[start + 5 : start + 9].ljust(4, b"\0"))
     return width_px, height_px
+
+
+def _inspect_webp(data: bytes, name: str) -> EncodedImage:
+    """Keep the first image and its transparency."""
+    image: tuple[bytes, int, int] | None = None
+    alpha: tuple[int, int] | None = None
+    orientation = 1
+    for kind, start, stop in _webp_chunks(data, name):
+        flags = data[start] if kind == b"VP8X" and start < stop else 0
+        if kind in (b"ANIM", b"ANMF") or flags & _WEBP_ANIMATION:
+            raise DataError(f"{name} is animated; a single image is wanted.")
+        if kind == b"EXIF":
+            orientation = _orientation(data[start:stop].removeprefix(_EXIF))
+        elif kind == b"ALPH" and image is None and alpha is None:
+            alpha = start, stop
+        elif kind in (b"VP8 ", b"VP8L") and image is None:
+            image = kind, start, stop
+    if image is None:
+        raise broken(name, "it has no pixels")
+    kind, start, stop = image
+    width_px, height_px = (_vp8_size if kind == b"VP8 " else _vp8l_size)(data[start:stop], name)
+    lossless_bytes = stop - start if kind == b"VP8L" else 0
+    chunks = [_webp_chunk(kind, data[start:stop])]
+    if alpha is not None and kind == b"VP8 ":
+        transparency = data[slice(*alpha)]
+        if transparency[:1] and transparency[0] & 0b11:
+            lossless_bytes = len(transparency)
+        canvas = bytes([_WEBP_ALPHA, 0, 0, 0]) + _uint24(width_px - 1) + _uint24(height_px - 1)
+        chunks = [_webp_chunk(b"VP8X", canvas), _webp_chunk(b"ALPH", transparency), *chunks]
+    body = b"".join([b"WEBP", *chunks])
+    return EncodedImage(
+        name,
+        "WEBP",
+        width_px,
+        height_px,
+        orientation,
+        b"RIFF" + struct.pack("<I", len(body)) + body,
+        _max_code_groups(width_px, height_px, lossless_bytes),
+    )
+
+
+def _webp_chunks(data: bytes, name: str) -> Iterator[tuple[bytes, int, int]]:
+    """Yield type, start and end of each chunk's data; a truncated file ends in a truncated chunk."""
+    at, end = 12, min(len(data), 8 + int.from_bytes(data[4:8], "little"))
+    for _ in range(max_segments(len(data))):
+        if at + 8 > end:
+            return
+        kind, length = struct.unpack_from("<4sI", data, at)
+        yield kind, at + 8, min(at + 8 + length, end)
+        at += 8 + length + length % 2
+    raise _too_many_segments(name, "chunks", len(data))
+
+
+def _webp_chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack("<4sI", kind, len(data)) + data + b"\0" * (len(data) % 2)
+
+
+def _vp8_size(frame: bytes, name: str) -> tuple[int, int]:
+    """Width and height of a lossy image."""
+    if len(frame) < 10 or frame[0] & 1 or frame[3:6] != _VP8_KEY_FRAME:
+        raise broken(name, "it has no header")
+    width, height = struct.unpack_from("<HH", frame, 6)
+    return width & 0x3FFF, height & 0x3FFF
+
+
+def _vp8l_size(stream: bytes, name: str) -> tuple[int, int]:
+    """Width and height of a lossless image."""
+    if len(stream) < 5 or stream[0] != _VP8L_SIGNATURE or stream[4] >> 5:
+        raise broken(name, "it has no header")
+    (header,) = struct.unpack_from("<I", stream, 1)
+    return (header & 0x3FFF) + 1, (header >> 14 & 0x3FFF) + 1
+
+
+def _max_code_groups(width_px: int, height_px: int, lossless_bytes: int) -> int:
+    """The most groups of prefix codes that a lossless stream of ``lossless_bytes`` can have; 0 without one.
+
+    The stream must be decoded to count them, so this assumes one for each block, as far as its bits suffice.
+    """
+    blocks = -(-width_px // CODE_GROUP_BLOCK_PX) * -(-height_px // CODE_GROUP_BLOCK_PX)
+    return min(MAX_CODE_GROUPS, blocks, -(-8 * lossless_bytes // CODE_GROUP_MIN_BITS))
+
+
+def _uint24(value: int) -> bytes:
+    return value.to_bytes(3, "little")
 
 
 def max_segments(size_bytes: int) -> int:

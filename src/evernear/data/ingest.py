@@ -158,7 +158,8 @@ def _list_source(source: ArraySource | FileSource, ledger: Ledger, uri: str) -> 
         ledger.note_hidden_folders(source.hidden_folders)
         if not ledger.count_listed():
             raise DataError(
-                f"{uri} holds no image in a class folder; put PNG or JPEG files under <class>/ or <split>/<class>/."
+                f"{uri} holds no image in a class folder; put PNG, JPEG or WebP files under <class>/ or "
+                "<split>/<class>/."
             )
     else:
         labels.update(entry.label for entry in source.entries())

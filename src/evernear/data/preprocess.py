@@ -78,7 +78,7 @@ class Preprocessing(Frozen):
 
 
 def decode(data: bytes, max_pixels: int, name: str = "The image") -> Image.Image:
-    """Decode a PNG or JPEG file to an 8-bit image of mode ``L`` (gray) or ``RGB``.
+    """Decode a PNG, JPEG or WebP file to an 8-bit image of mode ``L`` (gray) or ``RGB``.
 
     Raises:
         DataError: as `inspect` and `decode_inspected`.

@@ -64,7 +64,7 @@ class Predictor:
         return predictor
 
     def predict(self, images: Sequence[bytes | Rejection]) -> list[Prediction | Rejection]:
-        """Recognize PNG or JPEG files. A bad one gets a `Rejection`, and the others their `Prediction`.
+        """Recognize PNG, JPEG or WebP files. A bad one gets a `Rejection`, and the others their `Prediction`.
 
         A request without a usable image may be passed as its `Rejection`, which is returned in its place.
         """

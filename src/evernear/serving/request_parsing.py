@@ -30,7 +30,7 @@ class ImageRequest(msgspec.Struct, forbid_unknown_fields=True):
         str,
         msgspec.Meta(
             min_length=1,
-            description="A PNG or JPEG file of any size, gray or color, in base64.",
+            description="A PNG, JPEG or WebP file of any size, gray or color, in base64.",
             examples=[EXAMPLE_IMAGE],
         ),
     ]
@@ -71,14 +71,15 @@ def image_from_json(body: bytes) -> bytes:
 def image_from_fields(fields: Mapping[str, bytes]) -> bytes | Rejection:
     """Extract the image file from the fields of a TorchServe request, in which a plain body is named ``body``.
 
-    JSON is recognized by its first byte, with which no PNG or JPEG begins, so a wrong content type does no harm.
+    JSON is recognized by its first byte, with which no image file begins, so a wrong content type does no harm.
     Unknown fields of the JSON are ignored.
     """
     data = next((bytes(fields[name]) for name in FIELDS if name in fields), None)
     if data is None:
         return Rejection(
             type="NoImage",
-            message="The request has no image; send it as the body with Content-Type image/png or image/jpeg, "
+            message="The request has no image; send it as the body with Content-Type image/png, image/jpeg or "
+            "image/webp, "
             'as a multipart field "data", or as JSON {"data": "<base64>"}.',
         )
     if not data:

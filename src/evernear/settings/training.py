@@ -40,7 +40,7 @@ class DataSettings(Section):
     @classmethod
     def _absolute(cls, source: str) -> str:
         """Make a relative directory absolute: the steps of a run have another working directory."""
-        if source not in BUILT_IN_SOURCES and Path(source).is_dir():
+        if source and source not in BUILT_IN_SOURCES and Path(source).is_dir():
             raise ValueError(f"{source!r} is a directory; use folder:{source} for the images in it")
         kind, _, place = source.partition(":")
         return f"{kind}:{Path(place).absolute()}" if kind in ("folder", "mnist") and place else source

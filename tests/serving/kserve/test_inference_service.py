@@ -37,7 +37,7 @@ from evernear.serving.responses import Prediction
 # The first test waits for four processes to import the SDK, which on a busy machine takes minutes.
 pytestmark = pytest.mark.timeout(600)
 BAD = b"no image"
-IMAGE_SENTENCE = "The image is not a PNG or JPEG image."
+IMAGE_SENTENCE = "The image is not a PNG, JPEG or WebP image."
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from evernear.disk import disk_errors
 from evernear.errors import DataError
 from evernear.store import open_store
 
-# Files with these suffixes count as images; the content decides whether they are PNG or JPEG.
+# Files with these suffixes, or with none, count as images; the content decides whether they are PNG, JPEG or WebP.
 _IMAGE_SUFFIXES = frozenset(
     {".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".heic", ".avif"}
 )
@@ -50,7 +50,7 @@ class _ClassFolders(FileSource):
         split = as_split(parts[0]) if self._has_split_folders else None
         folders = parts[1:-1] if split else parts[:-1]
         hidden = any(part.startswith(".") for part in parts)
-        if hidden or not folders or not _is_image_name(path):
+        if hidden or not folders or not (_is_image_name(path) or _has_no_suffix(path)):
             return None
         return FileEntry(path, etag, folders[0], None if split in self.hash_splits else split, size_bytes)
 
@@ -158,6 +158,11 @@ def _check_utf8(name: str) -> None:
 
 def _is_image_name(name: str) -> bool:
     return PurePosixPath(name).suffix.lower() in _IMAGE_SUFFIXES
+
+
+def _has_no_suffix(name: str) -> bool:
+    # A key that ends in a slash marks a folder of a bucket.
+    return not PurePosixPath(name).suffix and not name.endswith("/")
 
 
 def _folders(directory: Path) -> list[Path]:

@@ -44,7 +44,7 @@ class Client:
         return Client(Target.local(settings, format))
 
     def predict(self, image: bytes, version: str | None = None) -> Prediction:
-        """Recognize the content of a PNG or JPEG file, by default with the default version.
+        """Recognize the content of a PNG, JPEG or WebP file, by default with the default version.
 
         Raises:
             ServerUnreachableError: no server answers.
