@@ -145,10 +145,14 @@ def test_image_moved_to_another_split_keeps_its_split(tmp_path: Path, take, draw
     assert manifest.problem_counts == {"duplicate_across_splits": 1}
 
 
-def test_changed_image_shape_requires_another_dataset(tree, take) -> None:
-    take(tree)
-    with pytest.raises(DataError, match=r"5 x 6 x 1, the settings .* 8 x 8 x 1; give the new one another name"):
+def test_changed_image_shape_requires_another_store(tree, take, tmp_path: Path) -> None:
+    before = take(tree)
+    advice = r"5 x 6 x 1, the settings .* 8 x 8 x 1; leave them out, or start over with another --workdir or store\.$"
+    with pytest.raises(DataError, match=advice):
         take(tree, size_px=8)
+    assert take(tree) == before
+    elsewhere = DataSettings(source=f"folder:{tree}", size_px=8)
+    assert ingest(elsewhere, (tmp_path / "elsewhere").as_uri()).shape == (8, 8, 1)
 
 
 def test_digest_depends_only_on_the_content(tree, tmp_path: Path) -> None:

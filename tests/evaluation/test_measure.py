@@ -120,7 +120,9 @@ def test_labels_are_matched_by_name(system: System, index_without, measured):
 def test_image_shape_mismatch_is_reported(system: System, recognizer: Recognizer):
     from dataclasses import replace
 
-    with pytest.raises(DataError, match=r"v1 takes images of \(28, 28, 1\).*\(8, 8, 1\).*another --workdir"):
+    with pytest.raises(
+        DataError, match=r"v1 takes images of \(28, 28, 1\).*\(8, 8, 1\).*start over with another --workdir or store"
+    ):
         measure(replace(recognizer, shape=(28, 28, 1)), system.dataset, SETTINGS)
 
 

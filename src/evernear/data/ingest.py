@@ -144,7 +144,7 @@ def _require_one_source(ledger: Ledger, name: str, source: str) -> None:
     if others := ledger.other_sources():
         raise DataError(
             f"The dataset {name!r} was made from {others[0]}, and {source} would be added to it: set"
-            f" data.dataset={name} if that is meant, else give it a name of its own (data.dataset)."
+            f" data.dataset={name} if that is meant, else start over with another --workdir or store."
         )
 
 
@@ -190,7 +190,7 @@ def _shape(settings: DataSettings, source: ArraySource | FileSource, ledger: Led
     if parent is not None and shape != parent.shape:
         raise DataError(
             f"The dataset {parent.name!r} holds images of {_times(parent.shape)}, the settings (data.size_px,"
-            f" data.channels) ask for {_times(shape)}; give the new one another name (data.dataset)."
+            f" data.channels) ask for {_times(shape)}; leave them out, or start over with another --workdir or store."
         )
     return shape
 

@@ -84,7 +84,7 @@ class Dataset:
         if shape != self.shape:
             raise DataError(
                 f"{taker} takes images of {shape} and cannot be measured on those of {self.manifest.name}, "
-                f"{self.shape}; run with another --workdir or store, or match data.size_px and data.channels."
+                f"{self.shape}; start over with another --workdir or store."
             )
 
     def blocks(self, split: Split, block_size: int = 4096) -> Iterator[Block]:
