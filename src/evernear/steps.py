@@ -74,27 +74,29 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
     with _step("train", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
         from evernear.embedding.artifact import Epoch
-        from evernear.embedding.train import Steps, require_learned, train
+        from evernear.embedding.train import Steps, require_learned, train, with_defaults
         from evernear.reporting.plots import training_curves
+
+        data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
+        recipe = with_defaults(chosen.train, data)
 
         def report_epoch(point: Epoch) -> None:
             accuracy = f"gallery accuracy {point.gallery_accuracy:.2%}"
-            running.report(f"epoch {point.epoch}/{chosen.train.epochs}, loss {point.train_loss:.3f}, {accuracy}")
+            running.report(f"epoch {point.epoch}/{recipe.epochs}, loss {point.train_loss:.3f}, {accuracy}")
 
         countdown = Countdown(running.report)
 
         def report_step(steps: Steps) -> None:
             epochs_before, step_of_epoch = divmod(steps.done - 1, steps.per_epoch)
-            epoch = f"epoch {epochs_before + 1}/{chosen.train.epochs}"
+            epoch = f"epoch {epochs_before + 1}/{recipe.epochs}"
             countdown(steps.done, steps.total, f"{epoch}, step {step_of_epoch + 1:,}/{steps.per_epoch:,}")
 
-        data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
-        result = train(data, chosen.train, Path(trained), opened, on_epoch=report_epoch, on_step=report_step)
+        result = train(data, recipe, Path(trained), opened, on_epoch=report_epoch, on_step=report_step)
         write_atomically(Path(curves), training_curves(result.epochs))
         if not result.epochs:
             running.summary = "no training: the backbone is frozen"
             return
-        require_learned(result, chosen.train)
+        require_learned(result, recipe)
         for warning in result.warnings:
             running.report(f"WARNING: {warning}")
         best = result.best

@@ -35,6 +35,7 @@ from evernear.embedding.train import (
     learning_rate,
     require_learned,
     train,
+    with_defaults,
 )
 from evernear.errors import IntegrityError, StoreError, TrainingError
 from evernear.settings import DataSettings, TrainSettings
@@ -471,3 +472,22 @@ def test_a_bug_in_a_process_leaves_its_traceback_in_the_log(capfd: pytest.Captur
     with pytest.raises(TrainingError, match=r"Training process \d of 2 failed; see the log"):
         distributed.run(fail, 2, "gloo", print)
     assert "ZeroDivisionError: a bug" in capfd.readouterr().err
+
+
+def test_color_images_get_a_larger_network_and_more_steps(tmp_path: Path, digits: Dataset) -> None:
+    directory = tmp_path / "images"
+    for label in ("red", "green"):
+        (directory / label).mkdir(parents=True)
+        for number in range(20):
+            Image.new("RGB", (8, 8), (number, 200, 0) if label == "green" else (200, number, 0)).save(
+                directory / label / f"{number}.png"
+            )
+    manifest = ingest(DataSettings(source=f"folder:{directory}"), (tmp_path / "store").as_uri())
+    color = with_defaults(TrainSettings(), Dataset(manifest, open_store(manifest.store_uri)))
+    gray = with_defaults(TrainSettings(), digits)
+    assert (gray.epochs, gray.min_steps, gray.width) == (12, 300, 16)
+    assert color.epochs > gray.epochs
+    assert color.min_steps > gray.min_steps
+    assert color.width > gray.width
+    chosen = TrainSettings(epochs=2, min_steps=0, width=4)
+    assert with_defaults(chosen, digits) == chosen

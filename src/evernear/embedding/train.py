@@ -110,6 +110,7 @@ def train(
     device = choose_device(settings, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # which `_from_rank_0` communicates by
+    settings = with_defaults(settings, dataset)
     precision = choose_precision(settings, device)
     images = TrainingImages(dataset, exclude_labels)
     batch_size = max(2, min(settings.batch_size, images.count) // world_size)
@@ -245,6 +246,21 @@ def _train_in_process(
     dataset = Dataset(manifest, open_store(manifest.store_uri))
     store = open_store(store_uri) if store_uri is not None else None
     train(dataset, settings, out_dir, store, exclude_labels, on_epoch=send, on_step=send)
+
+
+def with_defaults(settings: TrainSettings, dataset: Dataset) -> TrainSettings:
+    """``settings`` with the number of epochs and steps and the width of the network, where they depend on the images.
+
+    Gray images are mostly drawings and scans. Color photographs vary more, and need a larger network and more steps.
+    """
+    epochs, min_steps, width = (24, 900, 32) if dataset.shape[2] == 3 else (12, 300, 16)
+    return settings.model_copy(
+        update={
+            "epochs": settings.epochs or epochs,
+            "min_steps": settings.min_steps if settings.min_steps >= 0 else min_steps,
+            "width": settings.width or width,
+        }
+    )
 
 
 def choose_device(settings: TrainSettings, rank: int) -> torch.device:

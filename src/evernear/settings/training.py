@@ -70,9 +70,12 @@ class ValidationSettings(Section):
 class TrainSettings(Section):
     """The embedding network, its ArcFace head and the training loop."""
 
-    epochs: int = Field(default=12, ge=1)
+    epochs: int = Field(default=0, ge=0, description="Passes over the training images; 0: 12 if gray, 24 if color.")
     min_steps: int = Field(
-        default=300, ge=0, description="Smallest number of steps of a run; small datasets are repeated within an epoch."
+        default=-1,
+        ge=-1,
+        description="Smallest number of steps of a run; small datasets are repeated within an epoch. "
+        "-1: 300 if the images are gray, 900 if they are color.",
     )
     batch_size: int = Field(default=256, ge=2)
     optimizer: Literal["adamw", "sgd"] = "adamw"
@@ -120,7 +123,11 @@ class TrainSettings(Section):
     )
     frozen: bool = Field(default=False, description="Use the features of a pretrained backbone without any training.")
     width: int = Field(
-        default=16, ge=4, le=512, description="Channels of the first convolution; each stage doubles them."
+        default=0,
+        ge=0,
+        le=512,
+        description="Channels of the first convolution; each stage doubles them. "
+        "0: 16 if the images are gray, 32 if they are color.",
     )
     patch_px: int = Field(
         default=0, ge=0, le=32, description="Side of the pixel squares that become channels; 0: from the image size."
