@@ -95,6 +95,19 @@ def test_unexpected_disk_errors_are_reported_without_traceback(
     assert f"evernear: {message}" in capsys.readouterr().err
 
 
+def test_probe_reports_its_progress_and_the_time_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ingest_noise(tmp_path, "0123")
+    monkeypatch.setattr(progress, "REPORT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(progress, "REPORTS", 10**9)
+    sections = {"train": {"min_steps": 6, "width": 4, "embedding_dim": 8}, "evaluation": {"probe_epochs": 2}}
+    settings = RunSettings(store=(tmp_path / "store").as_uri(), **sections).model_dump(mode="json")
+    steps.probe("run", settings, str(tmp_path), str(tmp_path / "open-set.json"))
+    reports = re.findall(r"epoch (\d)/2, step (\d)/3, about \d+ s left", capsys.readouterr().out)
+    assert reports == [("1", "2"), ("1", "3"), ("2", "1"), ("2", "2"), ("2", "3")]
+
+
 def test_probe_needs_more_than_two_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ingest_noise(tmp_path, "ab")
     settings = RunSettings(workdir=tmp_path).model_dump(mode="json")

@@ -4,7 +4,7 @@ Each component under ``components/`` only calls the function of its name, so the
 are local to each function, so that a step loads only the libraries it needs.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from evernear.store import open_store
 
 if TYPE_CHECKING:
     from evernear.data.validate import Report
+    from evernear.embedding.train import Steps
     from evernear.evaluation.evaluate import Evaluation
 
 Tree = dict[str, Any]
@@ -74,7 +75,7 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
     with _step("train", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
         from evernear.embedding.artifact import Epoch
-        from evernear.embedding.train import Steps, require_learned, train, with_defaults
+        from evernear.embedding.train import require_learned, train, with_defaults
         from evernear.reporting.plots import training_curves
 
         data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
@@ -84,14 +85,7 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
             accuracy = f"gallery accuracy {point.gallery_accuracy:.2%}"
             running.report(f"epoch {point.epoch}/{recipe.epochs}, loss {point.train_loss:.3f}, {accuracy}")
 
-        countdown = Countdown(running.report)
-
-        def report_step(steps: Steps) -> None:
-            epochs_before, step_of_epoch = divmod(steps.done - 1, steps.per_epoch)
-            epoch = f"epoch {epochs_before + 1}/{recipe.epochs}"
-            countdown(steps.done, steps.total, f"{epoch}, step {step_of_epoch + 1:,}/{steps.per_epoch:,}")
-
-        result = train(data, recipe, Path(trained), opened, on_epoch=report_epoch, on_step=report_step)
+        result = train(data, recipe, Path(trained), opened, on_epoch=report_epoch, on_step=_countdown(running))
         write_atomically(Path(curves), training_curves(result.epochs))
         if not result.epochs:
             running.summary = "no training: the backbone is frozen"
@@ -176,7 +170,8 @@ def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
         from evernear.data.shards import Dataset
         from evernear.evaluation.probe import probe
 
-        result = probe(Dataset.open(Path(dataset)), chosen.train, chosen.evaluation, chosen.index)
+        data = Dataset.open(Path(dataset))
+        result = probe(data, chosen.train, chosen.evaluation, chosen.index, _countdown(running))
         result.save(Path(open_set))
         running.summary = result.summary() or "too few classes to hold one out"
 
@@ -311,6 +306,18 @@ def notify(run: str, store: str, pipeline: str, state: str, error_message: str, 
         write_atomically(Path(page), result.markdown())
         running.summary = result.summary()
     return {"state": result.state, "release": result.release or "", "summary": result.summary()}
+
+
+def _countdown(running: Step) -> "Callable[[Steps], None]":
+    """A callback of a training that reports its progress within an epoch and the time left."""
+    countdown = Countdown(running.report)
+
+    def report(steps: "Steps") -> None:
+        epochs_before, step_of_epoch = divmod(steps.done - 1, steps.per_epoch)
+        epoch = f"epoch {epochs_before + 1}/{steps.total // steps.per_epoch}"
+        countdown(steps.done, steps.total, f"{epoch}, step {step_of_epoch + 1:,}/{steps.per_epoch:,}")
+
+    return report
 
 
 def _in_words(report: "Report") -> str:

@@ -12,7 +12,7 @@ from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import export
-from evernear.embedding.train import train
+from evernear.embedding.train import OnStep, train
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.statistics import auroc, false_accepts_at, proportion, roc
@@ -31,6 +31,7 @@ def probe(
     train_settings: TrainSettings,
     settings: EvaluationSettings,
     index_settings: IndexSettings,
+    on_step: OnStep | None = None,
 ) -> OpenSet:
     """Train with the same recipe for ``settings.probe_epochs`` without some classes, and measure their distances.
 
@@ -38,7 +39,7 @@ def probe(
     classes, which are excluded from training and gallery. Their query and gallery images, and the query images of the
     other classes, determine the share of known images to reject; the test split determines the figures. The network is
     discarded afterwards: the result describes the recipe. If unseen classes are not significantly farther away than
-    known ones, the release calls no image unknown.
+    known ones, the release calls no image unknown. ``on_step`` is called after each training step.
     """
     manifest = dataset.manifest
     counts = [manifest.label_counts(split) for split in SPLITS]
@@ -48,7 +49,7 @@ def probe(
     if not held_out:
         return OpenSet(held_out=())
     recipe = train_settings.model_copy(update={"epochs": settings.probe_epochs})
-    recognizer = _recognizer_without(held_out, dataset, recipe, index_settings, settings.batch_size)
+    recognizer = _recognizer_without(held_out, dataset, recipe, index_settings, settings.batch_size, on_step)
     splits: tuple[Split, ...] = ("query", "gallery", "test")
     distances = {split: _distances(recognizer, dataset, split, held_out, settings.batch_size) for split in splits}
     unseen = np.concatenate([distances[split][1] for split in ("query", "gallery")])
@@ -109,10 +110,11 @@ def _recognizer_without(
     recipe: TrainSettings,
     index_settings: IndexSettings,
     batch_size: int,
+    on_step: OnStep | None,
 ) -> Recognizer:
     with TemporaryDirectory(prefix="evernear-probe-") as scratch:
         trained, network, embeddings, index = (Path(scratch) / step for step in ("train", "export", "embed", "index"))
-        train(dataset, recipe, trained, exclude_labels=held_out)
+        train(dataset, recipe, trained, exclude_labels=held_out, on_step=on_step)
         export(trained, dataset, network, recipe.parity_tolerance)
         embed(network, dataset, embeddings, batch_size=batch_size)
         build(Embeddings.open(embeddings), dataset.labels, index_settings, index, held_out)
