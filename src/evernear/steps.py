@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Tree = dict[str, Any]
 """The settings of a run (`evernear.settings.RunSettings`) as JSON: `ingest` returns them, all others take them."""
+PRETRAINED_SIZE_PX = 224
+"""Largest automatic size of images for a pretrained backbone: that of most pretrainings."""
 UNKNOWN_CAUSE = "the Kubeflow Pipelines UI or API"
 """The cause recorded for a run without ``started_by``."""
 
@@ -41,7 +43,10 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         chosen = of_run(settings, **parameters, store=store)
         open_source(chosen.data.source)  # a mistyped directory is reported before a busy port
         require_deployable(chosen)
-        manifest = ingest(chosen.data, chosen.store_uri, running.report)
+        images = chosen.data
+        if chosen.train.weights and not images.max_size_px:
+            images = images.model_copy(update={"max_size_px": PRETRAINED_SIZE_PX})
+        manifest = ingest(images, chosen.store_uri, running.report)
         save_manifest(manifest, Path(dataset))
         counts = ", ".join(f"{manifest.count(split):,} {split}" for split in SPLITS)
         height, width, channels = manifest.shape

@@ -70,14 +70,49 @@ def test_images_are_converted_to_one_shape(tmp_path: Path, take, draw, contents)
         (root / name).write_bytes(draw(0, size, mode, kind))
     manifest = take(root)
     assert manifest.shape == (10, 20, 3)
-    assert manifest.problem_counts == {"wrong_size": 2}
-    assert {problem.names for problem in manifest.problems} == {("a/1.jpg",), ("b/2.png",)}
+    assert manifest.problem_counts == {"cropped": 1, "letterboxed": 1, "upscaled": 1}
+    names = {problem.kind: problem.names for problem in manifest.problems}
+    assert names == {"cropped": ("a/1.jpg",), "letterboxed": ("b/2.png",), "upscaled": ("b/2.png",)}
     assert "300 x 200" in manifest.problems[0].detail
     assert Counter(contents(manifest).label.values()) == {"a": 2, "b": 3}
 
     converted = take(root, dataset="asked", size_px=16, channels="gray")
     assert converted.shape == (16, 16, 1)
-    assert converted.problem_counts == {}
+    assert converted.problem_counts == {"cropped": 4, "letterboxed": 1, "upscaled": 4}
+    stretched = take(root, dataset="stretched", size_px=16, resize="stretch")
+    assert stretched.problem_counts["stretched"] == 5
+
+
+def sized(root: Path, sizes: list[tuple[int, int]]) -> Path:
+    for number, size in enumerate(sizes):
+        path = root / "ab"[number % 2] / f"{number:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.effect_noise(size, 50).save(path)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        ([(90, 50)] + 6 * [(20, 10)], (10, 20)),
+        ([(10, 10), (40, 30), (30, 44), (50, 32), (60, 90)], (30, 30)),
+        (4 * [(400, 300)], (96, 128)),
+        ([(400, 300), (300, 500), (700, 640), (375, 500)], (128, 128)),
+    ],
+)
+def test_size_is_that_of_most_images_or_the_median(
+    sizes: list[tuple[int, int]], shape: tuple[int, int], tmp_path: Path, take
+) -> None:
+    assert take(sized(tmp_path / "images", sizes), shard_size_bytes=2**20).shape[:2] == shape
+
+
+def test_later_ingest_keeps_size_and_resizing(tmp_path: Path, take) -> None:
+    first = take(sized(tmp_path / "images", 4 * [(20, 10)]), resize="letterbox")
+    second = take(sized(tmp_path / "images", 4 * [(20, 10)] + 9 * [(40, 40)]))
+    assert (second.shape, second.resize) == (first.shape, "letterbox")
+    assert second.problem_counts == {"letterboxed": 9}
+    with pytest.raises(DataError, match=r"resized by data\.resize=letterbox, and the settings ask for crop"):
+        take(tmp_path / "images", resize="crop")
 
 
 def test_memory_does_not_grow_with_image_size(tmp_path: Path, take) -> None:
@@ -257,7 +292,7 @@ def test_number_of_large_images_decoded_at_once_is_bounded(tree, take, draw, mon
         return image
 
     monkeypatch.setattr("evernear.data.decoding.decode_inspected", counting)
-    assert take(tree, max_pixels=10_000, decode_threads=16).problem_counts == {"wrong_size": 24}
+    assert take(tree, max_pixels=10_000, decode_threads=16).problem_counts == {"cropped": 24}
     assert 0 < most <= 4 * 10_000
 
 
@@ -287,7 +322,7 @@ def test_decompression_bomb_is_rejected_by_its_header(tree, take, draw) -> None:
     assert manifest.problem_counts == {"undecodable": 1}
     assert "200 x 100 pixels, 10000 are allowed" in manifest.problems[0].detail
     # A broken file is read again, because the cause may have been temporary.
-    assert take(tree, max_pixels=20_000).problem_counts == {"wrong_size": 1}
+    assert take(tree, max_pixels=20_000).problem_counts == {"cropped": 1}
 
 
 def test_all_problems_are_counted_and_fatal_ones_listed(tree, take, draw) -> None:
@@ -296,8 +331,8 @@ def test_all_problems_are_counted_and_fatal_ones_listed(tree, take, draw) -> Non
     for number in range(30):
         (tree / "1" / f"large-{number}.png").write_bytes(draw(1000 + number, (9, 9)))
     manifest = take(tree)
-    assert manifest.problem_counts == {"undecodable": 1100, "wrong_size": 30}
-    assert Counter(problem.kind for problem in manifest.problems) == {"undecodable": 1000, "wrong_size": 20}
+    assert manifest.problem_counts == {"undecodable": 1100, "cropped": 30}
+    assert Counter(problem.kind for problem in manifest.problems) == {"undecodable": 1000, "cropped": 20}
 
 
 def test_duplicate_is_ingested_once(tree, take, contents) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from evernear.data.preprocess import decode, image_digest, pixels_digest, to_array
+from evernear.data.preprocess import Resize, choose_resize, decode, image_digest, pixels_digest, to_array
 from evernear.errors import DataError
 
 LIMIT = 10_000
@@ -207,3 +207,30 @@ def test_identity_depends_on_pixels_not_on_files() -> None:
     blank = {image_digest(Image.new("L", size)) for size in ((2, 6), (6, 2), (3, 4), (4, 3), (12, 1))}
     assert len(blank) == 5
     assert image_digest(Image.new("RGB", (1, 1))) != image_digest(Image.new("L", (3, 1)))
+
+
+def bars(width: int, height: int) -> Image.Image:
+    """White, with a black frame on the left and right fifth."""
+    image = Image.new("L", (width, height), 255)
+    for left in (0, width - width // 5):
+        image.paste(0, (left, 0, left + width // 5, height))
+    return image
+
+
+def test_resizing_keeps_the_aspect_ratio_unless_asked_to_stretch() -> None:
+    wide = bars(100, 60)
+    cropped, boxed, stretched = (to_array(wide, 30, 30, 1, kind)[..., 0] for kind in ("crop", "letterbox", "stretch"))
+    assert cropped[:, 1:-1].min() == 255, "the center of 60 x 60"
+    assert (boxed[:6] == 128).all()
+    assert (boxed[-6:] == 128).all()
+    assert (boxed[8:-8, 10:20] == 255).all()
+    assert (stretched[:, 0] == 0).all()
+    assert np.array_equal(to_array(wide, 30, 30, 1, "auto")[..., 0], cropped)
+    assert to_array(bars(100, 20), 30, 30, 1, "auto")[0, 0, 0] == 128, "a crop would keep a fifth"
+
+
+@pytest.mark.parametrize("resize", ["auto", "crop", "letterbox", "stretch"])
+def test_images_of_the_size_are_untouched(resize: Resize) -> None:
+    image = noise("RGB")
+    assert np.array_equal(to_array(image, image.height, image.width, 3, resize), np.asarray(image))
+    assert choose_resize(image.size, image.height, image.width, resize) is None

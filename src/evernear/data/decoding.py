@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evernear.data.image_file import EncodedImage, inspect
-from evernear.data.preprocess import Pixels, decode_inspected, image_digest, to_array
+from evernear.data.preprocess import Pixels, Resize, decode_inspected, image_digest, to_array
 from evernear.data.sources import FileEntry, FileSource
 from evernear.errors import DataError
 
@@ -40,8 +40,11 @@ class DecodeFailure:
 class Decoder:
     """Decodes files of ``source`` to ``shape`` (H, W, C) in many threads, in memory independent of their number."""
 
-    def __init__(self, source: FileSource, shape: tuple[int, int, int], max_pixels: int) -> None:
+    def __init__(
+        self, source: FileSource, shape: tuple[int, int, int], max_pixels: int, resize: Resize = "stretch"
+    ) -> None:
         self._source, self._shape, self._max_pixels = source, shape, max_pixels
+        self._resize: Resize = resize
         self._file_budget_bytes = _Budget(_MAX_LARGEST_AT_ONCE * _max_file_size_bytes(max_pixels))
         self._pixel_budget = _Budget(_MAX_LARGEST_AT_ONCE * max_pixels)
 
@@ -75,7 +78,7 @@ class Decoder:
                         digest=image_digest(image),
                         size=image.size,
                         constant=bool((extrema[:, 0] == extrema[:, 1]).all()),
-                        pixels=to_array(image, *self._shape),
+                        pixels=to_array(image, *self._shape, self._resize),
                     )
             except DataError as error:
                 return DecodeFailure(entry, str(error))

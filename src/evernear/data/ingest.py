@@ -7,10 +7,11 @@ on the image.
 
 import math
 import re
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -23,7 +24,7 @@ from PIL import Image
 from evernear.data.decoding import DecodedImage, DecodeFailure, Decoder, read_image
 from evernear.data.ledger import Ledger, NewImage
 from evernear.data.manifest import SPLITS, Manifest, Split
-from evernear.data.preprocess import Pixels, decode_inspected, pixels_digest, to_array
+from evernear.data.preprocess import Pixels, Resize, decode_inspected, pixels_digest, to_array
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import ArrayBlock, ArraySource, FileSource, open_source
 from evernear.data.splits import hash_split
@@ -41,6 +42,11 @@ _T = TypeVar("_T")
 _BATCH_IMAGES = 256
 _BATCH_BYTES = 16 * 2**20
 _REPORT_INTERVAL_S = 1.0
+MAX_SIZE_PX = 128
+"""Largest automatic size: the compact network turns the pixels of larger images into patches. Pretrained backbones
+expect more, see `evernear.steps.ingest`."""
+_SAMPLED_SIZES = 101
+_FIRST_TRANSPOSED = 5  # EXIF orientations 5 to 8 exchange width and height
 
 
 @dataclass(frozen=True)
@@ -56,14 +62,14 @@ class Batch:
     pixels: Pixels
 
     @classmethod
-    def of_arrays(cls, block: ArrayBlock, shape: Shape) -> "Batch":
+    def of_arrays(cls, block: ArrayBlock, shape: Shape, resize: Resize) -> "Batch":
         """Images that are already decoded; Pillow is used only to change their size."""
         count, height, width = block.images.shape
         flat = block.images.reshape(count, -1)
         if (height, width) == shape[:2]:
             pixels = np.repeat(block.images[..., None], shape[2], axis=3)
         else:
-            pixels = np.stack([to_array(Image.fromarray(image), *shape) for image in block.images])
+            pixels = np.stack([to_array(Image.fromarray(image), *shape, resize) for image in block.images])
         return cls(
             names=block.names,
             labels=block.labels,
@@ -117,10 +123,11 @@ def ingest(settings: DataSettings, store_uri: str, report: Callable[[str], None]
                 _require_one_source(ledger, snapshots.name, settings.source)
             _list_source(source, ledger, settings.source)
             shape = _shape(settings, source, ledger, parent)
+            resize = _resize(settings, parent)
             writer = ShardWriter(
                 snapshots.store, snapshots.name, shape, settings.shard_size_bytes, ledger, Path(scratch)
             )
-            adder = _Adder(settings, source.hash_splits, ledger, writer, report)
+            adder = _Adder(settings, resize, source.hash_splits, ledger, writer, report)
             if isinstance(source, FileSource):
                 adder.add_files(source, shape)
             else:
@@ -129,7 +136,8 @@ def ingest(settings: DataSettings, store_uri: str, report: Callable[[str], None]
             for slot in ledger.reconcile():
                 writer.rewrite(slot, ledger.changes(slot))
             report("writing the manifest")
-            return snapshots.publish(_manifest(settings, snapshots, shape, ledger, parent), ledger, Path(scratch))
+            manifest = _manifest(settings, snapshots, shape, resize, ledger, parent)
+            return snapshots.publish(manifest, ledger, Path(scratch))
 
 
 def _dataset_name(settings: DataSettings, source: ArraySource | FileSource) -> str:
@@ -176,14 +184,14 @@ def _natural_order(label: str) -> tuple[list[str | int], str]:
 
 
 def _shape(settings: DataSettings, source: ArraySource | FileSource, ledger: Ledger, parent: Manifest | None) -> Shape:
-    """(H, W, C) of the dataset: from the settings, else the parent snapshot, else the first image."""
+    """(H, W, C) of the dataset: from the settings, else the parent snapshot, else from the images."""
     channels = {"auto": None, "gray": 1, "color": 3}[settings.channels]
     if parent is not None:
         default = parent.shape
     elif settings.size_px and channels:
         return settings.size_px, settings.size_px, channels
     elif isinstance(source, FileSource):
-        default = _first_file_shape(source, ledger, settings)
+        default = _file_shape(source, ledger, settings)
     else:
         default = (*next(source.blocks()).images.shape[1:], 1)
     shape = (settings.size_px or default[0], settings.size_px or default[1], channels or default[2])
@@ -197,6 +205,35 @@ def _shape(settings: DataSettings, source: ArraySource | FileSource, ledger: Led
 
 def _times(shape: Shape) -> str:
     return " x ".join(str(n) for n in shape)
+
+
+def _resize(settings: DataSettings, parent: Manifest | None) -> Resize:
+    if parent is None or settings.resize in ("auto", parent.resize):
+        return parent.resize if parent is not None else settings.resize
+    raise DataError(
+        f"The images of the dataset {parent.name!r} were resized by data.resize={parent.resize}, and the settings ask "
+        f"for {settings.resize}; give the new one another name (data.dataset)."
+    )
+
+
+def _file_shape(source: FileSource, ledger: Ledger, settings: DataSettings) -> Shape:
+    """(H, W, C) from a sample of the files, whose headers are read; the channels are those of the first image.
+
+    If most images have one size, that is it. Otherwise the dataset is square, with the median of the shorter sides,
+    because photographs are upright as well as wide. A side is at most ``data.max_size_px``.
+    """
+    first = _first_file_shape(source, ledger, settings)
+    sizes: list[tuple[int, int]] = []
+    for entry in ledger.sample(_SAMPLED_SIZES):
+        with suppress(DataError):
+            file = read_image(source, entry, settings.max_pixels)
+            height, width = file.height_px, file.width_px
+            sizes.append((width, height) if file.orientation >= _FIRST_TRANSPOSED else (height, width))
+    height, width = statistics.mode(sizes) if sizes else first[:2]
+    if 2 * sizes.count((height, width)) < len(sizes):
+        height = width = statistics.median_low(min(size) for size in sizes)
+    scale = min(1.0, (settings.max_size_px or MAX_SIZE_PX) / max(height, width))
+    return max(1, round(height * scale)), max(1, round(width * scale)), first[2]
 
 
 def _first_file_shape(source: FileSource, ledger: Ledger, settings: DataSettings) -> Shape:
@@ -217,12 +254,14 @@ class _Adder:
     def __init__(
         self,
         settings: DataSettings,
+        resize: Resize,
         hash_splits: tuple[Split, ...],
         ledger: Ledger,
         writer: ShardWriter,
         report: Callable[[str], None],
     ) -> None:
         self._settings, self._hash_splits, self._ledger, self._writer = settings, hash_splits, ledger, writer
+        self._resize: Resize = resize
         self._report = report
         self._reported_s = time.monotonic()
         self._done = 0
@@ -231,7 +270,7 @@ class _Adder:
     def add_arrays(self, source: ArraySource, shape: Shape) -> None:
         """Add images that are already decoded."""
         for block in source.blocks():
-            batch = Batch.of_arrays(block, shape)
+            batch = Batch.of_arrays(block, shape, self._resize)
             self._ledger.list_decoded(zip(batch.names, batch.labels, batch.explicit_splits, batch.digests, strict=True))
             self._add(batch)
             self._progress(len(batch.names))
@@ -243,7 +282,7 @@ class _Adder:
         threads = self._settings.decode_threads or available_cpus()
         batch_size = max(1, min(_BATCH_IMAGES, _BATCH_BYTES // math.prod(shape)))
         lookahead = max(threads, min(4 * threads, batch_size))
-        decoder = Decoder(source, shape, self._settings.max_pixels)
+        decoder = Decoder(source, shape, self._settings.max_pixels, self._resize)
         with closing(decoder.decode_all(self._ledger.pending(page=1024), threads, lookahead)) as results:
             for part in _batched(results, batch_size):
                 images = [result for result in part if isinstance(result, DecodedImage)]
@@ -291,10 +330,14 @@ def _batched(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
 
 
 def _manifest(
-    settings: DataSettings, snapshots: Snapshots, shape: Shape, ledger: Ledger, parent: Manifest | None
+    settings: DataSettings,
+    snapshots: Snapshots,
+    shape: Shape,
+    resize: Resize,
+    ledger: Ledger,
+    parent: Manifest | None,
 ) -> Manifest:
-    expected_size = None if settings.size_px else (shape[1], shape[0])
-    problems, counts = ledger.problems(expected_size)
+    problems, counts = ledger.problems(*shape[:2], resize)
     shards = ledger.shards().values()
     return Manifest(
         name=snapshots.name,
@@ -303,6 +346,7 @@ def _manifest(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         parent=parent.digest if parent else None,
         shape=shape,
+        resize=resize,
         labels=tuple(ledger.labels()),
         shards=tuple(shard for split in SPLITS for shard in shards if shard.split == split),
         ledger_sha256="",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from evernear.data.manifest import Problem, Shard, Split
+from evernear.data.preprocess import Resize, choose_resize
 from evernear.data.sources import FileEntry
 from evernear.errors import StoreError
 
@@ -19,6 +20,7 @@ from evernear.errors import StoreError
 _MAX_LISTED = {"undecodable": 1000, "conflicting_labels": 1000}
 _MAX_LISTED_OF_OTHERS = 20
 _MAX_NAMES = 5
+_RESIZED = {"cropped": "crop", "letterboxed": "letterbox", "stretched": "stretch"}
 
 # Published ledgers have these columns: a new name would need a migration.
 _SCHEMA = """
@@ -191,6 +193,16 @@ class Ledger:
             after = rows[-1][0]
             yield from (FileEntry(*row) for row in rows)
 
+    def sample(self, count: int) -> list[FileEntry]:
+        """About ``count`` of the source's files, evenly spaced in the order of their names."""
+        query = (
+            "SELECT name, etag, label, given, size_bytes FROM"
+            " (SELECT *, ROW_NUMBER() OVER (ORDER BY name) AS number FROM files WHERE source = ?)"
+            " WHERE (number - 1) % ? = 0 LIMIT ?"
+        )
+        step = max(1, self.count_listed() // count)
+        return [FileEntry(*row) for row in self._all(query, self._source, step, count)]
+
     def settle(self, decoded: Iterable[tuple[str, bytes | None, str | None]]) -> None:
         """Record results of decoding: (name, digest or None, fault or None)."""
         self._many(
@@ -274,12 +286,18 @@ class Ledger:
 
     # Problems
 
-    def problems(self, expected_size: tuple[int, int] | None) -> tuple[list[Problem], dict[str, int]]:
-        """Some problems of each kind and the counts of all; ``expected_size`` is (width, height) or None."""
+    def problems(self, height_px: int, width_px: int, resize: Resize) -> tuple[list[Problem], dict[str, int]]:
+        """Some problems of each kind and the counts of all, for a dataset of that size."""
+
+        def resized(width: int, height: int) -> str | None:
+            return choose_resize((width, height), height_px, width_px, resize)
+
+        with _sqlite_errors():
+            self._db.create_function("resized", 2, resized, deterministic=True)
         problems: list[Problem] = []
         counts: dict[str, int] = {}
         self._all(_TWINS)
-        for kind, query, values in self._problem_queries(expected_size):
+        for kind, query, values in self._problem_queries(height_px, width_px):
             count = self._int(f"SELECT COUNT(*) FROM ({query})", *values)  # noqa: S608 - our own words
             if count:
                 counts[kind] = count
@@ -290,7 +308,7 @@ class Ledger:
                 problems.append(Problem(kind=kind, names=names, detail=detail))
         return problems, counts
 
-    def _problem_queries(self, expected_size: tuple[int, int] | None) -> Iterator[tuple[str, str, tuple[object, ...]]]:
+    def _problem_queries(self, height_px: int, width_px: int) -> Iterator[tuple[str, str, tuple[object, ...]]]:
         """Kind, query for (name, digest if several files share it, description), values of the query."""
         yield "undecodable", "SELECT name, NULL, fault FROM named WHERE fault IS NOT NULL", ()
         yield "tiny_class", "SELECT name, NULL, 'holds no image' FROM empty_folders", ()
@@ -304,9 +322,10 @@ class Ledger:
         name = "(SELECT MIN(name) FROM named WHERE named.digest = images.digest)"
         constant = f"SELECT {name}, NULL, 'has one value in all its pixels' FROM images WHERE constant"  # noqa: S608
         yield "constant_image", constant, ()
-        if expected_size is not None:
-            size = f"SELECT {name}, NULL, 'has ' || width || ' x ' || height || ' pixels' FROM images"  # noqa: S608
-            yield "wrong_size", f"{size} WHERE (width, height) != (?, ?)", expected_size
+        size = f"SELECT {name}, NULL, 'has ' || width || ' x ' || height || ' pixels' FROM images"  # noqa: S608
+        for problem, kind in _RESIZED.items():
+            yield problem, f"{size} WHERE resized(width, height) = ?", (kind,)
+        yield "upscaled", f"{size} WHERE width < ? OR height < ?", (width_px, height_px)
 
     def _names(self, name: str, digest: bytes | None) -> tuple[str, ...]:
         if digest is None:

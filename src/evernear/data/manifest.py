@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Literal, get_args
 
+from evernear.data.preprocess import Resize
 from evernear.disk import sha256_bytes
 from evernear.frozen import Frozen
 
@@ -50,6 +51,8 @@ class Manifest(Frozen):
     created: str
     parent: str | None
     shape: tuple[int, int, int]
+    resize: Resize = "stretch"
+    """How images of another aspect ratio were resized."""
     labels: tuple[str, ...]
     shards: tuple[Shard, ...]
     ledger_sha256: str

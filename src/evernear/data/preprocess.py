@@ -15,6 +15,12 @@ from evernear.data.image_file import EncodedImage, broken, inspect
 from evernear.frozen import Frozen
 
 Pixels = NDArray[np.uint8]
+Resize = Literal["auto", "crop", "letterbox", "stretch"]
+"""How an image of another aspect ratio is resized: its center only, with gray bars, or distorted. ``auto`` is ``crop``,
+or ``letterbox`` if that would lose more than `MAX_CROPPED` of the image."""
+MAX_CROPPED = 0.5
+BAR_VALUE = 128
+"""The gray of a letterbox's bars."""
 
 DECODE_BYTES_PER_PIXEL = 12
 """Peak memory of decoding: a progressive CMYK JPEG needs 8 bytes of coefficients and 4 bytes of pixels at once
@@ -59,8 +65,8 @@ class NetworkInput(Frozen):
 class Preprocessing(Frozen):
     """The preprocessing of images for a network; part of every release.
 
-    `to_array` applies size and channels and returns uint8. The exported network itself applies ``mean`` and ``std``
-    per channel, on a scale of 0..1, and ``network_input``.
+    `to_array` applies size, ``resize`` and channels and returns uint8. The exported network itself applies ``mean`` and
+    ``std`` per channel, on a scale of 0..1, and ``network_input``.
     """
 
     height_px: int
@@ -70,6 +76,7 @@ class Preprocessing(Frozen):
     std: tuple[float, ...]
     interpolation: Literal["bilinear"] = "bilinear"
     network_input: NetworkInput | None = None
+    resize: Resize = "stretch"
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -110,12 +117,50 @@ def decode_size_bytes(max_pixels: int) -> int:
     return max_pixels * DECODE_BYTES_PER_PIXEL
 
 
-def to_array(image: Image.Image, height_px: int, width_px: int, channels: int) -> Pixels:
-    """Convert an image of `decode` to uint8 (H, W, C); the resize stretches it (bilinear, antialiased)."""
+def choose_resize(size: tuple[int, int], height_px: int, width_px: int, resize: Resize) -> Resize | None:
+    """How an image of ``size`` (width, height) is resized; None if it has the aspect ratio, to a pixel."""
+    width, height = _largest(size, height_px, width_px)
+    if abs(width - size[0]) < 1 and abs(height - size[1]) < 1:
+        return None
+    if resize == "auto":
+        return "crop" if width * height >= (1 - MAX_CROPPED) * size[0] * size[1] else "letterbox"
+    return resize
+
+
+def to_array(image: Image.Image, height_px: int, width_px: int, channels: int, resize: Resize = "stretch") -> Pixels:
+    """Convert an image of `decode` to uint8 (H, W, C); one of another size is resized (bilinear, antialiased)."""
     image = _as_mode(image, "L" if channels == 1 else "RGB")
-    if image.size != (width_px, height_px):
-        image = image.resize((width_px, height_px), Image.Resampling.BILINEAR)
+    target = (width_px, height_px)
+    if image.size != target:
+        chosen = choose_resize(image.size, height_px, width_px, resize)
+        if chosen == "letterbox":
+            image = _letterbox(image, target)
+        else:
+            box = _crop(image.size, target) if chosen == "crop" else None
+            image = image.resize(target, Image.Resampling.BILINEAR, box)
     return np.asarray(image, np.uint8).reshape(height_px, width_px, channels)
+
+
+def _largest(size: tuple[int, int], height_px: int, width_px: int) -> tuple[float, float]:
+    """Width and height of the largest box within ``size`` (width, height) of the aspect ratio of the others."""
+    scale = max(width_px / size[0], height_px / size[1])
+    return width_px / scale, height_px / scale
+
+
+def _crop(size: tuple[int, int], target: tuple[int, int]) -> tuple[float, float, float, float]:
+    """The largest centered box (left, top, right, bottom) of an image with the aspect ratio of ``target``."""
+    width, height = _largest(size, target[1], target[0])
+    left, top = (size[0] - width) / 2, (size[1] - height) / 2
+    return max(left, 0.0), max(top, 0.0), min(left + width, size[0]), min(top + height, size[1])
+
+
+def _letterbox(image: Image.Image, target: tuple[int, int]) -> Image.Image:
+    scale = min(target[0] / image.width, target[1] / image.height)
+    size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    boxed = Image.new(image.mode, target, BAR_VALUE if image.mode == "L" else (BAR_VALUE,) * 3)
+    place = (target[0] - size[0]) // 2, (target[1] - size[1]) // 2
+    boxed.paste(image.resize(size, Image.Resampling.BILINEAR), place)
+    return boxed
 
 
 def pixels_digest(mode: str, width_px: int, height_px: int, pixels: bytes) -> bytes:

@@ -19,10 +19,25 @@ _MAX_NAMES = 5
 # Singular, plural, and what to do with the files.
 _PROBLEMS = {
     "undecodable": ("file cannot be decoded", "files cannot be decoded", "fix or remove"),
-    "wrong_size": (
-        "image had another size and was stretched",
-        "images had another size and were stretched",
-        "look at",
+    "cropped": (
+        "image has another aspect ratio and was cropped to its center",
+        "images have another aspect ratio and were cropped to their centers",
+        "see",
+    ),
+    "letterboxed": (
+        "image has another aspect ratio and got gray bars",
+        "images have another aspect ratio and got gray bars",
+        "see",
+    ),
+    "stretched": (
+        "image has another aspect ratio and was stretched",
+        "images have another aspect ratio and were stretched",
+        "see",
+    ),
+    "upscaled": (
+        "image is smaller than the dataset's size and was enlarged",
+        "images are smaller than the dataset's size and were enlarged",
+        "see",
     ),
     "duplicate": (
         "image is there more than once and was used once",

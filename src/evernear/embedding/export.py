@@ -12,7 +12,7 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor
 
-from evernear.data.preprocess import Preprocessing
+from evernear.data.preprocess import Preprocessing, Resize
 from evernear.data.shards import Dataset
 from evernear.disk import sha256_bytes, sha256_file, write_atomically
 from evernear.embedding.artifact import load_trained
@@ -79,7 +79,7 @@ def export(trained_dir: Path, dataset: Dataset, out_dir: Path, tolerance: float)
         exported = ExportedNetwork(
             sha256=sha256_bytes(data),
             embedding_dim=trained.architecture.embedding_dim,
-            preprocessing=_preprocessing(trained.architecture),
+            preprocessing=_preprocessing(trained.architecture, dataset.manifest.resize),
             parity_max_abs_difference=difference,
             parity_images=len(images),
             dataset_digest=trained.dataset_digest,
@@ -175,7 +175,7 @@ def _torchscript_is_deprecated() -> Generator[None]:
         yield
 
 
-def _preprocessing(architecture: Architecture) -> Preprocessing:
+def _preprocessing(architecture: Architecture, resize: Resize) -> Preprocessing:
     height, width, channels = architecture.shape
     return Preprocessing(
         height_px=height,
@@ -184,6 +184,7 @@ def _preprocessing(architecture: Architecture) -> Preprocessing:
         mean=architecture.mean,
         std=architecture.std,
         network_input=architecture.input,
+        resize=resize,
     )
 
 

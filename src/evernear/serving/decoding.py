@@ -51,7 +51,7 @@ def decode_image(file: EncodedImage, shape: Preprocessing) -> Pixels:
         DataError: the file is broken.
     """
     with _only_data_errors(len(file.data)):
-        return to_array(decode_inspected(file), shape.height_px, shape.width_px, shape.channels)
+        return to_array(decode_inspected(file), *shape.shape, shape.resize)
 
 
 @contextmanager

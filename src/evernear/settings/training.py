@@ -24,7 +24,15 @@ class DataSettings(Section):
     )
     dataset: str = Field(default="", description="Name of the dataset in the store; if empty, derived from the source.")
     size_px: int = Field(
-        default=0, ge=0, le=1024, description="Height and width of resized images; 0: those of the first image."
+        default=0, ge=0, le=1024, description="Height and width of resized images; 0: from the images' median size."
+    )
+    max_size_px: int = Field(
+        default=0, ge=0, le=1024, description="Largest automatic size; 0: 128, or 224 with train.weights."
+    )
+    resize: Literal["auto", "crop", "letterbox", "stretch"] = Field(
+        default="auto",
+        description="Images of another aspect ratio: keep the center, add gray bars, or distort them; auto: crop, or "
+        "letterbox where more than half would be lost.",
     )
     channels: Literal["auto", "gray", "color"] = Field(default="auto", description="auto: as in the first image.")
     test_fraction: Fraction = Field(default=0.10, description="Share of images in the frozen test split.")
@@ -50,7 +58,10 @@ class ValidationSettings(Section):
     """Severity of each validation rule: an error stops the run, a warning does not."""
 
     undecodable: Severity = "error"
-    wrong_size: Severity = "warn"
+    cropped: Severity = "warn"
+    letterboxed: Severity = "warn"
+    stretched: Severity = "warn"
+    upscaled: Severity = "warn"
     duplicate: Severity = "warn"
     duplicate_across_splits: Severity = "warn"
     conflicting_labels: Severity = "error"
