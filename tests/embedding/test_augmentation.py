@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from evernear.embedding import augmentation
-from evernear.embedding.augmentation import random_affine, random_flips
+from evernear.embedding.augmentation import random_affine, random_flips, random_shift
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -104,3 +104,13 @@ def test_without_directions_no_random_number_is_drawn() -> None:
     images, random = blob(3, 8, 8), generator()
     assert random_flips(images, (), random) is images
     assert torch.equal(torch.rand(1, generator=random), torch.rand(1, generator=generator()))
+
+
+def test_images_are_shifted_by_whole_pixels_and_filled_with_their_reflection() -> None:
+    image = torch.arange(16 * 32, dtype=torch.float32).reshape(1, 1, 16, 32)
+    shifted = random_shift(image.repeat(300, 1, 1, 1), generator())
+    padded = torch.nn.functional.pad(image, (2, 2, 1, 1), mode="reflect")
+    crops = {(y, x): padded[0, 0, y : y + 16, x : x + 32].flatten().tolist() for y in range(3) for x in range(5)}
+    seen = {place for moved in shifted for place, crop in crops.items() if moved.flatten().tolist() == crop}
+    assert seen == set(crops)
+    assert shifted.shape == (300, 1, 16, 32)

@@ -489,5 +489,6 @@ def test_color_images_get_a_larger_network_and_more_steps(tmp_path: Path, digits
     assert color.epochs > gray.epochs
     assert color.min_steps > gray.min_steps
     assert color.width > gray.width
-    chosen = TrainSettings(epochs=2, min_steps=0, width=4)
+    assert (gray.augment, color.augment) == ("affine", "shift")
+    chosen = TrainSettings(epochs=2, min_steps=0, width=4, augment="none")
     assert with_defaults(chosen, digits) == chosen

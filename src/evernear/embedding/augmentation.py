@@ -15,10 +15,38 @@ SCALE = 0.10
 SHEAR = 0.10
 SHIFT = 0.07
 """Largest shift as a fraction of the image's side: two of 28 pixels."""
+SHIFT_PX_OF_32 = 2
+"""Largest shift of `random_shift`, in pixels of an image of 32."""
 BEND = 0.03
 """Largest displacement of a control point of an elastic map, as a fraction of the image's side."""
 CONTROL_POINTS = 4
 """Control points per side."""
+
+
+def augment(images: Tensor, kind: str, generator: torch.Generator) -> Tensor:
+    """Change each image of (N, C, H, W) at random; ``kind`` is none, shift, affine or elastic."""
+    if kind == "none":
+        return images
+    if kind == "shift":
+        return random_shift(images, generator)
+    return random_affine(images, generator, elastic=kind == "elastic")
+
+
+def random_shift(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Shift each image of (N, C, H, W) by whole pixels, up to `SHIFT_PX_OF_32` per 32 pixels of its side.
+
+    The border is filled with the image's reflection, and no pixel is interpolated: on small photographs the blur of
+    `random_affine` costs accuracy. This is the translation of airbench94 (Jordan 2024, arXiv:2404.00498, section 3.5).
+    """
+    count, _, height, width = images.shape
+    reach_y, reach_x = (max(1, round(side * SHIFT_PX_OF_32 / 32)) for side in (height, width))
+    padded = F.pad(images.to(torch.float32), (reach_x, reach_x, reach_y, reach_y), mode="reflect")
+    top = torch.randint(0, 2 * reach_y + 1, (count, 1, 1), generator=generator)
+    left = torch.randint(0, 2 * reach_x + 1, (count, 1, 1), generator=generator)
+    rows = (top + torch.arange(height).reshape(1, -1, 1)).to(images.device)
+    columns = (left + torch.arange(width).reshape(1, 1, -1)).to(images.device)
+    numbers = torch.arange(count, device=images.device).reshape(-1, 1, 1)
+    return padded.permute(0, 2, 3, 1)[numbers, rows, columns].permute(0, 3, 1, 2)
 
 
 def random_affine(images: Tensor, generator: torch.Generator, elastic: bool = False) -> Tensor:

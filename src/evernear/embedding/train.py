@@ -41,7 +41,7 @@ from evernear.embedding.artifact import (
     save_trained,
     to_bytes,
 )
-from evernear.embedding.augmentation import Flip, flip, random_affine, random_flips
+from evernear.embedding.augmentation import Flip, augment, flip, random_flips
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.freeze import choose_architecture, freeze, initialize
 from evernear.embedding.memory import training_batch
@@ -150,9 +150,7 @@ def train(
             optimizer.zero_grad()
             for part, part_classes in zip(pixels.tensor_split(parts), classes.tensor_split(parts), strict=True):
                 part, part_classes = part.to(device), part_classes.to(device)
-                if settings.augment != "none":
-                    part = random_affine(part, generator, elastic=settings.augment == "elastic")
-                part = random_flips(part, flips, generator)
+                part = random_flips(augment(part, settings.augment, generator), flips, generator)
                 logits = forward(part, part_classes, margin)
                 loss = cross_entropy(logits, part_classes, settings.label_smoothing)
                 loss = loss * (len(part) / len(pixels))
@@ -249,16 +247,18 @@ def _train_in_process(
 
 
 def with_defaults(settings: TrainSettings, dataset: Dataset) -> TrainSettings:
-    """``settings`` with the number of epochs and steps and the width of the network, where they depend on the images.
+    """``settings`` with the number of epochs and steps, the width of the network and the augmentation filled in.
 
     Gray images are mostly drawings and scans. Color photographs vary more, and need a larger network and more steps.
     """
-    epochs, min_steps, width = (24, 900, 32) if dataset.shape[2] == 3 else (12, 300, 16)
+    color = dataset.shape[2] == 3
+    epochs, min_steps, width = (24, 900, 32) if color else (12, 300, 16)
     return settings.model_copy(
         update={
             "epochs": settings.epochs or epochs,
             "min_steps": settings.min_steps if settings.min_steps >= 0 else min_steps,
             "width": settings.width or width,
+            "augment": settings.augment if settings.augment != "auto" else "shift" if color else "affine",
         }
     )
 

@@ -143,8 +143,9 @@ class TrainSettings(Section):
     patch_px: int = Field(
         default=0, ge=0, le=32, description="Side of the pixel squares that become channels; 0: from the image size."
     )
-    augment: Literal["auto", "none", "affine", "elastic"] = Field(
-        default="auto", description="Random deformations of the training images; auto: affine."
+    augment: Literal["auto", "none", "shift", "affine", "elastic"] = Field(
+        default="auto",
+        description="Random changes of the training images; auto: affine if they are gray, shift if they are color.",
     )
     flip: Literal["auto", "none", "horizontal", "vertical", "both"] = Field(
         default="auto",
