@@ -183,7 +183,7 @@ def test_checkpoint_key_depends_on_everything_that_affects_the_weights(tiny: Tra
 
 def test_an_unreadable_checkpoint_is_an_error(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
     store = open_store((tmp_path / "store").as_uri())
-    key = f"checkpoints/{checkpoint_key(digits.digest, tiny, frozenset())}/state.pt"
+    key = f"checkpoints/{checkpoint_key(digits.digest, with_defaults(tiny, digits), frozenset())}/state.pt"
     store.put(key, b"no checkpoint")
     with pytest.raises(TrainingError, match="cannot be read; delete it"):
         train(digits, tiny, tmp_path / "out", store)
