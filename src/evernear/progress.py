@@ -22,9 +22,9 @@ from evernear.output import print_line, printable
 from evernear.run_record import RunRecord, StepRecord
 from evernear.store import open_store
 
-REPORT_INTERVAL_S = 2.0
+REPORT_INTERVAL_S = 5.0
 """Shortest time between two reports of the time left."""
-REPORTS = 100
+REPORTS = 50
 """Reports of the time left in a long step, at most; each one is a line of the step's log."""
 EVENTS_VARIABLE = "_EVERNEAR_EVENTS"
 TERMINATION_MESSAGE = Path("/dev/termination-log")
