@@ -1,9 +1,11 @@
 import random
 import subprocess
 import sys
+from io import BytesIO
 
 import hostile
 import pytest
+from PIL import Image
 
 from evernear.data.image_file import EncodedImage
 from evernear.data.preprocess import Pixels, Preprocessing
@@ -56,6 +58,19 @@ def test_bad_image_fails_alone_at_any_position(core: Predictor, parts: ReleasePa
                 assert answer.dist == pytest.approx(same.dist, abs=1e-4), (
                     "other images in the batch change the prediction"
                 )
+
+
+def test_webp_and_png_of_the_same_pixels_have_the_same_prediction(core: Predictor, parts: ReleaseParts) -> None:
+    images = [image for image, _ in parts.smoke_queries()]
+    for png, answer in zip(images, core.predict(images), strict=True):
+        buffer = BytesIO()
+        with Image.open(BytesIO(png)) as image:
+            image.save(buffer, "WEBP", lossless=True)
+        (again,) = core.predict([buffer.getvalue()])
+        assert isinstance(answer, Prediction)
+        assert isinstance(again, Prediction)
+        assert again.pred == answer.pred
+        assert again.dist == pytest.approx(answer.dist, abs=1e-4)
 
 
 def test_decompression_bombs_fail_alone(core: Predictor, parts: ReleaseParts) -> None:
