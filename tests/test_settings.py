@@ -70,7 +70,7 @@ def test_every_preset_loads() -> None:
     assert {"best", "quick"} <= set(settings.presets())
     for name in settings.presets():
         load(preset=name)
-    with pytest.raises(SettingsError, match=r"known: best, fast, quick"):
+    with pytest.raises(SettingsError, match=r"known: best, fast, frozen, quick"):
         load(preset="bset")
 
 

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from evernear.data.image_file import EncodedImage
+from evernear.data.manifest import Manifest
 from evernear.data.preprocess import decode_inspected
 from evernear.data.splits import hash_split
 from evernear.errors import DataError, SettingsError, StoreError
@@ -451,3 +452,22 @@ def test_fractions_must_leave_a_train_split(tree, take) -> None:
 def test_invalid_dataset_name_is_rejected(tree, take) -> None:
     with pytest.raises(SettingsError, match="is no name"):
         take(tree, dataset="../x")
+
+
+def test_balanced_classes_of_five_images_are_in_every_split(tmp_path: Path, take, draw) -> None:
+    root = tmp_path / "few"
+    fractions = {"test_fraction": 0.2, "gallery_fraction": 0.2, "query_fraction": 0.2}
+
+    def add(numbers: range) -> Manifest:
+        for number in numbers:
+            path = root / str(number % 6) / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(draw(number))
+        return take(root, split="balanced", **fractions)
+
+    def per_class(manifest: Manifest) -> set[tuple[int, ...]]:
+        splits = ("train", "test", "gallery", "query")
+        return set(zip(*(manifest.label_counts(split).values() for split in splits), strict=True))
+
+    assert per_class(add(range(30))) == {(2, 1, 1, 1)}
+    assert per_class(add(range(30, 60))) == {(4, 2, 2, 2)}

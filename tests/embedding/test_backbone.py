@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +10,28 @@ import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from safetensors.torch import save_file
+from sklearn.datasets import load_digits
 
+from evernear.data.ingest import ingest
 from evernear.data.shards import Dataset
+from evernear.data.validate import require_valid, validate
 from evernear.disk import sha256_file
 from evernear.embedding import backbone as backbone_module
 from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.artifact import load_trained
 from evernear.embedding.backbone import TimmMember
 from evernear.embedding.data_loader import to_tensor
-from evernear.embedding.embed import embed
+from evernear.embedding.embed import embed, embed_images
+from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import describe_network, export, load_network, load_torchscript, to_torchscript
 from evernear.embedding.freeze import choose_architecture
 from evernear.embedding.network import Architecture, build
 from evernear.embedding.train import choose_optimizer, train
 from evernear.errors import StoreError, TrainingError
-from evernear.settings import TrainSettings
+from evernear.settings import TrainSettings, load
+from evernear.store import open_store
 
 TINY = "test_resnet"
 """The smallest convolutional network of timm."""
@@ -231,3 +238,33 @@ print(embed_images(load_network(Path({str(tmp_path / "network")!r})), np.load({s
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"(2, {describe_network(tmp_path / 'network').embedding_dim})"
+
+
+def test_a_frozen_network_recognizes_classes_that_it_was_not_pretrained_on(digits: Dataset, tmp_path: Path) -> None:
+    new = frozenset("56789")
+    train(digits, settings(backbone_size_px=16, epochs=3, batch_size=64), tmp_path / "pretrained", exclude_labels=new)
+    images, labels = load_digits(return_X_y=True)
+    for label in sorted(new):
+        for number in np.flatnonzero(labels == int(label))[:5]:
+            path = tmp_path / "new" / label / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((images[number].reshape(8, 8) * 15).astype(np.uint8)).save(path)
+    weights = tmp_path / "pretrained" / "weights.pt"
+    changes = ["train.backbone=test_resnet", f"train.weights={weights}", "train.backbone_size_px=16"]
+    chosen = load(preset="frozen", environment={}, overrides=[*changes, f"data.source=folder:{tmp_path}/new"])
+    manifest = ingest(chosen.data, (tmp_path / "store").as_uri())
+    dataset = Dataset(manifest, open_store(manifest.store_uri))
+    require_valid(validate(dataset, chosen.validation))
+
+    train(dataset, chosen.train, tmp_path / "trained")
+    export(tmp_path / "trained", dataset, tmp_path / "network", tolerance=1e-4)
+    embed(tmp_path / "network", dataset, tmp_path / "embeddings")
+    blocks = list(Embeddings.open(tmp_path / "embeddings").blocks("gallery"))
+    vectors = np.concatenate([block.embeddings for block in blocks])
+    owners = np.array(dataset.labels)[np.concatenate([block.labels for block in blocks])]
+    assert Counter(owners) == dict.fromkeys(new, 3), "of five images, one is in test and one in query"
+    others = np.flatnonzero(labels >= 5)[100:]
+    pixels = (images[others].reshape(-1, 8, 8, 1) * 15).astype(np.uint8)
+    nearest = (embed_images(load_network(tmp_path / "network"), pixels) @ vectors.T).argmax(axis=1)
+    accuracy = (owners[nearest].astype(int) == labels[others]).mean()
+    assert accuracy > 0.4, "0.2 by chance"

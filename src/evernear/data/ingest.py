@@ -10,6 +10,7 @@ import re
 import statistics
 import tempfile
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from evernear.data.manifest import SPLITS, Manifest, Split
 from evernear.data.preprocess import Pixels, Resize, decode_inspected, pixels_digest, to_array
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import ArrayBlock, ArraySource, FileSource, open_source
-from evernear.data.splits import hash_split
+from evernear.data.splits import balanced_split, hash_split
 from evernear.data.writer import ShardWriter
 from evernear.disk import disk_errors
 from evernear.errors import DataError, SettingsError
@@ -265,6 +266,10 @@ class _Adder:
         self._report = report
         self._reported_s = time.monotonic()
         self._done = 0
+        self._counts: defaultdict[str, Counter[Split]] = defaultdict(Counter)
+        for shard in ledger.shards().values():
+            for label, count in shard.label_counts.items():
+                self._counts[label][shard.split] += count
         self._numbers = {label: number for number, label in enumerate(ledger.labels())}
 
     def add_arrays(self, source: ArraySource, shape: Shape) -> None:
@@ -299,11 +304,18 @@ class _Adder:
         for row, digest in enumerate(batch.digests):
             if digest not in seen:
                 seen.add(digest)
-                split = batch.explicit_splits[row] or hash_split(digest, self._hash_splits, self._settings)
+                counts = self._counts[batch.labels[row]]
+                split = batch.explicit_splits[row] or self._choose_split(digest, counts)
+                counts[split] += 1
                 rows_of[split].append(row)
         for split, rows in rows_of.items():
             if rows:
                 self._add_rows(split, batch, rows)
+
+    def _choose_split(self, digest: bytes, counts: Counter[Split]) -> Split:
+        if self._settings.split == "balanced":
+            return balanced_split(counts, self._hash_splits, self._settings)
+        return hash_split(digest, self._hash_splits, self._settings)
 
     def _add_rows(self, split: Split, batch: Batch, rows: list[int]) -> None:
         labels = [self._numbers[batch.labels[row]] for row in rows]

@@ -1,6 +1,6 @@
 """The assignment of images to splits by content hash: it never changes as data is added, and copies stay together."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from evernear.data.manifest import Split
 from evernear.settings import DataSettings
@@ -25,3 +25,10 @@ def hash_split(digest: bytes, candidates: Collection[Split], settings: DataSetti
             return split
         position -= fraction
     return "train"
+
+
+def balanced_split(counts: Mapping[Split, int], candidates: Collection[Split], settings: DataSettings) -> Split:
+    """The split, out of ``candidates``, that lacks most of its share of a class with ``counts`` images and one more."""
+    fractions = split_fractions(candidates, settings)
+    total = sum(counts[split] for split in fractions) + 1
+    return max(fractions, key=lambda split: total * fractions[split] - counts[split])

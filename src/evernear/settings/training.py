@@ -35,6 +35,11 @@ class DataSettings(Section):
         "letterbox where more than half would be lost.",
     )
     channels: Literal["auto", "gray", "color"] = Field(default="auto", description="auto: as in the first image.")
+    split: Literal["hash", "balanced"] = Field(
+        default="hash",
+        description="How images get a split: by their content alone, or balanced within each class, so that a class of "
+        "five images is in every split.",
+    )
     test_fraction: Fraction = Field(default=0.10, description="Share of images in the frozen test split.")
     gallery_fraction: Fraction = Field(default=0.10, description="Share of images in the index.")
     query_fraction: Fraction = Field(default=0.05, description="Share of images that calibrate the open-set threshold.")
