@@ -252,7 +252,7 @@ def with_defaults(settings: TrainSettings, dataset: Dataset) -> TrainSettings:
     Gray images are mostly drawings and scans. Color photographs vary more, and need a larger network and more steps.
     """
     color = dataset.shape[2] == 3
-    epochs, min_steps, width = (24, 900, 32) if color else (12, 300, 16)
+    epochs, min_steps, width = (24, 600, 32) if color else (12, 300, 16)
     return settings.model_copy(
         update={
             "epochs": settings.epochs or epochs,

@@ -91,7 +91,7 @@ class TrainSettings(Section):
         default=-1,
         ge=-1,
         description="Smallest number of steps of a run; small datasets are repeated within an epoch. "
-        "-1: 300 if the images are gray, 900 if they are color.",
+        "-1: 300 if the images are gray, 600 if they are color.",
     )
     batch_size: int = Field(default=256, ge=2)
     optimizer: Literal["adamw", "sgd"] = "adamw"
