@@ -18,7 +18,7 @@ import typer
 from evernear.settings import Settings, load
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="Settings file (TOML).")]
-PresetOption = Annotated[str | None, typer.Option("--preset", help="Built-in settings: best, fast or quick.")]
+PresetOption = Annotated[str | None, typer.Option("--preset", help="Built-in settings: best, fast, frozen or quick.")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as train.epochs=3.")
 ]
