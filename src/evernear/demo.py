@@ -1,5 +1,6 @@
 """``evernear demo``: run the pipeline, deploy the release locally, and recognize images that it was not trained on."""
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rich.text import Text
 from evernear.data.shards import Dataset
 from evernear.deployment.local import stop
 from evernear.disk import disk_errors
-from evernear.local_run import RunResult, run
+from evernear.local_run import RunResult, next_steps, run
 from evernear.output import printable
 from evernear.progress import Event
 from evernear.serving.client import Client
@@ -89,8 +90,12 @@ def _print_next_steps(settings: Settings, result: RunResult, console: Console, *
     print_unwrapped(f"   releases           {settings.store_uri}/releases")
     command = "evernear" if settings.workdir == Settings().workdir else f"EVERNEAR_WORKDIR={settings.workdir} evernear"
     console.print("\n[bold]5. Next steps[/] (the commands are in .venv/bin)")
-    if not keep:
-        print_unwrapped(f"   {command} serve                     start TorchServe with this release")
-    print_unwrapped(f"   {command} predict {settings.workdir}/demo-images/*.png")
+    if result.promoted:
+        if not keep:
+            print_unwrapped(f"   {command} serve                     start TorchServe with this release")
+        print_unwrapped(f"   {command} predict {settings.workdir}/demo-images/*.png")
+    for step in next_steps(result, sys.argv[1:]):
+        print_unwrapped(f"   {step.purpose}: {step.command}")
     print_unwrapped(f"   {command} run --source folder:IMAGES --workdir mine   your own images, one folder per class")
-    print_unwrapped(f"   {command} stop                      stop the server")
+    if result.promoted:
+        print_unwrapped(f"   {command} stop                      stop the server")

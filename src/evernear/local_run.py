@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import psutil
 from filelock import FileLock, Timeout
@@ -34,6 +35,7 @@ CLEAN_UP_S = 10.0
 """Time that interrupted steps have to clean up before they are killed."""
 EVENTS_MIN_FREE_BYTES = 64 * 1024
 """With less free space, a step may fail without being able to write its error to the event file."""
+SHARED_OPTIONS = ("--workdir", "--config", "--set")
 Pipeline = Literal["continuous_training", "reindex"]
 
 
@@ -50,6 +52,10 @@ class RunResult(Frozen):
     paths: dict[str, str]
     steps_s: dict[str, float]
     wall_s: float
+    candidate: str | None = None
+    """The release that the run archived."""
+    gate_settings: tuple[str, ...] = ()
+    """``key=value`` with which the gate would have promoted a held candidate."""
 
 
 class RunProgress(Frozen):
@@ -66,6 +72,50 @@ class RunProgress(Frozen):
     def __str__(self) -> str:
         where = ": ".join(filter(None, [self.step, self.message])) or "starting"
         return f"{where} (since {self.started:%Y-%m-%d %H:%M:%S} UTC, process {self.process}, {self.directory})"
+
+
+class NextStep(NamedTuple):
+    """Something to do after a run: what it is for, and a command, or a file to look at."""
+
+    purpose: str
+    command: str
+
+
+def next_steps(result: RunResult, words: Sequence[str]) -> tuple[NextStep, ...]:
+    """The choices after a held run; none after a promoted one. ``words`` are the arguments of the run's command."""
+    if result.state != "held" or result.candidate is None:
+        return ()
+    shared = _shared_options(words)
+
+    def command(*parts: str) -> str:
+        return shlex.join(["evernear", *parts])
+
+    steps = [
+        NextStep("see the verdict", result.paths["gate.card"]),
+        NextStep(
+            "recognize images without promoting it",
+            command("inspect", "run", result.candidate, "--image", "IMAGE", *shared),
+        ),
+        NextStep(
+            "promote it anyway",
+            command("registry", "promote", result.candidate, "--force", "--why", "REASON", *shared),
+        ),
+    ]
+    if result.gate_settings:
+        settings = [word for setting in result.gate_settings for word in ("--set", setting)]
+        steps.insert(1, NextStep("run again with a gate that lets it pass", command(*words, *settings)))
+    return tuple(steps)
+
+
+def _shared_options(words: Sequence[str]) -> list[str]:
+    """The options among ``words`` that every command on the run's store takes."""
+    shared: list[str] = []
+    for word, value in zip(words, [*words[1:], ""], strict=True):
+        if word in SHARED_OPTIONS:
+            shared += [word, value]
+        elif word.partition("=")[0] in SHARED_OPTIONS:
+            shared.append(word)
+    return shared
 
 
 class RunFailedError(EvernearError):
@@ -293,7 +343,9 @@ def _result(directory: Path, steps_s: dict[str, float], wall_s: float) -> RunRes
         release=outcome.release,
         promoted=outcome.state == "promoted",
         state=outcome.state,
-        summary=outcome.summary(),
+        summary=outcome.headline(),
+        candidate=outcome.candidate,
+        gate_settings=outcome.gate_settings,
         reasons=outcome.reasons,
         metrics=outcome.metrics,
         paths={"log": str(directory / "log.txt"), **paths},

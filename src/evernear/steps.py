@@ -221,7 +221,7 @@ def gate(run: str, settings: Tree, evaluation: str, verdict: str, card: str) -> 
         record = RunRecord(open_store(chosen.store_uri), run)
         record.save(verdict=decision.model_dump(mode="json"), metrics=measured.metrics())
         save_confusion_matrix(record, confusion_png(measured))
-        running.summary = ("promote: " if decision.promote else "hold: ") + " ".join(decision.reasons)
+        running.summary = decision.summary()
     return decision.promote
 
 
@@ -309,7 +309,7 @@ def notify(run: str, store: str, pipeline: str, state: str, error_message: str, 
         result = finalize(RunRecord(open_store(store), run), pipeline, state, error_message)
         result.save(Path(outcome))
         write_atomically(Path(page), result.markdown())
-        running.summary = result.summary()
+        running.summary = result.headline()
     return {"state": result.state, "release": result.release or "", "summary": result.summary()}
 
 

@@ -100,6 +100,7 @@ def rule(evaluation: Evaluation, settings: GateSettings, *counts: tuple[int, int
 def test_a_first_release_beats_every_baseline(evaluation: Evaluation, counts, passed):
     found = rule(evaluation, GateSettings(), *counts)
     assert found.passed == passed
+    assert found.setting == ("" if passed else "gate.beat_baseline=false")
     assert rule(evaluation, GateSettings(beat_baseline=False), *counts).passed
 
 

@@ -95,7 +95,7 @@ def test_failed_run_names_step_error_and_next_command(record: RunRecord) -> None
         "failed at probe: The disk is full. "
         "train: The step ended without recording an error: it was stopped, evicted or out of memory."
     )
-    assert outcome.next_command() == "evernear pipeline run continuous-training"
+    assert outcome.next_commands() == ("evernear pipeline run continuous-training",)
     assert outcome.markdown().startswith("## Failed at probe\n\nThe disk is full.")
     assert "Next: `evernear pipeline run continuous-training`" in outcome.markdown()
 
@@ -125,7 +125,29 @@ def test_held_release_can_be_loaded_with_its_figures(record: RunRecord) -> None:
     assert load_outcome(store, "run") is None
     outcome = finalize(record, "continuous-training", "SUCCEEDED", "")
     assert (outcome.state, outcome.release, outcome.candidate) == ("held", None, VERSION)
-    assert outcome.next_command() == f"evernear registry promote {VERSION} --force --why REASON"
+    show, promote = outcome.next_commands()
+    assert show == f"evernear registry show {VERSION}"
+    assert promote == f"evernear registry promote {VERSION} --force --why REASON"
     assert load_outcome(store, "run") == outcome
     assert load_confusion_matrix(store, "run") == b"PNG"
     assert (load_confusion_matrix(store, "other"), load_rules(store, "other")) == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("settings", "offered"),
+    [
+        (("gate.accuracy_floor=0.8", "gate.beat_baseline=false"), True),
+        (("gate.accuracy_floor=0.8", ""), False),  # a rule that no setting should overrule
+    ],
+)
+def test_held_run_offers_the_settings_that_would_promote_it(
+    record: RunRecord, settings: tuple[str, ...], offered: bool
+) -> None:
+    rules = [{"name": "other", "passed": True, "reason": "Fine."}]
+    rules += [{"name": "rule", "passed": False, "reason": "Bad.", "setting": setting} for setting in settings]
+    record.save(verdict=HOLD | {"rules": rules}, archived={"version": VERSION})
+    outcome = finalize(record, "reindex", "SUCCEEDED", "")
+    assert outcome.gate_settings == (settings if offered else ())
+    rerun = "evernear pipeline run reindex --set gate.accuracy_floor=0.8 --set gate.beat_baseline=false"
+    assert (rerun in outcome.next_commands()) == offered
+    assert outcome.headline() == f"held: release {VERSION} is not promoted"

@@ -12,7 +12,14 @@ import typer
 
 from evernear.cli.options import JsonOption, local_settings, with_options
 from evernear.disk import disk_errors
-from evernear.errors import DataError, EvernearError, PredictionRejectedError, SettingsError
+from evernear.errors import (
+    DataError,
+    EvernearError,
+    PredictionRejectedError,
+    ServerUnreachableError,
+    ServingError,
+    SettingsError,
+)
 from evernear.output import print_json, print_line, printable
 from evernear.settings import Settings
 
@@ -65,21 +72,33 @@ def predict(
         return
     if tls and target is None:
         raise SettingsError("--tls requires --target.")
-    server = Target.remote(settings, _host(target), format, tls=tls) if target else Target.local(settings, format)
-    with Client(_with_overrides(server, port, timeout_s, model_name)) as client:
-        if metadata:
-            _print_metadata(client.metadata(), as_json)
-            return
-        files = list(_files([*(images or []), *(image_files or [])]))
-        if not files:
-            raise SettingsError("No image: pass files, or --image-file with a file, a folder or -.")
-        answers = _predict_all(client, files, version)
-        # Lines of JSON on the same terminal show the progress themselves.
-        if len(files) > 1 and sys.stderr.isatty() and not (as_json and sys.stdout.isatty()):
-            answers = _with_progress(answers, len(files), sys.stderr)
-        exit_code = _print_json(answers) if as_json else _print_table(answers, alone=len(files) == 1)
+    try:
+        server = Target.remote(settings, _host(target), format, tls=tls) if target else Target.local(settings, format)
+        with Client(_with_overrides(server, port, timeout_s, model_name)) as client:
+            if metadata:
+                _print_metadata(client.metadata(), as_json)
+                return
+            files = list(_files([*(images or []), *(image_files or [])]))
+            if not files:
+                raise SettingsError("No image: pass files, or --image-file with a file, a folder or -.")
+            answers = _predict_all(client, files, version)
+            # Lines of JSON on the same terminal show the progress themselves.
+            if len(files) > 1 and sys.stderr.isatty() and not (as_json and sys.stdout.isatty()):
+                answers = _with_progress(answers, len(files), sys.stderr)
+            exit_code = _print_json(answers) if as_json else _print_table(answers, alone=len(files) == 1)
+    except ServerUnreachableError as error:
+        raise (error if target else _with_champion(error, settings)) from None
     if exit_code:
         sys.exit(exit_code)
+
+
+def _with_champion(error: ServerUnreachableError, settings: Settings) -> EvernearError:
+    """``error``, or what to do first if there is nothing that a server could be started with."""
+    from evernear.release.registry import Registry
+    from evernear.store import open_store
+
+    registry = Registry(open_store(settings.store_uri))
+    return error if registry.champion() else ServingError(registry.explain_no_champion())
 
 
 def _host(target: str) -> str:

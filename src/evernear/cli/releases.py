@@ -112,7 +112,7 @@ def champion(registry: "Registry", as_json: JsonOption = False) -> None:
     """Print the version of the champion; with --json, its promotion."""
     current = registry.champion()
     if current is None:
-        raise StoreError(f"No release has been promoted in {registry.uri} yet; run `evernear run` first.")
+        raise StoreError(registry.explain_no_champion())
     if as_json:
         print_json(current.promotion)
     else:

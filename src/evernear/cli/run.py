@@ -1,7 +1,8 @@
 """``evernear run``, ``evernear reindex`` and ``evernear demo``."""
 
+import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import typer
 from rich.console import Console
@@ -10,6 +11,9 @@ from rich.text import Text
 from evernear.cli.options import JsonOption, run_settings, with_options
 from evernear.output import print_json, print_line, printable
 from evernear.settings import Settings
+
+if TYPE_CHECKING:
+    from evernear.local_run import RunResult
 
 
 @with_options(settings=run_settings)
@@ -77,8 +81,15 @@ def _run_and_show(settings: Settings, pipeline: Literal["continuous_training", "
         _print_result(result)
 
 
-def _print_result(result: Any) -> None:
-    print_line(result.summary if result.promoted else f"{result.state}: nothing deployed")
+def _print_result(result: "RunResult") -> None:
+    from evernear.local_run import next_steps
+
+    print_line(result.summary)
     for reason in result.reasons:
         print_line(f"  - {reason}")
     print_line(f"artifacts and log: {Path(result.paths['log']).parent}")
+    steps = next_steps(result, sys.argv[1:])
+    if steps:
+        print_line("Next:")
+    for step in steps:
+        print_line(f"  - {step.purpose}: {step.command}")

@@ -59,7 +59,7 @@ def show(run: "Run", outcome: "Outcome | None", as_json: bool, steps: bool = Tru
         print_line(_step_line(step))
     if outcome is not None:
         print_line(outcome.summary())
-        if command := outcome.next_command():
+        for command in outcome.next_commands():
             print_line(f"Next: {command}")
     elif run.state == "succeeded":
         print_line("The outcome is unknown: the run's store is not readable from here, or has no record of this run.")

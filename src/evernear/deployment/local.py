@@ -260,9 +260,10 @@ def serve(settings: RunSettings) -> str:
         StoreError: the registry is unreachable.
         BusyError: a deployment into this working directory does not end.
     """
-    champion = Registry(open_store(settings.store_uri)).champion()
+    registry = Registry(open_store(settings.store_uri))
+    champion = registry.champion()
     if champion is None:
-        raise ServingError(f"No release has been promoted in {settings.store_uri} yet; run `evernear run` first.")
+        raise ServingError(registry.explain_no_champion())
     target = LocalTarget(settings)
     with target.exclusive():
         target.follow_champion(champion)

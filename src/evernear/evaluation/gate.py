@@ -48,6 +48,7 @@ First release (`beats_baselines`)
     significantly better must not be significantly better itself.
 """
 
+import math
 from collections.abc import Iterator
 
 from evernear.evaluation.baselines import Baseline
@@ -99,7 +100,14 @@ def _accuracy_floor(candidate: Measurement, settings: GateSettings) -> Rule:
     reason = f"Accuracy is {accuracy} on {accuracy.total:,} test images"
     if floor or not passed:
         reason += f", {'at least' if passed else 'below'} the floor of {floor:.2%}"
-    return Rule(name="accuracy_floor", passed=passed, candidate=accuracy.value, bound=floor, reason=f"{reason}.")
+    return Rule(
+        name="accuracy_floor",
+        passed=passed,
+        candidate=accuracy.value,
+        bound=floor,
+        reason=f"{reason}.",
+        setting="" if passed else _floor("gate.accuracy_floor", accuracy.value),
+    )
 
 
 def _beats_baselines(evaluation: Evaluation, settings: GateSettings) -> Rule:
@@ -123,6 +131,7 @@ def _beats_baselines(evaluation: Evaluation, settings: GateSettings) -> Rule:
         candidate=evaluation.candidate.accuracy.value,
         bound=strongest.accuracy.value,
         reason=reason,
+        setting="gate.beat_baseline=false" if missed else "",
     )
 
 
@@ -181,6 +190,7 @@ def _class_recall_floor(candidate: Measurement, settings: GateSettings) -> Rule:
         candidate=recalls[worst].value,
         bound=floor,
         reason=reason,
+        setting=_floor("gate.class_recall_floor", min(recall.high for recall in recalls.values())) if fallen else "",
     )
 
 
@@ -197,7 +207,8 @@ def _false_rejects(evaluation: Evaluation, settings: GateSettings) -> Rule:
             f"{rejected} of the known test images are called unknown, "
             f"{'not ' if passed else ''}significantly more than {ceiling:.0%}."
         )
-    return Rule(name=name, passed=passed, candidate=rejected.value, bound=ceiling, reason=reason)
+    setting = "" if passed else _ceiling("gate.false_reject_ceiling", rejected.low)
+    return Rule(name=name, passed=passed, candidate=rejected.value, bound=ceiling, reason=reason, setting=setting)
 
 
 def _index_recall(candidate: Measurement, settings: GateSettings) -> Rule:
@@ -207,7 +218,8 @@ def _index_recall(candidate: Measurement, settings: GateSettings) -> Rule:
         f"The index finds the exact nearest neighbor for {recall} of the queries, "
         f"{'at least' if passed else 'less than'} {floor:.2%}."
     )
-    return Rule(name="index_recall", passed=passed, candidate=recall.value, bound=floor, reason=reason)
+    setting = "" if passed else _floor("gate.index_recall_floor", recall.value)
+    return Rule(name="index_recall", passed=passed, candidate=recall.value, bound=floor, reason=reason, setting=setting)
 
 
 def _parity(candidate: Measurement, settings: GateSettings) -> Rule:
@@ -249,7 +261,8 @@ def _same_test_set(evaluation: Evaluation, champion: Measurement, settings: Gate
             f"{floor:.0%}: the dataset has another source or other splits, so the accuracies are not comparable. A "
             "person may still promote the release."
         )
-    return Rule(name="same_test_set", passed=passed, candidate=overlap, bound=floor, reason=reason)
+    setting = "" if passed or overlap is None else _floor("gate.test_overlap_floor", overlap)
+    return Rule(name="same_test_set", passed=passed, candidate=overlap, bound=floor, reason=reason, setting=setting)
 
 
 def _same_queries(evaluation: Evaluation, champion: Measurement) -> Rule:
@@ -340,7 +353,8 @@ def _class_recall_drop(evaluation: Evaluation, champion: Measurement, settings: 
         else f"No class has a significant recall drop of more than {bound:.1%}; the worst change is "
         f"{0.0 - drops[largest]:+.1%} for {largest}."
     )
-    return Rule(name=name, passed=not fallen, candidate=drops[largest], bound=bound, reason=reason)
+    setting = _ceiling("gate.class_recall_drop", drops[largest]) if fallen else ""
+    return Rule(name=name, passed=not fallen, candidate=drops[largest], bound=bound, reason=reason, setting=setting)
 
 
 def _system(measurement: Measurement) -> System:
@@ -354,3 +368,13 @@ def _system(measurement: Measurement) -> System:
 def _some(names: list[str]) -> str:
     more = len(names) - NAMED
     return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _floor(key: str, value: float) -> str:
+    """The setting ``key`` for a floor that ``value`` reaches, in hundredths; empty if ``value`` is not finite."""
+    return f"{key}={math.floor(value * 100) / 100:g}" if math.isfinite(value) else ""
+
+
+def _ceiling(key: str, value: float) -> str:
+    """The same for a ceiling."""
+    return f"{key}={math.ceil(value * 100) / 100:g}" if math.isfinite(value) else ""

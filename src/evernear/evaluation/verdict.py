@@ -18,6 +18,8 @@ class Rule(Frozen):
     champion: float | None = None
     bound: float | None = None
     reason: str
+    setting: str = ""
+    """``key=value`` with which a failed rule would pass; empty if no setting should."""
 
 
 class System(Frozen):
@@ -57,6 +59,13 @@ class Verdict(Frozen):
             digest="",
         )
         return verdict.model_copy(update={"digest": _digest(verdict)})
+
+    def summary(self) -> str:
+        """The verdict and the names of the failed rules; `reasons` says why."""
+        failed = [rule.name for rule in self.rules if not rule.passed]
+        if self.promote:
+            return f"promote: all {len(self.rules)} rules passed"
+        return f"hold: {len(failed)} of {len(self.rules)} rules failed ({', '.join(failed)})"
 
     @classmethod
     def from_json(cls, data: bytes | str, source: Path | str) -> Self:

@@ -11,6 +11,7 @@
 
 import getpass
 import logging
+import shlex
 import socket
 import time
 from collections.abc import Iterator
@@ -232,6 +233,20 @@ class Registry:
         record = self.get(version)
         self._store.fetch(record.archive_key, path, sha256=record.archive_sha256)
         return record
+
+    def explain_no_champion(self) -> str:
+        """Say that there is no champion, and which command changes that."""
+        versions = [*self.list()]
+        if not versions:
+            return f"No release has been promoted in {self.uri} yet; run `evernear run` first."
+        newest, store = versions[-1], shlex.quote(self.uri)
+        verdict = self.get(newest).verdict
+        force = "" if verdict is None or verdict.promote else " --force"
+        return (
+            f"No release has been promoted in {self.uri} yet. `evernear registry show {newest} --store {store}` shows "
+            f"the verdict on the newest, and `evernear registry promote {newest}{force} --why REASON --store {store}` "
+            "promotes it."
+        )
 
     def champion(self) -> Champion | None:
         """The champion; None before the first promotion.

@@ -31,7 +31,7 @@ def reuse_network(store: Store, dataset: Dataset, network_dir: Path) -> tuple[Re
     registry = Registry(store)
     champion = registry.champion()
     if champion is None:
-        raise StoreError(f"{store.uri} has no champion whose network could be reused; run the whole pipeline.")
+        raise StoreError(f"A reindex needs the network of a champion. {registry.explain_no_champion()}")
     with tempfile.TemporaryDirectory(prefix="evernear-champion-") as temporary:
         archive = Path(temporary) / "champion.mar"
         manifest = registry.fetch(champion.version, archive).manifest

@@ -3,7 +3,8 @@
 The exit step derives it from the run's record in the store; see `evernear.run_record`.
 """
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any, Literal
 
 from evernear.deployment.target import CHAMPION_ALONE
 from evernear.evaluation.verdict import Rule
@@ -33,6 +34,12 @@ class Outcome(Frozen):
     """The step that failed."""
     reasons: tuple[str, ...] = ()
     metrics: dict[str, float] = {}
+    gate_settings: tuple[str, ...] = ()
+    """``key=value`` with which the gate would have promoted a held candidate; empty if settings alone do not."""
+
+    def headline(self) -> str:
+        """The outcome in one line, without the reasons of a held run."""
+        return f"held: release {self.candidate} is not promoted" if self.state == "held" else self.summary()
 
     def summary(self) -> str:
         """The outcome in one line."""
@@ -50,21 +57,24 @@ class Outcome(Frozen):
                 where = f" at {self.step}" if self.step else ""
                 return f"failed{where}: {reasons}" + self._live_nevertheless()
 
-    def next_command(self) -> str:
-        """The most likely next command; empty if there is nothing to do."""
+    def next_commands(self) -> tuple[str, ...]:
+        """The commands to choose from; empty if there is nothing to do."""
         if self.state == "held" and self.candidate:
-            return f"evernear registry promote {self.candidate} --force --why REASON"
+            show = f"evernear registry show {self.candidate}"
+            promote = f"evernear registry promote {self.candidate} --force --why REASON"
+            settings = "".join(f" --set {setting}" for setting in self.gate_settings)
+            rerun = (f"evernear pipeline run {self.pipeline}{settings}",) if settings and self.pipeline else ()
+            return show, *rerun, promote
         if self.state in ("stopped", "failed") and self.pipeline:
-            return f"evernear pipeline run {self.pipeline}"
-        return ""
+            return (f"evernear pipeline run {self.pipeline}",)
+        return ()
 
     def markdown(self) -> str:
         """The outcome as a page for the KFP UI."""
         parts = [f"## {self.state.capitalize()}" + (f" at {self.step}" if self.step else ""), *self.reasons]
         if self.release:
             parts.append(f"Release `{self.release}` {self._state()}.")
-        if command := self.next_command():
-            parts.append(f"Next: `{command}`")
+        parts += [f"Next: `{command}`" for command in self.next_commands()]
         return "\n\n".join(parts) + "\n"
 
     def _state(self, again: str = "") -> str:
@@ -122,10 +132,20 @@ def finalize(record: RunRecord, pipeline: str, state: str, error_message: str) -
     elif verdict.get("promote"):
         fields = {"reasons": ("The gate promoted the candidate, but it was not deployed.",)}
     else:
-        fields = {"state": "held", "reasons": tuple(verdict.get("reasons", ()))}
+        fields = {
+            "state": "held",
+            "reasons": tuple(verdict.get("reasons", ())),
+            "gate_settings": _settings_of(verdict.get("rules", ())),
+        }
     outcome = outcome.model_copy(update={**fields, "url": deployed.get("url")})
     record.save(outcome=outcome.model_dump(mode="json"))
     return outcome
+
+
+def _settings_of(rules: Iterable[dict[str, Any]]) -> tuple[str, ...]:
+    """The settings of the failed rules; empty if one of them has none."""
+    settings = tuple(str(rule.get("setting", "")) for rule in rules if not rule["passed"])
+    return settings if all(settings) else ()
 
 
 def _failure(record: RunRecord, state: str, error_message: str) -> dict[str, object]:

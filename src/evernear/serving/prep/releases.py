@@ -35,7 +35,7 @@ class Releases:
         """
         champion = await asyncio.to_thread(self._registry.champion)
         if champion is None:
-            raise ServingError("No release has been promoted yet; run `evernear run` first.")
+            raise ServingError("No release has been promoted yet; `evernear registry champion` shows what to do.")
         return await self.manifest(champion.version)
 
     def _read_test_query(self, version: str) -> tuple[bytes, SmokeQuery]:
