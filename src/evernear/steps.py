@@ -50,7 +50,9 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         save_manifest(manifest, Path(dataset))
         counts = ", ".join(f"{manifest.count(split):,} {split}" for split in SPLITS)
         height, width, channels = manifest.shape
-        running.summary = f"{counts}; {len(manifest.labels)} classes, {height}x{width}x{channels}"
+        per_split = [manifest.label_counts(split) for split in SPLITS]
+        classes = sum(any(count[label] for count in per_split) for label in manifest.labels)
+        running.summary = f"{counts}; {classes} classes, {height}x{width}x{channels}"
     return manifest.digest, chosen.model_dump(mode="json")
 
 
@@ -69,7 +71,7 @@ def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
             known = release.labels
             # The evaluation checks this too, but only after hours of training.
             data.require_shape(release.preprocessing.shape, champion.version)
-        result = validate(data, chosen.validation, known)
+        result = validate(data, chosen.validation, known, chosen.classes)
         write_atomically(Path(report), result.markdown())
         running.summary = _in_words(result)
         require_valid(result)
@@ -139,7 +141,8 @@ def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str)
 
         data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
         seen = training_dataset(Path(network), data, opened).manifest.label_counts("train")
-        untrained = frozenset(label for label in data.labels if not seen.get(label))
+        trained = chosen.classes.current_labels(label for label, count in seen.items() if count)
+        untrained = frozenset(data.labels).difference(trained)
         result = embed(Path(network), data, Path(embeddings), store=opened, untrained=untrained)
         computed = result.count - result.reused
         running.summary = f"{computed:,} embeddings of {result.dim} dimensions computed, {result.reused:,} reused"
@@ -198,7 +201,7 @@ def evaluate(
         opened = open_store(chosen.store_uri)
         seen = training_dataset(Path(network), data, opened)
         with open_champion(opened) as (champion, made_from):
-            result = evaluate(candidate, champion, data, probed, chosen.evaluation, made_from, seen)
+            result = evaluate(candidate, champion, data, probed, chosen.evaluation, made_from, seen, chosen.classes)
         result.write(Path(evaluation))
         running.summary = (
             f"accuracy {result.candidate.accuracy}; {result.candidate.false_rejects} of known images called unknown"

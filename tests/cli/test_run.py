@@ -9,7 +9,10 @@ from rich.console import Console
 
 from evernear import demo, local_run
 from evernear.cli import run
+from evernear.cli.options import run_settings
+from evernear.errors import SettingsError
 from evernear.progress import Event
+from evernear.settings import of_run
 
 HIDDEN, SHOWN, ERASED = "\x1b[?25l", "\x1b[?25h", "\x1b[2K"
 
@@ -38,3 +41,55 @@ def test_finished_step_has_its_own_line_on_a_terminal() -> None:
     shown = written.getvalue().replace("\r", "").replace("\n", ERASED).split(ERASED)
     assert any(line.endswith("  ok ingest        1.5 s  label [/red]") for line in shown)
     assert any("file a[/b].png" in line for line in shown)
+
+
+def test_retired_and_renamed_classes_are_settings_of_the_run() -> None:
+    settings = run_settings(retire=["cat", "sea lion"], rename=["old=new", "a=b=c"])
+    assert settings.classes.retired == ("cat", "sea lion")
+    assert settings.classes.renamed == {"old": "new", "a": "b=c"}
+    assert settings.classes.current_labels(["cat", "old", "new", "dog"]) == ("new", "dog")
+    assert of_run({"classes": settings.classes.model_dump()}).classes == settings.classes
+    assert run_settings().classes.gone == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rename": ["old"]}, "--rename 'old' is not OLD=NEW"),
+        ({"rename": ["a=b"], "retire": ["b"]}, "'b' is both retired and renamed"),
+        ({"rename": ["a=b", "b=c"]}, "'b' is both the old and the new name"),
+    ],
+)
+def test_contradictory_class_changes_are_rejected(options: dict[str, list[str]], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        run_settings(**options)
+
+
+RESULT = local_run.RunResult(
+    release=None,
+    promoted=False,
+    state="held",
+    summary="",
+    reasons=(),
+    metrics={},
+    paths={"gate.card": "/runs/card.html"},
+    steps_s={},
+    wall_s=1.0,
+    candidate="20260101.000000.00000000",
+    gate_settings=("gate.beat_baseline=false",),
+)
+
+
+def test_next_steps_repeat_the_options_of_the_run() -> None:
+    words = ["run", "--source", "folder:my images", "--preset", "quick", "--workdir=w", "--set", "store=s3://b/p"]
+    commands = [step.command for step in local_run.next_steps(RESULT, words)]
+    version, shared = RESULT.candidate, "--workdir=w --set store=s3://b/p"
+    assert commands == [
+        "/runs/card.html",
+        "evernear run --source 'folder:my images' --preset quick --workdir=w --set store=s3://b/p "
+        "--set gate.beat_baseline=false",
+        f"evernear inspect run {version} --image IMAGE {shared}",
+        f"evernear registry promote {version} --force --why REASON {shared}",
+    ]
+    assert len(local_run.next_steps(RESULT.model_copy(update={"gate_settings": ()}), words)) == 3
+    assert local_run.next_steps(RESULT.model_copy(update={"state": "promoted"}), words) == ()

@@ -5,15 +5,17 @@ import pytest
 
 from evernear.data.manifest import Manifest
 from evernear.data.shards import Dataset
-from evernear.data.validate import Report, require_valid, validate
+from evernear.data.validate import NO_CHANGES, Report, require_valid, validate
 from evernear.errors import DataValidationError
-from evernear.settings import ValidationSettings
+from evernear.settings import ClassSettings, ValidationSettings
 from evernear.store import open_store
 
 
-def check(manifest: Manifest, champion: tuple[str, ...] = (), **settings: object) -> Report:
+def check(
+    manifest: Manifest, champion: tuple[str, ...] = (), classes: ClassSettings = NO_CHANGES, **settings: object
+) -> Report:
     dataset = Dataset(manifest, open_store(manifest.store_uri))
-    return validate(dataset, ValidationSettings.model_validate(settings), champion)
+    return validate(dataset, ValidationSettings.model_validate(settings), champion, classes)
 
 
 def test_valid_data_has_no_findings(tree, take) -> None:
@@ -107,6 +109,28 @@ def test_missing_champion_class_is_an_error(tree, take) -> None:
     assert check(first, ("1", "2", "10")).findings == ()
     (finding,) = check(first, ("1", "0")).findings
     assert finding.names == ("0",)
+
+
+def test_classes_removed_or_renamed_on_purpose_have_not_vanished(tree, take) -> None:
+    (tree / "2").rename(tree / "two")
+    for path in (tree / "10").iterdir():
+        path.unlink()
+    (tree / "10").rmdir()
+    manifest, champion = take(tree), ("1", "2", "10")
+    (finding,) = check(manifest, champion).findings
+    assert finding.names == ("2", "10")
+    assert "run with --retire CLASS or --rename OLD=NEW" in finding.message
+
+    def messages(renamed: dict[str, str]) -> list[str]:
+        report = check(manifest, champion, ClassSettings(retired=("10",), renamed=renamed))
+        return [finding.message for finding in report.findings]
+
+    assert messages({"2": "two"}) == []
+    assert "has the classes gone, but no image" in messages({"2": "gone"})[0]
+    left = (
+        "Images are left of classes that the settings (classes.retired, classes.renamed) call removed or renamed: 1 ("
+    )
+    assert messages({"2": "two", "1": "one"})[0].startswith(left)
 
 
 def test_imbalance_is_a_ratio(tree, take, draw) -> None:

@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from evernear.data.ingest import ingest
+from evernear.data.manifest import SPLITS
 from evernear.data.shards import Dataset
 from evernear.disk import sha256_file
 from evernear.embedding.embed import embed
@@ -19,7 +20,7 @@ from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.probe import assess
 from evernear.evaluation.recognizer import Recognizer
 from evernear.index.build import build
-from evernear.settings import DataSettings, EvaluationSettings, GateSettings, IndexSettings
+from evernear.settings import ClassSettings, DataSettings, EvaluationSettings, GateSettings, IndexSettings
 from evernear.store import open_store
 from tests.conftest import System
 
@@ -227,3 +228,55 @@ def test_retained_test_images_with_another_dataset(
     without = evaluate(full, full, system.dataset, PROBED, SETTINGS)
     assert without.champion_test_overlap is None
     assert "same_test_set" in {rule.name for rule in decide(without, LENIENT).rules if not rule.passed}
+
+
+def test_renamed_class_is_compared_under_its_new_name(
+    system: System, embeddings: Path, full: Recognizer, tmp_path: Path
+):
+    labels = tuple("seven" if label == "7" else label for label in system.dataset.labels)
+    manifest = system.dataset.manifest
+    shards = tuple(
+        shard.model_copy(update={"label_counts": {labels[int(k)]: n for k, n in shard.label_counts.items()}})
+        for shard in manifest.shards
+    )
+    renamed = Dataset(manifest.model_copy(update={"labels": labels, "shards": shards}), open_store(manifest.store_uri))
+    build(Embeddings.open(embeddings), labels, IndexSettings(), tmp_path)
+    candidate = Recognizer.open(system.network_dir, tmp_path)
+    arguments = (candidate, full, renamed, PROBED, SETTINGS, system.dataset, None)
+    ghost = {rule.name for rule in decide(evaluate(*arguments), LENIENT).rules if not rule.passed}
+    assert "classes_kept" in ghost
+    evaluation = evaluate(*arguments, ClassSettings(renamed={"7": "seven"}))
+    assert evaluation.comparison is not None
+    assert evaluation.comparison.overall.regressions == evaluation.comparison.overall.improvements == 0
+    assert evaluation.champion is not None
+    assert evaluation.champion.class_recall == evaluation.candidate.class_recall
+    verdict = decide(evaluation, LENIENT)
+    assert verdict.promote, verdict.reasons
+    assert any("Renamed: 7 to seven." in reason for reason in verdict.reasons)
+
+
+def test_retired_class_is_left_out_of_the_comparison(system: System, full: Recognizer, tmp_path: Path):
+    images = tmp_path / "images"
+    for split in SPLITS:
+        for block in system.dataset.blocks(split):
+            for image, label, digest in zip(block.images, block.labels, block.digests, strict=True):
+                if label != 7:
+                    path = images / split / str(label) / f"{bytes(digest).hex()[:16]}.png"
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    Image.fromarray(image[:, :, 0]).save(path)
+    store = (tmp_path / "store").as_uri()
+    dataset = Dataset(ingest(DataSettings(source=f"folder:{images}"), store), open_store(store))
+    embed(system.network_dir, dataset, tmp_path / "embeddings")
+    build(Embeddings.open(tmp_path / "embeddings"), dataset.labels, IndexSettings(), tmp_path / "index")
+    candidate = Recognizer.open(system.network_dir, tmp_path / "index")
+    arguments = (candidate, full, dataset, PROBED, SETTINGS, system.dataset, None)
+    assert any(
+        "lacks classes of the champion: 7." in reason for reason in decide(evaluate(*arguments), LENIENT).reasons
+    )
+    evaluation = evaluate(*arguments, ClassSettings(retired=("7",)))
+    assert evaluation.champion_test_overlap == 1
+    assert evaluation.champion is not None
+    assert "7" not in evaluation.champion.known_labels
+    verdict = decide(evaluation, LENIENT)
+    assert verdict.promote, verdict.reasons
+    assert any("Retired on purpose: 7." in reason for reason in verdict.reasons)

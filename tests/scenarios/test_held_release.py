@@ -48,6 +48,7 @@ def test_every_command_printed_after_a_held_first_release_works(bench: Bench) ->
     assert "is the champion" in again.stdout, again.stdout + again.stderr
     for command in (words(steps["promote it anyway"]), promote):
         assert bench.command(*command).returncode == 0
+        assert bench.command("registry", "rollback", "--set", "target=registry").returncode == 0
 
 
 def words(command: str) -> list[str]:

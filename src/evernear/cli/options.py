@@ -9,12 +9,14 @@ A command declares the values that it needs, and `with_options` adds the options
 
 import functools
 import inspect
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from evernear.errors import SettingsError
 from evernear.settings import Settings, load
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="Settings file (TOML).")]
@@ -28,6 +30,14 @@ WorkdirOption = Annotated[
 SourceOption = Annotated[
     str | None,
     typer.Option("--source", help="digits | mnist | mnist:DIR | folder:DIR | s3://bucket/prefix"),
+]
+RetireOption = Annotated[
+    list[str] | None,
+    typer.Option("--retire", metavar="CLASS", help="A class of the champion that was removed on purpose; repeatable."),
+]
+RenameOption = Annotated[
+    list[str] | None,
+    typer.Option("--rename", metavar="OLD=NEW", help="A class of the champion that has a new name; repeatable."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -43,10 +53,23 @@ def run_settings(
     config: ConfigOption = None,
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
+    retire: RetireOption = None,
+    rename: RenameOption = None,
 ) -> Settings:
-    """Settings of a run, with options for its source and preset."""
-    options = assignments(overrides, workdir=workdir, **{"data.source": source})
+    """Settings of a run, with options for its source and preset, and for classes removed or renamed on purpose."""
+    classes = {
+        "classes.retired": json.dumps(retire) if retire else None,
+        "classes.renamed": json.dumps(dict(map(_old_and_new, rename))) if rename else None,
+    }
+    options = assignments(overrides, workdir=workdir, **{"data.source": source}, **classes)
     return load(preset=preset, config=config, overrides=options)
+
+
+def _old_and_new(rename: str) -> tuple[str, str]:
+    old, _, new = rename.partition("=")
+    if not (old and new):
+        raise SettingsError(f"--rename {rename!r} is not OLD=NEW.")
+    return old, new
 
 
 def with_options(**providers: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -10,9 +10,10 @@ from evernear.data.shards import Dataset
 from evernear.errors import DataValidationError
 from evernear.frozen import Frozen
 from evernear.output import printable
-from evernear.settings import ValidationSettings
+from evernear.settings import ClassSettings, ValidationSettings
 
 Counts = dict[Split, dict[str, int]]
+NO_CHANGES = ClassSettings()
 
 _MAX_NAMES = 5
 
@@ -106,16 +107,24 @@ class Report(Frozen):
             "|---|" + "---:|" * len(SPLITS),
         ]
         for label in self.counts["train"]:
+            if not any(self.counts[split][label] for split in SPLITS):  # removed from the source
+                continue
             numbers = " | ".join(f"{self.counts[split][label]:,}" for split in SPLITS)
             lines.append(f"| {_cell(label)} | {numbers} |")
         totals = " | ".join(f"{sum(self.counts[split].values()):,}" for split in SPLITS)
         return "\n".join([*lines, f"| all | {totals} |", ""])
 
 
-def validate(dataset: Dataset, settings: ValidationSettings, champion_labels: Sequence[str] = ()) -> Report:
+def validate(
+    dataset: Dataset,
+    settings: ValidationSettings,
+    champion_labels: Sequence[str] = (),
+    classes: ClassSettings = NO_CHANGES,
+) -> Report:
     """Check a snapshot against all rules that are not ``off``; findings do not raise.
 
-    ``champion_labels`` are the classes of the live release: one without any image has vanished.
+    ``champion_labels`` are the classes of the live release: one without any image has vanished, unless ``classes`` says
+    that it was removed or renamed on purpose.
     """
     manifest = dataset.manifest
     counts: Counts = {split: manifest.label_counts(split) for split in SPLITS}
@@ -123,7 +132,7 @@ def validate(dataset: Dataset, settings: ValidationSettings, champion_labels: Se
     all_findings = [
         *_problems(manifest),
         *_classes(manifest, totals, settings),
-        *_vanished(totals, champion_labels),
+        *_vanished(totals, champion_labels, classes),
         *_splits(counts, totals),
     ]
     severities = settings.model_dump()
@@ -177,12 +186,19 @@ def _classes(manifest: Manifest, totals: dict[str, int], settings: ValidationSet
         yield _finding("imbalance", message, [large, small], 1)
 
 
-def _vanished(totals: dict[str, int], champion_labels: Sequence[str]) -> Iterator[Finding]:
-    gone = [label for label in champion_labels if not totals.get(label)]
+def _vanished(totals: dict[str, int], champion_labels: Sequence[str], classes: ClassSettings) -> Iterator[Finding]:
+    left = [label for label in classes.gone if totals.get(label)]
+    if left:
+        message = (
+            f"Images are left of classes that the settings (classes.retired, classes.renamed) call removed or renamed: "
+            f"{_listed([f'{label} ({totals[label]:,})' for label in left])}; move the images or drop the setting."
+        )
+        yield _finding("vanished_class", message, left, len(left))
+    gone = [label for label in classes.current_labels(champion_labels) if not totals.get(label)]
     if gone:
         message = (
             f"The live release has the classes {_listed(gone)}, but no image of them is left;"
-            " bring them back or set validation.vanished_class=warn."
+            " bring them back, or run with --retire CLASS or --rename OLD=NEW if that is on purpose."
         )
         yield _finding("vanished_class", message, gone, len(gone))
 

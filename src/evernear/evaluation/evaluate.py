@@ -15,10 +15,10 @@ from evernear.errors import IntegrityError
 from evernear.evaluation.baselines import Baseline, measure_baselines
 from evernear.evaluation.compare import Comparison, compare
 from evernear.evaluation.leakage import count_leakage
-from evernear.evaluation.measure import Measurement, Outcomes, measure
+from evernear.evaluation.measure import NO_CHANGES, Measurement, Outcomes, measure
 from evernear.evaluation.open_set import OpenSet
 from evernear.frozen import Frozen
-from evernear.settings import EvaluationSettings
+from evernear.settings import ClassSettings, EvaluationSettings
 
 if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
     from evernear.evaluation.recognizer import Recognizer
@@ -45,6 +45,8 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     """The same for the champion; None without a champion or if its dataset is unavailable."""
     champion_test_overlap: float | None = None
     """Proportion of the champion's test images that are in the test split; None as for ``champion_leakage``."""
+    classes: ClassSettings = NO_CHANGES
+    """Classes of the champion that were removed or renamed on purpose; its measurement uses their present names."""
     outcomes: dict[str, SkipValidation[Outcomes]] = Field(default={}, exclude=True, repr=False)
     """By "candidate" and "champion"; stored in `OUTCOMES_FILE`."""
 
@@ -127,21 +129,23 @@ def evaluate(
     settings: EvaluationSettings,
     champion_dataset: Dataset | None = None,
     trained_on: Dataset | None = None,
+    classes: ClassSettings = NO_CHANGES,
 ) -> Evaluation:
     """Measure ``candidate`` and ``champion`` on the test split of ``dataset``, and count leaked test images.
 
     ``champion_dataset`` is the snapshot that the champion was built from, if the store still has it. The accuracy of a
     champion that was trained on test images is overstated; the gate reports this. ``trained_on`` is the snapshot that
-    the candidate's network was trained on (None: ``dataset``).
+    the candidate's network was trained on (None: ``dataset``). A class of the champion that ``classes`` renames counts
+    under its new name; a retired one is left out.
 
     Raises:
         DataError: the test split is empty, or its images do not have the input shape of a recognizer.
     """
     measurements: dict[str, Measurement] = {}
     outcomes: dict[str, Outcomes] = {}
-    for name, recognizer in zip(SYSTEMS, (candidate, champion), strict=True):
-        if recognizer is not None:
-            measurements[name], outcomes[name] = measure(recognizer, dataset, settings)
+    measurements["candidate"], outcomes["candidate"] = measure(candidate, dataset, settings)
+    if champion is not None:
+        measurements["champion"], outcomes["champion"] = measure(champion, dataset, settings, classes=classes)
     return Evaluation(
         candidate=measurements["candidate"],
         champion=measurements.get("champion"),
@@ -150,7 +154,8 @@ def evaluate(
         baselines=measure_baselines(outcomes["candidate"], dataset, settings.confidence, settings.batch_size),
         leakage=_leakage(dataset, trained_on or dataset),
         champion_leakage=count_leakage(dataset, champion_dataset) if champion_dataset else None,
-        champion_test_overlap=_test_overlap(dataset, champion_dataset) if champion_dataset else None,
+        champion_test_overlap=_test_overlap(dataset, champion_dataset, classes) if champion_dataset else None,
+        classes=classes,
         outcomes=outcomes,
     )
 
@@ -160,10 +165,11 @@ def _leakage(dataset: Dataset, trained_on: Dataset) -> dict[str, int]:
     return leakage if trained_on.digest == dataset.digest else leakage | count_leakage(dataset, trained_on, ("train",))
 
 
-def _test_overlap(dataset: Dataset, champion_dataset: Dataset) -> float:
-    """Proportion of the test images of ``champion_dataset`` that are also in the test split of ``dataset``."""
+def _test_overlap(dataset: Dataset, champion_dataset: Dataset, classes: ClassSettings) -> float:
+    """Proportion of the champion's test images, without retired classes, that are in the test split of ``dataset``."""
     common = count_leakage(dataset, champion_dataset, ("test",))["test"]
-    return common / max(1, champion_dataset.count("test"))
+    counts = champion_dataset.manifest.label_counts("test")
+    return common / max(1, sum(count for label, count in counts.items() if classes.current(label)))
 
 
 def _compare(outcomes: dict[str, Outcomes], labels: tuple[str, ...]) -> Comparison | None:

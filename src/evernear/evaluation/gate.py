@@ -32,10 +32,12 @@ Test set (`same_test_set`)
     or other split fractions make another dataset, on which only a person can promote a release.
 
 Classes (`classes_kept`, `class_recall_floor`, `class_recall_drop`)
-    The candidate must know every class that the champion can predict. A class fails the recall floor if even the upper
-    end of its interval is below the floor. It fails the drop if its recall fell by more than ``gate.class_recall_drop``
-    *and* is significantly worse at ``gate.significance`` divided by the number of classes (Bonferroni): one image in a
-    class of 18 is 5.6 points. A class without a test image cannot be measured, and the reason names it.
+    The candidate must know every class that the champion can predict, except those that ``classes.retired`` and
+    ``classes.renamed`` name; a renamed class is compared under its new name. A class fails the recall floor if even the
+    upper end of its interval is below the floor. It fails the drop if its recall fell by more than
+    ``gate.class_recall_drop`` *and* is significantly worse at ``gate.significance`` divided by the number of classes
+    (Bonferroni): one image in a class of 18 is 5.6 points. A class without a test image cannot be measured, and the
+    reason names it.
 
 Known images called unknown (`false_rejects`)
     The rule fails if the lower end of the interval is above ``gate.false_reject_ceiling``. A few images more than that
@@ -58,7 +60,7 @@ from evernear.evaluation.measure import Measurement
 from evernear.evaluation.statistics import p_by_chance
 from evernear.evaluation.verdict import Rule, System, Verdict
 from evernear.index.description import FARTHEST
-from evernear.settings import GateSettings
+from evernear.settings import ClassSettings, GateSettings
 
 __all__ = ["Rule", "System", "Verdict", "decide"]
 
@@ -90,7 +92,7 @@ def _rules(evaluation: Evaluation, settings: GateSettings) -> Iterator[Rule]:
         yield _same_test_set(evaluation, evaluation.champion, settings)
         yield _same_queries(evaluation, evaluation.champion)
         yield _no_worse(evaluation, evaluation.champion, settings)
-        yield _classes_kept(candidate, evaluation.champion)
+        yield _classes_kept(candidate, evaluation.champion, evaluation.classes)
         yield _class_recall_drop(evaluation, evaluation.champion, settings)
 
 
@@ -176,7 +178,7 @@ def _class_recall_floor(candidate: Measurement, settings: GateSettings) -> Rule:
         return Rule(name="class_recall_floor", passed=False, bound=floor, reason="Recall by class is missing.")
     fallen = [f"{label} ({recall.value:.1%})" for label, recall in recalls.items() if not recall.high >= floor]
     worst = min(recalls, key=lambda label: recalls[label].value)
-    unmeasured = [label for label in candidate.labels if label not in recalls]
+    unmeasured = [label for label in candidate.known_labels if label not in recalls]
     reason = (
         f"Recall is significantly below the floor of {floor:.0%} for {_some(fallen)}."
         if fallen
@@ -308,7 +310,7 @@ def _accuracy_within(measurement: Measurement, labels: tuple[str, ...]) -> float
     return sum(recall.count for recall in recalls) / max(1, sum(recall.total for recall in recalls))
 
 
-def _classes_kept(candidate: Measurement, champion: Measurement) -> Rule:
+def _classes_kept(candidate: Measurement, champion: Measurement, classes: ClassSettings) -> Rule:
     gone = [label for label in champion.known_labels if label not in candidate.known_labels]
     new = [_class_figures(label, candidate) for label in candidate.known_labels if label not in champion.known_labels]
     reason = "The candidate knows every class of the champion."
@@ -316,6 +318,10 @@ def _classes_kept(candidate: Measurement, champion: Measurement) -> Rule:
         reason = f"The candidate lacks classes of the champion: {_some(gone)}."
     if new:
         reason += f" New: {_some(new)}."
+    if classes.retired:
+        reason += f" Retired on purpose: {_some([*classes.retired])}."
+    if classes.renamed:
+        reason += f" Renamed: {_some([f'{old} to {new}' for old, new in classes.renamed.items()])}."
     return Rule(
         name="classes_kept",
         passed=not gone and bool(candidate.known_labels),

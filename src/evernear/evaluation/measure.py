@@ -13,7 +13,7 @@ from evernear.data.shards import Block, Dataset
 from evernear.errors import DataError
 from evernear.evaluation.statistics import Proportion, proportion
 from evernear.frozen import Frozen
-from evernear.settings import EvaluationSettings
+from evernear.settings import ClassSettings, EvaluationSettings
 
 if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
     from evernear.evaluation.recognizer import Recognizer
@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
 
 
 RECALL_AT = 5
+NO_CHANGES = ClassSettings()
 ELSEWHERE = "(a label that the dataset does not have)"
 
 
@@ -91,9 +92,13 @@ class Outcomes:
 
 
 def measure(
-    recognizer: "Recognizer", dataset: Dataset, settings: EvaluationSettings, split: Split = "test"
+    recognizer: "Recognizer",
+    dataset: Dataset,
+    settings: EvaluationSettings,
+    split: Split = "test",
+    classes: ClassSettings = NO_CHANGES,
 ) -> tuple[Measurement, Outcomes]:
-    """Measure ``recognizer`` on every image of ``split``.
+    """Measure ``recognizer`` on every image of ``split``; ``classes`` translates the labels of an earlier release.
 
     Memory grows with the split only by the outcomes, 5 bytes per image.
 
@@ -101,7 +106,9 @@ def measure(
         DataError: the split is empty, or its images do not have the input shape of the recognizer.
     """
     dataset.require_shape(recognizer.shape, recognizer.name or "The candidate")
-    gallery, tally = recognizer.gallery, _Tally(dataset.labels, recognizer.gallery.labels)
+    gallery = recognizer.gallery
+    tally = _Tally(dataset.labels, tuple(classes.current(label) or ELSEWHERE for label in gallery.labels))
+    known_labels = classes.current_labels(gallery.description.known_labels)
     for block in dataset.blocks(split, settings.batch_size):
         embeddings = recognizer.embed(block.images)
         neighbors = gallery.search(embeddings, max(RECALL_AT, gallery.description.k))
@@ -120,13 +127,13 @@ def measure(
         dataset_digest=dataset.digest,
         queries_sha256=tally.sha256.hexdigest(),
         labels=dataset.labels,
-        known_labels=gallery.description.known_labels,
+        known_labels=known_labels,
         threshold=gallery.threshold,
         parity_max_abs_difference=recognizer.parity_max_abs_difference,
         accuracy=of_all(int(tally.class_right.sum())),
         recall_at_1=of_all(tally.nearest_right),
         recall_at_5=of_all(tally.among_nearest),
-        false_rejects=tally.false_rejects(gallery.description.known_labels, settings.confidence),
+        false_rejects=tally.false_rejects(known_labels, settings.confidence),
         index_recall=proportion(calibration.nearest_found, calibration.queries, settings.confidence),
         class_recall=tally.by_class(tally.class_right, settings.confidence),
         class_rejects=tally.by_class(tally.class_unknown, settings.confidence),

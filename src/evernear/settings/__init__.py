@@ -19,6 +19,7 @@ from evernear.settings.section import Section
 from evernear.settings.serving import KubernetesSettings, PrepSettings, ServingSettings
 from evernear.settings.sources import Tree, known_keys, merge, parse, presets
 from evernear.settings.training import (
+    ClassSettings,
     DataSettings,
     EvaluationSettings,
     GateSettings,
@@ -30,6 +31,7 @@ from evernear.settings.triggers import PipelineSettings, SlackSettings, WatchSet
 
 __all__ = [
     "PARAMETERS",
+    "ClassSettings",
     "DataSettings",
     "EvaluationSettings",
     "GateSettings",
@@ -71,6 +73,7 @@ class RunSettings(Section):
         "or a Deployment in a cluster.",
     )
     data: DataSettings = DataSettings()
+    classes: ClassSettings = ClassSettings()
     validation: ValidationSettings = ValidationSettings()
     train: TrainSettings = TrainSettings()
     index: IndexSettings = IndexSettings()

@@ -1,6 +1,7 @@
 """Settings of the steps that make a release: data, training, index, evaluation and gate."""
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, Self
 
@@ -57,6 +58,34 @@ class DataSettings(Section):
             raise ValueError(f"{source!r} is a directory; use folder:{source} for the images in it")
         kind, _, place = source.partition(":")
         return f"{kind}:{Path(place).absolute()}" if kind in ("folder", "mnist") and place else source
+
+
+class ClassSettings(Section):
+    """Classes of the champion that were removed or renamed on purpose. Entries that it does not have are ignored."""
+
+    retired: tuple[str, ...] = Field(default=(), description="Classes that new releases need not know any more.")
+    renamed: dict[str, str] = Field(default={}, description="New name of each renamed class.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if both := sorted({*self.retired} & {*self.renamed, *self.renamed.values()}):
+            raise ValueError(f"{both[0]!r} is both retired and renamed")
+        if chained := sorted({*self.renamed} & {*self.renamed.values()}):
+            raise ValueError(f"{chained[0]!r} is both the old and the new name of a class")
+        return self
+
+    def current(self, label: str) -> str | None:
+        """Today's name of a class of the champion; None if it was retired."""
+        return None if label in self.retired else self.renamed.get(label, label)
+
+    def current_labels(self, labels: Iterable[str]) -> tuple[str, ...]:
+        """Today's names of ``labels``, without retired classes and duplicates."""
+        return tuple(dict.fromkeys(name for name in map(self.current, labels) if name is not None))
+
+    @property
+    def gone(self) -> tuple[str, ...]:
+        """Names that no image may have any more."""
+        return (*self.retired, *self.renamed)
 
 
 class ValidationSettings(Section):
