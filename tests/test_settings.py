@@ -33,7 +33,7 @@ def test_settings_are_frozen() -> None:
         ("epochs=3", "No setting 'epochs'; did you mean 'train.epochs'?"),
         ("gaet.significance=0.1", "No setting 'gaet.significance'; did you mean 'gate.significance'?"),
         ("train.epochs=many", "Invalid setting train.epochs = many: "),
-        ("train.epochs=0", "Invalid setting train.epochs = 0: "),
+        ("train.epochs=-1", "Invalid setting train.epochs = -1: "),
         ("train.epochs", "has no '='"),
         ("train.members=3", "embedding_dim is 128, not a multiple of the 3 members; try 129."),
         (
