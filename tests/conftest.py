@@ -17,25 +17,14 @@ _bucket_numbers = itertools.count(time.time_ns())
 
 LONGEST_FIRST = ("scenarios", "deployment", "kserve", "serving")
 """Directories whose tests take longest: started last, they would keep one of two cores busy alone at the end."""
-EXPENSIVE = {"serving": "served", "embedding": "digits_dir", "store": "swift_endpoint", "watch": "trained"}
-"""By directory, a session fixture that takes seconds to set up; all tests that use it run in one process."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: min(map(LONGEST_FIRST.index, _directories(item)), default=len(LONGEST_FIRST)))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
 
 
 def _directories(item: pytest.Item) -> list[str]:
     return [part for part in item.path.parts if part in LONGEST_FIRST]
-
-
-def _group(item: pytest.Item) -> str:
-    """The tests of ``item``'s process: those of its file, or those that share an expensive fixture."""
-    used = set(getattr(item, "fixturenames", ()))
-    shared = [f"{part} {name}" for part in item.path.parts if (name := EXPENSIVE.get(part)) in used]
-    return shared[0] if shared else item.nodeid.partition("::")[0]
 
 
 @pytest.fixture(scope="session")

@@ -63,7 +63,7 @@ def test_threshold_of_unseen_classes_is_reused(system: System, store: Store, tmp
 
 
 def test_reuse_requires_a_champion(system: System, store: Store, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"has no champion whose network could be reused; run the whole pipeline"):
+    with pytest.raises(StoreError, match=r"A reindex needs the network of a champion"):
         reuse_network(store, system.dataset, tmp_path / "network")
 
 

@@ -78,7 +78,7 @@ def test_reindex_requires_a_release(bench: Bench) -> None:
     write_digits(bench.directory / "images", per_class=20)
     code, message = bench.refused("reindex", "--preset", "quick")
     assert code == 4
-    assert "run the whole pipeline" in message
+    assert "run `evernear run` first" in message
 
 
 @pytest.mark.slow

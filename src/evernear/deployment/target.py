@@ -8,12 +8,9 @@ from typing import Any, Protocol
 from evernear.errors import TransientStoreError
 from evernear.frozen import Frozen
 from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts
-from evernear.release.registry import Champion, Registry
+from evernear.release.registry import CHAMPION_ALONE, Champion, Registry
 from evernear.settings import RunSettings
 from evernear.store import open_store
-
-CHAMPION_ALONE = "is the champion; servers load it when they start"
-"""The state of a release that was promoted in the registry without a server."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ ARCHIVES = "releases/archives/"
 CHAMPION = "releases/champion.json"
 HISTORY = "releases/history/"
 PRUNED = "releases/pruned/"
+CHAMPION_ALONE = "is the champion; servers load it when they start"
+"""The state of a release that was promoted in the registry without a server."""
 How = Literal["deploy", "promote", "force", "rollback"]
 
 # The release is live before the pointer moves, and a store may take minutes to restart.

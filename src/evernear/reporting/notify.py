@@ -6,9 +6,9 @@ The exit step derives it from the run's record in the store; see `evernear.run_r
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from evernear.deployment.target import CHAMPION_ALONE
 from evernear.evaluation.verdict import Rule
 from evernear.frozen import Frozen
+from evernear.release.registry import CHAMPION_ALONE
 from evernear.run_record import RunRecord, StepRecord
 from evernear.store import Store
 

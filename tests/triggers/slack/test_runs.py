@@ -269,7 +269,7 @@ def test_invalid_parameters_are_refused(
     bot.poll()
     assert slack.messages == []
     (shown,) = slack.ephemeral
-    assert shown.only_for == ADA.id
+    assert shown.visible_to == ADA.id
     assert sentence in shown.text
     bot.poll(600)
     assert len(slack.ephemeral) == 1
