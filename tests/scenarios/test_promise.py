@@ -47,7 +47,7 @@ class Product:
     bot_url: str
 
     def add_images(self, label: str, digit: str) -> None:
-        """Images of ``digit`` that were not there before arrive, said to be of ``label``."""
+        """Add new images of ``digit`` under the label ``label``."""
         tree = self.bench.directory / f"arrived-{next(_numbers)}"
         write_digits(tree, labels=digit, per_class=200)
         for path in sorted(tree.rglob("*.png"), key=lambda path: int(path.stem))[FIRST_IMAGES:]:
@@ -136,7 +136,7 @@ def test_new_class_is_proposed_trained_deployed_and_recognized(product: Product)
 
     looked = product.watch()
     assert looked["action"] == "retrain", looked
-    assert product.watch()["proposal"] in (None, looked["proposal"]), "the same is not proposed twice"
+    assert product.watch()["proposal"] in (None, looked["proposal"]), "the watcher proposed the same run twice"
     asked = product.question()
 
     assert product.clicks(EVE, asked, "Train") == 200

@@ -1,7 +1,7 @@
 """Addresses and keys of the TorchServe of a working directory.
 
 `evernear.serving.torchserve` writes ``server.json`` when it starts a server, and TorchServe writes ``key_file.json``
-(mode 0600) into its working directory. Whoever can read both can use the server.
+(mode 0600) into its working directory. A process that can read both files can use the server.
 """
 
 import errno

@@ -86,7 +86,7 @@ def test_fetch_rejects_another_release_under_the_same_name(
     assert not archive_in(settings).exists()
 
 
-@pytest.mark.skipif(not can_contain(), reason="this kernel gives us no namespaces of our own")
+@pytest.mark.skipif(not can_contain(), reason="the kernel does not allow unprivileged namespaces")
 def test_fetch_reads_from_a_read_only_directory_store(release: PackedRelease, tmp_path: Path) -> None:
     """Like a mounted PersistentVolumeClaim; here in place of the Secret, which is read-only."""
     container = Pod(tmp_path / "pod")

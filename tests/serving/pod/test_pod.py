@@ -89,7 +89,7 @@ def test_server_and_worker_have_no_secret_in_their_environment(pod: Pod) -> None
     assert worker.environ()["OMP_NUM_THREADS"] == "2"
 
 
-@pytest.mark.skipif(not can_contain(), reason="this kernel gives us no namespaces of our own")
+@pytest.mark.skipif(not can_contain(), reason="the kernel does not allow unprivileged namespaces")
 def test_runs_unprivileged_on_a_read_only_root(pod: Pod) -> None:
     """`container.sh` sets this up, and every other test runs in it; this one checks that the setup is in effect."""
     for process in (pod.first_process(), *workers(pod)):

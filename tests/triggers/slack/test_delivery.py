@@ -193,7 +193,7 @@ def test_crash_after_the_start_starts_no_second_run(
 
     def start_and_die(*arguments: Any) -> Run:
         start(*arguments)
-        bot.store.is_down = True  # the last thing that this process could do
+        bot.store.is_down = True  # as if the process had died right after the start
         return next(iter(runs.started.values()))
 
     monkeypatch.setattr(runs, "start", start_and_die)
