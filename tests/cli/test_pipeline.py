@@ -1,9 +1,11 @@
 """``evernear pipeline`` with a loopback KFP server."""
 
 import json
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,7 +225,8 @@ def test_interrupting_wait_does_not_stop_the_run(published: KfpServer, monkeypat
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runs.time, "sleep", interrupt)
+    # Not `time.sleep` itself: threads of other tests in this process sleep, too.
+    monkeypatch.setattr(runs, "time", SimpleNamespace(**{**vars(time), "sleep": interrupt}))
     with pytest.raises(UserInterruptError, match=r"continues in Kubeflow Pipelines; `evernear pipeline status [^ ]+`"):
         evernear("run", "--set", "task_cpu=wait", "--wait")
     monkeypatch.undo()
