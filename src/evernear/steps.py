@@ -98,12 +98,12 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
             running.summary = "no training: the backbone is frozen"
             return
         require_learned(result, recipe)
-        for warning in result.warnings:
-            running.report(f"WARNING: {warning}")
         best = result.best
         resumed = f", resumed after epoch {result.resumed_after_epoch}" if result.resumed_after_epoch else ""
         flips = f"; {result.flips}" if result.flips else ""
-        running.summary = f"best epoch {best.epoch}, gallery accuracy {best.gallery_accuracy:.2%}{resumed}{flips}"
+        warnings = "".join(f"; WARNING: {warning}" for warning in result.warnings)
+        accuracy = f"gallery accuracy {best.gallery_accuracy:.2%}"
+        running.summary = f"best epoch {best.epoch}, {accuracy}{resumed}{flips}{warnings}"
 
 
 def export(run: str, settings: Tree, dataset: str, trained: str, network: str) -> Tree:
@@ -190,7 +190,7 @@ def evaluate(
     """Evaluate candidate and champion, each as deployed, on the same frozen test split."""
     with _step("evaluate", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
-        from evernear.embedding.export import training_dataset
+        from evernear.embedding.export import describe_network, training_dataset
         from evernear.evaluation.evaluate import evaluate
         from evernear.evaluation.open_set import OpenSet
         from evernear.evaluation.recognizer import Recognizer
@@ -202,6 +202,7 @@ def evaluate(
         seen = training_dataset(Path(network), data, opened)
         with open_champion(opened) as (champion, made_from):
             result = evaluate(candidate, champion, data, probed, chosen.evaluation, made_from, seen, chosen.classes)
+        result = result.model_copy(update={"training_warnings": describe_network(Path(network)).training_warnings})
         result.write(Path(evaluation))
         running.summary = (
             f"accuracy {result.candidate.accuracy}; {result.candidate.false_rejects} of known images called unknown"

@@ -51,6 +51,13 @@ def test_card_is_small_self_contained_and_starts_with_the_reasons(
         assert [html.unescape(item) for item in re.findall("<li>(.*?)</li>", top)] == verdict.reasons
 
 
+def test_card_shows_warnings_of_the_training(system: System, recognizer: Recognizer) -> None:
+    measured = evaluate(
+        recognizer, None, system.dataset, OpenSet(held_out=()), EvaluationSettings(), system.dataset
+    ).model_copy(update={"training_warnings": ("Training collapsed after epoch 1.",)})
+    assert "Training collapsed after epoch 1." in verdict_card(decide(measured, GateSettings()), measured)
+
+
 def test_card_accepts_any_class_name(system: System, recognizer: Recognizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """matplotlib would parse text between two dollar signs as a formula, and raise if it is invalid."""
     evaluation = evaluate(recognizer, recognizer, system.dataset, OpenSet(held_out=()), EvaluationSettings())

@@ -55,8 +55,8 @@ WARM_UP = 0.2
 MARGIN_WARM_UP = 0.5
 """Fraction of all steps in which the margin rises from 0 to `TrainSettings.margin`.
 
-With the whole margin from the first step on, the embeddings of images harder than digits collapse to one point. The
-annealing of SphereFace (Liu et al. 2017, arXiv:1704.08063) begins without a margin for the same reason.
+With the whole margin from the first step on, training on images harder than digits stays at chance. The annealing of
+SphereFace (Liu et al. 2017, arXiv:1704.08063) begins without a margin for the same reason.
 """
 PRETRAINED_RATE_FACTOR = 0.1
 """Learning rate of a pretrained backbone, relative to that of the new layers."""

@@ -26,7 +26,7 @@ def verdict_card(verdict: Verdict, evaluation: Evaluation) -> str:
     title = "Promote" if verdict.promote else "Hold"
     return page(
         f"{title}: candidate against {_champion_name(evaluation)}",
-        _list(verdict.reasons),
+        _list([*verdict.reasons, *evaluation.training_warnings]),
         _rules(verdict.rules),
         _metrics(evaluation),
         _rejection(evaluation),
