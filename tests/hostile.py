@@ -13,7 +13,13 @@ from io import BytesIO
 import numpy as np
 from PIL import Image, ImageFile
 
-from evernear.data.image_file import MAX_SCANS, MAX_TABLES_SIZE_BYTES
+from evernear.data.image_file import (
+    CODE_GROUP_BLOCK_PX,
+    CODE_GROUP_COST,
+    MAX_SCANS,
+    MAX_TABLES_SIZE_BYTES,
+    WEBP_PIXEL_COST,
+)
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 GRAY, RGB, PALETTE, GRAY_ALPHA, RGBA = 0, 2, 3, 4, 6
@@ -159,17 +165,20 @@ def exif(entries: int, size_bytes: int) -> bytes:
 
 def noise(mode: str, side: int, **options: object) -> bytes:
     """A JPEG file of noise at full quality, the largest possible file for its pixels."""
-    size = min(side, 512)
-    tile = np.random.default_rng(0).integers(0, 256, (size, size, len(mode)), np.uint8)
-    pixels = np.tile(tile, (-(-side // size), -(-side // size), 1))[:side, :side]
-    image = Image.frombytes(mode, (side, side), np.ascontiguousarray(pixels).tobytes())
     buffer, block = BytesIO(), ImageFile.MAXBLOCK
     ImageFile.MAXBLOCK = 8 * side * side + 2**16  # a progressive file is written in one piece
     try:
-        image.save(buffer, "JPEG", quality=100, subsampling=0, **options)
+        _noise(mode, side).save(buffer, "JPEG", quality=100, subsampling=0, **options)
     finally:
         ImageFile.MAXBLOCK = block
     return buffer.getvalue()
+
+
+def _noise(mode: str, side: int) -> Image.Image:
+    size = min(side, 512)
+    tile = np.random.default_rng(0).integers(0, 256, (size, size, len(mode)), np.uint8)
+    pixels = np.tile(tile, (-(-side // size), -(-side // size), 1))[:side, :side]
+    return Image.frombytes(mode, (side, side), np.ascontiguousarray(pixels).tobytes())
 
 
 def animated(frames: int = 3) -> bytes:
@@ -201,6 +210,13 @@ def webp(mode: str = "RGB", size: tuple[int, int] = (8, 8), **options: object) -
     gradient = np.arange(size[0] * size[1] * len(mode)).astype(np.uint8).reshape(size[1], size[0], len(mode))
     buffer = BytesIO()
     Image.frombytes(mode, size, gradient.tobytes()).save(buffer, "WEBP", **options)
+    return buffer.getvalue()
+
+
+def webp_noise(side: int) -> bytes:
+    """A lossy WebP file of noise at full quality."""
+    buffer = BytesIO()
+    _noise("RGB", side).save(buffer, "WEBP", quality=100, method=0)
     return buffer.getvalue()
 
 
@@ -339,6 +355,14 @@ def largest_valid_files(max_pixels: int) -> dict[str, Callable[[], bytes]]:
         made["PNG, RGBA, 16 bits, 32,767 rows"] = lambda: png(short, 32_767, 16, RGBA)
         made["PNG, RGBA, 16 bits, 32,767 columns"] = lambda: png(32_767, short, 16, RGBA)
         made["PNG, one column of 32,767 pixels"] = lambda: png(1, 32_767, 16, RGBA)
+    # WebP pixels count as more; see WEBP_PIXEL_COST and CODE_GROUP_COST.
+    made["WebP, RGB, noise"] = lambda: webp_noise(int((max_pixels / WEBP_PIXEL_COST) ** 0.5))
+    blocks = int((max_pixels / (CODE_GROUP_BLOCK_PX**2 * WEBP_PIXEL_COST + CODE_GROUP_COST)) ** 0.5)
+    made["WebP, a group of codes for each block"] = lambda: code_groups(CODE_GROUP_BLOCK_PX * blocks, blocks**2)
+    if max_pixels >= 1_000_000:  # the groups that a smaller file might have count as too many pixels
+        reduced = int((0.7 * max_pixels / WEBP_PIXEL_COST) ** 0.5)
+        made["WebP, RGBA"] = lambda: webp("RGBA", (reduced, reduced), method=0)
+        made["WebP, RGBA, lossless"] = lambda: webp("RGBA", (reduced, reduced), lossless=True, method=0, quality=0)
     for components, name in ((1, "gray"), (3, "RGB"), (4, "CMYK")):
         made[f"JPEG, {name}, progressive, {MAX_SCANS} scans"] = lambda components=components: progressive(
             side, side, components, MAX_SCANS

@@ -107,6 +107,15 @@ def test_size_is_that_of_most_images_or_the_median(
     assert take(sized(tmp_path / "images", sizes), shard_size_bytes=2**20).shape[:2] == shape
 
 
+@pytest.mark.parametrize(("modes", "channels"), [("RGB L L L I;16", 1), ("L RGB RGB P", 3), ("L LA RGB RGB", 3)])
+def test_dataset_is_gray_if_most_images_are(modes: str, channels: int, tmp_path: Path, take) -> None:
+    for number, mode in enumerate(modes.split()):
+        path = tmp_path / "images" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new(mode, (6, 5), number).save(path)
+    assert take(tmp_path / "images").shape == (5, 6, channels)
+
+
 def test_later_ingest_keeps_size_and_resizing(tmp_path: Path, take) -> None:
     first = take(sized(tmp_path / "images", 4 * [(20, 10)]), resize="letterbox")
     second = take(sized(tmp_path / "images", 4 * [(20, 10)] + 9 * [(40, 40)]))

@@ -25,7 +25,7 @@ from PIL import Image
 from evernear.data.decoding import DecodedImage, DecodeFailure, Decoder, read_image
 from evernear.data.ledger import Ledger, NewImage
 from evernear.data.manifest import SPLITS, Manifest, Split
-from evernear.data.preprocess import Pixels, Resize, decode_inspected, pixels_digest, to_array
+from evernear.data.preprocess import Pixels, Resize, decode_inspected, is_gray, pixels_digest, to_array
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import ArrayBlock, ArraySource, FileSource, open_source
 from evernear.data.splits import balanced_split, hash_split
@@ -218,23 +218,27 @@ def _resize(settings: DataSettings, parent: Manifest | None) -> Resize:
 
 
 def _file_shape(source: FileSource, ledger: Ledger, settings: DataSettings) -> Shape:
-    """(H, W, C) from a sample of the files, whose headers are read; the channels are those of the first image.
+    """(H, W, C) from a sample of the files, whose headers are read.
 
     If most images have one size, that is it. Otherwise the dataset is square, with the median of the shorter sides,
-    because photographs are upright as well as wide. A side is at most ``data.max_size_px``.
+    because photographs are upright as well as wide. A side is at most ``data.max_size_px``. The dataset is gray if most
+    images are.
     """
     first = _first_file_shape(source, ledger, settings)
     sizes: list[tuple[int, int]] = []
+    gray: list[bool] = []
     for entry in ledger.sample(_SAMPLED_SIZES):
         with suppress(DataError):
             file = read_image(source, entry, settings.max_pixels)
+            gray.append(is_gray(file))
             height, width = file.height_px, file.width_px
             sizes.append((width, height) if file.orientation >= _FIRST_TRANSPOSED else (height, width))
     height, width = statistics.mode(sizes) if sizes else first[:2]
     if 2 * sizes.count((height, width)) < len(sizes):
         height = width = statistics.median_low(min(size) for size in sizes)
     scale = min(1.0, (settings.max_size_px or MAX_SIZE_PX) / max(height, width))
-    return max(1, round(height * scale)), max(1, round(width * scale)), first[2]
+    channels = (1 if 2 * sum(gray) > len(gray) else 3) if gray else first[2]
+    return max(1, round(height * scale)), max(1, round(width * scale)), channels
 
 
 def _first_file_shape(source: FileSource, ledger: Ledger, settings: DataSettings) -> Shape:

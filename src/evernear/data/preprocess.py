@@ -3,7 +3,8 @@
 import hashlib
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from typing import Literal
 
@@ -102,14 +103,21 @@ def decode_inspected(file: EncodedImage) -> Image.Image:
     Raises:
         DataError: the file is broken.
     """
-    try:
-        image = Image.open(BytesIO(file.data), formats=(file.format,))
+    with _open(file) as image:
         image.load()
         if (transposition := _TRANSPOSITIONS.get(file.orientation)) is not None:
             image = image.transpose(transposition)
         return _eight_bit(image)
-    except _BROKEN as error:
-        raise broken(file.name, str(error).rstrip(".") or type(error).__name__) from None
+
+
+def is_gray(file: EncodedImage) -> bool:
+    """Whether `decode_inspected` makes a gray image of an inspected file. Reads the header only.
+
+    Raises:
+        DataError: the header is broken.
+    """
+    with _open(file) as image:
+        return _is_gray(image)
 
 
 def decode_size_bytes(max_pixels: int) -> int:
@@ -180,13 +188,26 @@ def _digest(mode: str, width_px: int, height_px: int, pixels: Iterable[bytes]) -
     return digest.digest()
 
 
+@contextmanager
+def _open(file: EncodedImage) -> Generator[Image.Image]:
+    """Open an inspected file, and turn Pillow's errors into `DataError`."""
+    try:
+        yield Image.open(BytesIO(file.data), formats=(file.format,))
+    except _BROKEN as error:
+        raise broken(file.name, str(error).rstrip(".") or type(error).__name__) from None
+
+
+def _is_gray(image: Image.Image) -> bool:
+    return image.mode in ("L", "LA", "1") or image.mode.startswith("I")
+
+
 def _eight_bit(image: Image.Image) -> Image.Image:
-    gray = image.mode in ("L", "LA", "1")
+    mode = "L" if _is_gray(image) else "RGB"
     if image.mode.startswith("I"):
-        return _by_bands(image, "L", _upper_byte)
+        return _by_bands(image, mode, _upper_byte)
     if image.mode in ("LA", "RGBA", "PA") or "transparency" in image.info:
-        return _by_bands(image, "L" if gray else "RGB", _over_white)
-    return _as_mode(image, "L" if gray else "RGB")
+        return _by_bands(image, mode, _over_white)
+    return _as_mode(image, mode)
 
 
 def _by_bands(image: Image.Image, mode: str, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:

@@ -35,7 +35,7 @@ class DataSettings(Section):
         description="Images of another aspect ratio: keep the center, add gray bars, or distort them; auto: crop, or "
         "letterbox where more than half would be lost.",
     )
-    channels: Literal["auto", "gray", "color"] = Field(default="auto", description="auto: as in the first image.")
+    channels: Literal["auto", "gray", "color"] = Field(default="auto", description="auto: as in most images.")
     split: Literal["hash", "balanced"] = Field(
         default="hash",
         description="How images get a split: by their content alone, or balanced within each class, so that a class of "

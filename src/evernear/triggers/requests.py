@@ -81,6 +81,7 @@ class Request(Frozen):
     text: str = ""
     """Kind ``run``: the settings as typed. Kind ``stop`` without ``run``: the first characters of the run's id."""
     parameters: dict[str, Any] = Field(default={})
+    """Arguments of the run, which take precedence over the settings of the process that starts it."""
     reasons: tuple[str, ...] = ()
     """The watcher's reasons, a sentence each."""
     figures: dict[str, float] = Field(default={})

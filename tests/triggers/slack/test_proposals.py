@@ -56,6 +56,17 @@ def test_proposal_is_prompted_once_with_its_reasons(bot: Bot, slack: SlackServer
     assert stored(bot).message == f"{CHANNEL}/{prompt.ts}"
 
 
+def test_accepted_proposal_trains_on_the_source_that_the_watcher_saw(
+    bot: Bot, slack: SlackServer, runs: MemoryRuns
+) -> None:
+    made(bot, parameters={"source": "s3://champion/images"})
+    bot.poll()
+    bot.click(ADA, slack.messages[-1], "Train")
+    bot.poll()
+    (run,) = runs.started.values()
+    assert run.parameters["source"] == "s3://champion/images"
+
+
 def test_accepted_proposal_starts_one_run_with_its_id_as_key(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
     prompt = prompted(bot, slack)
     bot.click(BOB, prompt, "Train")

@@ -160,7 +160,7 @@ def test_failed_check_is_retried(
     output = capfd.readouterr().out
     assert "cannot be read or written" in output
     assert "Retrying in 0 s." in output
-    assert "retrain: No release exists yet" in output
+    assert "retrain: No release has been promoted yet" in output
 
 
 def test_unavailable_source_is_retried(
@@ -174,7 +174,7 @@ def test_unavailable_source_is_retried(
         await_(lambda: len(watcher.checks_s) > 2 and service.health()[1]["consecutive_failures"] == 0)
     output = capfd.readouterr().out
     assert f"There is no directory {tmp_path / 'images'} to read images from. Retrying in 0 s." in output
-    assert "retrain: No release exists yet" in output
+    assert "retrain: No release has been promoted yet" in output
 
 
 def test_internal_error_is_retried(

@@ -31,7 +31,7 @@ def test_once_shows_the_decision_and_changes_nothing(flags: list[str], tmp_path:
     source = ["--source", f"folder:{tmp_path / 'images'}"]
     result = run("once", *flags, *source)
     assert result.exit_code == 0
-    assert result.stdout.startswith("retrain\n  - No release exists yet, and the source has 30 images.\n")
+    assert result.stdout.startswith(f"retrain\n  - No release has been promoted yet, and {source[1]} has 30 images.\n")
     assert "listed files             30" in result.stdout
     assert not (tmp_path / "work" / "store").exists()
     report = json.loads(run("once", *flags, *source, "--json").stdout)
@@ -57,4 +57,4 @@ def test_status_shows_the_schedule_and_the_last_check(flags: list[str], tmp_path
     assert report["on"]
     assert report["by"]
     assert report["last"]["action"] == "retrain"
-    assert "  - No release exists yet" in run("status", *flags).stdout
+    assert "  - No release has been promoted yet" in run("status", *flags).stdout

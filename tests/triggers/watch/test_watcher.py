@@ -244,7 +244,12 @@ def test_source_of_the_champion_is_watched_unless_the_settings_name_one(world: W
 def test_settings_decide_what_to_watch_before_the_first_release(world: World, tmp_path: Path) -> None:
     store = open_store((tmp_path / "empty").as_uri())
     watcher = Watcher(Settings(store=store.uri), store, None, tmp_path)
-    assert watcher.check(act=False).source == watcher.source() == "digits"
+    report = watcher.check(act=False)
+    assert report.source == watcher.source() == "digits"
+    assert report.reasons == (
+        "No release has been promoted yet, and digits has 1,797 images.",
+        "digits is the default; set data.source to watch another source.",
+    )
 
 
 def test_policy_start_needs_a_pipeline_server(world: World) -> None:
@@ -373,7 +378,7 @@ def test_first_release_is_proposed(world: World) -> None:
     world.store.delete("releases/champion.json")
     report = world.watcher().check()
     assert report.action == "retrain"
-    assert report.reasons == ("No release exists yet, and the source has 1,617 images.",)
+    assert report.reasons == (f"No release has been promoted yet, and folder:{world.images} has 1,617 images.",)
 
 
 def test_drift_is_tested_while_the_source_is_unavailable(world: World) -> None:

@@ -57,7 +57,11 @@ def _reasons_to_train(observation: Observation, settings: Settings) -> list[str]
     reasons: list[str] = []
     watch, changes = settings.watch, observation.changes
     if changes and observation.champion is None and changes.listed_files:
-        reasons.append(f"No release exists yet, and the source has {changes.listed_files:,} images.")
+        reasons.append(
+            f"No release has been promoted yet, and {observation.source} has {changes.listed_files:,} images."
+        )
+        if "source" not in settings.data.model_fields_set:
+            reasons.append(f"{observation.source} is the default; set data.source to watch another source.")
     elif changes and changes.train_images >= max(watch.new_train_images, watch.new_train_share * changes.trained_on):
         share = f", {changes.train_images / changes.trained_on:.0%} of" if changes.trained_on else " in addition to"
         reasons.append(

@@ -14,7 +14,7 @@ from evernear.errors import ConflictError
 from evernear.reporting.notify import load_outcome
 from evernear.settings import Settings
 from evernear.store import Store
-from evernear.triggers.parameters import from_settings
+from evernear.triggers.parameters import combine, from_settings
 from evernear.triggers.requests import POLICY, TRAINING, WATCHER, Request, RequestStore
 from evernear.triggers.watch.decide import Decision
 from evernear.triggers.watch.observe import Observation
@@ -53,7 +53,7 @@ class ProposalService:
         """
         requests = [request for request in self._requests.list() if request.is_proposal]
         requests = [self._expire(request, decision, observation, now) for request in requests]
-        requests = [self._start(request, observation) for request in requests]
+        requests = [self._start(request) for request in requests]
         if decision.action == "nothing":
             return Outcome()
         pipeline = _PIPELINES[decision.action]
@@ -70,6 +70,7 @@ class ProposalService:
             answered_by=POLICY if by_policy else None,
             answered=now if by_policy else None,
             pipeline=pipeline,
+            parameters={"source": observation.source} if observation.source else {},
             reasons=decision.reasons,
             figures=decision.figures,
         )
@@ -77,7 +78,7 @@ class ProposalService:
             self._requests.add(request)
         except ConflictError:
             return Outcome(reason="Another watcher proposed it first.")
-        return Outcome(self._start(request, observation))
+        return Outcome(self._start(request))
 
     def _expire(self, request: Request, decision: Decision, observation: Observation, now: datetime) -> Request:
         """Expire a pending request that nobody answered in time, or whose reason no longer holds."""
@@ -126,14 +127,12 @@ class ProposalService:
         outcome = load_outcome(self._store, request.run)
         return outcome is not None and outcome.state == "held"
 
-    def _start(self, request: Request, observation: Observation) -> Request:
+    def _start(self, request: Request) -> Request:
         """Start the run that the policy accepted; its id is the key, so that a repeated start finds the first run."""
         if self._runs is None or request.state != "accepted" or request.answered_by != POLICY:
             return request
-        data = self._settings.data.model_copy(update={"source": observation.source or self._settings.data.source})
-        settings = self._settings.model_copy(update={"data": data})
-        parameters = from_settings(settings, self._runs.parameters(request.pipeline))
-        parameters["started_by"] = f"the watcher, proposal {request.id}"
+        ours = from_settings(self._settings, self._runs.parameters(request.pipeline))
+        parameters = combine(ours, {"started_by": f"the watcher, proposal {request.id}"}, request.parameters)
         run = self._runs.start(request.pipeline, parameters, request.key, self._store)
         return self._change(request, state="started", run=run.id)
 
