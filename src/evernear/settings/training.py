@@ -91,21 +91,35 @@ class ClassSettings(Section):
 class ValidationSettings(Section):
     """Severity of each validation rule: an error stops the run, a warning does not."""
 
-    undecodable: Severity = "error"
-    cropped: Severity = "warn"
-    letterboxed: Severity = "warn"
-    stretched: Severity = "warn"
-    upscaled: Severity = "warn"
-    duplicate: Severity = "warn"
-    duplicate_across_splits: Severity = "warn"
-    conflicting_labels: Severity = "error"
-    tiny_class: Severity = "error"
-    empty_split: Severity = "error"
-    missing_in_split: Severity = "warn"
-    vanished_class: Severity = "error"
-    hidden_folder: Severity = "warn"
-    constant_image: Severity = "warn"
-    imbalance: Severity = "warn"
+    undecodable: Severity = Field(
+        default="error", description="A file is no image, is damaged, or exceeds a limit; it is left out."
+    )
+    cropped: Severity = Field(
+        default="warn", description="Images of another aspect ratio were cropped to their centers."
+    )
+    letterboxed: Severity = Field(default="warn", description="Images of another aspect ratio got gray bars.")
+    stretched: Severity = Field(default="warn", description="Images of another aspect ratio were stretched.")
+    upscaled: Severity = Field(
+        default="warn", description="Images are smaller than the dataset's size and were enlarged."
+    )
+    duplicate: Severity = Field(default="warn", description="An image is there more than once; it is used once.")
+    duplicate_across_splits: Severity = Field(
+        default="warn", description="An image is in several splits; it is added to one of them."
+    )
+    conflicting_labels: Severity = Field(default="error", description="An image has several labels; it is left out.")
+    tiny_class: Severity = Field(default="error", description="A class has fewer than min_class_images images.")
+    empty_split: Severity = Field(default="error", description="A split has no image.")
+    missing_in_split: Severity = Field(default="warn", description="A split has no image of a class.")
+    vanished_class: Severity = Field(
+        default="error", description="A class of the champion has no image, unless ``classes`` retires or renames it."
+    )
+    hidden_folder: Severity = Field(
+        default="warn", description="The name of a class folder begins with a dot; it is left out."
+    )
+    constant_image: Severity = Field(default="warn", description="All pixels of an image have the same value.")
+    imbalance: Severity = Field(
+        default="warn", description="The largest class has more than max_imbalance times the images of the smallest."
+    )
     min_class_images: int = Field(default=10, ge=1, description="A class with fewer images is tiny.")
     max_imbalance: float = Field(
         default=10.0, ge=1.0, description="Largest ratio of the largest class to the smallest class."
@@ -122,13 +136,17 @@ class TrainSettings(Section):
         description="Smallest number of steps of a run; small datasets are repeated within an epoch. "
         "-1: 300 if the images are gray, 600 if they are color.",
     )
-    batch_size: int = Field(default=256, ge=2)
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    batch_size: int = Field(default=256, ge=2, description="Images in a step.")
+    optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="AdamW, or SGD with Nesterov momentum.")
     learning_rate: float = Field(default=0.01, gt=0.0, description="Peak of the schedule.")
-    weight_decay: float = Field(default=0.01, ge=0.0)
+    weight_decay: float = Field(default=0.01, ge=0.0, description="Decoupled for AdamW, an L2 penalty for SGD.")
     momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="Momentum of SGD.")
-    schedule: Literal["triangular", "cosine", "constant"] = "triangular"
-    label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0)
+    schedule: Literal["triangular", "cosine", "constant"] = Field(
+        default="triangular", description="Learning rate over the training."
+    )
+    label_smoothing: float = Field(
+        default=0.0, ge=0.0, lt=1.0, description="Share of the target that is spread over all classes."
+    )
     margin: float = Field(
         default=0.3, ge=0.0, lt=1.6, description="ArcFace margin m, in radians, from the middle of the training on."
     )
@@ -186,11 +204,15 @@ class TrainSettings(Section):
         description="Random mirroring of the training images; auto: measured during training, so that photographs are "
         "mirrored and digits are not.",
     )
-    seed: int = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    seed: int = Field(default=0, description="Seed of weights, order and augmentation.")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if PyTorch has one.")
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Of activations; auto: half precision if the device computes in it."
+    )
     processes: int = Field(default=1, ge=1, description="Training processes, one per GPU.")
-    checkpoint_every_epochs: int = Field(default=1, ge=1)
+    checkpoint_every_epochs: int = Field(
+        default=1, ge=1, description="Epochs between checkpoints, from which a killed training resumes."
+    )
     patience_epochs: int = Field(
         default=5,
         ge=1,
@@ -221,7 +243,9 @@ class IndexSettings(Section):
 
     factory: str = Field(default="Flat", description="faiss.index_factory string: Flat, HNSW32, IVF256,Flat ...")
     search: str = Field(default="", description="FAISS search parameters of that index: efSearch=64, nprobe=16 ...")
-    label_by: Literal["vote", "centroid"] = "vote"
+    label_by: Literal["vote", "centroid"] = Field(
+        default="vote", description="The majority of the k nearest neighbors, or the nearest class centroid."
+    )
     k: int = Field(default=5, ge=1, le=1000, description="Number of neighbors that vote.")
     false_accept_rate: float = Field(
         default=0.05,
@@ -243,7 +267,7 @@ class EvaluationSettings(Section):
     confidence: float = Field(default=0.95, gt=0.5, lt=1.0, description="Confidence level of every interval.")
     held_out_classes: int = Field(default=2, ge=1, description="Classes left out of the open-set probe's training.")
     probe_epochs: int = Field(default=3, ge=1, description="Epochs of the open-set probe.")
-    batch_size: int = Field(default=512, ge=1)
+    batch_size: int = Field(default=512, ge=1, description="Images in a pass of the network.")
 
 
 class GateSettings(Section):

@@ -75,7 +75,7 @@ class SlackSettings(Section):
         description="socket: the bot connects to Slack and needs no public URL; http: Slack calls the bot.",
     )
     host: str = Field(default="127.0.0.1", description="Address to bind in mode http.")
-    port: int = Field(default=3000, ge=0, le=65535)
+    port: int = Field(default=3000, ge=0, le=65535, description="Port of the HTTP server; 0: any free one.")
     max_request_size_bytes: int = Field(default=2**20, ge=1024, description="Larger requests get 413.")
     api_url: str = Field(
         default="https://slack.com/api/", description="URL of Slack's Web API; GovSlack uses another one."

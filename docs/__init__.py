@@ -1,0 +1,1 @@
+"""The documentation, and the module that builds it as a site."""

@@ -1,0 +1,171 @@
+"""Build the documentation as a site in ``site/``; ``--check`` builds and checks it without writing.
+
+    python -m docs.build [--check]
+
+The pages are the Markdown files of `PAGES`, which also read well on GitHub, and a reference of the settings. Links
+between pages stay relative. Links to other files of the repository lead to GitHub where the environment names the
+repository (``GITHUB_REPOSITORY``, as in a workflow), and to the checkout otherwise. Every link target must exist, and a
+built page loads nothing from another host.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import click
+
+from docs.settings_reference import settings_page
+from evernear.errors import DataError
+from evernear.output import print_line
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = {
+    ROOT / "README.md": "index.md",
+    ROOT / "CONTRIBUTING.md": "contributing.md",
+    ROOT / "CHANGELOG.md": "changelog.md",
+    ROOT / "SECURITY.md": "reporting.md",
+    ROOT / "deploy/README.md": "deploy.md",
+} | {path: f"benchmarks/{path.name}" for path in sorted((ROOT / "benchmarks/results").glob("*.md"))}
+"""Pages outside of ``docs/`` and their paths in the site."""
+LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?P<after>\))")
+FENCE = re.compile(r"^\s*```")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Build or check; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m docs.build", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="build in a temporary directory, and discard the result")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as directory:
+        work = Path(directory)
+        try:
+            stage(work / "docs")
+            build(work)
+        except DataError as error:
+            print_line(str(error), sys.stderr)
+            return 1
+        if not options.check:
+            shutil.rmtree(ROOT / "site", ignore_errors=True)
+            shutil.move(work / "site", ROOT / "site")
+            print_line(f"Open {ROOT / 'site' / 'index.html'}")
+    return 0
+
+
+def stage(directory: Path) -> None:
+    """Write every page of the site as Markdown into ``directory``, with links that fit the site.
+
+    Raises:
+        DataError: a link leads to a file that does not exist.
+    """
+    pages = all_pages()
+    shutil.copytree(DOCS / "images", directory / "images")
+    for source, page in pages.items():
+        (directory / page).parent.mkdir(parents=True, exist_ok=True)
+        (directory / page).write_text(rewrite_links(source, pages))
+    decisions = directory / "decisions" / "index.md"
+    decisions.write_text(decisions.read_text() + "\n" + _list_of_decisions())
+    (directory / "settings.md").write_text(settings_page())
+
+
+def all_pages() -> dict[Path, str]:
+    """Path in the site of every Markdown file that becomes a page."""
+    inside = {path: str(path.relative_to(DOCS)).replace("README.md", "index.md") for path in sorted(DOCS.rglob("*.md"))}
+    return PAGES | inside
+
+
+def rewrite_links(source: Path, pages: dict[Path, str]) -> str:
+    """The text of a page, with relative links that are valid in the site.
+
+    Raises:
+        DataError: a link leads to a file that does not exist.
+    """
+    lines: list[str] = []
+    fenced = False
+    for number, line in enumerate(source.read_text().splitlines(), 1):
+        fenced ^= bool(FENCE.match(line))
+
+        def resolved(link: re.Match[str], number: int = number) -> str:
+            place = f"{source.relative_to(ROOT)}:{number}"
+            target = _target(source, link["target"], pages, place)
+            return link["before"] + target + (link["anchor"] or "") + link["after"]
+
+        lines.append(line if fenced else LINK.sub(resolved, line))
+    return "\n".join([*lines, ""])
+
+
+def _target(source: Path, target: str, pages: dict[Path, str], place: str) -> str:
+    if re.match(r"[a-z]+:", target):
+        return target
+    path = (source.parent / target).resolve()
+    if not path.exists():
+        raise DataError(f"{place} links to {target}, which does not exist; correct the link.")
+    here = Path(pages[source]).parent
+    if page := pages.get(path / "README.md" if path.is_dir() else path):
+        return os.path.relpath(page, here)
+    if path.is_relative_to(DOCS / "images"):
+        return os.path.relpath(path.relative_to(DOCS), here)
+    relative = path.relative_to(ROOT).as_posix()
+    if repository := os.environ.get("GITHUB_REPOSITORY"):
+        server = os.environ.get("GITHUB_SERVER_URL", "https://github.com")
+        return f"{server}/{repository}/blob/{os.environ.get('GITHUB_SHA', 'main')}/{relative}"
+    return path.as_uri()
+
+
+def _list_of_decisions() -> str:
+    records = sorted((DOCS / "decisions").glob("[0-9]*.md"))
+    return "".join(f"- [{path.read_text().splitlines()[0].removeprefix('# ')}]({path.name})\n" for path in records)
+
+
+def build(work: Path) -> None:
+    """Build ``work/site`` from ``work/docs``.
+
+    Raises:
+        DataError: the site generator warns, or a page loads something from another host.
+    """
+    shutil.copy(ROOT / "zensical.toml", work)
+    command = [str(Path(sys.executable).parent / "zensical"), "build", "--strict"]
+    done = subprocess.run(command, cwd=work, capture_output=True, text=True)
+    if done.returncode:
+        sys.stderr.write(click.unstyle(done.stderr.partition("Traceback")[0]))
+        raise DataError("The site generator reports problems, see above; correct the pages that it names.")
+    if foreign := sorted(foreign_resources(work / "site")):
+        raise DataError(f"Pages must not load anything from another host: {', '.join(foreign)}.")
+
+
+def foreign_resources(site: Path) -> set[str]:
+    """Addresses on other hosts that the pages of a built site load, as opposed to link to."""
+    return {url for page in site.rglob("*.html") for url in _loaded(page) if re.match(r"(https?:)?//", url)}
+
+
+def _loaded(page: Path) -> Iterator[str]:
+    parser = _Resources()
+    parser.feed(page.read_text())
+    yield from parser.urls
+
+
+class _Resources(HTMLParser):
+    """Collects what a browser fetches without a click."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.urls: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note the address of a script, a style, an image or a frame."""
+        values = dict(attrs)
+        if tag in ("script", "img", "iframe", "source", "video"):
+            self.urls.append(values.get("src") or "")
+        if tag == "link" and values.get("rel") not in ("canonical", "prev", "next"):
+            self.urls.append(values.get("href") or "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The documentation site: links that must exist, and the settings reference."""
+
+from pathlib import Path
+
+import pytest
+
+from docs import build
+from docs.settings_reference import settings, settings_page
+from evernear.errors import DataError
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A page in the docs of an empty repository."""
+    for name in ("docs/images/a.svg", "docs/other.md", "docs/decisions/README.md", "src/steps.py", "README.md"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    monkeypatch.setattr(build, "DOCS", tmp_path / "docs")
+    monkeypatch.setattr(build, "PAGES", {tmp_path / "README.md": "index.md"})
+    monkeypatch.setenv("GITHUB_REPOSITORY", "owner/evernear")
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://github.com")
+    monkeypatch.setenv("GITHUB_SHA", "0123abc")
+    return tmp_path / "docs" / "page.md"
+
+
+def rewritten(page: Path, text: str) -> str:
+    page.write_text(text)
+    return build.rewrite_links(page, build.all_pages()).strip()
+
+
+@pytest.mark.parametrize(
+    ("link", "in_the_site"),
+    [
+        ("other.md#part", "other.md#part"),
+        ("../README.md", "index.md"),
+        ("decisions/", "decisions/index.md"),
+        ("images/a.svg", "images/a.svg"),
+        ("../src/steps.py", "https://github.com/owner/evernear/blob/0123abc/src/steps.py"),
+        ("https://example.org/page", "https://example.org/page"),
+        ("#here", "#here"),
+    ],
+)
+def test_links_fit_the_site(page: Path, link: str, in_the_site: str) -> None:
+    assert rewritten(page, f"[text]({link})") == f"[text]({in_the_site})"
+
+
+def test_links_of_the_readme_lead_to_pages(page: Path) -> None:
+    readme = page.parent.parent / "README.md"
+    readme.write_text("[other](docs/other.md) ![picture](docs/images/a.svg)")
+    text = build.rewrite_links(readme, build.all_pages())
+    assert text == "[other](other.md) ![picture](images/a.svg)\n"
+
+
+def test_missing_link_target_is_an_error_with_file_and_line(page: Path) -> None:
+    with pytest.raises(DataError, match=r"^docs/page\.md:3 links to gone\.md, which does not exist"):
+        rewritten(page, "# Title\n\n[text](gone.md)")
+
+
+def test_code_blocks_are_left_alone(page: Path) -> None:
+    text = "```python\nhandlers[name](gone)\n```"
+    assert rewritten(page, text) == text
+
+
+def test_resources_of_other_hosts_are_reported_and_links_are_not(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(
+        '<a href="https://example.org/"></a><script src="https://cdn.example/a.js"></script>'
+        '<link rel="stylesheet" href="//fonts.example/a.css"><img src="images/a.svg">'
+    )
+    assert build.foreign_resources(tmp_path) == {"https://cdn.example/a.js", "//fonts.example/a.css"}
+
+
+def test_every_setting_is_described_in_the_reference() -> None:
+    undescribed = [name for name, field in settings() if not field.description]
+    assert not undescribed
+    page = settings_page()
+    assert all(f"| `{name}` |" in page for name, _ in settings())
