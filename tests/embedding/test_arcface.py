@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from evernear.embedding.arcface import ArcFace
+from evernear.embedding.arcface import HIGHEST_PROBABILITY, ArcFace, choose_scale
 
 
 def head(classes: int = 5, dim: int = 7, scale: float = 32.0) -> ArcFace:
@@ -56,6 +56,16 @@ def test_gradient_matches_finite_differences() -> None:
 
 def _with_centers(arcface: ArcFace, x: torch.Tensor, w: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.func.functional_call(arcface, {"centers": w}, (x, labels, 0.5))
+
+
+@pytest.mark.parametrize("classes", [2, 10, 1000])
+def test_scale_lets_the_softmax_reach_its_highest_probability(classes: int) -> None:
+    simplex = torch.eye(classes, dtype=torch.float64) - 1 / classes  # the class centers farthest from each other
+    cosine = torch.nn.functional.normalize(simplex) @ torch.nn.functional.normalize(simplex).T
+    probability = (choose_scale(classes) * cosine).softmax(dim=1).diagonal()
+    torch.testing.assert_close(
+        1 - probability, torch.full_like(probability, 1 - HIGHEST_PROBABILITY), rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])

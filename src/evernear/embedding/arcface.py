@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 from evernear.embedding.network import Architecture, build
 
+HIGHEST_PROBABILITY = 1 - 1e-7
+
 
 class ArcFace(nn.Module):
     r"""Additive angular margin logits (Deng et al. 2019, "ArcFace", arXiv:1801.07698, equation 3).
@@ -42,14 +44,29 @@ class ArcFace(nn.Module):
         return self.scale * cosine.scatter(1, labels[:, None], target)
 
 
+def choose_scale(classes: int) -> float:
+    """The smallest scale at which the softmax of ``classes`` classes can give the true class `HIGHEST_PROBABILITY`.
+
+    It is the lower bound of Wang et al. 2018, "CosFace", arXiv:1801.09414, equation 6. A larger scale only sharpens the
+    loss of images that are hard.
+    """
+    odds = HIGHEST_PROBABILITY / (1 - HIGHEST_PROBABILITY)
+    return (classes - 1) / classes * math.log((classes - 1) * odds)
+
+
 class TrainingModule(nn.Module):
-    """The embedding network and one ArcFace head per member. Only the network runs in mixed precision."""
+    """The embedding network and one ArcFace head per member; a ``scale`` of 0 is that of `choose_scale`.
+
+    Only the network runs in mixed precision.
+    """
 
     def __init__(self, architecture: Architecture, classes: int, scale: float, precision: torch.dtype) -> None:
         super().__init__()
         self.network = build(architecture)
         dim = architecture.embedding_dim // architecture.members
-        self.heads = nn.ModuleList(ArcFace(classes, dim, scale) for _ in range(architecture.members))
+        self.heads = nn.ModuleList(
+            ArcFace(classes, dim, scale or choose_scale(classes)) for _ in range(architecture.members)
+        )
         self.precision = precision
 
     def forward(self, images: Tensor, classes: Tensor | None = None, margin: float = 0.0) -> Tensor:

@@ -150,7 +150,9 @@ class TrainSettings(Section):
     margin: float = Field(
         default=0.3, ge=0.0, lt=1.6, description="ArcFace margin m, in radians, from the middle of the training on."
     )
-    scale: float = Field(default=32.0, gt=0.0, description="ArcFace scale s.")
+    scale: float = Field(
+        default=0.0, ge=0.0, description="ArcFace scale s; 0: from the number of classes (16.5 for 10, 20.5 for 100)."
+    )
     members: int = Field(
         default=1,
         ge=1,
