@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 from evernear.data.ingest import ingest
 from evernear.data.shards import Dataset
 from evernear.evaluation.open_set import OpenSet
-from evernear.evaluation.probe import assess, choose_held_out, probe
+from evernear.evaluation.probe import assess, choose_held_out, probe, probe_recipe
 from evernear.index.description import FARTHEST
 from evernear.settings import DataSettings, EvaluationSettings, IndexSettings, TrainSettings
 from evernear.store import open_store
@@ -31,6 +31,12 @@ def test_at_least_two_classes_remain_for_training(labels, wanted, seed):
 def open_set(system: System) -> OpenSet:
     settings = EvaluationSettings(probe_epochs=4)
     return probe(system.dataset, TINY, settings, IndexSettings(false_accept_rate=0.05))
+
+
+@pytest.mark.parametrize(("epochs", "probe_epochs", "expected"), [(0, 0, 3), (30, 0, 8), (30, 2, 2)])
+def test_probe_trains_a_quarter_of_the_epochs(system: System, epochs: int, probe_epochs: int, expected: int):
+    settings = EvaluationSettings(probe_epochs=probe_epochs)
+    assert probe_recipe(system.dataset, TrainSettings(epochs=epochs), settings).epochs == expected
 
 
 def test_probe_covers_every_test_image(system: System, open_set: OpenSet):

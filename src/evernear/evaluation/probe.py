@@ -1,5 +1,6 @@
 """The open-set probe: how well distances separate classes that the network has never seen."""
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +13,7 @@ from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import export
-from evernear.embedding.train import OnStep, train
+from evernear.embedding.train import OnStep, train, with_defaults
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.statistics import auroc, false_accepts_at, proportion, roc
@@ -22,6 +23,8 @@ from evernear.index.description import FARTHEST
 from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
 
 Distances = NDArray[np.float32]
+PROBE_SHARE = 0.25
+"""Epochs of the probe as a share of those of the training, so that color images, which need more, get more."""
 FEWEST_KNOWN = 2
 """Fewest classes to train on; calibration needs two in the gallery."""
 
@@ -33,7 +36,7 @@ def probe(
     index_settings: IndexSettings,
     on_step: OnStep | None = None,
 ) -> OpenSet:
-    """Train with the same recipe for ``settings.probe_epochs`` without some classes, and measure their distances.
+    """Train with the same recipe, but for fewer epochs, without some classes, and measure their distances.
 
     The candidate cannot be probed, because it was trained on every class. ``train_settings.seed`` chooses the held-out
     classes, which are excluded from training and gallery. Their query and gallery images, and the query images of the
@@ -48,7 +51,7 @@ def probe(
     held_out = choose_held_out(eligible, settings.held_out_classes, train_settings.seed)
     if not held_out:
         return OpenSet(held_out=())
-    recipe = train_settings.model_copy(update={"epochs": settings.probe_epochs})
+    recipe = probe_recipe(dataset, train_settings, settings)
     recognizer = _recognizer_without(held_out, dataset, recipe, index_settings, settings.batch_size, on_step)
     splits: tuple[Split, ...] = ("query", "gallery", "test")
     distances = {split: _distances(recognizer, dataset, split, held_out, settings.batch_size) for split in splits}
@@ -56,6 +59,12 @@ def probe(
     return assess(*distances["test"], distances["query"][0], unseen, index_settings, settings.confidence).model_copy(
         update={"held_out": tuple(sorted(held_out))}
     )
+
+
+def probe_recipe(dataset: Dataset, train_settings: TrainSettings, settings: EvaluationSettings) -> TrainSettings:
+    """``train_settings`` for ``settings.probe_epochs``, or for `PROBE_SHARE` of their epochs if that is 0."""
+    epochs = math.ceil(with_defaults(train_settings, dataset).epochs * PROBE_SHARE)
+    return train_settings.model_copy(update={"epochs": settings.probe_epochs or epochs})
 
 
 def assess(

@@ -268,7 +268,9 @@ class EvaluationSettings(Section):
 
     confidence: float = Field(default=0.95, gt=0.5, lt=1.0, description="Confidence level of every interval.")
     held_out_classes: int = Field(default=2, ge=1, description="Classes left out of the open-set probe's training.")
-    probe_epochs: int = Field(default=3, ge=1, description="Epochs of the open-set probe.")
+    probe_epochs: int = Field(
+        default=0, ge=0, description="Epochs of the open-set probe; 0: a quarter of those of the training."
+    )
     batch_size: int = Field(default=512, ge=1, description="Images in a pass of the network.")
 
 

