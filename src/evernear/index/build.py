@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from evernear.disk import atomic_file, disk_errors, sha256_file, write_atomically
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import DataError, IntegrityError, SettingsError
-from evernear.index.calibrate import calibrate, select_labels
+from evernear.index.calibrate import calibrate
 from evernear.index.description import (
     CENTROIDS_FILE,
     DESCRIPTION_FILE,
@@ -21,6 +21,7 @@ from evernear.index.description import (
     VECTORS_FILE,
     IndexDescription,
 )
+from evernear.index.exact import exact_neighbors, sample_queries, select_labels
 from evernear.index.faiss_compat import faiss, write_index
 from evernear.settings import IndexSettings
 
@@ -55,7 +56,9 @@ def build(
     index = _make(embeddings, known, settings)
     with _faiss_errors(settings, embeddings):
         numbers, sums = _add(index, embeddings, known)
-        calibration = calibrate(embeddings, known, index, settings, threshold, reject_rate)
+        queries = sample_queries(embeddings, known)
+        exact = exact_neighbors(queries, select_labels(embeddings.blocks("gallery"), known))
+        calibration = calibrate(queries, exact, index, settings, threshold, reject_rate)
 
     with disk_errors(out_dir):
         (out_dir / DESCRIPTION_FILE).unlink(missing_ok=True)

@@ -1,37 +1,34 @@
 """The open-set threshold: the distance beyond which an image is unknown."""
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evernear.embedding.embeddings import EmbeddingBlock, Embeddings
+from evernear.embedding.embeddings import EmbeddingBlock
 from evernear.errors import DataError
 from evernear.index.description import FARTHEST, Calibration
+from evernear.index.exact import ExactNeighbors, Floats
 from evernear.index.faiss_compat import nearest_rows
 from evernear.settings import IndexSettings
 
 if TYPE_CHECKING:
     from faiss import Index
 
-QUERIES_AT_ONCE = 1024
 ROUNDING = 1e-5
 """Squared distances of float32 unit vectors that differ by less are equal (observed: 1e-6)."""
-Floats = NDArray[np.float32]
 
 
 def calibrate(
-    embeddings: Embeddings,
-    known: NDArray[np.bool_],
+    queries: EmbeddingBlock,
+    exact: ExactNeighbors,
     index: "Index",
     settings: IndexSettings,
     threshold: float | None = None,
     reject_rate: float | None = None,
 ) -> Calibration:
-    """Set the threshold, and measure its effect on the query split, which is neither trained nor tested on.
+    """Set the threshold, and measure its effect on ``queries`` of the query split, neither trained nor tested on.
 
     ``reject_rate`` is the share of known images to reject according to `evernear.evaluation.probe`. The threshold is
     the distance that this share of the queries exceeds, so it follows the distances of this network, which has trained
@@ -44,25 +41,16 @@ def calibrate(
     separates the classes that it was trained on.
 
     Distances to impostors are exact for every index type. An approximate search that starts within a query's own class
-    would find no impostor, and the threshold would be too large. ``known`` is a mask over label numbers: the classes
-    in the gallery.
+    would find no impostor, and the threshold would be too large.
 
     Raises:
-        DataError: no query, or a gallery of fewer than two classes.
+        DataError: the gallery has fewer than two classes.
     """
-    impostors, genuine, found = [np.empty(0, np.float32)], [np.empty(0, np.float32)], 0
-    for queries in _slices(select_labels(embeddings.blocks("query"), known)):
-        exact = _nearest(queries, select_labels(embeddings.blocks("gallery"), known))
-        distances, rows = nearest_rows(index, queries.embeddings, 1)
-        # An equal distance counts as the same vector: a gallery may have an image twice.
-        found += int(((rows[:, 0] == exact.rows) | (np.abs(distances[:, 0] ** 2 - exact.squared) <= ROUNDING)).sum())
-        impostors.append(_root(exact.squared_to_others))
-        genuine.append(distances[:, 0])
-    impostor_distances, distances = np.concatenate(impostors), np.concatenate(genuine)
-    if not len(distances):
-        raise DataError("No image of the query split is left to calibrate on; raise data.query_fraction.")
+    impostor_distances = _root(exact.squared_to_others)
     if not np.isfinite(impostor_distances).all():
         raise DataError("The gallery has one class only, so no query has an impostor; raise data.gallery_fraction.")
+    nearest, rows = nearest_rows(index, queries.embeddings, 1)
+    distances = nearest[:, 0]
     found_by = "impostors" if threshold is None and reject_rate is None else "unseen classes"
     if reject_rate is not None:
         threshold = threshold_rejecting(distances, reject_rate)
@@ -79,8 +67,16 @@ def calibrate(
         threshold=threshold,
         false_accepts=int((impostor_distances <= threshold).sum()),
         false_rejects=int((distances > threshold).sum()),
-        nearest_found=found,
+        nearest_found=int(is_nearest(rows[:, 0], distances, exact).sum()),
     )
+
+
+def is_nearest(rows: NDArray[np.int64], distances: Floats, exact: ExactNeighbors) -> NDArray[np.bool_]:
+    """Of N queries, those for which an index found the nearest vector: its row, or another at the same distance.
+
+    A gallery may have an image twice.
+    """
+    return (rows == exact.rows) | (np.abs(distances**2 - exact.squared) <= ROUNDING)
 
 
 def threshold_at(unknown_distances: Floats, false_accept_rate: float) -> float:
@@ -104,48 +100,6 @@ def threshold_rejecting(known_distances: Floats, false_reject_rate: float) -> fl
     # Rounded, because (1 - 0.05) * 20 is slightly more than 19.
     rank = min(count, math.ceil(round((count + 1) * (1 - false_reject_rate), 9)))
     return float(np.clip(np.partition(known_distances, rank - 1)[rank - 1], 0, FARTHEST))
-
-
-@dataclass(frozen=True)
-class _Nearest:
-    """For each query: exact squared distance to the nearest vector, its row, and the distance to other classes."""
-
-    squared: Floats
-    rows: NDArray[np.int64]
-    squared_to_others: Floats
-
-
-def _nearest(queries: EmbeddingBlock, gallery: Iterable[EmbeddingBlock]) -> _Nearest:
-    count, first_row = len(queries.labels), 0
-    nearest = np.full(count, np.inf, np.float32)
-    rows = np.full(count, -1, np.int64)
-    other = nearest.copy()
-    for block in gallery:
-        squared = 2 - 2 * (queries.embeddings @ block.embeddings.T)
-        columns = squared.argmin(axis=1)
-        here = squared[np.arange(count), columns]
-        rows = np.where(here < nearest, first_row + columns, rows)
-        nearest = np.minimum(nearest, here)
-        squared[queries.labels[:, None] == block.labels[None, :]] = np.inf
-        other = np.minimum(other, squared.min(axis=1))
-        first_row += len(block.labels)
-    return _Nearest(nearest, rows, other)
-
-
-def select_labels(blocks: Iterable[EmbeddingBlock], known: NDArray[np.bool_]) -> Iterator[EmbeddingBlock]:
-    """Yield the embeddings whose label number is in ``known``, a mask over label numbers."""
-    for block in blocks:
-        selected = known[block.labels]
-        if selected.any():
-            yield EmbeddingBlock(block.embeddings[selected], block.labels[selected], block.digests[selected])
-
-
-def _slices(blocks: Iterable[EmbeddingBlock]) -> Iterator[EmbeddingBlock]:
-    """Split blocks, because the distance matrix between two whole blocks would take a gigabyte."""
-    for block in blocks:
-        for start in range(0, len(block.labels), QUERIES_AT_ONCE):
-            part = slice(start, start + QUERIES_AT_ONCE)
-            yield EmbeddingBlock(block.embeddings[part], block.labels[part], block.digests[part])
 
 
 def _root(squared: Floats) -> Floats:
