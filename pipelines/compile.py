@@ -31,9 +31,10 @@ def compile_all(directory: Path) -> list[Path]:
     """Write ``<pipeline>.yaml`` for every pipeline, the same bytes each time; returns the paths."""
     from kfp import compiler
 
-    from pipelines.champion import promote, rollback
     from pipelines.continuous_training import continuous_training
+    from pipelines.promote import promote
     from pipelines.reindex import reindex
+    from pipelines.rollback import rollback
 
     functions: dict[str, Any] = {
         "continuous_training": continuous_training,

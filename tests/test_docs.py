@@ -76,3 +76,9 @@ def test_every_setting_is_described_in_the_reference() -> None:
     assert not undescribed
     page = settings_page()
     assert all(f"| `{name}` |" in page for name, _ in settings())
+
+
+def test_navigation_lists_every_page_of_docs() -> None:
+    navigation = (build.ROOT / "zensical.toml").read_text()
+    pages = [str(path.relative_to(build.DOCS)) for path in build.DOCS.glob("*.md")]
+    assert not [page for page in pages if f'"{page}"' not in navigation]
