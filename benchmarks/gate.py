@@ -82,12 +82,12 @@ def cases() -> Iterator[Case]:
         yield Case("drawn", 180, 0.97, points, MEASURED_SHARED)
 
 
-def evaluated(challenger: Outcomes, champion: Outcomes) -> Evaluation:
+def evaluated(challenger: Outcomes, champion: Outcomes, labels: tuple[str, ...] = LABELS) -> Evaluation:
     """Evaluate two systems that differ only in these outcomes."""
     return Evaluation(
-        candidate=measured("challenger", challenger),
-        champion=measured("champion", champion),
-        comparison=compare(challenger, champion, LABELS),
+        candidate=measured("challenger", challenger, labels),
+        champion=measured("champion", champion, labels),
+        comparison=compare(challenger, champion, labels),
         open_set=OpenSet(held_out=()),
         leakage={"train": 0, "gallery": 0, "query": 0},
         champion_leakage={"train": 0, "gallery": 0, "query": 0},
@@ -95,9 +95,9 @@ def evaluated(challenger: Outcomes, champion: Outcomes) -> Evaluation:
     )
 
 
-def measured(name: str, outcomes: Outcomes) -> Measurement:
-    totals = np.bincount(outcomes.labels, minlength=len(LABELS))
-    rights = np.bincount(outcomes.labels[outcomes.right], minlength=len(LABELS))
+def measured(name: str, outcomes: Outcomes, labels: tuple[str, ...]) -> Measurement:
+    totals = np.bincount(outcomes.labels, minlength=len(labels))
+    rights = np.bincount(outcomes.labels[outcomes.right], minlength=len(labels))
     accuracy = proportion(int(outcomes.right.sum()), len(outcomes.right), CONFIDENCE)
     return Measurement(
         name=name,
@@ -105,8 +105,8 @@ def measured(name: str, outcomes: Outcomes) -> Measurement:
         index_digest=name,
         dataset_digest="planted",
         queries_sha256="planted",
-        labels=LABELS,
-        known_labels=LABELS,
+        labels=labels,
+        known_labels=labels,
         threshold=1.0,
         parity_max_abs_difference=0.0,
         accuracy=accuracy,
@@ -116,7 +116,7 @@ def measured(name: str, outcomes: Outcomes) -> Measurement:
         index_recall=proportion(accuracy.total, accuracy.total, CONFIDENCE),
         class_recall={
             label: proportion(int(right), int(total), CONFIDENCE)
-            for label, right, total in zip(LABELS, rights, totals, strict=True)
+            for label, right, total in zip(labels, rights, totals, strict=True)
             if total
         },
         confusions=(),

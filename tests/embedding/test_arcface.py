@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from evernear.embedding.arcface import HIGHEST_PROBABILITY, ArcFace, choose_scale
+from evernear.embedding.arcface import (
+    HIGHEST_PROBABILITY,
+    SAMPLED_FROM,
+    SAMPLED_SHARE,
+    ArcFace,
+    choose_scale,
+    sample_classes,
+)
 
 
 def head(classes: int = 5, dim: int = 7, scale: float = 32.0) -> ArcFace:
@@ -66,6 +73,27 @@ def test_scale_lets_the_softmax_reach_its_highest_probability(classes: int) -> N
     torch.testing.assert_close(
         1 - probability, torch.full_like(probability, 1 - HIGHEST_PROBABILITY), rtol=1e-6, atol=0
     )
+
+
+def test_sampled_logits_are_those_of_the_sampled_classes() -> None:
+    arcface, embeddings = head(), torch.randn(3, 7, dtype=torch.float64)
+    sampled = torch.tensor([4, 0, 2])
+    expected = arcface(embeddings, torch.tensor([4, 2, 4]), 0.5)[:, sampled]
+    torch.testing.assert_close(arcface(embeddings, torch.tensor([0, 2, 0]), 0.5, sampled), expected)
+
+
+def test_sample_contains_the_classes_of_the_batch_once() -> None:
+    labels = torch.tensor([7, 9_999, 7, 0])
+    sampled, positions = sample_classes(labels, SAMPLED_FROM)
+    assert sampled is not None
+    assert torch.equal(sampled[positions], labels)
+    assert len(sampled.unique()) == len(sampled)
+    assert SAMPLED_FROM * SAMPLED_SHARE <= len(sampled) <= SAMPLED_FROM * SAMPLED_SHARE + 3
+
+
+def test_few_classes_are_not_sampled() -> None:
+    labels = torch.tensor([7, 3])
+    assert sample_classes(labels, SAMPLED_FROM - 1) == (None, labels)
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])

@@ -21,7 +21,7 @@ from evernear import threads
 from evernear.data.ingest import ingest
 from evernear.data.shards import Dataset
 from evernear.embedding import distributed
-from evernear.embedding.arcface import TrainingModule, cross_entropy
+from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.artifact import Epoch, TrainingResult, load_trained
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.network import Architecture
@@ -75,12 +75,12 @@ def test_each_member_of_an_ensemble_learns_as_it_would_alone(
     images = TrainingImages(digits, frozenset())
     pixels, classes = next(images.batches(32, 0, 0, 0, 1))
     both = TrainingModule(architecture, images.classes, settings.scale, torch.float32)
-    (cross_entropy(both(pixels, classes, settings.margin), classes, 0.1) * 2).backward()
+    (both(pixels, classes, settings.margin, 0.1) * 2).backward()
     for number in range(2):
         one = TrainingModule(alone, images.classes, settings.scale, torch.float32)
         one.network.members[0].load_state_dict(both.network.members[number].state_dict())
         one.heads[0].load_state_dict(both.heads[number].state_dict())
-        cross_entropy(one(pixels, classes, settings.margin), classes, 0.1).backward()
+        one(pixels, classes, settings.margin, 0.1).backward()
         learned = [*both.network.members[number].parameters(), *both.heads[number].parameters()]
         for ours, theirs in zip(learned, one.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=1e-3)

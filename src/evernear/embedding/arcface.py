@@ -1,6 +1,7 @@
 """ArcFace: softmax over angles with an additive margin, and the module that trains a network with it."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,11 @@ from torch.nn import functional as F
 from evernear.embedding.network import Architecture, build
 
 HIGHEST_PROBABILITY = 1 - 1e-7
+"""Probability of the true class that the softmax must be able to reach."""
+SAMPLED_FROM = 10_000
+"""Number of classes from which on a training step compares images with a random sample of the classes."""
+SAMPLED_SHARE = 0.1
+"""Size of the sample: the rate at which Partial FC keeps the accuracy of all classes."""
 
 
 class ArcFace(nn.Module):
@@ -31,9 +37,15 @@ class ArcFace(nn.Module):
         self.centers = nn.Parameter(torch.empty(classes, embedding_dim))
         nn.init.xavier_uniform_(self.centers)
 
-    def forward(self, embeddings: Tensor, labels: Tensor | None = None, margin: float = 0.0) -> Tensor:
-        """Logits (N, classes) of ``embeddings`` (N, D). If ``labels`` (N,) are passed, ``margin`` (radians) applies."""
-        cosine = F.linear(F.normalize(embeddings), F.normalize(self.centers))
+    def forward(
+        self, embeddings: Tensor, labels: Tensor | None = None, margin: float = 0.0, sampled: Tensor | None = None
+    ) -> Tensor:
+        """Logits (N, classes) of ``embeddings`` (N, D). If ``labels`` (N,) are passed, ``margin`` (radians) applies.
+
+        With ``sampled`` (S,), the logits (N, S) are those of these classes, and ``labels`` are positions in it.
+        """
+        centers = self.centers if sampled is None else self.centers[sampled]
+        cosine = F.linear(F.normalize(embeddings), F.normalize(centers))
         if labels is None:
             return self.scale * cosine
         target = cosine.gather(1, labels[:, None])
@@ -54,6 +66,20 @@ def choose_scale(classes: int) -> float:
     return (classes - 1) / classes * math.log((classes - 1) * odds)
 
 
+def sample_classes(labels: Tensor, classes: int) -> tuple[Tensor | None, Tensor]:
+    """The classes that a training step compares with, and the positions of ``labels`` (N,) among them.
+
+    From `SAMPLED_FROM` classes on, these are the classes of the batch and `SAMPLED_SHARE` of all classes at random
+    (An et al. 2022, "Killing Two Birds with One Stone: Efficient and Robust Training of Face Recognition CNNs by
+    Partial FC", arXiv:2203.15565), so that the time of a step is that of the network. Below, the sample is None: all.
+    """
+    if classes < SAMPLED_FROM:
+        return None, labels
+    present, positions = labels.unique(return_inverse=True)
+    others = torch.randperm(classes, device=labels.device)[: int(classes * SAMPLED_SHARE)]
+    return torch.cat([present, others[~torch.isin(others, present)]]), positions
+
+
 class TrainingModule(nn.Module):
     """The embedding network and one ArcFace head per member; a ``scale`` of 0 is that of `choose_scale`.
 
@@ -63,21 +89,27 @@ class TrainingModule(nn.Module):
     def __init__(self, architecture: Architecture, classes: int, scale: float, precision: torch.dtype) -> None:
         super().__init__()
         self.network = build(architecture)
+        self.classes = classes
         dim = architecture.embedding_dim // architecture.members
-        self.heads = nn.ModuleList(
-            ArcFace(classes, dim, scale or choose_scale(classes)) for _ in range(architecture.members)
-        )
+        scale = scale or choose_scale(classes)
+        self.heads = nn.ModuleList(ArcFace(classes, dim, scale) for _ in range(architecture.members))
         self.precision = precision
 
-    def forward(self, images: Tensor, classes: Tensor | None = None, margin: float = 0.0) -> Tensor:
-        """Logits (N, classes, members) of ``images`` (N, C, H, W), with ``margin`` if ``classes`` (N,) are passed."""
+    def forward(self, images: Tensor, labels: Tensor, margin: float, label_smoothing: float) -> Tensor:
+        """Cross-entropy, mean over the members, of ``images`` (N, C, H, W) and their ``labels`` (N,)."""
+        sampled, positions = sample_classes(labels, self.classes)
+        losses = [
+            F.cross_entropy(head(part, positions, margin, sampled), positions, label_smoothing=label_smoothing)
+            for head, part in self._parts(images)
+        ]
+        return torch.stack(losses).mean()
+
+    def logits(self, images: Tensor) -> Tensor:
+        """Mean of the members' logits (N, classes) of ``images`` (N, C, H, W), without the margin."""
+        return torch.stack([head(part) for head, part in self._parts(images)]).mean(dim=0)
+
+    def _parts(self, images: Tensor) -> Iterable[tuple[nn.Module, Tensor]]:
+        """Each head with its part of the embeddings."""
         with torch.autocast(images.device.type, self.precision, enabled=self.precision != torch.float32):
             embeddings = self.network(images)
-        parts = embeddings.chunk(len(self.heads), dim=1)
-        return torch.stack([head(part, classes, margin) for head, part in zip(self.heads, parts, strict=True)], dim=2)
-
-
-def cross_entropy(logits: Tensor, classes: Tensor, label_smoothing: float) -> Tensor:
-    """Mean over images and members of `TrainingModule` logits (N, classes, members) and ``classes`` (N,)."""
-    targets = classes[:, None].expand(-1, logits.shape[2])
-    return F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
+        return zip(self.heads, embeddings.chunk(len(self.heads), dim=1), strict=True)

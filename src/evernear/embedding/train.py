@@ -31,7 +31,7 @@ import evernear
 from evernear.data.manifest import Manifest
 from evernear.data.shards import Dataset
 from evernear.embedding import distributed
-from evernear.embedding.arcface import TrainingModule, cross_entropy
+from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.artifact import (
     HISTORY_FILE,
     Epoch,
@@ -151,8 +151,7 @@ def train(
             for part, part_classes in zip(pixels.tensor_split(parts), classes.tensor_split(parts), strict=True):
                 part, part_classes = part.to(device), part_classes.to(device)
                 part = random_flips(augment(part, settings.augment, generator), flips, generator)
-                logits = forward(part, part_classes, margin)
-                loss = cross_entropy(logits, part_classes, settings.label_smoothing)
+                loss = forward(part, part_classes, margin, settings.label_smoothing)
                 loss = loss * (len(part) / len(pixels))
                 scaler.scale(loss * settings.members).backward()  # the sum: each member learns as it would alone
                 losses += loss.detach()
@@ -449,7 +448,7 @@ def validate(module: TrainingModule, batches: Iterable[tuple[Tensor, Tensor]], d
     count, correct, total_loss = 0, 0, 0.0
     for pixels, classes in batches:
         classes = classes.to(device)
-        logits = module(pixels.to(device)).mean(dim=2)
+        logits = module.logits(pixels.to(device))
         total_loss += F.cross_entropy(logits, classes, reduction="none").double().sum().item()
         correct += int((logits.argmax(dim=1) == classes).sum())
         count += len(classes)

@@ -40,9 +40,9 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     open_set: OpenSet
     baselines: tuple[Baseline, ...] = ()
     leakage: dict[str, int]
+    """Number of test images in each split that the candidate was built from; see `count_leakage`."""
     training_warnings: tuple[str, ...] = ()
     """Signs that the candidate's training did not go well."""
-    """Number of test images in each split that the candidate was built from; see `count_leakage`."""
     champion_leakage: dict[str, int] | None
     """The same for the champion; None without a champion or if its dataset is unavailable."""
     champion_test_overlap: float | None = None

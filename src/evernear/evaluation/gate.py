@@ -306,13 +306,14 @@ def _no_worse(evaluation: Evaluation, champion: Measurement, settings: GateSetti
 
 
 def _accuracy_within(measurement: Measurement, labels: tuple[str, ...]) -> float:
-    recalls = [recall for label, recall in measurement.class_recall.items() if label in labels]
+    recalls = [measurement.class_recall[label] for label in labels if label in measurement.class_recall]
     return sum(recall.count for recall in recalls) / max(1, sum(recall.total for recall in recalls))
 
 
 def _classes_kept(candidate: Measurement, champion: Measurement, classes: ClassSettings) -> Rule:
-    gone = [label for label in champion.known_labels if label not in candidate.known_labels]
-    new = [_class_figures(label, candidate) for label in candidate.known_labels if label not in champion.known_labels]
+    ours, theirs = set(candidate.known_labels), set(champion.known_labels)
+    gone = [label for label in champion.known_labels if label not in ours]
+    new = [_class_figures(label, candidate) for label in candidate.known_labels if label not in theirs]
     reason = "The candidate knows every class of the champion."
     if gone:
         reason = f"The candidate lacks classes of the champion: {_some(gone)}."
@@ -342,7 +343,7 @@ def _class_recall_drop(evaluation: Evaluation, champion: Measurement, settings: 
     if evaluation.comparison is None or not evaluation.comparison.classes:
         return Rule(name=name, passed=False, bound=bound, reason="The comparison by class is missing.")
     compared = evaluation.comparison.classes
-    classes = {label: pairs for label, pairs in compared.items() if label in champion.known_labels}
+    classes = {label: compared[label] for label in champion.known_labels if label in compared}
     if not classes:
         return Rule(name=name, passed=False, bound=bound, reason="No class that the champion knows has a test image.")
     level = settings.significance / len(classes)
