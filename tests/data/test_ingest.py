@@ -13,9 +13,7 @@ from PIL import Image
 from evernear.data.image_file import EncodedImage
 from evernear.data.manifest import Manifest
 from evernear.data.preprocess import decode_inspected
-from evernear.data.splits import hash_split
 from evernear.errors import DataError, SettingsError, StoreError
-from evernear.settings import DataSettings
 
 
 def test_folder_tree_becomes_a_dataset(tree, take, contents, digest_of) -> None:
@@ -30,7 +28,6 @@ def test_folder_tree_becomes_a_dataset(tree, take, contents, digest_of) -> None:
         digest = digest_of(path.read_bytes())
         assert images.label[digest] == path.parent.name
         assert (images.image[digest][..., 0] == np.asarray(Image.open(path))).all()
-        assert images.split[digest] == hash_split(digest, ("train", "test", "gallery", "query"), DataSettings())
     assert set(images.split.values()) == {"train", "test", "gallery", "query"}
 
 
@@ -463,7 +460,7 @@ def test_invalid_dataset_name_is_rejected(tree, take) -> None:
         take(tree, dataset="../x")
 
 
-def test_balanced_classes_of_five_images_are_in_every_split(tmp_path: Path, take, draw) -> None:
+def test_classes_of_five_images_are_in_every_split_if_its_share_is_one(tmp_path: Path, take, draw) -> None:
     root = tmp_path / "few"
     fractions = {"test_fraction": 0.2, "gallery_fraction": 0.2, "query_fraction": 0.2}
 
@@ -472,7 +469,7 @@ def test_balanced_classes_of_five_images_are_in_every_split(tmp_path: Path, take
             path = root / str(number % 6) / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(draw(number))
-        return take(root, split="balanced", **fractions)
+        return take(root, **fractions)
 
     def per_class(manifest: Manifest) -> set[tuple[int, ...]]:
         splits = ("train", "test", "gallery", "query")

@@ -161,9 +161,14 @@ def test_empty_split_and_missing_class_are_reported(tmp_path: Path, take, draw) 
             "error",
             "No image is in the split query; add images or raise its share (data.*_fraction).",
         ),
+        "missing_in_gallery": (
+            "error",
+            "Classes without an image in the gallery cannot be recognized: b; add images of them, to the gallery"
+            " folder if there is one.",
+        ),
         "missing_in_split": (
             "warn",
-            "Some classes have no image in a split: b in gallery, b in test; add images of them.",
+            "Some classes have no image in a split: b in test; add images of them.",
         ),
     }
 

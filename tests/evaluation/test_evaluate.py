@@ -219,7 +219,7 @@ def test_retained_test_images_with_another_dataset(
         store = tmp_path_factory.mktemp("store").as_uri()
         return Dataset(ingest(settings, store), open_store(store))
 
-    source = DataSettings(source=system.dataset.manifest.source)
+    source = DataSettings(source=system.dataset.manifest.source, gallery_fraction=0.2, query_fraction=0.1)
     assert retained(system.dataset) == 1.0
     assert retained(other(source.model_copy(update={"size_px": 16}))) == 1.0, "the same images at another size"
     fewer = retained(other(source.model_copy(update={"test_fraction": 0.2})))

@@ -1,8 +1,8 @@
 """Ingest a source into a dataset snapshot: streaming, incremental and deterministic.
 
 A dataset mirrors the sources it was ingested from: new files are added, files that are gone are dropped, a moved file
-takes its new label, all by content hash. The split of an image never changes, because a model may have been trained
-on the image.
+takes its new label, all by content hash. The split of an image never changes, even if the image is removed and
+restored, because a model may have been trained on the image.
 """
 
 import math
@@ -28,7 +28,7 @@ from evernear.data.manifest import SPLITS, Manifest, Split
 from evernear.data.preprocess import Pixels, Resize, decode_inspected, is_gray, pixels_digest, to_array
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import ArrayBlock, ArraySource, FileSource, open_source
-from evernear.data.splits import balanced_split, hash_split
+from evernear.data.splits import choose_split
 from evernear.data.writer import ShardWriter
 from evernear.disk import disk_errors
 from evernear.errors import DataError, SettingsError
@@ -128,7 +128,7 @@ def ingest(settings: DataSettings, store_uri: str, report: Callable[[str], None]
             writer = ShardWriter(
                 snapshots.store, snapshots.name, shape, settings.shard_size_bytes, ledger, Path(scratch)
             )
-            adder = _Adder(settings, resize, source.hash_splits, ledger, writer, report)
+            adder = _Adder(settings, resize, source.chosen_splits, ledger, writer, report)
             if isinstance(source, FileSource):
                 adder.add_files(source, shape)
             else:
@@ -260,12 +260,12 @@ class _Adder:
         self,
         settings: DataSettings,
         resize: Resize,
-        hash_splits: tuple[Split, ...],
+        candidates: tuple[Split, ...],
         ledger: Ledger,
         writer: ShardWriter,
         report: Callable[[str], None],
     ) -> None:
-        self._settings, self._hash_splits, self._ledger, self._writer = settings, hash_splits, ledger, writer
+        self._settings, self._candidates, self._ledger, self._writer = settings, candidates, ledger, writer
         self._resize: Resize = resize
         self._report = report
         self._reported_s = time.monotonic()
@@ -304,22 +304,22 @@ class _Adder:
 
     def _add(self, batch: Batch) -> None:
         seen = self._ledger.stored_digests(batch.digests)
+        earlier_splits = self._ledger.removed_splits(batch.digests)
         rows_of: dict[Split, list[int]] = {split: [] for split in SPLITS}
         for row, digest in enumerate(batch.digests):
             if digest not in seen:
                 seen.add(digest)
                 counts = self._counts[batch.labels[row]]
-                split = batch.explicit_splits[row] or self._choose_split(digest, counts)
+                split = (
+                    batch.explicit_splits[row]
+                    or earlier_splits.get(digest)
+                    or choose_split(digest, counts, self._candidates, self._settings)
+                )
                 counts[split] += 1
                 rows_of[split].append(row)
         for split, rows in rows_of.items():
             if rows:
                 self._add_rows(split, batch, rows)
-
-    def _choose_split(self, digest: bytes, counts: Counter[Split]) -> Split:
-        if self._settings.split == "balanced":
-            return balanced_split(counts, self._hash_splits, self._settings)
-        return hash_split(digest, self._hash_splits, self._settings)
 
     def _add_rows(self, split: Split, batch: Batch, rows: list[int]) -> None:
         labels = [self._numbers[batch.labels[row]] for row in rows]

@@ -35,7 +35,7 @@ CREATE TABLE files (
   name TEXT NOT NULL,
   etag TEXT NOT NULL,        -- changes when the file's content may have changed
   label TEXT NOT NULL,
-  given TEXT,                -- the explicit split; NULL: the content hash decides
+  given TEXT,                -- the explicit split; NULL: ingest chooses one
   size_bytes INTEGER NOT NULL,
   turn INTEGER NOT NULL,     -- the order of decoding
   seen INTEGER NOT NULL,     -- the last ingest that listed it
@@ -103,6 +103,9 @@ class Ledger:
                     self._db.execute(statement)
             # Missing in ledgers of earlier versions.
             self._db.execute("CREATE TABLE IF NOT EXISTS hidden_folders (source INTEGER NOT NULL, name TEXT NOT NULL)")
+            self._db.execute(
+                "CREATE TABLE IF NOT EXISTS removed (digest BLOB PRIMARY KEY, split TEXT NOT NULL) WITHOUT ROWID"
+            )
             self._db.execute("UPDATE state SET run = run + 1")
             self._run = cast(int, self._db.execute("SELECT run FROM state").fetchone()[0])
             self._db.execute("INSERT OR IGNORE INTO sources (uri) VALUES (?)", (_source_uri(source),))
@@ -229,13 +232,11 @@ class Ledger:
 
     def stored_digests(self, digests: Sequence[bytes]) -> set[bytes]:
         """Those of ``digests`` whose images are in a shard."""
-        stored: set[bytes] = set()
-        for start in range(0, len(digests), 500):
-            part = digests[start : start + 500]
-            marks = ",".join("?" * len(part))
-            query = f"SELECT digest FROM images WHERE digest IN ({marks})"  # noqa: S608 - question marks only
-            stored.update(row[0] for row in self._all(query, *part))
-        return stored
+        return {row[0] for row in self._of_digests("SELECT digest FROM images", digests)}
+
+    def removed_splits(self, digests: Sequence[bytes]) -> dict[bytes, Split]:
+        """The earlier splits of those of ``digests`` whose images were removed."""
+        return dict(self._of_digests("SELECT digest, split FROM removed", digests))
 
     def add_images(self, images: Iterable[NewImage]) -> None:
         """Record images that were written to a shard."""
@@ -274,6 +275,10 @@ class Ledger:
             " JOIN files every ON every.digest = f.digest WHERE l.id != i.label GROUP BY i.digest"
         )
         self._all("UPDATE files SET pending = 1 WHERE digest IN (SELECT digest FROM changes WHERE label IS NULL)")
+        self._all(
+            "INSERT OR REPLACE INTO removed SELECT digest, json_extract(shard, '$.split')"
+            " FROM changes JOIN shards USING (slot) WHERE label IS NULL"
+        )
         self._all("DELETE FROM images WHERE digest IN (SELECT digest FROM changes WHERE label IS NULL)")
         self._all(
             "UPDATE images SET label = c.label FROM changes c WHERE c.digest = images.digest AND c.label IS NOT NULL"
@@ -338,6 +343,11 @@ class Ledger:
     def _all(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         with _sqlite_errors():
             return self._db.execute(query, values).fetchall()
+
+    def _of_digests(self, query: str, digests: Sequence[bytes]) -> Iterator[tuple[Any, ...]]:
+        for start in range(0, len(digests), 500):
+            part = digests[start : start + 500]
+            yield from self._all(f"{query} WHERE digest IN ({','.join('?' * len(part))})", *part)
 
     def _int(self, query: str, *values: object) -> int:
         return cast(int, self._all(query, *values)[0][0])

@@ -1,7 +1,7 @@
 """The difference between a source and snapshots of it, from listings alone: no image is read.
 
-A listing does not show the split of an image that the content hash decides (its count is an expectation), nor whether a
-new file is a copy, a renamed file or broken; nor, in sources of decoded arrays (digits, MNIST), whether an image was
+A listing does not show the split that ingest will choose for an image (its count is an expectation), nor whether a new
+file is a copy, a renamed file or broken; nor, in sources of decoded arrays (digits, MNIST), whether an image was
 replaced.
 """
 
@@ -64,7 +64,7 @@ def diff_source(settings: DataSettings, ledgers: Sequence[Path | None]) -> list[
                 _add(diff, page, ledger.etags([entry.name for entry in page]) if ledger else {})
         for ledger, diff in zip(opened, diffs, strict=True):
             diff.gone += ledger.count() if ledger else 0
-            diff.fractions = split_fractions(source.hash_splits, settings)  # final only after the listing
+            diff.fractions = split_fractions(source.chosen_splits, settings)  # final only after the listing
     return diffs
 
 

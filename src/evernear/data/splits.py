@@ -1,9 +1,12 @@
-"""The assignment of images to splits by content hash: it never changes as data is added, and copies stay together."""
+"""The assignment of images to splits: stratified by class, and mostly decided by the content of each image."""
 
 from collections.abc import Collection, Mapping
 
 from evernear.data.manifest import Split
 from evernear.settings import DataSettings
+
+_MAX_BEHIND = 2
+_EXACT_IMAGES = 20
 
 
 def split_fractions(candidates: Collection[Split], settings: DataSettings) -> dict[Split, float]:
@@ -17,18 +20,32 @@ def split_fractions(candidates: Collection[Split], settings: DataSettings) -> di
     return {**fractions, "train": 1.0 - sum(fractions.values())}
 
 
-def hash_split(digest: bytes, candidates: Collection[Split], settings: DataSettings) -> Split:
-    """The split, out of ``candidates``, of the image with this digest."""
+def choose_split(
+    digest: bytes, counts: Mapping[Split, int], candidates: Collection[Split], settings: DataSettings
+) -> Split:
+    """The split, out of ``candidates``, of a new image of a class that has ``counts`` images.
+
+    The first image of a class goes to the gallery: without one the class cannot be recognized. Then the digest decides,
+    unless a split has fallen behind its share of the class: by any amount in a class of less than 20 images, by more
+    than 1 image up to 40, and by more than 2 in larger classes. So a class of ten has test images, and in a large class
+    the order of the images hardly matters.
+    """
+    fractions = split_fractions(candidates, settings)
+    if fractions.get("gallery") and not counts["gallery"]:
+        return "gallery"
+    total = sum(counts[split] for split in fractions) + 1
+    behind: dict[Split, float] = {split: total * fraction - counts[split] for split, fraction in fractions.items()}
+    furthest_behind = max(behind, key=behind.__getitem__)
+    if behind[furthest_behind] > min(_MAX_BEHIND, total // _EXACT_IMAGES):
+        return furthest_behind
+    return hash_split(digest, fractions)
+
+
+def hash_split(digest: bytes, fractions: Mapping[Split, float]) -> Split:
+    """The split that the digest alone chooses; ``fractions`` add up to 1."""
     position = int.from_bytes(digest[:8]) / 2.0**64
-    for split, fraction in split_fractions(candidates, settings).items():
+    for split, fraction in fractions.items():
         if position < fraction:
             return split
         position -= fraction
     return "train"
-
-
-def balanced_split(counts: Mapping[Split, int], candidates: Collection[Split], settings: DataSettings) -> Split:
-    """The split, out of ``candidates``, that lacks most of its share of a class with ``counts`` images and one more."""
-    fractions = split_fractions(candidates, settings)
-    total = sum(counts[split] for split in fractions) + 1
-    return max(fractions, key=lambda split: total * fractions[split] - counts[split])

@@ -208,12 +208,20 @@ def _splits(counts: Counts, totals: dict[str, int]) -> Iterator[Finding]:
     if empty:
         message = f"No image is in the split {_listed(empty)}; add images or raise its share (data.*_fraction)."
         yield _finding("empty_split", message, empty, len(empty))
+    present = [label for label, count in totals.items() if count]
+    unknown = [label for label in present if not counts["gallery"][label]]
+    if unknown and "gallery" not in empty:
+        message = (
+            f"Classes without an image in the gallery cannot be recognized: {_listed(unknown)}; add images of them, to"
+            " the gallery folder if there is one."
+        )
+        yield _finding("missing_in_gallery", message, unknown, len(unknown))
     missing = [
         f"{label} in {split}"
-        for split in ("train", "gallery", "test")
+        for split in ("train", "test")
         if split not in empty
-        for label, count in counts[split].items()
-        if totals[label] and not count
+        for label in present
+        if not counts[split][label]
     ]
     if missing:
         message = f"Some classes have no image in a split: {_listed(missing)}; add images of them."

@@ -84,9 +84,10 @@ def _pixels(
     positions: list[NDArray[np.int64]] = []
     for start, block in _numbered(dataset.blocks(split, batch_size)):
         rows = np.arange(-start % step, len(block), step)
-        pixels.append(_reduce(block.images[rows]))
-        labels.append(block.labels[rows])
-        positions.append(start + rows)
+        if len(rows):
+            pixels.append(_reduce(block.images[rows]))
+            labels.append(block.labels[rows])
+            positions.append(start + rows)
     return np.concatenate(pixels), np.concatenate(labels), np.concatenate(positions)
 
 

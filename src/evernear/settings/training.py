@@ -36,11 +36,6 @@ class DataSettings(Section):
         "letterbox where more than half would be lost.",
     )
     channels: Literal["auto", "gray", "color"] = Field(default="auto", description="auto: as in most images.")
-    split: Literal["hash", "balanced"] = Field(
-        default="hash",
-        description="How images get a split: by their content alone, or balanced within each class, so that a class of "
-        "five images is in every split.",
-    )
     test_fraction: Fraction = Field(default=0.10, description="Share of images in the frozen test split.")
     gallery_fraction: Fraction = Field(default=0.10, description="Share of images in the index.")
     query_fraction: Fraction = Field(default=0.05, description="Share of images that calibrate the open-set threshold.")
@@ -109,7 +104,10 @@ class ValidationSettings(Section):
     conflicting_labels: Severity = Field(default="error", description="An image has several labels; it is left out.")
     tiny_class: Severity = Field(default="error", description="A class has fewer than min_class_images images.")
     empty_split: Severity = Field(default="error", description="A split has no image.")
-    missing_in_split: Severity = Field(default="warn", description="A split has no image of a class.")
+    missing_in_gallery: Severity = Field(
+        default="error", description="The gallery has no image of a class, so the class cannot be recognized."
+    )
+    missing_in_split: Severity = Field(default="warn", description="Another split has no image of a class.")
     vanished_class: Severity = Field(
         default="error", description="A class of the champion has no image, unless ``classes`` retires or renames it."
     )

@@ -31,12 +31,12 @@ class ArrayBlock:
 class Source(Protocol):
     """Base of both kinds.
 
-    ``name`` is the dataset's default name. Images without an explicit split are assigned to one of ``hash_splits``
-    by content hash.
+    ``name`` is the dataset's default name. Images without an explicit split are assigned to one of ``chosen_splits``
+    (`evernear.data.splits`).
     """
 
     name: str
-    hash_splits: tuple[Split, ...] = SPLITS
+    chosen_splits: tuple[Split, ...] = SPLITS
 
     def entries(self) -> Iterator[FileEntry]:
         """List the images without reading their pixels."""
@@ -55,7 +55,7 @@ class ArraySource(Source, Protocol):
 class FileSource(Source, Protocol):
     """A source of encoded image files.
 
-    Once `entries` is exhausted, ``hash_splits`` is final, ``empty_folders`` lists the class folders without an image,
+    Once `entries` is exhausted, ``chosen_splits`` is final, ``empty_folders`` lists the class folders without an image,
     and ``hidden_folders`` those that are ignored because their names begin with a dot.
     """
 

@@ -28,13 +28,13 @@ class _ClassFolders(FileSource):
         self._has_split_folders = False
 
     def _set_layout(self, folders: set[str]) -> None:
-        """Decide from the top-level folders whether they are splits, and which splits the content hash assigns."""
+        """Decide from the top-level folders whether they are splits, and which splits ingest assigns."""
         splits = folders.intersection(SPLITS)
         self._has_split_folders = bool(folders) and splits == folders
         if self._has_split_folders:
             if "train" not in splits:
                 raise DataError(f"{self.name} has given splits ({', '.join(sorted(splits))}) but no train folder.")
-            self.hash_splits = ("train", *(split for split in SPLITS[1:] if split not in splits))
+            self.chosen_splits = ("train", *(split for split in SPLITS[1:] if split not in splits))
         elif len(words := sorted(name for name in folders if name.lower() in _SPLIT_WORDS)) > 1:
             # Treated as classes, they would train a network that tells train from test.
             others = sorted(folders - splits)
@@ -52,7 +52,7 @@ class _ClassFolders(FileSource):
         hidden = any(part.startswith(".") for part in parts)
         if hidden or not folders or not (_is_image_name(path) or _has_no_suffix(path)):
             return None
-        return FileEntry(path, etag, folders[0], None if split in self.hash_splits else split, size_bytes)
+        return FileEntry(path, etag, folders[0], None if split in self.chosen_splits else split, size_bytes)
 
 
 class Folder(_ClassFolders):

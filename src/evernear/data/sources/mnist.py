@@ -28,7 +28,7 @@ class Mnist(ArraySource):
     """The four IDX files of MNIST, plain or gzip. The 10,000 official test images are the test split."""
 
     name = "mnist"
-    hash_splits = ("train", "gallery", "query")
+    chosen_splits = ("train", "gallery", "query")
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

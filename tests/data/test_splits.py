@@ -1,0 +1,75 @@
+from collections import Counter
+from collections.abc import Iterable
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from evernear.data.manifest import SPLITS, Split
+from evernear.data.splits import choose_split, hash_split, split_fractions
+from evernear.settings import DataSettings
+
+SETTINGS = DataSettings()
+
+
+def digests(count: int) -> list[bytes]:
+    return [sha256(str(number).encode()).digest() for number in range(count)]
+
+
+def assign(images: Iterable[bytes], candidates: tuple[Split, ...] = SPLITS) -> dict[bytes, Split]:
+    counts: Counter[Split] = Counter()
+    splits: dict[bytes, Split] = {}
+    for digest in images:
+        splits[digest] = choose_split(digest, counts, candidates, SETTINGS)
+        counts[splits[digest]] += 1
+    return splits
+
+
+@pytest.mark.parametrize(
+    ("images", "expected"),
+    [
+        (1, {"gallery": 1}),
+        (2, {"gallery": 1, "train": 1}),
+        (10, {"gallery": 1, "train": 7, "test": 1, "query": 1}),
+        (19, {"gallery": 2, "train": 14, "test": 2, "query": 1}),
+    ],
+)
+def test_small_classes_are_divided_exactly(images: int, expected: dict[str, int]) -> None:
+    assert Counter(assign(digests(images)).values()) == expected
+
+
+@pytest.mark.parametrize("candidates", [SPLITS, ("train", "gallery", "query"), ("train", "query")])
+@pytest.mark.parametrize("images", [40, 300, 3000])
+def test_no_split_falls_behind_its_share(images: int, candidates: tuple[Split, ...]) -> None:
+    counts = Counter(assign(digests(images), candidates).values())
+    for split, fraction in split_fractions(candidates, SETTINGS).items():
+        assert -3 < counts[split] - images * fraction < 9
+
+
+def test_in_large_classes_the_content_decides_rather_than_the_order() -> None:
+    images = digests(3000)
+    splits, reversed_splits = assign(images), assign(reversed(images))
+    by_hash = {digest: hash_split(digest, split_fractions(SPLITS, SETTINGS)) for digest in images}
+    assert sum(splits[digest] == by_hash[digest] for digest in images) > 2500
+    assert sum(splits[digest] == reversed_splits[digest] for digest in images) > 2500
+
+
+def test_every_class_of_ten_images_is_in_every_split(tmp_path: Path, take, draw) -> None:
+    for number in range(200):
+        path = tmp_path / "tree" / str(number % 20) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(draw(number))
+    manifest = take(tmp_path / "tree")
+    for split in SPLITS:
+        assert set(manifest.label_counts(split).values()) == {7 if split == "train" else 1}
+
+
+def test_restored_image_returns_to_its_split(tree, take, contents) -> None:
+    before = contents(take(tree)).split
+    removed = {path: path.read_bytes() for path in sorted((tree / "1").iterdir())[::2]}
+    for path in removed:
+        path.unlink()
+    assert len(contents(take(tree))) == 100
+    for path, data in sorted(removed.items(), reverse=True):
+        path.with_name(f"restored-{path.name}").write_bytes(data)
+    assert contents(take(tree)).split == before
