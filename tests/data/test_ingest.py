@@ -13,6 +13,7 @@ from PIL import Image
 from evernear.data.image_file import EncodedImage
 from evernear.data.manifest import Manifest
 from evernear.data.preprocess import decode_inspected
+from evernear.data.sources.folder import Folder
 from evernear.errors import DataError, SettingsError, StoreError
 
 
@@ -301,6 +302,28 @@ def test_number_of_large_images_decoded_at_once_is_bounded(tree, take, draw, mon
     monkeypatch.setattr("evernear.data.decoding.decode_inspected", counting)
     assert take(tree, max_pixels=10_000, decode_threads=16).problem_counts == {"cropped": 24}
     assert 0 < most <= 4 * 10_000
+
+
+def test_files_are_read_at_once_and_decoded_by_few_threads(tree, take, monkeypatch) -> None:
+    """No file is read completely before eight are being read."""
+    together, decoders = threading.Barrier(8, timeout=30), set[str]()
+
+    def read(folder: Folder, name: str) -> bytes:
+        together.wait()
+        return real_read(folder, name)
+
+    def decode(file: EncodedImage) -> Image.Image:
+        decoders.add(threading.current_thread().name)
+        return decode_inspected(file)
+
+    take_one = take(tree)  # the size of the images is known from here on
+    for path in sorted(tree.rglob("*.png")):
+        path.touch()
+    real_read = Folder.read
+    monkeypatch.setattr(Folder, "read", read)
+    monkeypatch.setattr("evernear.data.decoding.decode_inspected", decode)
+    assert take(tree, requests_in_flight=8, decode_threads=1) == take_one
+    assert decoders == {"decode_0"}
 
 
 def test_broken_files_are_named_and_the_others_are_ingested(tree, take, contents, draw) -> None:

@@ -1,10 +1,10 @@
-"""Decode image files in parallel, in order, within a memory limit."""
+"""Read and decode image files in parallel, in order, within a memory limit."""
 
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,7 +38,10 @@ class DecodeFailure:
 
 
 class Decoder:
-    """Decodes files of ``source`` to ``shape`` (H, W, C) in many threads, in memory independent of their number."""
+    """Reads files of ``source`` and decodes them to ``shape`` (H, W, C); memory does not grow with the threads.
+
+    Reading waits for a disk or a bucket and decoding for the CPU, so each has a pool of threads.
+    """
 
     def __init__(
         self, source: FileSource, shape: tuple[int, int, int], max_pixels: int, resize: Resize = "stretch"
@@ -49,27 +52,36 @@ class Decoder:
         self._pixel_budget = _Budget(_MAX_LARGEST_AT_ONCE * max_pixels)
 
     def decode_all(
-        self, entries: Iterator[FileEntry], threads: int, lookahead: int
+        self, entries: Iterator[FileEntry], requests_in_flight: int, threads: int, lookahead: int
     ) -> Generator[DecodedImage | DecodeFailure]:
-        """Decode ``entries`` in order, at most ``lookahead`` images ahead of the consumer."""
-        pending: deque[Future[DecodedImage | DecodeFailure]] = deque()
-        pool = ThreadPoolExecutor(threads, "decode")
+        """Read and decode ``entries`` in order, at most ``lookahead`` images ahead of the consumer."""
+        pending: deque[Future[Future[DecodedImage | DecodeFailure]]] = deque()
+        readers, decoders = ThreadPoolExecutor(requests_in_flight, "read"), ThreadPoolExecutor(threads, "decode")
         try:
             for entry in entries:
-                pending.append(pool.submit(self.decode, entry))
+                pending.append(readers.submit(self._read, entry, decoders))
                 if len(pending) >= lookahead:
-                    yield pending.popleft().result()
+                    yield pending.popleft().result().result()
             while pending:
-                yield pending.popleft().result()
+                yield pending.popleft().result().result()
         finally:
-            pool.shutdown(cancel_futures=True)
+            readers.shutdown(cancel_futures=True)  # first: a reader may wait for memory that a decoder frees
+            decoders.shutdown(cancel_futures=True)
 
-    def decode(self, entry: FileEntry) -> DecodedImage | DecodeFailure:
-        """Decode one file."""
+    def _read(self, entry: FileEntry, decoders: ThreadPoolExecutor) -> Future[DecodedImage | DecodeFailure]:
         # A file that is too large is rejected before it is read, so its listed size does not count.
-        with self._file_budget_bytes.reserve(min(entry.size_bytes, _max_file_size_bytes(self._max_pixels))):
+        size_bytes = min(entry.size_bytes, _max_file_size_bytes(self._max_pixels))
+        with ExitStack() as stack:
+            stack.enter_context(self._file_budget_bytes.reserve(size_bytes))
             try:
                 encoded = read_image(self._source, entry, self._max_pixels)
+            except DataError as error:
+                return _done(DecodeFailure(entry, str(error)))
+            return decoders.submit(self._decode, entry, encoded, stack.pop_all())
+
+    def _decode(self, entry: FileEntry, encoded: EncodedImage, reserved: ExitStack) -> DecodedImage | DecodeFailure:
+        with reserved:
+            try:
                 with self._pixel_budget.reserve(encoded.pixels):
                     image = decode_inspected(encoded)
                     extrema = np.asarray(image.getextrema()).reshape(-1, 2)
@@ -82,6 +94,12 @@ class Decoder:
                     )
             except DataError as error:
                 return DecodeFailure(entry, str(error))
+
+
+def _done(failure: DecodeFailure) -> Future[DecodedImage | DecodeFailure]:
+    future: Future[DecodedImage | DecodeFailure] = Future()
+    future.set_result(failure)
+    return future
 
 
 def read_image(source: FileSource, entry: FileEntry, max_pixels: int) -> EncodedImage:

@@ -288,11 +288,11 @@ class _Adder:
     def add_files(self, source: FileSource, shape: Shape) -> None:
         """Decode and add the pending files."""
         total = self._ledger.count_pending()
-        threads = self._settings.decode_threads or available_cpus()
+        requests, threads = self._settings.requests_in_flight, self._settings.decode_threads or available_cpus()
         batch_size = max(1, min(_BATCH_IMAGES, _BATCH_BYTES // math.prod(shape)))
-        lookahead = max(threads, min(4 * threads, batch_size))
+        lookahead = max(requests, min(2 * requests, batch_size))
         decoder = Decoder(source, shape, self._settings.max_pixels, self._resize)
-        with closing(decoder.decode_all(self._ledger.pending(page=1024), threads, lookahead)) as results:
+        with closing(decoder.decode_all(self._ledger.pending(page=1024), requests, threads, lookahead)) as results:
             for part in _batched(results, batch_size):
                 images = [result for result in part if isinstance(result, DecodedImage)]
                 failures = [result for result in part if isinstance(result, DecodeFailure)]

@@ -43,6 +43,9 @@ class DataSettings(Section):
     max_pixels: PixelLimit = Field(
         default=25_000_000, description="Largest width times height of an image; larger images are rejected."
     )
+    requests_in_flight: int = Field(
+        default=32, ge=1, le=64, description="Files that are read at once, from a bucket or a folder."
+    )
     decode_threads: int = Field(default=0, ge=0, description="Threads that decode images; 0: one per available CPU.")
 
     @field_validator("source")
