@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     arguments = parser.parse_args()
 
-    here, runs = machine.describe(), []
+    machine_info, runs = machine.describe(), []
     with tempfile.TemporaryDirectory() as scratch:
         for preset in arguments.presets:
             dataset = ingested(arguments.source, Path(scratch) / preset, preset, *arguments.set)
@@ -47,7 +47,7 @@ def main() -> None:
                 print(runs[-1], flush=True)
     summaries = [summarise(preset, [r for r in runs if r["preset"] == preset]) for preset in arguments.presets]
     if arguments.split == "test" and not arguments.set:
-        machine.write("accuracy", here, {"summaries": summaries, "runs": runs}, table(summaries))
+        machine.write("accuracy", machine_info, {"summaries": summaries, "runs": runs}, table(summaries))
     else:
         print(*summaries, sep="\n")
 

@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--nice", type=int, default=0, help="of what is timed, while it is")
     arguments = parser.parse_args()
 
-    here = machine.describe()
+    machine_info = machine.describe()
     with tempfile.TemporaryDirectory() as scratch:
         dataset = ingested(arguments.source, Path(scratch))
         settings = one_epoch()
@@ -82,7 +82,7 @@ def main() -> None:
         "seconds": bench.seconds,
         "cpu_s": bench.cpu_s,
     }
-    machine.write("contention", here, without_infinity(everything), table(result, arguments.limit_s))
+    machine.write("contention", machine_info, without_infinity(everything), table(result, arguments.limit_s))
 
 
 class Bench:

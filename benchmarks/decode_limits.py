@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--max-pixels", type=int, default=ServingSettings().max_pixels)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    here, rows = machine.describe(), []
+    machine_info, rows = machine.describe(), []
     with tempfile.TemporaryDirectory() as scratch:
         for name, make in hostile.largest_valid_files(arguments.max_pixels).items():
             file = Path(scratch) / "image"
@@ -59,7 +59,7 @@ def main() -> None:
         [row["file"], f"{row['size_bytes'] / 1e6:.2f} MB", *(cell(row["to"][side]) for side in SIDES_PX)]
         for row in rows
     ]
-    machine.write("decode_limits", here, {"max_pixels": arguments.max_pixels, "rows": rows}, table)
+    machine.write("decode_limits", machine_info, {"max_pixels": arguments.max_pixels, "rows": rows}, table)
     if any(each["bytes_per_pixel"] > DECODE_BYTES_PER_PIXEL for row in rows for each in row["to"].values()):
         sys.exit(f"A file takes more than {DECODE_BYTES_PER_PIXEL} bytes of memory for a pixel.")
 

@@ -35,14 +35,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
 
-    here, results = machine.describe(), []
+    machine_info, results = machine.describe(), []
     with tempfile.TemporaryDirectory() as scratch:
         dataset = ingested(arguments.source, Path(scratch), "default", f"data.gallery_fraction={GALLERY_FRACTION}")
         for preset in arguments.presets:
             compare = compared(dataset, settings_of(preset), Path(scratch), arguments.repeats)
             results.append({"preset": preset, **compare})
             print(results[-1], flush=True)
-    machine.write("embed_gallery", here, {"results": results}, table(results))
+    machine.write("embed_gallery", machine_info, {"results": results}, table(results))
 
 
 def compared(dataset: Dataset, settings: Settings, scratch: Path, repeats: int) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def main() -> None:
         print(peak_bytes(*arguments.measure))
         return
 
-    here = machine.describe()
+    machine_info = machine.describe()
     with tempfile.TemporaryDirectory() as scratch:
         runs = [measured(arguments.source, fraction, Path(scratch) / str(fraction)) for fraction in FRACTIONS]
     few, many = runs
@@ -41,7 +41,7 @@ def main() -> None:
         "times_memory": many["peak_bytes"] / few["peak_bytes"],
         "runs": runs,
     }
-    machine.write("embed_memory", here, result, table(result))
+    machine.write("embed_memory", machine_info, result, table(result))
 
 
 def measured(source: str, gallery_fraction: float, scratch: Path) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--bodies", type=int, default=10_000, help="through each server")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    here, rows, heavy_rows = machine.describe(), [], []
+    machine_info, rows, heavy_rows = machine.describe(), [], []
     files = {name: make() for name, make in hostile.largest_valid_files(25_000_000).items()}
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -114,7 +114,7 @@ def main() -> None:
         [row["server"], row["file"], str(row["status"]), f"{row['slowest_s']:.2f} s", str(row["lost"])]
         for row in heavy_rows
     ]
-    machine.write("hostile", here, {"rows": rows, "heaviest": heavy_rows}, table)
+    machine.write("hostile", machine_info, {"rows": rows, "heaviest": heavy_rows}, table)
     result = machine.RESULTS / "hostile.md"
     result.write_text(result.read_text() + "\n" + machine.markdown(heavy_table))
     print(machine.markdown(heavy_table))

@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--idx-images", type=int, default=70_000)
     parser.add_argument("--png-images", type=int, default=20_000)
     arguments = parser.parse_args()
-    here, rows = machine.describe(), []
+    machine_info, rows = machine.describe(), []
     for kind, make, count in (
         ("mnist", make_idx, arguments.idx_images),
         ("folder", make_folder, arguments.png_images),
@@ -91,7 +91,7 @@ def main() -> None:
     for row in rows:
         peaks = [f"{row[key] / 2**20:.0f} MiB" for key in ("peak_bytes", "peak_bytes_of_more")]
         table.append([row["source"], row["step"], f"{row['images']:,}", *peaks, f"{row['ratio']:.2f}"])
-    machine.write("ingest_memory", here, {"target_ratio": TARGET, "rows": rows}, table)
+    machine.write("ingest_memory", machine_info, {"target_ratio": TARGET, "rows": rows}, table)
     if any(row["ratio"] > TARGET for row in rows):
         sys.exit(f"A ratio is above {TARGET}.")
 
@@ -105,11 +105,11 @@ def measure(kind: str, make: Callable[[Path, int], None], count: int) -> dict[st
         places = [f"{kind}:{source}", (Path(scratch) / "store").as_uri(), str(Path(scratch) / "artifact")]
         for step, script in STEPS.items():
             started_s = time.monotonic()
-            done = subprocess.run(
+            completed = subprocess.run(
                 [sys.executable, "-c", script + REPORT, *places], check=True, capture_output=True, text=True
             )
             wall_s = round(time.monotonic() - started_s, 2)
-            result[step] = {"peak_bytes": int(done.stdout) * 1024, "wall_s": wall_s}
+            result[step] = {"peak_bytes": int(completed.stdout) * 1024, "wall_s": wall_s}
     return result
 
 

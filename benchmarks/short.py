@@ -15,7 +15,7 @@ SOURCE = "digits"
 
 
 def main() -> None:
-    here = machine.describe()
+    machine_info = machine.describe()
     with tempfile.TemporaryDirectory() as scratch:
         measured = measured_accuracy(Path(scratch))
         large_gallery = accuracy.ingested(
@@ -23,7 +23,7 @@ def main() -> None:
         )
         settings = accuracy.settings_of("default")
         compared = embed_gallery.compared(large_gallery, settings, Path(scratch), repeats=3)
-    print(f"### evernear on {SOURCE}, {here['cores']} cores, torch {here['torch']}\n")
+    print(f"### evernear on {SOURCE}, {machine_info['cores']} cores, torch {machine_info['torch']}\n")
     print(machine.markdown(accuracy.table([measured])))
     print(machine.markdown(embed_gallery.table([{"preset": "default", **compared}])))
 

@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--split", choices=["test", "query"], default="test")
     arguments = parser.parse_args()
 
-    here, runs = machine.describe(), []
+    machine_info, runs = machine.describe(), []
     with tempfile.TemporaryDirectory() as scratch:
         dataset, directory = ingested(arguments.source, Path(scratch)), Path(scratch)
         source_recipe.write_arrays(dataset, directory / "arrays")
@@ -72,7 +72,7 @@ def main() -> None:
         "runs": runs,
     }
     if arguments.split == "test":
-        machine.write("time_to_accuracy", here, result, table(result))
+        machine.write("time_to_accuracy", machine_info, result, table(result))
     else:
         print(*table(result), sep="\n")
 

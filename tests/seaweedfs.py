@@ -44,15 +44,15 @@ class SeaweedFS:
             "SEAWEEDFS_S3": self.endpoint,
             "SEAWEEDFS_MASTER": f"127.0.0.1:{self.ports['master.port']}.{self.ports['master.port.grpc']}",
         }
-        done = subprocess.run(
+        completed = subprocess.run(
             ["sh", str(LOCAL / "seaweedfs/buckets.sh"), *names],
             env=environment,
             capture_output=True,
             text=True,
             timeout=120,
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout + done.stderr
+        assert completed.returncode == 0, completed.stdout + completed.stderr
+        return completed.stdout + completed.stderr
 
 
 @contextmanager

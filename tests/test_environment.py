@@ -36,14 +36,14 @@ print(json.dumps([environment.of_the_shell("KUBECONFIG"), environment.of_the_she
 
 
 def test_shell_variables_do_not_reach_tests() -> None:
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", LOOK, LOOK_IN_CHILD],
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parent), **HOSTILE, **OPTS_IN},
         capture_output=True,
         text=True,
         check=True,
     )
-    variables = json.loads(done.stdout)
+    variables = json.loads(completed.stdout)
     assert {name: value for name, value in variables["here"].items() if name in HOSTILE} == {"OMP_NUM_THREADS": "1"}
     assert OPTS_IN.items() <= variables["here"].items()
     proxies = {name: HOSTILE[name] for name in ("HTTP_PROXY", "https_proxy")}

@@ -62,7 +62,7 @@ def test_extension_commands_run(tree: Path, tmp_path: Path, example: Example) ->
         "PYTHONPATH": f"{tree / 'src'}:{tree}",
     }
     apply(example.diff, tree)
-    done = subprocess.run(
+    completed = subprocess.run(
         ["sh", "-euc", example.commands],
         cwd=tmp_path,
         env=environment,
@@ -70,4 +70,4 @@ def test_extension_commands_run(tree: Path, tmp_path: Path, example: Example) ->
         text=True,
         timeout=280,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert completed.returncode == 0, completed.stdout + completed.stderr

@@ -182,10 +182,10 @@ def test_registry_output_is_escaped(
     read = SAFE.replace(r"\udce4", "ä")
 
     def invoke(*words: str) -> str:
-        done = CliRunner().invoke(cli.app, ["registry", *words, "--store", store])
-        assert done.exit_code == 0, done.output
-        assert all(line.isprintable() for line in done.output.split("\n"))
-        return done.output
+        completed = CliRunner().invoke(cli.app, ["registry", *words, "--store", store])
+        assert completed.exit_code == 0, completed.output
+        assert all(line.isprintable() for line in completed.output.split("\n"))
+        return completed.output
 
     invoke("promote", release.version, "--why", name)
     assert read in invoke("history")

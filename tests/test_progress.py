@@ -9,9 +9,9 @@ def test_time_left_follows_the_mean_duration_of_the_units() -> None:
     now_s = 0.0
     reports: list[str] = []
     countdown = Countdown(reports.append, clock=lambda: now_s)
-    for done in range(1, 101):
-        now_s = 50.0 + (done - 1) * 3.0  # the first unit, with its warm-up, takes 50 s
-        countdown(done, 100, f"step {done}")
+    for completed in range(1, 101):
+        now_s = 50.0 + (completed - 1) * 3.0  # the first unit, with its warm-up, takes 50 s
+        countdown(completed, 100, f"step {completed}")
     assert reports[0] == "step 3, about 4 min 51 s left"
     assert reports[-1] == "step 99, about 3 s left"
 
@@ -20,8 +20,8 @@ def test_units_of_an_earlier_process_do_not_shorten_the_estimate() -> None:
     now_s = 0.0
     reports: list[str] = []
     countdown = Countdown(reports.append, clock=lambda: now_s)
-    for done in (900, 901, 902, 903):
-        countdown(done, 1000, "resumed")
+    for completed in (900, 901, 902, 903):
+        countdown(completed, 1000, "resumed")
         now_s += 10.0
     assert reports == ["resumed, about 16 min 30 s left", "resumed, about 16 min 10 s left"]
 
@@ -30,9 +30,9 @@ def test_long_step_reports_about_fifty_times() -> None:
     now_s = 0.0
     reports: list[str] = []
     countdown = Countdown(reports.append, clock=lambda: now_s)
-    for done in range(1, 100_001):
+    for completed in range(1, 100_001):
         now_s += 0.1
-        countdown(done, 100_000, "")
+        countdown(completed, 100_000, "")
     assert 45 <= len(reports) <= 51
 
 

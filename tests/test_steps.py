@@ -144,8 +144,8 @@ def test_steps_that_embed_nothing_start_without_torch_and_scipy() -> None:
     rooms = ("index.build", "evaluation.evaluate", "evaluation.gate", "reporting.card", "release.reuse", "deployment")
     script = "".join(f"import evernear.{room}\n" for room in rooms)
     script += "import sys; print({'torch', 'scipy'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert completed.stdout == "set()\n"
 
 
 def test_ingest_reports_a_missing_directory_before_a_busy_port(

@@ -132,8 +132,8 @@ def test_user_variables_take_precedence() -> None:
 
 
 def test_threads_follow_the_affinity() -> None:
-    one = str(min(os.sched_getaffinity(0)))
-    assert run_isolated(PRINT_THREADS, ("taskset", "--cpu-list", one)) == "1\n"
+    item = str(min(os.sched_getaffinity(0)))
+    assert run_isolated(PRINT_THREADS, ("taskset", "--cpu-list", item)) == "1\n"
 
 
 @pytest.fixture

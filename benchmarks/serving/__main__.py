@@ -72,7 +72,7 @@ def main() -> None:
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server that is up ends with us
 
-    here = machine.describe()
+    machine_info = machine.describe()
     with tempfile.TemporaryDirectory() as scratch:
         served = prepare(settings_of(arguments.source, arguments.set, Path(scratch)), Path(scratch))
         print(f"{served.gallery_size:,} vectors, {len(served.images)} images to ask", flush=True)
@@ -92,7 +92,7 @@ def main() -> None:
     if arguments.set:
         print(*table(result), sep="\n")
         return
-    machine.write(name, here, result, table(result))
+    machine.write(name, machine_info, result, table(result))
     with (machine.RESULTS / f"{name}.md").open("a") as file:
         file.write("\n" + "\n".join(notes(result)) + "\n")
     print(*notes(result), sep="\n")
@@ -100,13 +100,13 @@ def main() -> None:
 
 def settings_of(source: str, overrides: list[str], scratch: Path) -> Settings:
     """The preset fast, the default index and a small train split, because train and query images join the gallery."""
-    given = {
+    values = {
         "workdir": str(scratch / "work"),
         "data.source": source,
         "data.gallery_fraction": "0.05",
         "data.query_fraction": "0.80",
     }
-    flags = [*(f"{key}={value}" for key, value in given.items()), *overrides]
+    flags = [*(f"{key}={value}" for key, value in values.items()), *overrides]
     settings = load(preset="fast", environment={}, overrides=flags)
     ports = servers.ports_of(settings.serving)
     return settings.model_copy(update={"serving": settings.serving.model_copy(update=ports)})
@@ -134,8 +134,8 @@ def in_process(served: Served, seconds: float) -> dict[str, Any]:
     command = [sys.executable, servers.APPS / "in_process.py", served.parts, str(seconds), *map(str, CONCURRENCIES)]
     images = json.dumps([base64.b64encode(image).decode() for image in served.images])
     environment = os.environ | servers.CORE_ENVIRONMENT
-    done = subprocess.run(command, input=images, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout)
+    completed = subprocess.run(command, input=images, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(completed.stdout)
 
 
 def floor_cell(result: dict[str, Any], batch: int) -> Cell:
@@ -216,12 +216,12 @@ def table(result: dict[str, Any]) -> list[list[str]]:
     lines = [[*heading, "non-2xx, wrong"]]
     for name, row in result["servers"].items():
         ratios = result["ratios_to_naive"][name]
-        told = [
+        cells = [
             f"**{cell['rps']:,.0f}**, {cell['p50_ms']:.1f} / {cell['p99_ms']:.1f}, {ratios[c]['rps']:.1f}x"
             for c, cell in row.items()
         ]
         faults = [sum(cell[kind] for cell in row.values()) for kind in ("non_2xx", "wrong")]
-        lines.append([name, *told, ", ".join(map(str, faults))])
+        lines.append([name, *cells, ", ".join(map(str, faults))])
     return lines
 
 

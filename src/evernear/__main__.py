@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C while it is being loaded ends with a sentence, too."""
+    """Run the command line. Ctrl-C during imports also ends with a message instead of a traceback."""
     try:
         from evernear.cli import main
     except KeyboardInterrupt:

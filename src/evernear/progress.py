@@ -162,16 +162,16 @@ class Countdown:
         self._first: tuple[int, float] | None = None
         self._next_report_s = 0.0
 
-    def __call__(self, done: int, total: int, message: str) -> None:
+    def __call__(self, completed: int, total: int, message: str) -> None:
         """Report ``message`` and the time left, if a report is due. Call this after each unit, or every few units."""
         now_s = self._clock()
         if self._first is None:
-            self._first = (done, now_s)
+            self._first = (completed, now_s)
             self._next_report_s = now_s + REPORT_INTERVAL_S
         first, started_s = self._first
-        if now_s < self._next_report_s or done <= first:
+        if now_s < self._next_report_s or completed <= first:
             return
-        left_s = (now_s - started_s) / (done - first) * (total - done)
+        left_s = (now_s - started_s) / (completed - first) * (total - completed)
         self._next_report_s = now_s + max(REPORT_INTERVAL_S, (now_s - started_s + left_s) / REPORTS)
         self._report(f"{message}, about {duration(left_s)} left")
 

@@ -45,9 +45,9 @@ def test_missing_bucket_is_reported(bucket: str) -> None:
 
 def test_pipelines_check_covers_token_upload_and_connection(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(connection, "BACKOFF_S", 0.01)
-    here = ("pipelines", "--set", f"store={tmp_path.as_uri()}")
+    options = ("pipelines", "--set", f"store={tmp_path.as_uri()}")
     with KfpServer(token="expected") as server:
-        at = (*here, "--set", f"pipeline.endpoint={server.url}")
+        at = (*options, "--set", f"pipeline.endpoint={server.url}")
         assert run_doctor(*at)[0] == 1, "no token"
         monkeypatch.setenv("KFP_TOKEN", "expected")
         code, findings = run_doctor(*at)
@@ -64,8 +64,8 @@ def test_pipelines_check_covers_token_upload_and_connection(monkeypatch: pytest.
 
 def test_slack_check_covers_tokens_and_scopes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with SlackServer() as slack:
-        here = ("slack", "--set", f"store={tmp_path.as_uri()}", "--set", f"slack.api_url={slack.api_url}")
-        code, findings = run_doctor(*here)
+        options = ("slack", "--set", f"store={tmp_path.as_uri()}", "--set", f"slack.api_url={slack.api_url}")
+        code, findings = run_doctor(*options)
         assert code == 1
         assert "SLACK_BOT_TOKEN is missing" in str(findings["slack"]["message"])
 
@@ -74,7 +74,7 @@ def test_slack_check_covers_tokens_and_scopes(monkeypatch: pytest.MonkeyPatch, t
                 "SLACK_BOT_TOKEN", BOT_TOKEN
             )  # evernear removes it from the environment when it reads it
             monkeypatch.setenv("SLACK_APP_TOKEN", APP_TOKEN)
-            code, findings = run_doctor(*here)
+            code, findings = run_doctor(*options)
             return code, str(findings["slack"]["message"])
 
         code, message = with_tokens()

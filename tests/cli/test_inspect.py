@@ -43,13 +43,13 @@ def evernear(*arguments: object, store: str = "", cwd: Path | None = None) -> su
     return command_line.evernear(*arguments, environment={"EVERNEAR_STORE": store or "file:///nowhere/at/all"}, cwd=cwd)
 
 
-def error_of(done: subprocess.CompletedProcess[str], exit_code: int) -> str:
+def error_of(completed: subprocess.CompletedProcess[str], exit_code: int) -> str:
     """Check that the command failed with one line on stderr and an empty stdout; return the line."""
-    assert done.returncode == exit_code, done.stderr
-    assert done.stdout == ""
-    assert done.stderr.startswith("evernear: ")
-    assert done.stderr.count("\n") == 1
-    return done.stderr
+    assert completed.returncode == exit_code, completed.stderr
+    assert completed.stdout == ""
+    assert completed.stderr.startswith("evernear: ")
+    assert completed.stderr.count("\n") == 1
+    return completed.stderr
 
 
 def test_show_prints_signature_and_lineage(packed: PackedRelease, system: System) -> None:
@@ -91,8 +91,8 @@ def test_show_imports_neither_torch_nor_faiss_and_leaves_no_files(packed: Packed
         "from evernear.serving import HANDLER;"
         f"describe(Path({str(packed.archive)!r}), HANDLER); print({{'torch', 'faiss', 'scipy'}} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout == "set()\n", done.stderr
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert completed.stdout == "set()\n", completed.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -106,9 +106,9 @@ def test_run_reproduces_the_stored_answers(
         stored = json.loads(members.read("smoke.json"))[0]
     for release in (packed.archive, packed.version):  # as a file and from the registry
         words = ("inspect", "run", release, "--image", image, broken, "--json")
-        done = evernear(*words, store=registry.uri, cwd=tmp_path)
-        assert done.returncode == 9, done.stderr
-        good, bad = (json.loads(line) for line in done.stdout.splitlines())
+        completed = evernear(*words, store=registry.uri, cwd=tmp_path)
+        assert completed.returncode == 9, completed.stderr
+        good, bad = (json.loads(line) for line in completed.stdout.splitlines())
         assert (good["pred"], good["unknown"], good["version"]) == (stored["pred"], stored["unknown"], packed.version)
         assert good["dist"] == pytest.approx(stored["dist"], abs=1e-3)
         assert bad == {"image": str(broken), "error": "The image is not a PNG, JPEG or WebP image."}
@@ -237,5 +237,5 @@ def test_special_files_are_rejected(
     assert "x cannot be read as a release" in error
     error = error_of(evernear("inspect", "run", tmp_path / "x", "--trust", "--image", image), StoreError.exit_code)
     assert "x cannot be read" in error
-    done = evernear("inspect", "run", packed.archive, "--trust", "--image", tmp_path / "x")
-    assert "x cannot be read" in error_of(done, DataError.exit_code)
+    completed = evernear("inspect", "run", packed.archive, "--trust", "--image", tmp_path / "x")
+    assert "x cannot be read" in error_of(completed, DataError.exit_code)

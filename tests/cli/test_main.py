@@ -10,8 +10,8 @@ from evernear.cli import app
 
 
 def test_version_is_printed() -> None:
-    done = CliRunner().invoke(app, ["--version"])
-    assert (done.exit_code, done.output) == (0, f"evernear {evernear.__version__}\n")
+    completed = CliRunner().invoke(app, ["--version"])
+    assert (completed.exit_code, completed.output) == (0, f"evernear {evernear.__version__}\n")
 
 
 def test_shells_complete_commands_and_options() -> None:
@@ -24,9 +24,9 @@ def test_shells_complete_commands_and_options() -> None:
 
 
 def test_no_arguments_show_the_help() -> None:
-    done = CliRunner().invoke(app, [])
-    assert "Continuously train and deploy" in done.output
-    assert "--install-completion" in done.output
+    completed = CliRunner().invoke(app, [])
+    assert "Continuously train and deploy" in completed.output
+    assert "--install-completion" in completed.output
 
 
 def test_interrupt_during_loading_is_one_line() -> None:
@@ -40,5 +40,5 @@ sys.meta_path.insert(0, Interrupt())
 from evernear.__main__ import main
 main()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (130, "evernear: Interrupted before the command started.\n")
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (completed.returncode, completed.stderr) == (130, "evernear: Interrupted before the command started.\n")

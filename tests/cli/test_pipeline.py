@@ -76,11 +76,11 @@ def invoke(*arguments: str) -> Result:
 
 def evernear(*arguments: str) -> str:
     """The output of a command. Raises its error."""
-    done = invoke(*arguments)
-    if isinstance(done.exception, EvernearError):
-        raise done.exception
-    assert done.exit_code == 0, done.output
-    return done.stdout
+    completed = invoke(*arguments)
+    if isinstance(completed.exception, EvernearError):
+        raise completed.exception
+    assert completed.exit_code == 0, completed.output
+    return completed.stdout
 
 
 def evernear_json(*arguments: str) -> Any:
@@ -88,8 +88,8 @@ def evernear_json(*arguments: str) -> Any:
 
 
 def test_compile_writes_reproducible_pipelines_and_manifests(tmp_path: Path) -> None:
-    for directory in ("one", "two"):
-        evernear("compile", "--image", IMAGE, "--output", str(tmp_path / directory))
+    for options in ("one", "two"):
+        evernear("compile", "--image", IMAGE, "--output", str(tmp_path / options))
     for name in NAMES:
         written = (tmp_path / "one" / f"{name}.yaml").read_bytes()
         assert written == (tmp_path / "two" / f"{name}.yaml").read_bytes()
@@ -103,15 +103,15 @@ def test_compile_writes_reproducible_pipelines_and_manifests(tmp_path: Path) -> 
 
 
 def test_compile_errors_write_nothing(tmp_path: Path) -> None:
-    here = ("--output", str(tmp_path / "out"))
+    options = ("--output", str(tmp_path / "out"))
     with pytest.raises(SettingsError, match="has no digest"):
-        evernear("compile", "--image", "evernear-train:latest", *here)
+        evernear("compile", "--image", "evernear-train:latest", *options)
     with pytest.raises(SettingsError, match="Unknown pipeline 'retrain'; known: continuous-training"):
-        evernear("compile", "rollback", "retrain", "--image", IMAGE, *here)
+        evernear("compile", "rollback", "retrain", "--image", IMAGE, *options)
     assert not (tmp_path / "out").exists()
     (tmp_path / "out").write_text("a file")
     with pytest.raises(SettingsError, match=r"out/rollback\.yaml: File exists"):
-        evernear("compile", "rollback", "--image", IMAGE, *here)
+        evernear("compile", "rollback", "--image", IMAGE, *options)
 
 
 def test_upload_sets_defaults(server: KfpServer) -> None:
@@ -158,16 +158,16 @@ def test_upload_run_and_status_of_a_held_release(server: KfpServer, tmp_path: Pa
         evernear("upload", "rollback", "--image", IMAGE.replace("ab", "cd"), "--version", "5b67dc9f1c0b6c0f")
 
     store = tmp_path.as_uri()
-    done = invoke("run", "--set", f"store={store}", "--set", "train.epochs=3", "--wait")
-    assert done.exit_code == 0, "a held release is a success"
+    completed = invoke("run", "--set", f"store={store}", "--set", "train.epochs=3", "--wait")
+    assert completed.exit_code == 0, "a held release is a success"
     (run,) = server.runs
     assert run.parameters["store"] == store
     assert run.parameters["settings"] == {"train": {"epochs": 3}}
-    assert done.stdout.splitlines() == [
+    assert completed.stdout.splitlines() == [
         f"Run {run.id} of continuous-training 5b67dc9f1c0b: succeeded. {server.url}/#/runs/details/{run.id}",
         "held: Accuracy fell by 0.4 points.",
     ]
-    assert "ok ingest" in done.stderr
+    assert "ok ingest" in completed.stderr
 
     status = evernear_json("status", run.id)
     assert (status["state"], status["outcome"]["state"]) == ("succeeded", "held")
@@ -237,9 +237,9 @@ def test_interrupting_wait_does_not_stop_the_run(published: KfpServer, monkeypat
 
 def test_wait_survives_a_server_restart(published: KfpServer) -> None:
     published.fail(operation="run_service_get_run", times=6)
-    done = invoke("run", "--wait")
-    assert done.exit_code == 0
-    assert done.stdout.splitlines()[1].startswith("The outcome is unknown: ")
+    completed = invoke("run", "--wait")
+    assert completed.exit_code == 0
+    assert completed.stdout.splitlines()[1].startswith("The outcome is unknown: ")
 
 
 def test_schedule_replaces_and_removes_schedules(published: KfpServer) -> None:

@@ -13,9 +13,9 @@ from evernear.errors import DataError, ServerUnreachableError, SettingsError
 
 
 def predict(*arguments: str) -> None:
-    done = CliRunner().invoke(app, ["predict", *arguments])
-    assert done.exception is not None
-    raise done.exception
+    completed = CliRunner().invoke(app, ["predict", *arguments])
+    assert completed.exception is not None
+    raise completed.exception
 
 
 @pytest.mark.parametrize("target", ["localhost:8080", "127.0.0.1:8080", "http://localhost", "me@there", "a b", "a\nb"])

@@ -34,75 +34,75 @@ def releases(make_release: MakeRelease) -> list[PackedRelease]:
 
 def evernear(*arguments: str) -> str:
     """The output of a command. Raises its error."""
-    done = CliRunner().invoke(app, ["registry", *arguments], catch_exceptions=True)
-    if isinstance(done.exception, EvernearError):
-        raise done.exception
-    assert done.exit_code == 0, done.output
-    return done.output
+    completed = CliRunner().invoke(app, ["registry", *arguments], catch_exceptions=True)
+    if isinstance(completed.exception, EvernearError):
+        raise completed.exception
+    assert completed.exit_code == 0, completed.output
+    return completed.output
 
 
 def test_promote_roll_back_list_and_prune(uri: str, releases: list[PackedRelease], tmp_path: Path) -> None:
-    here = ("--store", uri)
-    one, two, three, held = (release.version for release in releases)
+    options = ("--store", uri)
+    first, second, third, held_release = (release.version for release in releases)
     registry = Registry(open_store(uri))
     for release in releases:
         registry.publish(release.archive)
     with pytest.raises(StoreError, match="No release has been promoted"):
-        evernear("champion", *here)
+        evernear("champion", *options)
 
-    for version in (one, two):
-        deployed = json.loads(evernear("promote", version, "--why", "first light", "--json", *here))
+    for version in (first, second):
+        deployed = json.loads(evernear("promote", version, "--why", "first light", "--json", *options))
         assert (deployed["version"], deployed["url"]) == (version, None)
-    assert evernear("champion", *here) == f"{two}\n"
-    assert json.loads(evernear("champion", "--json", *here))["previous"] == one
+    assert evernear("champion", *options) == f"{second}\n"
+    assert json.loads(evernear("champion", "--json", *options))["previous"] == first
 
     with pytest.raises(IntegrityError, match="--force"):
-        evernear("promote", held, *here)
+        evernear("promote", held_release, *options)
     with pytest.raises(SettingsError, match="--why"):
-        evernear("promote", held, "--force", *here)
-    evernear("promote", held, "--force", "--why", "the floor was wrong", *here)
-    assert f"Release {two} is the champion" in evernear("rollback", *here)
+        evernear("promote", held_release, "--force", *options)
+    evernear("promote", held_release, "--force", "--why", "the floor was wrong", *options)
+    assert f"Release {second} is the champion" in evernear("rollback", *options)
 
-    rows = evernear("list", *here).splitlines()
-    assert [row.split()[0] for row in rows[1:]] == [one, two, three, held]
-    assert [row.split()[0] for row in rows if "champion" in row] == [two]
+    rows = evernear("list", *options).splitlines()
+    assert [row.split()[0] for row in rows[1:]] == [first, second, third, held_release]
+    assert [row.split()[0] for row in rows if "champion" in row] == [second]
     assert "90.00%" in rows[1]
     assert rows[0].split("  ")[-1].strip() == "size"
     assert [row.split()[4] for row in rows[1:]] == ["promoted", "champion", "not", "promoted"]
-    listed = json.loads(evernear("list", "--json", *here))
-    assert [(each["version"], each["parent"], each["champion"]) for each in listed][1] == (two, one, True)
+    listed = json.loads(evernear("list", "--json", *options))
+    assert [(each["version"], each["parent"], each["champion"]) for each in listed][1] == (second, first, True)
     assert [release["state"] for release in listed] == ["promoted", "champion", "not promoted", "promoted"]
     assert listed[3]["verdict"] == {"promote": False, "reasons": ["A test says so."]}
 
-    promotions = json.loads(evernear("history", "--json", *here))
+    promotions = json.loads(evernear("history", "--json", *options))
     assert [(p["version"], p["how"]) for p in promotions] == [
-        (one, "promote"),
-        (two, "promote"),
-        (held, "force"),
-        (two, "rollback"),
+        (first, "promote"),
+        (second, "promote"),
+        (held_release, "force"),
+        (second, "rollback"),
     ]
-    assert "the floor was wrong" in evernear("history", *here)
+    assert "the floor was wrong" in evernear("history", *options)
 
     manifest = releases[0].manifest
-    shown = evernear("show", one, *here)
+    shown = evernear("show", first, *options)
     assert re.search(r"\nsource +digits\n", shown)
     assert re.search(r"\ntraining settings\n  epochs +4\n", shown)
     for word in (manifest.dataset_digest, manifest.network_sha256, manifest.git_commit, "A test says so.", "accuracy"):
         assert word in shown
-    assert json.loads(evernear("prune", "--keep", "1", "--json", *here)) == {"removed": [three]}
-    assert evernear("prune", "--keep", "1", *here) == "Nothing to remove.\n"
-    assert json.loads(evernear("show", three, "--json", *here))["pruned"] is True
-    assert json.loads(evernear("show", one, "--json", *here))["pruned"] is False
+    assert json.loads(evernear("prune", "--keep", "1", "--json", *options)) == {"removed": [third]}
+    assert evernear("prune", "--keep", "1", *options) == "Nothing to remove.\n"
+    assert json.loads(evernear("show", third, "--json", *options))["pruned"] is True
+    assert json.loads(evernear("show", first, "--json", *options))["pruned"] is False
     assert sorted(path.name for path in tmp_path.iterdir()) == (["store"] if uri.startswith("file") else [])
 
 
 def test_list_marks_held_releases_until_a_person_promotes_them(releases: list[PackedRelease], tmp_path: Path) -> None:
-    here = ("--store", (tmp_path / "store").as_uri())
-    held = releases[-1]
-    Registry(open_store(here[1])).publish(held.archive)
-    assert json.loads(evernear("list", "--json", *here))[0]["state"] == "held"
-    evernear("promote", held.version, "--force", "--why", "the floor was wrong", *here)
-    assert json.loads(evernear("list", "--json", *here))[0]["state"] == "champion"
+    options = ("--store", (tmp_path / "store").as_uri())
+    held_release = releases[-1]
+    Registry(open_store(options[1])).publish(held_release.archive)
+    assert json.loads(evernear("list", "--json", *options))[0]["state"] == "held"
+    evernear("promote", held_release.version, "--force", "--why", "the floor was wrong", *options)
+    assert json.loads(evernear("list", "--json", *options))[0]["state"] == "champion"
 
 
 def test_release_of_an_earlier_version_has_no_training_settings(

@@ -114,7 +114,7 @@ def install_store(admin: ApiClient, namespace: str) -> dict[str, str]:
     files = {file.name: file.read_text() for file in (DEPLOY / "overlays/local/seaweedfs").iterdir()}
     setup = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "evernear-seaweedfs"}, "data": files}
     wanted = ("ServiceAccount", "Service", "Deployment")
-    manifests = [one for one in _manifests(DEPLOY / "overlays/local/seaweedfs.yaml") if one["kind"] in wanted]
+    manifests = [item for item in _manifests(DEPLOY / "overlays/local/seaweedfs.yaml") if item["kind"] in wanted]
     for manifest in manifests:
         if manifest["kind"] == "Service":
             manifest["spec"]["type"] = "NodePort"
@@ -203,5 +203,5 @@ def _exists(read: Callable[..., Any], *names: str) -> bool:
 
 def _is_ready(core: CoreV1Api, namespace: str, selector: str) -> bool:
     pods = core.list_namespaced_pod(namespace, label_selector=selector).items
-    conditions = [one for pod in pods for one in pod.status.conditions or () if one.type == "Ready"]
-    return bool(conditions) and all(one.status == "True" for one in conditions)
+    conditions = [item for pod in pods for item in pod.status.conditions or () if item.type == "Ready"]
+    return bool(conditions) and all(item.status == "True" for item in conditions)

@@ -17,7 +17,7 @@ def admin(tmp_path: Path) -> Iterator[ApiClient]:
 
 
 def names(admin: ApiClient) -> list[str]:
-    return [one.metadata.name for one in CoreV1Api(admin).list_namespace().items]
+    return [item.metadata.name for item in CoreV1Api(admin).list_namespace().items]
 
 
 def test_namespace_is_restricted_and_deleted_after_a_failure(admin: ApiClient) -> None:

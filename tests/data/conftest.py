@@ -46,15 +46,15 @@ def tree(tmp_path: Path, draw: Draw) -> Path:
 
 
 @pytest.fixture
-def take(tmp_path: Path) -> Ingest:
-    """``take(source, **settings)`` ingests into the test's store."""
+def run_ingest(tmp_path: Path) -> Ingest:
+    """``run_ingest(source, **settings)`` ingests a source into the test's store."""
 
-    def take(source: Path | str, **settings: object) -> Manifest:
+    def run_ingest(source: Path | str, **settings: object) -> Manifest:
         source = f"folder:{source}" if isinstance(source, Path) else source
         knobs = DataSettings.model_validate({"source": source, "shard_size_bytes": 2**16, **settings})
         return ingest(knobs, (tmp_path / "store").as_uri())
 
-    return take
+    return run_ingest
 
 
 class Contents:

@@ -12,15 +12,15 @@ from evernear.errors import DataError, IntegrityError
 from evernear.settings import DataSettings
 
 
-def test_unchanged_source_gives_the_same_snapshot(tree, take, tmp_path: Path) -> None:
-    first = take(tree)
+def test_unchanged_source_gives_the_same_snapshot(tree, run_ingest, tmp_path: Path) -> None:
+    first = run_ingest(tree)
     files = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "store").rglob("*.*"))
-    assert take(tree) == first
+    assert run_ingest(tree) == first
     assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "store").rglob("*.*")) == files
 
 
-def test_second_ingest_adds_only_new_images(tree, take, draw, contents, monkeypatch) -> None:
-    first = take(tree)
+def test_second_ingest_adds_only_new_images(tree, run_ingest, draw, contents, monkeypatch) -> None:
+    first = run_ingest(tree)
     old = contents(first)
     for number in range(1000, 1200):
         (tree / ("1", "2", "7")[number % 3]).mkdir(exist_ok=True)
@@ -33,7 +33,7 @@ def test_second_ingest_adds_only_new_images(tree, take, draw, contents, monkeypa
 
     monkeypatch.setattr("evernear.data.decoding.decode_inspected", counting)
     # Changed split fractions apply only to new images.
-    second = take(tree, test_fraction=0.5)
+    second = run_ingest(tree, test_fraction=0.5)
     new = contents(second)
     assert len(decoded) == 200
     assert len(new) == 320
@@ -48,33 +48,33 @@ def test_second_ingest_adds_only_new_images(tree, take, draw, contents, monkeypa
     assert [shard.split for shard in second.shards] == ["train", "test", "gallery", "query"]
 
 
-def test_only_affected_shards_change(tmp_path: Path, take, draw, contents) -> None:
+def test_only_affected_shards_change(tmp_path: Path, run_ingest, draw, contents) -> None:
     root = tmp_path / "big"
     for number in range(60):
         (root / str(number % 2)).mkdir(parents=True, exist_ok=True)
         (root / str(number % 2) / f"{number}.png").write_bytes(draw(number, (100, 100)))
-    first = take(root)
+    first = run_ingest(root)
     (root / "1" / "new.png").write_bytes(draw(1000, (100, 100)))
-    second = take(root)
+    second = run_ingest(root)
     unchanged = {shard.sha256 for shard in first.shards} & {shard.sha256 for shard in second.shards}
     assert len(unchanged) >= len(first.shards) - 1
 
     removed = root / "0" / "0.png"
     removed.unlink()
-    third = take(root)
+    third = run_ingest(root)
     unchanged = {shard.sha256 for shard in second.shards} & {shard.sha256 for shard in third.shards}
     assert len(unchanged) == len(second.shards) - 1
     assert len(contents(third)) == 60
 
 
-def test_snapshot_mirrors_the_source(tree, take, draw, contents, digest_of) -> None:
-    first = contents(take(tree))
+def test_snapshot_mirrors_the_source(tree, run_ingest, draw, contents, digest_of) -> None:
+    first = contents(run_ingest(tree))
     moved, removed, changed = (tree / "1" / f"{number:03}.png" for number in (0, 3, 6))
     moved_data, gone_data, old_data = moved.read_bytes(), removed.read_bytes(), changed.read_bytes()
     moved.rename(tree / "2" / "000.png")
     removed.unlink()
     changed.write_bytes(draw(77_777))
-    manifest = take(tree)
+    manifest = run_ingest(tree)
     images = contents(manifest)
     assert manifest.problem_counts == {}
     assert images.label[digest_of(moved_data)] == "2"
@@ -89,27 +89,27 @@ def test_snapshot_mirrors_the_source(tree, take, draw, contents, digest_of) -> N
     (tree / "2" / "000.png").rename(moved)
     removed.write_bytes(gone_data)
     changed.write_bytes(old_data)
-    assert contents(take(tree)).label == first.label
+    assert contents(run_ingest(tree)).label == first.label
 
 
-def test_removed_class_keeps_its_number(tree, take, contents) -> None:
-    take(tree)
+def test_removed_class_keeps_its_number(tree, run_ingest, contents) -> None:
+    run_ingest(tree)
     for path in (tree / "2").iterdir():
         path.unlink()
     (tree / "2").rmdir()
-    manifest = take(tree)
+    manifest = run_ingest(tree)
     assert manifest.labels == ("1", "2", "10")
     assert set(contents(manifest).label.values()) == {"1", "10"}
     assert manifest.problem_counts == {}
 
 
-def test_two_sources_form_one_dataset(tree, tmp_path: Path, take, draw, contents, digest_of) -> None:
-    take(tree, dataset="both")
+def test_two_sources_form_one_dataset(tree, tmp_path: Path, run_ingest, draw, contents, digest_of) -> None:
+    run_ingest(tree, dataset="both")
     other = tmp_path / "other" / "3"
     other.mkdir(parents=True)
     (other / "x.png").write_bytes(draw(2000))
     (other / "y.png").write_bytes(draw(0))  # also in the first source, as class 1
-    manifest = take(tmp_path / "other", dataset="both")
+    manifest = run_ingest(tmp_path / "other", dataset="both")
     images = contents(manifest)
     assert images.label[digest_of(draw(2000))] == "3"
     assert manifest.problem_counts == {"conflicting_labels": 1}
@@ -117,40 +117,40 @@ def test_two_sources_form_one_dataset(tree, tmp_path: Path, take, draw, contents
     assert len(images) == 120
 
 
-def test_folders_with_the_same_name_are_not_merged(tree, tmp_path: Path, take, contents) -> None:
-    first = take(tree)
+def test_folders_with_the_same_name_are_not_merged(tree, tmp_path: Path, run_ingest, contents) -> None:
+    first = run_ingest(tree)
     moved = tmp_path / "elsewhere" / "tree"
     shutil.copytree(tree, moved)
     (moved / "1" / "000.png").rename(moved / "2" / "000.png")
     with pytest.raises(
         DataError, match=f"'tree' was made from folder:{tree}, .* set data.dataset=tree if that is meant"
     ):
-        take(moved)
-    assert take(tree) == first
-    assert take(moved, dataset="tree").problem_counts == {"conflicting_labels": 1, "duplicate": 119}
-    assert take(moved, dataset="new").problem_counts == {}
+        run_ingest(moved)
+    assert run_ingest(tree) == first
+    assert run_ingest(moved, dataset="tree").problem_counts == {"conflicting_labels": 1, "duplicate": 119}
+    assert run_ingest(moved, dataset="new").problem_counts == {}
 
 
-def test_image_moved_to_another_split_keeps_its_split(tmp_path: Path, take, draw, contents, digest_of) -> None:
+def test_image_moved_to_another_split_keeps_its_split(tmp_path: Path, run_ingest, draw, contents, digest_of) -> None:
     root = tmp_path / "given"
     for number in range(40):
         path = root / ("train", "test")[number % 2] / "ab"[number // 2 % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(draw(number))
-    before = contents(take(root)).split
+    before = contents(run_ingest(root)).split
     (root / "test" / "a" / "again.png").write_bytes(draw(0))
-    manifest = take(root)
+    manifest = run_ingest(root)
     assert contents(manifest).split == before
     assert before[digest_of(draw(0))] != "test"
     assert manifest.problem_counts == {"duplicate_across_splits": 1}
 
 
-def test_changed_image_shape_requires_another_store(tree, take, tmp_path: Path) -> None:
-    before = take(tree)
+def test_changed_image_shape_requires_another_store(tree, run_ingest, tmp_path: Path) -> None:
+    before = run_ingest(tree)
     advice = r"5 x 6 x 1, the settings .* 8 x 8 x 1; leave them out, or start over with another --workdir or store\.$"
     with pytest.raises(DataError, match=advice):
-        take(tree, size_px=8)
-    assert take(tree) == before
+        run_ingest(tree, size_px=8)
+    assert run_ingest(tree) == before
     elsewhere = DataSettings(source=f"folder:{tree}", size_px=8)
     assert ingest(elsewhere, (tmp_path / "elsewhere").as_uri()).shape == (8, 8, 1)
 
@@ -164,14 +164,14 @@ def test_digest_depends_only_on_the_content(tree, tmp_path: Path) -> None:
     assert digest("here") != digest("elsewhere", size_px=7)
 
 
-def test_damaged_store_is_reported(tree, take, draw, tmp_path: Path) -> None:
-    take(tree)
+def test_damaged_store_is_reported(tree, run_ingest, draw, tmp_path: Path) -> None:
+    run_ingest(tree)
     (tree / "1" / "new.png").write_bytes(draw(1000))
     (ledger,) = (tmp_path / "store" / "datasets" / "tree" / "ledgers").iterdir()
     ledger.write_bytes(ledger.read_bytes()[:-1])
     with pytest.raises(IntegrityError, match=r"\.sqlite is damaged"):
-        take(tree)
+        run_ingest(tree)
     head = tmp_path / "store" / "datasets" / "tree" / "head.json"
     head.write_text("{}")
     with pytest.raises(IntegrityError, match=r"head\.json is not a valid dataset head"):
-        take(tree)
+        run_ingest(tree)

@@ -17,8 +17,8 @@ from evernear.data.sources.folder import Folder
 from evernear.errors import DataError, SettingsError, StoreError
 
 
-def test_folder_tree_becomes_a_dataset(tree, take, contents, digest_of) -> None:
-    manifest = take(tree)
+def test_folder_tree_becomes_a_dataset(tree, run_ingest, contents, digest_of) -> None:
+    manifest = run_ingest(tree)
     images = contents(manifest)
     assert manifest.name == "tree"
     assert manifest.shape == (5, 6, 1)
@@ -32,18 +32,18 @@ def test_folder_tree_becomes_a_dataset(tree, take, contents, digest_of) -> None:
     assert set(images.split.values()) == {"train", "test", "gallery", "query"}
 
 
-def test_order_mixes_the_classes(tree, take, contents) -> None:
-    labels = list(contents(take(tree)).label.values())
+def test_order_mixes_the_classes(tree, run_ingest, contents) -> None:
+    labels = list(contents(run_ingest(tree)).label.values())
     changes = sum(a != b for a, b in pairwise(labels))
     assert changes > 60  # of 119 pairs; sorted by class, each split would have about 2
 
 
-def test_shard_size_is_bounded(tmp_path: Path, take, draw, contents) -> None:
+def test_shard_size_is_bounded(tmp_path: Path, run_ingest, draw, contents) -> None:
     for number in range(40):
         path = tmp_path / "big" / str(number % 2) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(draw(number, (100, 100)))
-    manifest = take(tmp_path / "big", shard_size_bytes=2**16)
+    manifest = run_ingest(tmp_path / "big", shard_size_bytes=2**16)
     assert len(manifest.shards) > 6
     assert max(shard.size_bytes for shard in manifest.shards) <= 2**16
     files = list((tmp_path / "store" / "datasets" / "big" / "shards").iterdir())
@@ -51,12 +51,12 @@ def test_shard_size_is_bounded(tmp_path: Path, take, draw, contents) -> None:
     assert len(contents(manifest)) == 40
 
 
-def test_image_larger_than_a_shard_is_named(tree, take) -> None:
+def test_image_larger_than_a_shard_is_named(tree, run_ingest) -> None:
     with pytest.raises(DataError, match="more than a shard"):
-        take(tree, size_px=300)
+        run_ingest(tree, size_px=300)
 
 
-def test_images_are_converted_to_one_shape(tmp_path: Path, take, draw, contents) -> None:
+def test_images_are_converted_to_one_shape(tmp_path: Path, run_ingest, draw, contents) -> None:
     root = tmp_path / "mixed"
     for name, size, mode, kind in [
         ("a/0.png", (20, 10), "RGB", "PNG"),
@@ -67,7 +67,7 @@ def test_images_are_converted_to_one_shape(tmp_path: Path, take, draw, contents)
     ]:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(draw(0, size, mode, kind))
-    manifest = take(root)
+    manifest = run_ingest(root)
     assert manifest.shape == (10, 20, 3)
     assert manifest.problem_counts == {"cropped": 1, "letterboxed": 1, "upscaled": 1}
     names = {problem.kind: problem.names for problem in manifest.problems}
@@ -75,10 +75,10 @@ def test_images_are_converted_to_one_shape(tmp_path: Path, take, draw, contents)
     assert "300 x 200" in manifest.problems[0].detail
     assert Counter(contents(manifest).label.values()) == {"a": 2, "b": 3}
 
-    converted = take(root, dataset="asked", size_px=16, channels="gray")
+    converted = run_ingest(root, dataset="asked", size_px=16, channels="gray")
     assert converted.shape == (16, 16, 1)
     assert converted.problem_counts == {"cropped": 4, "letterboxed": 1, "upscaled": 4}
-    stretched = take(root, dataset="stretched", size_px=16, resize="stretch")
+    stretched = run_ingest(root, dataset="stretched", size_px=16, resize="stretch")
     assert stretched.problem_counts["stretched"] == 5
 
 
@@ -100,30 +100,30 @@ def sized(root: Path, sizes: list[tuple[int, int]]) -> Path:
     ],
 )
 def test_size_is_that_of_most_images_or_the_median(
-    sizes: list[tuple[int, int]], shape: tuple[int, int], tmp_path: Path, take
+    sizes: list[tuple[int, int]], shape: tuple[int, int], tmp_path: Path, run_ingest
 ) -> None:
-    assert take(sized(tmp_path / "images", sizes), shard_size_bytes=2**20).shape[:2] == shape
+    assert run_ingest(sized(tmp_path / "images", sizes), shard_size_bytes=2**20).shape[:2] == shape
 
 
 @pytest.mark.parametrize(("modes", "channels"), [("RGB L L L I;16", 1), ("L RGB RGB P", 3), ("L LA RGB RGB", 3)])
-def test_dataset_is_gray_if_most_images_are(modes: str, channels: int, tmp_path: Path, take) -> None:
+def test_dataset_is_gray_if_most_images_are(modes: str, channels: int, tmp_path: Path, run_ingest) -> None:
     for number, mode in enumerate(modes.split()):
         path = tmp_path / "images" / "ab"[number % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new(mode, (6, 5), number).save(path)
-    assert take(tmp_path / "images").shape == (5, 6, channels)
+    assert run_ingest(tmp_path / "images").shape == (5, 6, channels)
 
 
-def test_later_ingest_keeps_size_and_resizing(tmp_path: Path, take) -> None:
-    first = take(sized(tmp_path / "images", 4 * [(20, 10)]), resize="letterbox")
-    second = take(sized(tmp_path / "images", 4 * [(20, 10)] + 9 * [(40, 40)]))
+def test_later_ingest_keeps_size_and_resizing(tmp_path: Path, run_ingest) -> None:
+    first = run_ingest(sized(tmp_path / "images", 4 * [(20, 10)]), resize="letterbox")
+    second = run_ingest(sized(tmp_path / "images", 4 * [(20, 10)] + 9 * [(40, 40)]))
     assert (second.shape, second.resize) == (first.shape, "letterbox")
     assert second.problem_counts == {"letterboxed": 9}
     with pytest.raises(DataError, match=r"resized by data\.resize=letterbox, and the settings ask for crop"):
-        take(tmp_path / "images", resize="crop")
+        run_ingest(tmp_path / "images", resize="crop")
 
 
-def test_memory_does_not_grow_with_image_size(tmp_path: Path, take) -> None:
+def test_memory_does_not_grow_with_image_size(tmp_path: Path, run_ingest) -> None:
     """80 images of 3 MB each would need several times 240 MB at once."""
     for number in range(80):
         path = tmp_path / "large" / str(number % 2) / f"{number}.png"
@@ -131,7 +131,7 @@ def test_memory_does_not_grow_with_image_size(tmp_path: Path, take) -> None:
         Image.new("RGB", (1000, 1000), (number, 0, 255)).save(path)
     tracemalloc.start()
     try:
-        manifest = take(tmp_path / "large", shard_size_bytes=2**25, decode_threads=2)
+        manifest = run_ingest(tmp_path / "large", shard_size_bytes=2**25, decode_threads=2)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -139,7 +139,7 @@ def test_memory_does_not_grow_with_image_size(tmp_path: Path, take) -> None:
     assert peak_bytes < 160 * 2**20
 
 
-def test_explicit_splits_are_preserved(tmp_path: Path, take, draw, contents, digest_of) -> None:
+def test_explicit_splits_are_preserved(tmp_path: Path, run_ingest, draw, contents, digest_of) -> None:
     root = tmp_path / "given"
     expected: dict[bytes, str] = {}
     for number in range(60):
@@ -148,10 +148,10 @@ def test_explicit_splits_are_preserved(tmp_path: Path, take, draw, contents, dig
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(draw(number))
         expected[digest_of(path.read_bytes())] = split
-    assert contents(take(root)).split == expected
+    assert contents(run_ingest(root)).split == expected
 
 
-def test_missing_splits_are_taken_from_train(tmp_path: Path, take, draw, contents, digest_of) -> None:
+def test_missing_splits_are_taken_from_train(tmp_path: Path, run_ingest, draw, contents, digest_of) -> None:
     root = tmp_path / "given"
     tests: set[bytes] = set()
     for number in range(200):
@@ -161,122 +161,122 @@ def test_missing_splits_are_taken_from_train(tmp_path: Path, take, draw, content
         path.write_bytes(draw(number))
         if split == "test":
             tests.add(digest_of(path.read_bytes()))
-    images = contents(take(root, gallery_fraction=0.3, query_fraction=0.2))
+    images = contents(run_ingest(root, gallery_fraction=0.3, query_fraction=0.2))
     assert {digest for digest, split in images.split.items() if split == "test"} == tests
     counts = Counter(images.split.values())
     assert 25 <= counts["gallery"] <= 75
     assert 15 <= counts["query"] <= 55
 
 
-def test_explicit_splits_require_train(tmp_path: Path, take, draw) -> None:
+def test_explicit_splits_require_train(tmp_path: Path, run_ingest, draw) -> None:
     path = tmp_path / "tree" / "test" / "a" / "0.png"
     path.parent.mkdir(parents=True)
     path.write_bytes(draw(0))
     with pytest.raises(DataError, match="no train folder"):
-        take(tmp_path / "tree")
+        run_ingest(tmp_path / "tree")
 
 
 @pytest.mark.parametrize(
     ("folders", "wrong"), [(("train", "val"), "val"), (("Test", "Train"), "Test, Train"), (("test", "train", "x"), "x")]
 )
 def test_unknown_split_names_are_not_treated_as_classes(
-    tmp_path: Path, take, draw, folders: tuple[str, ...], wrong: str
+    tmp_path: Path, run_ingest, draw, folders: tuple[str, ...], wrong: str
 ) -> None:
     for number in range(40):
         path = tmp_path / "tree" / folders[number % len(folders)] / "ab"[number % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(draw(number))
     with pytest.raises(DataError, match=rf"as if splits were given.*; rename, move or remove {wrong}\.$"):
-        take(tmp_path / "tree")
+        run_ingest(tmp_path / "tree")
 
 
-def test_class_may_have_the_name_of_a_split(tree, take) -> None:
+def test_class_may_have_the_name_of_a_split(tree, run_ingest) -> None:
     (tree / "1").rename(tree / "train")
-    assert take(tree).labels == ("2", "10", "train")
+    assert run_ingest(tree).labels == ("2", "10", "train")
 
 
 @pytest.mark.parametrize(
     "name", ["a.PNG", "a.JpEg", "a.jfif", "a.jpe", "a b.png", "\xfc\u732b.png", "a\nb.png", "x" * 251 + ".png"]
 )
-def test_unusual_names_are_accepted(tree, take, draw, contents, name: str) -> None:
+def test_unusual_names_are_accepted(tree, run_ingest, draw, contents, name: str) -> None:
     (tree / "1" / name).write_bytes(draw(1000))
     (tree / "1" / "deeper" / "still").mkdir(parents=True)
     (tree / "1" / "deeper" / "still" / name).write_bytes(draw(1001))
-    manifest = take(tree)
+    manifest = run_ingest(tree)
     assert manifest.problem_counts == {}
     assert len(contents(manifest)) == 122
 
 
-def test_dangling_link_is_named(tree, take) -> None:
+def test_dangling_link_is_named(tree, run_ingest) -> None:
     (tree / "1" / "linked.png").symlink_to(tree / "1" / "000.png")
     (tree / "1" / ".#lock.png").symlink_to("somebody")
-    assert take(tree).problem_counts == {"duplicate": 1}
+    assert run_ingest(tree).problem_counts == {"duplicate": 1}
     (tree / "1" / "linked.png").unlink()
     (tree / "1" / "linked.png").symlink_to(tree / "unmounted" / "000.png")
     with pytest.raises(StoreError, match=r"1/linked\.png cannot be read or written: No such file"):
-        take(tree)
+        run_ingest(tree)
 
 
-def test_unreadable_directory_is_reported(take) -> None:
+def test_unreadable_directory_is_reported(run_ingest) -> None:
     for kind in ("folder", "mnist"):
         with pytest.raises(StoreError, match=r"^/x+ cannot be read or written: File name too long\.$"):
-            take(f"{kind}:/{'x' * 300}")
+            run_ingest(f"{kind}:/{'x' * 300}")
 
 
-def test_files_with_other_extensions_are_skipped(tree, take) -> None:
-    before = take(tree)
+def test_files_with_other_extensions_are_skipped(tree, run_ingest) -> None:
+    before = run_ingest(tree)
     (tree / "1" / "notes.txt").write_text("notes")
     (tree / "1" / "._000.png").write_text("a Mac's fork")
     Path(os.fsdecode(os.fsencode(tree / "1") + b"/\xff.txt")).write_text("notes")
     (tree / ".git").mkdir()
     (tree / ".git" / "config").write_text("x")
     (tree / "screenshot.png").write_text("x")
-    assert take(tree) == before
+    assert run_ingest(tree) == before
 
 
-def test_files_without_extension_are_recognized_by_content(tree, take, draw, contents) -> None:
+def test_files_without_extension_are_recognized_by_content(tree, run_ingest, draw, contents) -> None:
     for number, kind in enumerate(("PNG", "JPEG", "WEBP")):
         (tree / "1" / f"{number:032x}").write_bytes(draw(500 + number, kind=kind))
     (tree / "2" / "README").write_text("Digits, drawn by hand.")
     (tree / ".git").mkdir()
     (tree / ".git" / "HEAD").write_text("ref: refs/heads/main")
-    manifest = take(tree)
+    manifest = run_ingest(tree)
     assert len(contents(manifest)) == 123
     (problem,) = manifest.problems
     assert (problem.kind, problem.names) == ("undecodable", ("2/README",))
     assert problem.detail == "2/README is not a PNG, JPEG or WebP image."
 
 
-def test_hidden_class_folder_is_named(tree, take, draw, contents) -> None:
+def test_hidden_class_folder_is_named(tree, run_ingest, draw, contents) -> None:
     for name in (".net", ".empty", os.fsdecode(b".\xff")):
         (tree / name / "deeper").mkdir(parents=True)
     (tree / ".net" / "deeper" / "1.png").write_bytes(draw(500))
     (tree / os.fsdecode(b".\xff") / "1.png").write_bytes(draw(501))
-    manifest = take(tree)
+    manifest = run_ingest(tree)
     assert len(contents(manifest)) == 120
     assert manifest.problem_counts == {"hidden_folder": 2}
     assert [problem.names for problem in manifest.problems] == [(".\\xff",), (".net",)]
     (tree / ".net").rename(tree / "dotnet")
     (tree / os.fsdecode(b".\xff")).rename(tree / "other")
-    assert take(tree).problem_counts == {}
+    assert run_ingest(tree).problem_counts == {}
 
 
-def test_hidden_class_folder_in_an_explicit_split_is_named(tmp_path: Path, take, draw) -> None:
+def test_hidden_class_folder_in_an_explicit_split_is_named(tmp_path: Path, run_ingest, draw) -> None:
     for number, name in enumerate(["train/a", "train/b", "train/.c", "test/a", "test/b", ".old/a"] * 2):
         path = tmp_path / "given" / name / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(draw(number))
-    manifest = take(tmp_path / "given")
+    manifest = run_ingest(tmp_path / "given")
     assert [problem.names for problem in manifest.problems if problem.kind == "hidden_folder"] == [
         (".old",),
         ("train/.c",),
     ]
 
 
-def test_expensive_file_is_reported_like_a_broken_one(tree, take, contents) -> None:
+def test_expensive_file_is_reported_like_a_broken_one(tree, run_ingest, contents) -> None:
     for name, bomb in hostile.REFUSED.items():
         (tree / "1" / f"{name}.jpg").write_bytes(bomb.make())
-    manifest = take(tree)
+    manifest = run_ingest(tree)
     assert len(contents(manifest)) == 120
     assert manifest.problem_counts == {"undecodable": len(hostile.REFUSED)}
     details = {problem.names[0]: problem.detail for problem in manifest.problems}
@@ -284,7 +284,7 @@ def test_expensive_file_is_reported_like_a_broken_one(tree, take, contents) -> N
         assert bomb.sentence in details[f"1/{name}.jpg"]
 
 
-def test_number_of_large_images_decoded_at_once_is_bounded(tree, take, draw, monkeypatch) -> None:
+def test_number_of_large_images_decoded_at_once_is_bounded(tree, run_ingest, draw, monkeypatch) -> None:
     for number in range(24):
         (tree / "1" / f"large-{number}.png").write_bytes(draw(1000 + number, (100, 100)))
     lock, now, most = threading.Lock(), 0, 0
@@ -300,7 +300,7 @@ def test_number_of_large_images_decoded_at_once_is_bounded(tree, take, draw, mon
         return image
 
     monkeypatch.setattr("evernear.data.decoding.decode_inspected", counting)
-    assert take(tree, max_pixels=10_000, decode_threads=16).problem_counts == {"cropped": 24}
+    assert run_ingest(tree, max_pixels=10_000, decode_threads=16).problem_counts == {"cropped": 24}
     assert 0 < most <= 4 * 10_000
 
 
@@ -330,7 +330,7 @@ def test_broken_files_are_named_and_the_others_are_ingested(tree, take, contents
     (tree / "1" / "cut.png").write_bytes(draw(500)[:50])
     (tree / "2" / "words.png").write_text("no image")
     (tree / "2" / "picture.gif").write_bytes(draw(501, kind="GIF"))
-    manifest = take(tree)
+    manifest = run_ingest(tree)
     assert len(contents(manifest)) == 120
     assert manifest.problem_counts == {"undecodable": 3}
     details = {problem.names: problem.detail for problem in manifest.problems}
@@ -341,46 +341,46 @@ def test_broken_files_are_named_and_the_others_are_ingested(tree, take, contents
     (tree / "1" / "cut.png").write_bytes(draw(500))
     (tree / "2" / "words.png").unlink()
     (tree / "2" / "picture.gif").unlink()
-    mended = take(tree)
+    mended = run_ingest(tree)
     assert mended.problem_counts == {}
     assert len(contents(mended)) == 121
 
 
-def test_decompression_bomb_is_rejected_by_its_header(tree, take, draw) -> None:
+def test_decompression_bomb_is_rejected_by_its_header(tree, run_ingest, draw) -> None:
     (tree / "1" / "bomb.png").write_bytes(draw(7, (200, 100)))
-    manifest = take(tree, max_pixels=10_000)
+    manifest = run_ingest(tree, max_pixels=10_000)
     assert manifest.problem_counts == {"undecodable": 1}
     assert "200 x 100 pixels, 10000 are allowed" in manifest.problems[0].detail
     # A broken file is read again, because the cause may have been temporary.
-    assert take(tree, max_pixels=20_000).problem_counts == {"cropped": 1}
+    assert run_ingest(tree, max_pixels=20_000).problem_counts == {"cropped": 1}
 
 
-def test_all_problems_are_counted_and_fatal_ones_listed(tree, take, draw) -> None:
+def test_all_problems_are_counted_and_fatal_ones_listed(tree, run_ingest, draw) -> None:
     for number in range(1100):
         (tree / "1" / f"words-{number}.png").write_text(str(number))
     for number in range(30):
         (tree / "1" / f"large-{number}.png").write_bytes(draw(1000 + number, (9, 9)))
-    manifest = take(tree)
+    manifest = run_ingest(tree)
     assert manifest.problem_counts == {"undecodable": 1100, "cropped": 30}
     assert Counter(problem.kind for problem in manifest.problems) == {"undecodable": 1000, "cropped": 20}
 
 
-def test_duplicate_is_ingested_once(tree, take, contents) -> None:
+def test_duplicate_is_ingested_once(tree, run_ingest, contents) -> None:
     (tree / "1" / "copy.png").write_bytes((tree / "1" / "000.png").read_bytes())
-    manifest = take(tree)
+    manifest = run_ingest(tree)
     assert len(contents(manifest)) == 120
     assert manifest.problem_counts == {"duplicate": 1}
     assert manifest.problems[0].names == ("1/000.png", "1/copy.png")
 
 
-def test_image_in_two_splits_is_held_out(tmp_path: Path, take, draw, contents, digest_of) -> None:
+def test_image_in_two_splits_is_held_out(tmp_path: Path, run_ingest, draw, contents, digest_of) -> None:
     root = tmp_path / "given"
     for number in range(30):
         for split in ("train", "test") if number == 7 else ("train",) if number % 3 else ("test",):
             path = root / split / "ab"[number % 2] / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(draw(number))
-    manifest = take(root)
+    manifest = run_ingest(root)
     images = contents(manifest)
     assert len(images) == 30
     assert images.split[digest_of(draw(7))] == "test"
@@ -388,13 +388,15 @@ def test_image_in_two_splits_is_held_out(tmp_path: Path, take, draw, contents, d
     assert manifest.problems[0].names == ("test/b/7.png", "train/b/7.png")
 
 
-def test_image_with_conflicting_labels_is_excluded_until_they_agree(tree, take, contents, draw, digest_of) -> None:
-    clean = take(tree)
+def test_image_with_conflicting_labels_is_excluded_until_they_agree(
+    tree, run_ingest, contents, draw, digest_of
+) -> None:
+    clean = run_ingest(tree)
     image = (tree / "1" / "000.png").read_bytes()
     (tree / "2" / "again.png").write_bytes(image)
     (tree / "2" / "new.png").write_bytes(draw(900))
     (tree / "10" / "new.png").write_bytes(draw(900))
-    manifest = take(tree)
+    manifest = run_ingest(tree)
     images = contents(manifest)
     assert manifest.problem_counts == {"conflicting_labels": 2}
     assert {problem.names for problem in manifest.problems} == {
@@ -406,7 +408,7 @@ def test_image_with_conflicting_labels_is_excluded_until_they_agree(tree, take, 
 
     (tree / "1" / "000.png").unlink()
     (tree / "2" / "new.png").unlink()
-    settled = take(tree)
+    settled = run_ingest(tree)
     images = contents(settled)
     assert settled.problem_counts == {}
     assert images.label[digest_of(image)] == "2"
@@ -415,72 +417,72 @@ def test_image_with_conflicting_labels_is_excluded_until_they_agree(tree, take, 
     assert len(images) == 121
 
 
-def test_constant_image_is_reported(tree, take) -> None:
+def test_constant_image_is_reported(tree, run_ingest) -> None:
     Image.new("L", (6, 5), 7).save(tree / "1" / "flat.png")
-    manifest = take(tree)
+    manifest = run_ingest(tree)
     assert manifest.problem_counts == {"constant_image": 1}
     assert manifest.problems[0].detail == "1/flat.png has one value in all its pixels."
 
 
-def test_empty_class_folder_is_reported(tree, take) -> None:
+def test_empty_class_folder_is_reported(tree, run_ingest) -> None:
     (tree / "3").mkdir()
-    manifest = take(tree)
+    manifest = run_ingest(tree)
     assert manifest.labels == ("1", "2", "10")
     assert manifest.problems[0].kind == "tiny_class"
     assert manifest.problems[0].names == ("3",)
 
 
 @pytest.mark.parametrize("source", ["nowhere", "empty", "flat"])
-def test_empty_source_is_reported(tmp_path: Path, take, draw, source: str) -> None:
+def test_empty_source_is_reported(tmp_path: Path, run_ingest, draw, source: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "flat").mkdir()
     (tmp_path / "flat" / "0.png").write_bytes(draw(0))
     with pytest.raises(DataError, match=r"no image in a class folder|no directory"):
-        take(tmp_path / source)
+        run_ingest(tmp_path / source)
     assert not list((tmp_path).glob("store/datasets/**/*.json"))
 
 
-def test_single_class_is_reported(tmp_path: Path, take, draw) -> None:
+def test_single_class_is_reported(tmp_path: Path, run_ingest, draw) -> None:
     (tmp_path / "tree" / "only").mkdir(parents=True)
     (tmp_path / "tree" / "only" / "0.png").write_bytes(draw(0))
     with pytest.raises(DataError, match=r"one class only \('only'\); a recognizer needs at least two"):
-        take(tmp_path / "tree")
+        run_ingest(tmp_path / "tree")
 
 
-def test_source_without_decodable_images_is_reported(tmp_path: Path, take) -> None:
+def test_source_without_decodable_images_is_reported(tmp_path: Path, run_ingest) -> None:
     for label in "ab":
         (tmp_path / "tree" / label).mkdir(parents=True)
         (tmp_path / "tree" / label / "0.png").write_text("words")
     with pytest.raises(DataError, match=r"No image in folder:.*tree can be decoded; the first: a/0.png is not"):
-        take(tmp_path / "tree")
+        run_ingest(tmp_path / "tree")
 
 
-def test_file_name_in_invalid_utf8_is_reported(tree, take) -> None:
+def test_file_name_in_invalid_utf8_is_reported(tree, run_ingest) -> None:
     Path(os.fsdecode(os.fsencode(tree / "1") + b"/\xff.png")).write_bytes(b"x")
     with pytest.raises(DataError, match="not UTF-8; rename"):
-        take(tree)
+        run_ingest(tree)
 
 
-def test_folder_name_in_invalid_utf8_is_reported(tree, take) -> None:
+def test_folder_name_in_invalid_utf8_is_reported(tree, run_ingest) -> None:
     Path(os.fsdecode(os.fsencode(tree) + b"/\xff")).mkdir()
     with pytest.raises(DataError, match="not UTF-8; rename"):
-        take(tree)
+        run_ingest(tree)
 
 
 @pytest.mark.parametrize("source", ["", "digit", "folder:", "mnist:", "gs://bucket", "s3://", "s3:bucket"])
-def test_unknown_source_is_reported(take, source: str) -> None:
+def test_unknown_source_is_reported(run_ingest, source: str) -> None:
     with pytest.raises(SettingsError, match=f"no source '{source}'; known: digits, mnist"):
-        take(source)
+        run_ingest(source)
 
 
-def test_fractions_must_leave_a_train_split(tree, take) -> None:
+def test_fractions_must_leave_a_train_split(tree, run_ingest) -> None:
     with pytest.raises(SettingsError, match="nothing to train on"):
-        take(tree, test_fraction=0.5, gallery_fraction=0.3, query_fraction=0.2)
+        run_ingest(tree, test_fraction=0.5, gallery_fraction=0.3, query_fraction=0.2)
 
 
-def test_invalid_dataset_name_is_rejected(tree, take) -> None:
+def test_invalid_dataset_name_is_rejected(tree, run_ingest) -> None:
     with pytest.raises(SettingsError, match="is no name"):
-        take(tree, dataset="../x")
+        run_ingest(tree, dataset="../x")
 
 
 def test_classes_of_five_images_are_in_every_split_if_its_share_is_one(tmp_path: Path, take, draw) -> None:

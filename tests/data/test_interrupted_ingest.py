@@ -37,8 +37,8 @@ def visible_files(store: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("file_size_bytes", [2**14, 2**16, 2**17])
-def test_full_disk_leaves_the_last_snapshot(tree, take, draw, tmp_path: Path, file_size_bytes: int) -> None:
-    first = take(tree)
+def test_full_disk_leaves_the_last_snapshot(tree, run_ingest, draw, tmp_path: Path, file_size_bytes: int) -> None:
+    first = run_ingest(tree)
     for number in range(1000, 2000):
         (tree / "1" / f"{number}.png").write_bytes(draw(number))
     full = subprocess.run(
@@ -50,7 +50,7 @@ def test_full_disk_leaves_the_last_snapshot(tree, take, draw, tmp_path: Path, fi
     head = json.loads((tmp_path / "store" / "datasets" / "tree" / "head.json").read_text())
     assert head == {"digest": first.digest}
     assert not [path for path in (tmp_path / "store").rglob(".*.*") if path.is_file()]
-    assert take(tree, shard_size_bytes=2**18).count("train") > first.count("train")
+    assert run_ingest(tree, shard_size_bytes=2**18).count("train") > first.count("train")
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_killed_ingest_can_be_repeated(tmp_path: Path, draw, after_shards: int, 
     assert len(contents(manifest)) == 300
 
 
-def test_slower_of_two_concurrent_ingests_fails(tree, take, draw, monkeypatch) -> None:
-    first = take(tree)
+def test_slower_of_two_concurrent_ingests_fails(tree, run_ingest, draw, monkeypatch) -> None:
+    first = run_ingest(tree)
     (tree / "1" / "new.png").write_bytes(draw(1000))
     real_put = open_store(first.store_uri).__class__.put_if
     raced: list[Manifest] = []
@@ -96,13 +96,13 @@ def test_slower_of_two_concurrent_ingests_fails(tree, take, draw, monkeypatch) -
         if key.endswith("head.json") and not raced:
             (tree / "1" / "newer.png").write_bytes(draw(1001))
             raced.append(first)
-            raced.append(take(tree))
+            raced.append(run_ingest(tree))
         return real_put(store, key, data, etag)
 
     monkeypatch.setattr("evernear.store.FileStore.put_if", slow)
     with pytest.raises(ConflictError, match="Another ingest of the dataset 'tree' finished meanwhile; run again"):
-        take(tree)
-    assert take(tree) == raced[1]
+        run_ingest(tree)
+    assert run_ingest(tree) == raced[1]
 
 
 def with_small_disk(script: str, mount: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -111,12 +111,12 @@ def with_small_disk(script: str, mount: Path, *arguments: str) -> subprocess.Com
     prepare = f"mount -t tmpfs -o size=1m none '{mount}' || exit 77\n"
     command = ["unshare", "--map-root-user", "--mount", "sh", "-c", prepare + script, "sh", *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
+        completed = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
         pytest.skip("there is no unshare here")
-    if done.returncode == 77 or "unshare" in done.stderr:
+    if completed.returncode == 77 or "unshare" in completed.stderr:
         pytest.skip("no disk can be mounted here")
-    return done
+    return completed
 
 
 def test_full_store_disk_is_reported(tmp_path: Path, draw) -> None:
@@ -131,9 +131,9 @@ def test_full_store_disk_is_reported(tmp_path: Path, draw) -> None:
     mount -o remount,size=16m none '{store}'
     "$@"; echo "status $?"
     """
-    done = with_small_disk(script, store, *child(f"folder:{tmp_path / 'tree'}", store, 2**18))
-    sentence, refused, digest, well = done.stdout.splitlines()
-    assert done.stderr == ""
+    completed = with_small_disk(script, store, *child(f"folder:{tmp_path / 'tree'}", store, 2**18))
+    sentence, refused, digest, well = completed.stdout.splitlines()
+    assert completed.stderr == ""
     assert sentence.startswith(f"The disk that holds {store}/datasets/tree/shards/")
     assert sentence.endswith("is full; free some space and run again.")
     assert (refused, well) == ("status 4", "status 0")
@@ -151,9 +151,9 @@ def test_full_temporary_directory_is_reported(tmp_path: Path, draw) -> None:
     ls -A '{scratch}'
     """
     arguments = child(f"folder:{tmp_path / 'tree'}", tmp_path / "store", 2**24)
-    done = with_small_disk(script, scratch, *arguments)
-    sentence, status = done.stdout.splitlines()
-    assert done.stderr == ""
+    completed = with_small_disk(script, scratch, *arguments)
+    sentence, status = completed.stdout.splitlines()
+    assert completed.stderr == ""
     assert sentence.startswith(f"The disk that holds {scratch}/evernear-ingest-")
     assert status == "status 4"
     assert not list((tmp_path / "store").rglob("*.json"))

@@ -13,14 +13,14 @@ from evernear.store import open_store
 
 
 @pytest.fixture
-def dataset(tmp_path: Path, take, draw) -> Dataset:
+def dataset(tmp_path: Path, run_ingest, draw) -> Dataset:
     """600 images in several shards per split."""
     root = tmp_path / "set"
     for number in range(600):
         path = root / str(number % 3) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(draw(number, (30, 30)))
-    save_manifest(take(root, test_fraction=0.2), tmp_path / "artifact")
+    save_manifest(run_ingest(root, test_fraction=0.2), tmp_path / "artifact")
     dataset = Dataset.open(tmp_path / "artifact")
     assert sum(shard.split == "train" for shard in dataset.manifest.shards) > 3
     return dataset
@@ -100,12 +100,12 @@ def test_mean_and_deviation_match_the_pixels(dataset: Dataset) -> None:
     assert std == pytest.approx((pixels.std(),), rel=1e-9)
 
 
-def test_mean_and_deviation_are_per_channel(tmp_path: Path, take, draw) -> None:
+def test_mean_and_deviation_are_per_channel(tmp_path: Path, run_ingest, draw) -> None:
     for number in range(40):
         path = tmp_path / "set" / str(number % 2) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(draw(number, mode="RGB"))
-    manifest = take(tmp_path / "set")
+    manifest = run_ingest(tmp_path / "set")
     dataset = Dataset(manifest, open_store(manifest.store_uri))
     pixels = np.concatenate([block.images for block in dataset.blocks("train")]) / 255
     mean, std = dataset.mean_std()
@@ -113,12 +113,12 @@ def test_mean_and_deviation_are_per_channel(tmp_path: Path, take, draw) -> None:
     assert std == pytest.approx(tuple(pixels.std(axis=(0, 1, 2))))
 
 
-def test_constant_channel_has_zero_deviation(tmp_path: Path, take) -> None:
+def test_constant_channel_has_zero_deviation(tmp_path: Path, run_ingest) -> None:
     for number in range(40):
         path = tmp_path / "set" / str(number % 2) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (11, 7), (number, 251, 252)).save(path)
-    manifest = take(tmp_path / "set")
+    manifest = run_ingest(tmp_path / "set")
     mean, std = Dataset(manifest, open_store(manifest.store_uri)).mean_std()
     assert mean[1:] == pytest.approx((251 / 255, 252 / 255))
     assert std[1:] == pytest.approx((0, 0), abs=1e-6)

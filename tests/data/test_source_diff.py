@@ -31,16 +31,16 @@ def count(tmp_path: Path) -> Count:
     return count
 
 
-def test_ingested_source_has_no_changes(tree: Path, take, count: Count) -> None:
+def test_ingested_source_has_no_changes(tree: Path, run_ingest, count: Count) -> None:
     (tree / "1" / "broken.png").write_text("no image")
     (tree / "1" / "notes.txt").write_text("nor that")
-    diff = count(tree, take(tree))
+    diff = count(tree, run_ingest(tree))
     assert (diff.listed, diff.new, diff.gone) == (121, 0, 0)
     assert diff.expected("train") == diff.expected("gallery") == 0
 
 
-def test_new_changed_and_removed_files_are_distinguished(tree: Path, take, draw, count: Count) -> None:
-    manifest = take(tree)
+def test_new_changed_and_removed_files_are_distinguished(tree: Path, run_ingest, draw, count: Count) -> None:
+    manifest = run_ingest(tree)
     (tree / "2" / "new.png").write_bytes(draw(1000))
     (tree / "3").mkdir()
     for number in range(12):
@@ -52,20 +52,20 @@ def test_new_changed_and_removed_files_are_distinguished(tree: Path, take, draw,
     assert diff.labels == {"1": 1, "2": 1, "3": 12}
 
 
-def test_diff_reads_no_image(tree: Path, take, count: Count) -> None:
-    manifest = take(tree)
+def test_diff_reads_no_image(tree: Path, run_ingest, count: Count) -> None:
+    manifest = run_ingest(tree)
     with (tree / "2" / "new.png").open("wb") as file:
         file.truncate(100 * 2**30)  # a sparse file, which takes minutes to read
     assert count(tree, manifest).new == 1
 
 
-def test_expected_splits_match_those_of_ingest(tree: Path, take, draw, count: Count) -> None:
+def test_expected_splits_match_those_of_ingest(tree: Path, run_ingest, draw, count: Count) -> None:
     """600 new images are split by content: expected and actual counts agree within chance."""
-    manifest = take(tree)
+    manifest = run_ingest(tree)
     for number in range(600):
         (tree / "1" / f"more-{number}.png").write_bytes(draw(5000 + number))
     diff = count(tree, manifest)
-    after = take(tree)
+    after = run_ingest(tree)
     for split in ("train", "test", "gallery", "query"):
         came = after.count(split) - manifest.count(split)
         # Five standard deviations of a binomial count.
@@ -74,7 +74,7 @@ def test_expected_splits_match_those_of_ingest(tree: Path, take, draw, count: Co
     assert sum(diff.expected(split) for split in ("train", "test", "gallery", "query")) == pytest.approx(600)
 
 
-def test_explicit_splits_are_counted_exactly(tmp_path: Path, take, draw, count: Count) -> None:
+def test_explicit_splits_are_counted_exactly(tmp_path: Path, run_ingest, draw, count: Count) -> None:
     root = tmp_path / "given"
 
     def add(split: str, numbers: range) -> None:
@@ -85,7 +85,7 @@ def test_explicit_splits_are_counted_exactly(tmp_path: Path, take, draw, count: 
 
     for first, split in enumerate(("train", "gallery", "query", "test")):
         add(split, range(first * 100, first * 100 + 20))
-    manifest = take(root)
+    manifest = run_ingest(root)
     add("train", range(1000, 1030))
     add("gallery", range(2000, 2007))
     diff = count(root, manifest)
@@ -94,11 +94,11 @@ def test_explicit_splits_are_counted_exactly(tmp_path: Path, take, draw, count: 
     assert diff.expected("query") == 0
 
 
-def test_bucket_is_counted_from_its_listing(tree: Path, take, draw, count: Count, bucket: str) -> None:
+def test_bucket_is_counted_from_its_listing(tree: Path, run_ingest, draw, count: Count, bucket: str) -> None:
     images = open_store(f"s3://{bucket}/images")
     for path in tree.rglob("0[01]*.png"):
         images.put(path.relative_to(tree).as_posix(), path)
-    manifest = take(f"s3://{bucket}/images")
+    manifest = run_ingest(f"s3://{bucket}/images")
     images.put("2/new.png", draw(1000))
     images.put("1/000.png", draw(1001))
     images.delete("1/003.png")
@@ -106,12 +106,12 @@ def test_bucket_is_counted_from_its_listing(tree: Path, take, draw, count: Count
     assert (diff.listed, diff.new, diff.gone) == (20, 2, 1)
 
 
-def test_digits_never_change(take, count: Count) -> None:
-    diff = count("digits", take("digits"))
+def test_digits_never_change(run_ingest, count: Count) -> None:
+    diff = count("digits", run_ingest("digits"))
     assert (diff.listed, diff.new, diff.gone) == (1797, 0, 0)
 
 
-def test_grown_mnist_files_are_counted_by_their_labels(tmp_path: Path, take, count: Count) -> None:
+def test_grown_mnist_files_are_counted_by_their_labels(tmp_path: Path, run_ingest, count: Count) -> None:
     def write(counts: dict[str, int]) -> None:
         for part, images in counts.items():
             labels = np.arange(images, dtype=np.uint8) % 3
@@ -121,7 +121,7 @@ def test_grown_mnist_files_are_counted_by_their_labels(tmp_path: Path, take, cou
                 (tmp_path / f"{part}-{kind}-ubyte").write_bytes(header + array.tobytes())
 
     write({"train": 200, "t10k": 40})
-    manifest = take(f"mnist:{tmp_path}")
+    manifest = run_ingest(f"mnist:{tmp_path}")
     write({"train": 250, "t10k": 45})
     diff = count(f"mnist:{tmp_path}", manifest)
     assert (diff.listed, diff.new, diff.gone) == (295, 55, 0)
@@ -129,16 +129,16 @@ def test_grown_mnist_files_are_counted_by_their_labels(tmp_path: Path, take, cou
     assert diff.expected("train") == pytest.approx(50 * 0.85)
 
 
-def test_without_a_snapshot_of_the_source_everything_is_new(tree: Path, take, count: Count) -> None:
-    manifest = take("digits")
+def test_without_a_snapshot_of_the_source_everything_is_new(tree: Path, run_ingest, count: Count) -> None:
+    manifest = run_ingest("digits")
     assert (count(tree, manifest).new, count(tree, manifest).gone) == (120, 0)
     assert count(tree, None).new == 120
 
 
-def test_one_listing_is_compared_with_two_snapshots(tree: Path, take, draw, tmp_path: Path) -> None:
-    first = take(tree)
+def test_one_listing_is_compared_with_two_snapshots(tree: Path, run_ingest, draw, tmp_path: Path) -> None:
+    first = run_ingest(tree)
     (tree / "2" / "a.png").write_bytes(draw(1000))
-    second = take(tree)
+    second = run_ingest(tree)
     (tree / "2" / "b.png").write_bytes(draw(1001))
     store = open_store(first.store_uri)
     ledgers = [fetch_ledger(store, manifest, tmp_path / "cache") for manifest in (first, second)]
@@ -146,8 +146,8 @@ def test_one_listing_is_compared_with_two_snapshots(tree: Path, take, draw, tmp_
     assert (older.new, newer.new) == (2, 1)
 
 
-def test_ledger_is_fetched_once_and_not_modified(tree: Path, take, count: Count, tmp_path: Path) -> None:
-    manifest = take(tree)
+def test_ledger_is_fetched_once_and_not_modified(tree: Path, run_ingest, count: Count, tmp_path: Path) -> None:
+    manifest = run_ingest(tree)
     assert count(tree, manifest).new == 0
     (cached,) = (tmp_path / "cache").iterdir()
     before = (cached.stat().st_mtime_ns, cached.read_bytes())
@@ -160,6 +160,6 @@ def test_ledger_is_fetched_once_and_not_modified(tree: Path, take, count: Count,
         count(tree, manifest)
 
 
-def test_missing_source_is_reported(tree: Path, take, count: Count) -> None:
+def test_missing_source_is_reported(tree: Path, run_ingest, count: Count) -> None:
     with pytest.raises(DataError, match="There is no directory"):
-        count(tree.parent / "elsewhere", take(tree))
+        count(tree.parent / "elsewhere", run_ingest(tree))

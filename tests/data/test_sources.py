@@ -17,8 +17,8 @@ from evernear.data.preprocess import image_digest
 from evernear.errors import DataError
 
 
-def test_digits_are_complete(take, contents) -> None:
-    manifest = take("digits")
+def test_digits_are_complete(run_ingest, contents) -> None:
+    manifest = run_ingest("digits")
     images = contents(manifest)
     bunch = load_digits()
     assert manifest.shape == (8, 8, 1)
@@ -37,7 +37,7 @@ def test_digits_are_complete(take, contents) -> None:
     assert 130 <= split_sizes["test"] <= 230
     assert 130 <= split_sizes["gallery"] <= 230
     assert 55 <= split_sizes["query"] <= 130
-    assert take("digits") == manifest
+    assert run_ingest("digits") == manifest
 
 
 def write_idx(path: Path, array: np.ndarray) -> None:
@@ -57,8 +57,8 @@ def idx(tmp_path: Path) -> Path:
     return directory
 
 
-def test_idx_files_keep_their_test_images(idx: Path, take, contents) -> None:
-    manifest = take(f"mnist:{idx}")
+def test_idx_files_keep_their_test_images(idx: Path, run_ingest, contents) -> None:
+    manifest = run_ingest(f"mnist:{idx}")
     images = contents(manifest)
     assert (manifest.name, manifest.shape, manifest.labels) == ("mnist", (4, 3, 1), tuple("01234"))
     pixels = np.frombuffer((idx / "t10k-images-idx3-ubyte").read_bytes()[16:], np.uint8).reshape(-1, 4, 3)
@@ -72,14 +72,14 @@ def test_idx_files_keep_their_test_images(idx: Path, take, contents) -> None:
     assert set(images.split.values()) == {"train", "test", "gallery", "query"}
 
 
-def test_idx_images_can_be_resized(idx: Path, take, contents) -> None:
-    same = contents(take(f"mnist:{idx}"))
-    other = contents(take(f"mnist:{idx}", dataset="other", size_px=8, channels="color"))
+def test_idx_images_can_be_resized(idx: Path, run_ingest, contents) -> None:
+    same = contents(run_ingest(f"mnist:{idx}"))
+    other = contents(run_ingest(f"mnist:{idx}", dataset="other", size_px=8, channels="color"))
     assert other.split == same.split
     assert next(iter(other.image.values())).shape == (8, 8, 3)
 
 
-def test_idx_image_in_both_parts_is_held_out(idx: Path, take, contents) -> None:
+def test_idx_image_in_both_parts_is_held_out(idx: Path, run_ingest, contents) -> None:
     train = bytearray((idx / "train-images-idx3-ubyte").read_bytes())
     test = (idx / "t10k-images-idx3-ubyte").read_bytes()
     train[16 : 16 + 12] = test[16 : 16 + 12]
@@ -87,14 +87,14 @@ def test_idx_image_in_both_parts_is_held_out(idx: Path, take, contents) -> None:
     labels = bytearray((idx / "train-labels-idx1-ubyte").read_bytes())
     labels[8] = (idx / "t10k-labels-idx1-ubyte").read_bytes()[8]
     (idx / "train-labels-idx1-ubyte").write_bytes(labels)
-    manifest = take(f"mnist:{idx}")
+    manifest = run_ingest(f"mnist:{idx}")
     assert manifest.count("test") == 50
     assert manifest.problem_counts == {"duplicate_across_splits": 1}
     assert manifest.problems[0].names == ("t10k[0]", "train[0]")
 
 
 @pytest.mark.parametrize("fault", ["absent", "short", "words", "other labels", "broken gzip"])
-def test_broken_idx_files_are_named(idx: Path, take, tmp_path: Path, fault: str) -> None:
+def test_broken_idx_files_are_named(idx: Path, run_ingest, tmp_path: Path, fault: str) -> None:
     images, labels = idx / "train-images-idx3-ubyte", idx / "train-labels-idx1-ubyte"
     match fault:
         case "absent":
@@ -108,7 +108,7 @@ def test_broken_idx_files_are_named(idx: Path, take, tmp_path: Path, fault: str)
         case _:
             images.rename(f"{images}.gz")
     with pytest.raises(DataError, match="train-images-idx3-ubyte"):
-        take(f"mnist:{idx}")
+        run_ingest(f"mnist:{idx}")
     assert not (tmp_path / "store" / "datasets" / "mnist" / "head.json").exists()
 
 
@@ -116,9 +116,9 @@ MNIST = Path(__file__).resolve().parents[2].parent / "shared/data/mnist"
 
 
 @pytest.mark.skipif(not MNIST.is_dir(), reason="the full MNIST is not here")
-def test_mnist_is_ingested_completely(take) -> None:
+def test_mnist_is_ingested_completely(run_ingest) -> None:
     started_s = time.monotonic()
-    manifest = take(f"mnist:{MNIST}", shard_size_bytes=2**25)
+    manifest = run_ingest(f"mnist:{MNIST}", shard_size_bytes=2**25)
     took_s = time.monotonic() - started_s
     assert manifest.shape == (28, 28, 1)
     assert manifest.count("test") == 10_000
@@ -150,21 +150,21 @@ def mirror(idx: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
         server.shutdown()
 
 
-def test_mnist_is_downloaded_once(take, idx: Path, mirror: HTTPServer, monkeypatch) -> None:
-    manifest = take("mnist")
-    assert manifest.digest == take(f"mnist:{idx}", dataset="direct").digest
+def test_mnist_is_downloaded_once(run_ingest, idx: Path, mirror: HTTPServer, monkeypatch) -> None:
+    manifest = run_ingest("mnist")
+    assert manifest.digest == run_ingest(f"mnist:{idx}", dataset="direct").digest
     monkeypatch.setattr("torchvision.datasets.MNIST.mirrors", [])
-    assert take("mnist") == manifest
+    assert run_ingest("mnist") == manifest
 
 
 @pytest.mark.parametrize("fault", ["no answer", "other content"])
 def test_failed_download_is_reported_and_leaves_no_files(
-    take, idx: Path, mirror: HTTPServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str
+    run_ingest, idx: Path, mirror: HTTPServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str
 ) -> None:
     if fault == "no answer":
         monkeypatch.setattr("torchvision.datasets.MNIST.mirrors", ["http://127.0.0.1:9/"])
     else:
         (idx / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(b"something else"))
     with pytest.raises(DataError, match=r"MNIST cannot be downloaded .* name a directory that holds it"):
-        take("mnist")
+        run_ingest("mnist")
     assert list((tmp_path / "cache" / "evernear").iterdir()) == []

@@ -23,29 +23,29 @@ def client() -> Minio:
     return Minio(os.environ["AWS_ENDPOINT_URL"].removeprefix("http://"), "tester", "not-a-secret", secure=False)
 
 
-def test_bucket_and_tree_give_the_same_dataset(tree, take, bucket: str, contents) -> None:
+def test_bucket_and_tree_give_the_same_dataset(tree, run_ingest, bucket: str, contents) -> None:
     (tree / "1" / "words.png").write_text("no image")
     (tree / "2" / "notes.txt").write_text("notes")
     image = min((tree / "2").glob("*.png"))
     image.rename(image.with_suffix(""))
-    here = take(tree)
+    here = run_ingest(tree)
     upload(bucket, tree, "some/images")
-    there = take(f"s3://{bucket}/some/images")
+    there = run_ingest(f"s3://{bucket}/some/images")
     assert there.name == f"{bucket}-some-images"
     assert there.digest == here.digest
     assert there.problems[0].names == ("1/words.png",)
 
 
-def test_hidden_class_folders_of_a_bucket_are_named(tree, take, bucket: str, draw) -> None:
+def test_hidden_class_folders_of_a_bucket_are_named(tree, run_ingest, bucket: str, draw) -> None:
     for name in (".net/1.png", ".net/deeper/2.png", "1/.thumbs/3.png", "1/._4.png", ".git/config"):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_bytes(draw(len(name)))
-    here = take(tree)
+    here = run_ingest(tree)
     images = client()
     for path in tree.rglob("*"):
         if path.is_file():
             images.fput_object(bucket, f"images/{path.relative_to(tree).as_posix()}", str(path))
-    there = take(f"s3://{bucket}/images")
+    there = run_ingest(f"s3://{bucket}/images")
     assert there.digest == here.digest
     assert [problem.names for problem in there.problems] == [(".net",)]
 
@@ -65,7 +65,7 @@ def test_bucket_is_ingested_incrementally_into_s3(tree, bucket: str, draw, conte
     assert ingest(slash, f"s3://{bucket}/store") == second
 
 
-def test_unusual_keys_are_read(take, draw, bucket: str, contents) -> None:
+def test_unusual_keys_are_read(run_ingest, draw, bucket: str, contents) -> None:
     names = [
         "a b",
         "a+b",
@@ -85,12 +85,12 @@ def test_unusual_keys_are_read(take, draw, bucket: str, contents) -> None:
     for number, name in enumerate(names * 2):
         data = draw(number)
         images.put_object(bucket, f"some #1?/{number // len(names)}/{name}.png", BytesIO(data), len(data))
-    manifest = take(f"s3://{bucket}/some #1?")
+    manifest = run_ingest(f"s3://{bucket}/some #1?")
     assert len(contents(manifest)) == 2 * len(names)
     assert manifest.problem_counts == {}
 
 
-def test_bucket_with_explicit_splits(tmp_path: Path, take, draw, bucket: str, contents, digest_of) -> None:
+def test_bucket_with_explicit_splits(tmp_path: Path, run_ingest, draw, bucket: str, contents, digest_of) -> None:
     store = open_store(f"s3://{bucket}")
     tests: set[bytes] = set()
     for number in range(60):
@@ -98,12 +98,12 @@ def test_bucket_with_explicit_splits(tmp_path: Path, take, draw, bucket: str, co
         store.put(f"{split}/{'ab'[number % 2]}/{number}.png", draw(number))
         if split == "test":
             tests.add(digest_of(draw(number)))
-    images = contents(take(f"s3://{bucket}"))
+    images = contents(run_ingest(f"s3://{bucket}"))
     assert {digest for digest, split in images.split.items() if split == "test"} == tests
 
 
-def test_empty_or_missing_bucket_is_reported(take, bucket: str) -> None:
+def test_empty_or_missing_bucket_is_reported(run_ingest, bucket: str) -> None:
     with pytest.raises(DataError, match=f"s3://{bucket}/images holds no image in a class folder"):
-        take(f"s3://{bucket}/images")
+        run_ingest(f"s3://{bucket}/images")
     with pytest.raises(StoreError, match="There is no bucket"):
-        take(f"s3://{bucket}-missing")
+        run_ingest(f"s3://{bucket}-missing")

@@ -18,8 +18,8 @@ def check(
     return validate(dataset, ValidationSettings.model_validate(settings), champion, classes)
 
 
-def test_valid_data_has_no_findings(tree, take) -> None:
-    report = check(take(tree), ("1", "2", "10"))
+def test_valid_data_has_no_findings(tree, run_ingest) -> None:
+    report = check(run_ingest(tree), ("1", "2", "10"))
     assert report.findings == ()
     require_valid(report)
     assert sum(report.counts["train"].values()) > 60
@@ -27,11 +27,11 @@ def test_valid_data_has_no_findings(tree, take) -> None:
     assert f"| all | {sum(report.counts['train'].values())} |" in report.markdown()
 
 
-def test_errors_stop_with_a_message_that_names_the_files(tree, take, draw) -> None:
+def test_errors_stop_with_a_message_that_names_the_files(tree, run_ingest, draw) -> None:
     (tree / "1" / "cut.png").write_bytes(draw(500)[:40])
     (tree / "2" / "words.png").write_text("no image")
     (tree / "1" / "again.png").write_bytes((tree / "2" / "001.png").read_bytes())
-    report = check(take(tree))
+    report = check(run_ingest(tree))
     with pytest.raises(DataValidationError) as caught:
         require_valid(report)
     sentence = str(caught.value)
@@ -43,10 +43,10 @@ def test_errors_stop_with_a_message_that_names_the_files(tree, take, draw) -> No
     assert "- 2/words.png is not a PNG, JPEG or WebP image." in report.markdown()
 
 
-def test_warnings_do_not_stop(tree, take, draw) -> None:
+def test_warnings_do_not_stop(tree, run_ingest, draw) -> None:
     (tree / "1" / "again.png").write_bytes((tree / "1" / "000.png").read_bytes())
     (tree / "1" / "large.png").write_bytes(draw(900, (60, 40)))
-    report = check(take(tree))
+    report = check(run_ingest(tree))
     assert [(finding.rule, finding.severity) for finding in report.findings] == [
         ("cropped", "warn"),
         ("duplicate", "warn"),
@@ -55,53 +55,53 @@ def test_warnings_do_not_stop(tree, take, draw) -> None:
     assert "| warn | duplicate | 1 image is there more than once" in report.markdown()
 
 
-def test_hidden_class_folder_is_a_warning(tree, take, draw) -> None:
+def test_hidden_class_folder_is_a_warning(tree, run_ingest, draw) -> None:
     (tree / ".net").mkdir()
     (tree / ".net" / "1.png").write_bytes(draw(500))
-    (finding,) = check(take(tree)).findings
+    (finding,) = check(run_ingest(tree)).findings
     assert (finding.rule, finding.severity, finding.names) == ("hidden_folder", "warn", (".net",))
     assert finding.message == (
         "1 class folder has a name that begins with a dot, and was left out; rename or remove .net."
     )
 
 
-def test_severities_are_configurable(tree, take) -> None:
+def test_severities_are_configurable(tree, run_ingest) -> None:
     (tree / "2" / "words.png").write_text("no image")
     (tree / "1" / "again.png").write_bytes((tree / "1" / "000.png").read_bytes())
-    manifest = take(tree)
+    manifest = run_ingest(tree)
     require_valid(check(manifest, undecodable="warn"))
     assert check(manifest, undecodable="off", duplicate="off").findings == ()
     with pytest.raises(DataValidationError, match="1 image is there more than once"):
         require_valid(check(manifest, undecodable="off", duplicate="error"))
 
 
-def test_long_lists_of_names_are_truncated(tree, take) -> None:
+def test_long_lists_of_names_are_truncated(tree, run_ingest) -> None:
     for number in range(50):
         (tree / "1" / f"w{number:02}.png").write_text(str(number))
-    (finding,) = check(take(tree)).findings
+    (finding,) = check(run_ingest(tree)).findings
     assert finding.count == 50
     assert finding.message == (
         "50 files cannot be decoded; fix or remove 1/w00.png, 1/w01.png, 1/w02.png, 1/w03.png, 1/w04.png and more."
     )
 
 
-def test_tiny_and_empty_classes_are_named_with_their_counts(tree, take, draw) -> None:
+def test_tiny_and_empty_classes_are_named_with_their_counts(tree, run_ingest, draw) -> None:
     (tree / "3").mkdir()
     (tree / "4").mkdir()
     for number in range(3):
         (tree / "4" / f"{number}.png").write_bytes(draw(800 + number))
-    report = check(take(tree))
+    report = check(run_ingest(tree))
     message = "Classes need 10 images, these have fewer: 3 (0), 4 (3); add some."
     assert ("tiny_class", "error", message) in [(f.rule, f.severity, f.message) for f in report.findings]
-    assert "tiny_class" not in {f.rule for f in check(take(tree), min_class_images=3, tiny_class="off").findings}
+    assert "tiny_class" not in {f.rule for f in check(run_ingest(tree), min_class_images=3, tiny_class="off").findings}
 
 
-def test_missing_champion_class_is_an_error(tree, take) -> None:
-    first = take(tree)
+def test_missing_champion_class_is_an_error(tree, run_ingest) -> None:
+    first = run_ingest(tree)
     for path in (tree / "2").iterdir():
         path.unlink()
     (tree / "2").rmdir()
-    second = take(tree)
+    second = run_ingest(tree)
     with pytest.raises(DataValidationError, match="The live release has the classes 2, but no image of them is left"):
         require_valid(check(second, ("1", "2", "10")))
     # A class that no release contains may be removed.
@@ -111,12 +111,12 @@ def test_missing_champion_class_is_an_error(tree, take) -> None:
     assert finding.names == ("0",)
 
 
-def test_classes_removed_or_renamed_on_purpose_have_not_vanished(tree, take) -> None:
+def test_classes_removed_or_renamed_on_purpose_have_not_vanished(tree, run_ingest) -> None:
     (tree / "2").rename(tree / "two")
     for path in (tree / "10").iterdir():
         path.unlink()
     (tree / "10").rmdir()
-    manifest, champion = take(tree), ("1", "2", "10")
+    manifest, champion = run_ingest(tree), ("1", "2", "10")
     (finding,) = check(manifest, champion).findings
     assert finding.names == ("2", "10")
     assert "run with --retire CLASS or --rename OLD=NEW" in finding.message
@@ -133,16 +133,16 @@ def test_classes_removed_or_renamed_on_purpose_have_not_vanished(tree, take) -> 
     assert messages({"2": "two", "1": "one"})[0].startswith(left)
 
 
-def test_imbalance_is_a_ratio(tree, take, draw) -> None:
+def test_imbalance_is_a_ratio(tree, run_ingest, draw) -> None:
     for number in range(100):
         (tree / "10" / f"more-{number}.png").write_bytes(draw(3000 + number))
-    manifest = take(tree)
+    manifest = run_ingest(tree)
     assert check(manifest, max_imbalance=3.5).findings == ()
     (finding,) = check(manifest, max_imbalance=3.4).findings
     assert finding.message == "Classes are out of balance: 140 images of 10, 40 of 1; more than 3.4 to 1."
 
 
-def test_empty_split_and_missing_class_are_reported(tmp_path: Path, take, draw) -> None:
+def test_empty_split_and_missing_class_are_reported(tmp_path: Path, run_ingest, draw) -> None:
     numbers = itertools.count()
     for split, label, count in [
         ("train", "a", 20),
@@ -154,7 +154,7 @@ def test_empty_split_and_missing_class_are_reported(tmp_path: Path, take, draw) 
         folder.mkdir(parents=True)
         for number in range(count):
             (folder / f"{number}.png").write_bytes(draw(next(numbers)))
-    report = check(take(tmp_path / "tree", query_fraction=0.0))
+    report = check(run_ingest(tmp_path / "tree", query_fraction=0.0))
     messages = {finding.rule: (finding.severity, finding.message) for finding in report.findings}
     assert messages == {
         "empty_split": (
@@ -173,13 +173,13 @@ def test_empty_split_and_missing_class_are_reported(tmp_path: Path, take, draw) 
     }
 
 
-def test_report_survives_unusual_names(tree, take) -> None:
+def test_report_survives_unusual_names(tree, run_ingest) -> None:
     (tree / "a|b").mkdir()
     (tree / "a|b" / "x\ny.png").write_text("words")
     (tree / "a|b" / "\x1b[31m.png").write_text("words")
     (tree / "2").rename(tree / "<b>")
     (tree / "1").rename(tree / "![x](evil.example) *_`")
-    report = check(take(tree))
+    report = check(run_ingest(tree))
     table = [line for line in report.markdown().splitlines() if line.startswith("| ")]
     assert {line.replace("\\|", "").count("|") for line in table} <= {4, 6}
     with pytest.raises(DataValidationError, match=r"fix or remove a\|b/\\x1b\[31m\.png, a\|b/x\\ny\.png\."):

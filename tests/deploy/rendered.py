@@ -49,21 +49,21 @@ def text(name: str) -> str:
     if not components:
         return build(DEPLOY / overlay)
     with tempfile.TemporaryDirectory() as directory:
-        here = Path(directory).resolve()
+        folder = Path(directory).resolve()
         kustomization = {
-            "resources": [os.path.relpath(DEPLOY / overlay, here)],
-            "components": [os.path.relpath(DEPLOY / component, here) for component in components],
+            "resources": [os.path.relpath(DEPLOY / overlay, folder)],
+            "components": [os.path.relpath(DEPLOY / component, folder) for component in components],
             "images": yaml.safe_load((DEPLOY / overlay / "kustomization.yaml").read_text()).get("images", []),
         }
-        (here / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-        return build(here)
+        (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+        return build(folder)
 
 
 def build(folder: Path) -> str:
     """Build the manifests of a folder with a kustomization."""
-    done = subprocess.run([*_kustomize(), str(folder)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    completed = subprocess.run([*_kustomize(), str(folder)], capture_output=True, text=True, timeout=120)
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
 @cache
@@ -80,8 +80,8 @@ def _kustomize() -> tuple[str, ...]:
 
 def _supports_components(kubectl: str) -> bool:
     """Whether kubectl's kustomize supports components: kubectl 1.20 (Debian 12) embeds kustomize 2 and reports none."""
-    done = subprocess.run([kubectl, "version", "--client", "--output=json"], capture_output=True, text=True)
-    return "kustomizeVersion" in done.stdout
+    completed = subprocess.run([kubectl, "version", "--client", "--output=json"], capture_output=True, text=True)
+    return "kustomizeVersion" in completed.stdout
 
 
 def named(manifests: list[Object], kind: str) -> dict[str, Object]:

@@ -22,8 +22,8 @@ LONG_RUNNING = {name: service for name, service in SERVICES.items() if "restart"
 
 def test_file_matches_the_compose_specification() -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(FILE)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed = subprocess.run(command, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
 
 
 def test_services_wait_for_healthy_dependencies() -> None:

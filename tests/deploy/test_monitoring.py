@@ -77,10 +77,10 @@ def test_panels_do_not_overlap() -> None:
     assert len({panel["title"] for panel in PANELS}) == len(PANELS)
     boxes = [panel["gridPos"] for panel in PANELS]
     assert all(box["x"] + box["w"] <= 24 for box in boxes)
-    for one, other in itertools.combinations(boxes, 2):
-        beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
-        below = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
-        assert beside or below, (one, other)
+    for first, second in itertools.combinations(boxes, 2):
+        beside = first["x"] + first["w"] <= second["x"] or second["x"] + second["w"] <= first["x"]
+        below = first["y"] + first["h"] <= second["y"] or second["y"] + second["h"] <= first["y"]
+        assert beside or below, (first, second)
 
 
 def test_dashboard_is_labeled_for_grafana_and_uses_the_chosen_datasource() -> None:

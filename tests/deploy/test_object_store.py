@@ -69,8 +69,8 @@ def identities(file: Path, *users: str, **changes: str) -> subprocess.CompletedP
 
 
 def test_users_have_the_documented_rights(tmp_path: Path) -> None:
-    done = identities(tmp_path / "s3.json", *USERS)
-    assert done.returncode == 0, done.stderr
+    completed = identities(tmp_path / "s3.json", *USERS)
+    assert completed.returncode == 0, completed.stderr
     assert (tmp_path / "s3.json").stat().st_mode & 0o077 == 0
     written = json.loads((tmp_path / "s3.json").read_text())
     assert {each["name"]: each.get("policyNames") for each in written["identities"]} == USERS
@@ -101,9 +101,9 @@ def test_users_have_the_documented_rights(tmp_path: Path) -> None:
 def test_empty_keys_and_keys_with_json_syntax_are_rejected(
     tmp_path: Path, changes: dict[str, str], sentence: str
 ) -> None:
-    done = identities(tmp_path / "s3.json", "reader", **changes)
-    assert done.returncode == 1
-    assert sentence in done.stderr
+    completed = identities(tmp_path / "s3.json", "reader", **changes)
+    assert completed.returncode == 1
+    assert sentence in completed.stderr
     assert not (tmp_path / "s3.json").exists()
 
 
@@ -137,8 +137,8 @@ def test_compose_runs_the_same_server() -> None:
 
 @contextmanager
 def trial(directory: Path, **changes: str) -> Iterator[SeaweedFS]:
-    done = identities(directory / "s3.json", *USERS, **changes)
-    assert done.returncode == 0, done.stderr
+    completed = identities(directory / "s3.json", *USERS, **changes)
+    assert completed.returncode == 0, completed.stderr
     with seaweedfs(directory / "data", directory / "s3.json") as server:
         server.make_buckets("evernear", "evernear-images")
         yield server

@@ -26,8 +26,8 @@ def test_checkov_finds_only_the_planted_violation(tmp_path: Path) -> None:
     (tmp_path / "broken.yaml").write_text(yaml.safe_dump(broken))
 
     command = [str(CHECKOV), "--directory", str(tmp_path), "--config-file", str(CONFIG)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HOME": str(tmp_path)})
-    report = json.loads(done.stdout)
+    completed = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HOME": str(tmp_path)})
+    report = json.loads(completed.stdout)
 
     failed = {(check["resource"], check["check_id"]) for check in report["results"]["failed_checks"]}
     assert {resource for resource, _ in failed} == {"Deployment.evernear.broken"}, failed

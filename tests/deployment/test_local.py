@@ -76,12 +76,12 @@ class Site:
         """Send requests continuously, all of which must succeed; yields the versions that answered."""
         failures: list[str] = []
         versions: set[str] = set()
-        done = threading.Event()
+        stop = threading.Event()
         requests = [0] * 4
 
         def hammer(number: int) -> None:
             client = Client.of(self.settings)
-            while not done.wait(0.03):
+            while not stop.wait(0.03):
                 requests[number] += 1
                 try:
                     versions.add(client.predict(self.image).version)
@@ -99,7 +99,7 @@ class Site:
                 assert time.monotonic() < deadline_s
                 time.sleep(0.01)
         finally:
-            done.set()
+            stop.set()
             for thread in threads:
                 thread.join()
         assert failures == []

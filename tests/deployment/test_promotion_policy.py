@@ -141,5 +141,5 @@ def test_registry_target_moves_the_pointer_only_to_intact_archives(tmp_path: Pat
 
 def test_deployment_imports_no_training_or_model_packages() -> None:
     script = "import sys, evernear.deployment; print({'scipy', 'sklearn', 'torch', 'faiss'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout == "set()\n", done.stderr
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert completed.stdout == "set()\n", completed.stderr

@@ -38,9 +38,9 @@ def moments(
 @pytest.mark.parametrize("elastic", [False, True])
 def test_the_same_seed_gives_the_same_images(elastic: bool) -> None:
     images = torch.randint(0, 256, (8, 3, 12, 10), dtype=torch.uint8)
-    first, again, other = (random_affine(images, generator(seed), elastic) for seed in (0, 0, 1))
+    first, again, second = (random_affine(images, generator(seed), elastic) for seed in (0, 0, 1))
     assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+    assert not torch.equal(first, second)
     assert not torch.equal(first[0] - images[0], first[1] - images[1])
 
 
@@ -86,8 +86,8 @@ def test_an_elastic_map_moves_distant_parts_independently(monkeypatch: pytest.Mo
         for offset, side in ((rows, 61), (columns, 121)):
             assert 0.25 * augmentation.BEND * side < offset.std() < augmentation.BEND * side
             assert offset.abs().max() < 1.3 * augmentation.BEND * side
-    for one, other in zip(*away, strict=True):
-        assert abs(torch.corrcoef(torch.stack([one, other]))[0, 1]) < 0.3
+    for first, second in zip(*away, strict=True):
+        assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 0.3
 
 
 def test_each_image_is_mirrored_with_a_probability_of_one_half() -> None:

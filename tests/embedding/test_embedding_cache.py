@@ -146,7 +146,7 @@ def test_a_damaged_cache_object_is_rejected(
 ) -> None:
     embed_newest(network_dir, growing, tmp_path / "first", batch_sizes)
     folder = f"embeddings/{describe_network(network_dir).sha256}/"
-    key = next(found.key for found in growing.store.list(folder))
+    key = next(result.key for result in growing.store.list(folder))
     growing.store.put(key, b"no embeddings")
     with pytest.raises(IntegrityError, match=r"has no embeddings of this network; delete it"):
         embed_newest(network_dir, growing, tmp_path / "again", batch_sizes)

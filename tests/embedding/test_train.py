@@ -53,7 +53,7 @@ def test_training_learns_and_reports_every_epoch(digits: Dataset, tiny: TrainSet
     result = train(digits, settings, tmp_path, on_epoch=seen.append, on_step=steps.append)
     per_epoch = len(steps) // 8
     assert per_epoch >= 200 // 8
-    assert steps == [Steps(done, len(steps), per_epoch) for done in range(1, len(steps) + 1)]
+    assert steps == [Steps(completed, len(steps), per_epoch) for completed in range(1, len(steps) + 1)]
     assert result.epochs == tuple(seen)
     assert [point.epoch for point in seen] == list(range(1, 9))
     assert seen[-1].gallery_accuracy > 0.95
@@ -82,7 +82,7 @@ def test_each_member_of_an_ensemble_learns_as_it_would_alone(
         one.heads[0].load_state_dict(both.heads[number].state_dict())
         one(pixels, classes, settings.margin, 0.1).backward()
         learned = [*both.network.members[number].parameters(), *both.heads[number].parameters()]
-        for ours, theirs in zip(learned, one.parameters(), strict=True):
+        for ours, theirs in zip(learned, member.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=1e-3)
 
 
@@ -423,7 +423,7 @@ def test_processes_train_together_and_divide_the_cpus(
     store = open_store((tmp_path / "store").as_uri())
     settings = two_processes.model_copy(update={"epochs": 6})
     result = train(digits, settings, tmp_path / "trained", store, on_epoch=epochs.append, on_step=steps.append)
-    assert [done for done, _, _ in steps] == list(range(1, steps[0].total + 1))
+    assert [completed for completed, _, _ in steps] == list(range(1, steps[0].total + 1))
     assert result.epochs == tuple(epochs)
     assert result.epochs[-1].gallery_accuracy > 0.7
     assert len(list(store.list("checkpoints/"))) == 1

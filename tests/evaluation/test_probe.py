@@ -60,8 +60,8 @@ def test_operating_point_is_on_the_roc_curve(open_set: OpenSet):
     assert open_set.false_accepts is not None
     assert open_set.false_rejects is not None
     points = [*zip(open_set.roc.false_accepts, open_set.roc.true_accepts, strict=True)]
-    kept = 1 - open_set.false_rejects.value
-    assert min(abs(far - open_set.false_accepts.value) + abs(tar - kept) for far, tar in points) < 0.03
+    remaining = 1 - open_set.false_rejects.value
+    assert min(abs(far - open_set.false_accepts.value) + abs(tar - remaining) for far, tar in points) < 0.03
 
 
 def test_known_images_take_precedence(open_set: OpenSet):

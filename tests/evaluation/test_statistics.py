@@ -88,10 +88,10 @@ def test_long_roc_curve_is_thinned():
 
 @given(known=DISTANCES, unknown=DISTANCES)
 def test_false_accepts_are_counted_at_the_smallest_threshold_that_accepts_enough_known(known, unknown):
-    found = false_accepts_at(known, unknown, 0.8, 0.95)
+    result = false_accepts_at(known, unknown, 0.8, 0.95)
     threshold = min(t for t in known if (known <= t).mean() >= 0.8)
-    assert found.value == (unknown <= threshold).mean()
-    assert 0 <= found.low <= found.value <= found.high <= 1
+    assert result.value == (unknown <= threshold).mean()
+    assert 0 <= result.low <= result.value <= result.high <= 1
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -100,8 +100,8 @@ def test_the_interval_of_false_accepts_covers_the_truth(shape):
     truth = false_accepts_at(*SHAPES[shape](rng, (200_000, 200_000)), 0.95, 0.95).value
     trials, inside = 300, 0
     for _ in range(trials):
-        found = false_accepts_at(*SHAPES[shape](rng, (300, 120)), 0.95, 0.95)
-        inside += found.low <= truth <= found.high
+        result = false_accepts_at(*SHAPES[shape](rng, (300, 120)), 0.95, 0.95)
+        inside += result.low <= truth <= result.high
     assert inside >= 0.92 * trials
 
 

@@ -19,7 +19,7 @@ echo {DIGEST}
 
 def step(**wanted: str) -> dict[str, Any]:
     """The only step with these entries; actions are matched by name."""
-    (match,) = [one for one in JOB["steps"] if all(one.get(key, "").startswith(wanted[key]) for key in wanted)]
+    (match,) = [item for item in JOB["steps"] if all(item.get(key, "").startswith(wanted[key]) for key in wanted)]
     return match
 
 
@@ -57,12 +57,12 @@ def test_rebuilt_commit_reuses_its_image(tmp_path: Path) -> None:
 
     new = "steps.earlier.outputs.digest == ''"
     skipped = (step(id="build"), step(run="cosign sign"), step(uses="actions/attest-build-provenance"))
-    assert [one.get("if") for one in skipped] == [new] * len(skipped)
+    assert [item.get("if") for item in skipped] == [new] * len(skipped)
     assert step(id="reference")["env"]["DIGEST"] == "${{ steps.earlier.outputs.digest || steps.build.outputs.digest }}"
 
 
 def test_image_name_is_lowercase(tmp_path: Path) -> None:
-    lowercase = next(one for one in JOB["steps"] if "GITHUB_ENV" in one.get("run", ""))
+    lowercase = next(item for item in JOB["steps"] if "GITHUB_ENV" in item.get("run", ""))
     output = run_step(tmp_path, lowercase, IMAGE="ghcr.io/Some-Owner/evernear-train")
     assert output == "IMAGE=ghcr.io/some-owner/evernear-train\n"
 

@@ -81,15 +81,15 @@ def test_push_uploads_and_starts_one_run_with_github_token(kfp: KfpServer, issue
     images = {"TRAIN_IMAGE": TRAIN, "SERVE_IMAGE": SERVE}
     defaults = "store=s3://ours data.source=s3://images target=kubernetes"
     for word in ("uploaded", "already exists"):  # a repeated job succeeds
-        done = run_step("Upload the pipelines", kfp, tmp_path, PARAMETERS=defaults, **images, **identity)
-        assert done.returncode == 0, done.stderr
-        assert f"continuous-training 5b67dc9f1c0b6c0f: {word}" in done.stdout
-        assert f"::add-mask::{IDENTITY}" in done.stdout
+        completed = run_step("Upload the pipelines", kfp, tmp_path, PARAMETERS=defaults, **images, **identity)
+        assert completed.returncode == 0, completed.stderr
+        assert f"continuous-training 5b67dc9f1c0b6c0f: {word}" in completed.stdout
+        assert f"::add-mask::{IDENTITY}" in completed.stdout
 
     start = {"PIPELINE": "continuous-training", "PARAMETERS": "train.epochs=3"}
     for _ in range(2):
-        done = run_step("Start a run", kfp, tmp_path, **start, **identity)
-        assert done.returncode == 0, done.stderr
+        completed = run_step("Start a run", kfp, tmp_path, **start, **identity)
+        assert completed.returncode == 0, completed.stderr
     (run,) = kfp.runs
     assert run.parameters["settings"] == {"train": {"epochs": 3}}
     assert run.parameters["started_by"] == "GitHub Actions (push of commit 5b67dc9f1c0b by ada, workflow run 4711)"
@@ -104,8 +104,10 @@ def test_push_uploads_and_starts_one_run_with_github_token(kfp: KfpServer, issue
 def test_default_parameters_may_span_several_lines(tmp_path: Path) -> None:
     images = {"TRAIN_IMAGE": TRAIN, "SERVE_IMAGE": SERVE}
     with KfpServer() as kfp:
-        done = run_step("Upload the pipelines", kfp, tmp_path, PARAMETERS="store=s3://ours\n  target=local\n", **images)
-        assert done.returncode == 0, done.stderr
+        completed = run_step(
+            "Upload the pipelines", kfp, tmp_path, PARAMETERS="store=s3://ours\n  target=local\n", **images
+        )
+        assert completed.returncode == 0, completed.stderr
         (version, *_) = kfp.state.versions.values()
     parameters = version["pipeline_spec"]["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]
     assert [parameters[name]["defaultValue"] for name in ("store", "target")] == ["s3://ours", "local"]
@@ -113,8 +115,8 @@ def test_default_parameters_may_span_several_lines(tmp_path: Path) -> None:
 
 def test_job_without_a_github_token_fails(kfp: KfpServer, issuer: str, tmp_path: Path) -> None:
     wrong = {"KFP_AUDIENCE": AUDIENCE, "ACTIONS_ID_TOKEN_REQUEST_TOKEN": "x", "ACTIONS_ID_TOKEN_REQUEST_URL": issuer}
-    done = run_step("Upload the pipelines", kfp, tmp_path, TRAIN_IMAGE=TRAIN, SERVE_IMAGE=SERVE, **wrong)
-    assert done.returncode != 0
+    completed = run_step("Upload the pipelines", kfp, tmp_path, TRAIN_IMAGE=TRAIN, SERVE_IMAGE=SERVE, **wrong)
+    assert completed.returncode != 0
     assert not kfp.calls
 
 
@@ -127,6 +129,6 @@ def test_job_conditions_use_no_environment_variables() -> None:
 
 def test_job_fails_if_the_server_rejects_its_token(kfp: KfpServer, tmp_path: Path) -> None:
     images = {"TRAIN_IMAGE": TRAIN, "SERVE_IMAGE": SERVE}
-    done = run_step("Upload the pipelines", kfp, tmp_path, KFP_TOKEN="an old one", **images)
-    assert done.returncode == 13
-    assert "Traceback" not in done.stderr
+    completed = run_step("Upload the pipelines", kfp, tmp_path, KFP_TOKEN="an old one", **images)
+    assert completed.returncode == 13
+    assert "Traceback" not in completed.stderr

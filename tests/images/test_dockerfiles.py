@@ -25,16 +25,20 @@ IDS = ["serve", "prep", "kserve", "train", "triggers"]
 
 @pytest.mark.parametrize("file", FILES)
 def test_hadolint_passes(file: str) -> None:
-    done = subprocess.run([Path(sys.executable).with_name("hadolint"), ROOT / file], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "")
+    completed = subprocess.run(
+        [Path(sys.executable).with_name("hadolint"), ROOT / file], capture_output=True, text=True
+    )
+    assert (completed.returncode, completed.stdout) == (0, "")
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_hadolint_detects_a_planted_violation(file: str, tmp_path: Path) -> None:
     violating = (ROOT / file).read_text().replace(" --no-cache-dir", "")
     (tmp_path / file).write_text(violating)
-    done = subprocess.run([Path(sys.executable).with_name("hadolint"), tmp_path / file], capture_output=True, text=True)
-    assert "DL3042" in done.stdout
+    completed = subprocess.run(
+        [Path(sys.executable).with_name("hadolint"), tmp_path / file], capture_output=True, text=True
+    )
+    assert "DL3042" in completed.stdout
 
 
 @pytest.mark.parametrize(("file", "arguments"), VARIANTS, ids=IDS)

@@ -75,11 +75,11 @@ class Image:
         }
 
     def runs(self, *words: str) -> str:
-        done = subprocess.run(
+        completed = subprocess.run(
             [self.bin / words[0], *words[1:]], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, cwd="/"
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        assert completed.returncode == 0, completed.stderr
+        return completed.stdout
 
     def imports(self, *packages: str) -> None:
         """Import every module of ``packages`` in the image's environment."""
@@ -90,24 +90,24 @@ class Image:
         return self._opt.parent / "tools" / "bin" / "uv"
 
     def _build(self, stage: Stage) -> None:
-        here = self._opt / "build"
-        here.mkdir(exist_ok=True)
+        directory = self._opt / "build"
+        directory.mkdir(exist_ok=True)
         variables = {name: value for name, value in stage.variables.items() if not name.startswith("UV_")}
         for word, text in stage.instructions:
             if word == "COPY":
                 *sources, target = text.split()
                 for source in (path for pattern in sources for path in ROOT.glob(pattern)):
                     if source.is_dir():
-                        shutil.copytree(source, here / target, ignore=shutil.ignore_patterns("__pycache__"))
+                        shutil.copytree(source, directory / target, ignore=shutil.ignore_patterns("__pycache__"))
                     else:
-                        shutil.copy(source, here / target)
+                        shutil.copy(source, directory / target)
             elif word == "RUN":
                 command = text.replace("/opt/", f"{self._opt}/")
                 environment = os.environ | of_the_shell(*NETWORK_VARIABLES) | variables | {"PATH": self._path}
-                done = subprocess.run(
-                    ["/bin/sh", "-c", command], cwd=here, env=environment, capture_output=True, text=True
+                completed = subprocess.run(
+                    ["/bin/sh", "-c", command], cwd=directory, env=environment, capture_output=True, text=True
                 )
-                assert done.returncode == 0, f"{text}\n{done.stderr}"
+                assert completed.returncode == 0, f"{text}\n{completed.stderr}"
 
 
 def locked(*files: str) -> dict[str, set[str]]:

@@ -131,17 +131,17 @@ def test_known_images_take_precedence_over_impostors(make_embeddings: MakeEmbedd
     gallery, queries = blobs(1, 300), blobs(2, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
     strict = IndexSettings(false_accept_rate=0.001, false_reject_rate=0.05)
-    found = build(embeddings, LABELS, strict, tmp_path).calibration
-    assert 0 < found.false_rejects <= 0.05 * 131
-    assert found.false_accepts > 0.001 * 130
-    assert (found.stated_false_accept_rate, found.stated_false_reject_rate) == (0.001, 0.05)
+    result = build(embeddings, LABELS, strict, tmp_path).calibration
+    assert 0 < result.false_rejects <= 0.05 * 131
+    assert result.false_accepts > 0.001 * 130
+    assert (result.stated_false_accept_rate, result.stated_false_reject_rate) == (0.001, 0.05)
 
 
 def test_the_share_that_a_probe_rejects_is_taken_of_the_releases_own_queries(make_embeddings: MakeEmbeddings, tmp_path):
     embeddings = make_embeddings({"gallery": blobs(1, 300), "query": blobs(2, 130)})
-    found = build(embeddings, LABELS, IndexSettings(), tmp_path, reject_rate=0.1).calibration
-    assert found.found_by == "unseen classes"
-    assert found.false_rejects == 12
+    result = build(embeddings, LABELS, IndexSettings(), tmp_path, reject_rate=0.1).calibration
+    assert result.found_by == "unseen classes"
+    assert result.false_rejects == 12
     off = build(embeddings, LABELS, IndexSettings(), tmp_path, threshold=FARTHEST)
     assert off.calibration.false_rejects == 0
     assert describe_threshold(off.threshold) == "unknown switched off"

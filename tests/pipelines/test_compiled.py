@@ -131,11 +131,11 @@ def test_run_form_lists_user_parameters_first_and_no_settings_defaults(compiled:
 
 def test_task_parameters_are_passed_to_their_group(compiled: Compiled) -> None:
     """kfp does not pass the parameter of a limit to the group, so that the run fails before the task."""
-    for given, tasks in compiled.groups():
+    for values, tasks in compiled.groups():
         for name, task in tasks.items():
             inputs = task.get("inputs", {}).get("parameters", {}).values()
             taken = {value["componentInputParameter"] for value in inputs if "componentInputParameter" in value}
-            assert taken <= set(given), name
+            assert taken <= set(values), name
 
 
 def test_exit_step_runs_after_all_others_and_even_after_failures(compiled: Compiled) -> None:

@@ -79,8 +79,8 @@ def test_missing_training_snapshot_is_an_error(system: System, tmp_path: Path) -
     store = open_store(system.dataset.manifest.store_uri)
     assert training_dataset(tmp_path / "network", system.dataset, store) is system.dataset
     later = renamed(system.dataset, labels=(*system.dataset.labels, "new"))
-    found = training_dataset(tmp_path / "network", later, store)
-    assert found.digest == system.dataset.digest != later.digest
+    result = training_dataset(tmp_path / "network", later, store)
+    assert result.digest == system.dataset.digest != later.digest
     described = json.loads((tmp_path / "network/network.json").read_text())
     (tmp_path / "network/network.json").write_text(json.dumps(described | {"dataset_digest": "0" * 64}))
     with pytest.raises(IntegrityError, match="it is unknown which images it was trained on"):

@@ -145,8 +145,8 @@ def test_unreadable_champion_is_reported_with_a_remedy(make_release: MakeRelease
 def test_opening_a_release_imports_neither_torch_nor_faiss() -> None:
     rooms = "evernear.release.archive_reader, evernear.release.registry"
     script = f"import sys, {rooms}; print({{'torch', 'faiss'}} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout == "set()\n"
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert completed.stdout == "set()\n"
 
 
 def test_archived_handler_contains_no_version_dependent_code(make_release: MakeRelease) -> None:

@@ -13,9 +13,9 @@ DIGESTS = st.text("0123456789abcdef", min_size=64, max_size=64)
 
 
 @given(MOMENTS, MOMENTS, DIGESTS, DIGESTS)
-def test_versions_sort_by_time(a: datetime, b: datetime, one: str, other: str) -> None:
+def test_versions_sort_by_time(a: datetime, b: datetime, first: str, second: str) -> None:
     if a.replace(microsecond=0) < b.replace(microsecond=0):
-        assert new_version(a, one) < new_version(b, other)
+        assert new_version(a, first) < new_version(b, second)
 
 
 @given(MOMENTS, DIGESTS)

@@ -214,24 +214,24 @@ def champions(registry: Registry, releases: list[PackedRelease]) -> Champion:
 
 def test_rollbacks_undo_promotions_one_by_one(store: Store, releases: list[PackedRelease]) -> None:
     registry = Registry(store)
-    one, two, three = (release.version for release in releases)
+    first, second, third = (release.version for release in releases)
     champion = champions(registry, releases)
     champion = registry.roll_back(champion, Cause(by="eve", why="three errs", run="4711"))
-    assert (champion.version, champion.previous) == (two, one)
+    assert (champion.version, champion.previous) == (second, first)
     champion = registry.roll_back(champion)
-    assert (champion.version, champion.previous) == (one, None)
+    assert (champion.version, champion.previous) == (first, None)
     with pytest.raises(StoreError, match="nothing to roll back to"):
         registry.roll_back(champion)
-    champion = registry.set_champion(three, champion, "promote")
-    assert registry.roll_back(champion).version == one
+    champion = registry.set_champion(third, champion, "promote")
+    assert registry.roll_back(champion).version == first
 
     moves = [(move.version, move.how) for move in registry.history()]
     assert moves[2:] == [
-        (three, "deploy"),
-        (two, "rollback"),
-        (one, "rollback"),
-        (three, "promote"),
-        (one, "rollback"),
+        (third, "deploy"),
+        (second, "rollback"),
+        (first, "rollback"),
+        (third, "promote"),
+        (first, "rollback"),
     ]
     assert [(move.by, move.why) for move in registry.history() if move.why] == [("eve", "three errs")]
 
@@ -239,15 +239,15 @@ def test_rollbacks_undo_promotions_one_by_one(store: Store, releases: list[Packe
 def test_repeated_rollback_does_not_alternate(store: Store, releases: list[PackedRelease]) -> None:
     """After the promotions A, B, A, B, rollbacks lead to A, B, A instead of alternating."""
     registry = Registry(store)
-    one, two, _ = releases
-    champion = champions(registry, [one, two])
-    for release in (one, two):
+    first, second, _ = releases
+    champion = champions(registry, [first, second])
+    for release in (first, second):
         champion = registry.set_champion(release.version, champion, "promote")
     back = []
     while champion.previous:
         champion = registry.roll_back(champion)
         back.append(champion.version)
-    assert back == [one.version, two.version, one.version]
+    assert back == [first.version, second.version, first.version]
 
 
 def test_kill_before_the_pointer_update_leaves_the_history_unchanged(
@@ -280,15 +280,15 @@ def test_records_of_older_versions_are_readable(store: Store, releases: list[Pac
         record = json.loads(store.get(key))
         del record["verdict"]
         store.put(key, json.dumps(record).encode())
-    one, two = releases[0].version, releases[1].version
-    pointer = {"version": two, "previous": one, "since": "2026-11-01T10:00:00Z"}
+    first, second = releases[0].version, releases[1].version
+    pointer = {"version": second, "previous": first, "since": "2026-11-01T10:00:00Z"}
     store.put("releases/champion.json", json.dumps(pointer).encode())
-    assert registry.get(one).verdict is None
+    assert registry.get(first).verdict is None
     champion = registry.champion()
     assert champion is not None
     back = registry.roll_back(champion)
-    assert (back.version, back.previous) == (one, None)
-    assert [move.version for move in registry.history()] == [two, one]
+    assert (back.version, back.previous) == (first, None)
+    assert [move.version for move in registry.history()] == [second, first]
 
 
 class ServerUnreachableError:
@@ -355,11 +355,11 @@ def test_promotion_with_a_lost_response_is_reported_as_done(
         raise ConflictError("Another writer has changed the object.")
 
     monkeypatch.setattr(store, "put_if", overtake)
-    done = registry.set_champion(releases[2].version, champion)
-    assert (done.version, done.previous) == (releases[2].version, releases[1].version)
+    champion = registry.set_champion(releases[2].version, champion)
+    assert (champion.version, champion.previous) == (releases[2].version, releases[1].version)
     assert [move.version for move in registry.history()] == [releases[n].version for n in (0, 1, 2, 0)]
     with pytest.raises(ConflictError, match="champion changed"):
-        registry.set_champion(releases[1].version, done)
+        registry.set_champion(releases[1].version, champion)
 
 
 def test_failed_promotion_is_not_in_the_history(

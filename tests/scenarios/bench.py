@@ -68,18 +68,18 @@ class Bench:
 
     def run(self, *words: str, command: str = "run") -> dict[str, Any]:
         """``evernear run --json``, or another ``command`` of its kind, which has to succeed; its result."""
-        done = self.command(command, "--preset", "quick", "--json", *words)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
+        completed = self.command(command, "--preset", "quick", "--json", *words)
+        assert completed.returncode == 0, completed.stdout + completed.stderr
+        return json.loads(completed.stdout.splitlines()[-1])
 
     def refused(self, *words: str) -> tuple[int, str]:
         """Run a command that must fail with one error message; return exit code and message."""
-        done = self.command(*words)
-        assert done.returncode != 0, done.stdout
-        assert "Traceback" not in done.stdout + done.stderr
-        errors = [line for line in done.stderr.splitlines() if line.startswith("evernear: ")]
-        assert len(errors) == 1, done.stderr
-        return done.returncode, errors[0]
+        completed = self.command(*words)
+        assert completed.returncode != 0, completed.stdout
+        assert "Traceback" not in completed.stdout + completed.stderr
+        errors = [line for line in completed.stderr.splitlines() if line.startswith("evernear: ")]
+        assert len(errors) == 1, completed.stderr
+        return completed.returncode, errors[0]
 
     def pipeline(self, name: str, **arguments: object) -> dict[str, Any]:
         """Run a compiled pipeline on this machine and return its outcome."""

@@ -32,9 +32,9 @@ def calls(made: dict[str, str], images: Path, disk: Path) -> dict[str, Callable[
         train = {"epochs": 1, "batch_size": 64, "width": 8, "device": "cpu"} | sections.pop("train", {})
         serving: dict[str, Any] = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
         tree = {"workdir": str(disk / "work"), "target": "registry", "train": train, "serving": serving, **sections}
-        return of_run(tree, store=store or here).model_dump(mode="json")
+        return of_run(tree, store=store or store_uri).model_dump(mode="json")
 
-    here, earlier = (disk / "store").as_uri(), Path(made["log"]).parents[2].joinpath("store").as_uri()
+    store_uri, earlier = (disk / "store").as_uri(), Path(made["log"]).parents[2].joinpath("store").as_uri()
     dataset, network, index = made["ingest.dataset"], made["export.network"], made["index.index"]
     evaluation, verdict, release = made["evaluate.evaluation"], made["gate.verdict"], made["archive.release"]
     unseen = made["probe.open_set"]
@@ -42,7 +42,7 @@ def calls(made: dict[str, str], images: Path, disk: Path) -> dict[str, Callable[
     parts = {"network": network, "index": index, "evaluation": evaluation, "verdict": verdict}
     two = settings(train={"processes": 2})
     return {
-        "ingest": lambda: steps.ingest("run", here, source, {}, out("dataset")),
+        "ingest": lambda: steps.ingest("run", store_uri, source, {}, out("dataset")),
         "train": lambda: steps.train("run", settings(), dataset, out("trained"), out("curves")),
         "train, two processes": lambda: steps.train("run", two, dataset, out("trained"), out("curves")),
         "export": lambda: steps.export("run", settings(), dataset, made["train.trained"], out("network")),
@@ -57,14 +57,14 @@ def calls(made: dict[str, str], images: Path, disk: Path) -> dict[str, Callable[
         "archive": lambda: steps.archive("run", settings(), dataset, parts, out("release")),
         "deploy": lambda: steps.deploy("run", settings(), "a test", release, verdict),
         "notify": lambda: steps.notify(
-            "run", here, "continuous-training", "SUCCEEDED", "", out("outcome"), out("page")
+            "run", store_uri, "continuous-training", "SUCCEEDED", "", out("outcome"), out("page")
         ),
     }
 
 
-def main(step: str, result: Path, images: Path, directory: Path) -> int:
+def main(step: str, result: Path, images: Path, store_uri: Path) -> int:
     """The exit code is 77 where nothing can be mounted."""
-    made, disk = json.loads(result.read_text())["paths"], directory / "disk"
+    made, disk = json.loads(result.read_text())["paths"], store_uri / "disk"
     disk.mkdir()
     for size_kb in SIZES_KB:
         if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_kb}k", "none", disk]).returncode:

@@ -95,8 +95,8 @@ def test_bucket_as_source_and_store(bench: Bench, bucket: str, s3_endpoint: str)
     for image in (bench.directory / "images").glob("*/*.png"):
         client.fput_object(bucket, f"arrivals/{image.parent.name}/{image.name}", str(image))
     words = ("--source", f"s3://{bucket}/arrivals", "--set", f"store=s3://{bucket}/evernear")
-    done = bench.run(*words)
-    assert done["promoted"]
+    completed = bench.run(*words)
+    assert completed["promoted"]
     write_negatives(bench.directory / "more", "negative", range(100))
     for image in (bench.directory / "more/negative").iterdir():
         client.fput_object(bucket, f"arrivals/negative/{image.name}", str(image))
@@ -108,7 +108,7 @@ def test_bucket_as_source_and_store(bench: Bench, bucket: str, s3_endpoint: str)
     assert any(key.startswith("evernear/embeddings/") for key in keys)
     assert "evernear/releases/champion.json" in keys
     assert not (bench.workdir / "store").exists()
-    assert "not-a-secret" not in Path(done["paths"]["log"]).read_text()
+    assert "not-a-secret" not in Path(completed["paths"]["log"]).read_text()
 
 
 ODD_NAMES = {"0": "\x1b]0;owned\x07", "1": "[red]one", "2": "\u202eowt", "3": "three\nevernear: fine"}
@@ -120,10 +120,10 @@ def test_any_class_name_can_be_released(bench: Bench) -> None:
     write_digits(images)
     for label, name in ODD_NAMES.items():
         (images / label).rename(images / name)
-    done = bench.command("run", "--preset", "quick")
-    assert done.returncode == 0, done.stderr
+    completed = bench.command("run", "--preset", "quick")
+    assert completed.returncode == 0, completed.stderr
     shown = bench.command("registry", "show", bench.command("registry", "champion").stdout.strip())
-    for text in (done.stdout, done.stderr, shown.stdout):
+    for text in (completed.stdout, completed.stderr, shown.stdout):
         assert all(line.isprintable() for line in text.split("\n")), text
     for name in (r"\x1b]0;owned\x07", "[red]one", r"\u202eowt", r"three\nevernear: fine"):
         assert name in shown.stdout

@@ -185,7 +185,7 @@ def test_disk_full(bench: Bench, size_kb: int) -> None:
     bench.workdir.mkdir()
     mounted = f"mount -t tmpfs -o size={size_kb}k none {bench.workdir} || exit 77; "
     command = f"{EVERNEAR} run --preset quick; code=$?; ls {bench.workdir}/store/releases/champion.json; exit $code"
-    done = subprocess.run(
+    completed = subprocess.run(
         ["unshare", "--map-root-user", "--mount", "sh", "-c", mounted + command],
         env=bench.environment,
         cwd=bench.directory,
@@ -194,9 +194,9 @@ def test_disk_full(bench: Bench, size_kb: int) -> None:
         check=False,
         timeout=240,
     )
-    if done.returncode == 77 or "unshare" in done.stderr:
+    if completed.returncode == 77 or "unshare" in completed.stderr:
         pytest.skip("no disk can be mounted here")
-    assert done.returncode == 4, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    assert " full" in done.stderr.splitlines()[-2], done.stderr
-    assert "champion.json" not in done.stdout
+    assert completed.returncode == 4, completed.stdout + completed.stderr
+    assert "Traceback" not in completed.stderr
+    assert " full" in completed.stderr.splitlines()[-2], completed.stderr
+    assert "champion.json" not in completed.stdout

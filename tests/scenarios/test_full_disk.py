@@ -43,7 +43,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def test_step_reports_a_full_disk(bench: Bench, tmp_path: Path, step: str) -> None:
     script = ["-m", "tests.scenarios.on_small_disks", step]
     places = [str(bench.directory / "result.json"), str(bench.directory / "images"), str(tmp_path)]
-    done = subprocess.run(
+    completed = subprocess.run(
         ["unshare", "--map-root-user", "--mount", sys.executable, *script, *places],
         cwd=Path(__file__).parents[2],
         env=bench.environment,
@@ -51,10 +51,10 @@ def test_step_reports_a_full_disk(bench: Bench, tmp_path: Path, step: str) -> No
         text=True,
         timeout=280,
     )
-    if done.returncode == NO_MOUNT or "unshare" in done.stderr:
+    if completed.returncode == NO_MOUNT or "unshare" in completed.stderr:
         pytest.skip("no disk can be mounted here")
-    assert done.returncode == 0, done.stderr
-    tries = [json.loads(line) for line in done.stdout.splitlines()]
+    assert completed.returncode == 0, completed.stderr
+    tries = [json.loads(line) for line in completed.stdout.splitlines()]
     assert tries[-1]["code"] == 0, tries[-1]
     assert len(tries) > 1, "the smallest disk was large enough"
     for each in tries[:-1]:

@@ -39,8 +39,8 @@ def test_predict_uses_the_deployed_release(served: tuple[Bench, dict]) -> None:
     bench, result = served
     images = [str(bench.directory / f"images/{label}") for label in "37"]
     files = [str(sorted(Path(folder).iterdir())[0]) for folder in images]
-    done = bench.command("predict", "--json", *files)
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    completed = bench.command("predict", "--json", *files)
+    answers = [json.loads(line) for line in completed.stdout.splitlines()]
     assert [answer["pred"] for answer in answers] == ["3", "7"]
     for answer, file in zip(answers, files, strict=True):
         assert answer["version"] == result["release"]
@@ -55,10 +55,10 @@ def test_invalid_image_does_not_affect_others(
     bad = bench.directory / "note.png"
     bad.write_text("this is no picture")
     good = str(next((bench.directory / "images/3").iterdir()))
-    done = bench.command("predict", good, str(bad), good)
-    assert done.returncode == 9
-    assert [bad.name in line for line in done.stdout.splitlines() if ".png" in line] == [False, True, False]
-    assert "Traceback" not in done.stderr + done.stdout
+    completed = bench.command("predict", good, str(bad), good)
+    assert completed.returncode == 9
+    assert [bad.name in line for line in completed.stdout.splitlines() if ".png" in line] == [False, True, False]
+    assert "Traceback" not in completed.stderr + completed.stdout
     assert bench.refused("predict", str(bad))[0] == 9
 
 
@@ -135,8 +135,8 @@ def champion_of(bench: Bench) -> str:
 
 
 def answers(bench: Bench, files: list[str]) -> list[dict]:
-    done = bench.command("predict", "--json", *files)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    completed = bench.command("predict", "--json", *files)
+    return [json.loads(line) for line in completed.stdout.splitlines()]
 
 
 def pipeline_arguments(bench: Bench) -> dict[str, object]:
@@ -150,10 +150,10 @@ def test_model_trained_on_shuffled_labels_is_held(served: tuple[Bench, dict]) ->
     bench, _ = served
     champion = json.loads(bench.command("status", "--json").stdout)["champion"]
     write_digits(bench.directory / "shuffled", labels="0123456789", shuffle_labels=True)
-    held = bench.run("--source", f"folder:{bench.directory / 'shuffled'}", "--set", "data.dataset=shuffled")
-    assert held["state"] == "held"
-    assert held["release"] is None
-    assert any("labels had been shuffled" in reason for reason in held["reasons"]), held["reasons"]
+    outcome = bench.run("--source", f"folder:{bench.directory / 'shuffled'}", "--set", "data.dataset=shuffled")
+    assert outcome["state"] == "held"
+    assert outcome["release"] is None
+    assert any("labels had been shuffled" in reason for reason in outcome["reasons"]), outcome["reasons"]
     assert json.loads(bench.command("status", "--json").stdout)["default"] == champion
 
 
@@ -166,8 +166,8 @@ def test_stop_and_serve_restart_the_champion(served: tuple[Bench, dict]) -> None
     with bench.start("serve", "--foreground") as server:
         assert server.stdout is not None
         assert champion in server.stdout.readline()
-        done = bench.command("predict", "--json", image)
-        assert json.loads(done.stdout)["version"] == champion
+        completed = bench.command("predict", "--json", image)
+        assert json.loads(completed.stdout)["version"] == champion
         server.terminate()
         assert server.wait(30) == 0
     assert json.loads(bench.command("status", "--json").stdout)["server"] == "down"

@@ -55,9 +55,9 @@ class Product:
 
     def watch(self) -> dict[str, Any]:
         """The watcher looks, and acts."""
-        done = self.bench.command("watch", "once", "--act", "--json")
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        completed = self.bench.command("watch", "once", "--act", "--json")
+        assert completed.returncode == 0, completed.stderr
+        return json.loads(completed.stdout)
 
     def question(self) -> Shown:
         """The prompt of the bot in the channel."""
@@ -75,9 +75,9 @@ class Product:
         assert run.ended.wait(RUN_TIMEOUT_S), run.state
         return run
 
-    def reply(self, asked: Shown, words: str) -> Shown:
-        """The reply in the thread of ``asked`` that contains ``words``."""
-        in_thread = lambda: [s for s in self.slack.messages if s.thread == asked.ts and words in s.text]  # noqa: E731
+    def reply(self, prompt: Shown, words: str) -> Shown:
+        """The reply in the thread of ``prompt`` that contains ``words``."""
+        in_thread = lambda: [s for s in self.slack.messages if s.thread == prompt.ts and words in s.text]  # noqa: E731
         until(in_thread, timeout_s=30)
         return in_thread()[0]
 
@@ -86,7 +86,7 @@ class Product:
 
     def recognises(self, digit: str) -> dict[str, Any]:
         """The answer of the prediction API to an image of ``digit``."""
-        image = next((self.bench.directory / "asked" / digit).iterdir())
+        image = next((self.bench.directory / "queries" / digit).iterdir())
         return json.loads(self.bench.command("predict", "--json", str(image)).stdout)
 
 
@@ -110,7 +110,7 @@ def product(s3_endpoint: str, bucket: str, tmp_path: Path) -> Iterator[Product]:
     )
     settings = load(preset="quick", environment=bench.environment)
     images = open_store(settings.data.source)
-    write_digits(tmp_path / "asked", labels="0123456789", per_class=1)
+    write_digits(tmp_path / "queries", labels="0123456789", per_class=1)
     write_digits(tmp_path / "images", labels="012345678", per_class=FIRST_IMAGES)
     for path in (tmp_path / "images").rglob("*.png"):
         images.put(path.relative_to(tmp_path / "images").as_posix(), path)
@@ -137,17 +137,17 @@ def test_new_class_is_proposed_trained_deployed_and_recognized(product: Product)
     looked = product.watch()
     assert looked["action"] == "retrain", looked
     assert product.watch()["proposal"] in (None, looked["proposal"]), "the watcher proposed the same run twice"
-    asked = product.question()
+    prompt = product.question()
 
-    assert product.clicks(EVE, asked, "Train") == 200
+    assert product.clicks(EVE, prompt, "Train") == 200
     until(lambda: product.slack.ephemeral)
     assert product.kfp.runs == [], "who is not on the list starts nothing"
     for _ in range(2):
-        assert product.clicks(ADA, asked, "Train") == 200
+        assert product.clicks(ADA, prompt, "Train") == 200
 
     run = product.run_to_its_end()
     assert run.state == "SUCCEEDED", (run.resource, product.slack.messages[-1].text)
-    verdict = product.reply(asked, "Promoted")
+    verdict = product.reply(prompt, "Promoted")
     assert [other.id for other in product.kfp.runs] == [run.id], "two clicks, one run"
     status = product.status()
     assert status["default"] == status["champion"] != first
@@ -164,19 +164,19 @@ def test_held_model_can_be_promoted_by_an_authorized_person(product: Product) ->
     for digit in range(9):  # all new images are mislabeled
         product.add_images(str((digit + 1) % 9), str(digit))
     assert product.watch()["action"] == "retrain"
-    asked = product.question()
-    product.clicks(ADA, asked, "Train")
+    prompt = product.question()
+    product.clicks(ADA, prompt, "Train")
 
     assert product.run_to_its_end().state == "SUCCEEDED"
-    held = product.reply(asked, "Held")
+    notice = product.reply(prompt, "Held")
     status = product.status()
     assert status["default"] == status["champion"] == first
     assert product.recognises("7")["version"] == first
 
-    product.clicks(EVE, held, "Promote anyway")
+    product.clicks(EVE, notice, "Promote anyway")
     until(lambda: product.slack.ephemeral)
     assert product.status()["champion"] == first
-    product.clicks(ADA, held, "Promote anyway")
+    product.clicks(ADA, notice, "Promote anyway")
     until(lambda: product.status()["champion"] != first)
     assert product.recognises("7")["version"] == product.status()["default"] != first
 
@@ -188,11 +188,11 @@ def test_failed_deployment_keeps_the_champion_and_is_reported(product: Product) 
     # Where the release is to go now, the ports are taken: by the server of the champion.
     product.executor.overrides["workdir"] = str(product.bench.directory / "elsewhere")
     product.watch()
-    asked = product.question()
-    product.clicks(ADA, asked, "Train")
+    prompt = product.question()
+    product.clicks(ADA, prompt, "Train")
 
     assert product.run_to_its_end().state == "FAILED"
-    assert "deploy" in product.reply(asked, "ailed").text
+    assert "deploy" in product.reply(prompt, "ailed").text
     status = product.status()
     assert status["default"] == status["champion"] == first
     assert product.recognises("7")["version"] == first

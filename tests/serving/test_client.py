@@ -269,8 +269,8 @@ def test_without_a_server_the_error_says_how_to_start_one(tmp_path: Path) -> Non
 def test_client_imports_no_heavy_modules(module: str) -> None:
     heavy = ("torch", "faiss", "numpy", "PIL", "minio", "kfp", "scipy", "sklearn", "fastapi")
     script = f"import sys, evernear.serving.{module}; print(sorted(set({heavy}) & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("[]\n", "")
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (completed.stdout, completed.stderr) == ("[]\n", "")
 
 
 def test_generated_protobuf_modules_match_the_proto_file(tmp_path: Path) -> None:
@@ -298,8 +298,8 @@ def test_addresses_of_one_name_are_used_in_turn() -> None:
         calls[number] += 1
         return json.dumps(ANSWER).encode()
 
-    with grpc_server(lambda *_: answer(0)) as one, grpc_server(lambda *_: answer(1)) as other:
-        target = Several(f"127.0.0.1:{one},127.0.0.1:{other}", one, "embedding", "grpc")
+    with grpc_server(lambda *_: answer(0)) as first, grpc_server(lambda *_: answer(1)) as second:
+        target = Several(f"127.0.0.1:{first},127.0.0.1:{second}", first, "embedding", "grpc")
         with Client(target) as client:
             client.predict(b"image")
             time.sleep(0.2)  # until both are connected

@@ -144,5 +144,5 @@ def test_handler_imports_only_packages_of_the_serving_image() -> None:
         "import sys, evernear.serving.handler\n"
         "print({'torchvision', 'timm', 'scipy', 'sklearn', 'matplotlib', 'torch._dynamo'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert completed.stdout == "set()\n"

@@ -30,8 +30,8 @@ def predict(served: Served, *words: str, **variables: str) -> subprocess.Complet
     return command_line.evernear("predict", *words, environment=environment(served, **variables))
 
 
-def lines(done: subprocess.CompletedProcess[str]) -> list[dict[str, object]]:
-    return [json.loads(line) for line in done.stdout.splitlines()]
+def lines(completed: subprocess.CompletedProcess[str]) -> list[dict[str, object]]:
+    return [json.loads(line) for line in completed.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +48,11 @@ def images(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("format", ["rest", "grpc"])
 def test_folder_and_file_give_one_line_per_image(served: Served, images: Path, format: str) -> None:
-    one = next(images.glob("*.png"))
-    done = predict(served, str(one), "--image-file", str(images), "--json", "--format", format)
-    assert (done.returncode, done.stderr) == (0, "")
-    answers = lines(done)
-    assert [answer["image"] for answer in answers] == [str(one), *map(str, sorted(images.rglob("*.png")))]
+    image = next(images.glob("*.png"))
+    completed = predict(served, str(image), "--image-file", str(images), "--json", "--format", format)
+    assert (completed.returncode, completed.stderr) == (0, "")
+    answers = lines(completed)
+    assert [answer["image"] for answer in answers] == [str(image), *map(str, sorted(images.rglob("*.png")))]
     for answer in answers:
         assert answer["pred"] == Path(str(answer["image"])).name[0]
         assert answer["version"] == served.manifest.version
@@ -62,18 +62,18 @@ def test_reads_an_image_from_stdin(served: Served, images: Path) -> None:
     image = next(images.glob("*.png"))
     command = [EVERNEAR, "predict", "--image-file", "-", "--json"]
     with image.open("rb") as stdin:
-        done = subprocess.run(
+        completed = subprocess.run(
             command, env=os.environ | environment(served), stdin=stdin, capture_output=True, text=True, check=True
         )
-    assert [(answer["image"], answer["pred"]) for answer in lines(done)] == [("-", image.name[0])]
+    assert [(answer["image"], answer["pred"]) for answer in lines(completed)] == [("-", image.name[0])]
 
 
 def test_prints_a_table_with_a_row_per_image(served: Served, images: Path) -> None:
     (images / "odd [1].png").write_bytes(b"no image")
-    done = predict(served, "--image-file", str(images))
+    completed = predict(served, "--image-file", str(images))
     (images / "odd [1].png").unlink()
-    printed = done.stdout
-    assert done.returncode == 9
+    printed = completed.stdout
+    assert completed.returncode == 9
     for image in images.rglob("*.png"):
         (line,) = [line for line in printed.splitlines() if str(image) in line]
         assert served.manifest.version in line
@@ -84,9 +84,11 @@ def test_prints_a_table_with_a_row_per_image(served: Served, images: Path) -> No
 def test_json_output_has_a_line_per_rejected_image(served: Served, images: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.png").write_bytes(b"no image")
     good = str(next(images.glob("*.png")))
-    done = predict(served, str(tmp_path / "bad.png"), str(tmp_path / "absent.png"), good, "--json", "--format", "grpc")
-    assert done.returncode == 3
-    bad, absent, answered = lines(done)
+    completed = predict(
+        served, str(tmp_path / "bad.png"), str(tmp_path / "absent.png"), good, "--json", "--format", "grpc"
+    )
+    assert completed.returncode == 3
+    bad, absent, answered = lines(completed)
     assert "not a PNG, JPEG or WebP" in str(bad["error"])
     assert "cannot be read" in str(absent["error"])
     assert "pred" in answered
@@ -97,17 +99,17 @@ def test_errors_have_distinct_exit_codes(served: Served, images: Path, tmp_path:
     image = str(next(images.glob("*.png")))
     (tmp_path / "bad.png").write_bytes(b"no image")
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        here = ("--target", "127.0.0.1", "--port", str(silent.getsockname()[1]), "--format", format)
+        options = ("--target", "127.0.0.1", "--port", str(silent.getsockname()[1]), "--format", format)
         cases = {
-            11: (image, *here, "--timeout-s", "0.3"),
+            11: (image, *options, "--timeout-s", "0.3"),
             8: (image, "--target", "127.0.0.1", "--port", "9", "--format", format),
             9: (str(tmp_path / "bad.png"), "--format", format),
         }
         for code, words in cases.items():
-            done = predict(served, *words)
-            assert done.returncode == code, done.stderr
-            assert done.stderr.startswith("evernear: ")
-            assert len(done.stderr.splitlines()) == 1
+            completed = predict(served, *words)
+            assert completed.returncode == code, completed.stderr
+            assert completed.stderr.startswith("evernear: ")
+            assert len(completed.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("format", ["rest", "grpc"])
@@ -116,17 +118,17 @@ def test_remote_server_receives_the_token_of_the_environment(
 ) -> None:
     image = next(images.glob("*.png"))
     words = (str(image), "--json", "--target", "127.0.0.1", "--format", format, "--model-name", "embedding")
-    done = predict(served, *words)
-    assert done.returncode == 9
-    assert "Token Authorization failed" in done.stdout
+    completed = predict(served, *words)
+    assert completed.returncode == 9
+    assert "Token Authorization failed" in completed.stdout
     (tmp_path / "token").write_text(read_key(served.home, "inference"))
     for variables in (
         {"EVERNEAR_TOKEN": read_key(served.home, "inference")},
         {"EVERNEAR_TOKEN_FILE": str(tmp_path / "token")},
         {"EVERNEAR_TOKEN_FILE": str(served.home / "key_file.json")},
     ):
-        done = predict(served, *words, "--version", served.manifest.version, **variables)
-        assert lines(done)[0]["pred"] == image.name[0]
+        completed = predict(served, *words, "--version", served.manifest.version, **variables)
+        assert lines(completed)[0]["pred"] == image.name[0]
 
 
 def test_prints_metadata_of_the_local_server(served: Served) -> None:
@@ -155,5 +157,7 @@ def test_command_imports_no_heavy_modules(served: Served, images: Path) -> None:
     for format in ("rest", "grpc"):
         words = ["predict", str(next(images.glob("*.png"))), "--json", "--format", format]
         environment = os.environ | {"EVERNEAR_WORKDIR": str(served.settings.workdir)}
-        done = subprocess.run([sys.executable, "-c", script, *words], env=environment, capture_output=True, text=True)
-        assert done.stdout.splitlines()[1:] == ["[]"], done.stderr
+        completed = subprocess.run(
+            [sys.executable, "-c", script, *words], env=environment, capture_output=True, text=True
+        )
+        assert completed.stdout.splitlines()[1:] == ["[]"], completed.stderr

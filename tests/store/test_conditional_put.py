@@ -215,12 +215,12 @@ def test_delayed_write_is_recognized_as_own(atomic: FaultyServer, bucket: str) -
 
 
 def test_one_of_two_identical_writes_succeeds_despite_a_lost_response(atomic: FaultyServer, bucket: str) -> None:
-    one, other = S3Store(bucket, "prefix"), S3Store(bucket, "prefix")
-    one.put_if("claim", b"mine", None)
-    assert other._conditional_writer.race_winners
+    first, second = S3Store(bucket, "prefix"), S3Store(bucket, "prefix")
+    first.put_if("claim", b"mine", None)
+    assert second._conditional_writer.race_winners
     atomic.inject("PUT", lose_response)
     with pytest.raises(ConflictError):
-        other.put_if("claim", b"mine", None)
+        second.put_if("claim", b"mine", None)
 
 
 def test_overtaken_writer_gets_a_conflict(atomic: FaultyServer, bucket: str) -> None:

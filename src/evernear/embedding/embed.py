@@ -122,7 +122,7 @@ def _with_labels(blocks: Iterator[Block], numbers: Sequence[int]) -> Iterator[Bl
 
 @dataclass(frozen=True)
 class _Batch:
-    """A block of images with its cached embeddings, and the others while they are computed."""
+    """A block of images, its cached embeddings, and the pending computation of the others."""
 
     block: Block
     vectors: Vectors

@@ -337,8 +337,8 @@ class TrainingState:
 
     def is_finished(self, settings: TrainSettings) -> bool:
         """Whether all epochs are done, or the last ``patience_epochs`` brought no improvement."""
-        done = len(self.history)
-        return done >= settings.epochs or done - self.best_epoch >= settings.patience_epochs
+        completed = len(self.history)
+        return completed >= settings.epochs or completed - self.best_epoch >= settings.patience_epochs
 
     def record(self, metrics: Epoch) -> None:
         """Add a finished epoch, and copy its weights if they are the best."""

@@ -291,18 +291,18 @@ def _no_worse(evaluation: Evaluation, champion: Measurement, settings: GateSetti
     if not pairs.queries:
         reason = "The test split contains no image of a class that the champion knows, so nothing can be compared."
         return Rule(name="no_worse", passed=False, bound=level, reason=reason)
-    ours, theirs, where = evaluation.candidate.accuracy.value, champion.accuracy.value, ""
+    ours, baseline, where = evaluation.candidate.accuracy.value, champion.accuracy.value, ""
     if pairs.queries < evaluation.comparison.overall.queries:
-        ours, theirs = _accuracy_within(evaluation.candidate, known), _accuracy_within(champion, known)
+        ours, baseline = _accuracy_within(evaluation.candidate, known), _accuracy_within(champion, known)
         where = f" on the {pairs.queries:,} images of classes that it knows"
     p_worse = pairs.p_worse
     passed = p_worse > level
     reason = (
-        f"Accuracy {ours:.2%} against the champion's {theirs:.2%}{where}: {pairs.improvements:,} improvements and "
+        f"Accuracy {ours:.2%} against the champion's {baseline:.2%}{where}: {pairs.improvements:,} improvements and "
         f"{pairs.regressions:,} regressions, {'not ' if passed else ''}significantly worse (p = {p_worse:.2g}, level "
         f"{level:g})."
     )
-    return Rule(name="no_worse", passed=passed, candidate=ours, champion=theirs, bound=level, reason=reason)
+    return Rule(name="no_worse", passed=passed, candidate=ours, champion=baseline, bound=level, reason=reason)
 
 
 def _accuracy_within(measurement: Measurement, labels: tuple[str, ...]) -> float:

@@ -190,7 +190,7 @@ def _delong(
 
 
 def _newcombe(value: float, m: int, n: int, z: float) -> tuple[float, float]:
-    """The areas below and above ``value`` that are ``z`` times their own standard error away from it."""
+    """The limits below and above ``value`` at a distance of ``z`` times the standard error of the limit."""
     from scipy.optimize import root_scalar
 
     def beyond(area: float) -> float:

@@ -128,9 +128,9 @@ class Gallery:
                 names[label],
                 distance,
                 unknown,
-                tuple(Neighbor(names[n], d) for n, d in zip(near, away, strict=True) if n != NO_LABEL),
+                tuple(Neighbor(names[n], d) for n, d in zip(nearest, away, strict=True) if n != NO_LABEL),
             )
-            for label, distance, unknown, near, away in zip(
+            for label, distance, unknown, nearest, away in zip(
                 answers.labels.tolist(),
                 answers.distances.tolist(),
                 answers.unknown.tolist(),

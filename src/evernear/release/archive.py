@@ -263,10 +263,10 @@ def _pack(directory: Path, model_name: str, version: str) -> None:
     }
     command = [sys.executable, "-c", _ARCHIVER, *(word for option in options.items() for word in option)]
     environment = os.environ | {"TMPDIR": str(staging)}
-    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
-    if done.returncode > _OS_ERROR:
-        number = done.returncode - _OS_ERROR
+    completed = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+    if completed.returncode > _OS_ERROR:
+        number = completed.returncode - _OS_ERROR
         raise OSError(number, os.strerror(number), str(directory))
-    if done.returncode:
-        last = (done.stderr.strip() or "no message").splitlines()[-1]
+    if completed.returncode:
+        last = (completed.stderr.strip() or "no message").splitlines()[-1]
         raise EvernearError(f"torch-model-archiver failed: {last}.")

@@ -142,7 +142,7 @@ def _require_agreement(
 
 
 def _request(manifest: ReleaseManifest, index: IndexDescription) -> Signature:
-    near = min(index.k, index.size)
+    neighbor_count = min(index.k, index.size)
     image = f"a PNG, JPEG or WebP file of any size up to {manifest.max_pixels:,} pixels"
     return Signature(
         inputs=(Value(name="image", dtype="bytes", shape=(), meaning=image),),
@@ -150,8 +150,8 @@ def _request(manifest: ReleaseManifest, index: IndexDescription) -> Signature:
             Value(name="pred", dtype="string", shape=(), meaning="one of the labels"),
             Value(name="dist", dtype="float", shape=(), meaning="L2 to the nearest gallery image, 0 to 2"),
             Value(name="unknown", dtype="bool", shape=(), meaning=describe_threshold(index.threshold)),
-            Value(name="neighbors.label", dtype="string", shape=(near,), meaning="nearest first"),
-            Value(name="neighbors.dist", dtype="float", shape=(near,), meaning="L2, ascending"),
+            Value(name="neighbors.label", dtype="string", shape=(neighbor_count,), meaning="nearest first"),
+            Value(name="neighbors.dist", dtype="float", shape=(neighbor_count,), meaning="L2, ascending"),
             Value(name="version", dtype="string", shape=(), meaning=manifest.version),
         ),
     )

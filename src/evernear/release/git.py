@@ -9,8 +9,8 @@ def git_commit() -> str:
     here = Path(__file__)
 
     def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", here.parent, *words], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
+        completed = subprocess.run(["git", "-C", here.parent, *words], capture_output=True, text=True, check=True)
+        return completed.stdout.strip()
 
     try:
         git("ls-files", "--error-unmatch", here.name)  # an installed copy may be inside an unrelated tree

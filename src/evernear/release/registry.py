@@ -192,8 +192,8 @@ class Registry:
 
     def list(self) -> Iterator[str]:
         """All versions, oldest first."""
-        for found in self._store.list(MANIFESTS):
-            version = PurePosixPath(found.key).name.removesuffix(".json")
+        for entry in self._store.list(MANIFESTS):
+            version = PurePosixPath(entry.key).name.removesuffix(".json")
             if is_version(version):
                 yield version
 
@@ -256,10 +256,10 @@ class Registry:
         Raises:
             IntegrityError: the pointer is damaged.
         """
-        found = self._store.find(CHAMPION)
-        if found is None:
+        entry = self._store.find(CHAMPION)
+        if entry is None:
             return None
-        return Champion(_Pointer.from_json(found[0], f"{CHAMPION} in {self._store.uri}"), found[1])
+        return Champion(_Pointer.from_json(entry[0], f"{CHAMPION} in {self._store.uri}"), entry[1])
 
     def set_champion(
         self, version: str, expected: Champion | None, how: How = "deploy", cause: Cause | None = None
@@ -313,10 +313,10 @@ class Registry:
         champion = self.champion()
         if champion is None:
             return
-        for found in self._store.list(HISTORY):
+        for entry in self._store.list(HISTORY):
             # The current state is also listed once another move was attempted.
-            if found.key < _past_key(champion.pointer.number):
-                yield Promotion.from_json(self._store.get(found.key), f"{found.key} in {self._store.uri}")
+            if entry.key < _past_key(champion.pointer.number):
+                yield Promotion.from_json(self._store.get(entry.key), f"{entry.key} in {self._store.uri}")
         yield champion.promotion
 
     def prune(self, keep: int) -> tuple[str, ...]:
@@ -342,16 +342,16 @@ class Registry:
         shared = {self.get(version).archive_sha256 for version in self.list() if version not in pruning}
         for version, archive_sha256 in pruning.items():
             self._remove(version, archive_sha256 if archive_sha256 not in shared else None)
-        done: dict[str, object] = {"pruning": {}, "prunes": champion.pointer.prunes + 1}
+        changes: dict[str, object] = {"pruning": {}, "prunes": champion.pointer.prunes + 1}
         with suppress(ConflictError):  # a move meanwhile copied the list; the next prune has nothing left to remove
-            self._write(champion.pointer.model_copy(update=done), champion)
+            self._write(champion.pointer.model_copy(update=changes), champion)
         return tuple(sorted(pruning))
 
     def _remove(self, version: str, archive_sha256: str | None) -> None:
         """Remove a release, and its archive unless ``archive_sha256`` is None. A killed removal can be repeated."""
-        found = self._store.find(_key(MANIFESTS, version))
-        if found is not None:
-            self._store.put(_key(PRUNED, version), found[0])
+        entry = self._store.find(_key(MANIFESTS, version))
+        if entry is not None:
+            self._store.put(_key(PRUNED, version), entry[0])
         self._store.delete(_key(MANIFESTS, version))
         if archive_sha256 is not None:
             self._store.delete(f"{ARCHIVES}{archive_sha256}.mar")
@@ -406,8 +406,8 @@ class Registry:
         return Promotion.from_json(self._store.get(_past_key(number)), f"{_past_key(number)} in {self._store.uri}")
 
     def _record(self, folder: str, version: str) -> Record | None:
-        found = self._store.find(_key(folder, version)) if is_version(version) else None
-        return Record.from_json(found[0], f"The record {_key(folder, version)} in {self._store.uri}") if found else None
+        entry = self._store.find(_key(folder, version)) if is_version(version) else None
+        return Record.from_json(entry[0], f"The record {_key(folder, version)} in {self._store.uri}") if entry else None
 
 
 def _key(folder: str, version: str) -> str:

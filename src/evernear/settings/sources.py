@@ -168,5 +168,5 @@ def _sentence(model: type[BaseModel], error: ValidationError) -> str:
         return f"Setting {key!r} was renamed to {_RENAMED[key]!r}."
     known = known_keys(model)
     # A key without its section (epochs) is nearest to the one that ends with it (train.epochs).
-    near = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    return f"No setting {key!r}; did you mean {near[0]!r}?"
+    matches = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    return f"No setting {key!r}; did you mean {matches[0]!r}?"

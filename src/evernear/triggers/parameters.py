@@ -127,8 +127,8 @@ def _unknown(key: str, by_name: Mapping[str, Parameter]) -> str:
             f"The pipeline has no parameter {key!r}: it was uploaded by another version of evernear; upload it again."
         )
     known = [*by_name, *_setting_keys()]
-    near = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    return f"No parameter or setting {key!r}; did you mean {near[0]!r}?"
+    matches = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    return f"No parameter or setting {key!r}; did you mean {matches[0]!r}?"
 
 
 def _value(parameter: Parameter, text: str) -> Any:

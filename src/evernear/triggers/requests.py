@@ -202,10 +202,10 @@ class RequestStore:
                 self._cache.pop(_key(request.id), None)
 
     def _read(self, key: str) -> tuple[str, Request | None]:
-        found = self._store.find(key)
-        if found is None:
+        entry = self._store.find(key)
+        if entry is None:
             return "", None
-        data, etag = found
+        data, etag = entry
         self._cache[key] = etag, Request.from_json(data, f"{self._store.uri}/{key}")
         return self._cache[key]
 

@@ -24,7 +24,7 @@ def roles_lacking_one_right() -> Iterator[tuple[str, list[dict[str, Any]]]]:
             for verb in rule["verbs"]:
                 rules = deepcopy(ROLE["rules"])
                 rules[position]["resources"].remove(resource)
-                others = [one for one in rule["verbs"] if one != verb]
+                others = [item for item in rule["verbs"] if item != verb]
                 rules += [rule | {"resources": [resource], "verbs": others}] if others else []
                 yield f"{verb} {resource} {' '.join(rule.get('resourceNames', []))}".strip(), rules
 

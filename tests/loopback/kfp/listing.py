@@ -92,7 +92,7 @@ def _holds(resource: Mapping[str, Any], predicate: Mapping[str, Any], fields: Se
 def _folded(value: Any) -> Any:
     """Fold case, as MySQL's default collation does."""
     if isinstance(value, list):
-        return [_folded(one) for one in value]
+        return [_folded(item) for item in value]
     return value.casefold() if isinstance(value, str) else value
 
 

@@ -22,9 +22,9 @@ class Controller:
     def owned(self, kind: Kind, owner: Object) -> list[Object]:
         """Return the dependents of an object."""
         return [
-            one
-            for one in self.api.store.all(kind, owner["metadata"]["namespace"])
-            if any(ref["uid"] == owner["metadata"]["uid"] for ref in one["metadata"].get("ownerReferences") or ())
+            item
+            for item in self.api.store.all(kind, owner["metadata"]["namespace"])
+            if any(ref["uid"] == owner["metadata"]["uid"] for ref in item["metadata"].get("ownerReferences") or ())
         ]
 
     def create(self, kind: Kind, subject: Object, namespace: str) -> Object:
@@ -53,7 +53,7 @@ class Controller:
 def is_ready(pod: Object) -> bool:
     """Whether a pod's ``Ready`` condition is true."""
     conditions = pod.get("status", {}).get("conditions") or ()
-    return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+    return any(item["type"] == "Ready" and item["status"] == "True" for item in conditions)
 
 
 def reference(kind: Kind, owner: Object) -> Object:

@@ -168,7 +168,7 @@ class Controllers:
     def _garbage(self) -> bool:
         """Delete dependents of deleted owners, and owners that waited for their dependents."""
         wrote = False
-        everything = [(kind, one) for kind, one in self._api.store.everything() if kind is not EVENT]
+        everything = [(kind, item) for kind, item in self._api.store.everything() if kind is not EVENT]
         alive = {subject["metadata"]["uid"] for _, subject in everything}
         owned_by: dict[str, int] = {}
         for kind, subject in everything:
@@ -176,9 +176,9 @@ class Controllers:
             for uid in owners:
                 owned_by[uid] = owned_by.get(uid, 0) + 1
             foreground = {
-                one["metadata"]["uid"]
-                for _, one in everything
-                if "foregroundDeletion" in (one["metadata"].get("finalizers") or ())
+                item["metadata"]["uid"]
+                for _, item in everything
+                if "foregroundDeletion" in (item["metadata"].get("finalizers") or ())
             }
             if owners and not any(uid in alive - foreground for uid in owners):
                 metadata = subject["metadata"]

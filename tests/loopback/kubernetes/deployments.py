@@ -56,8 +56,8 @@ class Deployments(Controller):
         if deployment["metadata"].get("deletionTimestamp"):
             return False
         replica_sets = self.owned(REPLICA_SET, deployment)
-        new = next((one for one in replica_sets if _template(one) == _template(deployment)), None)
-        old = [one for one in replica_sets if new is None or one["metadata"]["uid"] != new["metadata"]["uid"]]
+        new = next((item for item in replica_sets if _template(item) == _template(deployment)), None)
+        old = [item for item in replica_sets if new is None or item["metadata"]["uid"] != new["metadata"]["uid"]]
         if deployment["spec"].get("paused"):
             return self._report(deployment, new, old)
         wrote = self._revise(deployment, new, old)
@@ -67,7 +67,7 @@ class Deployments(Controller):
 
     def _revise(self, deployment: Object, new: Object | None, old: list[Object]) -> bool:
         """Create the ReplicaSet of the current template, or give the existing one the newest revision number."""
-        revision = str(max((_revision(one) for one in old), default=0) + 1)
+        revision = str(max((_revision(item) for item in old), default=0) + 1)
         if new is None:
             self._create_replica_set(deployment, revision)
             return True
@@ -114,9 +114,9 @@ class Deployments(Controller):
 
     def _scale(self, deployment: Object, new: Object, old: list[Object]) -> bool:
         if deployment["spec"]["strategy"]["type"] == "Recreate":
-            if any(one["spec"]["replicas"] for one in old):
-                return sum(self._resize(deployment, one, 0) for one in old) > 0
-            if any(self.owned(POD, one) for one in old):
+            if any(item["spec"]["replicas"] for item in old):
+                return sum(self._resize(deployment, item, 0) for item in old) > 0
+            if any(self.owned(POD, item) for item in old):
                 return False
             return self._resize(deployment, new, deployment["spec"]["replicas"])
         return self._scale_up(deployment, new, old) or self._scale_down(deployment, new, old)
@@ -126,26 +126,26 @@ class Deployments(Controller):
         if have >= wanted:
             return have > wanted and self._resize(deployment, new, wanted)
         surge, _ = _bounds(deployment)
-        room = wanted + surge - have - sum(one["spec"]["replicas"] for one in old)
+        room = wanted + surge - have - sum(item["spec"]["replicas"] for item in old)
         return room > 0 and self._resize(deployment, new, have + min(room, wanted - have))
 
     def _scale_down(self, deployment: Object, new: Object, old: list[Object]) -> bool:
         _, unavailable = _bounds(deployment)
         least = deployment["spec"]["replicas"] - unavailable
-        total = new["spec"]["replicas"] + sum(one["spec"]["replicas"] for one in old)
+        total = new["spec"]["replicas"] + sum(item["spec"]["replicas"] for item in old)
         spare = total - least - (new["spec"]["replicas"] - _available(new))
         if spare <= 0:
             return False
-        old = sorted((one for one in old if one["spec"]["replicas"]), key=_revision)
-        for one in old:  # unavailable ones first
-            down = min(one["spec"]["replicas"] - _available(one), spare)
+        old = sorted((item for item in old if item["spec"]["replicas"]), key=_revision)
+        for item in old:  # unavailable ones first
+            down = min(item["spec"]["replicas"] - _available(item), spare)
             if down > 0:
-                return self._resize(deployment, one, one["spec"]["replicas"] - down)
-        spare = _available(new) + sum(_available(one) for one in old) - least
-        for one in old:
-            down = min(one["spec"]["replicas"], spare)
+                return self._resize(deployment, item, item["spec"]["replicas"] - down)
+        spare = _available(new) + sum(_available(item) for item in old) - least
+        for item in old:
+            down = min(item["spec"]["replicas"], spare)
             if down > 0:
-                return self._resize(deployment, one, one["spec"]["replicas"] - down)
+                return self._resize(deployment, item, item["spec"]["replicas"] - down)
         return False
 
     def _resize(self, deployment: Object, replica_set: Object, replicas: int) -> bool:
@@ -160,9 +160,9 @@ class Deployments(Controller):
         return True
 
     def _report(self, deployment: Object, new: Object | None, old: list[Object]) -> bool:
-        sets = [one for one in [new, *old] if one is not None]
+        sets = [item for item in [new, *old] if item is not None]
         count = {
-            field: sum(one.get("status", {}).get(field, 0) for one in sets)
+            field: sum(item.get("status", {}).get(field, 0) for item in sets)
             for field in ("replicas", "readyReplicas", "availableReplicas")
         }
         updated = new.get("status", {}).get("replicas", 0) if new else 0
@@ -180,8 +180,8 @@ class Deployments(Controller):
         conditions.append(self._progress(deployment, new, status, complete=complete))
         conditions += [
             condition | {"lastUpdateTime": condition["lastTransitionTime"]}
-            for one in sets
-            for condition in one.get("status", {}).get("conditions", ())
+            for item in sets
+            for condition in item.get("status", {}).get("conditions", ())
             if condition["type"] == "ReplicaFailure"
         ][:1]
         status["conditions"] = [_preserve_times(condition, previous.get("conditions", [])) for condition in conditions]
@@ -220,11 +220,11 @@ class Deployments(Controller):
     def _forget(self, deployment: Object, old: list[Object]) -> bool:
         """Drop the oldest revisions beyond ``revisionHistoryLimit``."""
         empty = sorted(
-            (one for one in old if not one["spec"]["replicas"] and not one.get("status", {}).get("replicas")),
+            (item for item in old if not item["spec"]["replicas"] and not item.get("status", {}).get("replicas")),
             key=_revision,
         )
-        for one in empty[: max(len(empty) - deployment["spec"]["revisionHistoryLimit"], 0)]:
-            self.api.delete(REPLICA_SET, one["metadata"]["namespace"], one["metadata"]["name"])
+        for item in empty[: max(len(empty) - deployment["spec"]["revisionHistoryLimit"], 0)]:
+            self.api.delete(REPLICA_SET, item["metadata"]["namespace"], item["metadata"]["name"])
             return True
         return False
 
@@ -262,7 +262,7 @@ def _condition(name: str, holds: str, reason: str, message: str) -> Object:
 
 def _preserve_times(condition: Object, before: list[Object]) -> Object:
     """Preserve the times of a condition that has not changed."""
-    previous = next((one for one in before if one["type"] == condition["type"]), None)
+    previous = next((item for item in before if item["type"] == condition["type"]), None)
     if previous is None or any(previous[field] != condition[field] for field in ("status", "reason", "message")):
         return condition
     return previous

@@ -97,8 +97,8 @@ class Merge:
     def _prune(self, merged: Object, before: Fields, managers: dict[Manager, Fields]) -> Object:
         """Remove the fields that the manager no longer applies and that have no other owner."""
         owned = set().union(*managers.values())
-        gone = (_with_parents(before) & _with_parents(self.fields(merged))) - _with_parents(owned)
-        return self._remove(self._schema, merged, (), gone) if gone else merged
+        removed = (_with_parents(before) & _with_parents(self.fields(merged))) - _with_parents(owned)
+        return self._remove(self._schema, merged, (), removed) if removed else merged
 
     def _children(self, schema: Schema, value: Any) -> dict[tuple[str, Any], tuple[Schema, Any]]:
         """The individually merged children of a map or list, by path element."""
@@ -174,13 +174,13 @@ class Merge:
         order = [next(ours) if element in want else element for element in have]
         return [merged[element] for element in [*order, *ours]]
 
-    def _remove(self, schema: Schema, value: Any, path: Path, gone: Fields) -> Any:
+    def _remove(self, schema: Schema, value: Any, path: Path, removed: Fields) -> Any:
         if is_atomic(schema) or not isinstance(value, dict | list):
             return value
         children = {
-            element: self._remove(child_schema, child, (*path, element), gone)
+            element: self._remove(child_schema, child, (*path, element), removed)
             for element, (child_schema, child) in self._children(schema, value).items()
-            if (*path, element) not in gone
+            if (*path, element) not in removed
         }
         return (
             {name: child for (_, name), child in children.items()}

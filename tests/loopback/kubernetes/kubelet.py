@@ -60,7 +60,7 @@ class Node:
 
     def due_in_s(self) -> float | None:
         """Seconds until the next timed status update of a pod; None if none is pending."""
-        waits = [one.since_s + one.updates[0].after_s for one in self._progress.values() if one.updates]
+        waits = [item.since_s + item.updates[0].after_s for item in self._progress.values() if item.updates]
         return max(min(waits) - time.monotonic(), 0.0) if waits else None
 
     def address(self, pod: Object, port: int) -> Address | None:

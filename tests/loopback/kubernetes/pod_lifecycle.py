@@ -147,8 +147,8 @@ class _StatusSequence:
                 for status, events in self._failures(container):
                     yield StatusUpdate(self._in_init(position, status), events)
                 return
-            done = _terminated(container, 0, "Completed") | {"ready": True}
-            yield StatusUpdate(self._in_init(position, done), _started(container))
+            completed = _terminated(container, 0, "Completed") | {"ready": True}
+            yield StatusUpdate(self._in_init(position, completed), _started(container))
         yield from self._run()
 
     def _run(self) -> Iterator[StatusUpdate]:
@@ -187,14 +187,14 @@ class _StatusSequence:
         return self._status("Pending", [_waiting(container, "PodInitializing") for container in self._init], self._idle)
 
     def _in_init(self, position: int, status: Object) -> Object:
-        before = [_terminated(one, 0, "Completed") | {"ready": True} for one in self._init[:position]]
-        after = [_waiting(one, "PodInitializing") for one in self._init[position + 1 :]]
+        before = [_terminated(item, 0, "Completed") | {"ready": True} for item in self._init[:position]]
+        after = [_waiting(item, "PodInitializing") for item in self._init[position + 1 :]]
         return self._status("Pending", [*before, status, *after], self._idle) | self._address
 
     def _with_failure(self, position: int, status: Object) -> Object:
         """One container fails; the others run if the failing container has started at all."""
         has_run = isinstance(self._behavior, CrashLoop) and not self._missing
-        others = [_running(one, ready=True) for one in self._main] if has_run else list(self._idle)
+        others = [_running(item, ready=True) for item in self._main] if has_run else list(self._idle)
         others[position] = status
         return self._status("Running" if has_run else "Pending", self._initialized(), others) | self._address
 
@@ -203,7 +203,7 @@ class _StatusSequence:
         return self._status("Running", self._initialized(), mains) | self._address
 
     def _initialized(self) -> list[Object]:
-        return [_terminated(one, 0, "Completed") | {"ready": True} for one in self._init]
+        return [_terminated(item, 0, "Completed") | {"ready": True} for item in self._init]
 
     def _status(self, phase: str, inits: list[Object], mains: list[Object]) -> Object:
         ready = _all_ready("ContainersNotReady", "unready", mains)
@@ -268,7 +268,7 @@ def _started(container: Object) -> list[Event]:
 
 
 def _all_ready(reason: str, adjective: str, containers: list[Object]) -> tuple[str, str]:
-    names = [one["name"] for one in containers if not one["ready"]]
+    names = [item["name"] for item in containers if not item["ready"]]
     return (reason, f"containers with {adjective} status: [{' '.join(names)}]") if names else ("", "")
 
 

@@ -29,11 +29,11 @@ def address(api: Api, node: Node, call: Call) -> Address:
     service = api.get(SERVICE, call.namespace, name)
     ports = service["spec"].get("ports") or []
     if port.isdigit():
-        chosen = next((one for one in ports if one["port"] == int(port)), None)
+        chosen = next((item for item in ports if item["port"] == int(port)), None)
         if chosen is None:
             raise status.unavailable(f'no service port {port} found for service "{name}"')
     else:
-        chosen = next((one for one in ports if one.get("name", "") == port), None)
+        chosen = next((item for item in ports if item.get("name", "") == port), None)
     pods = [pod for pod in selected(api, service) if is_endpoint(pod)]
     if not pods:
         raise status.unavailable(f'no endpoints available for service "{name}"')

@@ -50,7 +50,7 @@ def review(store: Store, user: str, request: Object) -> Object:
         cause = Cause("spec.resourceAttributes", reason)
         raise invalid("SelfSubjectAccessReview", "authorization.k8s.io", "", [cause])
     group, plural = about.get("group", ""), about.get("resource", "")
-    kind = next((one for one in KINDS if (one.group, one.plural) == (group, plural)), None)
+    kind = next((item for item in KINDS if (item.group, item.plural) == (group, plural)), None)
     kind = kind or Kind(group, about.get("version", ""), plural, plural)
     place = (about.get("namespace", ""), about.get("name", ""), about.get("subresource", ""))
     allowed = _may(store, Attempt(user, about.get("verb", ""), kind, *place))

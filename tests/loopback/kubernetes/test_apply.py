@@ -104,7 +104,7 @@ def test_containers_merge_by_name_and_ports_by_number_and_protocol(kubectl: Kube
     sidecar = deployment()
     sidecar["spec"] = {"template": {"spec": {"containers": [{"name": "proxy", "image": "example.com/proxy:1"}]}}}
     both = kubectl.apply(sidecar, "mesh")
-    assert [one["name"] for one in both["spec"]["template"]["spec"]["containers"]] == ["serve", "proxy"]
+    assert [applied["name"] for applied in both["spec"]["template"]["spec"]["containers"]] == ["serve", "proxy"]
     assert owners(both)["mesh"]["f:spec"]["f:template"]["f:spec"]["f:containers"] == {
         'k:{"name":"proxy"}': {".": {}, "f:image": {}, "f:name": {}}
     }
@@ -121,8 +121,8 @@ def test_dropped_container_is_removed_with_its_defaults(kubectl: Kubectl) -> Non
     two = deployment()
     two["spec"]["template"]["spec"]["containers"].append({"name": "extra", "image": "example.com/extra:1"})
     kubectl.apply(two)
-    one = kubectl.apply(deployment())
-    assert [container["name"] for container in one["spec"]["template"]["spec"]["containers"]] == ["serve"]
+    applied = kubectl.apply(deployment())
+    assert [container["name"] for container in applied["spec"]["template"]["spec"]["containers"]] == ["serve"]
 
 
 def test_apply_without_replicas_preserves_the_autoscaler_value(kubectl: Kubectl) -> None:

@@ -48,7 +48,7 @@ def test_connection_drops_before_or_after_the_write(cluster: LoopbackCluster, ku
     cluster.drop(lambda call: call.verb == "create", after=True)
     with pytest.raises(urllib3.exceptions.HTTPError):
         kubectl.create(config_map("kept"))
-    names = [one["metadata"]["name"] for one in kubectl.list("ConfigMap")["items"]]
+    names = [item["metadata"]["name"] for item in kubectl.list("ConfigMap")["items"]]
     assert "kept" in names
     assert "lost" not in names
 

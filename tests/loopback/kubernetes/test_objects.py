@@ -115,9 +115,9 @@ def test_patches_merge_by_media_type(kubectl: Kubectl) -> None:
         "spec": {"template": {"spec": {"containers": more}}},
     }
     strategic = kubectl.patch(patch, STRATEGIC)
-    assert [one["name"] for one in strategic["spec"]["template"]["spec"]["containers"]] == ["serve", "proxy"]
+    assert [item["name"] for item in strategic["spec"]["template"]["spec"]["containers"]] == ["serve", "proxy"]
     merged = kubectl.patch(patch, MERGE)
-    assert [one["name"] for one in merged["spec"]["template"]["spec"]["containers"]] == ["proxy"]
+    assert [item["name"] for item in merged["spec"]["template"]["spec"]["containers"]] == ["proxy"]
     removed = {"kind": "Deployment", "metadata": {"name": "serve", "labels": {"a": None}}}
     assert kubectl.patch(removed, MERGE)["metadata"].get("labels", {}) == {}
 
@@ -237,7 +237,7 @@ def test_deleting_a_namespace_deletes_its_objects(kubectl: Kubectl) -> None:
     kubectl.call("DELETE", f"/api/v1/namespaces/{NAMESPACE}")
 
     def is_gone() -> bool:
-        names = [one["metadata"]["name"] for one in kubectl.call("GET", "/api/v1/namespaces")["items"]]
+        names = [item["metadata"]["name"] for item in kubectl.call("GET", "/api/v1/namespaces")["items"]]
         return NAMESPACE not in names
 
     until(is_gone)

@@ -38,7 +38,7 @@ def pods(kubectl: Kubectl, version: str = "") -> list[dict[str, Any]]:
 
 
 def condition(subject: dict[str, Any], kind: str) -> dict[str, Any]:
-    conditions = (one for one in subject["status"].get("conditions", ()) if one["type"] == kind)
+    conditions = (item for item in subject["status"].get("conditions", ()) if item["type"] == kind)
     return next(conditions, {"status": "", "reason": ""})
 
 
@@ -47,12 +47,12 @@ def waiting(kubectl: Kubectl, reason: str) -> dict[str, Any]:
 
     def look() -> Any:
         statuses = [
-            one
+            item
             for pod in pods(kubectl, "2")
             for field in ("initContainerStatuses", "containerStatuses")
-            for one in pod["status"].get(field, ())
+            for item in pod["status"].get(field, ())
         ]
-        return next((one for one in statuses if one["state"].get("waiting", {}).get("reason") == reason), None)
+        return next((item for item in statuses if item["state"].get("waiting", {}).get("reason") == reason), None)
 
     return until(look)
 
@@ -94,10 +94,10 @@ def test_rollback_makes_the_old_replica_set_the_newest_revision(kubectl: Kubectl
         kubectl.apply(deployment(version, replicas=1))
         rolled_out(kubectl)
     revisions = {
-        one["spec"]["template"]["metadata"]["labels"]["version"]: one["metadata"]["annotations"][
+        item["spec"]["template"]["metadata"]["labels"]["version"]: item["metadata"]["annotations"][
             "deployment.kubernetes.io/revision"
         ]
-        for one in kubectl.list("ReplicaSet")["items"]
+        for item in kubectl.list("ReplicaSet")["items"]
     }
     assert revisions == {"1": "3", "2": "2"}
 
@@ -282,12 +282,12 @@ def test_concurrent_clients_lose_no_writes(kubectl: Kubectl) -> None:
     kubectl.create(config_map(count="0"))
 
     def count() -> None:
-        done = 0
-        while done < 10:
+        completed = 0
+        while completed < 10:
             live = kubectl.get("ConfigMap", "settings")
             with suppress(ApiException):  # another client wrote first
                 kubectl.replace(live | {"data": {"count": str(int(live["data"]["count"]) + 1)}})
-                done += 1
+                completed += 1
 
     threads = [threading.Thread(target=count) for _ in range(4)]
     for thread in threads:
@@ -328,4 +328,4 @@ def test_pod_security_violations(spec: dict[str, Any], violation: str | None) ->
     assert result == [] if violation is None else len(result) == 1 and result[0].startswith(violation)
     assert violations(None, pod) == []
     own["capabilities"]["add"].append("SYS_ADMIN")
-    assert any('must not include "SYS_ADMIN"' in one for one in violations("restricted", pod))
+    assert any('must not include "SYS_ADMIN"' in item for item in violations("restricted", pod))

@@ -28,7 +28,7 @@ def events(store: Store, call: Call, is_cut: Callable[[], bool]) -> Iterator[lis
     if not seen:
         with store.changed:
             seen = store.version
-            initial = [("ADDED", one) for one in store.all(call.kind, call.namespace) if chosen(one)]
+            initial = [("ADDED", item) for item in store.all(call.kind, call.namespace) if chosen(item)]
         yield initial
     while not is_cut():
         with store.changed:

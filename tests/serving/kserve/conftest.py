@@ -76,7 +76,7 @@ def service(
 
 @pytest.fixture(params=("predictor", *PROTOCOLS))
 def server(request: pytest.FixtureRequest, service: dict[str, Server]) -> Server:
-    """Each server in turn: clients cannot tell them apart."""
+    """Each server in turn; they are indistinguishable to clients."""
     return service[request.param]
 
 

@@ -169,7 +169,7 @@ def _contents(output: Any) -> list[Any]:
 
 def run_in_environment(code: str, *args: str) -> Any:
     """Run ``code`` in the SDK's environment; returns its JSON output."""
-    done = subprocess.run([PYTHON, "-c", code, *args], capture_output=True, text=True, timeout=READY_TIMEOUT_S)
-    assert done.returncode == 0, done.stderr
-    print(done.stderr, file=sys.stderr)
-    return json.loads(done.stdout)
+    completed = subprocess.run([PYTHON, "-c", code, *args], capture_output=True, text=True, timeout=READY_TIMEOUT_S)
+    assert completed.returncode == 0, completed.stderr
+    print(completed.stderr, file=sys.stderr)
+    return json.loads(completed.stdout)

@@ -29,7 +29,7 @@ class Calls:
 @contextmanager
 def calling(port: int, image: bytes, token: str, clients: int, pause_s: float = 0.0) -> Iterator[Calls]:
     """Send REST requests continuously; every third client opens a connection per request."""
-    calls, done = Calls(), threading.Event()
+    calls, stop = Calls(), threading.Event()
     headers = {"Authorization": f"Bearer {token}"}
 
     def call_once(connection: http.client.HTTPConnection) -> bool:
@@ -43,45 +43,45 @@ def calling(port: int, image: bytes, token: str, clients: int, pause_s: float = 
         return not answer.will_close
 
     def call(keep_alive: bool) -> None:
-        while not done.wait(pause_s):
+        while not stop.wait(pause_s):
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
             try:
-                while call_once(connection) and keep_alive and not done.wait(pause_s):
+                while call_once(connection) and keep_alive and not stop.wait(pause_s):
                     pass
             except (OSError, http.client.HTTPException) as fault:
                 calls.failures.append(f"{time.monotonic():.2f}: {fault!r}")
             finally:
                 connection.close()
 
-    with _running([threading.Thread(target=call, args=[number % 3 > 0]) for number in range(clients)], done):
+    with _running([threading.Thread(target=call, args=[number % 3 > 0]) for number in range(clients)], stop):
         yield calls
 
 
 @contextmanager
 def calling_grpc(port: int, image: bytes, token: str, clients: int, pause_s: float = 0.0) -> Iterator[Calls]:
     """Send gRPC requests continuously, each client on its own connection and without retries."""
-    calls, done = Calls(), threading.Event()
+    calls, stop = Calls(), threading.Event()
     target = Target("127.0.0.1", port, "embedding", "grpc", token=lambda: token, timeout_s=TIMEOUT_S)
 
     def call() -> None:
         with Client(target) as client:
-            while not done.wait(pause_s):
+            while not stop.wait(pause_s):
                 try:
                     calls.answers[client.predict(image).version] += 1
                 except EvernearError as fault:
                     calls.failures.append(f"{time.monotonic():.2f}: {fault}")
 
-    with _running([threading.Thread(target=call) for _ in range(clients)], done):
+    with _running([threading.Thread(target=call) for _ in range(clients)], stop):
         yield calls
 
 
 @contextmanager
-def _running(threads: list[threading.Thread], done: threading.Event) -> Iterator[None]:
+def _running(threads: list[threading.Thread], stop: threading.Event) -> Iterator[None]:
     for thread in threads:
         thread.start()
     try:
         yield
     finally:
-        done.set()
+        stop.set()
         for thread in threads:
             thread.join()

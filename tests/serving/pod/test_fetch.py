@@ -49,8 +49,8 @@ def test_fetch_downloads_and_verifies_a_release(release: PackedRelease, settings
 def test_restarted_container_needs_no_store(release: PackedRelease, settings: Settings) -> None:
     sha256 = sha256_file(release.archive)
     pod.fetch(release.version, sha256, settings)
-    gone = settings.model_copy(update={"store": "s3://bucket/at-no-endpoint"})
-    assert pod.fetch(release.version, sha256, gone) == release.manifest
+    removed = settings.model_copy(update={"store": "s3://bucket/at-no-endpoint"})
+    assert pod.fetch(release.version, sha256, removed) == release.manifest
 
 
 def test_fetch_rejects_an_unexpected_sha256(release: PackedRelease, settings: Settings) -> None:
@@ -92,8 +92,10 @@ def test_fetch_reads_from_a_read_only_directory_store(release: PackedRelease, tm
     container = Pod(tmp_path / "pod")
     Registry(open_store((tmp_path / "pod" / "secret" / "store").as_uri())).publish(release.archive)
     sha256 = sha256_file(release.archive)
-    done = container.fetch("file:///mnt/store", release.version, sha256)
-    assert (done.returncode, done.stdout) == (0, f"Fetched release {release.version}, sha256 {sha256}.\n"), done.stderr
+    completed = container.fetch("file:///mnt/store", release.version, sha256)
+    assert (completed.returncode, completed.stdout) == (0, f"Fetched release {release.version}, sha256 {sha256}.\n"), (
+        completed.stderr
+    )
     assert archive_in(container.settings).read_bytes() == release.archive.read_bytes()
     wrong = container.fetch("file:///mnt/absent", release.version, "0" * 64)
     assert (wrong.returncode, wrong.stderr.count("\n")) == (4, 1)

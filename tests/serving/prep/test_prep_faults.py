@@ -55,14 +55,14 @@ class Predictor:
 
 
 @pytest.fixture
-def shelf(parts: ReleaseParts, tmp_path: Path) -> Shelf:
+def stored_releases(parts: ReleaseParts, tmp_path: Path) -> Shelf:
     return Shelf(tmp_path / "store", parts.manifest)
 
 
 @pytest.fixture
-def predictor(shelf: Shelf) -> Predictor:
+def predictor(stored_releases: Shelf) -> Predictor:
     """A predictor with release 1, the champion, whose input is 8 pixels wide."""
-    return Predictor(shelf.release(1, champion=True))
+    return Predictor(stored_releases.release(1, champion=True))
 
 
 @pytest.fixture
@@ -77,13 +77,13 @@ def refusal(answer: httpx.Response, status: int) -> str:
     return answer.json()["message"]
 
 
-def test_rollout_changes_the_preprocessing(shelf: Shelf, predictor: Predictor, port: int) -> None:
-    with front(shelf.settings(port)) as client:
+def test_rollout_changes_the_preprocessing(stored_releases: Shelf, predictor: Predictor, port: int) -> None:
+    with front(stored_releases.settings(port)) as client:
         assert client.post("/predict/label", json=png()).json() == label_response("8", predictor.version)
-        predictor.version = shelf.release(2, size_px=16)
+        predictor.version = stored_releases.release(2, size_px=16)
         assert client.post("/predict/label", json=png()).json() == label_response("16", predictor.version)
         assert client.get("/metadata").json()["height_px"] == 16
-        predictor.version = shelf.release(1)
+        predictor.version = stored_releases.release(1)
         assert client.post("/predict/label", json=png()).json() == label_response("8", predictor.version)
 
 
@@ -92,20 +92,20 @@ def label_response(label: str, version: str) -> dict[str, object]:
 
 
 def test_rollout_with_the_same_preprocessing_costs_no_second_call(
-    shelf: Shelf, predictor: Predictor, port: int
+    stored_releases: Shelf, predictor: Predictor, port: int
 ) -> None:
-    with front(shelf.settings(port)) as client:
+    with front(stored_releases.settings(port)) as client:
         client.post("/predict", json=png())
         calls = predictor.calls
-        predictor.version = shelf.release(2)
+        predictor.version = stored_releases.release(2)
         assert client.post("/predict", json=png()).json()["version"] == predictor.version
         assert predictor.calls == calls + 1
 
 
-def test_rollouts_under_load_never_mix_preprocessing(shelf: Shelf, predictor: Predictor, port: int) -> None:
+def test_rollouts_under_load_never_mix_preprocessing(stored_releases: Shelf, predictor: Predictor, port: int) -> None:
     """Release 1 takes 8 pixels and release 2 takes 16, so a prediction with the other width is wrong."""
-    versions = {shelf.release(1): "8", shelf.release(2, size_px=16): "16"}
-    with front(shelf.settings(port)) as client, ThreadPoolExecutor(8) as pool:
+    versions = {stored_releases.release(1): "8", stored_releases.release(2, size_px=16): "16"}
+    with front(stored_releases.settings(port)) as client, ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(client.post, "/predict", json=png()) for _ in range(300)]
         while not all(answer.done() for answer in answers):
             predictor.version = next(v for v in versions if v != predictor.version)
@@ -121,38 +121,40 @@ def test_rollouts_under_load_never_mix_preprocessing(shelf: Shelf, predictor: Pr
     assert seen == set(versions)
 
 
-def test_predictions_of_an_unregistered_release_are_withheld(shelf: Shelf, predictor: Predictor, port: int) -> None:
-    predictor.version = version = shelf.release(2, published=False)
-    with front(shelf.settings(port)) as client:
+def test_predictions_of_an_unregistered_release_are_withheld(
+    stored_releases: Shelf, predictor: Predictor, port: int
+) -> None:
+    predictor.version = version = stored_releases.release(2, published=False)
+    with front(stored_releases.settings(port)) as client:
         for path in ("/health", "/metadata", "/label", "/predict/test", "/predict/test/label"):
             assert f"answers with release {version}, whose preprocessing is not available" in refusal(
                 client.get(path), 503
             )
         for path in ("/predict", "/predict/label"):
             assert "so its prediction may be wrong" in refusal(client.post(path, json=png()), 503)
-        shelf.release(2)  # finally published
+        stored_releases.release(2)  # finally published
         assert client.get("/health").json()["version"] == version
 
 
-def test_missing_first_release_is_reported(shelf: Shelf, tmp_path: Path) -> None:
+def test_missing_first_release_is_reported(stored_releases: Shelf, tmp_path: Path) -> None:
     predictor = Predictor("x")
-    with grpc_server(predictor) as port, front(shelf.settings(port)) as client:
+    with grpc_server(predictor) as port, front(stored_releases.settings(port)) as client:
         assert "No release has been promoted yet" in refusal(client.get("/health"), 503)
         assert "No release has been promoted yet" in refusal(client.post("/predict", json=png()), 503)
         assert predictor.calls == 0
 
 
-def test_damaged_registry_is_reported(shelf: Shelf, predictor: Predictor, port: int) -> None:
-    (shelf.directory / "releases" / "champion.json").write_text("{")
-    with front(shelf.settings(port)) as client:
+def test_damaged_registry_is_reported(stored_releases: Shelf, predictor: Predictor, port: int) -> None:
+    (stored_releases.directory / "releases" / "champion.json").write_text("{")
+    with front(stored_releases.settings(port)) as client:
         assert "is not a valid" in refusal(client.get("/health"), 503)
-        make_champion(shelf.uri, predictor.version)
+        make_champion(stored_releases.uri, predictor.version)
         assert client.get("/health").status_code == 200
 
 
-def test_predictor_is_reconnected_after_downtime(shelf: Shelf, predictor: Predictor) -> None:
+def test_predictor_is_reconnected_after_downtime(stored_releases: Shelf, predictor: Predictor) -> None:
     port = settings_on_free_ports().inference_port
-    with front(shelf.settings(port, failures=1000)) as client:
+    with front(stored_releases.settings(port, failures=1000)) as client:
         assert f"No server answers gRPC at 127.0.0.1:{port}" in refusal(client.post("/predict", json=png()), 503)
         assert refusal(client.get("/health"), 503)
         with grpc_server(predictor, port):
@@ -164,27 +166,27 @@ def test_predictor_is_reconnected_after_downtime(shelf: Shelf, predictor: Predic
         assert 'evernear_prep_predictor_failures_total{reason="ServerUnreachableError"}' in exported
 
 
-def test_unavailable_predictor_is_retried(shelf: Shelf, predictor: Predictor, port: int) -> None:
+def test_unavailable_predictor_is_retried(stored_releases: Shelf, predictor: Predictor, port: int) -> None:
     def hiccup(request: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
         if predictor.calls % 3:
             context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
         return predictor.recognise(request, context)
 
     predictor.answer = hiccup
-    with front(shelf.settings(port)) as client:
+    with front(stored_releases.settings(port)) as client:
         assert [client.post("/predict", json=png()).status_code for _ in range(4)] == [200] * 4
         assert predictor.calls == 12
 
 
-def test_slow_predictor_times_out(shelf: Shelf, predictor: Predictor, port: int) -> None:
+def test_slow_predictor_times_out(stored_releases: Shelf, predictor: Predictor, port: int) -> None:
     predictor.answer = predictor.wait
-    with front(shelf.settings(port, timeout_s=0.3)) as client:
+    with front(stored_releases.settings(port, timeout_s=0.3)) as client:
         assert "within 0.3 s" in refusal(client.post("/predict", json=png()), 504)
         assert "within 0.3 s" in refusal(client.get("/health"), 504)
 
 
-def test_consecutive_failures_open_the_circuit_breaker(shelf: Shelf, predictor: Predictor, port: int) -> None:
-    with front(shelf.settings(port, failures=3, recovery_s=1)) as client:
+def test_consecutive_failures_open_the_circuit_breaker(stored_releases: Shelf, predictor: Predictor, port: int) -> None:
+    with front(stored_releases.settings(port, failures=3, recovery_s=1)) as client:
         predictor.answer = predictor.fail
         for _ in range(3):
             assert "it is broken" in refusal(client.post("/predict", json=png()), 503)
@@ -199,14 +201,16 @@ def test_consecutive_failures_open_the_circuit_breaker(shelf: Shelf, predictor: 
         assert "evernear_prep_breaker_open 0.0" in client.get("/metrics").text
 
 
-def test_bad_images_do_not_open_the_circuit_breaker(shelf: Shelf, predictor: Predictor, port: int) -> None:
-    with front(shelf.settings(port, failures=1)) as client:
+def test_bad_images_do_not_open_the_circuit_breaker(stored_releases: Shelf, predictor: Predictor, port: int) -> None:
+    with front(stored_releases.settings(port, failures=1)) as client:
         for _ in range(5):
             assert refusal(client.post("/predict", json={"data": "AAAA"}), 400)
         assert client.post("/predict", json=png()).status_code == 200
 
 
-def test_concurrent_requests_to_the_predictor_are_limited(shelf: Shelf, predictor: Predictor, port: int) -> None:
+def test_concurrent_requests_to_the_predictor_are_limited(
+    stored_releases: Shelf, predictor: Predictor, port: int
+) -> None:
     together, most = 0, 0
 
     def count(request: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
@@ -220,16 +224,16 @@ def test_concurrent_requests_to_the_predictor_are_limited(shelf: Shelf, predicto
         return predictor.recognise(request, context)
 
     predictor.answer = count
-    with front(shelf.settings(port, in_flight=2)) as client, ThreadPoolExecutor(8) as pool:
+    with front(stored_releases.settings(port, in_flight=2)) as client, ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: client.post("/predict", json=png()).status_code, range(16)))
     assert answers == [200] * 16
     assert most == 2
 
 
-def test_foreign_predictor_is_reported(shelf: Shelf, predictor: Predictor, port: int) -> None:
+def test_foreign_predictor_is_reported(stored_releases: Shelf, predictor: Predictor, port: int) -> None:
     predictor.answer = lambda *_: b"<html>"
-    with front(shelf.settings(port)) as client:
+    with front(stored_releases.settings(port)) as client:
         assert "is not an evernear release" in refusal(client.get("/health"), 503)
     predictor.answer = lambda *_: json.dumps({"code": 400, "type": "x", "message": "Not for you."}).encode()
-    with front(shelf.settings(port)) as client:
+    with front(stored_releases.settings(port)) as client:
         assert "The predictor rejects the requests of this server: Not for you." in refusal(client.get("/health"), 503)

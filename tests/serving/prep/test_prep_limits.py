@@ -25,20 +25,20 @@ from evernear.serving.prep.service import prepare
 
 
 @pytest.fixture
-def shelf(parts: ReleaseParts, tmp_path: Path) -> Shelf:
+def stored_releases(parts: ReleaseParts, tmp_path: Path) -> Shelf:
     return Shelf(tmp_path / "store", parts.manifest)
 
 
 @pytest.fixture
-def port(shelf: Shelf) -> Iterator[int]:
-    version = shelf.release(1, champion=True)
+def port(stored_releases: Shelf) -> Iterator[int]:
+    version = stored_releases.release(1, champion=True)
     with grpc_server(lambda *_: json.dumps(ANSWER | {"version": version}).encode()) as port:
         yield port
 
 
 @pytest.fixture
-def prep(shelf: Shelf, port: int) -> Iterator[httpx.Client]:
-    with front(shelf.settings(port)) as client:
+def prep(stored_releases: Shelf, port: int) -> Iterator[httpx.Client]:
+    with front(stored_releases.settings(port)) as client:
         yield client
 
 
@@ -95,9 +95,9 @@ def test_small_images_do_not_wait_for_large_ones(prep: httpx.Client, gate: Gate)
         assert {answer.result().status_code for answer in large} == {200}
 
 
-def test_excess_large_images_are_rejected_immediately(shelf: Shelf, port: int, gate: Gate) -> None:
+def test_excess_large_images_are_rejected_immediately(stored_releases: Shelf, port: int, gate: Gate) -> None:
     places = 2 + MAX_WAITING_LARGE
-    with front(shelf.settings(port, large_decodes=2)) as prep, ThreadPoolExecutor(places) as pool:
+    with front(stored_releases.settings(port, large_decodes=2)) as prep, ThreadPoolExecutor(places) as pool:
         waiting: list[Future[httpx.Response]] = []
         for _ in range(places):
             waiting.append(pool.submit(prep.post, "/predict", json=LARGE))
@@ -126,8 +126,8 @@ def until(ask: Callable[[], httpx.Response], status: int, waiting: list[Future[h
         assert not all(each.done() for each in waiting)
 
 
-def test_waiting_too_long_for_decoding_times_out(shelf: Shelf, port: int, gate: Gate) -> None:
-    with front(shelf.settings(port, timeout_s=2)) as prep:
+def test_waiting_too_long_for_decoding_times_out(stored_releases: Shelf, port: int, gate: Gate) -> None:
+    with front(stored_releases.settings(port, timeout_s=2)) as prep:
         with ThreadPoolExecutor(2) as pool:
             answers = list(pool.map(lambda _: prep.post("/predict", json=LARGE), range(2)))
         assert [refusal(answer, 504) == "No prediction within 2 s." for answer in answers] == [True, True]
@@ -138,8 +138,8 @@ def test_waiting_too_long_for_decoding_times_out(shelf: Shelf, port: int, gate: 
     assert not gate.reached.acquire(blocking=False)
 
 
-def test_servers_pixel_limit_applies_beside_the_releases(shelf: Shelf, port: int) -> None:
-    settings = shelf.settings(port)
+def test_servers_pixel_limit_applies_beside_the_releases(stored_releases: Shelf, port: int) -> None:
+    settings = stored_releases.settings(port)
     few = settings.model_copy(update={"serving": settings.serving.model_copy(update={"max_pixels": 1_000})})
     with front(few) as prep:
         assert "1000 are allowed" in refusal(prep.post("/predict", json=encoded(hostile.png(40, 40))), 400)
@@ -185,8 +185,8 @@ class Slow:
         return int(status.split()[1]), named, json.loads(body)["message"]
 
 
-def test_slow_body_is_rejected(shelf: Shelf, port: int) -> None:
-    with front(shelf.settings(port, upload_timeout_s=1)) as prep, Slow(prep) as slow:
+def test_slow_body_is_rejected(stored_releases: Shelf, port: int) -> None:
+    with front(stored_releases.settings(port, upload_timeout_s=1)) as prep, Slow(prep) as slow:
         slow.head(1_000)
         slow.socket.sendall(b'{"data"')
         status, _, message = slow.answer()
@@ -195,10 +195,10 @@ def test_slow_body_is_rejected(shelf: Shelf, port: int) -> None:
         assert 'path="/predict",status="408"' in prep.get("/metrics").text
 
 
-def test_total_size_of_bodies_in_flight_is_limited(shelf: Shelf, port: int) -> None:
+def test_total_size_of_bodies_in_flight_is_limited(stored_releases: Shelf, port: int) -> None:
     size_bytes = 60_000
     body = json.dumps(SMALL).encode().ljust(size_bytes)
-    settings = shelf.settings(port, max_request_size_bytes=size_bytes, max_bodies_size_bytes=100_000)
+    settings = stored_releases.settings(port, max_request_size_bytes=size_bytes, max_bodies_size_bytes=100_000)
     with front(settings) as prep, Slow(prep) as slow:
         slow.head(size_bytes)
         slow.socket.sendall(body[:-1])
@@ -221,20 +221,20 @@ def test_total_size_of_bodies_in_flight_is_limited(shelf: Shelf, port: int) -> N
 
 @pytest.mark.parametrize("sent", [b"", b"POST /predict HTTP/1.1\r\nHost:"])
 def test_connection_without_a_head_is_closed(
-    shelf: Shelf, port: int, monkeypatch: pytest.MonkeyPatch, sent: bytes
+    stored_releases: Shelf, port: int, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 1.0)
-    with front(shelf.settings(port)) as prep, Slow(prep) as silent:
+    with front(stored_releases.settings(port)) as prep, Slow(prep) as silent:
         silent.socket.sendall(sent)
         assert silent.socket.recv(1) == b""
         assert prep.post("/predict", json=SMALL).status_code == 200
 
 
 def test_connection_with_a_stalled_second_head_is_closed(
-    shelf: Shelf, port: int, monkeypatch: pytest.MonkeyPatch
+    stored_releases: Shelf, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 1.0)
-    with front(shelf.settings(port)) as prep, Slow(prep) as client:
+    with front(stored_releases.settings(port)) as prep, Slow(prep) as client:
         client.socket.sendall(b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n")
         assert client.socket.recv(2**16).startswith(b"HTTP/1.1 404")
         client.socket.sendall(b"GET /nothing HTTP/1.1\r\n")
@@ -243,10 +243,10 @@ def test_connection_with_a_stalled_second_head_is_closed(
 
 
 def test_slow_request_outlives_the_head_timeout(
-    shelf: Shelf, port: int, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    stored_releases: Shelf, port: int, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 1.0)
-    with front(shelf.settings(port)) as prep, ThreadPoolExecutor(1) as pool:
+    with front(stored_releases.settings(port)) as prep, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(prep.post, "/predict", json=LARGE)
         gate.reached.acquire()
         with Slow(prep) as silent:

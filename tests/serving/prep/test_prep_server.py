@@ -223,7 +223,7 @@ def schemathesis(prep: httpx.Client, tmp_path: Path, *options: str) -> None:
     (tmp_path / "schemathesis.toml").write_text(
         f"[checks.positive_data_acceptance]\nexpected-statuses = [{accepted}]\n"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [
             str(Path(sys.executable).parent / "schemathesis"),
             *("--config-file", "schemathesis.toml", "run", f"{prep.base_url}/openapi.json"),
@@ -234,8 +234,8 @@ def schemathesis(prep: httpx.Client, tmp_path: Path, *options: str) -> None:
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stdout[-6000:]
-    assert "Operations:" in done.stdout
+    assert completed.returncode == 0, completed.stdout[-6000:]
+    assert "Operations:" in completed.stdout
 
 
 @pytest.fixture
@@ -303,6 +303,6 @@ def test_memory_stays_below_the_pods_limit(process: tuple[subprocess.Popen[str],
 
 
 def test_does_not_start_without_a_predictor(tmp_path: Path) -> None:
-    done = subprocess.run([EVERNEAR, "prep", "--workdir", str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 8
-    assert "No TorchServe runs in" in done.stderr
+    completed = subprocess.run([EVERNEAR, "prep", "--workdir", str(tmp_path)], capture_output=True, text=True)
+    assert completed.returncode == 8
+    assert "No TorchServe runs in" in completed.stderr

@@ -351,14 +351,14 @@ def test_concurrent_watchers_start_one_run(world: World) -> None:
         world.wait(hours=7)
 
 
-@pytest.mark.parametrize("why", ["late", "gone", "overtaken"])
-def test_pending_proposal_expires(world: World, why: str) -> None:
+@pytest.mark.parametrize("reason", ["late", "gone", "overtaken"])
+def test_pending_proposal_expires(world: World, reason: str) -> None:
     world.add("3", MANY)
     world.watcher().check()
     (first,) = world.proposals
-    if why == "late":
+    if reason == "late":
         world.wait(hours=6)
-    elif why == "gone":
+    elif reason == "gone":
         world.remove_added()
     else:
         registry = Registry(world.store)
@@ -368,7 +368,7 @@ def test_pending_proposal_expires(world: World, why: str) -> None:
         RequestStore(world.store).change(first, created=champion.promotion.since - timedelta(hours=1))
     report = world.watcher().check()
     assert world.proposals[0].state == "expired"
-    if why == "gone":
+    if reason == "gone":
         assert len(world.proposals) == 1
     else:
         assert report.proposal == world.proposals[-1].id != first.id

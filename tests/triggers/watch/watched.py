@@ -167,7 +167,7 @@ class World:
         return dataset
 
     def ask(self, images: Sequence[bytes], per_file: int = 200) -> None:
-        """Let the champion answer ``images``, and ship its query logs, at the test's time."""
+        """Classify ``images`` with the champion and upload its query logs, at the test's time."""
         with_champion = self.directory / "champion"
         shutil.rmtree(with_champion, ignore_errors=True)
         Registry(self.store).fetch(self.champion(), with_champion / "release.mar")

@@ -34,11 +34,11 @@ def await_rollout(cluster: Cluster, settings: KubernetesSettings) -> None:
         now_s = time.monotonic()
         if diagnosis is None or not diagnosis.persistent:
             healthy_s = now_s
-        why = diagnosis.reason if diagnosis else "the cause is unknown"
+        reason = diagnosis.reason if diagnosis else "the cause is unknown"
         if now_s - healthy_s > settings.failure_grace_s:
-            raise ClusterError(f"it does not come up: {why}.")
+            raise ClusterError(f"it does not come up: {reason}.")
         if now_s - started_s > settings.rollout_timeout_s:
-            raise ClusterError(f"it is not up after {settings.rollout_timeout_s} s: {why}.")
+            raise ClusterError(f"it is not up after {settings.rollout_timeout_s} s: {reason}.")
         if deployment is not None and any(map(is_complete, cluster.changes(deployment, DIAGNOSIS_INTERVAL_S))):
             return
         time.sleep(PAUSE_S)  # a watch that fails at once must not become a busy loop

@@ -159,7 +159,7 @@ def parse_response(response: InferResponse) -> list[Prediction]:
         ValueError: another model sent it.
     """
     columns = {name: _column(response, name) for name in ("pred", "dist", "unknown", "version")}
-    near = zip(_column(response, "neighbor_labels"), _column(response, "neighbor_dists"), strict=True)
+    neighbor_columns = zip(_column(response, "neighbor_labels"), _column(response, "neighbor_dists"), strict=True)
     return [
         Prediction(
             pred=pred,
@@ -172,7 +172,7 @@ def parse_response(response: InferResponse) -> list[Prediction]:
             ),
             version=version,
         )
-        for pred, dist, unknown, version, (labels, distances) in zip(*columns.values(), near, strict=True)
+        for pred, dist, unknown, version, (labels, distances) in zip(*columns.values(), neighbor_columns, strict=True)
     ]
 
 
@@ -274,9 +274,9 @@ def _require_at_most(max_images: int, count: int) -> None:
 def _outputs(predictions: list[Prediction]) -> list[InferOutput]:
     count = len(predictions)
     width = max((len(p.neighbors) for p in predictions), default=0)
-    near = [n for p in predictions for n in (*p.neighbors, *[_PADDING] * (width - len(p.neighbors)))]
+    neighbors = [n for p in predictions for n in (*p.neighbors, *[_PADDING] * (width - len(p.neighbors)))]
     data = {name: [getattr(p, name) for p in predictions] for name in ("pred", "dist", "unknown", "version")}
-    data |= {"neighbor_labels": [n.label for n in near], "neighbor_dists": [n.dist for n in near]}
+    data |= {"neighbor_labels": [n.label for n in neighbors], "neighbor_dists": [n.dist for n in neighbors]}
     return [InferOutput(name, [count, width][:rank], datatype, data[name]) for name, datatype, rank in OUTPUTS]
 
 

@@ -141,11 +141,11 @@ class TransformerModel(ReleaseModel):
             raise _rejected(error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED, error.details() or "") from None
 
     def _require_same_release(self, predictions: list[Prediction], count: int) -> None:
-        ours, theirs = self.manifest.version, {prediction.version for prediction in predictions}
-        if theirs != {ours}:
+        version, versions = self.manifest.version, {prediction.version for prediction in predictions}
+        if versions != {version}:
             raise Unavailable(
-                f"The predictor answers with release {', '.join(sorted(theirs))}, but images are prepared for {ours}; "
-                "wait for the rollout to end, or deploy the same release to both."
+                f"The predictor answers with release {', '.join(sorted(versions))}, but images are prepared for "
+                f"{version}; wait for the rollout to end, or deploy the same release to both."
             )
         if len(predictions) != count:
             raise Unavailable(f"The predictor returned {len(predictions)} predictions for {count} images.")

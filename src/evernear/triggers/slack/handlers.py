@@ -45,28 +45,28 @@ class Handlers:
         match = routes.find(str(command["command"]), str(command.get("text") or ""))
         if match is None:
             return _acknowledge(ack, help_message())
-        found, text = match
-        if found.is_query:
+        route, text = match
+        if route.is_query:
             return ack()
         call = self._call(context, body, str(command["trigger_id"]), text)
-        if found.permission:
-            call.require(found.permission)
-        return _acknowledge(ack, found.run(call))
+        if route.permission:
+            call.require(route.permission)
+        return _acknowledge(ack, route.run(call))
 
     def query(self, respond: Respond, command: Payload, body: Payload, context: BoltContext) -> None:
         """Answer a query after its acknowledgement, as it may take longer than Slack waits."""
         match = routes.find(str(command["command"]), str(command.get("text") or ""))
         if match is None or not match[0].is_query:
             return
-        found, text = match
+        route, text = match
         try:
             call = self._call(context, body, str(command["trigger_id"]), text)
-            if found.permission:
-                call.require(found.permission)
-            message = found.run(call)
+            if route.permission:
+                call.require(route.permission)
+            message = route.run(call)
         except Exception as error:  # Slack shows nothing for an error after the acknowledgement
             if not isinstance(error, EvernearError):
-                _log.error("internal error in %s", found.name, exc_info=error)
+                _log.error("internal error in %s", route.name, exc_info=error)
             message = line(error_text(error))
         if message is not None:
             _respond(respond, message)

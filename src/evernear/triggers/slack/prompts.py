@@ -122,8 +122,8 @@ def proposal(request: Request) -> Message:
     """The watcher's question whether to start a run, with its reasons."""
     text = "Train" if request.pipeline == TRAINING else "Index"
     buttons = [button(text, ACCEPT, request.id, style="primary"), button("Not now", DECLINE, request.id)]
-    found = f"Proposed by the watcher {date(request.created)}. Nothing starts without confirmation."
-    return _with_reasons(request, *actions(*buttons), context(found + _expiry(request)))
+    origin = f"Proposed by the watcher {date(request.created)}. Nothing starts without confirmation."
+    return _with_reasons(request, *actions(*buttons), context(origin + _expiry(request)))
 
 
 def closed(request: Request) -> Message:
@@ -213,8 +213,10 @@ def _expiry(request: Request) -> str:
 
 def _changes(parameters: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The parameters and settings that differ from the defaults; settings by their full name."""
-    ours, theirs = _flat(parameters), _flat(defaults)
-    return [(name.removeprefix("settings."), value) for name, value in ours.items() if theirs.get(name) != value]
+    values, default_values = _flat(parameters), _flat(defaults)
+    return [
+        (name.removeprefix("settings."), value) for name, value in values.items() if default_values.get(name) != value
+    ]
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -139,10 +139,10 @@ def find(slash: str, text: str) -> tuple[Command, str] | None:
     """The command that a person typed, the longest name that fits, and its arguments."""
     words = text.split()
     for count in range(min(2, len(words)), -1, -1):
-        found = COMMANDS.get(" ".join([slash, *words[:count]]))
-        if found is not None:
-            is_complete = count == len(words) or bool(found.usage)
-            return (found, text.split(maxsplit=count)[count] if count < len(words) else "") if is_complete else None
+        command = COMMANDS.get(" ".join([slash, *words[:count]]))
+        if command is not None:
+            is_complete = count == len(words) or bool(command.usage)
+            return (command, text.split(maxsplit=count)[count] if count < len(words) else "") if is_complete else None
     return None
 
 

@@ -144,6 +144,6 @@ class ProposalService:
 
 
 def _next_id(ids: Sequence[str], watcher_id: str) -> str:
-    """Equal for all watchers that see the same requests, and unlike those of other stores."""
+    """The same for all watchers that see the same requests, and different for other stores."""
     numbers = [int(match[1]) for each in ids if (match := re.fullmatch(r"(\d{6})-\w+", each))]
     return f"{max(numbers, default=0) + 1:06d}-{watcher_id}"
