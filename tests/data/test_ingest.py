@@ -304,7 +304,7 @@ def test_number_of_large_images_decoded_at_once_is_bounded(tree, run_ingest, dra
     assert 0 < most <= 4 * 10_000
 
 
-def test_files_are_read_at_once_and_decoded_by_few_threads(tree, take, monkeypatch) -> None:
+def test_files_are_read_at_once_and_decoded_by_few_threads(tree, run_ingest, monkeypatch) -> None:
     """No file is read completely before eight are being read."""
     together, decoders = threading.Barrier(8, timeout=30), set[str]()
 
@@ -316,17 +316,17 @@ def test_files_are_read_at_once_and_decoded_by_few_threads(tree, take, monkeypat
         decoders.add(threading.current_thread().name)
         return decode_inspected(file)
 
-    take_one = take(tree)  # the size of the images is known from here on
+    take_one = run_ingest(tree)  # the size of the images is known from here on
     for path in sorted(tree.rglob("*.png")):
         path.touch()
     real_read = Folder.read
     monkeypatch.setattr(Folder, "read", read)
     monkeypatch.setattr("evernear.data.decoding.decode_inspected", decode)
-    assert take(tree, requests_in_flight=8, decode_threads=1) == take_one
+    assert run_ingest(tree, requests_in_flight=8, decode_threads=1) == take_one
     assert decoders == {"decode_0"}
 
 
-def test_broken_files_are_named_and_the_others_are_ingested(tree, take, contents, draw) -> None:
+def test_broken_files_are_named_and_the_others_are_ingested(tree, run_ingest, contents, draw) -> None:
     (tree / "1" / "cut.png").write_bytes(draw(500)[:50])
     (tree / "2" / "words.png").write_text("no image")
     (tree / "2" / "picture.gif").write_bytes(draw(501, kind="GIF"))
@@ -485,7 +485,7 @@ def test_invalid_dataset_name_is_rejected(tree, run_ingest) -> None:
         run_ingest(tree, dataset="../x")
 
 
-def test_classes_of_five_images_are_in_every_split_if_its_share_is_one(tmp_path: Path, take, draw) -> None:
+def test_classes_of_five_images_are_in_every_split_if_its_share_is_one(tmp_path: Path, run_ingest, draw) -> None:
     root = tmp_path / "few"
     fractions = {"test_fraction": 0.2, "gallery_fraction": 0.2, "query_fraction": 0.2}
 
@@ -494,7 +494,7 @@ def test_classes_of_five_images_are_in_every_split_if_its_share_is_one(tmp_path:
             path = root / str(number % 6) / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(draw(number))
-        return take(root, **fractions)
+        return run_ingest(root, **fractions)
 
     def per_class(manifest: Manifest) -> set[tuple[int, ...]]:
         splits = ("train", "test", "gallery", "query")

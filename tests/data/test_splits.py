@@ -54,22 +54,22 @@ def test_in_large_classes_the_content_decides_rather_than_the_order() -> None:
     assert sum(splits[digest] == reversed_splits[digest] for digest in images) > 2500
 
 
-def test_every_class_of_ten_images_is_in_every_split(tmp_path: Path, take, draw) -> None:
+def test_every_class_of_ten_images_is_in_every_split(tmp_path: Path, run_ingest, draw) -> None:
     for number in range(200):
         path = tmp_path / "tree" / str(number % 20) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(draw(number))
-    manifest = take(tmp_path / "tree")
+    manifest = run_ingest(tmp_path / "tree")
     for split in SPLITS:
         assert set(manifest.label_counts(split).values()) == {7 if split == "train" else 1}
 
 
-def test_restored_image_returns_to_its_split(tree, take, contents) -> None:
-    before = contents(take(tree)).split
+def test_restored_image_returns_to_its_split(tree, run_ingest, contents) -> None:
+    before = contents(run_ingest(tree)).split
     removed = {path: path.read_bytes() for path in sorted((tree / "1").iterdir())[::2]}
     for path in removed:
         path.unlink()
-    assert len(contents(take(tree))) == 100
+    assert len(contents(run_ingest(tree))) == 100
     for path, data in sorted(removed.items(), reverse=True):
         path.with_name(f"restored-{path.name}").write_bytes(data)
-    assert contents(take(tree)).split == before
+    assert contents(run_ingest(tree)).split == before

@@ -77,10 +77,10 @@ def test_each_member_of_an_ensemble_learns_as_it_would_alone(
     both = TrainingModule(architecture, images.classes, settings.scale, torch.float32)
     (both(pixels, classes, settings.margin, 0.1) * 2).backward()
     for number in range(2):
-        one = TrainingModule(alone, images.classes, settings.scale, torch.float32)
-        one.network.members[0].load_state_dict(both.network.members[number].state_dict())
-        one.heads[0].load_state_dict(both.heads[number].state_dict())
-        one(pixels, classes, settings.margin, 0.1).backward()
+        member = TrainingModule(alone, images.classes, settings.scale, torch.float32)
+        member.network.members[0].load_state_dict(both.network.members[number].state_dict())
+        member.heads[0].load_state_dict(both.heads[number].state_dict())
+        member(pixels, classes, settings.margin, 0.1).backward()
         learned = [*both.network.members[number].parameters(), *both.heads[number].parameters()]
         for ours, theirs in zip(learned, member.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=1e-3)
