@@ -26,6 +26,7 @@ from evernear.local_run import RunResult
 from evernear.output import LogFormatter, print_json, print_line, printable
 from evernear.progress import EVENTS_VARIABLE, Event, read_events, step
 from evernear.release.registry import Registry
+from evernear.reporting.notify import NextStep
 from evernear.settings import Settings
 from evernear.store import open_store
 from evernear.triggers.watch.schedule_state import CheckReport
@@ -144,11 +145,13 @@ def test_run_summary_is_escaped(capsys: pytest.CaptureFixture[str], console: Con
         paths={"log": f"/{HOSTILE}/log.txt"},
         steps_s={},
         wall_s=0.0,
+        page=f"/{HOSTILE}/run.html",
+        next_steps=(NextStep(HOSTILE, HOSTILE),),
     )
     run_command._print_result(result)
     out = capsys.readouterr().out
     assert_escaped(out)
-    assert len(out.splitlines()) == 3
+    assert len(out.splitlines()) == 6
     demo._print_verdict(result, console)
     demo._print_next_steps(Settings(), result, console, keep=True)
     assert_escaped(terminal_output(console))

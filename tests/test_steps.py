@@ -141,7 +141,7 @@ def test_ingest_rejects_a_run_that_cannot_deploy(
 
 
 def test_steps_that_embed_nothing_start_without_torch_and_scipy() -> None:
-    rooms = ("index.build", "evaluation.evaluate", "evaluation.gate", "reporting.card", "release.reuse", "deployment")
+    rooms = ("index.build", "evaluation.evaluate", "evaluation.gate", "reporting.page", "release.reuse", "deployment")
     script = "".join(f"import evernear.{room}\n" for room in rooms)
     script += "import sys; print({'torch', 'scipy'} & set(sys.modules))"
     completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

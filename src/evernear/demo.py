@@ -14,7 +14,7 @@ from rich.text import Text
 from evernear.data.shards import Dataset
 from evernear.deployment.local import stop
 from evernear.disk import disk_errors
-from evernear.local_run import RunResult, next_steps, run
+from evernear.local_run import RunResult, run
 from evernear.output import printable
 from evernear.progress import Event
 from evernear.serving.client import Client
@@ -28,7 +28,7 @@ def demo(settings: Settings, console: Console, show: Callable[[Event], None], *,
     source = (printable(settings.data.source), "cyan")
     console.print(Text.assemble(("1. The pipeline", "bold"), ", each step its own process, on ", source))
     try:
-        result = run(settings, show)
+        result = run(settings, show, command=sys.argv[1:])
         _print_verdict(result, console)
         if result.promoted:
             _recognize(settings, result, console)
@@ -94,8 +94,10 @@ def _print_next_steps(settings: Settings, result: RunResult, console: Console, *
         if not keep:
             print_unwrapped(f"   {command} serve                     start TorchServe with this release")
         print_unwrapped(f"   {command} predict {settings.workdir}/demo-images/*.png")
-    for step in next_steps(result, sys.argv[1:]):
-        print_unwrapped(f"   {step.purpose}: {step.command}")
+    else:
+        for step in result.next_steps:
+            print_unwrapped(f"   {step.purpose}: {step.command}")
     print_unwrapped(f"   {command} run --source folder:IMAGES --workdir mine   your own images, one folder per class")
     if result.promoted:
         print_unwrapped(f"   {command} stop                      stop the server")
+    print_unwrapped(f"   run page           {result.page}")

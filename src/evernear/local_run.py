@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import psutil
 from filelock import FileLock, Timeout
@@ -22,20 +21,21 @@ from pydantic import AwareDatetime
 from evernear.disk import disk_errors, write_atomically
 from evernear.errors import BusyError, EvernearError, SettingsError, StoreError, UserInterruptError, no_space
 from evernear.frozen import Frozen
-from evernear.progress import EVENTS_VARIABLE, Event, read_events
+from evernear.progress import COMMAND_VARIABLE, EVENTS_VARIABLE, Event, read_events
 from evernear.release.registry import whoami
-from evernear.reporting.notify import Outcome
+from evernear.reporting.notify import NextStep, Outcome
 from evernear.scratch import scratch, scratch_name
 from evernear.settings import RunSettings, Settings
 
 POLL_S = 0.1
+PAGE_FILE = "run.html"
+"""The run page in a run's directory."""
 DIRECTORY_FORMAT = "%Y%m%d-%H%M%S.%f"
 """Name of a run's directory: the time of its start in UTC."""
 CLEAN_UP_S = 10.0
 """Time that interrupted steps have to clean up before they are killed."""
 EVENTS_MIN_FREE_BYTES = 64 * 1024
 """With less free space, a step may fail without being able to write its error to the event file."""
-SHARED_OPTIONS = ("--workdir", "--config", "--set")
 Pipeline = Literal["continuous_training", "reindex"]
 
 
@@ -52,10 +52,13 @@ class RunResult(Frozen):
     paths: dict[str, str]
     steps_s: dict[str, float]
     wall_s: float
+    page: str = ""
+    """The run page, a self-contained HTML file."""
     candidate: str | None = None
     """The release that the run archived."""
     gate_settings: tuple[str, ...] = ()
     """``key=value`` with which the gate would have promoted a held candidate."""
+    next_steps: tuple[NextStep, ...] = ()
 
 
 class RunProgress(Frozen):
@@ -74,50 +77,6 @@ class RunProgress(Frozen):
         return f"{where} (since {self.started:%Y-%m-%d %H:%M:%S} UTC, process {self.process}, {self.directory})"
 
 
-class NextStep(NamedTuple):
-    """Something to do after a run: what it is for, and a command, or a file to look at."""
-
-    purpose: str
-    command: str
-
-
-def next_steps(result: RunResult, words: Sequence[str]) -> tuple[NextStep, ...]:
-    """The choices after a held run; none after a promoted one. ``words`` are the arguments of the run's command."""
-    if result.state != "held" or result.candidate is None:
-        return ()
-    shared = _shared_options(words)
-
-    def command(*parts: str) -> str:
-        return shlex.join(["evernear", *parts])
-
-    steps = [
-        NextStep("see the verdict", result.paths["gate.card"]),
-        NextStep(
-            "recognize images without promoting it",
-            command("inspect", "run", result.candidate, "--image", "IMAGE", *shared),
-        ),
-        NextStep(
-            "promote it anyway",
-            command("registry", "promote", result.candidate, "--force", "--why", "REASON", *shared),
-        ),
-    ]
-    if result.gate_settings:
-        settings = [word for setting in result.gate_settings for word in ("--set", setting)]
-        steps.insert(1, NextStep("run again with a gate that lets it pass", command(*words, *settings)))
-    return tuple(steps)
-
-
-def _shared_options(words: Sequence[str]) -> list[str]:
-    """The options among ``words`` that every command on the run's store takes."""
-    shared: list[str] = []
-    for word, value in zip(words, [*words[1:], ""], strict=True):
-        if word in SHARED_OPTIONS:
-            shared += [word, value]
-        elif word.partition("=")[0] in SHARED_OPTIONS:
-            shared.append(word)
-    return shared
-
-
 class RunFailedError(EvernearError):
     """A step failed; carries the step's error message and exit code."""
 
@@ -126,8 +85,15 @@ class RunFailedError(EvernearError):
         self.exit_code = exit_code
 
 
-def run(settings: Settings, show: Callable[[Event], None], pipeline: Pipeline = "continuous_training") -> RunResult:
+def run(
+    settings: Settings,
+    show: Callable[[Event], None],
+    pipeline: Pipeline = "continuous_training",
+    command: Sequence[str] = (),
+) -> RunResult:
     """Run ``pipeline`` with ``settings`` and call ``show`` with each event as it happens.
+
+    ``command`` are the arguments of the ``evernear`` command, for the next steps on the run page.
 
     Raises:
         BusyError: another run uses the working directory.
@@ -140,8 +106,10 @@ def run(settings: Settings, show: Callable[[Event], None], pipeline: Pipeline = 
         directory = settings.workdir.resolve() / "runs" / datetime.now(UTC).strftime(DIRECTORY_FORMAT)
         with disk_errors(directory):
             directory.mkdir(parents=True)
-        failures, steps_s = _follow(settings, pipeline, directory, temporary, show)
+        failures, steps_s = _follow(settings, pipeline, directory, temporary, show, command)
         wall_s = time.monotonic() - started_s
+        for page in directory.glob("*/notify/page.html"):
+            shutil.copyfile(page, directory / PAGE_FILE)
         if failures:
             raise RunFailedError(failures[0].message, failures[0].exit_code)
         return _result(directory, steps_s, wall_s)
@@ -191,7 +159,12 @@ def _lock(workdir: Path) -> Generator[None]:
 
 
 def _follow(
-    settings: Settings, pipeline: Pipeline, directory: Path, temporary: Path, show: Callable[[Event], None]
+    settings: Settings,
+    pipeline: Pipeline,
+    directory: Path,
+    temporary: Path,
+    show: Callable[[Event], None],
+    command: Sequence[str],
 ) -> tuple[list[Event], dict[str, float]]:
     """Run the pipeline process to its end; return the events of failed steps and the duration of each step.
 
@@ -203,7 +176,7 @@ def _follow(
     steps_s: dict[str, float] = {}
     offset = 0
     try:
-        with _pipeline_process(settings, pipeline, directory, temporary, events_path, show) as process:
+        with _pipeline_process(settings, pipeline, directory, temporary, events_path, show, command) as process:
             while True:
                 ended = process.poll() is not None  # checked before the read, so that the last events are read as well
                 events, offset = read_events(events_path, offset)
@@ -254,6 +227,7 @@ def _pipeline_process(
     temporary: Path,
     events: Path,
     show: Callable[[Event], None],
+    command: Sequence[str],
 ) -> Generator[subprocess.Popen[str]]:
     # The process runs in an empty directory, so that no step depends on files that the image does not have.
     empty = temporary / "empty"
@@ -263,7 +237,12 @@ def _pipeline_process(
         process = subprocess.Popen(
             [sys.executable, "-m", "pipelines.local"],
             cwd=empty,
-            env={**os.environ, EVENTS_VARIABLE: str(events), "TMPDIR": str(temporary)},
+            env={
+                **os.environ,
+                EVENTS_VARIABLE: str(events),
+                COMMAND_VARIABLE: json.dumps(list(command)),
+                "TMPDIR": str(temporary),
+            },
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -346,6 +325,8 @@ def _result(directory: Path, steps_s: dict[str, float], wall_s: float) -> RunRes
         summary=outcome.headline(),
         candidate=outcome.candidate,
         gate_settings=outcome.gate_settings,
+        next_steps=outcome.next_steps(),
+        page=str(directory / PAGE_FILE),
         reasons=outcome.reasons,
         metrics=outcome.metrics,
         paths={"log": str(directory / "log.txt"), **paths},

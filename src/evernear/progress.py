@@ -6,7 +6,9 @@ step is stored in the run's record (`evernear.run_record`).
 """
 
 import gc
+import json
 import os
+import resource
 import sys
 import time
 import traceback
@@ -27,6 +29,8 @@ REPORT_INTERVAL_S = 5.0
 REPORTS = 50
 """Reports of the time left in a long step, at most; each one is a line of the step's log."""
 EVENTS_VARIABLE = "_EVERNEAR_EVENTS"
+COMMAND_VARIABLE = "_EVERNEAR_COMMAND"
+"""The arguments of the command that started a local run, as JSON; steps in a cluster do not have it."""
 TERMINATION_MESSAGE = Path("/dev/termination-log")
 TERMINATION_MESSAGE_MAX_CHARACTERS = 1000
 """The kubelet reads 4,096 bytes, and a character takes up to four bytes in UTF-8."""
@@ -132,6 +136,7 @@ class _Recorder:
             exit_code=event.exit_code,
             started=self._started,
             ended=None if event.kind == "started" else event.at,
+            peak_memory_bytes=0 if event.kind == "started" else _peak_memory_bytes(),
         )
         with suppress(EvernearError):
             if event.kind == "started":
@@ -140,6 +145,12 @@ class _Recorder:
                 self._record.save_step(step)
         if event.kind == "failed":
             _write_termination_message(event.message)
+
+
+def _peak_memory_bytes() -> int:
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * max(usage.ru_maxrss for usage in usages)
 
 
 def _write_termination_message(message: str) -> None:
@@ -174,6 +185,11 @@ class Countdown:
         left_s = (now_s - started_s) / (completed - first) * (total - completed)
         self._next_report_s = now_s + max(REPORT_INTERVAL_S, (now_s - started_s + left_s) / REPORTS)
         self._report(f"{message}, about {duration(left_s)} left")
+
+
+def command_words() -> tuple[str, ...]:
+    """The arguments of the ``evernear`` command that started this run; empty in a cluster."""
+    return tuple(json.loads(os.environ.get(COMMAND_VARIABLE, "[]")))
 
 
 def duration(seconds: float) -> str:

@@ -6,6 +6,7 @@ to the exit step. Each step therefore records its own state::
     runs/<run>/steps/<step>.json    the last state of a step, with its error
     runs/<run>/stop.json            who requested the run to stop, and when
     runs/<run>/<name>.json          data of a step for the exit step, such as the verdict
+    runs/<run>/run.html             the run page; see `evernear.reporting.page`
 """
 
 import json
@@ -31,6 +32,8 @@ class StepRecord(Frozen):
     exit_code: int = 0
     started: AwareDatetime
     ended: AwareDatetime | None = None
+    peak_memory_bytes: int = 0
+    """The largest resident set of the step's process or of one of its children; 0 while the step runs."""
 
 
 class StopRecord(Frozen):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evernear.disk import write_atomically
-from evernear.progress import Countdown, Step, step
+from evernear.progress import Countdown, Step, command_words, step
 from evernear.run_record import RunRecord
 from evernear.settings import RunSettings, of_run, parse
 from evernear.store import open_store
@@ -48,6 +48,7 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
             images = images.model_copy(update={"max_size_px": PRETRAINED_SIZE_PX})
         manifest = ingest(images, chosen.store_uri, running.report)
         save_manifest(manifest, Path(dataset))
+        RunRecord(open_store(chosen.store_uri), run).save(settings=chosen.model_dump(mode="json"))
         counts = ", ".join(f"{manifest.count(split):,} {split}" for split in SPLITS)
         height, width, channels = manifest.shape
         per_split = [manifest.label_counts(split) for split in SPLITS]
@@ -73,6 +74,7 @@ def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
             data.require_shape(release.preprocessing.shape, champion.version)
         result = validate(data, chosen.validation, known, chosen.classes)
         write_atomically(Path(report), result.markdown())
+        RunRecord(open_store(chosen.store_uri), run).save(validation=result.model_dump(mode="json"))
         running.summary = _in_words(result)
         require_valid(result)
 
@@ -83,6 +85,7 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
         from evernear.data.shards import Dataset
         from evernear.embedding.artifact import Epoch
         from evernear.embedding.train import require_learned, train, with_defaults
+        from evernear.reporting.page import page
         from evernear.reporting.plots import training_curves
 
         data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
@@ -93,7 +96,9 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
             running.report(f"epoch {point.epoch}/{recipe.epochs}, loss {point.train_loss:.3f}, {accuracy}")
 
         result = train(data, recipe, Path(trained), opened, on_epoch=report_epoch, on_step=_countdown(running))
-        write_atomically(Path(curves), training_curves(result.epochs))
+        history = [epoch.model_dump(mode="json", exclude={"flip_tests"}) for epoch in result.epochs]
+        write_atomically(Path(curves), page("Training curves", training_curves(history)))
+        RunRecord(opened, run).save(training={"epochs": history, "best_epoch": result.best_epoch})
         if not result.epochs:
             running.summary = "no training: the backbone is frozen"
             return
@@ -192,36 +197,46 @@ def evaluate(
         from evernear.data.shards import Dataset
         from evernear.embedding.export import describe_network, training_dataset
         from evernear.evaluation.evaluate import evaluate
+        from evernear.evaluation.examples import ExampleCollector
         from evernear.evaluation.open_set import OpenSet
         from evernear.evaluation.recognizer import Recognizer
         from evernear.release.champion import open_champion
+        from evernear.triggers.watch.queries import live_distances
 
         data, candidate = Dataset.open(Path(dataset)), Recognizer.open(Path(network), Path(index))
         probed = OpenSet.load(Path(open_set))
         opened = open_store(chosen.store_uri)
         seen = training_dataset(Path(network), data, opened)
+        collector = ExampleCollector(candidate, data)
         with open_champion(opened) as (champion, made_from):
-            result = evaluate(candidate, champion, data, probed, chosen.evaluation, made_from, seen, chosen.classes)
+            result = evaluate(
+                candidate, champion, data, probed, chosen.evaluation, made_from, seen, chosen.classes, collector.add
+            )
+            examples = collector.finish(made_from)
+        live = live_distances(opened, result.champion) if result.champion else None
         result = result.model_copy(update={"training_warnings": describe_network(Path(network)).training_warnings})
         result.write(Path(evaluation))
+        examples = examples.model_copy(update={"live": live})
+        RunRecord(opened, run).save(
+            evaluation=result.model_dump(mode="json"), examples=examples.model_dump(mode="json")
+        )
         running.summary = (
             f"accuracy {result.candidate.accuracy}; {result.candidate.false_rejects} of known images called unknown"
         )
     return result
 
 
-def gate(run: str, settings: Tree, evaluation: str, verdict: str, card: str) -> bool:
-    """Decide whether the candidate may replace the champion; write the verdict and its card."""
+def gate(run: str, settings: Tree, evaluation: str, verdict: str) -> bool:
+    """Decide whether the candidate may replace the champion; write the verdict."""
     with _step("gate", run, settings) as (running, chosen):
         from evernear.evaluation.evaluate import Evaluation
         from evernear.evaluation.gate import decide
-        from evernear.reporting.card import confusion_png, verdict_card
         from evernear.reporting.notify import save_confusion_matrix
+        from evernear.reporting.plots import confusion_png
 
         measured = Evaluation.open(Path(evaluation))
         decision = decide(measured, chosen.gate)
         decision.save(Path(verdict))
-        write_atomically(Path(card), verdict_card(decision, measured))
         record = RunRecord(open_store(chosen.store_uri), run)
         record.save(verdict=decision.model_dump(mode="json"), metrics=measured.metrics())
         save_confusion_matrix(record, confusion_png(measured))
@@ -306,13 +321,17 @@ def promote(
 
 
 def notify(run: str, store: str, pipeline: str, state: str, error_message: str, outcome: str, page: str) -> Tree:
-    """Record the outcome of the run and write it as JSON and as a page; return the metadata of its artifact."""
+    """Record the outcome of the run, and write it as JSON and as the run page; return the metadata of its artifact."""
     with step("notify", run, store) as running:
         from evernear.reporting.notify import finalize
+        from evernear.reporting.page import run_page, save_page
 
-        result = finalize(RunRecord(open_store(store), run), pipeline, state, error_message)
+        record = RunRecord(open_store(store), run)
+        result = finalize(record, pipeline, state, error_message, command_words())
         result.save(Path(outcome))
-        write_atomically(Path(page), result.markdown())
+        html = run_page(record)
+        write_atomically(Path(page), html)
+        save_page(record, html)
         running.summary = result.headline()
     return {"state": result.state, "release": result.release or "", "summary": result.summary()}
 

@@ -166,6 +166,7 @@ def test_upload_run_and_status_of_a_held_release(server: KfpServer, tmp_path: Pa
     assert completed.stdout.splitlines() == [
         f"Run {run.id} of continuous-training 5b67dc9f1c0b: succeeded. {server.url}/#/runs/details/{run.id}",
         "held: Accuracy fell by 0.4 points.",
+        f"Run page: evernear report {run.id}",
     ]
     assert "ok ingest" in completed.stderr
 

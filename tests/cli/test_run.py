@@ -63,33 +63,3 @@ def test_retired_and_renamed_classes_are_settings_of_the_run() -> None:
 def test_contradictory_class_changes_are_rejected(options: dict[str, list[str]], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         run_settings(**options)
-
-
-RESULT = local_run.RunResult(
-    release=None,
-    promoted=False,
-    state="held",
-    summary="",
-    reasons=(),
-    metrics={},
-    paths={"gate.card": "/runs/card.html"},
-    steps_s={},
-    wall_s=1.0,
-    candidate="20260101.000000.00000000",
-    gate_settings=("gate.beat_baseline=false",),
-)
-
-
-def test_next_steps_repeat_the_options_of_the_run() -> None:
-    words = ["run", "--source", "folder:my images", "--preset", "quick", "--workdir=w", "--set", "store=s3://b/p"]
-    commands = [step.command for step in local_run.next_steps(RESULT, words)]
-    version, shared = RESULT.candidate, "--workdir=w --set store=s3://b/p"
-    assert commands == [
-        "/runs/card.html",
-        "evernear run --source 'folder:my images' --preset quick --workdir=w --set store=s3://b/p "
-        "--set gate.beat_baseline=false",
-        f"evernear inspect run {version} --image IMAGE {shared}",
-        f"evernear registry promote {version} --force --why REASON {shared}",
-    ]
-    assert len(local_run.next_steps(RESULT.model_copy(update={"gate_settings": ()}), words)) == 3
-    assert local_run.next_steps(RESULT.model_copy(update={"state": "promoted"}), words) == ()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from evernear.reporting.notify import (
+    NextStep,
     Outcome,
     finalize,
     load_confusion_matrix,
@@ -95,9 +96,7 @@ def test_failed_run_names_step_error_and_next_command(record: RunRecord) -> None
         "failed at probe: The disk is full. "
         "train: The step ended without recording an error: it was stopped, evicted or out of memory."
     )
-    assert outcome.next_commands() == ("evernear pipeline run continuous-training",)
-    assert outcome.markdown().startswith("## Failed at probe\n\nThe disk is full.")
-    assert "Next: `evernear pipeline run continuous-training`" in outcome.markdown()
+    assert outcome.next_steps() == (NextStep("run again", "evernear pipeline run continuous-training"),)
 
 
 def test_successful_retry_is_not_a_failure(record: RunRecord) -> None:
@@ -125,9 +124,9 @@ def test_held_release_can_be_loaded_with_its_figures(record: RunRecord) -> None:
     assert load_outcome(store, "run") is None
     outcome = finalize(record, "continuous-training", "SUCCEEDED", "")
     assert (outcome.state, outcome.release, outcome.candidate) == ("held", None, VERSION)
-    show, promote = outcome.next_commands()
-    assert show == f"evernear registry show {VERSION}"
-    assert promote == f"evernear registry promote {VERSION} --force --why REASON"
+    inspect, promote = outcome.next_steps()
+    assert inspect.command == f"evernear inspect run {VERSION} --image IMAGE"
+    assert promote.command == f"evernear registry promote {VERSION} --force --why REASON"
     assert load_outcome(store, "run") == outcome
     assert load_confusion_matrix(store, "run") == b"PNG"
     assert (load_confusion_matrix(store, "other"), load_rules(store, "other")) == (None, ())
@@ -149,5 +148,27 @@ def test_held_run_offers_the_settings_that_would_promote_it(
     outcome = finalize(record, "reindex", "SUCCEEDED", "")
     assert outcome.gate_settings == (settings if offered else ())
     rerun = "evernear pipeline run reindex --set gate.accuracy_floor=0.8 --set gate.beat_baseline=false"
-    assert (rerun in outcome.next_commands()) == offered
+    assert (rerun in [step.command for step in outcome.next_steps()]) == offered
     assert outcome.headline() == f"held: release {VERSION} is not promoted"
+
+
+def test_next_steps_of_a_local_run_repeat_its_options() -> None:
+    words = ("run", "--source", "folder:my images", "--preset", "quick", "--workdir=w", "--set", "store=s3://b/p")
+    setting = "gate.beat_baseline=false"
+    held = Outcome(run="1", state="held", candidate=VERSION, gate_settings=(setting,), command=words)
+    shared = "--workdir=w --set store=s3://b/p"
+    again = "evernear run --source 'folder:my images' --preset quick --workdir=w --set store=s3://b/p"
+    inspect = f"evernear inspect run {VERSION} --image IMAGE {shared}"
+    assert [step.command for step in held.next_steps()] == [
+        f"{again} --set {setting}",
+        inspect,
+        f"evernear registry promote {VERSION} --force --why REASON {shared}",
+    ]
+    assert len(held.model_copy(update={"gate_settings": ()}).next_steps()) == 2
+    promoted = held.model_copy(update={"state": "promoted", "release": VERSION})
+    assert [step.command for step in promoted.next_steps()] == [
+        inspect,
+        f"evernear registry rollback --why REASON {shared}",
+    ]
+    failed = held.model_copy(update={"state": "failed"})
+    assert failed.next_steps() == (NextStep("run again", again),)

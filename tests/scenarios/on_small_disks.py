@@ -53,7 +53,7 @@ def calls(made: dict[str, str], images: Path, disk: Path) -> dict[str, Callable[
         "evaluate": lambda: steps.evaluate(
             "run", settings(earlier), dataset, network, index, unseen, out("evaluation")
         ),
-        "gate": lambda: steps.gate("run", settings(), evaluation, out("verdict"), out("card")),
+        "gate": lambda: steps.gate("run", settings(), evaluation, out("verdict")),
         "archive": lambda: steps.archive("run", settings(), dataset, parts, out("release")),
         "deploy": lambda: steps.deploy("run", settings(), "a test", release, verdict),
         "notify": lambda: steps.notify(

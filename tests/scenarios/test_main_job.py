@@ -103,7 +103,7 @@ def test_reindex_adds_a_class_and_rollback_removes_it(served: tuple[Bench, dict]
 
     strangers = [str(path) for path in sorted((bench.directory / "strangers/negative").iterdir())]
     assert [answer["pred"] for answer in answers(bench, strangers)] == ["negative"] * 10
-    assert "Rules" in Path(result["paths"]["gate.card"]).read_text()
+    assert "Rules of the gate" in Path(result["page"]).read_text()
 
     wanted = pipeline_arguments(bench) | {"why": "negatives are no digits", "release": result["release"]}
     outcome = bench.pipeline("rollback", **wanted)

@@ -9,7 +9,21 @@ from rich.console import Console
 from rich.text import Text
 
 from evernear import __version__
-from evernear.cli import cluster, doctor, inspect, pipeline, pod, predict, prep, releases, run, server, slack, watch
+from evernear.cli import (
+    cluster,
+    doctor,
+    inspect,
+    pipeline,
+    pod,
+    predict,
+    prep,
+    releases,
+    report,
+    run,
+    server,
+    slack,
+    watch,
+)
 from evernear.errors import EvernearError, StoreError, UserInterruptError, no_space
 from evernear.output import print_line, printable
 
@@ -26,6 +40,7 @@ for command in (
     run.run,
     run.reindex,
     run.demo,
+    report.report,
     predict.predict,
     prep.prep,
     server.status,

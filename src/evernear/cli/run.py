@@ -74,7 +74,7 @@ def _run_and_show(settings: Settings, pipeline: Literal["continuous_training", "
     from evernear.local_run import run
 
     with _Progress(Console(stderr=True)) as show:
-        result = run(settings, show, pipeline)
+        result = run(settings, show, pipeline, sys.argv[1:])
     if as_json:
         print_json(result)
     else:
@@ -82,14 +82,12 @@ def _run_and_show(settings: Settings, pipeline: Literal["continuous_training", "
 
 
 def _print_result(result: "RunResult") -> None:
-    from evernear.local_run import next_steps
-
     print_line(result.summary)
     for reason in result.reasons:
         print_line(f"  - {reason}")
     print_line(f"artifacts and log: {Path(result.paths['log']).parent}")
-    steps = next_steps(result, sys.argv[1:])
-    if steps:
+    if result.next_steps:
         print_line("Next:")
-    for step in steps:
+    for step in result.next_steps:
         print_line(f"  - {step.purpose}: {step.command}")
+    print_line(f"run page: {result.page}")

@@ -59,8 +59,9 @@ def show(run: "Run", outcome: "Outcome | None", as_json: bool, steps: bool = Tru
         print_line(_step_line(step))
     if outcome is not None:
         print_line(outcome.summary())
-        for command in outcome.next_commands():
-            print_line(f"Next: {command}")
+        for step in outcome.next_steps():
+            print_line(f"Next: {step.command}")
+        print_line(f"Run page: evernear report {run.id}")
     elif run.state == "succeeded":
         print_line("The outcome is unknown: the run's store is not readable from here, or has no record of this run.")
 

@@ -67,7 +67,7 @@ def embed(
         for split in splits:
             batches = chain.from_iterable(
                 embedder.embed(blocks, count, network, pool, threads)
-                for blocks, count in _sources(dataset, split, batch_size, untrained)
+                for blocks, count in image_blocks(dataset, split, batch_size, untrained)
             )
             for number, rows in enumerate(_resize(batches, SHARD_SIZE)):
                 shards.append(_write_shard(out_dir, split, number, rows))
@@ -99,10 +99,10 @@ def _one_torch_thread() -> Generator[int]:
         torch.set_num_threads(threads)
 
 
-def _sources(
+def image_blocks(
     dataset: Dataset, split: Split, batch_size: int, untrained: frozenset[str]
 ) -> Iterator[tuple[Iterator[Block], int]]:
-    """Yield the blocks of each shard to embed for ``split``, and their number of images."""
+    """Yield the blocks of each shard to embed for ``split`` in the order of the embeddings, and their image count."""
     for shard in dataset.shards(split):
         yield dataset.shard_blocks(shard, batch_size), shard.count
     if split == "gallery":

@@ -15,7 +15,7 @@ from evernear.errors import IntegrityError
 from evernear.evaluation.baselines import Baseline, measure_baselines
 from evernear.evaluation.compare import Comparison, compare
 from evernear.evaluation.leakage import count_leakage
-from evernear.evaluation.measure import NO_CHANGES, Measurement, Outcomes, measure
+from evernear.evaluation.measure import NO_CHANGES, Measurement, Observer, Outcomes, measure
 from evernear.evaluation.open_set import OpenSet
 from evernear.frozen import Frozen
 from evernear.settings import ClassSettings, EvaluationSettings
@@ -132,20 +132,21 @@ def evaluate(
     champion_dataset: Dataset | None = None,
     trained_on: Dataset | None = None,
     classes: ClassSettings = NO_CHANGES,
+    observe: Observer | None = None,
 ) -> Evaluation:
     """Measure ``candidate`` and ``champion`` on the test split of ``dataset``, and count leaked test images.
 
     ``champion_dataset`` is the snapshot that the champion was built from, if the store still has it. The accuracy of a
     champion that was trained on test images is overstated; the gate reports this. ``trained_on`` is the snapshot that
     the candidate's network was trained on (None: ``dataset``). A class of the champion that ``classes`` renames counts
-    under its new name; a retired one is left out.
+    under its new name; a retired one is left out. ``observe`` sees the candidate's results; see `measure`.
 
     Raises:
         DataError: the test split is empty, or its images do not have the input shape of a recognizer.
     """
     measurements: dict[str, Measurement] = {}
     outcomes: dict[str, Outcomes] = {}
-    measurements["candidate"], outcomes["candidate"] = measure(candidate, dataset, settings)
+    measurements["candidate"], outcomes["candidate"] = measure(candidate, dataset, settings, observe=observe)
     if champion is not None:
         measurements["champion"], outcomes["champion"] = measure(champion, dataset, settings, classes=classes)
     return Evaluation(

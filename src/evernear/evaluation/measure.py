@@ -2,6 +2,7 @@
 
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
 RECALL_AT = 5
 NO_CHANGES = ClassSettings()
 ELSEWHERE = "(a label that the dataset does not have)"
+Observer = Callable[[Block, NDArray[np.float32], "Neighbors", "Classifications"], None]
 
 
 class Measurement(Frozen):
@@ -97,10 +99,12 @@ def measure(
     settings: EvaluationSettings,
     split: Split = "test",
     classes: ClassSettings = NO_CHANGES,
+    observe: Observer | None = None,
 ) -> tuple[Measurement, Outcomes]:
     """Measure ``recognizer`` on every image of ``split``; ``classes`` translates the labels of an earlier release.
 
-    Memory grows with the split only by the outcomes, 5 bytes per image.
+    ``observe`` is called with each block, its embeddings, their neighbors and the predictions. Memory
+    grows with the split only by the outcomes, 5 bytes per image.
 
     Raises:
         DataError: the split is empty, or its images do not have the input shape of the recognizer.
@@ -112,7 +116,10 @@ def measure(
     for block in dataset.blocks(split, settings.batch_size):
         embeddings = recognizer.embed(block.images)
         neighbors = gallery.search(embeddings, max(RECALL_AT, gallery.description.k))
-        tally.add(block, neighbors, gallery.classify(embeddings, neighbors))
+        answers = gallery.classify(embeddings, neighbors)
+        tally.add(block, neighbors, answers)
+        if observe is not None:
+            observe(block, embeddings, neighbors, answers)
     if not tally.queries:
         raise DataError(f"The {split} split of {dataset.manifest.name} is empty; raise data.{split}_fraction.")
 

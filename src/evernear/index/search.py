@@ -46,13 +46,14 @@ class Recognition(NamedTuple):
 
 @dataclass(frozen=True)
 class Neighbors:
-    """The nearest vectors of N queries, nearest first: label numbers and L2 distances, both (N, k).
+    """The nearest vectors of N queries, nearest first: label numbers, L2 distances and rows of the index, all (N, k).
 
-    If the index found fewer, labels are `NO_LABEL` and distances infinite.
+    If the index found fewer, labels are `NO_LABEL`, distances infinite and rows -1.
     """
 
     labels: NDArray[np.int32]
     distances: NDArray[np.float32]
+    rows: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,11 @@ class Gallery:
         return self.description.labels
 
     @property
+    def label_numbers(self) -> NDArray[np.int32]:
+        """The label number of each row of the index."""
+        return self._numbers
+
+    @property
     def threshold(self) -> float:
         """Distance to the nearest neighbor beyond which an image is unknown."""
         return self.description.threshold
@@ -152,7 +158,8 @@ class Gallery:
                 f"an array of shape {embeddings.shape} cannot be looked up."
             )
         distances, rows = nearest_rows(self._index, embeddings, min(k, self.description.size))
-        return Neighbors(labels=np.where(rows >= 0, self._numbers[rows], np.int32(NO_LABEL)), distances=distances)
+        labels = np.where(rows >= 0, self._numbers[rows], np.int32(NO_LABEL))
+        return Neighbors(labels=labels, distances=distances, rows=rows)
 
     def classify(self, embeddings: Embedded, neighbors: Neighbors) -> Classifications:
         """Classify unit vectors (N, D) by the neighbors that `search` found for them.

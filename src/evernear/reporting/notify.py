@@ -3,8 +3,9 @@
 The exit step derives it from the run's record in the store; see `evernear.run_record`.
 """
 
+import shlex
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from evernear.evaluation.verdict import Rule
 from evernear.frozen import Frozen
@@ -16,6 +17,16 @@ SUCCEEDED = ("SUCCEEDED", "COMPLETE")
 """The state of a group whose tasks all succeeded, in kfp's local runner and on the KFP server."""
 EXIT_STEP = "notify"
 """The exit step. Its own record still says "running" when it derives the outcome."""
+
+
+SHARED_OPTIONS = ("--workdir", "--config", "--set")
+
+
+class NextStep(NamedTuple):
+    """Something to do after a run: its purpose and a command."""
+
+    purpose: str
+    command: str
 
 
 class Outcome(Frozen):
@@ -36,6 +47,8 @@ class Outcome(Frozen):
     metrics: dict[str, float] = {}
     gate_settings: tuple[str, ...] = ()
     """``key=value`` with which the gate would have promoted a held candidate; empty if settings alone do not."""
+    command: tuple[str, ...] = ()
+    """The arguments of the ``evernear`` command that ran the pipeline on this machine; empty for a run on KFP."""
 
     def headline(self) -> str:
         """The outcome in one line, without the reasons of a held run."""
@@ -46,42 +59,65 @@ class Outcome(Frozen):
         reasons = " ".join(self.reasons)
         match self.state:
             case "promoted":
-                return f"promoted: release {self.release} {self._state()}"
+                return f"promoted: release {self.release} {self.release_state()}"
             case "held":
                 return f"held: {reasons}"
             case "rolled back":
-                return f"rolled back: release {self.release} {self._state(' again')}. {reasons}".strip()
+                return f"rolled back: release {self.release} {self.release_state(' again')}. {reasons}".strip()
             case "stopped":
                 return f"stopped {reasons}" + self._live_nevertheless()
             case "failed":
                 where = f" at {self.step}" if self.step else ""
                 return f"failed{where}: {reasons}" + self._live_nevertheless()
 
-    def next_commands(self) -> tuple[str, ...]:
-        """The commands to choose from; empty if there is nothing to do."""
+    def next_steps(self) -> tuple[NextStep, ...]:
+        """Things to do after the run, the most likely first; empty if the run only moved the champion."""
         if self.state == "held" and self.candidate:
-            show = f"evernear registry show {self.candidate}"
-            promote = f"evernear registry promote {self.candidate} --force --why REASON"
-            settings = "".join(f" --set {setting}" for setting in self.gate_settings)
-            rerun = (f"evernear pipeline run {self.pipeline}{settings}",) if settings and self.pipeline else ()
-            return show, *rerun, promote
-        if self.state in ("stopped", "failed") and self.pipeline:
-            return (f"evernear pipeline run {self.pipeline}",)
+            return self._after_holding(self.candidate)
+        if self.state == "promoted" and self.candidate:
+            return (
+                NextStep("recognize an image", self._command("inspect", "run", self.candidate, "--image", "IMAGE")),
+                NextStep("undo it", self._command("registry", "rollback", "--why", "REASON")),
+            )
+        if self.state in ("stopped", "failed") and (self.command or self.pipeline):
+            return (NextStep("run again", self._same_command()),)
         return ()
 
-    def markdown(self) -> str:
-        """The outcome as a page for the KFP UI."""
-        parts = [f"## {self.state.capitalize()}" + (f" at {self.step}" if self.step else ""), *self.reasons]
-        if self.release:
-            parts.append(f"Release `{self.release}` {self._state()}.")
-        parts += [f"Next: `{command}`" for command in self.next_commands()]
-        return "\n\n".join(parts) + "\n"
+    def _after_holding(self, candidate: str) -> tuple[NextStep, ...]:
+        steps = [
+            NextStep(
+                "recognize images without promoting it", self._command("inspect", "run", candidate, "--image", "IMAGE")
+            ),
+            NextStep(
+                "promote it anyway",
+                self._command("registry", "promote", candidate, "--force", "--why", "REASON"),
+            ),
+        ]
+        if self.gate_settings and (self.command or self.pipeline):
+            settings = [word for setting in self.gate_settings for word in ("--set", setting)]
+            steps.insert(0, NextStep("run again with a gate that lets it pass", self._same_command(*settings)))
+        return tuple(steps)
 
-    def _state(self, again: str = "") -> str:
+    def _same_command(self, *options: str) -> str:
+        """The command that started the run, with more options."""
+        return shlex.join(["evernear", *(self.command or ("pipeline", "run", self.pipeline)), *options])
+
+    def _command(self, *words: str) -> str:
+        """A command on the run's store, with those options of the run that every such command takes."""
+        shared: list[str] = []
+        for word, value in zip(self.command, (*self.command[1:], ""), strict=False):
+            if word in SHARED_OPTIONS:
+                shared += [word, value]
+            elif word.partition("=")[0] in SHARED_OPTIONS:
+                shared.append(word)
+        return shlex.join(["evernear", *words, *shared])
+
+    def release_state(self, again: str = "") -> str:
+        """What became of the release that the run deployed, as in "is live"."""
         return f"is live{again}" if self.url else CHAMPION_ALONE
 
     def _live_nevertheless(self) -> str:
-        return f" Nevertheless, release {self.release} {self._state()}." if self.release else ""
+        return f" Nevertheless, release {self.release} {self.release_state()}." if self.release else ""
 
 
 def save_confusion_matrix(record: RunRecord, png: bytes) -> None:
@@ -105,7 +141,9 @@ def load_rules(store: Store, run: str) -> tuple[Rule, ...]:
     return tuple(Rule.model_validate(rule) for rule in RunRecord(store, run).load("verdict").get("rules", ()))
 
 
-def finalize(record: RunRecord, pipeline: str, state: str, error_message: str) -> Outcome:
+def finalize(
+    record: RunRecord, pipeline: str, state: str, error_message: str, command: tuple[str, ...] = ()
+) -> Outcome:
     """Derive the outcome of a run, and record it.
 
     ``state`` is the run's state according to KFP (COMPLETE, FAILED, RUNNING ...) and ``error_message`` its error,
@@ -117,7 +155,12 @@ def finalize(record: RunRecord, pipeline: str, state: str, error_message: str) -
     deployed = rollback or promotion or deployment
     candidate = record.load("archived").get("version")
     outcome = Outcome(
-        run=record.run, pipeline=pipeline, state="failed", candidate=candidate, metrics=record.load("metrics")
+        run=record.run,
+        pipeline=pipeline,
+        state="failed",
+        candidate=candidate,
+        metrics=record.load("metrics"),
+        command=command,
     )
     held = candidate is not None and verdict.get("promote") is False
     if state not in SUCCEEDED and not held:

@@ -1,17 +1,21 @@
-"""Self-contained HTML pages with inline SVG plots, without scripts or external resources."""
+"""Charts as inline SVG, which follows the light or dark theme of its page, and as PNG."""
 
-import html
 import io
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Mapping, Sequence
 
 import matplotlib as mpl
+import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
+from evernear.evaluation.evaluate import Evaluation
+from evernear.evaluation.examples import BINS, FARTHEST, LiveDistances
+from evernear.evaluation.open_set import OpenSet
+from evernear.evaluation.statistics import Roc
 from evernear.output import printable
-
-if TYPE_CHECKING:  # readers of a verdict load no torch
-    from evernear.embedding.artifact import Epoch
 
 # Text instead of paths is smaller, searchable and accessible. A fixed salt makes the SVG reproducible.
 mpl.rcParams["svg.fonttype"] = "none"
@@ -19,45 +23,174 @@ mpl.rcParams["svg.hashsalt"] = "evernear"
 # A $ in a class name must not start a formula.
 mpl.rcParams["text.parse_math"] = False
 
-
-def training_curves(history: Sequence["Epoch"]) -> str:
-    """Loss, accuracy and learning rate by epoch, as an HTML page."""
-    epochs = [point.epoch for point in history]
-    figure = Figure(figsize=(10, 3.2), layout="constrained")
-    loss, accuracy, rate = figure.subplots(1, 3)
-    loss.plot(epochs, [point.train_loss for point in history], marker="o", label="train, with margin")
-    loss.plot(epochs, [point.gallery_loss for point in history], marker="o", label="gallery, held out")
-    loss.legend()
-    accuracy.plot(epochs, [point.gallery_accuracy for point in history], marker="o")
-    rate.plot(epochs, [point.learning_rate for point in history], marker="o")
-    for axes, quantity in ((loss, "loss"), (accuracy, "gallery accuracy"), (rate, "learning rate")):
-        axes.set(xlabel="epoch", ylabel=quantity)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.grid(alpha=0.3)
-    return page("Training curves", svg(figure))
+INK, GRID, FIRST, SECOND, LIMIT = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05"
+"""Placeholders for the colors of the page."""
+VARIABLES = {INK: "--ink", GRID: "--line", FIRST: "--first", SECOND: "--second", LIMIT: "--limit"}
+SIZE_IN = (4.4, 2.7)
+DET_LIMITS = (0.005, 0.995)
+DET_TICKS = (0.01, 0.05, 0.2, 0.5, 0.8, 0.95)
+MAX_LABEL_CHARACTERS = 30
+"""Longest class name beside the confusion matrix; longer names are shortened."""
 
 
-def svg(figure: Figure) -> str:
-    """``figure`` as an inline ``<svg>`` element."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]
+def training_curves(history: Sequence[Mapping[str, float]]) -> Markup:
+    """Loss, accuracy and learning rate by epoch. ``history`` are `evernear.embedding.artifact.Epoch` as JSON."""
+    epochs = [point["epoch"] for point in history]
+    charts: list[Markup] = []
+    quantities = {
+        "loss": {"train_loss": "train, with margin", "gallery_loss": "gallery, held out"},
+        "gallery accuracy": {"gallery_accuracy": ""},
+        "learning rate": {"learning_rate": ""},
+    }
+    for quantity, series in quantities.items():
+        figure, axes = _chart("epoch", quantity)
+        for color, (name, label) in zip((FIRST, SECOND), series.items(), strict=False):
+            axes.plot(epochs, [point[name] for point in history], ".-", color=color, label=label)
+        if len(series) > 1:
+            _legend(axes)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        charts.append(svg(figure, f"{quantity} by epoch"))
+    return Markup('<div class="charts">{}</div>').format(Markup("").join(charts))
 
 
-def escape(text: object) -> str:
-    """``text`` escaped for HTML, on one line and without control characters."""
-    return html.escape(printable(str(text)))
+def distances(right: Sequence[int], wrong: Sequence[int], threshold: float) -> Markup:
+    """Histograms of the candidate's distances, for right and for wrong predictions."""
+    series = {"right predictions": right, "wrong predictions": wrong}
+    return _histogram("Test images: distance to the nearest gallery image", series, threshold)
 
 
-def page(title: str, *parts: str) -> str:
-    """A self-contained HTML page. ``title`` is text, which is escaped; ``parts`` are HTML."""
-    style = (
-        "body{font:15px/1.5 system-ui,sans-serif;margin:1.5rem;max-width:60rem;color:#1d2330}"
-        "table{border-collapse:collapse;margin:1rem 0}td,th{padding:.3rem .8rem;border-bottom:1px solid #d8dce5;"
-        "text-align:left}td.n{text-align:right;font-variant-numeric:tabular-nums}"
-        ".yes{color:#116b3a}.no{color:#a11223}svg{max-width:100%;height:auto}"
+def probe_distances(probe: OpenSet, curve: Roc) -> Markup:
+    """Histograms of the open-set probe's distances, from its ROC curve, and the threshold if the probe has one."""
+    edges = np.linspace(0, FARTHEST, BINS + 1)
+    thresholds, known, unknown = (
+        np.array(column) for column in (curve.thresholds, curve.true_accepts, curve.false_accepts)
     )
-    name = escape(title)
-    head = f'<meta charset="utf-8"><title>{name}</title><style>{style}</style>'
-    return f'<!doctype html><html lang="en"><head>{head}</head><body><h1>{name}</h1>{"".join(parts)}</body></html>'
+    threshold = FARTHEST
+    if probe.separates and probe.false_rejects:
+        threshold = float(thresholds[np.abs(1 - known - probe.false_rejects.value).argmin()])
+    series = {
+        name: np.diff(np.interp(edges, thresholds, cumulative, 0, 1)).tolist()
+        for name, cumulative in (("known classes", known), ("held-out classes", unknown))
+    }
+    return _histogram("Open-set probe: known and unseen classes", series, threshold)
+
+
+def live_distances(live: LiveDistances) -> Markup:
+    """The histogram of the champion's live queries."""
+    return _histogram("Live queries of the champion", {"live queries": live.histogram}, live.threshold)
+
+
+def trade_off(probe: OpenSet, curve: Roc) -> Markup:
+    """The detection error trade-off, on the scales of Martin et al. (1997, Eurospeech)."""
+    from scipy.special import ndtri
+
+    figure, axes = _chart("held-out classes accepted", "known images rejected")
+    rejected = 1 - np.array(curve.true_accepts)
+    low, high = DET_LIMITS
+    axes.plot(*(ndtri(np.clip(rates, low, high)) for rates in (curve.false_accepts, rejected)), color=FIRST)
+    if probe.false_accepts and probe.false_rejects:
+        point = (probe.false_accepts.value, probe.false_rejects.value)
+        places = (ndtri(np.clip([rate], low, high)) for rate in point)
+        axes.plot(*places, "o", color=LIMIT, label="operating point")
+        _legend(axes)
+    for set_ticks in (axes.set_xticks, axes.set_yticks):
+        set_ticks(ndtri(np.array(DET_TICKS)), [f"{rate:.0%}" for rate in DET_TICKS])
+    axes.set_title("Detection error trade-off", color=INK, fontsize=10, loc="left")
+    return svg(figure, "detection error trade-off")
+
+
+def _histogram(title: str, series: Mapping[str, Sequence[float]], threshold: float) -> Markup:
+    figure, axes = _chart("distance", "share of images")
+    edges = np.linspace(0, FARTHEST, BINS + 1)
+    for color, (name, counts) in zip((FIRST, SECOND), series.items(), strict=False):
+        total = sum(counts)
+        if total:
+            shares = np.array(counts) / total
+            axes.stairs(shares, edges, fill=True, alpha=0.35, color=color, label=name)
+            axes.stairs(shares, edges, color=color)
+    if threshold < FARTHEST:
+        axes.axvline(threshold, color=LIMIT, linestyle="--", label=f"unknown beyond {threshold:.2f}")
+    axes.set_xlim(0, max(1.0, _largest(series) + 0.1))
+    axes.set_title(title, color=INK, fontsize=10, loc="left")
+    _legend(axes)
+    return svg(figure, title)
+
+
+def _largest(series: Mapping[str, Sequence[float]]) -> float:
+    """The upper edge of the last bin in use."""
+    used = [index for counts in series.values() for index, count in enumerate(counts) if count]
+    return (max(used, default=0) + 1) * FARTHEST / BINS
+
+
+def _chart(x: str, y: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=SIZE_IN, layout="constrained")
+    axes = figure.subplots()
+    axes.set_xlabel(x, color=INK)
+    axes.set_ylabel(y, color=INK)
+    axes.tick_params(colors=INK, labelsize=9)
+    axes.grid(color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in axes.spines.values():
+        side.set_color(GRID)
+    return figure, axes
+
+
+def _legend(axes: Axes) -> None:
+    axes.legend(labelcolor=INK, facecolor="none", edgecolor="none", fontsize=9)
+
+
+def svg(figure: Figure, description: str) -> Markup:
+    """``figure`` as an inline ``<svg>`` element in the colors of the page, without fixed size."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    text = buffer.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.S)
+    # Names of groups would repeat on a page with several charts; clip paths and markers keep theirs.
+    text = re.sub(r' id="[a-z0-9]+[_-][^"]*"', "", text)
+    text = re.sub(r"font: ([0-9.]+px) [^;\"]*", r"font-size: \1", text)
+    text = re.sub(r' width="[0-9.]+pt" height="[0-9.]+pt"| height="[0-9.]+pt"| width="[0-9.]+pt"', "", text, count=2)
+    for placeholder, variable in VARIABLES.items():
+        text = text.replace(placeholder, f"var({variable})")
+    attributes = Markup('<svg role="img" aria-label="{}"').format(printable(description))
+    return attributes + Markup(text.removeprefix("<svg"))  # noqa: S704 - matplotlib escapes text
+
+
+def confusion_png(evaluation: Evaluation) -> bytes:
+    """The candidate's confusion matrix as PNG, for clients that do not show HTML."""
+    buffer = io.BytesIO()
+    _confusion(evaluation).savefig(buffer, format="png", dpi=100, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _confusion(evaluation: Evaluation) -> Figure:
+    labels, rows = evaluation.candidate.confusion_matrix()
+    names = [shorten(label) for label in labels]
+    # In inches: 0.5 per cell and 1/12 per character of the labels, limited to the size of a screen.
+    side = min(12.0, max(4.0, 0.5 * len(labels) + 1.5 + max(map(len, names)) / 12))
+    figure = Figure(figsize=(side, side), layout="constrained")
+    axes = figure.subplots()
+    # Only mistakes are colored, so that a single one among thousands of right answers is visible.
+    mistakes = [[0 if i == j else count for j, count in enumerate(row)] for i, row in enumerate(rows)]
+    highest = max(1, *(max(row) for row in mistakes))
+    axes.imshow(mistakes, cmap="Reds", vmin=0, vmax=highest)
+    ticks = range(len(labels))
+    axes.set(xticks=ticks, yticks=ticks, xlabel="answer", ylabel="label", title="Confusion matrix")
+    axes.set_xticklabels(names, rotation=90 if max(map(len, names)) > 2 else 0)
+    axes.set_yticklabels(names)
+    if len(labels) <= 25:
+        for i, row in enumerate(rows):
+            for j, count in enumerate(row):
+                if count:
+                    color = "white" if mistakes[i][j] > 0.6 * highest else "black"
+                    axes.text(j, i, str(count), ha="center", va="center", fontsize=8, color=color)
+    return figure
+
+
+def shorten(label: str) -> str:
+    """``label`` with its middle replaced by an ellipsis if it is too long."""
+    label = printable(label)
+    return (
+        label
+        if len(label) <= MAX_LABEL_CHARACTERS
+        else f"{label[: MAX_LABEL_CHARACTERS // 2]}…{label[-MAX_LABEL_CHARACTERS // 2 + 1 :]}"
+    )

@@ -7,10 +7,13 @@ import numpy as np
 
 from evernear.data.drift import Queries
 from evernear.errors import IntegrityError
+from evernear.evaluation.examples import LiveDistances, histogram
+from evernear.evaluation.measure import Measurement
 from evernear.release.drift_baseline import DriftBaseline
 from evernear.serving.query_log import MAX_FILE_BYTES, QUERIES, LoggedQuery, Period, closed_at, parse_file
 from evernear.store import ObjectInfo, Store
 
+LIVE_DAYS = 30
 MAX_FILES = 200
 """Number of files read for a window, evenly spaced: about 10 MB."""
 
@@ -39,6 +42,25 @@ def live_queries(store: Store, version: str, since: datetime, until: datetime) -
         except IntegrityError as error:
             faults.append(str(error))
     return _combine([(period, rows) for period, rows in periods if rows and period.version == version]), faults
+
+
+def live_distances(store: Store, champion: Measurement) -> LiveDistances | None:
+    """The distances of the champion's queries of the last `LIVE_DAYS` days; None if none were logged.
+
+    Raises:
+        StoreError: the store is unavailable.
+    """
+    now = datetime.now(UTC)
+    queries, _ = live_queries(store, champion.name, now - timedelta(days=LIVE_DAYS), now)
+    if not len(queries.distances):
+        return None
+    return LiveDistances(
+        release=champion.name,
+        queries=queries.total,
+        unknown=queries.unknown,
+        threshold=champion.threshold,
+        histogram=tuple(histogram(queries.distances).tolist()),
+    )
 
 
 def reference_queries(reference: DriftBaseline) -> Queries:

@@ -1,0 +1,54 @@
+"""``evernear report``: the page of a run, or of two runs side by side."""
+
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from evernear.cli.options import local_settings, with_options
+from evernear.errors import SettingsError
+from evernear.output import print_line
+from evernear.settings import Settings
+
+RunsArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[RUN [RUN]]", help="Run IDs or releases. [the last run in --workdir]")
+]
+
+
+@with_options(settings=local_settings)
+def report(
+    settings: Settings,
+    runs: RunsArgument = None,
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+) -> None:
+    """Print the path of the page of a run (the last one in --workdir by default), or compare two runs."""
+    page = _written(settings, runs) if runs else _last(settings.workdir)
+    print_line(str(page))
+    if open_:
+        webbrowser.open(page.as_uri())
+
+
+def _last(workdir: Path) -> Path:
+    from evernear.local_run import PAGE_FILE
+
+    pages = sorted(workdir.resolve().glob(f"runs/*/{PAGE_FILE}"))
+    if not pages:
+        raise SettingsError(f"{workdir} has no run with a page; name a run or a release, or choose another --workdir.")
+    return pages[-1]
+
+
+def _written(settings: Settings, names: list[str]) -> Path:
+    """Write the page of one run, or of two, below the working directory."""
+    from evernear.disk import write_atomically
+    from evernear.reporting.page import compare_page, find_run, run_page
+    from evernear.store import open_store
+
+    if len(names) > 2:
+        raise SettingsError("At most two runs can be compared.")
+    store = open_store(settings.store_uri)
+    records = [find_run(store, name) for name in names]
+    html = run_page(records[0]) if len(records) == 1 else compare_page(*records)
+    path = settings.workdir.resolve() / "reports" / f"{'-and-'.join(record.run for record in records)}.html"
+    write_atomically(path, html)
+    return path

@@ -1,0 +1,389 @@
+"""Images and figures of one evaluation for the run page, bounded in number and bytes.
+
+`ExampleCollector` watches the candidate's measurement (`evernear.evaluation.measure`), so that no image is embedded
+twice. The result is recorded with the run; the page needs neither the dataset nor the network later.
+"""
+
+import base64
+import io
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from evernear.data.manifest import SPLITS, Manifest
+from evernear.data.preprocess import Pixels
+from evernear.data.shards import Block, Dataset
+from evernear.frozen import Frozen
+
+if TYPE_CHECKING:  # reading examples must not import torch or FAISS
+    from evernear.evaluation.recognizer import Recognizer
+    from evernear.index.search import Classifications, Neighbors
+
+MISTAKES = 24
+NEIGHBORS = 4
+MAP_POINTS = 500
+SAMPLE_CLASSES = 20
+SAMPLES_PER_CLASS = 6
+NEW_IMAGES = 24
+SHEET_COLUMNS = 20
+TILE_PX = 96
+"""Longest side of an image on the page; larger ones are reduced."""
+MAP_TILE_PX = 32
+LOSSLESS_BELOW_PX = 32
+"""WebP's blocks would blur neighboring tiles that are smaller."""
+TIMED_QUERIES = 30
+BINS = 50
+FARTHEST = 2.0
+"""The largest distance between two unit vectors: the upper end of the histograms."""
+
+
+class Sheet(Frozen):
+    """Images of one size, tiled in rows of `SHEET_COLUMNS`."""
+
+    count: int
+    width_px: int
+    height_px: int
+    webp: str
+    """The tiled image as WebP in base64."""
+
+
+class NeighborImage(Frozen):
+    """A gallery image near a query; ``tile`` is its number in the sheet."""
+
+    label: str
+    distance: float
+    tile: int
+
+
+class Mistake(Frozen):
+    """A query with a wrong prediction."""
+
+    label: str
+    predicted: str
+    unknown: bool
+    """Whether the query was called unknown, so that a client would not have seen the wrong label."""
+    distance: float
+    tile: int
+    neighbors: tuple[NeighborImage, ...]
+
+
+class MapPoint(Frozen):
+    """A query on the map of embeddings; its image is the tile of the same number in ``map_images``."""
+
+    x: float
+    y: float
+    label: str
+    predicted: str
+    unknown: bool
+
+
+class Sample(Frozen):
+    """Images of one class, by their numbers in the sheet."""
+
+    label: str
+    tiles: tuple[int, ...]
+
+
+class IndexFigures(Frozen):
+    """The index, and medians of the time that one query takes on the machine of the evaluation."""
+
+    factory: str
+    search: str
+    size: int
+    dim: int
+    k: int
+    label_by: str
+    embed_ms: float
+    search_ms: float
+
+
+class LiveDistances(Frozen):
+    """Nearest-neighbor distances of the champion's logged live queries, with its own network and threshold."""
+
+    release: str
+    queries: int
+    unknown: int
+    threshold: float
+    histogram: tuple[int, ...]
+
+
+class Examples(Frozen):
+    """Everything that the run page shows of single images. Histograms have `BINS` equal bins from 0 to `FARTHEST`."""
+
+    remedy = "run the evaluate step again"
+
+    mistakes: tuple[Mistake, ...]
+    """Wrong predictions that were not called unknown first, each group by distance: the most confident come first."""
+    map: tuple[MapPoint, ...]
+    """A random sample of the test split, by t-SNE (van der Maaten and Hinton 2008, JMLR 9:2579)."""
+    distances_right: tuple[int, ...]
+    distances_wrong: tuple[int, ...]
+    samples: tuple[Sample, ...]
+    """Training images."""
+    new_images: tuple[Sample, ...]
+    """Training images that the champion's dataset does not have."""
+    images_before: dict[str, int] | None
+    """Images of each class in the champion's dataset; None without a champion or if its dataset is unavailable."""
+    index: IndexFigures
+    images: Sheet
+    map_images: Sheet
+    live: LiveDistances | None = None
+
+
+@dataclass(frozen=True)
+class _Query:
+    """A wrong prediction, until the images of its neighbors are known."""
+
+    image: Pixels
+    label: int
+    predicted: int
+    unknown: bool
+    distance: float
+    rows: NDArray[np.int64]
+    neighbors: NDArray[np.int32]
+    distances: NDArray[np.float32]
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        return self.unknown, self.distance
+
+
+class ExampleCollector:
+    """Collects from the blocks of the candidate's measurement, in flat memory."""
+
+    def __init__(self, recognizer: "Recognizer", dataset: Dataset) -> None:
+        self._recognizer = recognizer
+        self._dataset = dataset
+        total = dataset.count("test")
+        self._sampled = np.sort(np.random.default_rng(0).choice(total, min(total, MAP_POINTS), replace=False))
+        self._seen = 0
+        self._mistakes: list[_Query] = []
+        self._map: list[tuple[Pixels, NDArray[np.float32], int, int, bool]] = []
+        self._histograms = np.zeros((2, BINS), np.int64)
+
+    def add(
+        self, block: Block, embeddings: NDArray[np.float32], neighbors: "Neighbors", answers: "Classifications"
+    ) -> None:
+        """Add a block of queries with their results."""
+        right = answers.labels == block.labels
+        for group, selected in enumerate((right, ~right)):
+            self._histograms[group] += histogram(answers.distances[selected])
+        self._mistakes += [
+            _Query(
+                block.images[row],
+                int(block.labels[row]),
+                int(answers.labels[row]),
+                bool(answers.unknown[row]),
+                float(answers.distances[row]),
+                neighbors.rows[row, :NEIGHBORS],
+                neighbors.labels[row, :NEIGHBORS],
+                neighbors.distances[row, :NEIGHBORS],
+            )
+            for row in np.flatnonzero(~right)[np.lexsort((answers.distances[~right], answers.unknown[~right]))][
+                :MISTAKES
+            ]
+        ]
+        self._mistakes = sorted(self._mistakes, key=lambda query: query.rank)[:MISTAKES]
+        first, self._seen = self._seen, self._seen + len(block)
+        for row in self._sampled[(self._sampled >= first) & (self._sampled < self._seen)] - first:
+            self._map.append(
+                (
+                    block.images[row],
+                    embeddings[row],
+                    int(block.labels[row]),
+                    int(answers.labels[row]),
+                    bool(answers.unknown[row]),
+                )
+            )
+
+    def finish(self, champion_dataset: Dataset | None = None) -> Examples:
+        """The examples, with sample images and, if the champion's dataset is available, what is new since then."""
+        tiles = _Tiles(self._dataset.shape, TILE_PX)
+        mistakes = self._with_neighbors(tiles)
+        map_tiles = _Tiles(self._dataset.shape, MAP_TILE_PX)
+        for image, *_ in self._map:
+            map_tiles.add(image)
+        return Examples(
+            mistakes=mistakes,
+            map=self._points(),
+            distances_right=tuple(self._histograms[0].tolist()),
+            distances_wrong=tuple(self._histograms[1].tolist()),
+            samples=_samples(self._dataset, tiles),
+            new_images=_new_images(self._dataset, champion_dataset, tiles) if champion_dataset else (),
+            images_before=_images(champion_dataset.manifest) if champion_dataset else None,
+            index=self._index_figures(),
+            images=tiles.sheet(),
+            map_images=map_tiles.sheet(),
+        )
+
+    def _with_neighbors(self, tiles: "_Tiles") -> tuple[Mistake, ...]:
+        wanted = {int(row) for query in self._mistakes for row in query.rows if row >= 0}
+        gallery = {row: tiles.add(image) for row, image in self._gallery_images(wanted)}
+        return tuple(
+            Mistake(
+                label=self._name(query.label),
+                predicted=self._name(query.predicted),
+                unknown=query.unknown,
+                distance=query.distance,
+                tile=tiles.add(query.image),
+                neighbors=tuple(
+                    NeighborImage(label=self._name(int(label)), distance=float(distance), tile=gallery[int(row)])
+                    for row, label, distance in zip(query.rows, query.neighbors, query.distances, strict=True)
+                    if int(row) in gallery
+                ),
+            )
+            for query in self._mistakes
+        )
+
+    def _gallery_images(self, rows: set[int]) -> Iterable[tuple[int, Pixels]]:
+        """The images behind ``rows`` of the index, which has the order of the embed step."""
+        from evernear.embedding.embed import image_blocks
+
+        if not rows:
+            return
+        numbers, first = self._recognizer.gallery.label_numbers, 0
+        untrained = {self._dataset.labels[number] for number in np.unique(numbers[self._dataset.count("gallery") :])}
+        for blocks, _ in image_blocks(self._dataset, "gallery", 512, frozenset(untrained)):
+            for block in blocks:
+                for row in rows.intersection(range(first, first + len(block))):
+                    if numbers[row] == block.labels[row - first]:
+                        yield row, block.images[row - first]
+                first += len(block)
+
+    def _points(self) -> tuple[MapPoint, ...]:
+        if not self._map:
+            return ()
+        places = project(np.stack([embedding for _, embedding, *_ in self._map]))
+        return tuple(
+            MapPoint(
+                x=round(float(x), 4),
+                y=round(float(y), 4),
+                label=self._name(label),
+                predicted=self._name(predicted),
+                unknown=unknown,
+            )
+            for (x, y), (_, _, label, predicted, unknown) in zip(places, self._map, strict=True)
+        )
+
+    def _index_figures(self) -> IndexFigures:
+        gallery = self._recognizer.gallery
+        described = gallery.description
+        embed_ms, search_ms = [0.0], [0.0]
+        for image, *_ in self._map[:TIMED_QUERIES]:
+            started_s = time.perf_counter()
+            embedded = self._recognizer.embed(image[None])
+            embedded_s = time.perf_counter()
+            gallery.search(embedded, described.k)
+            embed_ms.append(1000 * (embedded_s - started_s))
+            search_ms.append(1000 * (time.perf_counter() - embedded_s))
+        return IndexFigures(
+            factory=described.factory,
+            search=described.search,
+            size=described.size,
+            dim=described.dim,
+            k=described.k,
+            label_by=described.label_by,
+            embed_ms=median(embed_ms),
+            search_ms=median(search_ms),
+        )
+
+    def _name(self, number: int) -> str:
+        return self._dataset.labels[number]
+
+
+def histogram(distances: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Counts (`BINS`,) of distances."""
+    return np.histogram(distances, bins=BINS, range=(0.0, FARTHEST))[0]
+
+
+def project(embeddings: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Places (N, 2) of embeddings (N, D) in the unit square by t-SNE; all in the middle if the embeddings are equal."""
+    from sklearn.manifold import TSNE
+
+    count = len(embeddings)
+    if count < 4 or np.ptp(embeddings, axis=0).max() < 1e-6:
+        return np.full((count, 2), 0.5, np.float32)
+    model = TSNE(perplexity=min(30.0, (count - 1) / 3), init="random", random_state=0, max_iter=750)
+    places = model.fit_transform(embeddings)
+    low, high = places.min(axis=0), places.max(axis=0)
+    return (places - low) / np.maximum(high - low, 1e-9)
+
+
+class _Tiles:
+    """Collects images of the dataset's shape, reduced so that the longer side is at most ``limit_px``."""
+
+    def __init__(self, shape: tuple[int, int, int], limit_px: int) -> None:
+        height, width, _ = shape
+        scale = min(1.0, limit_px / max(height, width))
+        self._width, self._height = max(1, round(width * scale)), max(1, round(height * scale))
+        self._images: list[Image.Image] = []
+
+    def add(self, image: Pixels) -> int:
+        """Add an image (H, W, C) and return its number."""
+        picture = Image.fromarray(np.squeeze(image, axis=2) if image.shape[2] == 1 else image).convert("RGB")
+        self._images.append(picture.resize((self._width, self._height), Image.Resampling.LANCZOS))
+        return len(self._images) - 1
+
+    def sheet(self) -> Sheet:
+        rows = -(-len(self._images) // SHEET_COLUMNS) or 1
+        whole = Image.new("RGB", (SHEET_COLUMNS * self._width, rows * self._height))
+        for number, image in enumerate(self._images):
+            row, column = divmod(number, SHEET_COLUMNS)
+            whole.paste(image, (column * self._width, row * self._height))
+        buffer = io.BytesIO()
+        lossless = min(self._width, self._height) < LOSSLESS_BELOW_PX
+        whole.save(buffer, "WEBP", quality=80, lossless=lossless, method=4)
+        return Sheet(
+            count=len(self._images),
+            width_px=self._width,
+            height_px=self._height,
+            webp=base64.b64encode(buffer.getvalue()).decode(),
+        )
+
+
+def _samples(dataset: Dataset, tiles: _Tiles) -> tuple[Sample, ...]:
+    counts = dataset.manifest.label_counts("train")
+    labels = [label for label in dataset.labels if counts[label]][:SAMPLE_CLASSES]
+    shards = {shard.sha256 for shard in dataset.shards("train")}
+    return _pick(dataset, dict.fromkeys(labels, SAMPLES_PER_CLASS), shards, tiles)
+
+
+def _new_images(dataset: Dataset, before: Dataset, tiles: _Tiles) -> tuple[Sample, ...]:
+    """Images of shards that ``before`` lacks: each ingest adds shards and leaves the others as they are."""
+    earlier = {shard.sha256 for shard in before.shards("train")}
+    added = [shard for shard in dataset.shards("train") if shard.sha256 not in earlier]
+    labels = sorted({label for shard in added for label, count in shard.label_counts.items() if count})
+    labels = labels[:NEW_IMAGES]
+    per_class = NEW_IMAGES // max(1, len(labels))
+    return _pick(dataset, dict.fromkeys(labels, min(SAMPLES_PER_CLASS, per_class)), {s.sha256 for s in added}, tiles)
+
+
+def _pick(dataset: Dataset, wanted: dict[str, int], shards: set[str], tiles: _Tiles) -> tuple[Sample, ...]:
+    """The first images of each class among the train shards ``shards``; a shard without them is not read."""
+    picked: dict[str, list[int]] = {label: [] for label in wanted}
+    missing = {dataset.labels.index(label): count for label, count in wanted.items()}
+    for shard in dataset.shards("train"):
+        names = {dataset.labels[number] for number in missing}
+        if shard.sha256 not in shards or not names.intersection(shard.label_counts):
+            continue
+        for block in dataset.shard_blocks(shard, 512):
+            for number in [*missing]:
+                for row in np.flatnonzero(block.labels == number)[: missing[number]]:
+                    picked[dataset.labels[number]].append(tiles.add(block.images[row]))
+                    missing[number] -= 1
+                if not missing[number]:
+                    del missing[number]
+            if not missing:
+                break
+    return tuple(Sample(label=label, tiles=tuple(numbers)) for label, numbers in picked.items() if numbers)
+
+
+def _images(manifest: Manifest) -> dict[str, int]:
+    counts: Sequence[dict[str, int]] = [manifest.label_counts(split) for split in SPLITS]
+    return {label: total for label in manifest.labels if (total := sum(count[label] for count in counts))}

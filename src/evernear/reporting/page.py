@@ -1,0 +1,369 @@
+"""The run page: one self-contained HTML file with everything that a run recorded.
+
+It is a function of the run's record in the store (`evernear.run_record`), so it can also be rendered later and
+elsewhere. The templates escape every value; the page has neither scripts nor external resources.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from evernear.data.validate import Report
+from evernear.errors import StoreError
+from evernear.evaluation.evaluate import Evaluation
+from evernear.evaluation.examples import SHEET_COLUMNS, Examples, Sheet
+from evernear.evaluation.statistics import Proportion
+from evernear.evaluation.verdict import Verdict
+from evernear.index.description import describe_threshold
+from evernear.output import printable
+from evernear.progress import duration
+from evernear.release.manifest import is_version
+from evernear.release.registry import Record, Registry
+from evernear.reporting import plots
+from evernear.reporting.notify import Outcome
+from evernear.run_record import RunRecord, StepRecord
+from evernear.settings import RunSettings
+from evernear.store import Store
+
+FALSE_REJECT_RATES = (0.01, 0.02, 0.05, 0.10, 0.20)
+"""Points of the detection error trade-off that the page lists."""
+CLASSES_MAX = 50
+CONFUSION_LABELS_MAX = 30
+REASONS_MAX = 8
+KEY_RULES = ("no_worse", "beats_baselines", "accuracy_floor")
+"""The rules that say most about a promoted candidate."""
+
+
+class Figure(NamedTuple):
+    """A proportion of candidate and champion."""
+
+    name: str
+    candidate: Proportion | None
+    champion: Proportion | None
+
+    def place(self, value: float) -> float:
+        """Where ``value`` is between the ends of both intervals, in percent."""
+        both = [share for share in (self.candidate, self.champion) if share]
+        low, high = min(share.low for share in both), max(share.high for share in both)
+        return 100 * (value - low) / max(high - low, 1e-9)
+
+
+class ClassRow(NamedTuple):
+    """One class; counts are images of all splits."""
+
+    label: str
+    images: int
+    before: int | None
+    recall: Proportion | None
+    unknown: Proportion | None
+    champion: Proportion | None
+    regressions: int
+    improvements: int
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Everything that a run recorded; None for a step that did not get that far."""
+
+    outcome: Outcome
+    steps: tuple[StepRecord, ...]
+    verdict: Verdict | None
+    evaluation: Evaluation | None
+    examples: Examples | None
+    validation: Report | None
+    training: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    lineage: Mapping[str, str]
+
+    @staticmethod
+    def load(record: RunRecord) -> "RunReport":
+        """Read the record of a run that has ended.
+
+        Raises:
+            StoreError: the run is unknown or has no outcome yet, or the store fails.
+            IntegrityError: the record is damaged.
+        """
+        outcome = record.find("outcome", Outcome)
+        if outcome is None:
+            raise StoreError(f"{record.store.uri} has no outcome of a run {record.run}; it may not have ended.")
+        evaluation = record.find("evaluation", Evaluation)
+        return RunReport(
+            outcome=outcome,
+            steps=record.steps(),
+            verdict=record.find("verdict", Verdict),
+            evaluation=evaluation,
+            examples=record.find("examples", Examples),
+            validation=record.find("validation", Report),
+            training=record.load("training"),
+            settings=_flat(record.load("settings")),
+            lineage=_lineage(record.store, outcome, evaluation),
+        )
+
+    @property
+    def title(self) -> str:
+        """The state and what it means, in a few words."""
+        outcome = self.outcome
+        match outcome.state:
+            case "promoted" | "rolled back":
+                return f"Release {outcome.release} {outcome.release_state()}"
+            case "held":
+                return f"Release {outcome.candidate} is not promoted"
+            case _:
+                return f"{outcome.state.capitalize()}{f' at {outcome.step}' if outcome.step else ''}"
+
+    @property
+    def reasons(self) -> list[str]:
+        """The reasons to read first: those of failed rules, or of the most telling ones."""
+        if self.outcome.state == "promoted" and self.verdict:
+            told = {rule.name: rule.reason for rule in self.verdict.rules}
+            return [told[name] for name in KEY_RULES if name in told]
+        return [*self.outcome.reasons]
+
+    @property
+    def figures(self) -> list[Figure]:
+        """The proportions to compare."""
+        if self.evaluation is None:
+            return []
+        ours, theirs = self.evaluation.candidate, self.evaluation.champion
+        names = {
+            "accuracy": "accuracy",
+            "recall_at_1": "recall@1",
+            "recall_at_5": "recall@5",
+            "false_rejects": "known called unknown",
+            "index_recall": "index recall",
+        }
+        figures = [Figure(name, getattr(ours, key), getattr(theirs, key, None)) for key, name in names.items()]
+        return [figure for figure in figures if figure.candidate or figure.champion]
+
+    @property
+    def duration(self) -> str:
+        """From the start of the first step to the end of the last."""
+        ends = [step.ended for step in self.steps if step.ended]
+        return duration((max(ends) - self.steps[0].started).total_seconds()) if ends else ""
+
+    def classes(self) -> list[ClassRow]:
+        """All classes, the lowest recall first."""
+        measured = self.evaluation
+        counts = _class_counts(self.validation)
+        before = self.examples.images_before if self.examples else None
+        labels: list[str] = [*counts, *(before or {}), *(measured.candidate.class_recall if measured else {})]
+        pairs = measured.comparison.classes if measured and measured.comparison else {}
+        champion = measured.champion.class_recall if measured and measured.champion else {}
+        rows = [
+            ClassRow(
+                label=label,
+                images=counts.get(label, 0),
+                before=before.get(label, 0) if before is not None else None,
+                recall=measured.candidate.class_recall.get(label) if measured else None,
+                unknown=measured.candidate.class_rejects.get(label) if measured else None,
+                champion=champion.get(label),
+                regressions=pairs[label].regressions if label in pairs else 0,
+                improvements=pairs[label].improvements if label in pairs else 0,
+            )
+            for label in dict.fromkeys(labels)
+        ]
+        return sorted(rows, key=lambda row: row.recall.value if row.recall else 2.0)
+
+    def confusion(self) -> tuple[list[str], list[list[int]]]:
+        """Labels and rows of the confusion matrix, of the most confused classes."""
+        assert self.evaluation is not None  # noqa: S101 - the template asks only then
+        return self.evaluation.candidate.confusion_matrix(CONFUSION_LABELS_MAX)
+
+    def changed_settings(self) -> list[tuple[str, Any, bool]]:
+        """All settings, with whether each differs from the default."""
+        defaults = _flat(RunSettings().model_dump(mode="json"))
+        return [(key, value, value != defaults.get(key)) for key, value in self.settings.items()]
+
+
+def run_page(record: RunRecord) -> str:
+    """The page of a run that has ended.
+
+    Raises:
+        StoreError: as `RunReport.load`.
+        IntegrityError: the record is damaged.
+    """
+    report = RunReport.load(record)
+    return _render("run.html.j2", report=report, charts=_charts(report), colors=_colors(report.examples))
+
+
+def compare_page(first: RunRecord, second: RunRecord) -> str:
+    """A page that compares two runs that have ended.
+
+    Raises:
+        StoreError: as `RunReport.load`.
+        IntegrityError: a record is damaged.
+    """
+    runs = RunReport.load(first), RunReport.load(second)
+    keys = sorted({*runs[0].settings, *runs[1].settings})
+    settings = [(key, [report.settings.get(key) for report in runs]) for key in keys]
+    tables = [{row.label: row for row in report.classes()} for report in runs]
+    classes = [(label, [table.get(label) for table in tables]) for label in sorted({*tables[0], *tables[1]})]
+    classes.sort(key=lambda entry: -abs(_recall(entry[1][0]) - _recall(entry[1][1])))
+    return _render(
+        "compare.html.j2",
+        runs=runs,
+        settings=[(key, values) for key, values in settings if values[0] != values[1]],
+        classes=classes[:CLASSES_MAX],
+        curves=[plots.training_curves(report.training.get("epochs", ())) for report in runs],
+    )
+
+
+def page(title: str, *parts: Markup) -> str:
+    """A self-contained page of one's own. ``title`` is text, which is escaped; ``parts`` are HTML."""
+    return _render("plain.html.j2", title=title, parts=parts)
+
+
+def save_page(record: RunRecord, html: str) -> None:
+    """Store the page with the run's record."""
+    record.store.put(page_key(record.run), html.encode())
+
+
+def page_key(run: str) -> str:
+    """The key of a run's page."""
+    return f"runs/{run}/run.html"
+
+
+def find_run(store: Store, name: str) -> RunRecord:
+    """The run ``name``, or the run that made the release ``name``.
+
+    Raises:
+        StoreError: the store has neither, or fails.
+    """
+    if not is_version(name):
+        return RunRecord(store, name)
+    for info in store.list("runs/"):
+        _, run, *rest = info.key.split("/")
+        if rest == ["archived.json"] and RunRecord(store, run).load("archived").get("version") == name:
+            return RunRecord(store, run)
+    raise StoreError(f"{store.uri} has no record of the run that made release {name}.")
+
+
+def _charts(report: RunReport) -> dict[str, Markup]:
+    charts: dict[str, Markup] = {}
+    if epochs := report.training.get("epochs"):
+        charts["training"] = plots.training_curves(epochs)
+    if report.evaluation is None or report.examples is None:
+        return charts
+    examples, probe = report.examples, report.evaluation.open_set
+    threshold = report.evaluation.candidate.threshold
+    drawn = [plots.distances(examples.distances_right, examples.distances_wrong, threshold)]
+    if probe.roc:
+        drawn.append(plots.probe_distances(probe, probe.roc))
+        drawn.append(plots.trade_off(probe, probe.roc))
+    if examples.live:
+        drawn.append(plots.live_distances(examples.live))
+    charts["distances"] = Markup("").join(drawn)
+    return charts
+
+
+def _colors(examples: Examples | None) -> dict[str, str]:
+    """A color of each class on the map."""
+    labels = sorted({point.label for point in examples.map}) if examples else []
+    # Lightness alternates, because neighboring hues of many classes are hard to tell apart.
+    return {
+        label: f"hsl({360 * index / len(labels):.0f} 70% {(56, 42)[index % 2]}%)" for index, label in enumerate(labels)
+    }
+
+
+def _lineage(store: Store, outcome: Outcome, evaluation: Evaluation | None) -> dict[str, str]:
+    """Where the candidate comes from: digests, code and parent."""
+    lineage = {"run": outcome.run, "pipeline": outcome.pipeline, "store": store.uri}
+    if evaluation:
+        candidate = evaluation.candidate
+        lineage |= {
+            "dataset": candidate.dataset_digest,
+            "network (sha256)": candidate.network_sha256,
+            "index": candidate.index_digest,
+            "champion": evaluation.champion.name if evaluation.champion else "none",
+        }
+    if outcome.candidate:
+        with suppress(StoreError):  # not published, for example after a failed deployment
+            lineage |= _release_lineage(Registry(store).get(outcome.candidate, include_pruned=True))
+    return {name: value for name, value in lineage.items() if value}
+
+
+def _release_lineage(release: Record) -> dict[str, str]:
+    manifest = release.manifest
+    return {
+        "release": manifest.version,
+        "archive (sha256)": release.archive_sha256,
+        "dataset name": manifest.dataset_name,
+        "source": manifest.source or "",
+        "backbone": manifest.backbone,
+        "pretrained weights (sha256)": manifest.pretrained_sha256 or "",
+        "evernear": manifest.evernear_version,
+        "git commit": manifest.git_commit,
+    }
+
+
+def _class_counts(validation: Report | None) -> dict[str, int]:
+    if validation is None:
+        return {}
+    totals: dict[str, int] = {}
+    for counts in validation.counts.values():
+        for label, count in counts.items():
+            totals[label] = totals.get(label, 0) + count
+    return {label: total for label, total in totals.items() if total}
+
+
+def _recall(row: ClassRow | None) -> float:
+    return row.recall.value if row and row.recall else 0.0
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"train": {"epochs": 3}}`` as ``{"train.epochs": 3}``."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("evernear.reporting"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_finalize,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters, values = (cast(dict[str, Any], each) for each in (environment.filters, environment.globals))
+    filters.update(percent=_percent, number=_number, short=plots.shorten, tile=_tile, seconds=duration)
+    values.update(
+        columns=SHEET_COLUMNS,
+        describe_threshold=describe_threshold,
+        false_reject_rates=FALSE_REJECT_RATES,
+        classes_max=CLASSES_MAX,
+        reasons_max=REASONS_MAX,
+    )
+    return environment
+
+
+def _render(template: str, **values: Any) -> str:
+    return _environment().get_template(template).render(**values)
+
+
+def _finalize(value: object) -> object:
+    """Text on one line, without control characters; autoescape comes after."""
+    return value if isinstance(value, Markup) else printable(str(value))
+
+
+def _percent(value: float, digits: int = 2) -> str:
+    return f"{value:.{digits}%}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _tile(sheet: Sheet, number: int) -> str:
+    """The CSS background position of a tile, as percentages of the room that the sheet leaves."""
+    row, column = divmod(number, SHEET_COLUMNS)
+    rows = -(-sheet.count // SHEET_COLUMNS)
+    return f"{100 * column / (SHEET_COLUMNS - 1):.3f}% {100 * row / max(1, rows - 1):.3f}%"

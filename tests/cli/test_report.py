@@ -1,0 +1,75 @@
+"""`evernear report`: the page of the last run, of a named one, and of two."""
+
+import webbrowser
+from pathlib import Path
+
+import command_line
+import pytest
+
+from evernear.reporting.notify import finalize
+from evernear.run_record import RunRecord
+from evernear.store import open_store
+
+VERSION = "20261120.140501.1a2b3c4d"
+
+
+@pytest.fixture
+def workdir(tmp_path: Path) -> Path:
+    """A working directory with the pages of two runs and the records of two."""
+    for time in ("20260101-000000.000000", "20260102-000000.000000"):
+        (tmp_path / "runs" / time).mkdir(parents=True)
+        (tmp_path / "runs" / time / "run.html").write_text(time)
+    (tmp_path / "runs" / "20260103-000000.000000").mkdir()
+    store = open_store((tmp_path / "store").as_uri())
+    for run in ("r1", "r2"):
+        record = RunRecord(store, run)
+        record.save(archived={"version": VERSION} if run == "r2" else {})
+        finalize(record, "continuous-training", "FAILED", f"The error of {run}.")
+    return tmp_path
+
+
+def report(workdir: Path, *names: str) -> str:
+    done = command_line.evernear("report", *names, "--workdir", workdir)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_last_run_with_a_page_is_the_default(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    page = workdir / "runs" / "20260102-000000.000000" / "run.html"
+    assert report(workdir) == str(page)
+    assert opened == []
+    assert report(workdir, "--open") == str(page)
+    assert opened == [page.as_uri()]
+
+
+def test_named_run_or_release_is_written_from_its_record(workdir: Path) -> None:
+    assert "The error of r1." in Path(report(workdir, "r1")).read_text()
+    assert "The error of r2." in Path(report(workdir, VERSION)).read_text()
+
+
+def test_two_runs_are_compared_in_one_page(workdir: Path) -> None:
+    page = Path(report(workdir, "r1", VERSION)).read_text()
+    assert "The error of r1." in page
+    assert "The error of r2." in page
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["absent"], "no outcome of a run absent"),
+        (["20261120.140501.00000000"], "no record of the run that made release"),
+        (["a", "b", "c"], "At most two runs"),
+    ],
+)
+def test_unknown_or_too_many_names_are_errors(workdir: Path, names: list[str], message: str) -> None:
+    done = command_line.evernear("report", *names, "--workdir", workdir)
+    assert done.returncode != 0
+    assert message in " ".join(done.stderr.split())
+
+
+def test_no_run_is_an_error(tmp_path: Path) -> None:
+    done = command_line.evernear("report", "--workdir", tmp_path)
+    assert done.returncode != 0
+    assert "has no run with a page" in " ".join(done.stderr.split())

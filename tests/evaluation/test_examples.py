@@ -1,0 +1,128 @@
+"""Images and figures for the run page."""
+
+import base64
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from evernear.data.shards import Dataset
+from evernear.evaluation.evaluate import Evaluation, evaluate
+from evernear.evaluation.examples import (
+    BINS,
+    MAP_POINTS,
+    SAMPLES_PER_CLASS,
+    SHEET_COLUMNS,
+    ExampleCollector,
+    Examples,
+    Sheet,
+    project,
+)
+from evernear.evaluation.open_set import OpenSet
+from evernear.evaluation.recognizer import Recognizer
+from evernear.settings import EvaluationSettings
+from tests.conftest import System
+
+
+@pytest.fixture(scope="module")
+def recognizer(system: System) -> Recognizer:
+    return Recognizer.open(system.network_dir, system.index_dir)
+
+
+@pytest.fixture(scope="module")
+def measured(system: System, recognizer: Recognizer) -> tuple[Evaluation, Examples]:
+    collector = ExampleCollector(recognizer, system.dataset)
+    evaluation = evaluate(
+        recognizer, None, system.dataset, OpenSet(held_out=()), EvaluationSettings(batch_size=50), observe=collector.add
+    )
+    return evaluation, collector.finish(system.dataset)
+
+
+def tile_of(sheet: Sheet, number: int) -> np.ndarray:
+    whole = np.asarray(Image.open(io.BytesIO(base64.b64decode(sheet.webp))))
+    row, column = divmod(number, SHEET_COLUMNS)
+    return whole[row * sheet.height_px :, column * sheet.width_px :][: sheet.height_px, : sheet.width_px, 0]
+
+
+def images(dataset: Dataset, split: str) -> dict[bytes, str]:
+    """The label of each image of a split, by its pixels."""
+    return {
+        image.tobytes(): dataset.labels[label]
+        for block in dataset.blocks(split)  # pyright: ignore[reportArgumentType]
+        for image, label in zip(block.images, block.labels, strict=True)
+    }
+
+
+def test_mistakes_are_the_wrong_predictions_with_their_gallery_neighbors(
+    system: System, recognizer: Recognizer, measured: tuple[Evaluation, Examples]
+) -> None:
+    evaluation, examples = measured
+    accuracy = evaluation.candidate.accuracy
+    assert 0 < len(examples.mistakes) == min(24, accuracy.total - accuracy.count)
+    test, gallery = images(system.dataset, "test"), images(system.dataset, "gallery")
+    for mistake in examples.mistakes:
+        assert mistake.predicted != mistake.label
+        query = tile_of(examples.images, mistake.tile)
+        assert test[query.tobytes()] == mistake.label
+        neighbors = recognizer.gallery.recognize(recognizer.embed(query[None, :, :, None]), 4)[0].neighbors
+        assert [near.label for near in mistake.neighbors] == [near.label for near in neighbors]
+        for near in mistake.neighbors:
+            assert gallery[tile_of(examples.images, near.tile).tobytes()] == near.label
+    ranks = [(mistake.unknown, mistake.distance) for mistake in examples.mistakes]
+    assert ranks == sorted(ranks)
+
+
+def test_histograms_count_every_query(measured: tuple[Evaluation, Examples]) -> None:
+    evaluation, examples = measured
+    accuracy = evaluation.candidate.accuracy
+    assert len(examples.distances_right) == len(examples.distances_wrong) == BINS
+    assert sum(examples.distances_right) == accuracy.count
+    assert sum(examples.distances_wrong) == accuracy.total - accuracy.count
+
+
+def test_map_places_neighbors_together(system: System, measured: tuple[Evaluation, Examples]) -> None:
+    _, examples = measured
+    test = images(system.dataset, "test")
+    assert len(examples.map) == min(MAP_POINTS, system.dataset.count("test")) == examples.map_images.count
+    for number in (0, len(examples.map) // 2, len(examples.map) - 1):
+        assert test[tile_of(examples.map_images, number).tobytes()] == examples.map[number].label
+    places = np.array([(point.x, point.y) for point in examples.map])
+    assert 0 <= places.min() < places.max() <= 1
+    labels = np.array([point.label for point in examples.map])
+    apart = np.linalg.norm(places[:, None] - places[None], axis=2)
+    np.fill_diagonal(apart, np.inf)
+    assert (labels[apart.argmin(axis=1)] == labels).mean() > 0.5, "chance is 0.1"
+
+
+def test_samples_are_training_images_of_each_class(system: System, measured: tuple[Evaluation, Examples]) -> None:
+    _, examples = measured
+    train = images(system.dataset, "train")
+    assert [sample.label for sample in examples.samples] == list(system.dataset.labels)
+    for sample in examples.samples:
+        assert len(sample.tiles) == SAMPLES_PER_CLASS
+        assert {train[tile_of(examples.images, tile).tobytes()] for tile in sample.tiles} == {sample.label}
+    assert examples.new_images == (), "the champion's dataset is the same"
+    assert examples.images_before is not None
+    assert sum(examples.images_before.values()) == sum(map(system.dataset.count, ("train", "test", "gallery", "query")))
+
+
+def test_new_images_are_those_of_added_shards(system: System, recognizer: Recognizer) -> None:
+    manifest = system.dataset.manifest
+    shards = tuple(shard for shard in manifest.shards if shard.split != "train")
+    earlier = manifest.model_copy(update={"shards": shards})
+    before = Dataset(earlier, system.dataset._files._store)
+    examples = ExampleCollector(recognizer, system.dataset).finish(before)
+    train = images(system.dataset, "train")
+    assert {sample.label for sample in examples.new_images} == set(system.dataset.labels)
+    for sample in examples.new_images:
+        assert {train[tile_of(examples.images, tile).tobytes()] for tile in sample.tiles} == {sample.label}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 40])
+def test_projection_of_few_or_equal_embeddings_is_finite(count: int) -> None:
+    different = np.random.default_rng(0).normal(size=(count, 16)).astype(np.float32)
+    for embeddings in (different, np.ones((count, 16), np.float32), different[:, :1]):
+        places = project(embeddings)
+        assert places.shape == (count, 2)
+        assert np.isfinite(places).all()

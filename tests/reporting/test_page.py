@@ -1,0 +1,358 @@
+"""The run page: self-contained, safe for any label, verdict first, bounded in size."""
+
+import re
+from datetime import UTC, datetime
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from evernear.data.validate import validate
+from evernear.errors import StoreError
+from evernear.evaluation.evaluate import Evaluation, evaluate
+from evernear.evaluation.examples import BINS, ExampleCollector, Examples, LiveDistances, Sample
+from evernear.evaluation.gate import decide
+from evernear.evaluation.open_set import OpenSet
+from evernear.evaluation.probe import assess
+from evernear.evaluation.recognizer import Recognizer
+from evernear.evaluation.statistics import proportion
+from evernear.reporting.notify import finalize
+from evernear.reporting.page import compare_page, find_run, page, run_page
+from evernear.reporting.plots import confusion_png, training_curves
+from evernear.run_record import RunRecord, StepRecord
+from evernear.settings import EvaluationSettings, GateSettings, IndexSettings, RunSettings, ValidationSettings
+from evernear.store import open_store
+from tests.conftest import System
+
+NEAR_AND_FAR = np.linspace(0, 1, 50, dtype=np.float32), np.linspace(0.5, 1.5, 50, dtype=np.float32)
+ALIKE = NEAR_AND_FAR[0], NEAR_AND_FAR[0]
+CHAMPION = "20260101.000000.00000000"
+CANDIDATE = "20260102.000000.00000000"
+HOSTILE = "<script>alert(1)</script> \x1b[31m \u202egod"
+EPOCHS = [
+    {"epoch": n, "train_loss": 1 / n, "gallery_loss": 2 / n, "gallery_accuracy": 1 - 1 / n, "learning_rate": 0.1}
+    for n in (1, 2, 3)
+]
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+class WellFormed(HTMLParser):
+    """Fails at an element that is not closed in order, and collects what a page must not have twice or at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.ids: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in VOID:
+            return
+        assert self.open, tag
+        assert self.open.pop() == tag
+
+
+def check(html: str) -> WellFormed:
+    """Assert that ``html`` is well-formed and has no script and no external reference."""
+    parser = WellFormed()
+    parser.feed(html)
+    parser.close()
+    assert parser.open == []
+    assert parser.tags.isdisjoint({"script", "iframe", "object", "embed", "link", "img", "base", "form"})
+    for name, value in parser.attributes:
+        assert not name.startswith("on"), name
+        if name in ("href", "src", "xlink:href", "action"):
+            assert value.startswith("#"), value
+    assert set(re.findall(r"url\(\"?([a-z]+:|#|//)", html)) <= {"data:", "#"}
+    assert "@import" not in html
+    assert all(line.isprintable() for line in html.splitlines())
+    return parser
+
+
+@pytest.fixture(scope="module")
+def recognizer(system: System) -> Recognizer:
+    return Recognizer.open(system.network_dir, system.index_dir, CHAMPION)
+
+
+@pytest.fixture(scope="module")
+def measured(system: System, recognizer: Recognizer) -> tuple[Evaluation, Examples]:
+    """The evaluation of the small network against itself as champion."""
+    return measure(system, recognizer, recognizer, assess(*NEAR_AND_FAR, *NEAR_AND_FAR, IndexSettings(), 0.95))
+
+
+def measure(
+    system: System, candidate: Recognizer, champion: Recognizer | None, open_set: OpenSet
+) -> tuple[Evaluation, Examples]:
+    collector = ExampleCollector(candidate, system.dataset)
+    before = system.dataset if champion else None
+    settings = EvaluationSettings()
+    evaluation = evaluate(candidate, champion, system.dataset, open_set, settings, before, observe=collector.add)
+    return evaluation, collector.finish(before)
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> RunRecord:
+    return RunRecord(open_store((tmp_path / "store").as_uri()), "r1")
+
+
+def save(
+    record: RunRecord, system: System, measured: tuple[Evaluation, Examples], floor: float = 0.5, **documents: Any
+) -> None:
+    """Record a run up to its outcome."""
+    evaluation, examples = measured
+    verdict = decide(evaluation, GateSettings(accuracy_floor=floor, beat_baseline=False))
+    report = validate(system.dataset, ValidationSettings())
+    record.save_step(
+        StepRecord(
+            step="evaluate",
+            state="finished",
+            message="accuracy 90%",
+            started=datetime(2026, 1, 2, 3, 4, tzinfo=UTC),
+            ended=datetime(2026, 1, 2, 3, 5, 30, tzinfo=UTC),
+            peak_memory_bytes=512_000_000,
+        )
+    )
+    recorded = {
+        "evaluation": evaluation.model_dump(mode="json"),
+        "examples": examples.model_dump(mode="json"),
+        "verdict": verdict.model_dump(mode="json"),
+        "validation": report.model_dump(mode="json"),
+        "training": {"epochs": EPOCHS, "best_epoch": 2},
+        "settings": RunSettings(target="registry").model_dump(mode="json"),
+        "archived": {"version": CANDIDATE},
+        "metrics": evaluation.metrics(),
+        "deployment": {"version": CANDIDATE, "url": None} if verdict.promote else {},
+    }
+    record.save(**recorded | documents)
+    finalize(record, "continuous-training", "SUCCEEDED", "", ("run", "--workdir", "my work"))
+
+
+def test_page_has_every_section_and_begins_with_verdict_and_next_command(
+    record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
+) -> None:
+    save(record, system, measured)
+    html = run_page(record)
+    parsed = check(html)
+    sections = {"metrics", "classes", "mistakes", "map", "distances", "training", "data", "steps", "lineage"}
+    assert sections <= set(parsed.ids)
+    top = html[html.index("<h1>") : html.index("<nav>")]
+    assert len(re.sub(r"<[^>]*>|\s+", " ", top)) < 1500
+    order = [top.index(text) for text in ("promoted", f"Release {CANDIDATE}", "Accuracy", "--image IMAGE")]
+    assert order == sorted(order)
+    assert "evernear registry rollback --why REASON --workdir &#39;my work&#39;" in top
+    for text in ("None", "Undefined"):
+        assert text not in html.replace(">None<", "")
+    for text in ("1 min 30 s", "512 MB", "target", "The training images are those of the champion."):
+        assert text in html
+
+
+def test_held_page_begins_with_the_failed_rules(
+    record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
+) -> None:
+    warned = measured[0].model_copy(update={"training_warnings": ("Training collapsed after epoch 1.",)})
+    save(record, system, (warned, measured[1]), floor=1.0)
+    html = run_page(record)
+    check(html)
+    top = html[html.index("<h1>") : html.index("<nav>")]
+    assert f"Release {CANDIDATE} is not promoted" in top
+    assert "below the floor of 100.00%" in top
+    assert "Training collapsed after epoch 1." in top
+    assert "--set gate.accuracy_floor=" in top
+    assert f"evernear inspect run {CANDIDATE} --image IMAGE --workdir &#39;my work&#39;" in top
+
+
+@pytest.mark.parametrize(
+    ("open_set", "explanation"),
+    [
+        (OpenSet(held_out=()), "was calibrated on gallery impostors"),
+        (OpenSet(held_out=(), threshold=0.4), "was reused together with the network"),
+        (assess(*NEAR_AND_FAR, *NEAR_AND_FAR, IndexSettings(), 0.95), "known images take precedence"),
+        (assess(*ALIKE, *ALIKE, IndexSettings(), 0.95), "Unknown is switched off"),
+    ],
+)
+def test_page_without_a_champion_explains_the_threshold(
+    record: RunRecord, system: System, recognizer: Recognizer, open_set: OpenSet, explanation: str
+) -> None:
+    save(record, system, measure(system, recognizer, None, open_set))
+    html = run_page(record)
+    check(html)
+    assert "no champion yet" in html
+    assert explanation in html
+
+
+def test_page_of_a_failed_run_shows_the_error_and_the_steps_so_far(record: RunRecord) -> None:
+    started = datetime(2026, 1, 2, tzinfo=UTC)
+    record.save_step(StepRecord(step="ingest", state="failed", message="The disk is full.", started=started))
+    finalize(record, "continuous-training", "FAILED", "")
+    html = run_page(record)
+    check(html)
+    assert html.index("Failed at ingest") < html.index("The disk is full.") < html.index("evernear pipeline run")
+
+
+def test_unknown_run_is_an_error(record: RunRecord) -> None:
+    with pytest.raises(StoreError, match="no outcome of a run r1"):
+        run_page(record)
+    with pytest.raises(StoreError, match=f"made release {CANDIDATE}"):
+        find_run(record.store, CANDIDATE)
+
+
+def renamed(value: Any, old: str, new: str) -> Any:
+    """``value`` with the label ``old`` replaced, in keys too."""
+    if isinstance(value, dict):
+        return {new if key == old else key: renamed(each, old, new) for key, each in value.items()}
+    if isinstance(value, list):
+        return [renamed(each, old, new) for each in value]
+    return new if value == old else value
+
+
+def test_labels_and_messages_are_escaped(
+    record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
+) -> None:
+    evaluation, examples = (renamed(each.model_dump(mode="json"), "8", HOSTILE) for each in measured)
+    examples["mistakes"] = examples["mistakes"] or []
+    warned = evaluation | {"training_warnings": [HOSTILE]}
+    report = validate(system.dataset, ValidationSettings()).model_dump(mode="json")
+    finding = {"rule": HOSTILE, "severity": "warn", "message": HOSTILE, "names": [], "count": 1}
+    validation = renamed(report, "8", HOSTILE) | {"findings": [finding]}
+    settings = RunSettings(target="registry").model_dump(mode="json") | {"store": HOSTILE}
+    documents = {"evaluation": warned, "examples": examples, "validation": validation, "settings": settings}
+    save(record, system, measured, **documents)
+    record.save_step(StepRecord(step=HOSTILE, state="failed", message=HOSTILE, started=datetime.now(UTC)))
+    for html in (run_page(record), compare_page(record, record)):
+        check(html)
+        assert html.count("&lt;script&gt;") > 3
+
+
+def thousand_classes(measured: tuple[Evaluation, Examples]) -> tuple[Evaluation, Examples]:
+    """The largest examples, of images of 96 x 96 noise, and an evaluation of 1,000 classes."""
+    evaluation, examples = measured
+    labels = tuple(f"class number {number}" for number in range(1000))
+    recall = {label: proportion(number % 20, 20, 0.95) for number, label in enumerate(labels)}
+    confusions = tuple((label, labels[(n * 7 + 1) % 1000], 1 + n % 5) for n, label in enumerate(labels))
+    candidate = evaluation.candidate.model_copy(
+        update={"labels": labels, "class_recall": recall, "class_rejects": recall, "confusions": confusions}
+    )
+    points = tuple(examples.map[n % len(examples.map)].model_copy(update={"label": labels[n]}) for n in range(500))
+    samples = tuple(Sample(label=label, tiles=tuple(range(6))) for label in labels[:20])
+    wide = examples.model_copy(update={"map": points, "samples": samples, "new_images": samples})
+    return evaluation.model_copy(update={"candidate": candidate}), wide
+
+
+def test_tables_of_a_thousand_classes_are_bounded(
+    record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
+) -> None:
+    evaluation, examples = thousand_classes(measured)
+    save(record, system, measured, evaluation=evaluation.model_dump(mode="json"), examples=examples.model_dump())
+    html = run_page(record)
+    check(html)
+    assert re.search(r"9\d\d more classes, all with at least", html)
+    matrix = html[html.index('class="confusion"') : html.index('id="mistakes"')]
+    assert matrix.count("<tr>") == 1 + 31
+    assert len(html) < 1_000_000
+
+
+def test_largest_page_is_small_enough_to_send(
+    record: RunRecord, system: System, recognizer: Recognizer, measured: tuple[Evaluation, Examples]
+) -> None:
+    """Photographs compress better than noise, which is the worst case of every image format."""
+    from evernear.evaluation import examples as module
+
+    rng = np.random.default_rng(0)
+
+    def noise(count: int, limit_px: int) -> Any:
+        tiles = module._Tiles((224, 224, 3), limit_px)
+        for _ in range(count):
+            smooth = rng.integers(0, 256, (28, 28, 3), dtype=np.uint8).repeat(8, axis=0).repeat(8, axis=1)
+            tiles.add(smooth)
+        return tiles.sheet()
+
+    mistakes = module.MISTAKES * (1 + module.NEIGHBORS)
+    count = mistakes + module.SAMPLE_CLASSES * module.SAMPLES_PER_CLASS + module.NEW_IMAGES
+    sheets = {"images": noise(count, module.TILE_PX), "map_images": noise(module.MAP_POINTS, module.MAP_TILE_PX)}
+    evaluation, examples = thousand_classes(measured)
+    save(record, system, (evaluation, examples.model_copy(update=sheets)))
+    html = run_page(record)
+    assert 500_000 < len(html.encode()) < 3_000_000
+
+
+def test_live_queries_are_drawn_with_their_threshold(
+    record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
+) -> None:
+    live = LiveDistances(release=CHAMPION, queries=40, unknown=10, threshold=0.7, histogram=(2,) * BINS)
+    save(record, system, (measured[0], measured[1].model_copy(update={"live": live})))
+    html = run_page(record)
+    check(html)
+    assert "Live queries of the champion" in html
+    assert "25.0% called unknown" in html
+
+
+def test_two_runs_are_compared(record: RunRecord, system: System, measured: tuple[Evaluation, Examples]) -> None:
+    save(record, system, measured)
+    other = RunRecord(record.store, "r2")
+    settings = RunSettings(target="registry").model_dump(mode="json")
+    settings["train"]["epochs"] = 77
+    save(other, system, measured, floor=1.0, settings=settings, archived={"version": CHAMPION}, training={})
+    assert find_run(record.store, CHAMPION).run == "r2"
+    html = compare_page(find_run(record.store, "r1"), find_run(record.store, CHAMPION))
+    check(html)
+    assert "train.epochs" in html
+    assert "77" in html
+    assert "train.margin" not in html
+    assert "which is the same for both" in html
+
+
+def test_curves_are_a_page_in_the_colors_of_the_theme() -> None:
+    html = page("Training <curves>", training_curves(EPOCHS))
+    check(html)
+    assert html.count("<svg") == 3
+    assert "<h1>Training &lt;curves&gt;</h1>" in html
+    assert "var(--first)" in html
+    assert "#0a0b" not in html
+
+
+@pytest.mark.parametrize("names", [["short", "x" * 40], [f"{number} {'x' * 90} {number}" for number in range(10)]])
+def test_long_class_names_are_shortened(
+    measured: tuple[Evaluation, Examples], monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    """Names cut off at the edge of the figure would not identify their classes."""
+    evaluation, _ = measured
+    rows = [[int(i == j) for j in range(len(names))] for i in range(len(names))]
+    monkeypatch.setattr(type(evaluation.candidate), "confusion_matrix", lambda _: (names, rows))
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    confusion_png(evaluation)
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    assert axes.bbox.width > 0.25 * figure.bbox.width
+    for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
+        box = label.get_window_extent()
+        assert box.x0 >= 0
+        assert box.y0 >= 0
+    texts = [label.get_text() for label in axes.get_yticklabels()]
+    assert [(text[0], text[-1]) for text in texts] == [(name[0], name[-1]) for name in names]
+
+
+def test_confusion_png_accepts_any_class_name(
+    measured: tuple[Evaluation, Examples], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """matplotlib would parse text between two dollar signs as a formula, and raise if it is invalid."""
+    names = ["$1_$2", "a<b&c", "\x1b[31m\x00", "\u202egod\nline"]
+    matrix = names, [[3, 1, 0, 0], [0, 4, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+    monkeypatch.setattr(type(measured[0].candidate), "confusion_matrix", lambda _: matrix)
+    assert confusion_png(measured[0]).startswith(b"\x89PNG")
