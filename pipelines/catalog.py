@@ -36,7 +36,6 @@ CATEGORIES = {
 SHARED = ("tasks", "release", "champion")
 """Modules that several pipelines import."""
 ARGUMENTS = {
-    "card": "Model card of the candidate.",
     "confusion": "Confusion matrix of the candidate.",
     "curves": "Training curves.",
     "dataset": "Snapshot of the dataset: a reference to shards in the store.",
@@ -47,7 +46,7 @@ ARGUMENTS = {
     "network": "TorchScript network.",
     "open_set": "Open-set threshold, and how well it separates unseen classes.",
     "outcome": "Outcome of the run.",
-    "page": "Outcome of the run, for people.",
+    "page": "Run page: outcome, metrics, mistakes and lineage as one HTML file.",
     "pipeline": "Name of the pipeline.",
     "preset": "Settings that come with evernear: best, fast, frozen or quick. Empty: the defaults.",
     "reason": "Reason for the champion's history.",
