@@ -23,7 +23,7 @@ from evernear.cli.tables import print_table
 from evernear.errors import DataError, EvernearError
 from evernear.kubeflow.runs import Run, State, Step
 from evernear.local_run import RunResult
-from evernear.output import LogFormatter, print_json, print_line, printable
+from evernear.output import JsonFormatter, LogFormatter, log_fields, print_json, print_line, printable
 from evernear.progress import EVENTS_VARIABLE, Event, read_events, step
 from evernear.release.registry import Registry
 from evernear.reporting.notify import NextStep
@@ -101,6 +101,31 @@ def test_log_record_is_one_line_with_an_escaped_traceback() -> None:
     except ValueError:
         log.exception("failed")
     assert stream.getvalue().splitlines()[-1] == r"ValueError: \x1b[31m\u202e"
+
+
+def test_json_log_record_has_the_fields_of_its_context() -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    log = logging.Logger("test")
+    log.addHandler(handler)
+    with log_fields(request="7f3a", run=""):
+        log.warning("release of %s", HOSTILE)
+    try:
+        raise ValueError("\x1b[31m\u202e")
+    except ValueError:
+        log.exception("failed")
+    first, second = (json.loads(line) for line in stream.getvalue().splitlines())
+    assert stream.getvalue().replace("\n", "").isprintable()
+    assert datetime.fromisoformat(first.pop("time")).tzinfo is not None
+    assert first == {
+        "level": "WARNING",
+        "logger": "test",
+        "message": f"release of {HOSTILE}",
+        "request": "7f3a",
+    }
+    assert "request" not in second
+    assert second["traceback"].startswith("Traceback")
 
 
 def test_step_events_are_escaped(

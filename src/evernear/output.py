@@ -5,10 +5,15 @@ could control the terminal (ESC), reverse a line (U+202E), hide its end (NUL) or
 a log or a report therefore goes through `printable`.
 """
 
+import json
 import logging
 import sys
-from types import TracebackType
-from typing import TextIO, TypeAlias
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from types import MappingProxyType, TracebackType
+from typing import Literal, TextIO, TypeAlias
 
 from pydantic_core import to_json
 
@@ -32,8 +37,12 @@ def print_line(text: str = "", file: TextIO | None = None) -> None:
 
 def print_json(value: object) -> None:
     """Print ``value``, which may contain pydantic models, as one line of ASCII JSON."""
-    text = to_json(value, ensure_ascii=True, inf_nan_mode="null").decode()
-    print_line(text.replace("\x7f", "\\u007f"))  # DEL, the only control character that JSON does not escape
+    print_line(_without_del(to_json(value, ensure_ascii=True, inf_nan_mode="null").decode()))
+
+
+def _without_del(text: str) -> str:
+    """JSON in which DEL, the only control character that JSON does not escape, is escaped, too."""
+    return text.replace("\x7f", "\\u007f")
 
 
 class LogFormatter(logging.Formatter):
@@ -48,8 +57,39 @@ class LogFormatter(logging.Formatter):
         return "\n".join(map(printable, super().formatException(ei).split("\n")))
 
 
-def log_to_stderr(level: int) -> None:
+_log_fields: ContextVar[Mapping[str, object]] = ContextVar("log_fields", default=MappingProxyType({}))
+
+
+@contextmanager
+def log_fields(**fields: object) -> Generator[None]:
+    """Add ``fields`` that are not empty, such as the id of a request, to the JSON records of this thread or task."""
+    token = _log_fields.set({**_log_fields.get(), **{name: value for name, value in fields.items() if value}})
+    try:
+        yield
+    finally:
+        _log_fields.reset(token)
+
+
+class JsonFormatter(logging.Formatter):
+    """A formatter that prints each record as one line of ASCII JSON, with the fields of `log_fields`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record with time, level, logger, message and, if it has one, traceback."""
+        fields: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_log_fields.get(),
+        }
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return _without_del(json.dumps(fields, default=str))  # pydantic's JSON rejects surrogates, as in file names
+
+
+def log_to_stderr(level: int, log_format: Literal["text", "json"] = "text") -> None:
     """Log to stderr from ``level`` on."""
     handler = logging.StreamHandler()
-    handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    lines = LogFormatter("%(asctime)s %(levelname)s %(name)s %(message)s")
+    handler.setFormatter(lines if log_format == "text" else JsonFormatter())
     logging.basicConfig(level=level, handlers=[handler])

@@ -35,7 +35,7 @@ def slack(
     except ModuleNotFoundError as error:
         raise SlackError(f"{error.name} is not installed; run `pip install evernear[triggers,pipeline]`.") from None
 
-    log_to_stderr(logging.INFO)
+    log_to_stderr(logging.INFO, settings.log_format)
     stop = threading.Event()
     remains = "Interrupted. Each request that Slack delivered is stored; the next `evernear slack` continues with them."
     with stop_on_signals(stop, remains):

@@ -47,7 +47,7 @@ def run(
     from evernear.triggers.watch.watcher import Watcher
 
     settings = run_settings(source, None, config, overrides, workdir)
-    log_to_stderr(logging.WARNING)
+    log_to_stderr(logging.WARNING, settings.log_format)
     with tempfile.TemporaryDirectory(prefix="evernear-watch-") as cache:
         watcher = Watcher(settings, open_store(settings.store_uri), _runs(settings), Path(cache))
         service = Service(watcher, settings)
@@ -122,7 +122,7 @@ def ship(config: ConfigOption = None, overrides: SetOption = None, workdir: Work
     from evernear.store import open_store
 
     settings = local_settings(config, overrides, workdir)
-    log_to_stderr(logging.WARNING)
+    log_to_stderr(logging.WARNING, settings.log_format)
     stop = threading.Event()
     remains = "Interrupted. Queries that are not in the store yet stay here; `evernear watch ship` continues with them."
     with stop_on_signals(stop, remains):

@@ -92,6 +92,11 @@ class RunSettings(Section):
 class Settings(RunSettings):
     """All settings: those of a run, and those of what starts runs."""
 
+    log_format: Literal["text", "json"] = Field(
+        default="text",
+        description="Log of the preprocessing server, the Slack bot and the watcher. As JSON, one object a line, the "
+        "preprocessing server also logs every prediction.",
+    )
     pipeline: PipelineSettings = PipelineSettings()
     slack: SlackSettings = SlackSettings()
     watch: WatchSettings = WatchSettings()

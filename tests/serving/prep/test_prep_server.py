@@ -4,14 +4,16 @@ import asyncio
 import base64
 import http.client
 import json
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from io import BytesIO
+from io import BytesIO, StringIO
 from pathlib import Path
 
 import hostile
@@ -25,6 +27,7 @@ from PIL import Image
 from releases import settings_on_free_ports
 from served import Served
 
+from evernear.output import JsonFormatter
 from evernear.release.registry import Registry
 from evernear.serving import torchserve
 from evernear.serving.client import AsyncClient, Client, Target
@@ -86,6 +89,34 @@ def test_health_label_and_metadata_name_the_release(served: Served, prep: httpx.
     assert prep.get("/label").json() == {"labels": labels, "version": version}
     metadata = Metadata.model_validate(prep.get("/metadata").json())
     assert (metadata.height_px, metadata.channels, metadata.version) == (8, 1, version)
+
+
+def test_prediction_is_logged_with_request_id_and_release(
+    served: Served, prep: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    log = logging.getLogger("evernear.serving.prep.app")
+    monkeypatch.setattr(log, "handlers", [handler])
+    monkeypatch.setattr(log, "level", logging.INFO)
+    log.manager._clear_cache()  # of whether the level is enabled
+    assert prep.get("/predict/test", headers={"X-Request-Id": "from-the-client"}).headers["X-Request-Id"] == (
+        "from-the-client"
+    )
+    rejected = prep.post("/predict", json={}, headers={"X-Request-Id": "two words"})
+    assert re.fullmatch("[0-9a-f]{32}", rejected.headers["X-Request-Id"])
+    prep.get("/label")
+    first, second = (json.loads(line) for line in stream.getvalue().splitlines())
+    assert (first["request"], first["release"], first["status"]) == ("from-the-client", served.manifest.version, 200)
+    assert first["message"] == "GET /predict/test: 200"
+    assert 0 < first["duration_s"] < 60
+    assert (second["request"], second["path"], second["status"]) == (
+        rejected.headers["X-Request-Id"],
+        "/predict",
+        422,
+    )
+    assert "release" not in second
 
 
 def test_predict_test_recognizes_a_stored_query(served: Served, prep: httpx.Client) -> None:

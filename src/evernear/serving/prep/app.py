@@ -1,25 +1,34 @@
 """HTTP API of the preprocessing server: routes, errors, limits, metrics."""
 
+import logging
+import re
+import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Annotated, Any
+from uuid import uuid4
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, Field
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from evernear import __version__
 from evernear.errors import DataError, EvernearError, ServerTimeoutError
+from evernear.output import log_fields
 from evernear.serving.decoding import OverloadedError
 from evernear.serving.http_limits import BodyLimits
 from evernear.serving.prep.service import CircuitOpenError, Service
 from evernear.serving.request_parsing import RequestError, image_request_schema
 from evernear.serving.responses import Metadata, Prediction, Rejection
 from evernear.settings import Settings
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_log = logging.getLogger(__name__)
 
 EXAMPLE_VERSION = "20261120.162250.af2fb66c"
 EXAMPLE_PREDICTION = {
@@ -72,7 +81,7 @@ def create_app(settings: Settings) -> FastAPI:
         docs_url=None,  # FastAPI's pages load scripts from a CDN
         redoc_url=None,
     )
-    app.add_middleware(RequestCounter)
+    app.add_middleware(RequestLog)
     app.add_middleware(
         BodyLimits,
         max_size_bytes=settings.prep.max_request_size_bytes,
@@ -126,27 +135,27 @@ async def labels(service: CurrentService) -> Labels:
 
 
 @router.get("/predict/test", responses=PREDICTED)
-async def predict_test(service: CurrentService) -> Prediction:
+async def predict_test(request: Request, service: CurrentService) -> Prediction:
     """Recognize a test image that is stored in the release."""
-    return await service.test()
+    return _made(request, await service.test())
 
 
 @router.get("/predict/test/label")
-async def predict_test_label(service: CurrentService) -> Label:
+async def predict_test_label(request: Request, service: CurrentService) -> Label:
     """Recognize a test image that is stored in the release; returns the label alone."""
-    return _label(await service.test())
+    return _label(_made(request, await service.test()))
 
 
 @router.post("/predict", responses=PREDICTED | REJECTED, openapi_extra=IMAGE_BODY)
 async def predict(request: Request, service: CurrentService) -> Prediction:
     """Recognize an image; returns its label and nearest neighbors."""
-    return await service.predict(await _body(request))
+    return _made(request, await service.predict(await _body(request)))
 
 
 @router.post("/predict/label", responses=REJECTED, openapi_extra=IMAGE_BODY)
 async def predict_label(request: Request, service: CurrentService) -> Label:
     """Recognize an image; returns the label alone."""
-    return _label(await service.predict(await _body(request)))
+    return _label(_made(request, await service.predict(await _body(request))))
 
 
 @router.get("/metrics", include_in_schema=False)
@@ -158,6 +167,12 @@ async def metrics(service: CurrentService) -> Response:
 async def _body(request: Request) -> bytes:
     """The body. `Request.body` would keep it in memory until the response."""
     return b"".join([part async for part in request.stream()])
+
+
+def _made(request: Request, prediction: Prediction) -> Prediction:
+    """Note the release of a prediction for the log."""
+    request.state.release = prediction.version
+    return prediction
 
 
 def _label(prediction: Prediction) -> Label:
@@ -184,8 +199,11 @@ async def _error_response(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse(rejection.model_dump(), status, headers)
 
 
-class RequestCounter:
-    """ASGI middleware that counts requests by route and status."""
+class RequestLog:
+    """ASGI middleware that counts requests by route and status, and logs predictions with the id of their request.
+
+    The id is the client's ``X-Request-Id``, if it is short and printable, or a new one. The response repeats it.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -193,12 +211,29 @@ class RequestCounter:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application, and count its response."""
 
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started_s = time.monotonic()
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid4().hex
+
         async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
                 # The route, not the path: clients could create any number of time series.
                 path = scope["route"].path if "route" in scope else "other"
                 service: Service = scope["app"].state.service
                 service.metrics.requests.labels(path, message["status"]).inc()
+                if path.startswith("/predict"):
+                    self._log_prediction(scope, path, message["status"], time.monotonic() - started_s)
             await send(message)
 
-        await self._app(scope, receive, counting_send if scope["type"] == "http" else send)
+        with log_fields(request=request_id):
+            await self._app(scope, receive, counting_send)
+
+    @staticmethod
+    def _log_prediction(scope: Scope, path: str, status: int, duration_s: float) -> None:
+        release = scope.get("state", {}).get("release", "")
+        with log_fields(release=release, path=path, status=status, duration_s=round(duration_s, 4)):
+            _log.info("%s %s: %d", scope["method"], path, status)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 
 from evernear.errors import ConflictError, EvernearError, SlackError
+from evernear.output import log_fields
 from evernear.triggers.requests import POLICY, Request
 from evernear.triggers.slack import promotions, prompts
 from evernear.triggers.slack.blocks import duration, error_text, line
@@ -48,7 +49,8 @@ class Worker:
     def _advance_all(self, moves: bool) -> None:
         for request in self._services.requests.list():
             if self._is_due(request) and promotions.is_done_here(self._services, request) is moves:
-                self._attempt(request.id, lambda request=request: self._advance(request))
+                with log_fields(request=request.id, run=request.run, release=request.release):
+                    self._attempt(request.id, lambda request=request: self._advance(request))
 
     def _is_due(self, request: Request) -> bool:
         if not request.is_proposal or request.message:
