@@ -1,5 +1,8 @@
 """A run from the prompt to the verdict, as seen in the channel."""
 
+import io
+import json
+import logging
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,6 +12,7 @@ from bot import ADA, BOB, CHANNEL, Bot, MemoryRuns
 from evernear.errors import StoreError
 from evernear.evaluation.verdict import Rule, System, Verdict
 from evernear.kubeflow.runs import State
+from evernear.output import JsonFormatter
 from evernear.reporting.notify import finalize, save_confusion_matrix
 from evernear.run_record import RunRecord
 from evernear.settings import DataSettings, IndexSettings
@@ -324,3 +328,19 @@ def test_button_stops_a_run_older_than_the_newest_fifty(bot: Bot, slack: SlackSe
     bot.click(ADA, prompt, "Stop")
     bot.poll()
     assert runs.stopped == [run.id]
+
+
+def test_log_of_a_request_names_it(
+    bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    monkeypatch.setattr(logging.getLogger("evernear.triggers.slack.worker"), "handlers", [handler])
+    runs.is_down = True
+    bot.command(ADA, "/retrain")
+    bot.poll()
+    record = json.loads(stream.getvalue())
+    (request,) = bot.requests.list()
+    assert record["request"] == request.id
+    assert record["message"].endswith("Retrying later.")
