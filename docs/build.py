@@ -66,7 +66,8 @@ def stage(directory: Path) -> None:
         DataError: a link leads to a file that does not exist.
     """
     pages = all_pages()
-    shutil.copytree(DOCS / "images", directory / "images")
+    for assets in ("images", "stylesheets"):
+        shutil.copytree(DOCS / assets, directory / assets)
     for source, page in pages.items():
         (directory / page).parent.mkdir(parents=True, exist_ok=True)
         (directory / page).write_text(rewrite_links(source, pages))
@@ -128,7 +129,7 @@ def build(work: Path) -> None:
     """Build ``work/site`` from ``work/docs``.
 
     Raises:
-        DataError: the site generator warns, or a page loads something from another host.
+        DataError: the site generator warns, a page loads something from another host, or a list is not rendered.
     """
     shutil.copy(ROOT / "zensical.toml", work)
     command = [str(Path(sys.executable).parent / "zensical"), "build", "--strict"]
@@ -138,6 +139,17 @@ def build(work: Path) -> None:
         raise DataError("The site generator reports problems, see above; correct the pages that it names.")
     if foreign := sorted(foreign_resources(work / "site")):
         raise DataError(f"Pages must not load anything from another host: {', '.join(foreign)}.")
+
+    if unrendered := sorted(unrendered_lists(work / "site")):
+        raise DataError(f"Lists need an empty line before them, and nested text four spaces: {', '.join(unrendered)}.")
+
+
+def unrendered_lists(site: Path) -> set[str]:
+    """Pages with a paragraph that has a list in it, where GitHub and the site generator disagree about Markdown."""
+    paragraphs = re.compile(r"<p>((?:(?!</p>).)*)</p>", re.DOTALL)
+    item = re.compile(r"^\s*(?:[-*]|\d+\.) ", re.MULTILINE)
+    pages = {page: paragraphs.findall(page.read_text()) for page in site.rglob("*.html")}
+    return {page.name for page, texts in pages.items() if any(item.search(text) for text in texts)}
 
 
 def foreign_resources(site: Path) -> set[str]:

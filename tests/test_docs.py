@@ -71,6 +71,12 @@ def test_resources_of_other_hosts_are_reported_and_links_are_not(tmp_path: Path)
     assert build.foreign_resources(tmp_path) == {"https://cdn.example/a.js", "//fonts.example/a.css"}
 
 
+def test_list_that_the_generator_reads_as_text_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "good.html").write_text("<p>Two - or three.</p><ul><li>- one</li></ul>")
+    (tmp_path / "bad.html").write_text("<p>Steps:\n1. Install\n2. Run</p>")
+    assert build.unrendered_lists(tmp_path) == {"bad.html"}
+
+
 def test_every_setting_is_described_in_the_reference() -> None:
     undescribed = [name for name, field in settings() if not field.description]
     assert not undescribed
