@@ -1,5 +1,6 @@
 """The documentation site: links that must exist, and the settings reference."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,10 @@ def test_navigation_lists_every_page_of_docs() -> None:
     navigation = (build.ROOT / "zensical.toml").read_text()
     pages = [str(path.relative_to(build.DOCS)) for path in build.DOCS.glob("*.md")]
     assert not [page for page in pages if f'"{page}"' not in navigation]
+
+
+def test_make_help_describes_every_target() -> None:
+    makefile = (build.ROOT / "Makefile").read_text()
+    (targets,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    described = re.findall(r"^([a-z-]+):.*## \w", makefile, re.MULTILINE)
+    assert sorted(described) == sorted(targets.split())
