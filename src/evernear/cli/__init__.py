@@ -22,13 +22,14 @@ from evernear.cli import (
     run,
     server,
     slack,
+    tune,
     watch,
 )
 from evernear.errors import EvernearError, StoreError, UserInterruptError, no_space
 from evernear.output import print_line, printable
 
 OWN_PACKAGES = ("evernear", "pipelines", "components")
-EXTRAS = "train,serve,prep,pipeline,triggers"  # no command needs all of them
+EXTRAS = "train,serve,prep,pipeline,triggers,tune"  # no command needs all of them
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,6 +42,8 @@ for command in (
     run.reindex,
     run.demo,
     report.report,
+    tune.tune,
+    tune.trial,
     predict.predict,
     prep.prep,
     server.status,

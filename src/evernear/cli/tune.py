@@ -1,0 +1,76 @@
+"""``evernear tune`` and ``evernear trial``."""
+
+import shlex
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from evernear.cli.options import JsonOption, run_settings, with_options
+from evernear.output import print_json, print_line
+from evernear.settings import Settings
+
+if TYPE_CHECKING:
+    from evernear.data.shards import Dataset
+
+SpaceOption = Annotated[
+    Path | None, typer.Option("--space", help="Search space (TOML). [the one that comes with evernear]")
+]
+
+
+@with_options(settings=run_settings)
+def tune(
+    settings: Settings,
+    trials: Annotated[int, typer.Option("--trials", min=1, help="Trials that the study is to have.")] = 20,
+    space: SpaceOption = None,
+    study: Annotated[Path | None, typer.Option("--study", help="Directory of the study. [WORKDIR/study]")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Search for better settings of the training on this machine; a killed study goes on where it stopped."""
+    from evernear.tuning.space import BUILT_IN, load_space
+    from evernear.tuning.study import BEST_FILE
+    from evernear.tuning.study import tune as run_study
+
+    searched = load_space(space or BUILT_IN)
+    directory = study or settings.workdir / "study"
+    result = run_study(_ingested(settings, directory), settings, searched, trials, directory, _report)
+    if as_json:
+        print_json(result)
+        return
+    failed = f", and {result.failed} that could not be trained with" if result.failed else ""
+    print_line(f"{result.trials} trials{failed}. Accuracy on the query split, which chose the settings:")
+    print_line(f"  unchanged settings  {result.baseline}")
+    if not result.settings:
+        print_line("No trial was better; the settings stay as they are.")
+        return
+    print_line(f"  best trial          {result.best}")
+    best = shlex.quote(str(directory / BEST_FILE))
+    source = shlex.quote(settings.data.source)
+    print_line(f"Next: evernear run --source {source} --config {best}    the gate compares it with the champion")
+
+
+@with_options(settings=run_settings)
+def trial(settings: Settings) -> None:
+    """Train once and print the accuracy on the query split as ``accuracy=0.97``, which Katib reads."""
+    from evernear.tuning.trial import measure_trial
+
+    with TemporaryDirectory() as work:
+        accuracy = measure_trial(_ingested(settings, Path(work)), settings, Path(work), _report)
+    print_line(f"accuracy={accuracy.value:.6f}")
+
+
+def _ingested(settings: Settings, directory: Path) -> "Dataset":
+    """The dataset of the source, with its manifest in ``directory``."""
+    from evernear.data.ingest import ingest
+    from evernear.data.manifest import save_manifest
+    from evernear.data.shards import Dataset
+
+    directory.mkdir(parents=True, exist_ok=True)
+    save_manifest(ingest(settings.data, settings.store_uri, _report), directory)
+    return Dataset.open(directory)
+
+
+def _report(text: str) -> None:
+    print_line(text, sys.stderr)

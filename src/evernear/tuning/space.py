@@ -1,0 +1,98 @@
+"""The search space of a study: which settings to try, and which values."""
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from evernear.errors import SettingsError
+from evernear.frozen import Frozen
+from evernear.settings import load
+
+SECTIONS = ("train", "index")
+"""Sections that may be tuned. Others decide what is measured, or how it is judged."""
+BUILT_IN = Path(__file__).parent / "space.toml"
+
+
+class Range(Frozen):
+    """Numbers between ``low`` and ``high``; whole numbers if both bounds are."""
+
+    low: int | float
+    high: int | float
+    log: bool = False
+    """Whether a factor counts, as for a learning rate, and not a difference."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if not self.low < self.high:
+            raise ValueError("low must be less than high")
+        if self.log and self.low <= 0:
+            raise ValueError("low must be positive with log = true")
+        return self
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the values are whole numbers."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    @property
+    def examples(self) -> tuple[int | float | str, ...]:
+        """Values that a setting must accept."""
+        return self.low, self.high
+
+
+class Choices(Frozen):
+    """One of several values."""
+
+    choices: tuple[int | float | str, ...] = Field(min_length=2)
+
+    @property
+    def examples(self) -> tuple[int | float | str, ...]:
+        """Values that a setting must accept."""
+        return self.choices
+
+
+Parameter = Range | Choices
+
+
+class SearchSpace(Frozen):
+    """Parameters by the name of their setting, such as ``train.learning_rate``."""
+
+    parameters: dict[str, Parameter] = Field(min_length=1)
+
+
+def load_space(path: Path = BUILT_IN) -> SearchSpace:
+    """Read a TOML file with one table per setting.
+
+    ``[train.learning_rate]`` has ``low``, ``high`` and optionally ``log = true``; or ``choices``, a list.
+
+    Raises:
+        SettingsError: the file cannot be read, a setting is unknown or may not be tuned, or a value is not valid.
+    """
+    try:
+        tree = tomllib.loads(path.read_text())
+        space = SearchSpace(parameters=dict(_settings(tree)))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"The search space {path} cannot be read: {error}.") from error
+    except ValidationError as error:
+        raise SettingsError(f"The search space {path} is not valid: {_first(error)}.") from error
+    for name, parameter in space.parameters.items():
+        if name.partition(".")[0] not in SECTIONS:
+            raise SettingsError(f"{name} in {path} cannot be tuned; only settings of {' and '.join(SECTIONS)} can.")
+        for value in parameter.examples:
+            load(environment={}, overrides=[f"{name}={value}"])
+    return space
+
+
+def _settings(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for section, keys in tree.items():
+        for key, parameter in keys.items() if isinstance(keys, dict) else ():
+            yield f"{section}.{key}", parameter
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"][1:] if part not in ("Range", "Choices"))
+    return f"{where}: {first['msg']}" if where else first["msg"]

@@ -1,0 +1,41 @@
+"""One trial: train with some settings, and measure the recognizer as it would be served."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from evernear.data.shards import Dataset
+from evernear.embedding.embed import embed
+from evernear.embedding.embeddings import Embeddings
+from evernear.embedding.export import export
+from evernear.embedding.train import Epoch, require_learned, train, with_defaults
+from evernear.evaluation.measure import measure
+from evernear.evaluation.recognizer import Recognizer
+from evernear.evaluation.statistics import Proportion
+from evernear.index.build import build
+from evernear.settings import RunSettings
+
+
+def measure_trial(
+    dataset: Dataset, settings: RunSettings, directory: Path, report: Callable[[str], None] = lambda _: None
+) -> Proportion:
+    """Accuracy on the query split, which neither the network nor the index has seen; artifacts go to ``directory``.
+
+    The test split is not read: the gate judges the chosen settings on images that have not chosen them.
+
+    Raises:
+        TrainingError: the settings cannot be trained with.
+    """
+    trained, network, embeddings, index = (directory / name for name in ("trained", "network", "embeddings", "index"))
+    recipe = with_defaults(settings.train, dataset)
+
+    def report_epoch(epoch: Epoch) -> None:
+        report(f"epoch {epoch.epoch}/{recipe.epochs}, gallery accuracy {epoch.gallery_accuracy:.2%}")
+
+    result = train(dataset, recipe, trained, on_epoch=report_epoch)
+    if result.epochs:
+        require_learned(result, recipe)
+    export(trained, dataset, network, recipe.parity_tolerance)
+    embed(network, dataset, embeddings)
+    build(Embeddings.open(embeddings), dataset.labels, settings.index, index)
+    measured, _ = measure(Recognizer.open(network, index), dataset, settings.evaluation, "query")
+    return measured.accuracy
