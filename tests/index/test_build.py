@@ -55,12 +55,12 @@ def test_full_disk_leaves_no_index(make_embeddings: MakeEmbeddings, tmp_path, mi
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        (IndexSettings(factory="Flaat"), "index.factory = 'Flaat'"),
-        (IndexSettings(factory="IVF512,Flat"), "index.factory = 'IVF512,Flat'"),
+        (IndexSettings(type="Flaat"), "index.type = 'Flaat'"),
+        (IndexSettings(type="IVF512,Flat"), "index.type = 'IVF512,Flat'"),
         (IndexSettings(search="nprobe=3"), "index.search = 'nprobe=3'"),
-        (IndexSettings(factory="NSG8,Flat"), "index.factory = 'NSG8,Flat'"),
-        (IndexSettings(factory="IDMap,Flat"), "index.factory = 'IDMap,Flat'"),
-        (IndexSettings(factory="IVF4,Flat", search="nprobe=0"), "index.search = 'nprobe=0'"),
+        (IndexSettings(type="NSG8,Flat"), "index.type = 'NSG8,Flat'"),
+        (IndexSettings(type="IDMap,Flat"), "index.type = 'IDMap,Flat'"),
+        (IndexSettings(type="IVF4,Flat", search="nprobe=0"), "index.search = 'nprobe=0'"),
     ],
     ids=[
         "unknown type",
@@ -85,7 +85,7 @@ def test_index_training_loads_only_the_sample(make_embeddings: MakeEmbeddings, t
     gallery = blobs(1, 20_000)
     embeddings = make_embeddings({"gallery": gallery, "query": blobs(2, 50)}, rows_per_shard=500)
     tracemalloc.start()
-    build(embeddings, LABELS, IndexSettings(factory="IVF4,Flat"), tmp_path)
+    build(embeddings, LABELS, IndexSettings(type="IVF4,Flat"), tmp_path)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < gallery[0].nbytes
@@ -94,7 +94,7 @@ def test_index_training_loads_only_the_sample(make_embeddings: MakeEmbeddings, t
 @pytest.mark.parametrize("factory", ["Flat", "IVF4,Flat"])
 def test_empty_gallery_is_rejected(make_embeddings: MakeEmbeddings, tmp_path, factory):
     with pytest.raises(DataError, match="gallery is empty"):
-        build(make_embeddings({"query": blobs(2, 50)}), LABELS, IndexSettings(factory=factory), tmp_path)
+        build(make_embeddings({"query": blobs(2, 50)}), LABELS, IndexSettings(type=factory), tmp_path)
 
 
 def test_nan_embeddings_are_rejected(make_embeddings: MakeEmbeddings, tmp_path):

@@ -33,7 +33,7 @@ def test_threshold_uses_exact_impostor_distances_for_every_index(make_embeddings
     gallery, queries = blobs(1, 300), blobs(2, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
     described = build(
-        embeddings, LABELS, IndexSettings(factory=factory, false_accept_rate=0.1, false_reject_rate=0.95), tmp_path
+        embeddings, LABELS, IndexSettings(type=factory, false_accept_rate=0.1, false_reject_rate=0.95), tmp_path
     )
 
     impostors = [
@@ -53,9 +53,9 @@ def test_false_rejects_and_recall_are_measured_on_the_index(make_embeddings: Mak
     distances = np.linalg.norm(queries[0][:, None] - gallery[0][None], axis=2).min(axis=1)
     assert exact.false_rejects == (distances > exact.threshold).sum() > 0
 
-    approximate = build(embeddings, LABELS, IndexSettings(factory="IVF32,Flat"), tmp_path / "ivf").calibration
+    approximate = build(embeddings, LABELS, IndexSettings(type="IVF32,Flat"), tmp_path / "ivf").calibration
     assert approximate.nearest_found < 130
-    better = IndexSettings(factory="IVF32,Flat", search="nprobe=32")
+    better = IndexSettings(type="IVF32,Flat", search="nprobe=32")
     assert build(embeddings, LABELS, better, tmp_path / "all").calibration.nearest_found == 130
 
 
@@ -63,7 +63,7 @@ def test_compressed_index_recall_counts_returned_ids(make_embeddings: MakeEmbedd
     """Its distances are underestimated, which must not count as a recalled neighbor."""
     gallery, queries = blobs(1, 400), blobs(2, 100)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
-    recall = build(embeddings, LABELS, IndexSettings(factory="PQ2x4"), tmp_path).calibration.nearest_found
+    recall = build(embeddings, LABELS, IndexSettings(type="PQ2x4"), tmp_path).calibration.nearest_found
 
     from evernear.index.faiss_compat import faiss
 

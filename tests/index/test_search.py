@@ -1,6 +1,8 @@
 import pickle
+import re
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from evernear.disk import sha256_file
 from evernear.errors import IntegrityError
 from evernear.index.build import build
 from evernear.index.description import DESCRIPTION_FILE, describe_index
-from evernear.index.faiss_compat import faiss
+from evernear.index.faiss_compat import faiss, nearest_rows
 from evernear.index.search import FARTHEST, NO_LABEL, Gallery, vote
 from evernear.settings import IndexSettings
 
@@ -104,7 +106,7 @@ def test_missing_neighbors_of_an_approximate_index_are_omitted(make_embeddings: 
     """A list of an IVF index can contain fewer vectors than requested, or none."""
     vectors, numbers = blobs(1, 60, spread=0.05)
     embeddings = make_embeddings({"gallery": (vectors, numbers), "query": blobs(2, 60, spread=0.05)})
-    build(embeddings, LABELS, IndexSettings(factory="IVF5,Flat", k=50), tmp_path)
+    build(embeddings, LABELS, IndexSettings(type="IVF5,Flat", k=50), tmp_path)
     gallery = Gallery.open(tmp_path, NETWORK)
     recognitions = gallery.recognize(vectors)
     assert [result.pred for result in recognitions] == [LABELS[number] for number in numbers]
@@ -204,3 +206,27 @@ def test_index_of_an_earlier_version_gives_the_same_predictions(index_dir, copie
     answers = [Gallery.open(directory, NETWORK).search(queries, 7) for directory in (index_dir, copied)]
     np.testing.assert_array_equal(answers[0].labels, answers[1].labels)
     np.testing.assert_allclose(answers[0].distances, answers[1].distances, atol=1e-3)
+
+
+@pytest.mark.parametrize("index_type", ["Flat", "HNSW8", "IVF8,Flat", "IVF8,SQfp16", "IVF8,RaBitQ8", "PQ4x4"])
+def test_index_is_mapped_into_memory_with_the_same_results(make_embeddings: MakeEmbeddings, tmp_path, index_type: str):
+    gallery, queries = blobs(1, 60_000), blobs(2, 50)
+    embeddings = make_embeddings({"gallery": gallery, "query": queries}, rows_per_shard=60_000)
+    build(embeddings, LABELS, IndexSettings(type=index_type), tmp_path)
+    private_bytes = _private_bytes()
+    opened = Gallery.open(tmp_path, NETWORK)
+    grown_bytes = _private_bytes() - private_bytes
+    size_bytes = (tmp_path / "index.faiss").stat().st_size
+    assert grown_bytes < size_bytes / 4 + (60_000 * 8) + 2**20, f"{grown_bytes:,} private of {size_bytes:,}"
+
+    in_memory = faiss.read_index(str(tmp_path / "index.faiss"))
+    distances, rows = nearest_rows(in_memory, queries[0], 5)
+    found = opened.search(queries[0], 5)
+    np.testing.assert_array_equal(found.distances, distances)
+    np.testing.assert_array_equal(found.labels, gallery[1][rows])
+
+
+def _private_bytes() -> int:
+    """Memory of this process that no other can share."""
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return 1024 * sum(int(kib) for kib in re.findall(r"^Private_Dirty: +(\d+) kB", rollup, re.M))

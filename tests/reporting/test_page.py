@@ -29,6 +29,7 @@ from tests.conftest import System
 
 NEAR_AND_FAR = np.linspace(0, 1, 50, dtype=np.float32), np.linspace(0.5, 1.5, 50, dtype=np.float32)
 ALIKE = NEAR_AND_FAR[0], NEAR_AND_FAR[0]
+REASON = "Flat was chosen because exact search of 0 MB is fast enough."
 CHAMPION = "20260101.000000.00000000"
 CANDIDATE = "20260102.000000.00000000"
 HOSTILE = "<script>alert(1)</script> \x1b[31m \u202egod"
@@ -157,7 +158,7 @@ def test_page_has_every_section_and_begins_with_verdict_and_next_command(
     assert "evernear registry rollback --why REASON --workdir &#39;my work&#39;" in top
     for text in ("None", "Undefined"):
         assert text not in html.replace(">None<", "")
-    for text in ("1 min 30 s", "512 MB", "target", "The training images are those of the champion."):
+    for text in ("1 min 30 s", "512 MB", "target", "The training images are those of the champion.", REASON):
         assert text in html
 
 

@@ -142,6 +142,8 @@ def _print_description(description: "Description") -> None:
     _heading("index")
     search = f" ({_safe(index.search)})" if index.search else ""
     print_line(f"  {_safe(index.factory)}{search}, {index.size:,} vectors of {index.dim}, metric {index.metric}")
+    if index.reason:
+        print_line(f"  chosen because {_safe(index.reason)}")
     print_line(f"  label by {index.label_by} of {index.k}, {describe_threshold(index.threshold)}")
     _heading(f"labels ({len(description.labels)})")
     more = f" and {len(description.labels) - SHOWN_LABELS:,} more" if len(description.labels) > SHOWN_LABELS else ""

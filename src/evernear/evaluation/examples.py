@@ -95,6 +95,8 @@ class IndexFigures(Frozen):
 
     factory: str
     search: str
+    reason: str = ""
+    """Why ``index.type = auto`` chose them."""
     size: int
     dim: int
     k: int
@@ -285,6 +287,7 @@ class ExampleCollector:
         return IndexFigures(
             factory=described.factory,
             search=described.search,
+            reason=described.reason,
             size=described.size,
             dim=described.dim,
             k=described.k,

@@ -13,6 +13,7 @@ from evernear.disk import atomic_file, disk_errors, sha256_file, write_atomicall
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import DataError, IntegrityError, SettingsError
 from evernear.index.calibrate import calibrate
+from evernear.index.choose import AUTO, TRAINING_VECTORS, Choice, choose
 from evernear.index.description import (
     CENTROIDS_FILE,
     DESCRIPTION_FILE,
@@ -22,11 +23,8 @@ from evernear.index.description import (
     IndexDescription,
 )
 from evernear.index.exact import exact_neighbors, sample_queries, select_labels
-from evernear.index.faiss_compat import faiss, write_index
+from evernear.index.faiss_compat import faiss, set_search_parameters, write_index
 from evernear.settings import IndexSettings
-
-TRAINING_VECTORS = 262_144
-"""Most vectors to train an index with a trained part (IVF, PQ) on: 128 MB at 128 dimensions."""
 
 
 def build(
@@ -50,27 +48,38 @@ def build(
         SettingsError: the index type or its search parameters are unknown to FAISS, or need more vectors.
         IntegrityError: an embedding is not finite.
     """
+    if settings.type == AUTO and settings.search:
+        raise SettingsError(f"index.search = {settings.search!r} needs an index.type; auto sets its own parameters.")
     known = np.array([label not in exclude_labels for label in labels])
     if next(select_labels(embeddings.blocks("gallery"), known), None) is None:
         raise DataError("The gallery is empty; raise data.gallery_fraction.")
-    index = _make(embeddings, known, settings)
+    numbers, sums = _labels(embeddings, known)
+    queries = sample_queries(embeddings, known)
+    exact = exact_neighbors(queries, select_labels(embeddings.blocks("gallery"), known))
+
+    def make(factory: str) -> "faiss.Index":
+        return _make(factory, embeddings, known)
+
     with _faiss_errors(settings, embeddings):
-        numbers, sums = _add(index, embeddings, known)
-        queries = sample_queries(embeddings, known)
-        exact = exact_neighbors(queries, select_labels(embeddings.blocks("gallery"), known))
-        calibration = calibrate(queries, exact, index, settings, threshold, reject_rate)
+        if settings.type == AUTO:
+            chosen = choose(len(numbers), embeddings.dim, settings, make, queries, exact)
+        else:
+            chosen = Choice(make(settings.type), settings.type, settings.search, "")
+            _set_search(chosen.index, settings)
+        calibration = calibrate(queries, exact, chosen.index, settings, threshold, reject_rate)
 
     with disk_errors(out_dir):
         (out_dir / DESCRIPTION_FILE).unlink(missing_ok=True)
     with atomic_file(out_dir / VECTORS_FILE) as file:
-        write_index(index, file)
+        write_index(chosen.index, file)
     write_atomically(out_dir / LABELS_FILE, _npy(numbers))
     write_atomically(out_dir / CENTROIDS_FILE, _npy(_unit_rows(sums)))
     description = IndexDescription(
         network_sha256=embeddings.network_sha256,
         dataset_digest=embeddings.description.dataset_digest,
-        factory=settings.factory,
-        search=settings.search,
+        factory=chosen.factory,
+        search=chosen.search,
+        reason=chosen.reason,
         dim=embeddings.dim,
         size=len(numbers),
         labels=tuple(labels),
@@ -84,26 +93,31 @@ def build(
     return description
 
 
-def _make(embeddings: Embeddings, known: NDArray[np.bool_], settings: IndexSettings) -> "faiss.Index":
+def _make(factory: str, embeddings: Embeddings, known: NDArray[np.bool_]) -> "faiss.Index":
+    """Train an index of the type ``factory`` and add the gallery to it."""
     try:
         # The nearest unit vector has the largest inner product, which a single BLAS call computes.
-        index = faiss.index_factory(embeddings.dim, settings.factory, faiss.METRIC_INNER_PRODUCT)
+        index = faiss.index_factory(embeddings.dim, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError:
         raise SettingsError(
-            f"index.factory = {settings.factory!r} is not an index type of FAISS at {embeddings.dim} "
-            "dimensions; use Flat, HNSW32 or IVF256,Flat, for example."
+            f"index.type = {factory!r} is not an index type of FAISS at {embeddings.dim} "
+            "dimensions; use auto, Flat, HNSW32 or IVF256,Flat, for example."
         ) from None
     if not index.is_trained:
-        with _faiss_errors(settings, embeddings):
-            index.train(_sample(embeddings, known))
+        index.train(_sample(embeddings, known))
+    for block in select_labels(embeddings.blocks("gallery"), known):
+        index.add(block.embeddings)
+    return index
+
+
+def _set_search(index: "faiss.Index", settings: IndexSettings) -> None:
     if settings.search:
         try:
-            faiss.ParameterSpace().set_index_parameters(index, settings.search)
+            set_search_parameters(index, settings.search)
         except RuntimeError:
             raise SettingsError(
-                f"index.search = {settings.search!r} is not a parameter of a {settings.factory} index."
+                f"index.search = {settings.search!r} is not a parameter of a {settings.type} index."
             ) from None
-    return index
 
 
 @contextmanager
@@ -114,19 +128,16 @@ def _faiss_errors(settings: IndexSettings, embeddings: Embeddings) -> Generator[
     except RuntimeError as error:
         search = f" with index.search = {settings.search!r}" if settings.search else ""
         raise SettingsError(
-            f"index.factory = {settings.factory!r}{search} does not work on the gallery's "
+            f"index.type = {settings.type!r}{search} does not work on the gallery's "
             f"{embeddings.count('gallery'):,} vectors; use Flat."
         ) from error
 
 
-def _add(
-    index: "faiss.Index", embeddings: Embeddings, known: NDArray[np.bool_]
-) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """Add the gallery; return the label number (N,) of each vector and the sum of vectors (labels, D) of each label."""
+def _labels(embeddings: Embeddings, known: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+    """The label number (N,) of each gallery vector, and the sum of the vectors (labels, D) of each label."""
     numbers: list[NDArray[np.int32]] = []
     sums = np.zeros((len(known), embeddings.dim))
     for block in select_labels(embeddings.blocks("gallery"), known):
-        index.add(block.embeddings)
         numbers.append(block.labels.astype(np.int32))
         np.add.at(sums, block.labels, block.embeddings)
     if not np.isfinite(sums).all():

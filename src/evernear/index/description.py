@@ -50,6 +50,8 @@ class IndexDescription(Frozen):
     dataset_digest: str
     factory: str
     search: str
+    reason: str = ""
+    """Why ``index.type = auto`` chose them; empty for an explicit type."""
     metric: Literal["inner product", "l2"] = "inner product"
     """Metric by which FAISS ranks. L2 ranks unit vectors in the same order."""
     dim: int = Field(ge=1)
@@ -75,8 +77,8 @@ class IndexDescription(Frozen):
 
     @property
     def digest(self) -> str:
-        """sha256 that identifies the index and its settings."""
-        return sha256_bytes(self.model_dump_json().encode())
+        """sha256 that identifies the index and its settings. Descriptions from before ``reason`` keep theirs."""
+        return sha256_bytes(self.model_dump_json(exclude={"reason"}).encode())
 
 
 def describe_index(directory: Path) -> IndexDescription:

@@ -1,6 +1,7 @@
 """The only import of FAISS, with its settings and the differences between its index types."""
 
 import warnings
+from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
@@ -15,7 +16,7 @@ with warnings.catch_warnings():
 # queries of 128 dimensions.
 faiss.cvar.distance_compute_blas_threshold = 300
 
-__all__ = ["faiss", "nearest_rows", "write_index"]
+__all__ = ["faiss", "nearest_rows", "open_index", "set_search_parameters", "write_index"]
 
 
 def write_index(index: faiss.Index, file: BinaryIO) -> None:
@@ -24,6 +25,26 @@ def write_index(index: faiss.Index, file: BinaryIO) -> None:
     With a path, FAISS raises RuntimeError for a full disk, and nothing if the disk is full when the file is closed.
     """
     faiss.write_index(index, faiss.PyCallbackIOWriter(file.write))  # pyright: ignore[reportAttributeAccessIssue] (its stubs lack it)
+
+
+def open_index(path: Path) -> faiss.Index:
+    """Open the index in ``path`` for search, mapped into memory: processes that open one file share its pages.
+
+    The file must not change while the index is open.
+
+    Raises:
+        RuntimeError: it is not an index.
+    """
+    return faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
+
+
+def set_search_parameters(index: faiss.Index, search: str) -> None:
+    """Set parameters such as ``nprobe=16``, which are saved with the index.
+
+    Raises:
+        RuntimeError: the index has no such parameter.
+    """
+    faiss.ParameterSpace().set_index_parameters(index, search)
 
 
 def nearest_rows(

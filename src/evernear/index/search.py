@@ -17,7 +17,7 @@ from evernear.index.description import (
     check_parts,
     describe_index,
 )
-from evernear.index.faiss_compat import faiss, nearest_rows
+from evernear.index.faiss_compat import nearest_rows, open_index
 
 if TYPE_CHECKING:
     from faiss import Index
@@ -97,7 +97,7 @@ class Gallery:
             )
         check_parts(directory, described)
         try:
-            index = faiss.read_index(str(directory / VECTORS_FILE))
+            index = open_index(directory / VECTORS_FILE)
             numbers, centroids = (_read_array(directory / name) for name in (LABELS_FILE, CENTROIDS_FILE))
             counts = np.bincount(numbers, minlength=len(described.labels)).tolist()
         except (RuntimeError, ValueError, TypeError) as error:

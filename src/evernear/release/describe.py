@@ -37,6 +37,7 @@ class Index(Frozen):
 
     factory: str
     search: str
+    reason: str
     metric: str
     size: int
     dim: int

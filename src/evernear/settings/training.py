@@ -244,8 +244,16 @@ class TrainSettings(Section):
 class IndexSettings(Section):
     """The FAISS index of the gallery, and the rule that turns neighbors into a label."""
 
-    factory: str = Field(default="Flat", description="faiss.index_factory string: Flat, HNSW32, IVF256,Flat ...")
-    search: str = Field(default="", description="FAISS search parameters of that index: efSearch=64, nprobe=16 ...")
+    type: str = Field(
+        default="auto",
+        description="auto: chosen by size, recall and memory (Flat up to 64 MiB of vectors); or a faiss.index_factory "
+        "string: Flat, HNSW32, IVF256,Flat ...",
+    )
+    search: str = Field(default="", description="FAISS search parameters of that type: efSearch=64, nprobe=16 ...")
+    recall: Fraction = Field(
+        default=0.99, description="Recall@1 against exact search that auto must reach, with 95% confidence."
+    )
+    memory_mb: int = Field(default=2000, ge=1, description="Largest approximate index that auto may choose.")
     label_by: Literal["vote", "centroid"] = Field(
         default="vote", description="The majority of the k nearest neighbors, or the nearest class centroid."
     )

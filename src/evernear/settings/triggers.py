@@ -56,7 +56,7 @@ class SlackSettings(Section):
             "train.width",
             "train.augment",
             "train.seed",
-            "index.factory",
+            "index.type",
             "index.search",
             "index.label_by",
             "index.k",

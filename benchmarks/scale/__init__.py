@@ -1,0 +1,1 @@
+"""Benchmarks with a million images or more."""

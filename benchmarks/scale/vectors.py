@@ -1,0 +1,86 @@
+"""A large set of real embeddings: random affine variations of a source's images, embedded by a trained network."""
+
+import io
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from evernear.data.ingest import ingest
+from evernear.data.manifest import Split, save_manifest
+from evernear.data.shards import Block, Dataset
+from evernear.disk import sha256_bytes, write_atomically
+from evernear.embedding.augmentation import random_affine
+from evernear.embedding.data_loader import to_tensor
+from evernear.embedding.embed import embed_images
+from evernear.embedding.embeddings import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription, EmbeddingShard
+from evernear.embedding.export import describe_network, export, load_network
+from evernear.embedding.train import train
+from evernear.settings import DataSettings, TrainSettings
+
+IMAGES_OF: dict[Split, tuple[Split, ...]] = {"gallery": ("gallery", "train"), "query": ("query",), "test": ("test",)}
+"""The splits of the dataset whose images become embeddings of a split: no query is a variation of a gallery image."""
+TRAIN = TrainSettings(epochs=3, min_steps=0, patch_px=2, width=16)
+"""The longer schedule of `benchmarks.time_to_accuracy`."""
+SHARD_SIZE = 65_536
+BATCH_SIZE = 256
+
+
+def embedded(source: str, directory: Path, counts: dict[Split, int]) -> Embeddings:
+    """Train briefly and embed ``counts`` images of each split into ``directory``, if not yet done."""
+    out_dir = directory / "embeddings"
+    if not (out_dir / DESCRIPTION_FILE).is_file():
+        save_manifest(ingest(DataSettings(source=source), (directory / "store").as_uri()), directory)
+        dataset = Dataset.open(directory)
+        train(dataset, TRAIN, directory / "trained")
+        export(directory / "trained", dataset, directory / "network", TRAIN.parity_tolerance)
+        _embed(directory / "network", dataset, counts, out_dir)
+    return Embeddings.open(out_dir)
+
+
+def _embed(network_dir: Path, dataset: Dataset, counts: dict[Split, int], out_dir: Path) -> None:
+    described, network = describe_network(network_dir), load_network(network_dir)
+    dtype = np.dtype([("embedding", "<f4", (described.embedding_dim,)), ("label", "<i4"), ("digest", "u1", (32,))])
+    generator = torch.Generator().manual_seed(0)
+    shards: list[EmbeddingShard] = []
+    for split, count in counts.items():
+        blocks = _endless(dataset, IMAGES_OF[split])
+        for first in range(0, count, SHARD_SIZE):
+            rows = np.empty(min(SHARD_SIZE, count - first), dtype)
+            filled = 0
+            while filled < len(rows):
+                block = next(blocks)
+                size = min(len(block), len(rows) - filled)
+                part = rows[filled : filled + size]
+                part["embedding"] = embed_images(network, _vary(block.images[:size], generator))
+                part["label"], part["digest"] = block.labels[:size], block.digests[:size]
+                filled += size
+            shards.append(_write(out_dir / f"{split}-{first // SHARD_SIZE:05d}.npy", split, rows))
+    EmbeddingsDescription(
+        network_sha256=described.sha256,
+        dataset_digest=dataset.digest,
+        dim=described.embedding_dim,
+        shards=tuple(shards),
+    ).save(out_dir / DESCRIPTION_FILE)
+
+
+def _endless(dataset: Dataset, splits: Sequence[Split]) -> Iterator[Block]:
+    while True:
+        yield from chain.from_iterable(dataset.blocks(split, BATCH_SIZE) for split in splits)
+
+
+def _vary(images: NDArray[np.uint8], generator: torch.Generator) -> NDArray[np.uint8]:
+    """Deform each image (N, H, W, C) at random."""
+    varied = random_affine(to_tensor(images), generator).round().clamp(0, 255).to(torch.uint8)
+    return np.ascontiguousarray(varied.numpy().transpose(0, 2, 3, 1))
+
+
+def _write(path: Path, split: Split, rows: NDArray[np.void]) -> EmbeddingShard:
+    buffer = io.BytesIO()
+    np.save(buffer, rows, allow_pickle=False)
+    data = buffer.getvalue()
+    write_atomically(path, data)
+    return EmbeddingShard(file=path.name, sha256=sha256_bytes(data), split=split, count=len(rows))

@@ -1,0 +1,144 @@
+"""``index.type = auto``: choose the index type and its search parameter by recall, memory and speed."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import TYPE_CHECKING
+
+from evernear.embedding.embeddings import EmbeddingBlock
+from evernear.index.calibrate import is_nearest
+from evernear.index.exact import ExactNeighbors
+from evernear.index.faiss_compat import faiss, nearest_rows, set_search_parameters
+from evernear.settings import IndexSettings
+
+if TYPE_CHECKING:
+    from faiss import Index
+
+AUTO, FLAT = "auto", "Flat"
+FLAT_BYTES = 64 * 2**20
+"""Largest gallery that is always searched exactly: 131,072 vectors of 128 dimensions."""
+CODES = ("RaBitQ8", "SQfp16", "Flat")
+"""Encodings of the vectors in an inverted file, from the smallest to the exact one.
+
+RaBitQ (Gao et al. 2024, arXiv:2409.09913) with 8 bits scales each vector separately. At a million embeddings its error
+limits recall@1 to 99%, where SQ8, of nearly the same size, reaches 91% (``benchmarks/scale/index.py``).
+"""
+TRAINING_VECTORS = 163_840
+"""Most vectors to train an index with a trained part (IVF, PQ) on: 84 MB at 128 dimensions."""
+VECTORS_PER_LIST = 39
+"""Training vectors that k-means needs for each list, below which FAISS warns."""
+LARGEST_PROBED_SHARE = 1 / 8
+"""Share of the lists beyond which the next encoding is tried instead of searching more lists."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An index that holds the gallery, its factory and search strings, and why it was chosen."""
+
+    index: "Index"
+    factory: str
+    search: str
+    reason: str
+
+
+def choose(
+    size: int,
+    dim: int,
+    settings: IndexSettings,
+    make: Callable[[str], "Index"],
+    queries: EmbeddingBlock,
+    exact: ExactNeighbors,
+) -> Choice:
+    """Choose an index for ``size`` vectors of ``dim`` dimensions; ``make`` builds and fills one from a factory string.
+
+    A gallery of at most `FLAT_BYTES` is searched exactly. For a larger one, inverted files are tried in the order of
+    `CODES`, without those that exceed ``settings.memory_mb``. The first is taken that reaches ``settings.recall`` on
+    ``queries`` (see `_tune`). If none does, the index is Flat, even above ``settings.memory_mb``.
+    """
+    flat_bytes = _size_bytes(FLAT, size, dim)
+    if flat_bytes <= FLAT_BYTES:
+        return Choice(make(FLAT), FLAT, "", f"exact search of {_mb(flat_bytes)} is fast enough")
+    rejected: list[str] = []
+    lists = _number_of_lists(size)
+    for code in CODES:
+        factory = f"IVF{lists},{code}"
+        size_bytes = _size_bytes(factory, size, dim)
+        if size_bytes > settings.memory_mb * 10**6:
+            rejected.append(f"{factory} takes {_mb(size_bytes)}, more than index.memory_mb")
+            continue
+        index = make(factory)
+        tuned = _tune(index, lists, settings.recall, queries, exact)
+        reached = f"{factory} takes {_mb(size_bytes)} and finds {tuned.found:,} of {tuned.queries:,} nearest vectors"
+        if tuned.suffices:
+            reason = f"{reached}; recall is at least {tuned.low:.4f} at 95% confidence; Flat takes {_mb(flat_bytes)}"
+            return Choice(index, factory, f"nprobe={tuned.probes}", "; ".join([*rejected, reason]))
+        rejected.append(f"{reached}, too few for index.recall = {settings.recall:g}")
+    return Choice(make(FLAT), FLAT, "", "; ".join([*rejected, "exact search remains"]))
+
+
+@dataclass(frozen=True)
+class _Tuned:
+    """The fewest lists to probe for a recall; if no number suffices, the most that were tried."""
+
+    probes: int
+    found: int
+    """Queries whose nearest vector was found."""
+    queries: int
+    low: float
+    suffices: bool
+
+
+def _tune(index: "Index", lists: int, wanted: float, queries: EmbeddingBlock, exact: ExactNeighbors) -> _Tuned:
+    """Set the fewest lists to probe whose recall@1 against exact search is at least ``wanted`` at 95% confidence.
+
+    The lower end of the interval decides, so that neither the sampling error nor the choice among several numbers of
+    lists makes the measured recall look sufficient. Recall grows with the number of lists: bisection tries a few only.
+    """
+    probes, total = list(_probes(lists)), len(queries.labels)
+    found: dict[int, int] = {}
+
+    def low(number: int) -> float:
+        set_search_parameters(index, f"nprobe={number}")
+        distances, rows = nearest_rows(index, queries.embeddings, 1)
+        found[number] = int(is_nearest(rows[:, 0], distances[:, 0], exact).sum())
+        return _lower_bound(found[number], total)
+
+    position = bisect_left(probes, wanted, key=low)
+    best = probes[min(position, len(probes) - 1)]
+    set_search_parameters(index, f"nprobe={best}")
+    return _Tuned(best, found[best], total, _lower_bound(found[best], total), suffices=position < len(probes))
+
+
+def _lower_bound(count: int, total: int) -> float:
+    """Lower end of the 95% interval of Wilson (1927) for a share of which ``count`` of ``total`` were observed."""
+    z, share = NormalDist().inv_cdf(0.975), count / total
+    half = z * math.sqrt(share * (1 - share) / total + (z / total) ** 2 / 4)
+    return (share + z**2 / (2 * total) - half) / (1 + z**2 / total)
+
+
+def _number_of_lists(size: int) -> int:
+    """The power of 2 nearest to 4 sqrt(size), if the training vectors suffice for it."""
+    most = min(size, TRAINING_VECTORS) // VECTORS_PER_LIST
+    return max(1, min(2 ** round(math.log2(4 * math.sqrt(size))), most))
+
+
+def _probes(lists: int) -> Iterator[int]:
+    """Numbers of lists to probe: 1, 2, 3, 4, 6, 8, 12 ..., up to `LARGEST_PROBED_SHARE` of them."""
+    power = 1
+    while power <= max(1, lists * LARGEST_PROBED_SHARE):
+        yield power
+        if power > 1:
+            yield power * 3 // 2
+        power *= 2
+
+
+def _size_bytes(factory: str, size: int, dim: int) -> int:
+    """Size of a Flat index, or of the codes and 8-byte ids of an inverted file, whose centroids add less than 2%."""
+    code_bytes = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT).sa_code_size()
+    return size * (code_bytes if factory == FLAT else code_bytes + 8)
+
+
+def _mb(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:,.0f} MB"

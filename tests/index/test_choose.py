@@ -1,0 +1,108 @@
+import numpy as np
+import pytest
+
+from evernear.errors import SettingsError
+from evernear.index import choose
+from evernear.index.build import build
+from evernear.index.description import IndexDescription
+from evernear.index.faiss_compat import faiss
+from evernear.index.search import Gallery
+from evernear.settings import IndexSettings
+
+from .conftest import NETWORK, MakeEmbeddings, blobs
+
+LABELS = tuple("abcde")
+GALLERY, QUERIES = blobs(1, 6000, spread=0.2), blobs(2, 1500, spread=0.2)
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch):
+    """Every gallery counts as too large for exact search."""
+    monkeypatch.setattr(choose, "FLAT_BYTES", 1)
+
+
+@pytest.fixture(scope="module")
+def embeddings(make_embeddings: MakeEmbeddings):
+    return make_embeddings({"gallery": GALLERY, "query": QUERIES}, rows_per_shard=2000)
+
+
+def recall(description: IndexDescription) -> float:
+    return description.calibration.nearest_found / description.calibration.queries
+
+
+def test_small_gallery_is_searched_exactly_with_the_results_of_flat(embeddings, tmp_path):
+    automatic = build(embeddings, LABELS, IndexSettings(), tmp_path / "auto")
+    flat = build(embeddings, LABELS, IndexSettings(type="Flat"), tmp_path / "flat")
+    assert (automatic.factory, automatic.search, flat.reason) == ("Flat", "", "")
+    assert automatic.reason == "exact search of 0 MB is fast enough"
+    assert automatic.digest == flat.digest
+    assert (tmp_path / "auto/index.faiss").read_bytes() == (tmp_path / "flat/index.faiss").read_bytes()
+
+
+def test_large_gallery_gets_the_smallest_index_that_reaches_the_recall(embeddings, tmp_path, large):
+    described = build(embeddings, LABELS, IndexSettings(recall=0.9), tmp_path)
+    assert described.factory == "IVF153,RaBitQ8"
+    assert 0.9 < recall(described) < 0.97
+    assert "RaBitQ8 takes" in described.reason
+    assert f"finds {described.calibration.nearest_found:,} of 1,500" in described.reason
+    assert (tmp_path / "index.faiss").stat().st_size < GALLERY[0].nbytes
+    # The index is saved with its search parameters.
+    gallery = Gallery.open(tmp_path, NETWORK)
+    exact = (QUERIES[0] @ GALLERY[0].T).max(axis=1)
+    found = gallery.search(QUERIES[0], 1).distances[:, 0]
+    assert (np.abs(2 - 2 * exact - found**2) < 1e-2).mean() > 0.9
+
+
+def test_fewest_lists_are_probed(embeddings, tmp_path, large):
+    described = build(embeddings, LABELS, IndexSettings(recall=0.9), tmp_path)
+    probes = int(described.search.removeprefix("nprobe="))
+    fewer = IndexSettings(type=described.factory, search=f"nprobe={probes // 2}")
+    assert recall(build(embeddings, LABELS, fewer, tmp_path / "fewer")) < 0.9
+
+
+def test_more_exact_index_is_chosen_if_compression_loses_too_much(embeddings, tmp_path, large, monkeypatch):
+    monkeypatch.setattr(choose, "CODES", ("PQ2x4", "SQfp16", "Flat"))
+    described = build(embeddings, LABELS, IndexSettings(recall=0.9), tmp_path)
+    assert described.factory == "IVF153,SQfp16"
+    assert "PQ2x4 takes" in described.reason
+    assert "too few for index.recall = 0.9" in described.reason
+
+
+def test_gallery_is_searched_exactly_if_no_index_reaches_the_recall(embeddings, tmp_path, large):
+    described = build(embeddings, LABELS, IndexSettings(recall=1.0), tmp_path)
+    assert (described.factory, described.search) == ("Flat", "")
+    assert described.reason.endswith("exact search remains")
+    assert recall(described) == 1
+
+
+def test_indexes_above_the_memory_limit_are_not_built(make_embeddings, tmp_path, large):
+    vectors, labels = blobs(1, 24_000, dim=32, spread=0.2)
+    made = make_embeddings({"gallery": (vectors, labels), "query": blobs(2, 500, dim=32, spread=0.2)}, 24_000)
+    described = build(made, LABELS, IndexSettings(recall=0.5, memory_mb=1), tmp_path)
+    assert described.factory == "Flat"
+    assert described.reason.count("more than index.memory_mb") == 3
+
+
+def test_search_parameters_need_an_explicit_type(embeddings, tmp_path):
+    with pytest.raises(SettingsError, match=r"index\.search = 'nprobe=3' needs an index\.type"):
+        build(embeddings, LABELS, IndexSettings(search="nprobe=3"), tmp_path)
+
+
+def test_lists_have_enough_training_vectors():
+    assert choose._number_of_lists(1_000_000) == 4096
+    assert choose._number_of_lists(200_000) == 2048
+    for size in (50, 5_000, 10_000_000):
+        lists = choose._number_of_lists(size)
+        assert 1 <= lists <= min(size, choose.TRAINING_VECTORS) / 39
+
+
+def test_lower_bound_is_that_of_wilson():
+    from evernear.evaluation.statistics import proportion
+
+    for found in (0, 90, 99, 100):
+        assert choose._lower_bound(found, 100) == pytest.approx(proportion(found, 100, 0.95).low, abs=1e-12)
+
+
+def test_every_encoding_of_an_inverted_file_is_known_to_faiss():
+    for code in choose.CODES:
+        assert faiss.index_factory(128, f"IVF64,{code}", faiss.METRIC_INNER_PRODUCT).nlist == 64
