@@ -11,10 +11,16 @@ mean of k          mean distance to k neighbors
 agreeing neighbor  distance to the nearest neighbor of the class that wins the vote of k
 centroid           1 minus the largest cosine to a class centroid, a max-logit (Hendrycks et al. 2022, arXiv:1911.11132)
 energy             negative log-sum-exp of these cosines times the scale of ArcFace (Liu et al. 2020, arXiv:2010.03759)
+softmax            negative log of the largest softmax probability of these logits (Hendrycks and Gimpel 2017,
+                   arXiv:1610.02136), also with a temperature (ODIN, Liang et al. 2018, arXiv:1706.02690)
+centered           after subtracting the mean of the class means (Wang et al. 2019, arXiv:1911.04623)
 Mahalanobis        to the nearest class mean, with one covariance (Lee et al. 2018, arXiv:1807.03888)
 relative           the same minus that to the mean of all (Ren et al. 2021, arXiv:2106.09022)
 ViM                energy plus the residual outside the principal subspace (Wang et al. 2022, arXiv:2203.10807)
-nearest + energy   sum of both, each divided by its standard deviation on the query split
+a + b              sum of both, each divided by its standard deviation on the query split
+
+A new class is one that a reindex adds to the gallery of a network that was not trained on it: images of the held-out
+classes join the gallery, and the threshold, which rejects 5% of the known query images, stays.
 """
 
 import argparse
@@ -29,7 +35,7 @@ import machine
 import numpy as np
 from accuracy import ingested, settings_of
 from numpy.typing import NDArray
-from scipy.special import logsumexp
+from scipy.special import log_softmax, logsumexp
 
 from evernear.data.manifest import Split
 from evernear.data.shards import Dataset
@@ -38,7 +44,7 @@ from evernear.embedding.embed import embed_images
 from evernear.embedding.export import NETWORK_FILE, export, load_torchscript
 from evernear.embedding.train import train
 from evernear.evaluation.probe import choose_held_out, probe_recipe
-from evernear.evaluation.statistics import auroc, false_accepts_at
+from evernear.evaluation.statistics import auroc, false_accepts_at, proportion
 from evernear.index.search import vote
 from evernear.settings import Settings
 
@@ -108,6 +114,25 @@ def energy(gallery: Gallery, queries: Floats) -> Floats:
     return -np.asarray(logsumexp(scale * cosines, axis=1)) / scale
 
 
+def softmax(temperature: float) -> "Detector":
+    def score(gallery: Gallery, queries: Floats) -> Floats:
+        cosines = gallery.cosines(queries)
+        return -np.asarray(log_softmax(choose_scale(cosines.shape[1]) / temperature * cosines, axis=1)).max(axis=1)
+
+    return score
+
+
+def centered(detect: "Detector") -> "Detector":
+    def score(gallery: Gallery, queries: Floats) -> Floats:
+        mean = gallery.means.mean(axis=0)
+        vectors, moved = (
+            each / np.linalg.norm(each, axis=1, keepdims=True) for each in (gallery.vectors - mean, queries - mean)
+        )
+        return detect(Gallery(vectors, gallery.classes), moved)
+
+    return score
+
+
 def mahalanobis(gallery: Gallery, queries: Floats) -> Floats:
     whiten = _whitening(gallery.vectors - gallery.means[gallery.classes])
     means, points = gallery.means @ whiten, queries @ whiten
@@ -143,11 +168,18 @@ DETECTORS: dict[str, Detector] = {
     "agreeing neighbor, k = 5": agreeing(5),
     "centroid": centroid,
     "energy": energy,
+    "softmax": softmax(1),
+    "softmax, temperature 4": softmax(4),
+    "centered nearest": centered(nearest),
+    "centered mean of k = 5": centered(mean_of(5)),
+    "centered centroid": centered(centroid),
     "Mahalanobis": mahalanobis,
     "relative Mahalanobis": relative_mahalanobis,
     "ViM": vim,
 }
-COMBINED = {"nearest + energy": ("nearest", "energy"), "nearest + relative": ("nearest", "relative Mahalanobis")}
+COMBINED = {"nearest + energy": ("nearest", "energy"), "mean of k = 5 + softmax": ("mean of k = 5", "softmax")}
+NEW_CLASS_IMAGES = 100
+FIGURES = {"auroc": "AUROC", "fpr_at_95_tpr": "FPR at 95% TPR", "new_class_rejected": "new class rejected"}
 
 
 def main() -> None:
@@ -189,41 +221,57 @@ def vectors_of(dataset: Dataset, network_dir: Path) -> Vectors:
 
 
 def scores_of(vectors: Vectors, held_out: list[int]) -> list[dict[str, Any]]:
-    """AUROC and FPR at 95% TPR of every detector."""
-    known = {split: vectors[split][0][~np.isin(vectors[split][1], held_out)] for split in SPLITS_USED}
-    labels = vectors["gallery"][1]
-    classes = np.unique(labels[~np.isin(labels, held_out)], return_inverse=True)[1]
-    gallery = Gallery(known["gallery"], classes)
-    images = [known["query"], known["test"], vectors["test"][0][np.isin(vectors["test"][1], held_out)]]
-    scores = {name: [detect(gallery, each) for each in images] for name, detect in DETECTORS.items()}
-    for name, parts in COMBINED.items():
-        scores[name] = [
-            sum(scores[part][number] / scores[part][0].std() for part in parts) for number in range(len(images))
-        ]
+    """AUROC, FPR at 95% TPR, and the share of images of new classes that are rejected, of every detector."""
+    unseen = {split: np.isin(vectors[split][1], held_out) for split in SPLITS_USED}
+    (gallery, labels), (query, _), (test, _) = (vectors[split] for split in SPLITS_USED)
+    joining = [np.flatnonzero(labels == label)[:NEW_CLASS_IMAGES] for label in held_out]
+    rows_before = np.flatnonzero(~unseen["gallery"])
+    images = [query[~unseen["query"]], test[~unseen["test"]], test[unseen["test"]]]
+    before = _scores(gallery[rows_before], labels[rows_before], images)
+    rows_after = np.concatenate([rows_before, *joining])
+    after = _scores(gallery[rows_after], labels[rows_after], images)
     rows: list[dict[str, Any]] = []
-    for name, (_, test, unseen) in scores.items():
-        area = auroc(test, unseen, CONFIDENCE)
-        accepted = false_accepts_at(test, unseen, 0.95, CONFIDENCE)
-        rows.append({"detector": name, "auroc": area.model_dump(), "fpr_at_95_tpr": accepted.model_dump()})
+    for name, (known_query, known, unknown) in before.items():
+        rejected = after[name][2] > np.quantile(known_query, 0.95)
+        rows.append(
+            {
+                "detector": name,
+                "auroc": auroc(known, unknown, CONFIDENCE).model_dump(),
+                "fpr_at_95_tpr": false_accepts_at(known, unknown, 0.95, CONFIDENCE).model_dump(),
+                "new_class_rejected": proportion(int(rejected.sum()), len(rejected), CONFIDENCE).model_dump(),
+            }
+        )
     return rows
 
 
+def _scores(gallery: Floats, labels: NDArray[np.int64], images: list[Floats]) -> dict[str, list[Floats]]:
+    opened = Gallery(gallery, np.unique(labels, return_inverse=True)[1])
+    scores = {name: [detect(opened, each) for each in images] for name, detect in DETECTORS.items()}
+    for name, parts in COMBINED.items():
+        spreads = {part: scores[part][0].std() for part in parts}
+        scores[name] = [
+            np.sum([scores[part][number] / spreads[part] for part in parts], axis=0) for number in range(len(images))
+        ]
+    return scores
+
+
 def table(runs: list[dict[str, Any]]) -> list[list[str]]:
-    """A row for each detector: for each data set the mean over seeds, and the outermost ends of their intervals."""
+    """A row for each detector: for each dataset the means over seeds, and the outermost ends of their intervals."""
     data = list(dict.fromkeys(run["data"] for run in runs))
-    rows = [["detector", *(f"{name}: {figure}" for name in data for figure in ("AUROC", "FPR at 95% TPR"))]]
+    rows = [["detector", *(f"{name}: {figure}" for name in data for figure in FIGURES.values())]]
     for detector in dict.fromkeys(run["detector"] for run in runs):
         cells = [detector]
         for name in data:
             chosen = [run for run in runs if (run["data"], run["detector"]) == (name, detector)]
-            cells += [_mean([run["auroc"] for run in chosen]), _mean([run["fpr_at_95_tpr"] for run in chosen])]
+            cells += [_mean([run[figure] for run in chosen]) for figure in FIGURES]
         rows.append(cells)
     return rows
 
 
 def _mean(intervals: list[dict[str, float]]) -> str:
     low, high = min(each["low"] for each in intervals), max(each["high"] for each in intervals)
-    return f"{statistics.mean(each['value'] for each in intervals):.3f} ({low:.3f} to {high:.3f})"
+    value = statistics.mean(each["value"] if "value" in each else each["count"] / each["total"] for each in intervals)
+    return f"{value:.3f} ({low:.3f} to {high:.3f})"
 
 
 if __name__ == "__main__":
