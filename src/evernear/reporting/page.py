@@ -25,7 +25,7 @@ from evernear.progress import duration
 from evernear.release.manifest import is_version
 from evernear.release.registry import Record, Registry
 from evernear.reporting import plots
-from evernear.reporting.notify import Outcome
+from evernear.reporting.notify import EXIT_STEP, Outcome
 from evernear.run_record import RunRecord, StepRecord
 from evernear.settings import RunSettings
 from evernear.store import Store
@@ -40,7 +40,7 @@ KEY_RULES = ("no_worse", "beats_baselines", "accuracy_floor")
 
 
 class Figure(NamedTuple):
-    """A proportion of candidate and champion."""
+    """A proportion of candidate and champion, or of the candidates of two runs."""
 
     name: str
     candidate: Proportion | None
@@ -94,7 +94,7 @@ class RunReport:
         evaluation = record.find("evaluation", Evaluation)
         return RunReport(
             outcome=outcome,
-            steps=record.steps(),
+            steps=tuple(step for step in record.steps() if step.step != EXIT_STEP or step.ended),
             verdict=record.find("verdict", Verdict),
             evaluation=evaluation,
             examples=record.find("examples", Examples),
@@ -201,12 +201,14 @@ def compare_page(first: RunRecord, second: RunRecord) -> str:
     runs = RunReport.load(first), RunReport.load(second)
     keys = sorted({*runs[0].settings, *runs[1].settings})
     settings = [(key, [report.settings.get(key) for report in runs]) for key in keys]
+    measured = [{figure.name: figure.candidate for figure in report.figures} for report in runs]
     tables = [{row.label: row for row in report.classes()} for report in runs]
     classes = [(label, [table.get(label) for table in tables]) for label in sorted({*tables[0], *tables[1]})]
     classes.sort(key=lambda entry: -abs(_recall(entry[1][0]) - _recall(entry[1][1])))
     return _render(
         "compare.html.j2",
         runs=runs,
+        figures=[Figure(name, *(figures.get(name) for figures in measured)) for name in {**measured[0], **measured[1]}],
         settings=[(key, values) for key, values in settings if values[0] != values[1]],
         classes=classes[:CLASSES_MAX],
         curves=[plots.training_curves(report.training.get("epochs", ())) for report in runs],
@@ -266,7 +268,8 @@ def _colors(examples: Examples | None) -> dict[str, str]:
     labels = sorted({point.label for point in examples.map}) if examples else []
     # Lightness alternates, because neighboring hues of many classes are hard to tell apart.
     return {
-        label: f"hsl({360 * index / len(labels):.0f} 70% {(56, 42)[index % 2]}%)" for index, label in enumerate(labels)
+        label: f"hsl({360 * index / len(labels):.0f} 70% calc(var(--lightness) + {(0, 12)[index % 2]}%))"
+        for index, label in enumerate(labels)
     }
 
 

@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import matplotlib as mpl
 import numpy as np
@@ -111,8 +112,9 @@ def _histogram(title: str, series: Mapping[str, Sequence[float]], threshold: flo
     if threshold < FARTHEST:
         axes.axvline(threshold, color=LIMIT, linestyle="--", label=f"unknown beyond {threshold:.2f}")
     axes.set_xlim(0, max(1.0, _largest(series) + 0.1))
+    axes.set_ylim(0, 1.5 * axes.get_ylim()[1])  # room for the legend
     axes.set_title(title, color=INK, fontsize=10, loc="left")
-    _legend(axes)
+    _legend(axes, loc="upper right")
     return svg(figure, title)
 
 
@@ -135,8 +137,8 @@ def _chart(x: str, y: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _legend(axes: Axes) -> None:
-    axes.legend(labelcolor=INK, facecolor="none", edgecolor="none", fontsize=9)
+def _legend(axes: Axes, loc: Literal["best", "upper right"] = "best") -> None:
+    axes.legend(loc=loc, labelcolor=INK, facecolor="none", edgecolor="none", fontsize=9)
 
 
 def svg(figure: Figure, description: str) -> Markup:

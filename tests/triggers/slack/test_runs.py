@@ -95,6 +95,7 @@ def test_run_is_followed_in_one_message_and_ends_with_the_verdict(
     assert "&lt;is worse&gt; &amp; beyond noise" in verdict.text
     assert "no worse             0.97      0.99    0.1  broken" in verdict.text
     assert "Accuracy 97.00%" in verdict.text
+    assert f"evernear report {run.id}" in verdict.text
     assert "*Held* after" in prompt.text
     assert prompt.buttons == ["Open in Kubeflow"]
     (picture,) = slack.uploads

@@ -233,6 +233,8 @@ def verdict(
         blocks.append(context(_accuracy(outcome.metrics)))
     blocks += actions(*buttons, *link_button(run.url, run.id))
     blocks.append(context(f"{mention(request.by)} · run {code(run.id)} · {escape(run.pipeline_version)}"))
+    if outcome:
+        blocks.append(context(f"Run page: artifact page of notify, or {code(f'evernear report {run.id}')}"))
     return Message(text=f"{escape(result)} {mention(request.by)}", blocks=tuple(blocks))
 
 
