@@ -22,8 +22,8 @@ FLAT_BYTES = 64 * 2**20
 CODES = ("RaBitQ8", "SQfp16", "Flat")
 """Encodings of the vectors in an inverted file, from the smallest to the exact one.
 
-RaBitQ (Gao et al. 2024, arXiv:2409.09913) with 8 bits scales each vector separately. At a million embeddings its error
-limits recall@1 to 99%, where SQ8, of nearly the same size, reaches 91% (``benchmarks/scale/index.py``).
+RaBitQ (Gao et al. 2024, arXiv:2409.09913) with 8 bits scales each vector separately. On a million embeddings of
+deformed digits it found 99.4% of 512 nearest vectors; SQ8, of nearly the same size, found at most 91%.
 """
 TRAINING_VECTORS = 163_840
 """Most vectors to train an index with a trained part (IVF, PQ) on: 84 MB at 128 dimensions."""
