@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks import machine
 from benchmarks.scale.vectors import embedded
-from evernear.data.manifest import load_manifest
+from evernear.data.manifest import Split, load_manifest
 from evernear.disk import atomic_file, sha256_file
 from evernear.embedding.embeddings import EmbeddingBlock, Embeddings
 from evernear.index.build import build
@@ -25,7 +25,7 @@ from evernear.index.faiss_compat import faiss, nearest_rows, write_index
 from evernear.index.search import Gallery
 from evernear.settings import IndexSettings
 
-COUNTS = {"gallery": 1_000_000, "query": 60_000, "test": 40_000}
+COUNTS: dict[Split, int] = {"gallery": 1_000_000, "query": 60_000, "test": 40_000}
 RECALL_QUERIES = 4096
 BATCH_SIZE = 32
 BATCHES = {"flat": 20, "auto": 400}
