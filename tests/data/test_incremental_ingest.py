@@ -1,5 +1,8 @@
+import itertools
 import shutil
+import sqlite3
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -7,9 +10,12 @@ from PIL import Image
 
 from evernear.data.image_file import EncodedImage
 from evernear.data.ingest import ingest
+from evernear.data.manifest import Manifest, ledger_key
 from evernear.data.preprocess import decode_inspected
+from evernear.data.source_diff import fetch_ledger
 from evernear.errors import DataError, IntegrityError
 from evernear.settings import DataSettings
+from evernear.store import open_store
 
 
 def test_unchanged_source_gives_the_same_snapshot(tree, run_ingest, tmp_path: Path) -> None:
@@ -175,3 +181,50 @@ def test_damaged_store_is_reported(tree, run_ingest, draw, tmp_path: Path) -> No
     head.write_text("{}")
     with pytest.raises(IntegrityError, match=r"head\.json is not a valid dataset head"):
         run_ingest(tree)
+
+
+def test_later_ingests_store_only_the_changes_of_the_ledger(tmp_path: Path, run_ingest, draw, monkeypatch) -> None:
+    root, store = tmp_path / "tree", open_store((tmp_path / "store").as_uri())
+    number = itertools.count()
+
+    def add(count: int) -> None:
+        for index in itertools.islice(number, count):
+            path = root / f"class-{index % 10}" / f"{index}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(draw(index))
+
+    def ingest() -> tuple[Manifest, Manifest]:
+        """One snapshot with the changes of the ledger, and one of another dataset with the whole ledger."""
+        with monkeypatch.context() as patch:
+            patch.setattr("evernear.data.snapshots._MAX_CHANGED_PART", 0.0)
+            whole = run_ingest(root, dataset="whole")
+        return run_ingest(root), whole
+
+    def ledger(manifest: Manifest) -> dict[str, list[tuple[object, ...]]]:
+        path = fetch_ledger(store, manifest, tmp_path / "cache")
+        with closing(sqlite3.connect(path)) as db:
+            db.execute("UPDATE files SET seen = 0")
+            tables = ("state", "labels", "sources", "shards", "hidden_folders", "files", "images", "removed")
+            return {table: sorted(db.execute(f"SELECT * FROM {table}"), key=str) for table in tables}  # noqa: S608
+
+    def size_bytes(sha256: str) -> int:
+        return (tmp_path / "store" / ledger_key("tree", sha256)).stat().st_size
+
+    add(2000)
+    ingest()
+    for step in range(3):
+        add(20)
+        (root / "class-1" / f"{step + 1}1.png").unlink()
+        (root / "class-2" / f"{step + 1}2.png").rename(root / "class-3" / f"moved-{step}.png")
+        (root / ".hidden").mkdir(exist_ok=True)
+        (root / ".hidden" / f"{step}.png").touch()
+        manifest, whole = ingest()
+        assert (len(manifest.ledger_changes), len(whole.ledger_changes)) == (step + 1, 0)
+        assert size_bytes(manifest.ledger_changes[-1]) < 0.2 * size_bytes(manifest.ledger_sha256)
+        assert ledger(manifest) == ledger(whole)
+
+    monkeypatch.setattr("evernear.data.snapshots._MAX_CHANGES", 3)
+    add(1)
+    manifest, whole = ingest()
+    assert manifest.ledger_changes == (), "after several changes, the ledger is stored whole again"
+    assert ledger(manifest) == ledger(whole)

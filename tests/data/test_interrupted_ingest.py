@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from evernear.data.manifest import Manifest
+from evernear.data.sources.folder import Folder
 from evernear.errors import ConflictError, StoreError
 from evernear.store import open_store
 
@@ -157,3 +158,76 @@ def test_full_temporary_directory_is_reported(tmp_path: Path, draw) -> None:
     assert sentence.startswith(f"The disk that holds {scratch}/evernear-ingest-")
     assert status == "status 4"
     assert not list((tmp_path / "store").rglob("*.json"))
+
+
+class InterruptedIngestError(Exception):
+    """The end of a process, in the middle of an ingest."""
+
+
+def read_files(monkeypatch: pytest.MonkeyPatch, interrupt_after: int = 10**9) -> list[str]:
+    """Record the files that are read from here on; interrupt the reading of one after that many."""
+    files: list[str] = []
+    real_read = Folder.read
+
+    def read(folder: Folder, name: str) -> bytes:
+        files.append(name)
+        if len(files) > interrupt_after:
+            raise InterruptedIngestError
+        return real_read(folder, name)
+
+    monkeypatch.setattr(Folder, "read", read)
+    return files
+
+
+@pytest.mark.parametrize("has_parent", [False, True])
+def test_interrupted_ingest_continues_at_its_checkpoint(
+    tmp_path: Path, draw, run_ingest, monkeypatch, has_parent: bool
+) -> None:
+    root = tmp_path / "tree"
+
+    def add(numbers: range) -> None:
+        for number in numbers:
+            path = root / str(number % 3) / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(draw(number, (70, 70)))
+
+    def ingest(**settings: object) -> Manifest:
+        return run_ingest(root, size_px=70, channels="gray", **settings)
+
+    monkeypatch.setattr("evernear.data.ingest._BATCH_IMAGES", 16)
+    add(range(30))
+    if has_parent:
+        ingest()
+        ingest(dataset="whole")
+    add(range(30, 300))
+    whole = ingest(dataset="whole")
+
+    monkeypatch.setattr("evernear.data.ingest._CHECKPOINT_INTERVAL_S", 0.0)
+    monkeypatch.setattr("evernear.data.ingest._CHECKPOINT_PART", 0.0)
+    with monkeypatch.context() as patch:
+        read_files(patch, interrupt_after=230)
+        with pytest.raises(InterruptedIngestError):
+            ingest(requests_in_flight=4)
+    dataset = tmp_path / "store" / "datasets" / "tree"
+    assert (dataset / "checkpoint.json").exists()
+    assert (dataset / "head.json").exists() == has_parent
+
+    with monkeypatch.context() as patch:
+        files = read_files(patch)
+        assert ingest(decode_threads=1).digest == whole.digest
+    assert 30 < len(files) < 110
+    head = (dataset / "head.json").read_bytes()
+    assert run_ingest(root).digest == whole.digest
+    assert (dataset / "head.json").read_bytes() == head, "the checkpoint is obsolete"
+
+
+def test_checkpoint_of_other_settings_is_ignored(tree, draw, run_ingest, monkeypatch) -> None:
+    monkeypatch.setattr("evernear.data.ingest._BATCH_IMAGES", 16)
+    monkeypatch.setattr("evernear.data.ingest._CHECKPOINT_INTERVAL_S", 0.0)
+    with monkeypatch.context() as patch:
+        read_files(patch, interrupt_after=90)
+        with pytest.raises(InterruptedIngestError):
+            run_ingest(tree, size_px=6, channels="gray", requests_in_flight=4)
+    manifest = run_ingest(tree, size_px=9, channels="gray")
+    assert manifest.shape == (9, 9, 1)
+    assert sum(shard.count for shard in manifest.shards) == 120

@@ -43,6 +43,9 @@ _T = TypeVar("_T")
 _BATCH_IMAGES = 256
 _BATCH_BYTES = 16 * 2**20
 _REPORT_INTERVAL_S = 1.0
+# An ingest that is killed loses at most this time, or this part of its time if that is longer.
+_CHECKPOINT_INTERVAL_S = 10.0
+_CHECKPOINT_PART = 0.1
 MAX_SIZE_PX = 128
 """Largest automatic size: the compact network turns the pixels of larger images into patches. Pretrained backbones
 expect more, see `evernear.steps.ingest`."""
@@ -99,7 +102,8 @@ def ingest(settings: DataSettings, store_uri: str, report: Callable[[str], None]
     """Update a dataset in the store from ``settings.source`` and return its snapshot.
 
     Without changes that is the previous snapshot. Readers see nothing before the last write, which moves
-    ``head.json``; an ingest that was killed and is run again ends with the same digest. Memory does not grow with the
+    ``head.json``. An ingest of files that was killed and is run again continues at its last checkpoint, and ends with
+    the same digest. Memory does not grow with the
     number of images. ``report`` receives progress messages about once a second.
 
     Raises:
@@ -116,19 +120,26 @@ def ingest(settings: DataSettings, store_uri: str, report: Callable[[str], None]
         tempfile.TemporaryDirectory(prefix="evernear-ingest-") as scratch,
     ):
         parent = snapshots.head()
+        stored = snapshots.resume(settings, parent) or parent
         ledger_path = Path(scratch, "ledger.sqlite")
-        if parent is not None:
-            snapshots.fetch_ledger(parent, ledger_path)
+        if stored is not None:
+            snapshots.fetch_ledger(stored, ledger_path)
         with closing(Ledger(ledger_path, settings.source)) as ledger:
             if not settings.dataset:
                 _require_one_source(ledger, snapshots.name, settings.source)
             _list_source(source, ledger, settings.source)
-            shape = _shape(settings, source, ledger, parent)
-            resize = _resize(settings, parent)
+            shape = _shape(settings, source, ledger, stored)
+            resize = _resize(settings, stored)
             writer = ShardWriter(
                 snapshots.store, snapshots.name, shape, settings.shard_size_bytes, ledger, Path(scratch)
             )
-            adder = _Adder(settings, resize, source.chosen_splits, ledger, writer, report)
+
+            def checkpoint() -> None:
+                writer.close()
+                unfinished = _manifest(settings, snapshots, shape, resize, ledger, parent)
+                snapshots.checkpoint(settings, unfinished, ledger, Path(scratch))
+
+            adder = _Adder(settings, resize, source.chosen_splits, ledger, writer, report, checkpoint)
             if isinstance(source, FileSource):
                 adder.add_files(source, shape)
             else:
@@ -137,7 +148,9 @@ def ingest(settings: DataSettings, store_uri: str, report: Callable[[str], None]
             for slot in ledger.reconcile():
                 writer.rewrite(slot, ledger.changes(slot))
             report("writing the manifest")
+            problems, counts = ledger.problems(*shape[:2], resize)
             manifest = _manifest(settings, snapshots, shape, resize, ledger, parent)
+            manifest = manifest.model_copy(update={"problems": tuple(problems), "problem_counts": counts})
             return snapshots.publish(manifest, ledger, Path(scratch))
 
 
@@ -264,10 +277,11 @@ class _Adder:
         ledger: Ledger,
         writer: ShardWriter,
         report: Callable[[str], None],
+        checkpoint: Callable[[], None],
     ) -> None:
         self._settings, self._candidates, self._ledger, self._writer = settings, candidates, ledger, writer
         self._resize: Resize = resize
-        self._report = report
+        self._report, self._checkpoint = report, checkpoint
         self._reported_s = time.monotonic()
         self._done = 0
         self._counts: defaultdict[str, Counter[Split]] = defaultdict(Counter)
@@ -288,6 +302,8 @@ class _Adder:
     def add_files(self, source: FileSource, shape: Shape) -> None:
         """Decode and add the pending files."""
         total = self._ledger.count_pending()
+        started_s = time.monotonic()
+        checkpoint_s = started_s + _CHECKPOINT_INTERVAL_S
         requests, threads = self._settings.requests_in_flight, self._settings.decode_threads or available_cpus()
         batch_size = max(1, min(_BATCH_IMAGES, _BATCH_BYTES // math.prod(shape)))
         lookahead = max(requests, min(2 * requests, batch_size))
@@ -301,6 +317,10 @@ class _Adder:
                 if images:
                     self._add(Batch.of_files(images))
                 self._progress(len(part), total)
+                now_s = time.monotonic()
+                if now_s >= checkpoint_s:
+                    self._checkpoint()
+                    checkpoint_s = now_s + max(_CHECKPOINT_INTERVAL_S, _CHECKPOINT_PART * (now_s - started_s))
 
     def _add(self, batch: Batch) -> None:
         seen = self._ledger.stored_digests(batch.digests)
@@ -353,7 +373,7 @@ def _manifest(
     ledger: Ledger,
     parent: Manifest | None,
 ) -> Manifest:
-    problems, counts = ledger.problems(*shape[:2], resize)
+    """A snapshot without the problems of its images."""
     shards = ledger.shards().values()
     return Manifest(
         name=snapshots.name,
@@ -366,6 +386,4 @@ def _manifest(
         labels=tuple(ledger.labels()),
         shards=tuple(shard for split in SPLITS for shard in shards if shard.split == split),
         ledger_sha256="",
-        problems=tuple(problems),
-        problem_counts=counts,
     )

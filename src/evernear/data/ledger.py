@@ -7,10 +7,11 @@ distinct image. Problems that involve several images (duplicates, conflicts) are
 import hashlib
 import sqlite3
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from evernear.data import ledger_changes
 from evernear.data.manifest import Problem, Shard, Split
 from evernear.data.preprocess import Resize, choose_resize
 from evernear.data.sources import FileEntry
@@ -94,18 +95,14 @@ class Ledger:
         is_new = not path.exists()
         self._db = sqlite3.connect(path, isolation_level=None)
         with _sqlite_errors():
-            # The file is a scratch copy until it is published, so it needs no journal.
-            self._db.execute("PRAGMA journal_mode = OFF")
-            self._db.execute("PRAGMA synchronous = OFF")
+            _without_journal(self._db)
             self._db.execute("BEGIN")
             if is_new:
                 for statement in _SCHEMA.split(";\n"):
                     self._db.execute(statement)
-            # Missing in ledgers of earlier versions.
-            self._db.execute("CREATE TABLE IF NOT EXISTS hidden_folders (source INTEGER NOT NULL, name TEXT NOT NULL)")
-            self._db.execute(
-                "CREATE TABLE IF NOT EXISTS removed (digest BLOB PRIMARY KEY, split TEXT NOT NULL) WITHOUT ROWID"
-            )
+            _add_missing_tables(self._db)
+            if not is_new:
+                ledger_changes.track(self._db)
             self._db.execute("UPDATE state SET run = run + 1")
             self._run = cast(int, self._db.execute("SELECT run FROM state").fetchone()[0])
             self._db.execute("INSERT OR IGNORE INTO sources (uri) VALUES (?)", (_source_uri(source),))
@@ -113,11 +110,25 @@ class Ledger:
             self._source = cast(int, row[0])
             self._db.execute(_NAMED)
 
-    def publish(self, path: Path) -> None:
-        """Commit, and write a compact copy to ``path``."""
+    def save(self, path: Path) -> None:
+        """Write a compact copy to ``path``."""
         with _sqlite_errors():
             self._db.execute("COMMIT")
             self._db.execute("VACUUM INTO ?", (str(path),))
+            self._db.execute("BEGIN")
+            ledger_changes.track(self._db)
+
+    def save_changes(self, path: Path) -> None:
+        """Write what changed since the ledger was opened or last saved to ``path``, for `apply_changes`."""
+        with _sqlite_errors():
+            self._db.execute("COMMIT")
+            ledger_changes.save(self._db, path)
+            self._db.execute("BEGIN")
+            ledger_changes.track(self._db)
+
+    def size_bytes(self) -> int:
+        """The size of the whole ledger."""
+        return self._int("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size")
 
     def close(self) -> None:
         """Close the file; unpublished changes are lost."""
@@ -355,6 +366,30 @@ class Ledger:
     def _many(self, query: str, rows: Iterable[Sequence[object]]) -> None:
         with _sqlite_errors():
             self._db.executemany(query, rows)
+
+
+def apply_changes(ledger: Path, changes: Path) -> None:
+    """Apply a file that `Ledger.save_changes` wrote to a copy of the ledger that it was written for.
+
+    Raises:
+        StoreError: a file cannot be read or written.
+    """
+    with _sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
+        _without_journal(db)
+        _add_missing_tables(db)
+        ledger_changes.apply(db, changes)
+
+
+def _without_journal(db: sqlite3.Connection) -> None:
+    """The file is a scratch copy until it is published."""
+    db.execute("PRAGMA journal_mode = OFF")
+    db.execute("PRAGMA synchronous = OFF")
+
+
+def _add_missing_tables(db: sqlite3.Connection) -> None:
+    """Add the tables that ledgers of earlier versions lack."""
+    db.execute("CREATE TABLE IF NOT EXISTS hidden_folders (source INTEGER NOT NULL, name TEXT NOT NULL)")
+    db.execute("CREATE TABLE IF NOT EXISTS removed (digest BLOB PRIMARY KEY, split TEXT NOT NULL) WITHOUT ROWID")
 
 
 class PublishedLedger:

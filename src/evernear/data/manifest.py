@@ -56,6 +56,8 @@ class Manifest(Frozen):
     labels: tuple[str, ...]
     shards: tuple[Shard, ...]
     ledger_sha256: str
+    ledger_changes: tuple[str, ...] = ()
+    """The sha256 of files with later changes of the ledger, in order (`evernear.data.ledger.apply_changes`)."""
     problems: tuple[Problem, ...] = ()
     problem_counts: dict[str, int] = {}
 
@@ -85,7 +87,7 @@ def manifest_key(name: str, digest: str) -> str:
 
 
 def ledger_key(name: str, sha256: str) -> str:
-    """The key of the ledger ``sha256`` of the dataset ``name``."""
+    """The key of the ledger, or of changes to one, ``sha256`` of the dataset ``name``."""
     return f"datasets/{name}/ledgers/{sha256}.sqlite"
 
 

@@ -2,18 +2,30 @@
 
 from pathlib import Path
 
-from evernear.data.ledger import Ledger
+from evernear.data.ledger import Ledger, apply_changes
 from evernear.data.manifest import Manifest, ledger_key, manifest_key
 from evernear.disk import sha256_file
 from evernear.errors import ConflictError, IntegrityError
 from evernear.frozen import Frozen
+from evernear.settings import DataSettings
 from evernear.store import Store
+
+# A ledger is stored whole again after this many changes, or if one of them is larger than this part of it.
+_MAX_CHANGES = 20
+_MAX_CHANGED_PART = 0.25
 
 
 class DatasetHead(Frozen):
     """The pointer to the newest snapshot."""
 
     digest: str
+
+
+class Checkpoint(Frozen):
+    """An unfinished ingest: the images that it has stored so far, and the settings that apply to them."""
+
+    settings: DataSettings
+    manifest: Manifest
 
 
 class Snapshots:
@@ -23,6 +35,8 @@ class Snapshots:
         self.store, self.name = store, name
         self._head_key = f"datasets/{name}/head.json"
         self._head_etag: str | None = None
+        self._checkpoint_key = f"datasets/{name}/checkpoint.json"
+        self._ledger: tuple[str, ...] = ()
 
     def head(self) -> Manifest | None:
         """The newest snapshot."""
@@ -39,8 +53,32 @@ class Snapshots:
         return manifest
 
     def fetch_ledger(self, manifest: Manifest, path: Path) -> None:
-        """Copy the ledger of a snapshot to ``path``."""
-        self.store.fetch(ledger_key(self.name, manifest.ledger_sha256), path, manifest.ledger_sha256)
+        """Copy the ledger of a snapshot to ``path``; `publish` and `checkpoint` then store only its changes."""
+        self._ledger = (manifest.ledger_sha256, *manifest.ledger_changes)
+        self._fetch(manifest.ledger_sha256, path)
+        for sha256 in manifest.ledger_changes:
+            changes = path.with_suffix(".changes")
+            self._fetch(sha256, changes)
+            apply_changes(path, changes)
+            changes.unlink()
+
+    def resume(self, settings: DataSettings, parent: Manifest | None) -> Manifest | None:
+        """What an earlier ingest after ``parent`` stored before it was killed; None without one of equal settings."""
+        stored = self.store.find(self._checkpoint_key)
+        if stored is None:
+            return None
+        try:
+            checkpoint = Checkpoint.from_json(stored[0], f"{self.store.uri}/{self._checkpoint_key}")
+        except IntegrityError:  # of another version
+            return None
+        current = checkpoint.manifest.parent == (parent.digest if parent else None)
+        return checkpoint.manifest if current and checkpoint.settings == _of_content(settings) else None
+
+    def checkpoint(self, settings: DataSettings, manifest: Manifest, ledger: Ledger, scratch: Path) -> None:
+        """Store ``manifest`` for `resume`; readers do not see it, and it is ignored once the head moves."""
+        manifest = self._with_ledger(manifest, ledger, scratch)
+        checkpoint = Checkpoint(settings=_of_content(settings), manifest=manifest)
+        self.store.put(self._checkpoint_key, checkpoint.to_json())
 
     def publish(self, manifest: Manifest, ledger: Ledger, scratch: Path) -> Manifest:
         """Make ``manifest`` the newest snapshot, unless the newest one has the same content.
@@ -52,16 +90,32 @@ class Snapshots:
             head = self.head()
             if head is not None and head.digest == manifest.digest:
                 return head
-        path = scratch / "published.sqlite"
-        ledger.publish(path)
-        manifest = manifest.model_copy(update={"ledger_sha256": sha256_file(path)})
-        self.store.put(ledger_key(self.name, manifest.ledger_sha256), path)
+        manifest = self._with_ledger(manifest, ledger, scratch)
         try:
             self.store.put_if(manifest_key(self.name, manifest.digest), manifest.to_json(), None)
         except ConflictError:  # an earlier run made the same snapshot, and a snapshot never changes
             manifest = self._manifest(manifest.digest)
         self._move_head(DatasetHead(digest=manifest.digest))
         return manifest
+
+    def _with_ledger(self, manifest: Manifest, ledger: Ledger, scratch: Path) -> Manifest:
+        """Store the ledger, or its changes if they are few, and name it in the manifest."""
+        path = scratch / "saved.sqlite"
+        if 0 < len(self._ledger) <= _MAX_CHANGES:
+            ledger.save_changes(path)
+        if path.exists() and path.stat().st_size < _MAX_CHANGED_PART * ledger.size_bytes():
+            self._ledger = (*self._ledger, sha256_file(path))
+        else:
+            path.unlink(missing_ok=True)
+            ledger.save(path)
+            self._ledger = (sha256_file(path),)
+        self.store.put(ledger_key(self.name, self._ledger[-1]), path)
+        path.unlink()
+        sha256, *changes = self._ledger
+        return manifest.model_copy(update={"ledger_sha256": sha256, "ledger_changes": tuple(changes)})
+
+    def _fetch(self, sha256: str, path: Path) -> None:
+        self.store.fetch(ledger_key(self.name, sha256), path, sha256)
 
     def _move_head(self, head: DatasetHead) -> None:
         try:
@@ -75,3 +129,8 @@ class Snapshots:
     def _manifest(self, digest: str) -> Manifest:
         key = manifest_key(self.name, digest)
         return Manifest.from_json(self.store.get(key), f"{self.store.uri}/{key}")
+
+
+def _of_content(settings: DataSettings) -> DataSettings:
+    """The settings without those that do not affect the images."""
+    return settings.model_copy(update={"requests_in_flight": 1, "decode_threads": 1})

@@ -5,6 +5,7 @@ file is a copy, a renamed file or broken; nor, in sources of decoded arrays (dig
 replaced.
 """
 
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -13,9 +14,11 @@ from itertools import islice
 from pathlib import Path
 
 from evernear.data.ledger import PublishedLedger
-from evernear.data.manifest import Manifest, Split, ledger_key
+from evernear.data.manifest import Manifest, Split
+from evernear.data.snapshots import Snapshots
 from evernear.data.sources import FileEntry, open_source
 from evernear.data.splits import split_fractions
+from evernear.disk import disk_errors, sha256_bytes
 from evernear.settings import DataSettings
 from evernear.store import Store
 
@@ -74,9 +77,15 @@ def fetch_ledger(store: Store, manifest: Manifest, directory: Path) -> Path:
     Raises:
         StoreError, IntegrityError: the ledger is missing from the store, or damaged.
     """
-    path = directory / f"{manifest.ledger_sha256}.sqlite"
+    name = sha256_bytes("".join((manifest.ledger_sha256, *manifest.ledger_changes)).encode())
+    path = directory / f"{name}.sqlite"
     if not path.exists():
-        store.fetch(ledger_key(manifest.name, manifest.ledger_sha256), path, manifest.ledger_sha256)
+        with disk_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".ledger-", dir=directory) as partial:
+                ledger = Path(partial, path.name)
+                Snapshots(store, manifest.name).fetch_ledger(manifest, ledger)
+                ledger.replace(path)
     return path
 
 
