@@ -6,7 +6,7 @@ many requested threads as CPUs; and train next to probe, as the pipeline starts 
 settings of `evernear.threads` have no effect on them. Workloads are stopped after ``--limit-s``.
 
 The conditions alternate, and the results are medians. If other processes use the machine, ``--nice -20`` (as root)
-gives the workloads and the spinning processes nearly all CPU time while they are timed, a few seconds at once.
+gives the workloads and the spinning processes nearly all CPU time while they are timed, a few seconds at a time.
 """
 
 import argparse
@@ -59,8 +59,8 @@ def main() -> None:
     parser.add_argument("--source", default="digits", help="a source of `evernear run`, as digits or mnist:DIRECTORY")
     parser.add_argument("--works", nargs="+", choices=WORDS, default=list(WORDS))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--limit-s", type=float, default=8.0, help="after which a work is ended")
-    parser.add_argument("--nice", type=int, default=0, help="of what is timed, while it is")
+    parser.add_argument("--limit-s", type=float, default=8.0, help="time limit of a workload")
+    parser.add_argument("--nice", type=int, default=0, help="nice value of the workloads while they are timed")
     arguments = parser.parse_args()
 
     machine_info = machine.describe()
@@ -282,7 +282,7 @@ def table(result: dict[str, Any], limit_s: float) -> list[list[str]]:
     if pair := result["pair"]:
         limit = limit_s / sum(result["works"][name]["quiet_s"] for name in PAIR)
         ratios = [times(pair[version], limit) for version in ("before", "after")]
-        rows.append(["train beside probe, to the sum of both alone", "", *ratios, "", "", "", ""])
+        rows.append(["train next to probe, relative to the sum of both alone", "", *ratios, "", "", "", ""])
     return [heading, *rows]
 
 

@@ -1,6 +1,6 @@
-"""The source project's training, written from its description: what ours is measured against.
+"""The source project's training, reimplemented from its description as the baseline.
 
-Convolution 32, max-pooling, convolution 64, two fully connected layers of 128, batch normalisation; ArcFace
+Convolution 32, max-pooling, convolution 64, two fully connected layers of 128, batch normalization; ArcFace
 with s = 32 and m = 0.5; SGD at 0.01 without momentum or schedule; batches of 64; images read one by one
 through a DataLoader with two workers from .npy memory maps.
 """
@@ -22,7 +22,7 @@ MEAN, STD = 0.1307, 0.3081
 
 
 class Network(nn.Sequential):
-    """Float images (N, 1, 28, 28), normalised, to embeddings (N, 128)."""
+    """Float images (N, 1, 28, 28), normalized, to embeddings (N, 128)."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -67,7 +67,7 @@ def write_arrays(dataset: Dataset, directory: Path) -> None:
 
 
 def epochs(directory: Path, classes: int, seed: int) -> Iterator[Network]:
-    """Train without an end; the network is given out after each epoch."""
+    """Train indefinitely; yield the network after each epoch."""
     torch.manual_seed(seed)
     network, head = Network(), ArcFace(classes, 128, scale=32.0, margin=0.5)
     optimizer = torch.optim.SGD([*network.parameters(), *head.parameters()], lr=0.01)

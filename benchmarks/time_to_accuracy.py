@@ -2,10 +2,9 @@
 mnist``.
 
 In each repeat the recipe (`source_recipe`) trains five epochs and its accuracy is taken after the first and
-the fifth; ours trains with two short schedules. All learn from the same train split and are measured in the
-same way: float32 embeddings of the gallery, labels of the queries by vote of the nearest five. A time is that
-of training, data reading included and measuring excluded; of several the least is taken, since noise only
-ever adds.
+the fifth; evernear trains with two short schedules. All learn from the same train split and are measured in the
+same way: float32 embeddings of the gallery, labels of the queries by vote of the nearest five. Times cover
+training and reading the data, but not measuring; the minimum of several runs counts, because noise only adds time.
 
 The schedules were chosen with ``--split query``, never on the test split.
 """

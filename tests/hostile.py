@@ -1,6 +1,6 @@
 """Hand-crafted PNG, JPEG and WebP files that cost a decoder time or memory, which no library would write.
 
-`REFUSED` are those that have to be refused by their structure, `largest_valid_files` those that just keep every limit.
+`REFUSED` must be rejected by their structure; `largest_valid_files` just meet every limit.
 """
 
 import random

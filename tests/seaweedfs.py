@@ -59,7 +59,7 @@ class SeaweedFS:
 def seaweedfs(directory: Path, config: Path) -> Iterator[SeaweedFS]:
     """Start the server on free ports, with its data in ``directory`` and the S3 identities in ``config``."""
     if "TEST_WEED" not in os.environ:
-        pytest.skip("no binary of SeaweedFS is named by TEST_WEED")
+        pytest.skip("TEST_WEED does not name a SeaweedFS binary")
     binary = Path(os.environ["TEST_WEED"])
     assert binary.name == "weed", "TEST_WEED has to end in /weed"
     (container,) = SERVER["containers"]

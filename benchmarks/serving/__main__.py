@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--busy", action="store_true", help="with a process beside them that never sleeps")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server that is up ends with us
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also stops the running server
 
     machine_info = machine.describe()
     with tempfile.TemporaryDirectory() as scratch:
@@ -241,7 +241,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"At {most} clients the Python worker takes {cores['python']:.2f} cores, TorchServe's "
         f"Java frontend {cores['frontend']:.2f} and the load generator {cores['load']:.2f} of {os.cpu_count()}; the "
         f"core alone does {rows['in-process'][most]['rps']:,.0f} images/s in batches of {most}, so "
-        f"{bottleneck(cores)} is the bottleneck that is left. The load generator by itself reaches "
+        f"{bottleneck(cores)} is the remaining bottleneck. The load generator by itself reaches "
         f"{result['load_ceiling_rps']:,} req/s.",
     ]
 

@@ -149,7 +149,7 @@ def _app(script: str, served: Served, directory: Path) -> Generator[tuple[int, C
 def _process(
     command: list[str], directory: Path, extra: Mapping[str, str]
 ) -> Generator[Callable[[], list[psutil.Process]]]:
-    """Run ``command`` with its own temporary directory, in a session of its own that ends with it."""
+    """Run ``command`` with its own temporary directory, in a separate session that ends with it."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_", "TS_"))}
     environment = inherited | {"TMPDIR": str(directory), "TEMP": str(directory)} | extra
     with (directory / "console.log").open("ab") as console:
@@ -175,7 +175,7 @@ def _process(
 
 
 def _await_answer(target: Target) -> None:
-    """Wait for the first good answer: what a port that is open promises is not enough."""
+    """Wait for the first good response: an open port is not enough."""
     deadline_s = time.monotonic() + STARTUP_TIMEOUT_S
     while time.monotonic() < deadline_s:
         try:

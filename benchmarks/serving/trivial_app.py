@@ -1,4 +1,4 @@
-"""The cheapest server: reads a request, says yes. ``trivial_app.py PARTS PORT``."""
+"""The cheapest server: reads a request and returns a constant response. ``trivial_app.py PARTS PORT``."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""evernear keeps an image recogniser fresh: from new labelled images to a gated release that serves."""
+"""evernear keeps an image recognizer up to date: from new labeled images to a gated release that is live."""
 
 from importlib.metadata import version
 

@@ -177,7 +177,7 @@ def damage_keeps_the_limits(dice: random.Random, whole: list[bytes], note: str) 
     with contextlib.suppress(DataError):
         file = inspect(data, 10_000)
         assert file.pixels <= 10_000, note
-        assert inspect(file.data, 10_000).data == file.data, f"what is decoded keeps the limits itself: {note}"
+        assert inspect(file.data, 10_000).data == file.data, f"a decoded file must be within the limits: {note}"
     try:
         image = decode(data, 10_000)
     except DataError:

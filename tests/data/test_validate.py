@@ -52,7 +52,7 @@ def test_warnings_do_not_stop(tree, run_ingest, draw) -> None:
         ("duplicate", "warn"),
     ]
     require_valid(report)
-    assert "| warn | duplicate | 1 image is there more than once" in report.markdown()
+    assert "| warn | duplicate | 1 image occurs more than once" in report.markdown()
 
 
 def test_hidden_class_folder_is_a_warning(tree, run_ingest, draw) -> None:
@@ -71,7 +71,7 @@ def test_severities_are_configurable(tree, run_ingest) -> None:
     manifest = run_ingest(tree)
     require_valid(check(manifest, undecodable="warn"))
     assert check(manifest, undecodable="off", duplicate="off").findings == ()
-    with pytest.raises(DataValidationError, match="1 image is there more than once"):
+    with pytest.raises(DataValidationError, match="1 image occurs more than once"):
         require_valid(check(manifest, undecodable="off", duplicate="error"))
 
 

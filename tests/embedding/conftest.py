@@ -1,4 +1,4 @@
-"""Scikit-learn's digits, and a small network trained on them, shared by all tests of this room."""
+"""Scikit-learn's digits, and a small network trained on them, shared by all tests of this package."""
 
 from pathlib import Path
 

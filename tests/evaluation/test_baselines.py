@@ -1,4 +1,4 @@
-"""Trivial baselines on the digits, and the gate's rule about them on planted counts."""
+"""Trivial baselines on the digits, and the gate's rule about them on constructed counts."""
 
 import numpy as np
 import pytest

@@ -28,7 +28,7 @@ class Bench:
         self.workdir = directory / "work"
         self.environment = {
             **os.environ,
-            # The runs are short and the test splits small; what the gate holds has tests of its own.
+            # The runs are short and the test splits small; other tests cover the gate.
             "EVERNEAR_GATE__ACCURACY_FLOOR": "0.8",
             "EVERNEAR_GATE__BEAT_BASELINE": "false",
             "EVERNEAR_TRAIN__EPOCHS": "6",
@@ -67,7 +67,7 @@ class Bench:
         )
 
     def run(self, *words: str, command: str = "run") -> dict[str, Any]:
-        """``evernear run --json``, or another ``command`` of its kind, which has to succeed; its result."""
+        """Run ``evernear run --json`` or a similar ``command``, which must succeed; return its result."""
         completed = self.command(command, "--preset", "quick", "--json", *words)
         assert completed.returncode == 0, completed.stdout + completed.stderr
         return json.loads(completed.stdout.splitlines()[-1])
@@ -102,7 +102,7 @@ class Bench:
             assert process.stdin is not None
             process.stdin.write(order + "\n")
             process.stdin.flush()
-            process.wait(240)  # its input stays open all the while: closed, it would end
+            process.wait(240)  # stdin stays open, because the process ends when it closes
         return json.loads(next(root.glob("*/notify/outcome")).read_text())
 
     def await_step(self, step: str, process: subprocess.Popen[str], timeout_s: float = 180) -> None:

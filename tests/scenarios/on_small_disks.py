@@ -1,4 +1,4 @@
-"""Run one step with all that it writes on ever larger disks, until it has room: ``STEP RESULT IMAGES DIRECTORY``.
+"""Run one step on disks of growing size until its output fits: ``STEP RESULT IMAGES DIRECTORY``.
 
 Prints a line of JSON for each disk. Needs the right to mount, as in a namespace made by ``unshare``.
 """
@@ -23,7 +23,7 @@ NO_MOUNT = 77
 
 
 def calls(made: dict[str, str], images: Path, disk: Path) -> dict[str, Callable[[], object]]:
-    """Each step with outputs and store on ``disk``; ``made`` is what an earlier run made, elsewhere."""
+    """Each step with outputs and store on ``disk``; ``made`` names the artifacts of an earlier run, on another disk."""
 
     def out(name: str) -> str:
         return str(disk / "out" / name)

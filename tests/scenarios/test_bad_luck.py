@@ -45,7 +45,7 @@ def kill_at(bench: Bench, step: str, victim: str) -> bool:
     """Start a run and kill -9 the command, or the step's own process, when ``step`` has started.
 
     Returns:
-        Whether it was the victim that was killed; a step may be over before it can be hit: then it is the command.
+        Whether ``victim`` was killed; if its step ended too early, the command was killed instead.
     """
     with bench.start("run", "--preset", "quick") as process:
         bench.await_step(step, process)
@@ -96,7 +96,7 @@ def test_temporary_files_are_removed_even_after_a_kill(bench: Bench) -> None:
     bench.environment["TMPDIR"] = str(temporary)
     kill_at(bench, "ingest", "command")
     assert list(temporary.rglob("tmp.*"))
-    # The next run, too, ends early: cleanup does not depend on the outcome.
+    # The next run ends early, too: cleanup does not depend on the outcome.
     shutil.rmtree(bench.directory / "images")
     bench.refused("run", "--preset", "quick")
     assert list(temporary.iterdir()) == []

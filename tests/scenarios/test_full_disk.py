@@ -11,7 +11,7 @@ from tests.scenarios.bench import Bench, write_digits
 from tests.scenarios.on_small_disks import NO_MOUNT
 
 pytestmark = pytest.mark.slow
-# What writes nothing of its own but a report of a page, `validate`, has room on the smallest disk.
+# `validate`, which writes only a one-page report, fits on the smallest disk.
 STEPS = (
     "ingest",
     "train",

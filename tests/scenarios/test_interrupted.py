@@ -61,7 +61,7 @@ def test_run_resumes_after_an_interrupt(bench: Bench, step: str) -> None:
     assert step in message
     assert ("`evernear status` shows which release is live" in message) is (step == "deploy")
     words = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
-    assert not [line for line in words if str(bench.workdir) in line], "a TorchServe that was begun is ended"
+    assert not [line for line in words if str(bench.workdir) in line], "a TorchServe that was starting is stopped"
     try:
         assert bench.run()["promoted"]
     finally:

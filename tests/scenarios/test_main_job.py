@@ -10,7 +10,7 @@ from evernear import local_run
 from evernear.settings import load
 from tests.scenarios.bench import Bench, write_digits, write_negatives
 
-# The way from images to what serves is walked by test_promise.py in every run of the tests.
+# test_promise.py covers the way from images to a live release in every test run.
 pytestmark = pytest.mark.slow
 
 
@@ -97,7 +97,7 @@ def test_reindex_adds_a_class_and_rollback_removes_it(served: tuple[Bench, dict]
     assert after["parent"] == before["version"]
     assert after["threshold"] == before["threshold"]
     embedded = json.loads(Path(result["paths"]["embed.embeddings"], "embeddings.json").read_text())
-    # All 100 but those of the test split; what was embedded when the champion was made is taken from the store.
+    # All 100 except those of the test split; the embeddings of the champion's images come from the store.
     assert 80 <= sum(shard["count"] for shard in embedded["shards"]) - embedded["reused"] <= 100
     assert embedded["reused"] > 100
 
@@ -115,7 +115,7 @@ def test_reindex_adds_a_class_and_rollback_removes_it(served: tuple[Bench, dict]
     move = json.loads(bench.command("registry", "history", "--json").stdout)[-1]
     assert (move["how"], move["why"], move["version"]) == ("rollback", "negatives are no digits", before["version"])
 
-    refused = bench.pipeline("rollback", **wanted)  # the same order again: that release does not serve any longer
+    refused = bench.pipeline("rollback", **wanted)  # the same rollback again: that release is no longer live
     assert refused["state"] == "failed"
     assert f"The champion is now {before['version']}, not {result['release']}" in refused["reasons"][0]
     assert champion_of(bench) == before["version"]

@@ -54,7 +54,7 @@ class Product:
             self.images.put(f"{label}/{path.name}", path)
 
     def watch(self) -> dict[str, Any]:
-        """The watcher looks, and acts."""
+        """Run one check of the watcher, which acts on its decision."""
         completed = self.bench.command("watch", "once", "--act", "--json")
         assert completed.returncode == 0, completed.stderr
         return json.loads(completed.stdout)
@@ -70,7 +70,7 @@ class Product:
         return httpx.post(f"{self.bot_url}/slack/events", content=body, headers=headers).status_code
 
     def run_to_its_end(self) -> RunControl:
-        """The run that was started, when it is over."""
+        """Wait until the started run ends, and return it."""
         run = self.kfp.wait_for_run(timeout_s=30)
         assert run.ended.wait(RUN_TIMEOUT_S), run.state
         return run
@@ -141,7 +141,7 @@ def test_new_class_is_proposed_trained_deployed_and_recognized(product: Product)
 
     assert product.clicks(EVE, prompt, "Train") == 200
     until(lambda: product.slack.ephemeral)
-    assert product.kfp.runs == [], "who is not on the list starts nothing"
+    assert product.kfp.runs == [], "an unauthorized person starts no run"
     for _ in range(2):
         assert product.clicks(ADA, prompt, "Train") == 200
 
@@ -155,7 +155,7 @@ def test_new_class_is_proposed_trained_deployed_and_recognized(product: Product)
     assert product.slack.uploads, "the confusion matrix"
     answer = product.recognises("9")
     assert (answer["pred"], answer["version"]) == ("9", status["champion"])
-    assert product.watch()["action"] == "nothing", "what was trained on is known from the release"
+    assert product.watch()["action"] == "nothing", "the release records what it was trained on"
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ def test_held_model_can_be_promoted_by_an_authorized_person(product: Product) ->
 def test_failed_deployment_keeps_the_champion_and_is_reported(product: Product) -> None:
     first = product.status()["champion"]
     product.add_images("9", digit="9")
-    # Where the release is to go now, the ports are taken: by the server of the champion.
+    # The champion's server occupies the ports that the new release needs.
     product.executor.overrides["workdir"] = str(product.bench.directory / "elsewhere")
     product.watch()
     prompt = product.question()

@@ -1,4 +1,4 @@
-"""One of several processes that move a champion's pointer; it imports no torch, which each process would load anew."""
+"""One of several processes that move a champion's pointer; it does not import torch, to start fast."""
 
 from multiprocessing.synchronize import Barrier
 from multiprocessing.synchronize import Event as Stop

@@ -93,7 +93,7 @@ def predict(
 
 
 def _with_champion(error: ServerUnreachableError, settings: Settings) -> EvernearError:
-    """``error``, or what to do first if there is nothing that a server could be started with."""
+    """Return ``error``, or the first step to take if no server can be started yet."""
     from evernear.release.registry import Registry
     from evernear.store import open_store
 

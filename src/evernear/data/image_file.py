@@ -141,7 +141,7 @@ def _inspect_png(data: bytes, name: str) -> EncodedImage:
             continue
         pixels_ended = bool(pixels)
         if kind == b"acTL" and not pixels and int.from_bytes(data[start : start + 4]) > 1:
-            raise DataError(f"{name} is animated; a single image is wanted.")
+            raise DataError(f"{name} is animated; a single image is expected.")
         if kind == b"eXIf":
             orientation = _orientation(data[start:stop].removeprefix(_EXIF))
         elif kind == b"IHDR" or (kind in (b"PLTE", b"tRNS") and not pixels):
@@ -261,7 +261,7 @@ def _inspect_webp(data: bytes, name: str) -> EncodedImage:
     for kind, start, stop in _webp_chunks(data, name):
         flags = data[start] if kind == b"VP8X" and start < stop else 0
         if kind in (b"ANIM", b"ANMF") or flags & _WEBP_ANIMATION:
-            raise DataError(f"{name} is animated; a single image is wanted.")
+            raise DataError(f"{name} is animated; a single image is expected.")
         if kind == b"EXIF":
             orientation = _orientation(data[start:stop].removeprefix(_EXIF))
         elif kind == b"ALPH" and image is None and alpha is None:

@@ -157,7 +157,7 @@ def ingest(settings: DataSettings, store_uri: str, report: Callable[[str], None]
 def _dataset_name(settings: DataSettings, source: ArraySource | FileSource) -> str:
     name = settings.dataset or source.name
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,62}", name):
-        raise SettingsError(f"data.dataset={name!r} is no name: use lower-case letters, digits, '.', '_' and '-'.")
+        raise SettingsError(f"data.dataset={name!r} is not valid: use lower-case letters, digits, '.', '_' and '-'.")
     return name
 
 

@@ -41,13 +41,13 @@ _PROBLEMS = {
         "see",
     ),
     "duplicate": (
-        "image is there more than once and was used once",
-        "images are there more than once and were used once",
+        "image occurs more than once and was used once",
+        "images occur more than once and were used once",
         "see",
     ),
     "duplicate_across_splits": (
         "image is in several splits and was added to one of them",
-        "images are in several splits and were added to one of them each",
+        "images are in several splits, and each was added to one of them",
         "keep one of",
     ),
     "conflicting_labels": (

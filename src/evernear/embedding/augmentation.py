@@ -50,7 +50,7 @@ def random_shift(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def random_affine(images: Tensor, generator: torch.Generator, elastic: bool = False) -> Tensor:
-    """Rotate, scale, shear and shift each image of (N, C, H, W) by random amounts of its own.
+    """Rotate, scale, shear and shift each image of (N, C, H, W) by independent random amounts.
 
     With ``elastic``, also displace a coarse grid of control points and interpolate between them by cubic splines
     (Ronneberger et al. 2015, section 3.1, arXiv:1505.04597; for digits Simard et al. 2003, "Best Practices for

@@ -53,7 +53,7 @@ class TrainingImages:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield images (N, C, H, W) and classes (N,) without end, with N exactly ``batch_size``.
 
-        The train split is repeated, shuffled anew on each pass, so that a small dataset fills an epoch of any length
+        The train split is repeated, and reshuffled on each pass, so that a small dataset fills an epoch of any length
         and every process gets the same number of batches.
         """
         pending: list[tuple[NDArray[np.uint8], NDArray[np.int64]]] = []

@@ -42,8 +42,9 @@ def embed(
 
     With a ``store``, embeddings are cached there; see `evernear.embedding.embedding_cache`. ``untrained`` are classes
     that the network was not trained on. Their train images join the gallery: a class needs many neighbors because a
-    network scatters images of classes that it never saw. Of digits 9, new to a network, 73% were called unknown with 19
-    images of the gallery split, and 40% with the 126 of the train split added. A frozen network was trained on none.
+    network scatters images of classes that it never saw. Of images of the digit 9, new to a
+    network, 73% were called unknown with 19 images of the gallery split, and 40% with the 126 of the train split added.
+    A frozen network was trained on none.
 
     Raises:
         IntegrityError: the network does not match its description or takes images of another shape, or the cache is

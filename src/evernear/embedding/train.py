@@ -5,9 +5,9 @@ killed and resumed. The randomness of an epoch depends on (seed, epoch, process)
 the order of floating-point additions.
 
 A checkpoint is the object ``checkpoints/<key>/state.pt`` in the store. Its key is a hash of everything that determines
-the weights, so a training resumes only from a checkpoint of its own inputs. The last checkpoint has no optimizer state.
-It remains in the store so that a pipeline that failed in a later step does not train again. ``checkpoints/`` may be
-deleted at any time.
+the weights, so a training resumes only from a checkpoint with the same inputs. The last checkpoint has no optimizer
+state. It remains in the store so that a pipeline that failed in a later step does not train again. ``checkpoints/`` may
+be deleted at any time.
 """
 
 import hashlib
@@ -475,8 +475,8 @@ def measure_flips(
     """Compare the accuracy on the mirrored gallery with that on the gallery, of a network trained without flips.
 
     Where the mirror image of a class is as likely as the image itself, as of a photographed dog, the network recognizes
-    both alike. A mirrored digit is another sign, and the network fails on it. A flip is harmless if the accuracy above
-    chance falls by less than `FLIP_TOLERANCE` plus two standard errors.
+    both alike. A mirrored digit is a different symbol, and the network fails on it. A flip is harmless if the accuracy
+    above chance falls by less than `FLIP_TOLERANCE` plus two standard errors.
 
     Returns:
         Nothing while the accuracy is less than `SEEN` standard errors above chance: no difference would be seen.

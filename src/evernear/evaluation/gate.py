@@ -11,7 +11,7 @@ Paired test (`no_worse`)
     the usual 0.05 because the two errors differ in cost: a good candidate that is held waits for the next run, but a
     bad one that passes goes live.
 
-    Measured with planted models on 10,000 queries at 99.6% accuracy (``benchmarks/gate.py``,
+    Measured with simulated models on 10,000 queries at 99.6% accuracy (``benchmarks/gate.py``,
     ``benchmarks/results/gate.md``): the rule holds a model 0.3 points worse 99.3% of the time if 60% of the errors are
     shared, as between two seeds of one recipe, and 93.5% if none are (at 0.05: 98.6% and 88.4%). It holds equal models
     7.5% and 9.0% of the time, and never held a model 0.3 points better. Without shared errors, no test on right and

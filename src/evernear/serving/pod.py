@@ -107,7 +107,7 @@ def serve(settings: Settings, *, without_token: bool = False) -> NoReturn:
     """
     if not _is_alone(_archive(settings)):
         raise ServingError(
-            f"{settings.workdir} has no release, or something beside it; run `evernear pod fetch` before."
+            f"{settings.workdir} has no release, or other files beside it; run `evernear pod fetch` first."
         )
     token_file = _token_file(without_token)
     serving = settings.serving
@@ -133,7 +133,7 @@ def release(settings: Settings) -> ReleaseParts:
     """
     manifest = _release_dir(settings) / MANIFEST_FILE
     if not manifest.is_file():
-        raise ServingError(f"{settings.workdir} has no release; run `evernear pod fetch` before.")
+        raise ServingError(f"{settings.workdir} has no release; run `evernear pod fetch` first.")
     return ReleaseParts(ReleaseManifest.load(manifest), manifest.parent)
 
 

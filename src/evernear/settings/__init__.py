@@ -1,4 +1,4 @@
-"""All settings of evernear: frozen pydantic models, one section per room.
+"""All settings of evernear: frozen pydantic models, one per section.
 
 They are read in this order, later ones win: the defaults, ``--preset``, ``--config FILE`` (TOML), the environment
 (``EVERNEAR_TRAIN__EPOCHS=3``), ``--set train.epochs=3``. An unknown key is an error that names the nearest known one.
@@ -90,7 +90,7 @@ class RunSettings(Section):
 
 
 class Settings(RunSettings):
-    """All settings: those of a run, and those of what starts runs."""
+    """All settings: those of a run and those of the triggers."""
 
     log_format: Literal["text", "json"] = Field(
         default="text",

@@ -1,4 +1,4 @@
-"""What the sections of the settings share."""
+"""The base class and the limits that the settings sections share."""
 
 from typing import Annotated
 

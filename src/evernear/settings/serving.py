@@ -1,4 +1,4 @@
-"""Settings of what answers predictions: TorchServe, the preprocessing server and the Kubernetes Deployment."""
+"""Settings of the servers: TorchServe, the preprocessing server and the Kubernetes Deployment."""
 
 from typing import Literal, Self
 

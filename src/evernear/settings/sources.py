@@ -1,4 +1,4 @@
-"""Where settings come from, and what an invalid one says."""
+"""The sources of settings, and the error messages for invalid ones."""
 
 import difflib
 import os
@@ -111,7 +111,7 @@ def environment(model: type[BaseModel], variables: Mapping[str, str] = os.enviro
 
 
 def assignments(model: type[BaseModel], words: Iterable[str]) -> Tree:
-    """The settings in words such as ``train.epochs=3``; of two for one setting the last one counts.
+    """The settings in words such as ``train.epochs=3``; the last assignment of a setting wins.
 
     Raises:
         SettingsError: a word has no ``=``.

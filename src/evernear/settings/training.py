@@ -61,7 +61,7 @@ class DataSettings(Section):
 class ClassSettings(Section):
     """Classes of the champion that were removed or renamed on purpose. Entries that it does not have are ignored."""
 
-    retired: tuple[str, ...] = Field(default=(), description="Classes that new releases need not know any more.")
+    retired: tuple[str, ...] = Field(default=(), description="Classes that new releases no longer need to know.")
     renamed: dict[str, str] = Field(default={}, description="New name of each renamed class.")
 
     @model_validator(mode="after")
@@ -82,7 +82,7 @@ class ClassSettings(Section):
 
     @property
     def gone(self) -> tuple[str, ...]:
-        """Names that no image may have any more."""
+        """Names that images may no longer have."""
         return (*self.retired, *self.renamed)
 
 

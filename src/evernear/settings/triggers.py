@@ -1,4 +1,4 @@
-"""Settings of what starts runs: Kubeflow Pipelines, Slack and the watcher."""
+"""Settings of the triggers: Kubeflow Pipelines, Slack and the watcher."""
 
 from pathlib import Path
 from typing import Literal

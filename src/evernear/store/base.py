@@ -69,7 +69,7 @@ class Store(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """Delete an object; a missing one is no error."""
+        """Delete an object; a missing one is not an error."""
         ...
 
 

@@ -73,7 +73,7 @@ class ConditionalWriter:
 
     @cached_property
     def race_winners(self) -> tuple[int, int]:
-        """How many of eight concurrent writers succeed to create an object, and to replace it.
+        """How many of eight concurrent writers succeed in creating an object, and in replacing it.
 
         1 and 1 is compare-and-swap. 0 is a server that rejects the condition, more than 1 is one that ignores it, or
         that checks and writes in two steps.
@@ -218,7 +218,7 @@ class ConditionalWriter:
             if time.monotonic() > deadline:
                 raise TransientStoreError(
                     f"Another writer holds s3://{self._bucket}/{min(others)}; run again. If none is running, one was"
-                    f" killed: its lease ends by itself after {_STALE_AFTER.seconds // 60} minutes."
+                    f" killed: its lease expires after {_STALE_AFTER.seconds // 60} minutes."
                 )
             time.sleep(random.uniform(*_LEASE_RETRY_PAUSE_S))  # noqa: S311 (no secret)
 

@@ -76,7 +76,7 @@ class FileStore(Store):
                 yield from (p.name for p in self.root.iterdir() if p.is_dir() and p.name[0] != ".")
 
     def delete(self, key: str) -> None:
-        """Delete an object; a missing one is no error."""
+        """Delete an object; a missing one is not an error."""
         path = self.path(key)
         with disk_errors(path), self._lock():
             path.unlink(missing_ok=True)

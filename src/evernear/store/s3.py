@@ -93,7 +93,7 @@ class S3Store(Store):
                     yield segment
 
     def delete(self, key: str) -> None:
-        """Delete an object; a missing one is no error."""
+        """Delete an object; a missing one is not an error."""
         with self._connection.errors("s3:DeleteObject", self.bucket, self._prefix + key):
             self._client.remove_object(self.bucket, self._prefix + key)
 

@@ -147,7 +147,7 @@ def stranger(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.mark.usefixtures("quick")
 def test_foreign_and_unreachable_servers_are_reported(stranger: str, bare: Path) -> None:
     cluster = Cluster.of(SETTINGS)
-    with pytest.raises(ClusterError, match=rf"^The server at {stranger} is no Kubernetes API server\.$"):
+    with pytest.raises(ClusterError, match=rf"^The server at {stranger} is not a Kubernetes API server\.$"):
         cluster.get("Deployment", "x")
     kubeconfig = bare / "config"
     kubeconfig.write_text(kubeconfig.read_text().replace(stranger, "http://127.0.0.1:1"))

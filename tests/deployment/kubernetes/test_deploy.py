@@ -264,7 +264,7 @@ def test_field_conflicts_are_reported_before_any_change(site: Site, releases: tu
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: no cleanup follows."""
+    """Simulates SIGKILL: no cleanup follows."""
 
 
 @pytest.mark.parametrize(

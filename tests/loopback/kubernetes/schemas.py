@@ -14,7 +14,7 @@ from loopback.kubernetes.status import ApiError, Cause, bad_request, invalid
 Schema = dict[str, Any]
 _META = "io.k8s.apimachinery.pkg.apis.meta.v1."
 _CORE = "io.k8s.api.core.v1."
-# Constraints of the server's Go types that the published schemas missing.
+# Constraints of the server's Go types that the published schemas omit.
 _PATTERNS = {
     _META + "Time": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)$",
     _META + "MicroTime": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}(Z|[+-]\d\d:\d\d)$",

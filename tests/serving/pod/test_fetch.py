@@ -127,7 +127,7 @@ def test_serve_rejects_files_beside_the_release_until_the_next_fetch(
     sha256 = sha256_file(release.archive)
     pod.fetch(release.version, sha256, settings)
     make(archive_in(settings).with_name("x.mar"))
-    with pytest.raises(ServingError, match="or something beside it; run `evernear pod fetch` before"):
+    with pytest.raises(ServingError, match="or other files beside it; run `evernear pod fetch` first"):
         pod.serve(settings, without_token=True)
     pod.fetch(release.version, sha256, settings)
     assert list(archive_in(settings).parent.iterdir()) == [archive_in(settings)]

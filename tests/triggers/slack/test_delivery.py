@@ -231,7 +231,7 @@ def test_start_is_given_up_after_the_timeout(bot: Bot, slack: SlackServer, runs:
     assert "Given up after 1 h 0 min; repeat the command." in prompt.text
     runs.is_down = False
     bot.poll(600)
-    assert runs.started == {}, "a run that nobody expects any longer is not started"
+    assert runs.started == {}, "an outdated request starts no run"
     assert bot.audit()[-1]["result"] == "failed"
 
 

@@ -184,7 +184,7 @@ def test_missing_or_wrong_token_is_named(settings: Settings, monkeypatch: pytest
     with pytest.raises(SettingsError, match="SLACK_APP_TOKEN is missing"):
         serve(settings, MemoryRuns(), threading.Event())
     monkeypatch.setenv("SLACK_BOT_TOKEN", "xoxp-of-a-user")
-    with pytest.raises(SettingsError, match="SLACK_BOT_TOKEN is not the right token: it has to begin with xoxb-"):
+    with pytest.raises(SettingsError, match="SLACK_BOT_TOKEN is not the right token: it must begin with xoxb-"):
         serve(settings, MemoryRuns(), threading.Event())
 
 

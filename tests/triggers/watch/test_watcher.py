@@ -70,7 +70,9 @@ def test_declined_proposal_is_repeated_after_the_cooldown_or_growth(world: World
     world.wait(hours=3)
     report = world.watcher(**watch).check()
     assert report.proposal is None
-    assert report.reasons[-1].startswith(f"Proposal {first.id} was declined; an equal one follows after 2027-03-01 18")
+    assert report.reasons[-1].startswith(
+        f"Proposal {first.id} was declined; it may be proposed again after 2027-03-01 18"
+    )
 
     world.add("3", MANY[200:])  # twice as many
     report = world.watcher(**watch).check()
@@ -320,7 +322,7 @@ def test_failed_run_is_repeated_after_the_cooldown(world: World) -> None:
     world.watcher(policy="start").check()
     world.runs.end("run-1", State.FAILED)
     world.save_outcome("run-1", "failed")
-    assert "was started; an equal one follows after" in world.watcher(policy="start").check().reasons[-1]
+    assert "was started; it may be proposed again after" in world.watcher(policy="start").check().reasons[-1]
     world.wait(hours=6)
     world.watcher(policy="start").check()
     assert [run.id for run in world.runs.runs] == ["run-1", "run-2"]

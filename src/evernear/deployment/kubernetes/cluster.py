@@ -139,7 +139,7 @@ class Cluster:
         return self._call("PUT", self._path(manifest["kind"], manifest["metadata"]["name"]), manifest)
 
     def delete(self, kind: str, name: str) -> None:
-        """Delete an object and its dependents; an absent object is no error."""
+        """Delete an object and its dependents; an absent object is not an error."""
         try:
             self._call("DELETE", self._path(kind, name), query={"propagationPolicy": "Background"})
         except _NotFoundError:
@@ -232,7 +232,7 @@ class Cluster:
         with self._errors():
             content = self._send(method, path, body, query, content_type)
         if not isinstance(content, dict):
-            raise ClusterError(f"The server at {self.host} is no Kubernetes API server.")
+            raise ClusterError(f"The server at {self.host} is not a Kubernetes API server.")
         return cast("Tree", content)
 
     def _send(

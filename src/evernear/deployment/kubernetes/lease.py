@@ -67,7 +67,7 @@ class LeaseLock:
         self._released.set()
         self._thread.join()
         if self._lost is None:
-            with suppress(ClusterError):  # it expires by itself
+            with suppress(ClusterError):  # it expires on its own
                 self._cluster.replace(self._manifest | {"spec": {**self._manifest["spec"], "holderIdentity": ""}})
 
     def _take_when_free(self) -> Tree:

@@ -1,6 +1,6 @@
 """A hardened KServe model server.
 
-KServe 0.21 by itself listens on all addresses, accepts bodies of any size, lets anyone unload the model through
+By default, KServe 0.21 listens on all addresses, accepts bodies of any size, lets anyone unload the model through
 ``/v2/repository``, and answers malformed requests with 500 and a traceback in the log.
 """
 

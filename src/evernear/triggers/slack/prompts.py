@@ -183,7 +183,7 @@ def _answer(call: Call, request: Request, answer: State) -> None:
     """Write the answer if the request is pending.
 
     Raises:
-        RequestRefusedError: the request has expired, or somebody answered otherwise before.
+        RequestRefusedError: the request has expired, or someone answered it differently first.
     """
     services, person = call.services, call.caller.person
     if request.state == "pending" and not request.is_expired(services.clock()):

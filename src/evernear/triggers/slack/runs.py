@@ -191,7 +191,7 @@ def not_started(request: Request, error: str) -> Message:
 
 
 def status(request: Request, run: Run, outcome: Outcome | None, can_stop: bool) -> Message:
-    """The run in brief: the message in the channel, above the thread."""
+    """The summary of the run: the message in the channel, above the thread."""
     if run.state.is_final:
         emoji, result = _result(run, outcome)
         text = f"{emoji} *{escape(result)}* after {duration(_age(run))}. The thread has the verdict."

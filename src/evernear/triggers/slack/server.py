@@ -90,7 +90,7 @@ def _secret(name: str, prefix: str) -> str:
     if not value:
         raise SettingsError(f"{name} is missing; set it, or {name}_FILE to a file that contains it (docs/slack.md).")
     if not value.startswith(prefix):
-        raise SettingsError(f"{name} is not the right token: it has to begin with {prefix}.")
+        raise SettingsError(f"{name} is not the right token: it must begin with {prefix}.")
     return value
 
 

@@ -113,7 +113,7 @@ class ProposalService:
         until = (last.answered or last.created) + self._cooldown
         if now < until:
             return (
-                f"Proposal {last.id} was {last.state}; an equal one follows after {until:%Y-%m-%d %H:%M} UTC,"
+                f"Proposal {last.id} was {last.state}; it may be proposed again after {until:%Y-%m-%d %H:%M} UTC,"
                 " or earlier if the figures grow."
             )
         if self._was_held(last, observation):
