@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     arguments = parser.parse_args()
 
-    here, step = machine.describe(), reference_step(arguments.airbench)
+    machine_info, step = machine.describe(), reference_step(arguments.airbench)
     with tempfile.TemporaryDirectory() as scratch:
         dataset = ingested(arguments.source, Path(scratch) / "dataset", "default", *arguments.set)
         runs = []
@@ -57,7 +57,7 @@ def main() -> None:
             ]
         ]
         heading = ["accuracy, mean of seeds", "95% interval", "training", "passes of airbench94's network"]
-        machine.write("color", here, {"summary": summary, "runs": runs}, [heading, *rows])
+        machine.write("color", machine_info, {"summary": summary, "runs": runs}, [heading, *rows])
 
 
 def reference_step(checkout: Path) -> Callable[[], None]:

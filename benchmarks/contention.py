@@ -202,7 +202,7 @@ def own_and_all_cpu_s() -> tuple[float, float]:
     times, own = psutil.cpu_times(), psutil.Process()
     alive = [child.cpu_times() for child in own.children()]
     ended = own.cpu_times()
-    spent = sum(each.user + each.system for each in alive) + ended.children_user + ended.children_system
+    spent = sum(process.user + process.system for process in alive) + ended.children_user + ended.children_system
     return spent, times.user + times.nice + times.system
 
 

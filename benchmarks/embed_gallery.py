@@ -52,7 +52,7 @@ def compared(dataset: Dataset, settings: Settings, scratch: Path, repeats: int) 
     export(scratch / "trained", dataset, scratch / "network", settings.train.parity_tolerance)
     plain = torch.jit.load(scratch / "network" / NETWORK_FILE).eval()
 
-    def ours() -> None:
+    def evernear_speed() -> None:
         embed(scratch / "network", dataset, scratch / "embeddings", ("gallery",))
 
     def baseline() -> None:
@@ -61,7 +61,7 @@ def compared(dataset: Dataset, settings: Settings, scratch: Path, repeats: int) 
 
     speeds: dict[str, list[float]] = {"evernear": [], "plain": []}
     for _ in range(repeats):
-        for name, work in (("evernear", ours), ("plain", baseline)):
+        for name, work in (("evernear", evernear_speed), ("plain", baseline)):
             speeds[name].append(dataset.count("gallery") / seconds(work))
     best = {name: max(values) for name, values in speeds.items()}
     return {

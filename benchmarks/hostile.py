@@ -50,7 +50,7 @@ Malformed = Callable[[random.Random], Request]
 
 
 @dataclass
-class Seen:
+class Recorded:
     """Responses and the latencies of valid requests."""
 
     latencies_s: dict[str, list[float]] = field(default_factory=lambda: {"hostile": [], "quiet": [], "half": []})
@@ -79,7 +79,7 @@ def main() -> None:
             rows.append({"server": name, **measure(front, pids, arguments)})
             print(rows[-1], flush=True)
             if name != "TorchServe, no forms":
-                heavy_rows += [{"server": name, **each} for each in beside_heavy_ones(front, pids, files)]
+                heavy_rows += [{"server": name, **entry} for entry in beside_heavy_ones(front, pids, files)]
     table = [
         [
             "server",
@@ -154,10 +154,10 @@ def fronts(
 def without_forms(malformed: Malformed) -> Malformed:
     """Return only bodies that TorchServe's frontend forwards unchanged; it parses forms."""
 
-    def make(dice: random.Random) -> Request:
-        request = malformed(dice)
+    def make(rng: random.Random) -> Request:
+        request = malformed(rng)
         while any(b"form" in value for _, value in request.headers):
-            request = malformed(dice)
+            request = malformed(rng)
         return request
 
     return make
@@ -182,26 +182,26 @@ def prep_process(served: Served) -> Iterator[tuple[int, int]]:
 
 def measure(front: Front, pids: list[int], arguments: argparse.Namespace) -> dict[str, Any]:
     """Send batches of all kinds until every body has been sent."""
-    dice, seen, sent = random.Random(arguments.seed), Seen(), 0
+    rng, recorded, sent = random.Random(arguments.seed), Recorded(), 0
     for _ in range(BLOCK):
         front.send([front.good] * GOOD)
     while sent < arguments.bodies:
         for kind, others in (("hostile", GOOD), ("quiet", GOOD), ("half", 0)):
             for _ in range(BLOCK):
-                beside = [front.malformed(dice) for _ in range(others)] if kind == "hostile" else [front.good] * others
+                beside = [front.malformed(rng) for _ in range(others)] if kind == "hostile" else [front.good] * others
                 sent += len(beside) if kind == "hostile" else 0
-                send(front, kind, beside, dice, seen)
-    for fault in seen.faults[:20]:
+                send(front, kind, beside, rng, recorded)
+    for fault in recorded.faults[:20]:
         print(fault, flush=True)
-    p50 = {kind: seen.percentile_ms(kind, 0.50) for kind in seen.latencies_s}
-    p99 = {kind: seen.percentile_ms(kind, 0.99) for kind in seen.latencies_s}
+    p50 = {kind: recorded.percentile_ms(kind, 0.50) for kind in recorded.latencies_s}
+    p99 = {kind: recorded.percentile_ms(kind, 0.99) for kind in recorded.latencies_s}
     return {
         "bodies": sent,
-        "refused": sum(count for status, count in seen.statuses.items() if 400 <= status < 500),
-        "answered": seen.statuses[200],
-        "failed": sum(count for status, count in seen.statuses.items() if status == 0 or status >= 500),
-        "good": len(seen.latencies_s["hostile"]),
-        "lost": seen.lost,
+        "refused": sum(count for status, count in recorded.statuses.items() if 400 <= status < 500),
+        "answered": recorded.statuses[200],
+        "failed": sum(count for status, count in recorded.statuses.items() if status == 0 or status >= 500),
+        "good": len(recorded.latencies_s["hostile"]),
+        "lost": recorded.lost,
         "died": sum(not psutil.pid_exists(pid) for pid in pids),
         "p50_ms": p50,
         "p99_ms": p99,
@@ -211,20 +211,20 @@ def measure(front: Front, pids: list[int], arguments: argparse.Namespace) -> dic
     }
 
 
-def send(front: Front, kind: str, beside: list[Request], dice: random.Random, seen: Seen) -> None:
+def send(front: Front, kind: str, beside: list[Request], rng: random.Random, recorded: Recorded) -> None:
     batch = [(False, request) for request in beside] + [(True, front.good)] * GOOD
-    dice.shuffle(batch)
+    rng.shuffle(batch)
     answers = front.send([request for _, request in batch])
     for (is_good, request), answer in zip(batch, answers, strict=True):
         if is_good:
-            seen.latencies_s[kind].append(answer.latency_s)
+            recorded.latencies_s[kind].append(answer.latency_s)
             if not front.is_right(answer):
-                seen.lost += 1
-                seen.faults.append(f"lost: {answer}")
+                recorded.lost += 1
+                recorded.faults.append(f"lost: {answer}")
         elif kind == "hostile":
-            seen.statuses[answer.status] += 1
+            recorded.statuses[answer.status] += 1
             if not is_refusal(answer):
-                seen.faults.append(f"{answer} for {request.body[:100]!r} {request.headers}")
+                recorded.faults.append(f"{answer} for {request.body[:100]!r} {request.headers}")
 
 
 def beside_heavy_ones(front: Front, pids: list[int], files: dict[str, bytes]) -> Iterator[dict[str, Any]]:
@@ -252,7 +252,7 @@ def _is_answer(answer: Answer) -> bool:
 def peak_bytes(pids: list[int]) -> int:
     """Return the sum of the processes' high-water marks."""
     status = [Path(f"/proc/{pid}/status").read_text() for pid in pids if psutil.pid_exists(pid)]
-    return sum(int(each.partition("VmHWM:")[2].split()[0]) * 1024 for each in status)
+    return sum(int(entry.partition("VmHWM:")[2].split()[0]) * 1024 for entry in status)
 
 
 if __name__ == "__main__":

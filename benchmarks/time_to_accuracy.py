@@ -56,9 +56,9 @@ def main() -> None:
         source_recipe.write_arrays(dataset, directory / "arrays")
         warm_up(dataset, directory)
         for seed in range(arguments.repeats):
-            runs += [ours("ours_1", SHORT, dataset, directory, seed, arguments.split)]
-            runs += theirs(dataset, directory, seed, arguments.split)
-            runs += [ours("ours_5", LONGER, dataset, directory, seed, arguments.split)]
+            runs += [train_evernear("ours_1", SHORT, dataset, directory, seed, arguments.split)]
+            runs += train_recipe(dataset, directory, seed, arguments.split)
+            runs += [train_evernear("ours_5", LONGER, dataset, directory, seed, arguments.split)]
             print(*runs[-4:], sep="\n", flush=True)
     summaries = {name: summarise([run for run in runs if run["name"] == name]) for name in NAMES}
     result = {
@@ -83,7 +83,7 @@ def warm_up(dataset: Dataset, directory: Path) -> None:
     train(dataset, SHORT, directory / "trained")
 
 
-def ours(
+def train_evernear(
     name: str, settings: TrainSettings, dataset: Dataset, directory: Path, seed: int, split: Literal["test", "query"]
 ) -> dict[str, Any]:
     started_s = time.perf_counter()
@@ -93,7 +93,7 @@ def ours(
     return {"name": name, "seed": seed, "duration_s": duration_s, **accuracies(dataset, split, network)}
 
 
-def theirs(dataset: Dataset, directory: Path, seed: int, split: Literal["test", "query"]) -> list[dict[str, Any]]:
+def train_recipe(dataset: Dataset, directory: Path, seed: int, split: Literal["test", "query"]) -> list[dict[str, Any]]:
     runs, duration_s, started_s = [], 0.0, time.perf_counter()
     recipe = source_recipe.epochs(directory / "arrays", len(dataset.labels), seed)
     for epoch, network in enumerate(islice(recipe, 5), start=1):

@@ -80,7 +80,7 @@ def _canonical(lengths: dict[int, int]) -> dict[int, str]:
     codes: dict[int, str] = {}
     code = 0
     for length in range(1, 16):
-        for symbol in sorted(symbol for symbol, each in lengths.items() if each == length):
+        for symbol in sorted(symbol for symbol, code_length in lengths.items() if code_length == length):
             codes[symbol] = format(code, f"0{length}b")
             code += 1
         code <<= 1
@@ -320,7 +320,7 @@ REFUSED = {
 def largest_valid_files(max_pixels: int) -> dict[str, Callable[[], bytes]]:
     """Files of ``max_pixels`` in every supported format, each with the most expensive content within the limits."""
     side = int(max_pixels**0.5)
-    made: dict[str, Callable[[], bytes]] = {
+    files: dict[str, Callable[[], bytes]] = {
         "PNG, RGBA, 16 bits": lambda: png(side, side, 16, RGBA),
         "PNG, RGBA, 16 bits, interlaced": lambda: png(side, side, 16, RGBA, interlaced=True),
         "PNG, RGBA, 16 bits, Paeth filter": lambda: png(side, side, 16, RGBA, row_filter=PAETH),
@@ -364,28 +364,28 @@ def largest_valid_files(max_pixels: int) -> dict[str, Callable[[], bytes]]:
         made["WebP, RGBA"] = lambda: webp("RGBA", (reduced, reduced), method=0)
         made["WebP, RGBA, lossless"] = lambda: webp("RGBA", (reduced, reduced), lossless=True, method=0, quality=0)
     for components, name in ((1, "gray"), (3, "RGB"), (4, "CMYK")):
-        made[f"JPEG, {name}, progressive, {MAX_SCANS} scans"] = lambda components=components: progressive(
+        files[f"JPEG, {name}, progressive, {MAX_SCANS} scans"] = lambda components=components: progressive(
             side, side, components, MAX_SCANS
         )
-    return made
+    return files
 
 
-def mutated(dice: random.Random, image: bytes) -> bytes:
+def mutated(rng: random.Random, image: bytes) -> bytes:
     """Damage an image file in one or several places."""
     data = bytearray(image)
-    for _ in range(dice.randint(1, 4)):
-        at = dice.randrange(len(data)) if data else 0
-        match dice.choice(["flip", "cut", "drop", "repeat", "insert", "marker"]):
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(data)) if data else 0
+        match rng.choice(["flip", "cut", "drop", "repeat", "insert", "marker"]):
             case "flip" if data:
-                data[at] ^= 1 << dice.randrange(8)
+                data[at] ^= 1 << rng.randrange(8)
             case "cut":
                 del data[at:]
             case "drop":
-                del data[at : at + dice.randrange(1, 64)]
+                del data[at : at + rng.randrange(1, 64)]
             case "repeat":
-                data[at:at] = data[at : at + dice.randrange(1, 64)]
+                data[at:at] = data[at : at + rng.randrange(1, 64)]
             case "marker":
-                data[at:at] = bytes([0xFF, dice.randrange(256)])
+                data[at:at] = bytes([0xFF, rng.randrange(256)])
             case _:
-                data[at:at] = dice.randbytes(dice.randrange(64))
+                data[at:at] = rng.randbytes(rng.randrange(64))
     return bytes(data)

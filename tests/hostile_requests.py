@@ -119,7 +119,7 @@ def kserve(port: int, image: bytes, pred: str) -> Front:
         path=b"/v1/models/embedding:predict",
         good=json_request({"instances": [{"data": _base64(image)}]}),
         is_right=lambda answer: (
-            answer.status == 200 and [each["pred"] for each in json.loads(answer.body)["predictions"]] == [pred]
+            answer.status == 200 and [entry["pred"] for entry in json.loads(answer.body)["predictions"]] == [pred]
         ),
         malformed=malformed_instances,
     )
@@ -205,113 +205,113 @@ ODD_HEADERS: tuple[Headers, ...] = (
 )
 
 
-def image(dice: random.Random) -> bytes:
+def image(rng: random.Random) -> bytes:
     """A damaged image, a decompression bomb, or data that is not an image."""
-    match dice.randrange(8):
+    match rng.randrange(8):
         case 0:
-            return dice.choice(BOMBS)
+            return rng.choice(BOMBS)
         case 1:
-            return junk(dice)
+            return junk(rng)
         case 2:
-            return _with_header(dice)
+            return _with_header(rng)
         case _:
-            return hostile.mutated(dice, dice.choice(REAL))
+            return hostile.mutated(rng, rng.choice(REAL))
 
 
-def junk(dice: random.Random, most: int = 24) -> bytes:
-    return dice.randbytes(dice.randrange(most + 1))
+def junk(rng: random.Random, most: int = 24) -> bytes:
+    return rng.randbytes(rng.randrange(most + 1))
 
 
-def _with_header(dice: random.Random) -> bytes:
+def _with_header(rng: random.Random) -> bytes:
     """A PNG with a forged header and a matching checksum."""
     whole = REAL[0]
-    side = dice.choice([1, 600, 20_000])
-    size = (dice.randrange(side).to_bytes(4), dice.randrange(side).to_bytes(4))
-    kind = bytes([dice.choice([1, 2, 4, 8, 16, 3]), dice.choice([0, 2, 3, 4, 6, 5]), 0, 0, dice.randrange(3)])
+    side = rng.choice([1, 600, 20_000])
+    size = (rng.randrange(side).to_bytes(4), rng.randrange(side).to_bytes(4))
+    kind = bytes([rng.choice([1, 2, 4, 8, 16, 3]), rng.choice([0, 2, 3, 4, 6, 5]), 0, 0, rng.randrange(3)])
     return whole[:8] + hostile.chunk(b"IHDR", b"".join(size) + kind) + whole[33:]
 
 
-def json_value(dice: random.Random, names: Sequence[str], depth: int = 0) -> Any:
+def json_value(rng: random.Random, names: Sequence[str], depth: int = 0) -> Any:
     """Random JSON that contains the names of a protocol."""
-    inner = [json_value(dice, names, depth + 1) for _ in range(dice.randrange(3))] if depth < 3 else []
-    leaves = [None, True, dice.random(), -1e400, junk(dice).decode("latin-1"), dice.randrange(10**30), _base64(REAL[0])]
-    return dice.choice([dict(zip(dice.choices(names, k=2), inner, strict=False)), inner, dice.choice(leaves)])
+    inner = [json_value(rng, names, depth + 1) for _ in range(rng.randrange(3))] if depth < 3 else []
+    leaves = [None, True, rng.random(), -1e400, junk(rng).decode("latin-1"), rng.randrange(10**30), _base64(REAL[0])]
+    return rng.choice([dict(zip(rng.choices(names, k=2), inner, strict=False)), inner, rng.choice(leaves)])
 
 
-def _broken_json(dice: random.Random) -> bytes:
+def _broken_json(rng: random.Random) -> bytes:
     """Truncated, endlessly nested or non-text JSON."""
-    whole = dice.choice([b'{"data": "AAAA"}', b'{"instances": [{"data": "AAAA"}]}', b'{"inputs": []}'])
-    match dice.randrange(5):
+    whole = rng.choice([b'{"data": "AAAA"}', b'{"instances": [{"data": "AAAA"}]}', b'{"inputs": []}'])
+    match rng.randrange(5):
         case 0:
-            return whole[: dice.randrange(len(whole))]
+            return whole[: rng.randrange(len(whole))]
         case 1:
-            return dice.choice([b"[", b'{"data":', b'{"instances":[']) * dice.choice([10, 100_000])
+            return rng.choice([b"[", b'{"data":', b'{"instances":[']) * rng.choice([10, 100_000])
         case 2:
-            return dice.choice([b'{"data":[', b'{"instances":[', b'{"inputs":[']) + b"{}," * 50_000 + b"{}]}"
+            return rng.choice([b'{"data":[', b'{"instances":[', b'{"inputs":[']) + b"{}," * 50_000 + b"{}]}"
         case 3:
-            return hostile.mutated(dice, whole)
+            return hostile.mutated(rng, whole)
         case _:
-            return whole.decode().encode(dice.choice(["utf-16", "utf-32"]))
+            return whole.decode().encode(rng.choice(["utf-16", "utf-32"]))
 
 
-def malformed_form(dice: random.Random) -> Request:
+def malformed_form(rng: random.Random) -> Request:
     """A malformed request for TorchServe: a body, a form or JSON."""
-    match dice.randrange(10):
+    match rng.randrange(10):
         case 0 | 1 | 2:
-            body = image(dice)
+            body = image(rng)
         case 3:
-            body = _broken_json(dice)
+            body = _broken_json(rng)
         case 4:
-            body = json.dumps(json_value(dice, ("data", "x"))).encode()
+            body = json.dumps(json_value(rng, ("data", "x"))).encode()
         case 5:
-            body = json.dumps({"data": _base64(image(dice))}).encode()
+            body = json.dumps({"data": _base64(image(rng))}).encode()
         case 6:
-            body = form(b"data", image(dice)).body
+            body = form(b"data", image(rng)).body
         case 7:
-            body = form(junk(dice), junk(dice), dice.choice([BOUNDARY, junk(dice)])).body
+            body = form(junk(rng), junk(rng), rng.choice([BOUNDARY, junk(rng)])).body
         case 8:
-            body = form(b"image", junk(dice)).body[: dice.randrange(120)]
+            body = form(b"image", junk(rng)).body[: rng.randrange(120)]
         case _:
-            body = b"data=%" + junk(dice) + b"&=&%%"
-    return Request(body, ((b"Content-Type", dice.choice(CONTENT_TYPES)), *dice.choice(ODD_HEADERS)))
+            body = b"data=%" + junk(rng) + b"&=&%%"
+    return Request(body, ((b"Content-Type", rng.choice(CONTENT_TYPES)), *rng.choice(ODD_HEADERS)))
 
 
-def malformed_data(dice: random.Random) -> Request:
+def malformed_data(rng: random.Random) -> Request:
     """A malformed request for the preprocessing server."""
-    path = dice.choice([b"/predict", b"/predict/label"])
-    match dice.randrange(6):
+    path = rng.choice([b"/predict", b"/predict/label"])
+    match rng.randrange(6):
         case 0:
-            body = _broken_json(dice)
+            body = _broken_json(rng)
         case 1:
-            body = json.dumps(json_value(dice, ("data", "x"))).encode()
+            body = json.dumps(json_value(rng, ("data", "x"))).encode()
         case 2:
-            body = image(dice)
+            body = image(rng)
         case _:
-            body = json.dumps({"data": _base64(image(dice))}).encode()
-    return Request(body, ((b"Content-Type", dice.choice(CONTENT_TYPES[:6])), *dice.choice(ODD_HEADERS)), path)
+            body = json.dumps({"data": _base64(image(rng))}).encode()
+    return Request(body, ((b"Content-Type", rng.choice(CONTENT_TYPES[:6])), *rng.choice(ODD_HEADERS)), path)
 
 
-def malformed_instances(dice: random.Random) -> Request:
+def malformed_instances(rng: random.Random) -> Request:
     """A malformed request for KServe, by protocol v1 or v2."""
     v1, v2 = b"/v1/models/embedding:predict", b"/v2/models/embedding/infer"
     names = ("instances", "inputs", "data", "name", "shape", "datatype", "parameters", "outputs", "id")
-    images = [_base64(image(dice)) for _ in range(dice.randrange(1, 4))]
-    path = dice.choice([v1, v2])
-    match dice.randrange(7):
+    images = [_base64(image(rng)) for _ in range(rng.randrange(1, 4))]
+    path = rng.choice([v1, v2])
+    match rng.randrange(7):
         case 0:
-            body = _broken_json(dice)
+            body = _broken_json(rng)
         case 1:
-            body = json.dumps(json_value(dice, names)).encode()
+            body = json.dumps(json_value(rng, names)).encode()
         case 2:
-            body = image(dice)
+            body = image(rng)
         case 3 | 4:
-            path, body = v1, json.dumps({"instances": [{"data": each} for each in images]}).encode()
+            path, body = v1, json.dumps({"instances": [{"data": entry} for entry in images]}).encode()
         case _:
             tensor = {"name": "images", "datatype": "BYTES", "shape": [len(images)], "data": images}
-            if dice.randrange(3) == 0:
-                tensor[dice.choice([*tensor])] = json_value(dice, names)
+            if rng.randrange(3) == 0:
+                tensor[rng.choice([*tensor])] = json_value(rng, names)
             path, body = v2, json.dumps({"inputs": [tensor]}).encode()
-    return Request(body, ((b"Content-Type", dice.choice(CONTENT_TYPES[:6])), *dice.choice(ODD_HEADERS)), path)
+    return Request(body, ((b"Content-Type", rng.choice(CONTENT_TYPES[:6])), *rng.choice(ODD_HEADERS)), path)
 
 
 def fuzz(front: Front, seconds: float, batch: int = 24) -> int:
@@ -322,8 +322,8 @@ def fuzz(front: Front, seconds: float, batch: int = 24) -> int:
     sent, end_s = 0, time.monotonic() + seconds
     while time.monotonic() < end_s:
         seed = random.SystemRandom().getrandbits(64)
-        dice = random.Random(seed)
-        requests = [front.malformed(dice) for _ in range(batch)]
+        rng = random.Random(seed)
+        requests = [front.malformed(rng) for _ in range(batch)]
         answers = front.send([*requests, *[front.good] * 8])
         for request, answer in zip(requests, answers, strict=False):
             assert is_refusal(answer), (seed, request, answer)

@@ -10,9 +10,9 @@ def free_ports(count: int) -> list[int]:
     """Ports that no process uses at this moment."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
 
 
 def wait_for_port(port: int, process: subprocess.Popen[bytes], timeout_s: float = 60) -> None:

@@ -108,9 +108,9 @@ def settings_on_free_ports(**changes: object) -> ServingSettings:
     names = [name for name in ServingSettings.model_fields if name.endswith("_port")]
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in names]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        ports = {name: each.getsockname()[1] for name, each in zip(names, sockets, strict=True)}
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        ports = {name: sock.getsockname()[1] for name, sock in zip(names, sockets, strict=True)}
     return ServingSettings.model_validate(ports | changes)
 
 

@@ -16,9 +16,9 @@ import yaml
 
 LOCAL = Path(__file__).parents[1] / "deploy/overlays/local"
 SERVER = next(
-    each["spec"]["template"]["spec"]
-    for each in yaml.safe_load_all((LOCAL / "seaweedfs.yaml").read_text())
-    if each["kind"] == "Deployment"
+    document["spec"]["template"]["spec"]
+    for document in yaml.safe_load_all((LOCAL / "seaweedfs.yaml").read_text())
+    if document["kind"] == "Deployment"
 )
 PORTS = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
 S3_PORTS = ("s3.port", "s3.port.grpc")
@@ -66,15 +66,15 @@ def seaweedfs(directory: Path, config: Path) -> Iterator[SeaweedFS]:
     names = (*PORTS, *S3_PORTS)
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in names]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        ports = {name: each.getsockname()[1] for name, each in zip(names, sockets, strict=True)}
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        ports = {name: sock.getsockname()[1] for name, sock in zip(names, sockets, strict=True)}
     places = {"/usr/bin/weed": str(binary), "-dir=/data": f"-dir={directory}"}
     places["-s3.config=/identities/s3.json"] = f"-s3.config={config}"
     words = [*container["command"], *container["args"]]
     assert places.keys() <= {*words}, "the manifest has changed"
     command = [*(places.get(word, word) for word in words), *(f"-{name}={port}" for name, port in ports.items())]
-    environment = os.environ | {each["name"]: each["value"] for each in container["env"]}
+    environment = os.environ | {sock["name"]: sock["value"] for sock in container["env"]}
     directory.mkdir(exist_ok=True)
     log = directory.with_suffix(".log")
     with log.open("ab") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:

@@ -25,10 +25,10 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_run_in_progress_has_step_and_message(run: Path, tmp_path: Path) -> None:
-    shown = progress(tmp_path)
-    assert shown
-    assert (shown.step, shown.directory, shown.started) == ("", str(run), STARTED)
-    assert str(shown).startswith("starting (since 2026-11-22 09:00:00 UTC, process ")
+    progress_line = progress(tmp_path)
+    assert progress_line
+    assert (progress_line.step, progress_line.directory, progress_line.started) == ("", str(run), STARTED)
+    assert str(progress_line).startswith("starting (since 2026-11-22 09:00:00 UTC, process ")
 
     events = [
         Event(at=STARTED, step="validate", kind="finished", message="no problems"),

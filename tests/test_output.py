@@ -66,9 +66,9 @@ def test_unprintable_characters_are_escaped() -> None:
 @given(st.text(st.characters(exclude_categories=())))
 @settings(deadline=None)
 def test_every_text_becomes_one_encodable_line(text: str) -> None:
-    shown = printable(text)
-    assert shown.isprintable()
-    shown.encode()  # fails for a surrogate
+    output = printable(text)
+    assert output.isprintable()
+    output.encode()  # fails for a surrogate
 
 
 def test_line_and_json_output(capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,8 +227,8 @@ def test_registry_output_is_escaped(
         return record.model_copy(update={"manifest": record.manifest.model_copy(update=fields)})
 
     monkeypatch.setattr(Registry, "get", renamed)
-    shown = invoke("show", release.version)
-    assert shown.count(read) >= 2
+    output = invoke("show", release.version)
+    assert output.count(read) >= 2
     assert json.loads(invoke("show", release.version, "--json"))["labels"][0] == name
 
 
@@ -237,9 +237,9 @@ def test_server_responses_are_escaped(capsys: pytest.CaptureFixture[str]) -> Non
     response = {"pred": HOSTILE, "dist": 0.5, "unknown": False, "neighbors": near, "version": HOSTILE}
     files = [(Path(HOSTILE), response), (Path("b.png"), DataError(HOSTILE))]
     predict._print_table(iter(files), alone=False)
-    shown = capsys.readouterr().out
-    assert_escaped(shown)
-    assert shown.count(SAFE) == 5
+    output = capsys.readouterr().out
+    assert_escaped(output)
+    assert output.count(SAFE) == 5
 
 
 def run(state: State) -> Run:

@@ -31,9 +31,9 @@ def user(uid: int) -> Iterator[None]:
 @pytest.fixture
 def shared_directory(tmp_path: Path) -> Path:
     """A world-writable directory like /tmp, with accessible parents."""
-    for each in (tmp_path, *tmp_path.parents):
-        if each.owner() == "root" and each != Path("/tmp"):
-            each.chmod(each.stat().st_mode | 0o711)
+    for parent in (tmp_path, *tmp_path.parents):
+        if parent.owner() == "root" and parent != Path("/tmp"):
+            parent.chmod(parent.stat().st_mode | 0o711)
     shared = tmp_path / "tmp"
     shared.mkdir()
     shared.chmod(0o1777)

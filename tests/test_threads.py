@@ -165,18 +165,19 @@ def test_threads_follow_a_kernel_limit(cgroup_of_one_cpu: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cpus", "ours", "processes", "each"), [(6, True, 2, "3"), (6, True, 4, "1"), (1, True, 2, "1"), (6, False, 2, "6")]
+    ("cpus", "training", "processes", "expected"),
+    [(6, True, 2, "3"), (6, True, 4, "1"), (1, True, 2, "1"), (6, False, 2, "6")],
 )
 def test_training_processes_divide_the_cpus(
-    monkeypatch: pytest.MonkeyPatch, cpus: int, ours: bool, processes: int, each: str
+    monkeypatch: pytest.MonkeyPatch, cpus: int, training: bool, processes: int, expected: str
 ) -> None:
     monkeypatch.setattr(threads, "available_cpus", lambda: cpus)
     monkeypatch.setenv(threads.THREADS, str(cpus))
     monkeypatch.delenv(threads.CHOSEN_THREADS, raising=False)
-    if ours:
+    if training:
         monkeypatch.delenv(threads.THREADS)
         threads.configure()
         monkeypatch.setenv(threads.CHOSEN_THREADS, os.environ[threads.CHOSEN_THREADS])  # restored after the test
     with threads.divide_between(processes):
-        assert os.environ[threads.THREADS] == each
+        assert os.environ[threads.THREADS] == expected
     assert os.environ[threads.THREADS] == str(cpus)

@@ -228,15 +228,15 @@ def table(result: dict[str, Any]) -> list[list[str]]:
 def notes(result: dict[str, Any]) -> list[str]:
     """Describe whether the targets are met, the latency of a single client, and the bottleneck under load."""
     rows, most = result["servers"], str(CONCURRENCIES[-1])
-    ours, ratios = rows["evernear"], result["ratios_to_naive"]["evernear"]
+    row, ratios = rows["evernear"], result["ratios_to_naive"]["evernear"]
     met = ratios[most]["rps"] >= TARGET_TIMES_RPS and ratios[most]["p99"] <= TARGET_P99_SHARE
-    met = met and ratios["1"]["rps"] >= 1 and not any(cell["non_2xx"] for cell in ours.values())
-    cores = ours[most]["cores"]
+    met = met and ratios["1"]["rps"] >= 1 and not any(cell["non_2xx"] for cell in row.values())
+    cores = row[most]["cores"]
     return [
         f"Target (at {most} clients {TARGET_TIMES_RPS} times naive and p99 at most {TARGET_P99_SHARE} of its, "
         f"alone not slower, no non-2xx): {'met' if met else 'missed'}, with {ratios[most]['rps']:.1f} times, "
         f"{ratios[most]['p99']:.3f} and {ratios['1']['rps']:.1f} times.",
-        f"A lone client's p50 is {ours['1']['p50_ms']:.1f} ms over REST, {rows['evernear gRPC']['1']['p50_ms']:.1f} "
+        f"A lone client's p50 is {row['1']['p50_ms']:.1f} ms over REST, {rows['evernear gRPC']['1']['p50_ms']:.1f} "
         f"over gRPC and {rows['in-process']['1']['p50_ms']:.1f} in process.",
         f"At {most} clients the Python worker takes {cores['python']:.2f} cores, TorchServe's "
         f"Java frontend {cores['frontend']:.2f} and the load generator {cores['load']:.2f} of {os.cpu_count()}; the "

@@ -98,9 +98,9 @@ def _pack_naive(network_dir: Path, index_dir: Path, dataset: Dataset, directory:
     store = directory / "model-store"
     store.mkdir(parents=True)
     (directory / "naive.json").write_text(json.dumps({"labels": dataset.labels, "size": dataset.shape[:2]}))
-    ours = faiss.read_index(str(index_dir / VECTORS_FILE))
-    flat = faiss.IndexFlatL2(ours.d)
-    flat.add(ours.reconstruct_n(0, ours.ntotal))
+    index = faiss.read_index(str(index_dir / VECTORS_FILE))
+    flat = faiss.IndexFlatL2(index.d)
+    flat.add(index.reconstruct_n(0, index.ntotal))
     faiss.write_index(flat, str(directory / VECTORS_FILE))
     extra = (directory / VECTORS_FILE, index_dir / LABELS_FILE, directory / "naive.json")
     options = {

@@ -121,9 +121,9 @@ def ports_of(settings: ServingSettings) -> dict[str, int]:
 def free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [each.getsockname()[1] for each in sockets]
+        for sock in sockets:
+            sock.bind((HOST, 0))
+        return [sock.getsockname()[1] for sock in sockets]
 
 
 def _posting(served: Served, port: int, path: str, *headers: str) -> Target:

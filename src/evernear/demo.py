@@ -53,9 +53,9 @@ def _recognize(settings: Settings, result: RunResult, console: Console) -> None:
     for label, path in unseen_images(dataset, settings.workdir / "demo-images"):
         answer = client.predict_file(path)
         neighbors = " ".join(f"{n['label']}:{n['dist']:.2f}" for n in answer["neighbors"][:SHOWN_NEIGHBORS])
-        shown = f"{answer['pred']} (unknown)" if answer["unknown"] else answer["pred"]
+        text = f"{answer['pred']} (unknown)" if answer["unknown"] else answer["pred"]
         color = "green" if answer["pred"] == label else "red"
-        cells = (path.name, ""), (label, ""), (shown, color), (f"{answer['dist']:.3f}", ""), (neighbors, "")
+        cells = (path.name, ""), (label, ""), (text, color), (f"{answer['dist']:.3f}", ""), (neighbors, "")
         table.add_row(*(Text(printable(text), style) for text, style in cells))
     console.print(table)
 

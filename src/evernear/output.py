@@ -25,9 +25,9 @@ def printable(text: str, limit: int | None = None) -> str:
 
     Text longer than ``limit`` characters is truncated and ends in "...". The function is idempotent.
     """
-    shown = text if limit is None else text[:limit]
-    escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
-    return escaped + "..." * (len(shown) < len(text))
+    shortened = text if limit is None else text[:limit]
+    escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shortened)
+    return escaped + "..." * (len(shortened) < len(text))
 
 
 def print_line(text: str = "", file: TextIO | None = None) -> None:

@@ -145,8 +145,8 @@ def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str)
         from evernear.embedding.export import training_dataset
 
         data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
-        seen = training_dataset(Path(network), data, opened).manifest.label_counts("train")
-        trained = chosen.classes.current_labels(label for label, count in seen.items() if count)
+        trained_labels = training_dataset(Path(network), data, opened).manifest.label_counts("train")
+        trained = chosen.classes.current_labels(label for label, count in trained_labels.items() if count)
         untrained = frozenset(data.labels).difference(trained)
         result = embed(Path(network), data, Path(embeddings), store=opened, untrained=untrained)
         computed = result.count - result.reused

@@ -53,30 +53,30 @@ def error_of(completed: subprocess.CompletedProcess[str], exit_code: int) -> str
 
 
 def test_show_prints_signature_and_lineage(packed: PackedRelease, system: System) -> None:
-    shown = json.loads(evernear("inspect", "show", packed.archive, "--json").stdout)
+    output = json.loads(evernear("inspect", "show", packed.archive, "--json").stdout)
     manifest, index = packed.manifest, describe_index(system.index_dir)
-    assert shown["version"] == packed.version
-    assert shown["network"]["inputs"] == [
+    assert output["version"] == packed.version
+    assert output["network"]["inputs"] == [
         {"name": "images", "dtype": "uint8", "shape": ["N", 1, 8, 8], "meaning": "0 to 255, NCHW"}
     ]
-    assert shown["network"]["outputs"][0]["shape"] == ["N", manifest.embedding_dim]
-    outputs = {value["name"]: (value["dtype"], value["shape"]) for value in shown["request"]["outputs"]}
+    assert output["network"]["outputs"][0]["shape"] == ["N", manifest.embedding_dim]
+    outputs = {value["name"]: (value["dtype"], value["shape"]) for value in output["request"]["outputs"]}
     assert outputs["neighbors.dist"] == ("float", [index.k])
     assert set(outputs) == {"pred", "dist", "unknown", "neighbors.label", "neighbors.dist", "version"}
-    assert (shown["index"]["factory"], shown["index"]["size"], shown["index"]["metric"]) == (
+    assert (output["index"]["factory"], output["index"]["size"], output["index"]["metric"]) == (
         "Flat",
         index.size,
         index.metric,
     )
-    assert shown["labels"] == list(manifest.labels)
-    assert shown["preprocessing"] == manifest.preprocessing.model_dump(mode="json")
-    assert shown["metrics"] == manifest.metrics
-    assert shown["verdict"] == {"promote": True, "reasons": ["A test says so."]}
-    assert shown["lineage"]["dataset_digest"] == system.dataset.digest
-    assert shown["lineage"]["source"] == "digits"
-    assert (shown["training"]["epochs"], shown["training"]["width"]) == (4, 4)
-    assert shown["lineage"]["git_commit"] == manifest.git_commit
-    assert shown["lineage"]["own_handler"] is True
+    assert output["labels"] == list(manifest.labels)
+    assert output["preprocessing"] == manifest.preprocessing.model_dump(mode="json")
+    assert output["metrics"] == manifest.metrics
+    assert output["verdict"] == {"promote": True, "reasons": ["A test says so."]}
+    assert output["lineage"]["dataset_digest"] == system.dataset.digest
+    assert output["lineage"]["source"] == "digits"
+    assert (output["training"]["epochs"], output["training"]["width"]) == (4, 4)
+    assert output["lineage"]["git_commit"] == manifest.git_commit
+    assert output["lineage"]["own_handler"] is True
 
     command = [Path(sys.executable).with_name("evernear"), "inspect", "show", packed.archive]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -115,14 +115,14 @@ def test_run_reproduces_the_stored_answers(
         assert bad == {"image": str(broken), "error": "The image is not a PNG, JPEG or WebP image."}
 
 
-def hostile(packed: PackedRelease, path: Path, proof: Path) -> PackedRelease:
+def hostile(packed: PackedRelease, path: Path, marker: Path) -> PackedRelease:
     """A release with valid hashes whose network (a pickle) and handler create the file ``proof`` if they are run."""
 
     class Payload:
         def __reduce__(self) -> tuple[object, ...]:
-            return Path.touch, (proof,)
+            return Path.touch, (marker,)
 
-    handler = f"from pathlib import Path\nPath({str(proof)!r}).touch()\n".encode()
+    handler = f"from pathlib import Path\nPath({str(marker)!r}).touch()\n".encode()
     return forge(packed, path, network_pt=pickle.dumps(Payload()), handler_py=handler)
 
 
@@ -148,21 +148,21 @@ def restamp(release: PackedRelease, path: Path) -> PackedRelease:
 def test_consistent_forgery_runs_no_code_without_trust(
     packed: PackedRelease, registry: Registry, image: Path, tmp_path: Path
 ) -> None:
-    proof = tmp_path / "proof"
-    evil = restamp(hostile(packed, tmp_path / "first.mar", proof), tmp_path / "evil.mar")
+    marker = tmp_path / "proof"
+    evil = restamp(hostile(packed, tmp_path / "first.mar", marker), tmp_path / "evil.mar")
     registry.publish(packed.archive)  # the same version with other content
 
-    shown = evernear("inspect", "show", evil.archive, "--json", store=registry.uri)
-    assert shown.returncode == 0, shown.stderr
-    assert json.loads(shown.stdout)["lineage"]["own_handler"] is False
+    output = evernear("inspect", "show", evil.archive, "--json", store=registry.uri)
+    assert output.returncode == 0, output.stderr
+    assert json.loads(output.stdout)["lineage"]["own_handler"] is False
     rejected = evernear("inspect", "run", evil.archive, "--image", image, store=registry.uri, cwd=tmp_path)
     assert "can run arbitrary code" in error_of(rejected, 5)
-    assert not proof.exists()
+    assert not marker.exists()
 
     # Even with --trust, the handler does not run and a plain pickle is not accepted as a network.
     trusted = evernear("inspect", "run", evil.archive, "--image", image, "--trust", store=registry.uri, cwd=tmp_path)
     assert "is not a TorchScript network" in error_of(trusted, 5)
-    assert not proof.exists()
+    assert not marker.exists()
 
 
 def test_index_of_another_network_is_rejected(packed: PackedRelease, tmp_path: Path) -> None:
@@ -212,17 +212,17 @@ def test_show_escapes_control_characters(packed: PackedRelease, tmp_path: Path) 
     archive = forge(
         named, tmp_path / "odd.mar", index_json=json.dumps(index | {"labels": list(labels)}).encode()
     ).archive
-    shown = evernear("inspect", "show", archive)
-    assert shown.returncode == 0, shown.stderr
-    assert "\\x1b]0;owned" in shown.stdout
-    assert all(line.isprintable() for line in shown.stdout.splitlines())
+    output = evernear("inspect", "show", archive)
+    assert output.returncode == 0, output.stderr
+    assert "\\x1b]0;owned" in output.stdout
+    assert all(line.isprintable() for line in output.stdout.splitlines())
 
 
 def test_unknown_index_metric_is_rejected(packed: PackedRelease, tmp_path: Path) -> None:
     with zipfile.ZipFile(packed.archive) as members:
         index = json.loads(members.read("index.json"))
-    strange = json.dumps(index | {"metric": "hamming"}).encode()
-    archive = forge(packed, tmp_path / "strange.mar", index_json=strange).archive
+    unsupported = json.dumps(index | {"metric": "hamming"}).encode()
+    archive = forge(packed, tmp_path / "strange.mar", index_json=unsupported).archive
     error = error_of(evernear("inspect", "show", archive), 5)
     assert "index.json in" in error
     assert "is not a valid" in error

@@ -195,8 +195,8 @@ def test_wait_reports_the_failed_step_and_its_error(published: KfpServer, tmp_pa
     with pytest.raises(EvernearError, match=pattern):  # from the record in the store
         evernear("run", "--set", "task_cpu=fail", "--set", f"store={tmp_path.as_uri()}", "--wait")
     assert [run["state"] for run in evernear_json("status")["runs"]] == ["failed", "failed"]
-    shown = evernear("status", published.runs[-1].id)
-    assert "failed at train: The disk is full.\nNext: evernear pipeline run continuous-training\n" in shown
+    output = evernear("status", published.runs[-1].id)
+    assert "failed at train: The disk is full.\nNext: evernear pipeline run continuous-training\n" in output
 
 
 def test_stop_stops_a_run(published: KfpServer) -> None:

@@ -84,11 +84,11 @@ def test_promote_roll_back_list_and_prune(uri: str, releases: list[PackedRelease
     assert "the floor was wrong" in evernear("history", *options)
 
     manifest = releases[0].manifest
-    shown = evernear("show", first, *options)
-    assert re.search(r"\nsource +digits\n", shown)
-    assert re.search(r"\ntraining settings\n  epochs +4\n", shown)
+    output = evernear("show", first, *options)
+    assert re.search(r"\nsource +digits\n", output)
+    assert re.search(r"\ntraining settings\n  epochs +4\n", output)
     for word in (manifest.dataset_digest, manifest.network_sha256, manifest.git_commit, "A test says so.", "accuracy"):
-        assert word in shown
+        assert word in output
     assert json.loads(evernear("prune", "--keep", "1", "--json", *options)) == {"removed": [third]}
     assert evernear("prune", "--keep", "1", *options) == "Nothing to remove.\n"
     assert json.loads(evernear("show", third, "--json", *options))["pruned"] is True

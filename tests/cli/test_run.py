@@ -38,9 +38,9 @@ def test_finished_step_has_its_own_line_on_a_terminal() -> None:
     with run._Progress(Console(file=written, force_terminal=True, no_color=True)) as show:
         for kind, message in (("started", ""), ("progress", "file a[/b].png"), ("finished", "label [/red]")):
             show(Event(at=datetime.now(UTC), step="ingest", kind=kind, message=message, duration_s=1.5))
-    shown = written.getvalue().replace("\r", "").replace("\n", ERASED).split(ERASED)
-    assert any(line.endswith("  ok ingest        1.5 s  label [/red]") for line in shown)
-    assert any("file a[/b].png" in line for line in shown)
+    output = written.getvalue().replace("\r", "").replace("\n", ERASED).split(ERASED)
+    assert any(line.endswith("  ok ingest        1.5 s  label [/red]") for line in output)
+    assert any("file a[/b].png" in line for line in output)
 
 
 def test_retired_and_renamed_classes_are_settings_of_the_run() -> None:

@@ -113,8 +113,8 @@ def install_store(admin: ApiClient, namespace: str) -> dict[str, str]:
     admin_keys = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "evernear-s3-admin"}, "stringData": keys}
     files = {file.name: file.read_text() for file in (DEPLOY / "overlays/local/seaweedfs").iterdir()}
     setup = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "evernear-seaweedfs"}, "data": files}
-    wanted = ("ServiceAccount", "Service", "Deployment")
-    manifests = [item for item in _manifests(DEPLOY / "overlays/local/seaweedfs.yaml") if item["kind"] in wanted]
+    kinds = ("ServiceAccount", "Service", "Deployment")
+    manifests = [item for item in _manifests(DEPLOY / "overlays/local/seaweedfs.yaml") if item["kind"] in kinds]
     for manifest in manifests:
         if manifest["kind"] == "Service":
             manifest["spec"]["type"] = "NodePort"
@@ -124,7 +124,7 @@ def install_store(admin: ApiClient, namespace: str) -> dict[str, str]:
             next(volume for volume in spec["volumes"] if volume["name"] == "data")["emptyDir"] = {"sizeLimit": "1Gi"}
             (identities,) = spec["initContainers"]
             identities["command"] = [*identities["command"][:3], "admin"]
-            identities["env"] = [each for each in identities["env"] if each["name"].startswith("ADMIN_")]
+            identities["env"] = [variable for variable in identities["env"] if variable["name"].startswith("ADMIN_")]
     create(admin, namespace, admin_keys, setup, *manifests)
     core = CoreV1Api(admin)
     until(lambda: _is_ready(core, namespace, "app.kubernetes.io/name=seaweedfs"), timeout_s=300)

@@ -15,15 +15,15 @@ from evernear.data.shards import Dataset
 from evernear.settings import DataSettings
 from evernear.store import open_store
 
-Draw = Callable[..., bytes]
+MakeImage = Callable[..., bytes]
 Ingest = Callable[..., Manifest]
 
 
 @pytest.fixture
-def draw() -> Draw:
+def make_image() -> MakeImage:
     """``draw(number)`` returns a PNG file of noise, unique for each number."""
 
-    def draw(number: int, size: tuple[int, int] = (6, 5), mode: str = "L", kind: str = "PNG") -> bytes:
+    def make_image(number: int, size: tuple[int, int] = (6, 5), mode: str = "L", kind: str = "PNG") -> bytes:
         channels = len(Image.new(mode, (1, 1)).getbands())
         shape = (size[1], size[0], channels)
         pixels = np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8)
@@ -31,17 +31,17 @@ def draw() -> Draw:
         Image.frombytes(mode, size, pixels.tobytes()).save(buffer, kind)
         return buffer.getvalue()
 
-    return draw
+    return make_image
 
 
 @pytest.fixture
-def tree(tmp_path: Path, draw: Draw) -> Path:
+def tree(tmp_path: Path, make_image: MakeImage) -> Path:
     """A class-per-folder tree: 40 images of each of the classes 1, 2 and 10."""
     root = tmp_path / "tree"
     for number in range(120):
         path = root / ("1", "2", "10")[number % 3] / f"{number:03}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(draw(number))
+        path.write_bytes(make_image(number))
     return root
 
 
@@ -51,8 +51,8 @@ def run_ingest(tmp_path: Path) -> Ingest:
 
     def run_ingest(source: Path | str, **settings: object) -> Manifest:
         source = f"folder:{source}" if isinstance(source, Path) else source
-        knobs = DataSettings.model_validate({"source": source, "shard_size_bytes": 2**16, **settings})
-        return ingest(knobs, (tmp_path / "store").as_uri())
+        values = DataSettings.model_validate({"source": source, "shard_size_bytes": 2**16, **settings})
+        return ingest(values, (tmp_path / "store").as_uri())
 
     return run_ingest
 

@@ -154,7 +154,7 @@ def test_adobe_segment_after_the_first_scan_is_ignored() -> None:
 
 
 def test_damaged_files_stay_within_limits_and_known_errors() -> None:
-    dice = random.Random(0)
+    rng = random.Random(0)
     whole = [
         hostile.png(9, 7, 16, hostile.RGBA, interlaced=True),
         hostile.png(9, 7, 8, hostile.PALETTE, before=hostile.chunk(b"tRNS", b"\0\1")),
@@ -167,13 +167,13 @@ def test_damaged_files_stay_within_limits_and_known_errors() -> None:
         hostile.webp("RGBA", (8, 8), lossless=True),
         hostile.code_groups(8, 3),
     ]
-    decoded = sum(damage_keeps_the_limits(dice, whole, str(number)) for number in range(3_000))
+    decoded = sum(damage_keeps_the_limits(rng, whole, str(number)) for number in range(3_000))
     assert decoded > 100
 
 
-def damage_keeps_the_limits(dice: random.Random, whole: list[bytes], note: str) -> bool:
+def damage_keeps_the_limits(rng: random.Random, whole: list[bytes], note: str) -> bool:
     """Decode one damaged file; return whether that yielded an image."""
-    data = hostile.mutated(dice, dice.choice(whole))
+    data = hostile.mutated(rng, rng.choice(whole))
     with contextlib.suppress(DataError):
         file = inspect(data, 10_000)
         assert file.pixels <= 10_000, note

@@ -25,12 +25,12 @@ def test_unchanged_source_gives_the_same_snapshot(tree, run_ingest, tmp_path: Pa
     assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "store").rglob("*.*")) == files
 
 
-def test_second_ingest_adds_only_new_images(tree, run_ingest, draw, contents, monkeypatch) -> None:
+def test_second_ingest_adds_only_new_images(tree, run_ingest, make_image, contents, monkeypatch) -> None:
     first = run_ingest(tree)
     old = contents(first)
     for number in range(1000, 1200):
         (tree / ("1", "2", "7")[number % 3]).mkdir(exist_ok=True)
-        (tree / ("1", "2", "7")[number % 3] / f"{number}.png").write_bytes(draw(number))
+        (tree / ("1", "2", "7")[number % 3] / f"{number}.png").write_bytes(make_image(number))
     decoded: list[str] = []
 
     def counting(file: EncodedImage) -> Image.Image:
@@ -54,13 +54,13 @@ def test_second_ingest_adds_only_new_images(tree, run_ingest, draw, contents, mo
     assert [shard.split for shard in second.shards] == ["train", "test", "gallery", "query"]
 
 
-def test_only_affected_shards_change(tmp_path: Path, run_ingest, draw, contents) -> None:
+def test_only_affected_shards_change(tmp_path: Path, run_ingest, make_image, contents) -> None:
     root = tmp_path / "big"
     for number in range(60):
         (root / str(number % 2)).mkdir(parents=True, exist_ok=True)
-        (root / str(number % 2) / f"{number}.png").write_bytes(draw(number, (100, 100)))
+        (root / str(number % 2) / f"{number}.png").write_bytes(make_image(number, (100, 100)))
     first = run_ingest(root)
-    (root / "1" / "new.png").write_bytes(draw(1000, (100, 100)))
+    (root / "1" / "new.png").write_bytes(make_image(1000, (100, 100)))
     second = run_ingest(root)
     unchanged = {shard.sha256 for shard in first.shards} & {shard.sha256 for shard in second.shards}
     assert len(unchanged) >= len(first.shards) - 1
@@ -73,13 +73,13 @@ def test_only_affected_shards_change(tmp_path: Path, run_ingest, draw, contents)
     assert len(contents(third)) == 60
 
 
-def test_snapshot_mirrors_the_source(tree, run_ingest, draw, contents, digest_of) -> None:
+def test_snapshot_mirrors_the_source(tree, run_ingest, make_image, contents, digest_of) -> None:
     first = contents(run_ingest(tree))
     moved, removed, changed = (tree / "1" / f"{number:03}.png" for number in (0, 3, 6))
     moved_data, gone_data, old_data = moved.read_bytes(), removed.read_bytes(), changed.read_bytes()
     moved.rename(tree / "2" / "000.png")
     removed.unlink()
-    changed.write_bytes(draw(77_777))
+    changed.write_bytes(make_image(77_777))
     manifest = run_ingest(tree)
     images = contents(manifest)
     assert manifest.problem_counts == {}
@@ -87,7 +87,7 @@ def test_snapshot_mirrors_the_source(tree, run_ingest, draw, contents, digest_of
     assert images.split[digest_of(moved_data)] == first.split[digest_of(moved_data)]
     assert digest_of(gone_data) not in images.label
     assert digest_of(old_data) not in images.label
-    assert images.label[digest_of(draw(77_777))] == "1"
+    assert images.label[digest_of(make_image(77_777))] == "1"
     assert len(images) == 119
     assert sum(manifest.label_counts("train").values()) == manifest.count("train")
 
@@ -109,15 +109,15 @@ def test_removed_class_keeps_its_number(tree, run_ingest, contents) -> None:
     assert manifest.problem_counts == {}
 
 
-def test_two_sources_form_one_dataset(tree, tmp_path: Path, run_ingest, draw, contents, digest_of) -> None:
+def test_two_sources_form_one_dataset(tree, tmp_path: Path, run_ingest, make_image, contents, digest_of) -> None:
     run_ingest(tree, dataset="both")
     other = tmp_path / "other" / "3"
     other.mkdir(parents=True)
-    (other / "x.png").write_bytes(draw(2000))
-    (other / "y.png").write_bytes(draw(0))  # also in the first source, as class 1
+    (other / "x.png").write_bytes(make_image(2000))
+    (other / "y.png").write_bytes(make_image(0))  # also in the first source, as class 1
     manifest = run_ingest(tmp_path / "other", dataset="both")
     images = contents(manifest)
-    assert images.label[digest_of(draw(2000))] == "3"
+    assert images.label[digest_of(make_image(2000))] == "3"
     assert manifest.problem_counts == {"conflicting_labels": 1}
     assert manifest.problems[0].names == (f"folder:{tmp_path}/other/3/y.png", f"folder:{tree}/1/000.png")
     assert len(images) == 120
@@ -137,17 +137,19 @@ def test_folders_with_the_same_name_are_not_merged(tree, tmp_path: Path, run_ing
     assert run_ingest(moved, dataset="new").problem_counts == {}
 
 
-def test_image_moved_to_another_split_keeps_its_split(tmp_path: Path, run_ingest, draw, contents, digest_of) -> None:
+def test_image_moved_to_another_split_keeps_its_split(
+    tmp_path: Path, run_ingest, make_image, contents, digest_of
+) -> None:
     root = tmp_path / "given"
     for number in range(40):
         path = root / ("train", "test")[number % 2] / "ab"[number // 2 % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(draw(number))
+        path.write_bytes(make_image(number))
     before = contents(run_ingest(root)).split
-    (root / "test" / "a" / "again.png").write_bytes(draw(0))
+    (root / "test" / "a" / "again.png").write_bytes(make_image(0))
     manifest = run_ingest(root)
     assert contents(manifest).split == before
-    assert before[digest_of(draw(0))] != "test"
+    assert before[digest_of(make_image(0))] != "test"
     assert manifest.problem_counts == {"duplicate_across_splits": 1}
 
 
@@ -163,16 +165,16 @@ def test_changed_image_shape_requires_another_store(tree, run_ingest, tmp_path: 
 
 def test_digest_depends_only_on_the_content(tree, tmp_path: Path) -> None:
     def digest(store: str, **settings: object) -> str:
-        knobs = DataSettings.model_validate({"source": f"folder:{tree}", **settings})
-        return ingest(knobs, (tmp_path / store).as_uri()).digest
+        values = DataSettings.model_validate({"source": f"folder:{tree}", **settings})
+        return ingest(values, (tmp_path / store).as_uri()).digest
 
     assert digest("here") == digest("there", dataset="other", decode_threads=7)
     assert digest("here") != digest("elsewhere", size_px=7)
 
 
-def test_damaged_store_is_reported(tree, run_ingest, draw, tmp_path: Path) -> None:
+def test_damaged_store_is_reported(tree, run_ingest, make_image, tmp_path: Path) -> None:
     run_ingest(tree)
-    (tree / "1" / "new.png").write_bytes(draw(1000))
+    (tree / "1" / "new.png").write_bytes(make_image(1000))
     (ledger,) = (tmp_path / "store" / "datasets" / "tree" / "ledgers").iterdir()
     ledger.write_bytes(ledger.read_bytes()[:-1])
     with pytest.raises(IntegrityError, match=r"\.sqlite is damaged"):

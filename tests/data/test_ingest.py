@@ -38,11 +38,11 @@ def test_order_mixes_the_classes(tree, run_ingest, contents) -> None:
     assert changes > 60  # of 119 pairs; sorted by class, each split would have about 2
 
 
-def test_shard_size_is_bounded(tmp_path: Path, run_ingest, draw, contents) -> None:
+def test_shard_size_is_bounded(tmp_path: Path, run_ingest, make_image, contents) -> None:
     for number in range(40):
         path = tmp_path / "big" / str(number % 2) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(draw(number, (100, 100)))
+        path.write_bytes(make_image(number, (100, 100)))
     manifest = run_ingest(tmp_path / "big", shard_size_bytes=2**16)
     assert len(manifest.shards) > 6
     assert max(shard.size_bytes for shard in manifest.shards) <= 2**16
@@ -56,7 +56,7 @@ def test_image_larger_than_a_shard_is_named(tree, run_ingest) -> None:
         run_ingest(tree, size_px=300)
 
 
-def test_images_are_converted_to_one_shape(tmp_path: Path, run_ingest, draw, contents) -> None:
+def test_images_are_converted_to_one_shape(tmp_path: Path, run_ingest, make_image, contents) -> None:
     root = tmp_path / "mixed"
     for name, size, mode, kind in [
         ("a/0.png", (20, 10), "RGB", "PNG"),
@@ -66,7 +66,7 @@ def test_images_are_converted_to_one_shape(tmp_path: Path, run_ingest, draw, con
         ("b/4.png", (20, 10), "RGBA", "PNG"),
     ]:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(draw(0, size, mode, kind))
+        (root / name).write_bytes(make_image(0, size, mode, kind))
     manifest = run_ingest(root)
     assert manifest.shape == (10, 20, 3)
     assert manifest.problem_counts == {"cropped": 1, "letterboxed": 1, "upscaled": 1}
@@ -139,26 +139,26 @@ def test_memory_does_not_grow_with_image_size(tmp_path: Path, run_ingest) -> Non
     assert peak_bytes < 160 * 2**20
 
 
-def test_explicit_splits_are_preserved(tmp_path: Path, run_ingest, draw, contents, digest_of) -> None:
+def test_explicit_splits_are_preserved(tmp_path: Path, run_ingest, make_image, contents, digest_of) -> None:
     root = tmp_path / "given"
     expected: dict[bytes, str] = {}
     for number in range(60):
         split = ("train", "test", "gallery", "query")[number % 4]
         path = root / split / "ab"[number % 2 ^ number // 4 % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(draw(number))
+        path.write_bytes(make_image(number))
         expected[digest_of(path.read_bytes())] = split
     assert contents(run_ingest(root)).split == expected
 
 
-def test_missing_splits_are_taken_from_train(tmp_path: Path, run_ingest, draw, contents, digest_of) -> None:
+def test_missing_splits_are_taken_from_train(tmp_path: Path, run_ingest, make_image, contents, digest_of) -> None:
     root = tmp_path / "given"
     tests: set[bytes] = set()
     for number in range(200):
         split = "test" if number % 5 == 0 else "train"
         path = root / split / "ab"[number % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(draw(number))
+        path.write_bytes(make_image(number))
         if split == "test":
             tests.add(digest_of(path.read_bytes()))
     images = contents(run_ingest(root, gallery_fraction=0.3, query_fraction=0.2))
@@ -168,25 +168,26 @@ def test_missing_splits_are_taken_from_train(tmp_path: Path, run_ingest, draw, c
     assert 15 <= counts["query"] <= 55
 
 
-def test_explicit_splits_require_train(tmp_path: Path, run_ingest, draw) -> None:
+def test_explicit_splits_require_train(tmp_path: Path, run_ingest, make_image) -> None:
     path = tmp_path / "tree" / "test" / "a" / "0.png"
     path.parent.mkdir(parents=True)
-    path.write_bytes(draw(0))
+    path.write_bytes(make_image(0))
     with pytest.raises(DataError, match="no train folder"):
         run_ingest(tmp_path / "tree")
 
 
 @pytest.mark.parametrize(
-    ("folders", "wrong"), [(("train", "val"), "val"), (("Test", "Train"), "Test, Train"), (("test", "train", "x"), "x")]
+    ("folders", "unknown"),
+    [(("train", "val"), "val"), (("Test", "Train"), "Test, Train"), (("test", "train", "x"), "x")],
 )
 def test_unknown_split_names_are_not_treated_as_classes(
-    tmp_path: Path, run_ingest, draw, folders: tuple[str, ...], wrong: str
+    tmp_path: Path, run_ingest, make_image, folders: tuple[str, ...], unknown: str
 ) -> None:
     for number in range(40):
         path = tmp_path / "tree" / folders[number % len(folders)] / "ab"[number % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(draw(number))
-    with pytest.raises(DataError, match=rf"as if splits were given.*; rename, move or remove {wrong}\.$"):
+        path.write_bytes(make_image(number))
+    with pytest.raises(DataError, match=rf"as if splits were given.*; rename, move or remove {unknown}\.$"):
         run_ingest(tmp_path / "tree")
 
 
@@ -198,10 +199,10 @@ def test_class_may_have_the_name_of_a_split(tree, run_ingest) -> None:
 @pytest.mark.parametrize(
     "name", ["a.PNG", "a.JpEg", "a.jfif", "a.jpe", "a b.png", "\xfc\u732b.png", "a\nb.png", "x" * 251 + ".png"]
 )
-def test_unusual_names_are_accepted(tree, run_ingest, draw, contents, name: str) -> None:
-    (tree / "1" / name).write_bytes(draw(1000))
+def test_unusual_names_are_accepted(tree, run_ingest, make_image, contents, name: str) -> None:
+    (tree / "1" / name).write_bytes(make_image(1000))
     (tree / "1" / "deeper" / "still").mkdir(parents=True)
-    (tree / "1" / "deeper" / "still" / name).write_bytes(draw(1001))
+    (tree / "1" / "deeper" / "still" / name).write_bytes(make_image(1001))
     manifest = run_ingest(tree)
     assert manifest.problem_counts == {}
     assert len(contents(manifest)) == 122
@@ -234,9 +235,9 @@ def test_files_with_other_extensions_are_skipped(tree, run_ingest) -> None:
     assert run_ingest(tree) == before
 
 
-def test_files_without_extension_are_recognized_by_content(tree, run_ingest, draw, contents) -> None:
+def test_files_without_extension_are_recognized_by_content(tree, run_ingest, make_image, contents) -> None:
     for number, kind in enumerate(("PNG", "JPEG", "WEBP")):
-        (tree / "1" / f"{number:032x}").write_bytes(draw(500 + number, kind=kind))
+        (tree / "1" / f"{number:032x}").write_bytes(make_image(500 + number, kind=kind))
     (tree / "2" / "README").write_text("Digits, drawn by hand.")
     (tree / ".git").mkdir()
     (tree / ".git" / "HEAD").write_text("ref: refs/heads/main")
@@ -247,11 +248,11 @@ def test_files_without_extension_are_recognized_by_content(tree, run_ingest, dra
     assert problem.detail == "2/README is not a PNG, JPEG or WebP image."
 
 
-def test_hidden_class_folder_is_named(tree, run_ingest, draw, contents) -> None:
+def test_hidden_class_folder_is_named(tree, run_ingest, make_image, contents) -> None:
     for name in (".net", ".empty", os.fsdecode(b".\xff")):
         (tree / name / "deeper").mkdir(parents=True)
-    (tree / ".net" / "deeper" / "1.png").write_bytes(draw(500))
-    (tree / os.fsdecode(b".\xff") / "1.png").write_bytes(draw(501))
+    (tree / ".net" / "deeper" / "1.png").write_bytes(make_image(500))
+    (tree / os.fsdecode(b".\xff") / "1.png").write_bytes(make_image(501))
     manifest = run_ingest(tree)
     assert len(contents(manifest)) == 120
     assert manifest.problem_counts == {"hidden_folder": 2}
@@ -261,11 +262,11 @@ def test_hidden_class_folder_is_named(tree, run_ingest, draw, contents) -> None:
     assert run_ingest(tree).problem_counts == {}
 
 
-def test_hidden_class_folder_in_an_explicit_split_is_named(tmp_path: Path, run_ingest, draw) -> None:
+def test_hidden_class_folder_in_an_explicit_split_is_named(tmp_path: Path, run_ingest, make_image) -> None:
     for number, name in enumerate(["train/a", "train/b", "train/.c", "test/a", "test/b", ".old/a"] * 2):
         path = tmp_path / "given" / name / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(draw(number))
+        path.write_bytes(make_image(number))
     manifest = run_ingest(tmp_path / "given")
     assert [problem.names for problem in manifest.problems if problem.kind == "hidden_folder"] == [
         (".old",),
@@ -284,9 +285,9 @@ def test_expensive_file_is_reported_like_a_broken_one(tree, run_ingest, contents
         assert bomb.sentence in details[f"1/{name}.jpg"]
 
 
-def test_number_of_large_images_decoded_at_once_is_bounded(tree, run_ingest, draw, monkeypatch) -> None:
+def test_number_of_large_images_decoded_at_once_is_bounded(tree, run_ingest, make_image, monkeypatch) -> None:
     for number in range(24):
-        (tree / "1" / f"large-{number}.png").write_bytes(draw(1000 + number, (100, 100)))
+        (tree / "1" / f"large-{number}.png").write_bytes(make_image(1000 + number, (100, 100)))
     lock, now, most = threading.Lock(), 0, 0
 
     def counting(file: EncodedImage) -> Image.Image:
@@ -329,7 +330,7 @@ def test_files_are_read_at_once_and_decoded_by_few_threads(tree, run_ingest, mon
 def test_broken_files_are_named_and_the_others_are_ingested(tree, run_ingest, contents, draw) -> None:
     (tree / "1" / "cut.png").write_bytes(draw(500)[:50])
     (tree / "2" / "words.png").write_text("no image")
-    (tree / "2" / "picture.gif").write_bytes(draw(501, kind="GIF"))
+    (tree / "2" / "picture.gif").write_bytes(make_image(501, kind="GIF"))
     manifest = run_ingest(tree)
     assert len(contents(manifest)) == 120
     assert manifest.problem_counts == {"undecodable": 3}
@@ -338,7 +339,7 @@ def test_broken_files_are_named_and_the_others_are_ingested(tree, run_ingest, co
     assert details["2/words.png",] == "2/words.png is not a PNG, JPEG or WebP image."
     assert details["2/picture.gif",] == "2/picture.gif is not a PNG, JPEG or WebP image."
 
-    (tree / "1" / "cut.png").write_bytes(draw(500))
+    (tree / "1" / "cut.png").write_bytes(make_image(500))
     (tree / "2" / "words.png").unlink()
     (tree / "2" / "picture.gif").unlink()
     mended = run_ingest(tree)
@@ -346,8 +347,8 @@ def test_broken_files_are_named_and_the_others_are_ingested(tree, run_ingest, co
     assert len(contents(mended)) == 121
 
 
-def test_decompression_bomb_is_rejected_by_its_header(tree, run_ingest, draw) -> None:
-    (tree / "1" / "bomb.png").write_bytes(draw(7, (200, 100)))
+def test_decompression_bomb_is_rejected_by_its_header(tree, run_ingest, make_image) -> None:
+    (tree / "1" / "bomb.png").write_bytes(make_image(7, (200, 100)))
     manifest = run_ingest(tree, max_pixels=10_000)
     assert manifest.problem_counts == {"undecodable": 1}
     assert "200 x 100 pixels, 10000 are allowed" in manifest.problems[0].detail
@@ -355,11 +356,11 @@ def test_decompression_bomb_is_rejected_by_its_header(tree, run_ingest, draw) ->
     assert run_ingest(tree, max_pixels=20_000).problem_counts == {"cropped": 1}
 
 
-def test_all_problems_are_counted_and_fatal_ones_listed(tree, run_ingest, draw) -> None:
+def test_all_problems_are_counted_and_fatal_ones_listed(tree, run_ingest, make_image) -> None:
     for number in range(1100):
         (tree / "1" / f"words-{number}.png").write_text(str(number))
     for number in range(30):
-        (tree / "1" / f"large-{number}.png").write_bytes(draw(1000 + number, (9, 9)))
+        (tree / "1" / f"large-{number}.png").write_bytes(make_image(1000 + number, (9, 9)))
     manifest = run_ingest(tree)
     assert manifest.problem_counts == {"undecodable": 1100, "cropped": 30}
     assert Counter(problem.kind for problem in manifest.problems) == {"undecodable": 1000, "cropped": 20}
@@ -373,29 +374,29 @@ def test_duplicate_is_ingested_once(tree, run_ingest, contents) -> None:
     assert manifest.problems[0].names == ("1/000.png", "1/copy.png")
 
 
-def test_image_in_two_splits_is_held_out(tmp_path: Path, run_ingest, draw, contents, digest_of) -> None:
+def test_image_in_two_splits_is_held_out(tmp_path: Path, run_ingest, make_image, contents, digest_of) -> None:
     root = tmp_path / "given"
     for number in range(30):
         for split in ("train", "test") if number == 7 else ("train",) if number % 3 else ("test",):
             path = root / split / "ab"[number % 2] / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(draw(number))
+            path.write_bytes(make_image(number))
     manifest = run_ingest(root)
     images = contents(manifest)
     assert len(images) == 30
-    assert images.split[digest_of(draw(7))] == "test"
+    assert images.split[digest_of(make_image(7))] == "test"
     assert manifest.problem_counts == {"duplicate_across_splits": 1}
     assert manifest.problems[0].names == ("test/b/7.png", "train/b/7.png")
 
 
 def test_image_with_conflicting_labels_is_excluded_until_they_agree(
-    tree, run_ingest, contents, draw, digest_of
+    tree, run_ingest, contents, make_image, digest_of
 ) -> None:
     clean = run_ingest(tree)
     image = (tree / "1" / "000.png").read_bytes()
     (tree / "2" / "again.png").write_bytes(image)
-    (tree / "2" / "new.png").write_bytes(draw(900))
-    (tree / "10" / "new.png").write_bytes(draw(900))
+    (tree / "2" / "new.png").write_bytes(make_image(900))
+    (tree / "10" / "new.png").write_bytes(make_image(900))
     manifest = run_ingest(tree)
     images = contents(manifest)
     assert manifest.problem_counts == {"conflicting_labels": 2}
@@ -413,7 +414,7 @@ def test_image_with_conflicting_labels_is_excluded_until_they_agree(
     assert settled.problem_counts == {}
     assert images.label[digest_of(image)] == "2"
     assert images.split[digest_of(image)] == contents(clean).split[digest_of(image)]
-    assert images.label[digest_of(draw(900))] == "10"
+    assert images.label[digest_of(make_image(900))] == "10"
     assert len(images) == 121
 
 
@@ -433,18 +434,18 @@ def test_empty_class_folder_is_reported(tree, run_ingest) -> None:
 
 
 @pytest.mark.parametrize("source", ["nowhere", "empty", "flat"])
-def test_empty_source_is_reported(tmp_path: Path, run_ingest, draw, source: str) -> None:
+def test_empty_source_is_reported(tmp_path: Path, run_ingest, make_image, source: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "flat").mkdir()
-    (tmp_path / "flat" / "0.png").write_bytes(draw(0))
+    (tmp_path / "flat" / "0.png").write_bytes(make_image(0))
     with pytest.raises(DataError, match=r"no image in a class folder|no directory"):
         run_ingest(tmp_path / source)
     assert not list((tmp_path).glob("store/datasets/**/*.json"))
 
 
-def test_single_class_is_reported(tmp_path: Path, run_ingest, draw) -> None:
+def test_single_class_is_reported(tmp_path: Path, run_ingest, make_image) -> None:
     (tmp_path / "tree" / "only").mkdir(parents=True)
-    (tmp_path / "tree" / "only" / "0.png").write_bytes(draw(0))
+    (tmp_path / "tree" / "only" / "0.png").write_bytes(make_image(0))
     with pytest.raises(DataError, match=r"one class only \('only'\); a recognizer needs at least two"):
         run_ingest(tmp_path / "tree")
 

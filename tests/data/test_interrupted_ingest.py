@@ -38,10 +38,10 @@ def visible_files(store: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("file_size_bytes", [2**14, 2**16, 2**17])
-def test_full_disk_leaves_the_last_snapshot(tree, run_ingest, draw, tmp_path: Path, file_size_bytes: int) -> None:
+def test_full_disk_leaves_the_last_snapshot(tree, run_ingest, make_image, tmp_path: Path, file_size_bytes: int) -> None:
     first = run_ingest(tree)
     for number in range(1000, 2000):
-        (tree / "1" / f"{number}.png").write_bytes(draw(number))
+        (tree / "1" / f"{number}.png").write_bytes(make_image(number))
     full = subprocess.run(
         child(f"folder:{tree}", tmp_path / "store", 2**18, file_size_bytes), capture_output=True, text=True
     )
@@ -57,12 +57,12 @@ def test_full_disk_leaves_the_last_snapshot(tree, run_ingest, draw, tmp_path: Pa
 @pytest.mark.parametrize(
     "after_shards", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(12, marks=pytest.mark.slow)]
 )
-def test_killed_ingest_can_be_repeated(tmp_path: Path, draw, after_shards: int, contents) -> None:
+def test_killed_ingest_can_be_repeated(tmp_path: Path, make_image, after_shards: int, contents) -> None:
     root = tmp_path / "tree"
     for number in range(300):
         path = root / str(number % 3) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(draw(number, (70, 70)))
+        path.write_bytes(make_image(number, (70, 70)))
     whole = subprocess.run(child(f"folder:{root}", tmp_path / "whole"), capture_output=True, text=True)
     assert whole.returncode == 0, whole.stderr
 
@@ -87,15 +87,15 @@ def test_killed_ingest_can_be_repeated(tmp_path: Path, draw, after_shards: int, 
     assert len(contents(manifest)) == 300
 
 
-def test_slower_of_two_concurrent_ingests_fails(tree, run_ingest, draw, monkeypatch) -> None:
+def test_slower_of_two_concurrent_ingests_fails(tree, run_ingest, make_image, monkeypatch) -> None:
     first = run_ingest(tree)
-    (tree / "1" / "new.png").write_bytes(draw(1000))
+    (tree / "1" / "new.png").write_bytes(make_image(1000))
     real_put = open_store(first.store_uri).__class__.put_if
     raced: list[Manifest] = []
 
     def slow(store: object, key: str, data: bytes, etag: str | None) -> str:
         if key.endswith("head.json") and not raced:
-            (tree / "1" / "newer.png").write_bytes(draw(1001))
+            (tree / "1" / "newer.png").write_bytes(make_image(1001))
             raced.append(first)
             raced.append(run_ingest(tree))
         return real_put(store, key, data, etag)
@@ -120,11 +120,11 @@ def with_small_disk(script: str, mount: Path, *arguments: str) -> subprocess.Com
     return completed
 
 
-def test_full_store_disk_is_reported(tmp_path: Path, draw) -> None:
+def test_full_store_disk_is_reported(tmp_path: Path, make_image) -> None:
     for number in range(300):
         path = tmp_path / "tree" / str(number % 3) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(draw(number, (70, 70)))
+        path.write_bytes(make_image(number, (70, 70)))
     store = tmp_path / "disk"
     script = f"""
     "$@"; echo "status $?"
@@ -141,11 +141,11 @@ def test_full_store_disk_is_reported(tmp_path: Path, draw) -> None:
     assert len(digest) == 64
 
 
-def test_full_temporary_directory_is_reported(tmp_path: Path, draw) -> None:
+def test_full_temporary_directory_is_reported(tmp_path: Path, make_image) -> None:
     for number in range(300):
         path = tmp_path / "tree" / str(number % 3) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(draw(number, (70, 70)))
+        path.write_bytes(make_image(number, (70, 70)))
     scratch = tmp_path / "disk"
     script = f"""
     TMPDIR='{scratch}' "$@"; echo "status $?"

@@ -112,16 +112,16 @@ TURNED = (0x0112, 3, 1, struct.pack("<I", 3))
 
 
 @pytest.mark.parametrize(
-    ("exif", "turned"),
+    ("exif", "rotated"),
     [
         (b"Exif\0\0no TIFF file at all", False),
         (exif_data(TURNED, (0x011A, 2, 1, b"x")), True),  # text instead of a fraction
     ],
 )
-def test_damaged_exif_data_does_not_affect_the_image(exif: bytes, turned: bool) -> None:
+def test_damaged_exif_data_does_not_affect_the_image(exif: bytes, rotated: bool) -> None:
     for kind in ("JPEG", "PNG"):
         plain = decode(saved(noise("RGB", (16, 16)), kind), LIMIT)
-        upright = plain.transpose(Image.Transpose.ROTATE_180) if turned else plain
+        upright = plain.transpose(Image.Transpose.ROTATE_180) if rotated else plain
         assert decode(saved(noise("RGB", (16, 16)), kind, exif=exif), LIMIT).tobytes() == upright.tobytes()
 
 
@@ -165,10 +165,10 @@ def test_second_picture_of_an_mpo_file_is_ignored() -> None:
     assert decode(two, LIMIT).size == (16, 16)
 
 
-def test_random_damage_yields_an_image_or_an_error(draw: Callable[..., bytes]) -> None:
+def test_random_damage_yields_an_image_or_an_error(make_image: Callable[..., bytes]) -> None:
     rng = np.random.default_rng(0)
     for kind in ("PNG", "JPEG"):
-        data = draw(0, (32, 32), "RGB", kind)
+        data = make_image(0, (32, 32), "RGB", kind)
         for _ in range(300):
             broken = bytearray(data)
             for place in rng.integers(0, len(data), 4):

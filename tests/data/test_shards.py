@@ -13,13 +13,13 @@ from evernear.store import open_store
 
 
 @pytest.fixture
-def dataset(tmp_path: Path, run_ingest, draw) -> Dataset:
+def dataset(tmp_path: Path, run_ingest, make_image) -> Dataset:
     """600 images in several shards per split."""
     root = tmp_path / "set"
     for number in range(600):
         path = root / str(number % 3) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(draw(number, (30, 30)))
+        path.write_bytes(make_image(number, (30, 30)))
     save_manifest(run_ingest(root, test_fraction=0.2), tmp_path / "artifact")
     dataset = Dataset.open(tmp_path / "artifact")
     assert sum(shard.split == "train" for shard in dataset.manifest.shards) > 3
@@ -100,11 +100,11 @@ def test_mean_and_deviation_match_the_pixels(dataset: Dataset) -> None:
     assert std == pytest.approx((pixels.std(),), rel=1e-9)
 
 
-def test_mean_and_deviation_are_per_channel(tmp_path: Path, run_ingest, draw) -> None:
+def test_mean_and_deviation_are_per_channel(tmp_path: Path, run_ingest, make_image) -> None:
     for number in range(40):
         path = tmp_path / "set" / str(number % 2) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(draw(number, mode="RGB"))
+        path.write_bytes(make_image(number, mode="RGB"))
     manifest = run_ingest(tmp_path / "set")
     dataset = Dataset(manifest, open_store(manifest.store_uri))
     pixels = np.concatenate([block.images for block in dataset.blocks("train")]) / 255
@@ -143,8 +143,8 @@ def test_damaged_shard_is_named(dataset: Dataset, tmp_path: Path, damage: str) -
 
 def test_manifest_of_other_shards_is_rejected(dataset: Dataset) -> None:
     manifest = dataset.manifest
-    wrong = tuple(shard.model_copy(update={"count": shard.count + 1}) for shard in manifest.shards)
-    lying = Dataset(manifest.model_copy(update={"shards": wrong}), open_store(manifest.store_uri))
+    altered = tuple(shard.model_copy(update={"count": shard.count + 1}) for shard in manifest.shards)
+    lying = Dataset(manifest.model_copy(update={"shards": altered}), open_store(manifest.store_uri))
     with pytest.raises(IntegrityError, match="does not hold"):
         list(lying.blocks("train"))
 

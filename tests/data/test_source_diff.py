@@ -21,11 +21,11 @@ def count(tmp_path: Path) -> Count:
 
     def count(source: Path | str, manifest: Manifest | None, **settings: object) -> SourceDiff:
         source = f"folder:{source}" if isinstance(source, Path) else source
-        knobs = DataSettings.model_validate({"source": source, **settings})
+        values = DataSettings.model_validate({"source": source, **settings})
         ledger = None
         if manifest is not None:
             ledger = fetch_ledger(open_store(manifest.store_uri), manifest, tmp_path / "cache")
-        (diff,) = diff_source(knobs, [ledger])
+        (diff,) = diff_source(values, [ledger])
         return diff
 
     return count
@@ -39,13 +39,13 @@ def test_ingested_source_has_no_changes(tree: Path, run_ingest, count: Count) ->
     assert diff.expected("train") == diff.expected("gallery") == 0
 
 
-def test_new_changed_and_removed_files_are_distinguished(tree: Path, run_ingest, draw, count: Count) -> None:
+def test_new_changed_and_removed_files_are_distinguished(tree: Path, run_ingest, make_image, count: Count) -> None:
     manifest = run_ingest(tree)
-    (tree / "2" / "new.png").write_bytes(draw(1000))
+    (tree / "2" / "new.png").write_bytes(make_image(1000))
     (tree / "3").mkdir()
     for number in range(12):
-        (tree / "3" / f"{number}.png").write_bytes(draw(2000 + number))
-    (tree / "1" / "003.png").write_bytes(draw(3000))
+        (tree / "3" / f"{number}.png").write_bytes(make_image(2000 + number))
+    (tree / "1" / "003.png").write_bytes(make_image(3000))
     (tree / "1" / "000.png").unlink()
     diff = count(tree, manifest)
     assert (diff.listed, diff.new, diff.gone) == (132, 14, 1)
@@ -59,11 +59,11 @@ def test_diff_reads_no_image(tree: Path, run_ingest, count: Count) -> None:
     assert count(tree, manifest).new == 1
 
 
-def test_expected_splits_match_those_of_ingest(tree: Path, run_ingest, draw, count: Count) -> None:
+def test_expected_splits_match_those_of_ingest(tree: Path, run_ingest, make_image, count: Count) -> None:
     """600 new images are split by content: expected and actual counts agree within chance."""
     manifest = run_ingest(tree)
     for number in range(600):
-        (tree / "1" / f"more-{number}.png").write_bytes(draw(5000 + number))
+        (tree / "1" / f"more-{number}.png").write_bytes(make_image(5000 + number))
     diff = count(tree, manifest)
     after = run_ingest(tree)
     for split in ("train", "test", "gallery", "query"):
@@ -74,14 +74,14 @@ def test_expected_splits_match_those_of_ingest(tree: Path, run_ingest, draw, cou
     assert sum(diff.expected(split) for split in ("train", "test", "gallery", "query")) == pytest.approx(600)
 
 
-def test_explicit_splits_are_counted_exactly(tmp_path: Path, run_ingest, draw, count: Count) -> None:
+def test_explicit_splits_are_counted_exactly(tmp_path: Path, run_ingest, make_image, count: Count) -> None:
     root = tmp_path / "given"
 
     def add(split: str, numbers: range) -> None:
         for number in numbers:
             path = root / split / "ab"[number % 2] / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(draw(number))
+            path.write_bytes(make_image(number))
 
     for first, split in enumerate(("train", "gallery", "query", "test")):
         add(split, range(first * 100, first * 100 + 20))
@@ -94,13 +94,13 @@ def test_explicit_splits_are_counted_exactly(tmp_path: Path, run_ingest, draw, c
     assert diff.expected("query") == 0
 
 
-def test_bucket_is_counted_from_its_listing(tree: Path, run_ingest, draw, count: Count, bucket: str) -> None:
+def test_bucket_is_counted_from_its_listing(tree: Path, run_ingest, make_image, count: Count, bucket: str) -> None:
     images = open_store(f"s3://{bucket}/images")
     for path in tree.rglob("0[01]*.png"):
         images.put(path.relative_to(tree).as_posix(), path)
     manifest = run_ingest(f"s3://{bucket}/images")
-    images.put("2/new.png", draw(1000))
-    images.put("1/000.png", draw(1001))
+    images.put("2/new.png", make_image(1000))
+    images.put("1/000.png", make_image(1001))
     images.delete("1/003.png")
     diff = count(f"s3://{bucket}/images", manifest)
     assert (diff.listed, diff.new, diff.gone) == (20, 2, 1)
@@ -135,11 +135,11 @@ def test_without_a_snapshot_of_the_source_everything_is_new(tree: Path, run_inge
     assert count(tree, None).new == 120
 
 
-def test_one_listing_is_compared_with_two_snapshots(tree: Path, run_ingest, draw, tmp_path: Path) -> None:
+def test_one_listing_is_compared_with_two_snapshots(tree: Path, run_ingest, make_image, tmp_path: Path) -> None:
     first = run_ingest(tree)
-    (tree / "2" / "a.png").write_bytes(draw(1000))
+    (tree / "2" / "a.png").write_bytes(make_image(1000))
     second = run_ingest(tree)
-    (tree / "2" / "b.png").write_bytes(draw(1001))
+    (tree / "2" / "b.png").write_bytes(make_image(1001))
     store = open_store(first.store_uri)
     ledgers = [fetch_ledger(store, manifest, tmp_path / "cache") for manifest in (first, second)]
     older, newer = diff_source(DataSettings(source=f"folder:{tree}"), ledgers)

@@ -28,44 +28,44 @@ def test_bucket_and_tree_give_the_same_dataset(tree, run_ingest, bucket: str, co
     (tree / "2" / "notes.txt").write_text("notes")
     image = min((tree / "2").glob("*.png"))
     image.rename(image.with_suffix(""))
-    here = run_ingest(tree)
+    local = run_ingest(tree)
     upload(bucket, tree, "some/images")
-    there = run_ingest(f"s3://{bucket}/some/images")
-    assert there.name == f"{bucket}-some-images"
-    assert there.digest == here.digest
-    assert there.problems[0].names == ("1/words.png",)
+    remote = run_ingest(f"s3://{bucket}/some/images")
+    assert remote.name == f"{bucket}-some-images"
+    assert remote.digest == local.digest
+    assert remote.problems[0].names == ("1/words.png",)
 
 
-def test_hidden_class_folders_of_a_bucket_are_named(tree, run_ingest, bucket: str, draw) -> None:
+def test_hidden_class_folders_of_a_bucket_are_named(tree, run_ingest, bucket: str, make_image) -> None:
     for name in (".net/1.png", ".net/deeper/2.png", "1/.thumbs/3.png", "1/._4.png", ".git/config"):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        (tree / name).write_bytes(draw(len(name)))
-    here = run_ingest(tree)
+        (tree / name).write_bytes(make_image(len(name)))
+    local = run_ingest(tree)
     images = client()
     for path in tree.rglob("*"):
         if path.is_file():
             images.fput_object(bucket, f"images/{path.relative_to(tree).as_posix()}", str(path))
-    there = run_ingest(f"s3://{bucket}/images")
-    assert there.digest == here.digest
-    assert [problem.names for problem in there.problems] == [(".net",)]
+    remote = run_ingest(f"s3://{bucket}/images")
+    assert remote.digest == local.digest
+    assert [problem.names for problem in remote.problems] == [(".net",)]
 
 
-def test_bucket_is_ingested_incrementally_into_s3(tree, bucket: str, draw, contents, digest_of) -> None:
+def test_bucket_is_ingested_incrementally_into_s3(tree, bucket: str, make_image, contents, digest_of) -> None:
     images = upload(bucket, tree, "images")
-    knobs = DataSettings(source=f"s3://{bucket}/images", shard_size_bytes=2**16)
-    first = ingest(knobs, f"s3://{bucket}/store")
-    assert ingest(knobs, f"s3://{bucket}/store") == first
-    images.put("2/new.png", draw(1000))
+    values = DataSettings(source=f"s3://{bucket}/images", shard_size_bytes=2**16)
+    first = ingest(values, f"s3://{bucket}/store")
+    assert ingest(values, f"s3://{bucket}/store") == first
+    images.put("2/new.png", make_image(1000))
     images.delete("1/000.png")
-    second = ingest(knobs, f"s3://{bucket}/store")
+    second = ingest(values, f"s3://{bucket}/store")
     old, new = contents(first), contents(second)
-    assert set(new.split) - set(old.split) == {digest_of(draw(1000))}
-    assert set(old.split) - set(new.split) == {digest_of(draw(0))}
-    slash = knobs.model_copy(update={"source": f"s3://{bucket}/images/"})
+    assert set(new.split) - set(old.split) == {digest_of(make_image(1000))}
+    assert set(old.split) - set(new.split) == {digest_of(make_image(0))}
+    slash = values.model_copy(update={"source": f"s3://{bucket}/images/"})
     assert ingest(slash, f"s3://{bucket}/store") == second
 
 
-def test_unusual_keys_are_read(run_ingest, draw, bucket: str, contents) -> None:
+def test_unusual_keys_are_read(run_ingest, make_image, bucket: str, contents) -> None:
     names = [
         "a b",
         "a+b",
@@ -83,21 +83,21 @@ def test_unusual_keys_are_read(run_ingest, draw, bucket: str, contents) -> None:
         names += ["d//ouble", "x" * 500]
     images = client()
     for number, name in enumerate(names * 2):
-        data = draw(number)
+        data = make_image(number)
         images.put_object(bucket, f"some #1?/{number // len(names)}/{name}.png", BytesIO(data), len(data))
     manifest = run_ingest(f"s3://{bucket}/some #1?")
     assert len(contents(manifest)) == 2 * len(names)
     assert manifest.problem_counts == {}
 
 
-def test_bucket_with_explicit_splits(tmp_path: Path, run_ingest, draw, bucket: str, contents, digest_of) -> None:
+def test_bucket_with_explicit_splits(tmp_path: Path, run_ingest, make_image, bucket: str, contents, digest_of) -> None:
     store = open_store(f"s3://{bucket}")
     tests: set[bytes] = set()
     for number in range(60):
         split = "test" if number % 3 == 0 else "train"
-        store.put(f"{split}/{'ab'[number % 2]}/{number}.png", draw(number))
+        store.put(f"{split}/{'ab'[number % 2]}/{number}.png", make_image(number))
         if split == "test":
-            tests.add(digest_of(draw(number)))
+            tests.add(digest_of(make_image(number)))
     images = contents(run_ingest(f"s3://{bucket}"))
     assert {digest for digest, split in images.split.items() if split == "test"} == tests
 

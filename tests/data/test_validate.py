@@ -27,8 +27,8 @@ def test_valid_data_has_no_findings(tree, run_ingest) -> None:
     assert f"| all | {sum(report.counts['train'].values())} |" in report.markdown()
 
 
-def test_errors_stop_with_a_message_that_names_the_files(tree, run_ingest, draw) -> None:
-    (tree / "1" / "cut.png").write_bytes(draw(500)[:40])
+def test_errors_stop_with_a_message_that_names_the_files(tree, run_ingest, make_image) -> None:
+    (tree / "1" / "cut.png").write_bytes(make_image(500)[:40])
     (tree / "2" / "words.png").write_text("no image")
     (tree / "1" / "again.png").write_bytes((tree / "2" / "001.png").read_bytes())
     report = check(run_ingest(tree))
@@ -43,9 +43,9 @@ def test_errors_stop_with_a_message_that_names_the_files(tree, run_ingest, draw)
     assert "- 2/words.png is not a PNG, JPEG or WebP image." in report.markdown()
 
 
-def test_warnings_do_not_stop(tree, run_ingest, draw) -> None:
+def test_warnings_do_not_stop(tree, run_ingest, make_image) -> None:
     (tree / "1" / "again.png").write_bytes((tree / "1" / "000.png").read_bytes())
-    (tree / "1" / "large.png").write_bytes(draw(900, (60, 40)))
+    (tree / "1" / "large.png").write_bytes(make_image(900, (60, 40)))
     report = check(run_ingest(tree))
     assert [(finding.rule, finding.severity) for finding in report.findings] == [
         ("cropped", "warn"),
@@ -55,9 +55,9 @@ def test_warnings_do_not_stop(tree, run_ingest, draw) -> None:
     assert "| warn | duplicate | 1 image occurs more than once" in report.markdown()
 
 
-def test_hidden_class_folder_is_a_warning(tree, run_ingest, draw) -> None:
+def test_hidden_class_folder_is_a_warning(tree, run_ingest, make_image) -> None:
     (tree / ".net").mkdir()
-    (tree / ".net" / "1.png").write_bytes(draw(500))
+    (tree / ".net" / "1.png").write_bytes(make_image(500))
     (finding,) = check(run_ingest(tree)).findings
     assert (finding.rule, finding.severity, finding.names) == ("hidden_folder", "warn", (".net",))
     assert finding.message == (
@@ -85,11 +85,11 @@ def test_long_lists_of_names_are_truncated(tree, run_ingest) -> None:
     )
 
 
-def test_tiny_and_empty_classes_are_named_with_their_counts(tree, run_ingest, draw) -> None:
+def test_tiny_and_empty_classes_are_named_with_their_counts(tree, run_ingest, make_image) -> None:
     (tree / "3").mkdir()
     (tree / "4").mkdir()
     for number in range(3):
-        (tree / "4" / f"{number}.png").write_bytes(draw(800 + number))
+        (tree / "4" / f"{number}.png").write_bytes(make_image(800 + number))
     report = check(run_ingest(tree))
     message = "Classes need 10 images, these have fewer: 3 (0), 4 (3); add some."
     assert ("tiny_class", "error", message) in [(f.rule, f.severity, f.message) for f in report.findings]
@@ -133,16 +133,16 @@ def test_classes_removed_or_renamed_on_purpose_have_not_vanished(tree, run_inges
     assert messages({"2": "two", "1": "one"})[0].startswith(left)
 
 
-def test_imbalance_is_a_ratio(tree, run_ingest, draw) -> None:
+def test_imbalance_is_a_ratio(tree, run_ingest, make_image) -> None:
     for number in range(100):
-        (tree / "10" / f"more-{number}.png").write_bytes(draw(3000 + number))
+        (tree / "10" / f"more-{number}.png").write_bytes(make_image(3000 + number))
     manifest = run_ingest(tree)
     assert check(manifest, max_imbalance=3.5).findings == ()
     (finding,) = check(manifest, max_imbalance=3.4).findings
     assert finding.message == "Classes are out of balance: 140 images of 10, 40 of 1; more than 3.4 to 1."
 
 
-def test_empty_split_and_missing_class_are_reported(tmp_path: Path, run_ingest, draw) -> None:
+def test_empty_split_and_missing_class_are_reported(tmp_path: Path, run_ingest, make_image) -> None:
     numbers = itertools.count()
     for split, label, count in [
         ("train", "a", 20),
@@ -153,7 +153,7 @@ def test_empty_split_and_missing_class_are_reported(tmp_path: Path, run_ingest, 
         folder = tmp_path / "tree" / split / label
         folder.mkdir(parents=True)
         for number in range(count):
-            (folder / f"{number}.png").write_bytes(draw(next(numbers)))
+            (folder / f"{number}.png").write_bytes(make_image(next(numbers)))
     report = check(run_ingest(tmp_path / "tree", query_fraction=0.0))
     messages = {finding.rule: (finding.severity, finding.message) for finding in report.findings}
     assert messages == {

@@ -86,7 +86,7 @@ def _supports_components(kubectl: str) -> bool:
 
 def named(manifests: list[Object], kind: str) -> dict[str, Object]:
     """Objects of a kind by name."""
-    return {each["metadata"]["name"]: each for each in manifests if each["kind"] == kind}
+    return {manifest["metadata"]["name"]: manifest for manifest in manifests if manifest["kind"] == kind}
 
 
 def settings_of(manifests: list[Object]) -> Settings:
@@ -108,16 +108,18 @@ def serving(manifests: list[Object]) -> list[Object]:
 def pod_specs(manifests: list[Object]) -> dict[str, Object]:
     """Spec of every pod by the kind and name of its controller, with the pod's labels under ``labels``."""
     specs: dict[str, Object] = {}
-    for each in manifests:
-        name = f"{each['kind']} {each['metadata']['name']}"
-        if each["kind"] in ("Deployment", "Job"):
-            template = each["spec"]["template"]
+    for manifest in manifests:
+        name = f"{manifest['kind']} {manifest['metadata']['name']}"
+        if manifest["kind"] in ("Deployment", "Job"):
+            template = manifest["spec"]["template"]
             specs[name] = template["spec"] | {"labels": template["metadata"]["labels"]}
-        elif each["kind"] == "InferenceService":
-            labels = each["metadata"]["labels"] | {"serving.kserve.io/inferenceservice": each["metadata"]["name"]}
-            stable = each["spec"]["predictor"]
-            parts = {"predictor": stable, "transformer": each["spec"].get("transformer")}
-            for canary in each["spec"].get("canary", []):
+        elif manifest["kind"] == "InferenceService":
+            labels = manifest["metadata"]["labels"] | {
+                "serving.kserve.io/inferenceservice": manifest["metadata"]["name"]
+            }
+            stable = manifest["spec"]["predictor"]
+            parts = {"predictor": stable, "transformer": manifest["spec"].get("transformer")}
+            for canary in manifest["spec"].get("canary", []):
                 parts[canary["predictor"]["name"]] = stable | canary["predictor"]
             specs |= {f"{name}, {part}": spec | {"labels": labels} for part, spec in parts.items() if spec}
     return specs

@@ -105,7 +105,7 @@ def test_servers_may_only_read_releases() -> None:
     files = {mounted["target"]: COMPOSE["configs"][mounted["source"]]["file"] for mounted in server["configs"]}
     assert {Path(file).name for file in files.values()} == {"identities.sh", "reader.json"}
     policy = json.loads((FILE.parent / files["/setup/reader.json"]).read_text())
-    assert {(each["Action"], each["Resource"]) for each in policy["Statement"]} == {
+    assert {(statement["Action"], statement["Resource"]) for statement in policy["Statement"]} == {
         ("s3:GetObject", "arn:aws:s3:::evernear/releases/*"),
         ("s3:ListBucket", "arn:aws:s3:::evernear"),
     }

@@ -146,7 +146,7 @@ def test_canary_has_no_transformer(part: str) -> None:
 
 def test_store_credentials_use_kserves_annotations_and_service_account() -> None:
     (account,) = (a for n, a in named(objects("kserve"), "ServiceAccount").items() if n == "evernear-kserve")
-    (secret,) = (each["name"] for each in account["secrets"])
+    (secret,) = (secret_ref["name"] for secret_ref in account["secrets"])
     example = (DEPLOY / "secrets.example.yaml").read_text()
     assert f"name: {secret}" in example
     assert re.search(r"serving\.kserve\.io/s3-endpoint: [^/\s]+  #", example), "host:port, without a scheme"

@@ -53,11 +53,11 @@ def manifests(request: pytest.FixtureRequest) -> list[Object]:
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 def test_objects_are_valid_for_every_supported_kubernetes(version: str) -> None:
-    rendered = [each for part in PARTS for each in [*objects(part), *serving(objects(part))]]
-    distinct = {json.dumps(each): each for each in rendered if each["kind"] not in FOREIGN}
+    rendered = [item for part in PARTS for item in [*objects(part), *serving(objects(part))]]
+    distinct = {json.dumps(item): item for item in rendered if item["kind"] not in FOREIGN}
     assert len(distinct) > 50
-    for each in distinct.values():
-        kubernetes_validate.validate(each, version, strict=True)
+    for item in distinct.values():
+        kubernetes_validate.validate(item, version, strict=True)
 
 
 def test_schema_check_detects_a_misspelled_key() -> None:
@@ -131,12 +131,12 @@ def test_only_deployments_without_an_autoscaler_set_replicas(manifests: list[Obj
 
 
 def test_objects_have_a_namespace_and_a_part_of_label(manifests: list[Object]) -> None:
-    for each in manifests:
-        metadata = each["metadata"]
-        if each["kind"] != "Namespace":
+    for item in manifests:
+        metadata = item["metadata"]
+        if item["kind"] != "Namespace":
             in_kubeflow = metadata["name"] == "evernear-scratch"
             assert metadata["namespace"] == ("kubeflow" if in_kubeflow else "evernear"), metadata["name"]
-        if each["kind"] not in ("ConfigMap", "NetworkPolicy") and metadata["name"] != "default":
+        if item["kind"] not in ("ConfigMap", "NetworkPolicy") and metadata["name"] != "default":
             assert metadata["labels"]["app.kubernetes.io/part-of"] == "evernear", metadata["name"]
 
 
@@ -144,12 +144,12 @@ def test_objects_have_a_namespace_and_a_part_of_label(manifests: list[Object]) -
 
 
 def test_roles_are_namespaced_and_minimal(manifests: list[Object]) -> None:
-    assert not {"ClusterRole", "ClusterRoleBinding"} & {each["kind"] for each in manifests}
+    assert not {"ClusterRole", "ClusterRoleBinding"} & {item["kind"] for item in manifests}
     for role in named(manifests, "Role").values():
         for rule in role["rules"]:
             assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
             assert not {"secrets", "roles", "rolebindings", "pods/exec"} & {*rule["resources"]}
-    accounts = {f"{each['metadata']['namespace']}/{name}" for name, each in named(manifests, "ServiceAccount").items()}
+    accounts = {f"{item['metadata']['namespace']}/{name}" for name, item in named(manifests, "ServiceAccount").items()}
     for binding in named(manifests, "RoleBinding").values():
         assert binding["roleRef"]["name"] in named(manifests, "Role")
         for subject in binding["subjects"]:
@@ -252,8 +252,8 @@ def test_nightly_install_creates_every_secret_that_its_pods_need(install: Callab
     rendered = objects("local")
     for name, spec in pod_specs([*rendered, *serving(rendered)]).items():
         if name != "Deployment evernear-slack":
-            wanted = {f"evernear/{reference}" for kind, reference, _ in _references(spec) if kind == "Secret"}
-            assert wanted <= created.keys(), name
+            required = {f"evernear/{reference}" for kind, reference, _ in _references(spec) if kind == "Secret"}
+            assert required <= created.keys(), name
     assert created["kubeflow/evernear-s3"] == created["evernear/evernear-s3"]
     values = [line.partition("=")[2] for name in created for line in created[name].splitlines() if "KEY" in line]
     assert all(re.fullmatch(r"[0-9a-f]{40}", value) for value in values)
@@ -309,7 +309,7 @@ def _environment(container: Object, manifests: list[Object]) -> dict[str, str]:
     for source in container.get("envFrom", []):
         if "configMapRef" in source:
             values |= named(manifests, "ConfigMap")[source["configMapRef"]["name"]]["data"]
-    return values | {each["name"]: each["value"] for each in container.get("env", []) if "value" in each}
+    return values | {item["name"]: item["value"] for item in container.get("env", []) if "value" in item}
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -358,10 +358,10 @@ def test_services_select_pods_and_monitors_select_services(manifests: list[Objec
         names = {port["name"] for port in selected[0]["containers"][0]["ports"]}
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= names, name
     for monitor in named(manifests, "ServiceMonitor").values():
-        wanted = monitor["spec"]["selector"]["matchLabels"].items()
+        labels = monitor["spec"]["selector"]["matchLabels"].items()
         (port,) = (endpoint["port"] for endpoint in monitor["spec"]["endpoints"])
-        chosen = [each for each in services.values() if wanted <= each["metadata"]["labels"].items()]
-        assert [port in {p["name"] for p in each["spec"]["ports"]} for each in chosen].count(True) == 1
+        chosen = [item for item in services.values() if labels <= item["metadata"]["labels"].items()]
+        assert [port in {p["name"] for p in item["spec"]["ports"]} for item in chosen].count(True) == 1
 
 
 def test_routes_expose_every_path_of_the_preprocessing_server_except_metrics() -> None:

@@ -28,13 +28,13 @@ def limit_bytes(container: Object) -> int:
 
 def running(part: str, *command: str) -> list[Object]:
     all_containers = [container for spec in pod_specs(objects(part)).values() for container in containers(spec)]
-    return [each for each in all_containers if each.get("command", [])[: len(command)] == list(command)]
+    return [item for item in all_containers if item.get("command", [])[: len(command)] == list(command)]
 
 
 def settings_in(part: str, container: Object) -> Settings:
     """The settings in the container's environment."""
     (name,) = (name for name in named(objects(part), "ConfigMap") if name.startswith("evernear-settings"))
-    environment = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    environment = {item["name"]: item["value"] for item in container["env"] if "value" in item}
     return settings.load(environment=named(objects(part), "ConfigMap")[name]["data"] | environment)
 
 

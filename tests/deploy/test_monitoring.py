@@ -34,7 +34,7 @@ def exported_labels() -> dict[str, set[str]]:
 
 def alerts() -> dict[str, str]:
     (rule,) = named(objects("production"), "PrometheusRule").values()
-    return {each["alert"]: each["expr"] for group in rule["spec"]["groups"] for each in group["rules"]}
+    return {alert["alert"]: alert["expr"] for group in rule["spec"]["groups"] for alert in group["rules"]}
 
 
 def parse_query(query: str) -> tuple[dict[str, set[str]], set[str]]:
@@ -94,6 +94,6 @@ def test_dashboard_is_labeled_for_grafana_and_uses_the_chosen_datasource() -> No
 def test_alerts_have_severity_summary_and_description() -> None:
     (rule,) = named(objects("production"), "PrometheusRule").values()
     for group in rule["spec"]["groups"]:
-        for each in group["rules"]:
-            assert each["labels"]["severity"] in ("page", "ticket")
-            assert each["annotations"].keys() == {"summary", "description"}
+        for alert in group["rules"]:
+            assert alert["labels"]["severity"] in ("page", "ticket")
+            assert alert["annotations"].keys() == {"summary", "description"}

@@ -33,17 +33,17 @@ def reaches(manifests: list[Object], source: Peer, target: Peer, port: int, prot
 def _policies(manifests: list[Object], pod: Peer, direction: str) -> list[Object] | None:
     if pod.namespace != HERE:
         return None
-    specs = [each["spec"] for each in manifests if each["kind"] == "NetworkPolicy"]
+    specs = [item["spec"] for item in manifests if item["kind"] == "NetworkPolicy"]
     return [s for s in specs if direction in s["policyTypes"] and _selects(s["podSelector"], pod.labels)] or None
 
 
 def _passes(policies: list[Object] | None, rules: str, key: str, peer: Peer, port: int, protocol: str) -> bool:
     if policies is None:
         return True
-    wanted = (port, protocol)
+    connection = (port, protocol)
     return any(
-        (key not in rule or any(_is(each, peer) for each in rule[key]))
-        and ("ports" not in rule or any((p["port"], p.get("protocol", "TCP")) == wanted for p in rule["ports"]))
+        (key not in rule or any(_is(item, peer) for item in rule[key]))
+        and ("ports" not in rule or any((p["port"], p.get("protocol", "TCP")) == connection for p in rule["ports"]))
         for policy in policies
         for rule in policy.get(rules, [])
     )
@@ -133,7 +133,7 @@ def test_only_pods_with_keys_reach_the_trial_store() -> None:
     rendered = objects("local")
     manifests = [*rendered, *serving(rendered)]
     store = component(manifests, "object-store")
-    (port,) = (each["targetPort"] for each in named(manifests, "Service")["evernear-seaweedfs"]["spec"]["ports"])
+    (port,) = (item["targetPort"] for item in named(manifests, "Service")["evernear-seaweedfs"]["spec"]["ports"])
     assert port == "s3"
     (container,) = named(manifests, "Deployment")["evernear-seaweedfs"]["spec"]["template"]["spec"]["containers"]
     assert container["ports"] == [{"name": "s3", "containerPort": 8333}]

@@ -73,21 +73,21 @@ def test_users_have_the_documented_rights(tmp_path: Path) -> None:
     assert completed.returncode == 0, completed.stderr
     assert (tmp_path / "s3.json").stat().st_mode & 0o077 == 0
     written = json.loads((tmp_path / "s3.json").read_text())
-    assert {each["name"]: each.get("policyNames") for each in written["identities"]} == USERS
-    assert [each["name"] for each in written["identities"] if "actions" in each] == ["admin"]
-    for each in written["identities"]:
-        name = each["name"]
-        assert each["credentials"] == [{"accessKey": f"{name}-key", "secretKey": f"{name}-secret/+="}]
+    assert {item["name"]: item.get("policyNames") for item in written["identities"]} == USERS
+    assert [item["name"] for item in written["identities"] if "actions" in item] == ["admin"]
+    for item in written["identities"]:
+        name = item["name"]
+        assert item["credentials"] == [{"accessKey": f"{name}-key", "secretKey": f"{name}-secret/+="}]
     blocks = (ROOT / "docs/object-store.md").read_text().split("```json\n")[1:]
     documented = [
         block.partition("```")[0].replace("evernear-store/prod", "evernear").replace("evernear-store", "evernear")
         for block in blocks
     ]
-    policies = {each["name"]: json.loads(each["content"]) for each in written["policies"]}
+    policies = {item["name"]: json.loads(item["content"]) for item in written["policies"]}
     for name, block in zip(("images", "pipeline", "reader", "queries", "watch"), documented, strict=True):
         statements = json.loads(block)["Statement"]
         # Only MinIO has this action.
-        expected = [each for each in statements if each["Action"] != "s3:ListenBucketNotification"]
+        expected = [item for item in statements if item["Action"] != "s3:ListenBucketNotification"]
         assert policies[name]["Statement"] == expected, name
 
 
@@ -111,14 +111,14 @@ def test_each_user_has_a_separate_secret_and_the_pod_has_every_script() -> None:
     (init,) = SERVER["initContainers"]
     assert init["command"][:3] == ["/bin/sh", "/setup/identities.sh", "/identities/s3.json"]
     assert init["command"][3:] == list(USERS)
-    references = {each["name"]: each["valueFrom"]["secretKeyRef"] for each in init["env"]}
+    references = {item["name"]: item["valueFrom"]["secretKeyRef"] for item in init["env"]}
     for user, secret in SECRETS.items():
         assert references[f"{user.upper()}_ACCESS_KEY"] == {"name": secret, "key": "AWS_ACCESS_KEY_ID"}
         assert references[f"{user.upper()}_SECRET_KEY"] == {"name": secret, "key": "AWS_SECRET_ACCESS_KEY"}
-    (volume,) = (each for each in SERVER["volumes"] if each["name"] == "setup")
+    (volume,) = (item for item in SERVER["volumes"] if item["name"] == "setup")
     del volume["configMap"]["name"]
     deployment = named(objects("local"), "Deployment")["evernear-seaweedfs"]["spec"]["template"]["spec"]
-    (volume,) = (each for each in deployment["volumes"] if each["name"] == "setup")
+    (volume,) = (item for item in deployment["volumes"] if item["name"] == "setup")
     files = named(objects("local"), "ConfigMap")[volume["configMap"]["name"]]["data"]
     assert files == {path.name: path.read_text() for path in SETUP.iterdir()}
     for script in ("identities.sh", "buckets.sh"):
@@ -131,7 +131,7 @@ def test_compose_runs_the_same_server() -> None:
     assert compose["image"] == container["image"]
     arguments = {word for word in container["args"] if "config" not in word}
     assert arguments <= {*compose["command"][0].split()}
-    guarded = {each["name"]: each["value"] for each in container["env"]}
+    guarded = {item["name"]: item["value"] for item in container["env"]}
     assert guarded.items() <= compose["environment"].items()
 
 
@@ -204,7 +204,7 @@ def test_anonymous_access_is_denied(server: SeaweedFS) -> None:
 
 
 def test_only_the_s3_ports_listen_beyond_loopback(server: SeaweedFS) -> None:
-    listening = [each.laddr for each in psutil.Process(server.pid).net_connections("tcp") if each.status == "LISTEN"]
+    listening = [item.laddr for item in psutil.Process(server.pid).net_connections("tcp") if item.status == "LISTEN"]
     outside = {address.port for address in listening if address.ip != "127.0.0.1"}
     assert outside == {server.ports["s3.port"], server.ports["s3.port.grpc"]}
     assert {address.port for address in listening} == {*server.ports.values()}

@@ -38,7 +38,7 @@ def cluster(tmp_path: Path) -> Iterator[LoopbackCluster]:
             for secret in SECRETS
             if secret["metadata"]["name"] != "evernear-token"
         ]
-        for manifest in sorted([kubeflow, *filled, *LOCAL], key=lambda each: each["kind"] != "Namespace"):
+        for manifest in sorted([kubeflow, *filled, *LOCAL], key=lambda item: item["kind"] != "Namespace"):
             own_account = manifest["kind"] == "ServiceAccount" and manifest["metadata"]["name"] == "default"
             if known_kind(manifest["apiVersion"], manifest["kind"]) and not own_account:
                 utils.create_from_dict(admin, manifest)
@@ -51,13 +51,13 @@ def test_every_deployment_becomes_available_once_its_secrets_exist(cluster: Loop
 
     def up() -> set[str]:
         deployments = apps.list_namespaced_deployment("evernear").items
-        return {each.metadata.name for each in deployments if each.status.available_replicas}
+        return {item.metadata.name for item in deployments if item.status.available_replicas}
 
-    wanted = named(LOCAL, "Deployment").keys()
-    _await(lambda: up() == wanted - {"evernear-prep"})  # it mounts the token
+    expected = named(LOCAL, "Deployment").keys()
+    _await(lambda: up() == expected - {"evernear-prep"})  # it mounts the token
     (token,) = (secret for secret in SECRETS if secret["metadata"]["name"] == "evernear-token")
     core.create_namespaced_secret("evernear", token | {"stringData": {"token": "x"}})
-    _await(lambda: up() == wanted)
+    _await(lambda: up() == expected)
 
 
 def test_deployer_has_exactly_the_rights_that_it_uses(

@@ -317,11 +317,11 @@ def test_failed_promotion_changes_nothing(site: Site, tmp_path: Path) -> None:
     good = site.candidate()
     queries = json.loads(open_release(good.archive, tmp_path / "opened").read("smoke.json"))
     queries[0]["dist"] += 0.01
-    wrong = forge(good, tmp_path / "wrong.mar", smoke_json=json.dumps(queries).encode())
-    site.registry.publish(wrong.archive)
+    invalid = forge(good, tmp_path / "wrong.mar", smoke_json=json.dumps(queries).encode())
+    site.registry.publish(invalid.archive)
     champion, registered = site.registry.champion(), site.registered
     with site.hammered() as versions, pytest.raises(ServingError, match="fails its smoke test"):
-        promote(wrong.version, site.settings)
+        promote(invalid.version, site.settings)
     assert versions == {site.champion}
     assert site.registry.champion() == champion
     assert site.registered == registered

@@ -27,11 +27,11 @@ def load(archive: Path, directory: Path) -> None:
 
 @pytest.mark.parametrize("name", ["network.pt", "index.faiss", "labels.npy", "index.json", "handler.py"])
 def test_replaced_part_is_rejected(packed: PackedRelease, tmp_path: Path, name: str) -> None:
-    proof = tmp_path / "proof"
+    marker = tmp_path / "proof"
 
     class Payload:
         def __reduce__(self) -> tuple[object, ...]:
-            return Path.touch, (proof,)
+            return Path.touch, (marker,)
 
     other = tmp_path / "other.mar"
     with zipfile.ZipFile(packed.archive) as old, zipfile.ZipFile(other, "w") as new:
@@ -39,7 +39,7 @@ def test_replaced_part_is_rejected(packed: PackedRelease, tmp_path: Path, name: 
             new.writestr(member, pickle.dumps(Payload()) if member == name else old.read(member))
     with pytest.raises(IntegrityError, match=rf"{name} in .* is missing or does not match the manifest\."):
         load(other, tmp_path / "unpacked")
-    assert not proof.exists()
+    assert not marker.exists()
 
 
 def test_index_of_another_network_is_rejected(packed: PackedRelease, tmp_path: Path) -> None:

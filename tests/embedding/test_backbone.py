@@ -128,9 +128,9 @@ def test_a_frozen_network_is_the_backbone_with_centered_features(
 def test_weights_of_another_architecture_are_rejected_in_one_sentence(
     digits: Dataset, weights: Path, tmp_path: Path
 ) -> None:
-    wrong = settings(backbone="test_vit", weights=str(weights))
+    mismatched = settings(backbone="test_vit", weights=str(weights))
     with pytest.raises(TrainingError, match=r"does not fit test_vit: .*; set train.backbone") as caught:
-        train(digits, wrong, tmp_path)
+        train(digits, mismatched, tmp_path)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
 

@@ -75,13 +75,13 @@ def embed_newest(network_dir: Path, growing: GrowingDataset, out_dir: Path, batc
     network = load_network(network_dir)
     embeddings = Embeddings.open(out_dir)
     for split in ("gallery", "query"):
-        ours, theirs = list(embeddings.blocks(split)), list(dataset.blocks(split))
+        embedded, images = list(embeddings.blocks(split)), list(dataset.blocks(split))
         for name in ("labels", "digests"):
             np.testing.assert_array_equal(
-                *(np.concatenate([getattr(b, name) for b in side]) for side in (ours, theirs))
+                *(np.concatenate([getattr(b, name) for b in side]) for side in (embedded, images))
             )
-        made = embed_images(network, np.concatenate([block.images for block in theirs]))
-        np.testing.assert_allclose(np.concatenate([block.embeddings for block in ours]), made, atol=1e-5)
+        made = embed_images(network, np.concatenate([block.images for block in images]))
+        np.testing.assert_allclose(np.concatenate([block.embeddings for block in embedded]), made, atol=1e-5)
     return described.reused
 
 

@@ -82,8 +82,8 @@ def test_each_member_of_an_ensemble_learns_as_it_would_alone(
         member.heads[0].load_state_dict(both.heads[number].state_dict())
         member(pixels, classes, settings.margin, 0.1).backward()
         learned = [*both.network.members[number].parameters(), *both.heads[number].parameters()]
-        for ours, theirs in zip(learned, member.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=1e-3)
+        for in_ensemble, alone_parameter in zip(learned, member.parameters(), strict=True):
+            torch.testing.assert_close(in_ensemble.grad, alone_parameter.grad, atol=1e-4, rtol=1e-3)
 
 
 def test_training_does_not_read_the_test_split(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:

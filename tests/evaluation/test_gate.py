@@ -28,7 +28,7 @@ UNSEEN = {"train": 0, "gallery": 0, "query": 0}
 
 
 @pytest.fixture(scope="module")
-def planted() -> ModuleType:
+def simulation() -> ModuleType:
     """``benchmarks/gate.py`` as a module."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
@@ -50,45 +50,45 @@ SEEDS = 500
 class TestErrorRatesOnTenThousandQueries:
     """Each bound is exceeded in one of 1000 runs if the true rate is at its limit."""
 
-    def stopped(self, planted: ModuleType, points: float, shared: float, how: str = "drawn") -> int:
-        case = planted.Case(how, 10_000, 0.996, points, shared)
-        (count,) = planted.stopped(case, SEEDS, [SETTINGS.significance])
+    def stopped(self, simulation: ModuleType, points: float, shared: float, how: str = "drawn") -> int:
+        case = simulation.Case(how, 10_000, 0.996, points, shared)
+        (count,) = simulation.stopped(case, SEEDS, [SETTINGS.significance])
         return count
 
-    def test_false_alarm_rate_for_equal_models_is_bounded(self, planted: ModuleType, shared: float):
-        assert self.stopped(planted, 0.0, shared) <= binom.ppf(0.999, SEEDS, SETTINGS.significance)
+    def test_false_alarm_rate_for_equal_models_is_bounded(self, simulation: ModuleType, shared: float):
+        assert self.stopped(simulation, 0.0, shared) <= binom.ppf(0.999, SEEDS, SETTINGS.significance)
 
-    def test_model_three_tenths_of_a_point_worse_fails(self, planted: ModuleType, shared: float):
-        assert self.stopped(planted, -0.3, shared) >= binom.ppf(0.001, SEEDS, 0.985 if shared else 0.93)
+    def test_model_three_tenths_of_a_point_worse_fails(self, simulation: ModuleType, shared: float):
+        assert self.stopped(simulation, -0.3, shared) >= binom.ppf(0.001, SEEDS, 0.985 if shared else 0.93)
 
-    def test_visible_regression_always_fails(self, planted: ModuleType, shared: float):
-        assert self.stopped(planted, -0.3, shared, "frozen") == SEEDS
+    def test_visible_regression_always_fails(self, simulation: ModuleType, shared: float):
+        assert self.stopped(simulation, -0.3, shared, "frozen") == SEEDS
 
-    def test_model_three_tenths_of_a_point_better_passes(self, planted: ModuleType, shared: float):
-        assert self.stopped(planted, +0.3, shared) == 0
+    def test_model_three_tenths_of_a_point_better_passes(self, simulation: ModuleType, shared: float):
+        assert self.stopped(simulation, +0.3, shared) == 0
 
 
-def test_small_test_split_rarely_fails_equal_models_and_fails_a_bad_one(planted: ModuleType):
-    case = planted.Case
-    (equal,) = planted.stopped(case("drawn", 180, 0.98, 0.0, 0.6), SEEDS, [SETTINGS.significance])
-    (worse,) = planted.stopped(case("drawn", 180, 0.98, -10.0, 0.6), SEEDS, [SETTINGS.significance])
+def test_small_test_split_rarely_fails_equal_models_and_fails_a_bad_one(simulation: ModuleType):
+    case = simulation.Case
+    (equal,) = simulation.stopped(case("drawn", 180, 0.98, 0.0, 0.6), SEEDS, [SETTINGS.significance])
+    (worse,) = simulation.stopped(case("drawn", 180, 0.98, -10.0, 0.6), SEEDS, [SETTINGS.significance])
     assert equal <= binom.ppf(0.999, SEEDS, SETTINGS.significance)
     assert worse >= binom.ppf(0.001, SEEDS, 0.99)
 
 
-def outcomes(wrong: dict[int, int], each: int = 100) -> Outcomes:
+def outcomes(errors: dict[int, int], queries: int = 100) -> Outcomes:
     """Ten classes of ``each`` queries with ``wrong`` errors per class, always in the same queries."""
-    labels = np.repeat(np.arange(10, dtype=np.int32), each)
+    labels = np.repeat(np.arange(10, dtype=np.int32), queries)
     right = np.ones(len(labels), np.bool_)
-    for label, count in wrong.items():
-        right[label * each : label * each + count] = False
+    for label, count in errors.items():
+        right[label * queries : label * queries + count] = False
     return Outcomes(right, labels)
 
 
 @pytest.fixture
-def sound(planted: ModuleType) -> Evaluation:
+def sound(simulation: ModuleType) -> Evaluation:
     """A challenger as good as its champion."""
-    return planted.evaluated(outcomes({1: 2, 8: 1}), outcomes({1: 2, 8: 1}))
+    return simulation.evaluated(outcomes({1: 2, 8: 1}), outcomes({1: 2, 8: 1}))
 
 
 def failed(verdict: Verdict) -> dict[str, Rule]:
@@ -108,10 +108,10 @@ def test_good_challenger_passes_and_every_rule_gives_a_reason(sound: Evaluation)
     assert verdict.dataset_digest == sound.candidate.dataset_digest
 
 
-def test_each_rule_can_fail_alone(planted: ModuleType, sound: Evaluation):
+def test_each_rule_can_fail_alone(simulation: ModuleType, sound: Evaluation):
     low = proportion(90, 100, 0.95)
-    slow_rot = planted.evaluated(outcomes({1: 5, 3: 4, 5: 3, 8: 3}), outcomes({1: 2, 8: 1}))
-    one_class = planted.evaluated(outcomes({1: 2, 4: 12}), outcomes({1: 2, 2: 12}))
+    slow_rot = simulation.evaluated(outcomes({1: 5, 3: 4, 5: 3, 8: 3}), outcomes({1: 2, 8: 1}))
+    one_class = simulation.evaluated(outcomes({1: 2, 4: 12}), outcomes({1: 2, 2: 12}))
     cases = {
         "accuracy_floor": with_candidate(sound, accuracy=proportion(949, 1000, 0.95)),
         "class_recall_floor": with_candidate(
@@ -124,7 +124,7 @@ def test_each_rule_can_fail_alone(planted: ModuleType, sound: Evaluation):
         "same_test_set": sound.model_copy(update={"champion_test_overlap": 0.89}),
         "same_queries": with_candidate(sound, queries_sha256="others"),
         "no_worse": slow_rot,
-        "classes_kept": with_candidate(sound, known_labels=planted.LABELS[:-1]),
+        "classes_kept": with_candidate(sound, known_labels=simulation.LABELS[:-1]),
         "class_recall_drop": one_class,
     }
     for name, case in cases.items():
@@ -194,55 +194,55 @@ def test_false_rejects_hold_only_significantly_above_the_ceiling(sound: Evaluati
     assert set(failed(decide(with_candidate(sound, false_rejects=proportion(1, 9, 0.95)), strict))) == {"false_rejects"}
 
 
-def test_reason_names_the_largest_class_regression(planted: ModuleType):
-    verdict = decide(planted.evaluated(outcomes({1: 2, 8: 1}), outcomes({1: 1, 8: 1, 3: 9})), SETTINGS)
+def test_reason_names_the_largest_class_regression(simulation: ModuleType):
+    verdict = decide(simulation.evaluated(outcomes({1: 2, 8: 1}), outcomes({1: 1, 8: 1, 3: 9})), SETTINGS)
     assert verdict.promote
     (reason,) = (rule.reason for rule in verdict.rules if rule.name == "class_recall_drop")
     assert reason.endswith("the worst change is -1.0% for 1.")
 
 
-def test_single_error_in_a_small_class_is_not_a_collapse(planted: ModuleType):
+def test_single_error_in_a_small_class_is_not_a_collapse(simulation: ModuleType):
     """With 18 queries per class, one additional error is 5.6 points; eighteen are a collapse."""
-    champion = outcomes({1: 1}, each=18)
-    assert decide(planted.evaluated(outcomes({1: 1, 4: 1}, each=18), champion), SETTINGS).promote
-    collapsed = planted.evaluated(outcomes({1: 1, 4: 18}, each=18), champion)
+    champion = outcomes({1: 1}, queries=18)
+    assert decide(simulation.evaluated(outcomes({1: 1, 4: 1}, queries=18), champion), SETTINGS).promote
+    collapsed = simulation.evaluated(outcomes({1: 1, 4: 18}, queries=18), champion)
     assert {"class_recall_floor", "class_recall_drop"} <= set(failed(decide(collapsed, SETTINGS)))
 
 
-def with_new_class(planted: ModuleType, wrong: dict[int, int]) -> Evaluation:
+def with_new_class(simulation: ModuleType, errors: dict[int, int]) -> Evaluation:
     """A champion without class 9 and a challenger that includes it, with ``wrong`` errors per class."""
-    evaluation = planted.evaluated(outcomes(wrong), outcomes({1: 2, 8: 1, 9: 100}))
-    champion = evaluation.champion.model_copy(update={"known_labels": planted.LABELS[:-1]})
+    evaluation = simulation.evaluated(outcomes(errors), outcomes({1: 2, 8: 1, 9: 100}))
+    champion = evaluation.champion.model_copy(update={"known_labels": simulation.LABELS[:-1]})
     return evaluation.model_copy(update={"champion": champion})
 
 
-def test_new_class_passes_and_is_named(planted: ModuleType):
-    verdict = decide(with_new_class(planted, {1: 2, 8: 1, 9: 4}), SETTINGS)
+def test_new_class_passes_and_is_named(simulation: ModuleType):
+    verdict = decide(with_new_class(simulation, {1: 2, 8: 1, 9: 4}), SETTINGS)
     assert verdict.promote
     reasons = {rule.name: rule.reason for rule in verdict.rules}
     assert "New: 9 (recall 96.0%)" in reasons["classes_kept"]
     assert "99.67% against the champion's 99.67% on the 900 images of classes that it knows" in reasons["no_worse"]
 
 
-def test_new_class_does_not_offset_regressions_of_other_classes(planted: ModuleType):
+def test_new_class_does_not_offset_regressions_of_other_classes(simulation: ModuleType):
     """100 correct images in the new class, and 8 errors spread over the champion's classes."""
-    losing = with_new_class(planted, {1: 5, 3: 2, 5: 2, 8: 2})
+    losing = with_new_class(simulation, {1: 5, 3: 2, 5: 2, 8: 2})
     assert losing.comparison.overall.improvements == 100
     assert set(failed(decide(losing, SETTINGS))) == {"no_worse"}
 
 
-def test_unrecognized_new_class_fails(planted: ModuleType):
-    assert set(failed(decide(with_new_class(planted, {1: 2, 8: 1, 9: 70}), SETTINGS))) == {"class_recall_floor"}
+def test_unrecognized_new_class_fails(simulation: ModuleType):
+    assert set(failed(decide(with_new_class(simulation, {1: 2, 8: 1, 9: 70}), SETTINGS))) == {"class_recall_floor"}
 
 
-def test_disjoint_classes_fail(planted: ModuleType):
-    evaluation = with_new_class(planted, {})
-    strange = evaluation.champion.model_copy(update={"known_labels": ("elsewhere",)})
-    failures = failed(decide(evaluation.model_copy(update={"champion": strange}), SETTINGS))
+def test_disjoint_classes_fail(simulation: ModuleType):
+    evaluation = with_new_class(simulation, {})
+    unrelated = evaluation.champion.model_copy(update={"known_labels": ("elsewhere",)})
+    failures = failed(decide(evaluation.model_copy(update={"champion": unrelated}), SETTINGS))
     assert set(failures) == {"no_worse", "classes_kept", "class_recall_drop"}
 
 
-def test_class_without_test_images_is_named(planted: ModuleType, sound: Evaluation):
+def test_class_without_test_images_is_named(simulation: ModuleType, sound: Evaluation):
     recalls = {label: recall for label, recall in sound.candidate.class_recall.items() if label != "6"}
     verdict = decide(with_candidate(sound, class_recall=recalls), SETTINGS)
     assert verdict.promote
@@ -257,8 +257,8 @@ def test_champion_leakage_is_reported_but_passes(sound: Evaluation):
 
 
 @pytest.fixture
-def stored(planted: ModuleType, tmp_path) -> Path:
-    verdict = decide(planted.evaluated(outcomes({4: 60}), outcomes({})), SETTINGS)
+def stored(simulation: ModuleType, tmp_path) -> Path:
+    verdict = decide(simulation.evaluated(outcomes({4: 60}), outcomes({})), SETTINGS)
     assert not verdict.promote
     path = tmp_path / "verdict.json"
     path.write_text(verdict.model_dump_json(indent=2))

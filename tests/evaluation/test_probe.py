@@ -20,11 +20,11 @@ TINY = TrainSettings(epochs=30, min_steps=0, width=4, embedding_dim=16, batch_si
 
 
 @given(st.lists(st.text(max_size=3), unique=True, max_size=8), st.integers(1, 5), st.integers(0, 5))
-def test_at_least_two_classes_remain_for_training(labels, wanted, seed):
-    held_out = choose_held_out(labels, wanted, seed)
+def test_at_least_two_classes_remain_for_training(labels, count, seed):
+    held_out = choose_held_out(labels, count, seed)
     assert held_out <= set(labels)
-    assert len(held_out) == max(0, min(wanted, len(labels) - 2))
-    assert held_out == choose_held_out(labels, wanted, seed)
+    assert len(held_out) == max(0, min(count, len(labels) - 2))
+    assert held_out == choose_held_out(labels, count, seed)
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,13 @@ echo {DIGEST}
 """
 
 
-def step(**wanted: str) -> dict[str, Any]:
+def step(**entries: str) -> dict[str, Any]:
     """The only step with these entries; actions are matched by name."""
-    (match,) = [item for item in JOB["steps"] if all(item.get(key, "").startswith(wanted[key]) for key in wanted)]
+    (match,) = [item for item in JOB["steps"] if all(item.get(key, "").startswith(entries[key]) for key in entries)]
     return match
 
 
-def run_step(tmp_path: Path, wanted: dict[str, Any], **variables: str) -> str:
+def run_step(tmp_path: Path, entries: dict[str, Any], **variables: str) -> str:
     """Run the script of a step and return its outputs for later steps."""
     gh = tmp_path / "gh"
     gh.write_text(GH)
@@ -40,7 +40,7 @@ def run_step(tmp_path: Path, wanted: dict[str, Any], **variables: str) -> str:
         "GITHUB_REF": "refs/heads/main",
         "GITHUB_SHA": "5b67dc9f",
     }
-    (tmp_path / "step.sh").write_text(wanted["run"])
+    (tmp_path / "step.sh").write_text(entries["run"])
     subprocess.run(["bash", "-e", tmp_path / "step.sh"], env=environment | variables, check=True)
     return output.read_text()
 

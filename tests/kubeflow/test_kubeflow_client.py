@@ -168,25 +168,25 @@ def test_show_lists_steps_with_their_states(server: KfpServer, runs: KfpRuns) ->
     run.task("ingest", "SUCCEEDED")
     run.task("validate", "RUNNING")
     run.task("train", "SKIPPED")
-    shown = runs.show(started.id)
-    assert shown.state is State.RUNNING
-    assert shown.ended is None, "KFP reports 1970"
-    states = {step.name: step.state for step in shown.steps}
+    run_detail = runs.show(started.id)
+    assert run_detail.state is State.RUNNING
+    assert run_detail.ended is None, "KFP reports 1970"
+    states = {step.name: step.state for step in run_detail.steps}
     assert states == {"ingest": State.SUCCEEDED, "validate": State.RUNNING, "train": State.SKIPPED}, (
         "without root, groups, drivers and executors"
     )
-    assert [step.name for step in shown.steps] == ["ingest", "validate", "train"]
-    ingest, validate = shown.steps[0], shown.steps[1]
+    assert [step.name for step in run_detail.steps] == ["ingest", "validate", "train"]
+    ingest, validate = run_detail.steps[0], run_detail.steps[1]
     assert ingest.started is not None
     assert ingest.ended is not None
     assert ingest.started <= ingest.ended < validate.started  # type: ignore[operator] - it has started
     assert validate.ended is None
     run.task("validate", "FAILED", error="Images are missing.")
     run.end("FAILED")
-    shown = runs.show(started.id)
-    assert (shown.state, shown.steps[1].error) == (State.FAILED, "Images are missing.")
-    assert shown.ended is not None
-    assert shown.ended > shown.created
+    run_detail = runs.show(started.id)
+    assert (run_detail.state, run_detail.steps[1].error) == (State.FAILED, "Images are missing.")
+    assert run_detail.ended is not None
+    assert run_detail.ended > run_detail.created
 
 
 @pytest.mark.parametrize(
@@ -206,8 +206,8 @@ def test_show_lists_steps_with_their_states(server: KfpServer, runs: KfpRuns) ->
 def test_every_kfp_state_is_mapped(server: KfpServer, runs: KfpRuns, kfp_state: str, state: State, final: bool) -> None:
     started = runs.start(PIPELINE, {}, "a")
     server.run(started.id).resource["state"] = kfp_state
-    shown = runs.show(started.id)
-    assert (shown.state, shown.state.is_final) == (state, final)
+    run_detail = runs.show(started.id)
+    assert (run_detail.state, run_detail.state.is_final) == (state, final)
 
 
 def test_runs_are_listed_newest_first(
@@ -268,9 +268,9 @@ def test_show_works_after_the_version_is_deleted(server: KfpServer, runs: KfpRun
     run.task("ingest", "RUNNING")
     server.state.versions.clear()
     server.state.pipelines.clear()
-    shown = runs_of(server).show(started.id)
-    assert shown.pipeline == run.resource["pipeline_version_reference"]["pipeline_id"]
-    assert [step.name for step in shown.steps] == ["ingest"]
+    run_detail = runs_of(server).show(started.id)
+    assert run_detail.pipeline == run.resource["pipeline_version_reference"]["pipeline_id"]
+    assert [step.name for step in run_detail.steps] == ["ingest"]
 
 
 def test_missing_resources_are_reported(server: KfpServer, runs: KfpRuns) -> None:

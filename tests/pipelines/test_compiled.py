@@ -134,8 +134,8 @@ def test_task_parameters_are_passed_to_their_group(compiled: Compiled) -> None:
     for values, tasks in compiled.groups():
         for name, task in tasks.items():
             inputs = task.get("inputs", {}).get("parameters", {}).values()
-            taken = {value["componentInputParameter"] for value in inputs if "componentInputParameter" in value}
-            assert taken <= set(values), name
+            used = {value["componentInputParameter"] for value in inputs if "componentInputParameter" in value}
+            assert used <= set(values), name
 
 
 def test_exit_step_runs_after_all_others_and_even_after_failures(compiled: Compiled) -> None:

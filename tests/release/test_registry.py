@@ -137,12 +137,12 @@ def test_exactly_one_concurrent_promotion_succeeds(
 def promote_in_rounds(uri: str, versions: list[str], number: int, start: ProcessBarrier, end: ProcessBarrier) -> int:
     """Try to promote version ``number`` once per round; return the number of successes."""
     registry, successes = Registry(open_store(uri)), 0
-    for turn in range(len(versions)):
+    for round_number in range(len(versions)):
         champion = registry.champion()
         start.wait(60)
         try:
             registry.set_champion(
-                versions[(turn + number) % len(versions)], champion, "promote", Cause(by=f"process {number}")
+                versions[(round_number + number) % len(versions)], champion, "promote", Cause(by=f"process {number}")
             )
         except ConflictError:
             pass

@@ -22,7 +22,7 @@ SIZES_KB = (4, 16, 24, 32, 64, 96, 160, 256, 384, 640, 1024, 1536, 2048, 4096)
 NO_MOUNT = 77
 
 
-def calls(made: dict[str, str], images: Path, disk: Path) -> dict[str, Callable[[], object]]:
+def calls(artifacts: dict[str, str], images: Path, disk: Path) -> dict[str, Callable[[], object]]:
     """Each step with outputs and store on ``disk``; ``made`` names the artifacts of an earlier run, on another disk."""
 
     def out(name: str) -> str:
@@ -34,10 +34,14 @@ def calls(made: dict[str, str], images: Path, disk: Path) -> dict[str, Callable[
         tree = {"workdir": str(disk / "work"), "target": "registry", "train": train, "serving": serving, **sections}
         return of_run(tree, store=store or store_uri).model_dump(mode="json")
 
-    store_uri, earlier = (disk / "store").as_uri(), Path(made["log"]).parents[2].joinpath("store").as_uri()
-    dataset, network, index = made["ingest.dataset"], made["export.network"], made["index.index"]
-    evaluation, verdict, release = made["evaluate.evaluation"], made["gate.verdict"], made["archive.release"]
-    unseen = made["probe.open_set"]
+    store_uri, earlier = (disk / "store").as_uri(), Path(artifacts["log"]).parents[2].joinpath("store").as_uri()
+    dataset, network, index = artifacts["ingest.dataset"], artifacts["export.network"], artifacts["index.index"]
+    evaluation, verdict, release = (
+        artifacts["evaluate.evaluation"],
+        artifacts["gate.verdict"],
+        artifacts["archive.release"],
+    )
+    unseen = artifacts["probe.open_set"]
     source = {"source": f"folder:{images}", "preset": "", "target": "registry", "serving_image": ""}
     parts = {"network": network, "index": index, "evaluation": evaluation, "verdict": verdict}
     two = settings(train={"processes": 2})
@@ -45,11 +49,11 @@ def calls(made: dict[str, str], images: Path, disk: Path) -> dict[str, Callable[
         "ingest": lambda: steps.ingest("run", store_uri, source, {}, out("dataset")),
         "train": lambda: steps.train("run", settings(), dataset, out("trained"), out("curves")),
         "train, two processes": lambda: steps.train("run", two, dataset, out("trained"), out("curves")),
-        "export": lambda: steps.export("run", settings(), dataset, made["train.trained"], out("network")),
+        "export": lambda: steps.export("run", settings(), dataset, artifacts["train.trained"], out("network")),
         "reuse": lambda: steps.reuse("run", settings(earlier), dataset, out("network"), out("open_set")),
         "embed": lambda: steps.embed("run", settings(), dataset, network, out("embeddings")),
         "probe": lambda: steps.probe("run", settings(), dataset, out("open_set")),
-        "index": lambda: steps.index("run", settings(), dataset, made["embed.embeddings"], unseen, out("index")),
+        "index": lambda: steps.index("run", settings(), dataset, artifacts["embed.embeddings"], unseen, out("index")),
         "evaluate": lambda: steps.evaluate(
             "run", settings(earlier), dataset, network, index, unseen, out("evaluation")
         ),
@@ -64,24 +68,24 @@ def calls(made: dict[str, str], images: Path, disk: Path) -> dict[str, Callable[
 
 def main(step: str, result: Path, images: Path, store_uri: Path) -> int:
     """The exit code is 77 where nothing can be mounted."""
-    made, disk = json.loads(result.read_text())["paths"], store_uri / "disk"
+    artifacts, disk = json.loads(result.read_text())["paths"], store_uri / "disk"
     disk.mkdir()
     for size_kb in SIZES_KB:
         if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_kb}k", "none", disk]).returncode:
             return NO_MOUNT
-        said, code = StringIO(), 0
-        with redirect_stdout(StringIO()), redirect_stderr(said):
+        message, code = StringIO(), 0
+        with redirect_stdout(StringIO()), redirect_stderr(message):
             try:
                 (disk / "temporary").mkdir()
                 tempfile.tempdir = str(disk / "temporary")
-                calls(made, images, disk)[step]()
+                calls(artifacts, images, disk)[step]()
             except SystemExit as ended:
                 code = int(ended.code or 0)
             except Exception as error:
                 code = -1
-                said.write(f"\n{type(error).__name__}: {error}")
+                message.write(f"\n{type(error).__name__}: {error}")
         subprocess.run(["umount", "--lazy", disk], check=True)
-        print(json.dumps({"size_kb": size_kb, "code": code, "said": said.getvalue()}), flush=True)
+        print(json.dumps({"size_kb": size_kb, "code": code, "said": message.getvalue()}), flush=True)
         if code == 0:
             break
     return 0

@@ -122,8 +122,8 @@ def test_any_class_name_can_be_released(bench: Bench) -> None:
         (images / label).rename(images / name)
     completed = bench.command("run", "--preset", "quick")
     assert completed.returncode == 0, completed.stderr
-    shown = bench.command("registry", "show", bench.command("registry", "champion").stdout.strip())
-    for text in (completed.stdout, completed.stderr, shown.stdout):
+    output = bench.command("registry", "show", bench.command("registry", "champion").stdout.strip())
+    for text in (completed.stdout, completed.stderr, output.stdout):
         assert all(line.isprintable() for line in text.split("\n")), text
     for name in (r"\x1b]0;owned\x07", "[red]one", r"\u202eowt", r"three\nevernear: fine"):
-        assert name in shown.stdout
+        assert name in output.stdout

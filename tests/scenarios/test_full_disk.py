@@ -54,12 +54,12 @@ def test_step_reports_a_full_disk(bench: Bench, tmp_path: Path, step: str) -> No
     if completed.returncode == NO_MOUNT or "unshare" in completed.stderr:
         pytest.skip("no disk can be mounted here")
     assert completed.returncode == 0, completed.stderr
-    tries = [json.loads(line) for line in completed.stdout.splitlines()]
-    assert tries[-1]["code"] == 0, tries[-1]
-    assert len(tries) > 1, "the smallest disk was large enough"
-    for each in tries[:-1]:
-        last = each["said"].splitlines()[-1]
-        assert each["code"] == 4, each
-        assert last.startswith("evernear: "), each
-        assert " full" in last, each
-        assert "Traceback" not in each["said"], each
+    attempts = [json.loads(line) for line in completed.stdout.splitlines()]
+    assert attempts[-1]["code"] == 0, attempts[-1]
+    assert len(attempts) > 1, "the smallest disk was large enough"
+    for attempt in attempts[:-1]:
+        last = attempt["said"].splitlines()[-1]
+        assert attempt["code"] == 4, attempt
+        assert last.startswith("evernear: "), attempt
+        assert " full" in last, attempt
+        assert "Traceback" not in attempt["said"], attempt

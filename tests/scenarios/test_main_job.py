@@ -105,8 +105,8 @@ def test_reindex_adds_a_class_and_rollback_removes_it(served: tuple[Bench, dict]
     assert [answer["pred"] for answer in answers(bench, strangers)] == ["negative"] * 10
     assert "Rules of the gate" in Path(result["page"]).read_text()
 
-    wanted = pipeline_arguments(bench) | {"why": "negatives are no digits", "release": result["release"]}
-    outcome = bench.pipeline("rollback", **wanted)
+    arguments = pipeline_arguments(bench) | {"why": "negatives are no digits", "release": result["release"]}
+    outcome = bench.pipeline("rollback", **arguments)
     assert (outcome["state"], outcome["release"]) == ("rolled back", before["version"])
     assert outcome["reasons"] == ["negatives are no digits"]
     again = answers(bench, strangers)
@@ -115,13 +115,13 @@ def test_reindex_adds_a_class_and_rollback_removes_it(served: tuple[Bench, dict]
     move = json.loads(bench.command("registry", "history", "--json").stdout)[-1]
     assert (move["how"], move["why"], move["version"]) == ("rollback", "negatives are no digits", before["version"])
 
-    refused = bench.pipeline("rollback", **wanted)  # the same rollback again: that release is no longer live
+    refused = bench.pipeline("rollback", **arguments)  # the same rollback again: that release is no longer live
     assert refused["state"] == "failed"
     assert f"The champion is now {before['version']}, not {result['release']}" in refused["reasons"][0]
     assert champion_of(bench) == before["version"]
 
-    wanted |= {"why": "negatives are wanted after all", "by": "ada"}
-    outcome = bench.pipeline("promote", **wanted)
+    arguments |= {"why": "negatives are wanted after all", "by": "ada"}
+    outcome = bench.pipeline("promote", **arguments)
     assert (outcome["state"], outcome["release"]) == ("promoted", result["release"])
     assert [answer["pred"] for answer in answers(bench, strangers)] == ["negative"] * 10
     move = json.loads(bench.command("registry", "history", "--json").stdout)[-1]

@@ -21,7 +21,7 @@ from evernear.store import Store, open_store
 from tests.loopback.kfp import KfpServer, LocalExecutor
 from tests.loopback.kfp.state import RunControl
 from tests.loopback.slack import Person, SlackServer, signed
-from tests.loopback.slack.server import BOT_TOKEN, SIGNING_SECRET, Shown
+from tests.loopback.slack.server import BOT_TOKEN, SIGNING_SECRET, PostedMessage
 from tests.ports import free_ports
 from tests.scenarios.bench import Bench, write_digits
 
@@ -59,14 +59,14 @@ class Product:
         assert completed.returncode == 0, completed.stderr
         return json.loads(completed.stdout)
 
-    def question(self) -> Shown:
+    def question(self) -> PostedMessage:
         """The prompt of the bot in the channel."""
-        until(lambda: [shown for shown in self.slack.messages if "Train" in shown.buttons])
-        return next(shown for shown in self.slack.messages if "Train" in shown.buttons)
+        until(lambda: [posted for posted in self.slack.messages if "Train" in posted.buttons])
+        return next(posted for posted in self.slack.messages if "Train" in posted.buttons)
 
-    def clicks(self, person: Person, shown: Shown, button: str) -> int:
+    def clicks(self, person: Person, posted: PostedMessage, button: str) -> int:
         """Deliver a click as Slack does, signed; the status that Slack gets."""
-        body, headers = signed(self.slack.button(shown, button).by(person), SIGNING_SECRET)
+        body, headers = signed(self.slack.button(posted, button).by(person), SIGNING_SECRET)
         return httpx.post(f"{self.bot_url}/slack/events", content=body, headers=headers).status_code
 
     def run_to_its_end(self) -> RunControl:
@@ -75,7 +75,7 @@ class Product:
         assert run.ended.wait(RUN_TIMEOUT_S), run.state
         return run
 
-    def reply(self, prompt: Shown, words: str) -> Shown:
+    def reply(self, prompt: PostedMessage, words: str) -> PostedMessage:
         """The reply in the thread of ``prompt`` that contains ``words``."""
         in_thread = lambda: [s for s in self.slack.messages if s.thread == prompt.ts and words in s.text]  # noqa: E731
         until(in_thread, timeout_s=30)

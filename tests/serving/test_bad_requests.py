@@ -156,8 +156,8 @@ def test_survives_two_thousand_malformed_requests_without_5xx(served: Served, se
     )
     @given(st.integers(0, 2**62))
     def throw(seed: int) -> None:
-        dice = random.Random(seed)
-        requests = [sender.malformed(dice) for _ in range(IN_FLIGHT - 4)]
+        rng = random.Random(seed)
+        requests = [sender.malformed(rng) for _ in range(IN_FLIGHT - 4)]
         answers = sender.send([*requests, *[sender.good] * 4])
         for request, answer in zip(requests, answers, strict=False):
             assert is_refusal(answer), (request, answer)

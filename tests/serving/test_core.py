@@ -43,7 +43,7 @@ def test_bad_image_fails_alone_at_any_position(core: Predictor, parts: ReleasePa
     shuffle = random.Random(0)
     for _ in range(20):
         bad = [b"", b"text", good[0][:40], b"\x89PNG\r\n\x1a\n", Rejection(message="Refused before.")]
-        batch = [(number, image) for number, image in enumerate(good)] + [(None, each) for each in bad]
+        batch = [(number, image) for number, image in enumerate(good)] + [(None, item) for item in bad]
         shuffle.shuffle(batch)
         for (number, _), answer in zip(batch, core.predict([image for _, image in batch]), strict=True):
             if number is None:
@@ -77,7 +77,7 @@ def test_decompression_bombs_fail_alone(core: Predictor, parts: ReleaseParts) ->
     good = [image for image, _ in parts.smoke_queries()]
     bombs = [bomb.make() for bomb in hostile.REFUSED.values()]
     answers = core.predict([*good, *bombs])
-    assert [each.pred for each in answers[: len(good)] if isinstance(each, Prediction)] == [
+    assert [item.pred for item in answers[: len(good)] if isinstance(item, Prediction)] == [
         query.pred for _, query in parts.smoke_queries()
     ]
     for bomb, answer in zip(hostile.REFUSED.values(), answers[len(good) :], strict=True):

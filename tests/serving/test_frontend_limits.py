@@ -165,8 +165,8 @@ def test_grpc_messages_without_a_token_are_not_stored(small: Served) -> None:
     target = replace(Target.local(small.settings, "grpc"), token=lambda: "x")
 
     def ask(_: int) -> str:
-        with Client(target) as stranger, pytest.raises(PredictionRejectedError) as refusal:
-            stranger.predict(bytes(LARGEST - 10_000))
+        with Client(target) as unauthorized, pytest.raises(PredictionRejectedError) as refusal:
+            unauthorized.predict(bytes(LARGEST - 10_000))
         return str(refusal.value)
 
     with ThreadPoolExecutor(40) as pool:

@@ -84,7 +84,7 @@ def test_other_apis_answer_pipelined_requests_in_order(served: Served, api: str)
     token = bearer(served, api) if api == "management" else b""
     path, _ = paths = (b"/models/embedding", b"/nothing") if api == "management" else (b"/metrics", b"/nothing")
     with Raw.to(port) as connection:
-        connection.send(b"".join(request(b"GET " + each, token) for each in (path, *paths, path))).end()
+        connection.send(b"".join(request(b"GET " + other_path, token) for other_path in (path, *paths, path))).end()
         assert [answer.status for answer in connection.all_answers()] == [200, 200, 404]
 
 

@@ -103,10 +103,10 @@ def test_bad_image_fails_alone_in_its_batch(served: Served) -> None:
 def test_invalid_keys_are_rejected(served: Served) -> None:
     image, _ = served.parts.smoke_queries()[0]
     management = Endpoints.of(served.settings.serving).management_url
-    for wrong in ({}, {"Authorization": "Bearer x"}, headers(served, "management")):
-        assert requests.post(url(served), data=image, headers=wrong, timeout=10).status_code == 401
-    for wrong in ({}, headers(served, "inference")):
-        assert requests.get(f"{management}/models", headers=wrong, timeout=10).status_code == 401
+    for invalid in ({}, {"Authorization": "Bearer x"}, headers(served, "management")):
+        assert requests.post(url(served), data=image, headers=invalid, timeout=10).status_code == 401
+    for invalid in ({}, headers(served, "inference")):
+        assert requests.get(f"{management}/models", headers=invalid, timeout=10).status_code == 401
 
 
 def test_only_the_owner_can_read_the_keys(served: Served) -> None:

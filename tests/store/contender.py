@@ -17,20 +17,20 @@ def compete(uri: str, versions: list[str], name: str, rounds: int, start: Barrie
     """
     registry = Registry(open_store(uri))
     promoted, lost, failed = list[str](), 0, list[str]()
-    turn = 0
-    while turn < rounds if start else not enough.is_set():
+    round_number = 0
+    while round_number < rounds if start else not enough.is_set():
         try:
             if start:
                 start.wait(120)  # all processes have finished the previous round
             champion = registry.champion()
             if start:
                 start.wait(120)
-            reason = f"{name}, turn {turn}"
+            reason = f"{name}, turn {round_number}"
             cause = Cause.of_this_process(reason)
-            if champion is not None and turn % 5 == 4 and champion.previous:
+            if champion is not None and round_number % 5 == 4 and champion.previous:
                 registry.roll_back(champion, cause)
             else:
-                registry.set_champion(versions[turn % 2], champion, "promote", cause)
+                registry.set_champion(versions[round_number % 2], champion, "promote", cause)
             promoted.append(reason)
             if not start and registry.champion().pointer.number >= rounds:  # type: ignore[union-attr]
                 enough.set()
@@ -38,5 +38,5 @@ def compete(uri: str, versions: list[str], name: str, rounds: int, start: Barrie
             lost += 1
         except EvernearError as error:
             failed.append(str(error))
-        turn += 1
+        round_number += 1
     return promoted, lost, failed

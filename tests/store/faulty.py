@@ -29,7 +29,7 @@ class FaultyServer:
     """The proxy: received requests and pending faults."""
 
     upstream: str
-    seen: list[Request] = field(default_factory=list[Request])
+    requests: list[Request] = field(default_factory=list[Request])
     ignored_headers: frozenset[str] = frozenset()
     refuses_early: bool = False
     """Like MinIO, reject a failed conditional PUT before reading its body, then reset the connection."""
@@ -120,8 +120,8 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             connection.close()
         etag = response.headers.get("etag") if response.status == 200 else None
-        wanted = self.headers.get("If-Match")
-        return etag != wanted if wanted else etag is not None and self.headers.get("If-None-Match") == "*"
+        expected = self.headers.get("If-Match")
+        return etag != expected if expected else etag is not None and self.headers.get("If-None-Match") == "*"
 
     def forward(self) -> tuple[http.client.HTTPResponse, bytes]:
         """Return the response of the upstream server."""

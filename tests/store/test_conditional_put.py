@@ -94,7 +94,7 @@ def test_exactly_one_concurrent_writer_succeeds(connect) -> None:
     for writer in writers:
         assert writer._conditional_writer.race_winners  # each has probed the server
     etag: str | None = None
-    for turn in range(2):
+    for round_number in range(2):
         start = threading.Barrier(len(writers), timeout=60)
 
         def write(store: S3Store, data: bytes, etag: str | None, start: threading.Barrier) -> str | None:
@@ -104,7 +104,7 @@ def test_exactly_one_concurrent_writer_succeeds(connect) -> None:
             except ConflictError:
                 return None
 
-        offers = [b"%d-%d" % (turn, number) for number in range(len(writers))]
+        offers = [b"%d-%d" % (round_number, number) for number in range(len(writers))]
         with ThreadPoolExecutor(len(writers)) as pool:
             new_etags = list(pool.map(write, writers, offers, [etag] * 3, [start] * 3))
         ((written, etag),) = [(data, new) for data, new in zip(offers, new_etags, strict=True) if new]
@@ -117,7 +117,7 @@ def test_probe_leaves_no_objects(connect) -> None:
     assert [info.key for info in store.list("")] == ["a/head"]
     assert list(store.folders()) == ["a"]
     objects = store._client.list_objects(store.bucket, recursive=True)
-    assert [each.object_name for each in objects] == ["prefix/a/head"]
+    assert [item.object_name for item in objects] == ["prefix/a/head"]
 
 
 def _create_lease(store: S3Store) -> str:

@@ -52,9 +52,9 @@ def test_contended_promotions_neither_fail_nor_get_lost(
         results = pool.starmap(compete, tasks)
         pool.close()
         pool.join()
-    promoted = [reason for each, _, _ in results for reason in each]
-    lost = sum(each for _, each, _ in results)
-    print(f"{len(promoted)} promotions, {lost} conflicts, {sum(len(each) for *_, each in results)} failed")
+    promoted = [reason for reasons, _, _ in results for reason in reasons]
+    lost = sum(reasons for _, reasons, _ in results)
+    print(f"{len(promoted)} promotions, {lost} conflicts, {sum(len(reasons) for *_, reasons in results)} failed")
     assert [sentence for *_, failed in results for sentence in failed] == []
     assert lost > 0, "nobody met anybody"
     if in_step:

@@ -32,11 +32,11 @@ def deployed_settings() -> dict[str, str]:
 
 def test_shipped_bot_and_watcher_start_deployable_runs() -> None:
     version = uploaded(serving_image=IMAGE, settings={"kubernetes": {"replicas_min": 3}, "gate": {"significance": 0.2}})
-    ours = from_settings(load(environment=deployed_settings()), parameters_of(version))
-    assert ours["settings"] == {
+    parameters = from_settings(load(environment=deployed_settings()), parameters_of(version))
+    assert parameters["settings"] == {
         "kubernetes": {"namespace": "evernear", "query_secret": "evernear-s3-queries", "token_secret": "evernear-token"}
     }, "what is not set is not sent"
-    arguments = arguments_for(version, combine(ours, from_words(["train.epochs=3"], parameters_of(version))))
+    arguments = arguments_for(version, combine(parameters, from_words(["train.epochs=3"], parameters_of(version))))
     assert "serving_image" not in arguments
 
     defaults = {parameter.name: parameter.default for parameter in parameters_of(version)} | arguments

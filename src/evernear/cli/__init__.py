@@ -63,8 +63,8 @@ app.add_typer(watch.app, name="watch")
 app.add_typer(slack.app, name="slack")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print_line(f"evernear {__version__}")
         raise typer.Exit
 

@@ -226,5 +226,5 @@ def _print_metadata(metadata: "Metadata", as_json: bool) -> None:
         print_json(metadata)
         return
     for name, value in metadata.model_dump().items():
-        shown = ", ".join(map(str, value)) if isinstance(value, tuple) else value
-        print_line(f"{name:<14} {shown}")
+        text = ", ".join(map(str, value)) if isinstance(value, tuple) else value
+        print_line(f"{name:<14} {text}")

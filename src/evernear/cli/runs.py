@@ -30,13 +30,13 @@ def follow(runs: "KfpRuns", run: "Run", as_json: bool) -> None:
     """
     console = Console(stderr=True)
     console.print(Text(printable(f"Run {run.id}  {run.url}")), soft_wrap=True)
-    shown: set[str] = set()
+    printed: set[str] = set()
     with console.status("waiting for the first step") as status:
         while True:
             run = _get(runs, run.id)
             for step in run.steps:
-                if step.state.is_final and step.name not in shown:
-                    shown.add(step.name)
+                if step.state.is_final and step.name not in printed:
+                    printed.add(step.name)
                     console.print(Text(printable(_step_line(step))), soft_wrap=True)
             if run.state.is_final:
                 break

@@ -22,8 +22,8 @@ def status(settings: Settings, as_json: JsonOption = False) -> None:
         print_json(state)
     else:
         for key, value in state.items():
-            shown = ", ".join(map(str, value)) if isinstance(value, list) else value
-            print_line(f"{key.replace('_', ' '):<12} {'-' if shown in (None, '') else shown}")
+            text = ", ".join(map(str, value)) if isinstance(value, list) else value
+            print_line(f"{key.replace('_', ' '):<12} {'-' if text in (None, '') else text}")
 
 
 @with_options(settings=local_settings)

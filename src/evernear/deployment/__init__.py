@@ -41,11 +41,11 @@ def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Caus
         champion = registry.champion()
         parts = check_candidate(archive, verdict_file, champion, temporary / "release")
         registry.publish(archive)
-        with target.rollout(archive, parts) as proof:
+        with target.rollout(archive, parts) as rollout:
             version = parts.manifest.version
             if champion is None or champion.version != version:
                 champion = registry.set_champion(version, champion, cause=cause)
-            return Deployment.of(champion, proof)
+            return Deployment.of(champion, rollout)
 
 
 def promote(version: str, settings: RunSettings, *, force: bool = False, cause: Cause | None = None) -> Deployment:
@@ -67,9 +67,9 @@ def promote(version: str, settings: RunSettings, *, force: bool = False, cause: 
         raise StoreError(f"Release {version} is already the champion.")
     with _fetched(version, settings, registry) as (target, archive, parts):
         check_promotable(parts, force=force)
-        with target.rollout(archive, parts) as proof:
+        with target.rollout(archive, parts) as rollout:
             champion = registry.set_champion(version, champion, "force" if force else "promote", cause)
-            return Deployment.of(champion, proof)
+            return Deployment.of(champion, rollout)
 
 
 def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: str | None = None) -> Deployment:
@@ -88,9 +88,9 @@ def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: st
         raise ConflictError(f"The champion is now {champion.version}, not {expected}; check it and decide again.")
     with (
         _fetched(champion.rollback_target(), settings, registry) as (target, archive, parts),
-        target.rollout(archive, parts) as proof,
+        target.rollout(archive, parts) as rollout,
     ):
-        return Deployment.of(registry.roll_back(champion, cause), proof)
+        return Deployment.of(registry.roll_back(champion, cause), rollout)
 
 
 def status(settings: RunSettings) -> dict[str, Any]:

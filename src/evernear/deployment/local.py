@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from evernear.deployment.smoke import smoke
-from evernear.deployment.target import Proof, unrecorded
+from evernear.deployment.target import VerifiedRollout, unrecorded
 from evernear.disk import atomic_file, disk_errors, sha256_file
 from evernear.errors import IntegrityError, ServingError, StoreError, TransientStoreError, UserInterruptError
 from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts
@@ -79,7 +79,7 @@ class LocalTarget:
         return directory / ARCHIVE_FILE
 
     @contextlib.contextmanager
-    def rollout(self, archive: Path, parts: ReleaseParts) -> Generator[Proof]:
+    def rollout(self, archive: Path, parts: ReleaseParts) -> Generator[VerifiedRollout]:
         """Load a release beside the live one and prove it on its own URL; make it the default after the body.
 
         The live release answers throughout. TorchServe is started if it is down. A champion that cannot be brought up,
@@ -94,7 +94,7 @@ class LocalTarget:
             champion_fault = self._try_to_follow_champion(version)
             loaded = self._ensure_loaded(archive, version)
             try:
-                yield Proof(self._url, smoke(Client.of(self._settings), parts), champion_fault)
+                yield VerifiedRollout(self._url, smoke(Client.of(self._settings), parts), champion_fault)
             except TransientStoreError as error:  # the pointer may have moved
                 raise unrecorded(version, error) from None
             except BaseException:

@@ -14,7 +14,7 @@ from evernear.store import open_store
 
 
 @dataclass(frozen=True)
-class Proof:
+class VerifiedRollout:
     """The outcome of a rollout: where the release is live, and how many of its stored queries it answered.
 
     ``champion_fault`` is the reason why the previous champion could not be brought up beside it, if it could not.
@@ -39,9 +39,9 @@ class Deployment(Frozen):
         return f"is live at {self.url}" if self.url else CHAMPION_ALONE
 
     @classmethod
-    def of(cls, champion: Champion, proof: Proof) -> "Deployment":
+    def of(cls, champion: Champion, rollout: VerifiedRollout) -> "Deployment":
         """The deployment that made ``champion`` live."""
-        return cls(version=champion.version, previous=champion.previous, **asdict(proof))
+        return cls(version=champion.version, previous=champion.previous, **asdict(rollout))
 
 
 class DeploymentTarget(Protocol):
@@ -63,7 +63,7 @@ class DeploymentTarget(Protocol):
         """The archive of a published release, in ``directory`` or where the target has it already."""
         ...
 
-    def rollout(self, archive: Path, parts: ReleaseParts) -> AbstractContextManager[Proof]:
+    def rollout(self, archive: Path, parts: ReleaseParts) -> AbstractContextManager[VerifiedRollout]:
         """Bring a published release up and prove it; the body of the context then records it as the champion.
 
         If anything fails, the body included, the previous release is live again. The exception is a
@@ -94,9 +94,9 @@ class RegistryTarget:
         self._registry.fetch(version, directory / ARCHIVE_FILE)
         return directory / ARCHIVE_FILE
 
-    def rollout(self, archive: Path, parts: ReleaseParts) -> AbstractContextManager[Proof]:
+    def rollout(self, archive: Path, parts: ReleaseParts) -> AbstractContextManager[VerifiedRollout]:
         """No server, no proof."""
-        return nullcontext(Proof())
+        return nullcontext(VerifiedRollout())
 
     def status(self) -> dict[str, Any]:
         """The champion and the store."""

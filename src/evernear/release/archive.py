@@ -205,13 +205,13 @@ def _write_smoke_queries(parts: Path, dataset: Dataset, network_dir: Path, galle
 def _drift_baseline(dataset: Dataset, network_dir: Path, gallery: Gallery) -> DriftBaseline:
     """The predictions of the release on its query split, which it was not trained on."""
     network = load_network(network_dir)
-    wanted = deque(evenly(dataset.count("query")))
+    positions = deque(evenly(dataset.count("query")))
     embeddings: list[NDArray[np.float32]] = []
     before = 0
     for block in dataset.blocks("query", SMOKE_BLOCK):
         rows: list[int] = []
-        while wanted and wanted[0] < before + len(block):
-            rows.append(wanted.popleft() - before)
+        while positions and positions[0] < before + len(block):
+            rows.append(positions.popleft() - before)
         if rows:
             embeddings.append(embed_images(network, block.images[rows]))
         before += len(block)
@@ -231,9 +231,9 @@ def _clearest(labels: NDArray[np.int64], answers: list[Recognition], names: tupl
     of_class: dict[int, list[int]] = {}
     for row in sorted(range(len(labels)), key=lambda row: (answers[row].pred != names[labels[row]], answers[row].dist)):
         of_class.setdefault(int(labels[row]), []).append(row)
-    for turn in range(len(labels)):
+    for round_number in range(len(labels)):
         for label in sorted(of_class):
-            yield from of_class[label][turn : turn + 1]
+            yield from of_class[label][round_number : round_number + 1]
 
 
 def _png(image: NDArray[np.uint8]) -> bytes:

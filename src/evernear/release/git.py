@@ -6,14 +6,14 @@ from pathlib import Path
 
 def git_commit() -> str:
     """The commit of the source tree, with ``-dirty`` if it has changes; empty for an installed package."""
-    here = Path(__file__)
+    module = Path(__file__)
 
     def git(*words: str) -> str:
-        completed = subprocess.run(["git", "-C", here.parent, *words], capture_output=True, text=True, check=True)
+        completed = subprocess.run(["git", "-C", module.parent, *words], capture_output=True, text=True, check=True)
         return completed.stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", here.name)  # an installed copy may be inside an unrelated tree
+        git("ls-files", "--error-unmatch", module.name)  # an installed copy may be inside an unrelated tree
         return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):
         return ""

@@ -78,7 +78,7 @@ class Predictor:
         start_s = time.perf_counter()
         pixels_or_rejections = self._decode_all(images, start_s + decode_timeout_s)
         decoded_s = embedded_s = searched_s = time.perf_counter()
-        arrays = [each for each in pixels_or_rejections if not isinstance(each, Rejection)]
+        arrays = [item for item in pixels_or_rejections if not isinstance(item, Rejection)]
         stacked = np.stack(arrays) if arrays else None
         embeddings = None
         predictions: list[Prediction] = []
@@ -89,7 +89,7 @@ class Predictor:
             searched_s = time.perf_counter()
         remaining = iter(predictions)
         return BatchResult(
-            responses=[each if isinstance(each, Rejection) else next(remaining) for each in pixels_or_rejections],
+            responses=[item if isinstance(item, Rejection) else next(remaining) for item in pixels_or_rejections],
             images=stacked,
             embeddings=embeddings,
             decode_s=decoded_s - start_s,

@@ -187,8 +187,10 @@ class S3Connection:
 
 
 def _clock_skew(error: S3Error, endpoint: str) -> str:
-    here, there = datetime.now(UTC), error.response.headers.get("date")
-    difference = f" by {abs(here - parsedate_to_datetime(there)).total_seconds():.0f} s" if there else ""
+    local_time, server_time = datetime.now(UTC), error.response.headers.get("date")
+    difference = (
+        f" by {abs(local_time - parsedate_to_datetime(server_time)).total_seconds():.0f} s" if server_time else ""
+    )
     return f"This machine's clock and that of {endpoint} differ{difference}, too much for a signature"
 
 

@@ -96,8 +96,8 @@ def split_words(text: str) -> list[str]:
 def combine(*arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Merge ``arguments``, the later ones win, JSON objects key by key."""
     combined: dict[str, Any] = {}
-    for each in arguments:
-        merge(combined, each)
+    for mapping in arguments:
+        merge(combined, mapping)
     return combined
 
 

@@ -74,17 +74,17 @@ def test_token_from_outside_requires_a_service_url(
     with pytest.raises(SettingsError, match=r"kubernetes\.service_url"):
         service_client(cluster, make_settings(token_secret="token"))
     monkeypatch.setenv("EVERNEAR_TOKEN", "secret")
-    seen: list[str] = []
+    requests: list[str] = []
 
     def answer(handler: Any) -> None:
-        seen.append(handler.headers["Authorization"])
+        requests.append(handler.headers["Authorization"])
         http.server.BaseHTTPRequestHandler.send_error(handler, 401)
 
     with http_server(do_POST=answer) as port:
         settings = make_settings(token_secret="token", service_url=f"http://127.0.0.1:{port}")
         with pytest.raises(Exception, match="401"):
             service_client(cluster, settings).predict(b"image")
-    assert seen == ["Bearer secret"]
+    assert requests == ["Bearer secret"]
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_retries_are_limited(loopback: LoopbackCluster) -> None:
 
 
 @pytest.fixture
-def stranger(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def foreign_server(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A kubeconfig whose server is not a Kubernetes API server."""
 
     class Page(http.server.BaseHTTPRequestHandler):
@@ -145,12 +145,12 @@ def stranger(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("quick")
-def test_foreign_and_unreachable_servers_are_reported(stranger: str, bare: Path) -> None:
+def test_foreign_and_unreachable_servers_are_reported(foreign_server: str, bare: Path) -> None:
     cluster = Cluster.of(SETTINGS)
-    with pytest.raises(ClusterError, match=rf"^The server at {stranger} is not a Kubernetes API server\.$"):
+    with pytest.raises(ClusterError, match=rf"^The server at {foreign_server} is not a Kubernetes API server\.$"):
         cluster.get("Deployment", "x")
     kubeconfig = bare / "config"
-    kubeconfig.write_text(kubeconfig.read_text().replace(stranger, "http://127.0.0.1:1"))
+    kubeconfig.write_text(kubeconfig.read_text().replace(foreign_server, "http://127.0.0.1:1"))
     cluster = Cluster.of(SETTINGS)
     with pytest.raises(
         ApiUnavailableError, match=r"^The API server at http://127\.0\.0\.1:1 cannot be reached: .*refused"

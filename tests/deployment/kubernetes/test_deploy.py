@@ -132,9 +132,9 @@ def site(
 ) -> Iterator[Site]:
     monkeypatch.setattr(rollout, "DIAGNOSIS_INTERVAL_S", 1)
     with ExitStack() as stack:
-        for each in answers:
-            port = stack.enter_context(http_server(do_POST=lambda handler, each=each: each.answer(handler)))
-            loopback.set_pod_behavior(Ready(serves={8080: ("127.0.0.1", port)}), labeled(RELEASE, each.version))
+        for item in answers:
+            port = stack.enter_context(http_server(do_POST=lambda handler, item=item: item.answer(handler)))
+            loopback.set_pod_behavior(Ready(serves={8080: ("127.0.0.1", port)}), labeled(RELEASE, item.version))
         yield Site(loopback, make_settings())
 
 
@@ -183,7 +183,7 @@ def test_applied_objects_name_their_release_and_field_manager(site: Site, releas
 
 @pytest.mark.parametrize(
     "fault",
-    ["image", "wrong answer", *(pytest.param(each, marks=SLOW) for each in ("crash", "another release", "silence"))],
+    ["image", "wrong answer", *(pytest.param(item, marks=SLOW) for item in ("crash", "another release", "silence"))],
 )
 def test_failed_release_is_replaced_by_the_previous_one(
     site: Site, releases: tuple[PackedRelease, ...], answers: list[Answers], fault: str

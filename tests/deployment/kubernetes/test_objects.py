@@ -72,13 +72,13 @@ def test_labels_and_annotations_name_the_release() -> None:
 def test_selectors_match_the_pods_of_every_release() -> None:
     manifests = objects()
     deployment = manifests["Deployment"]["spec"]
-    wanted = deployment["selector"]["matchLabels"]
-    assert manifests["Service"]["spec"]["selector"] == wanted
-    assert manifests["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == wanted
-    assert manifests["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == wanted
+    expected = deployment["selector"]["matchLabels"]
+    assert manifests["Service"]["spec"]["selector"] == expected
+    assert manifests["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == expected
+    assert manifests["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == expected
     for version in (RELEASE.version, "20270101.000000.00000000"):
         labels = objects(release=ServedRelease(version, "b" * 64, "c" * 64))["Deployment"]["spec"]["template"]
-        assert wanted.items() <= labels["metadata"]["labels"].items()
+        assert expected.items() <= labels["metadata"]["labels"].items()
 
 
 def test_revision_changes_with_the_pod() -> None:
@@ -153,14 +153,14 @@ def test_threads_fit_the_cpu_limit(cpu: str, workers: int, threads: int) -> None
 
 
 def test_config_map_contains_the_serving_settings() -> None:
-    wanted = settings("serving.model_name=faces", "serving.threads=3", "serving.drain_timeout_s=7")
-    manifests = {manifest["kind"]: manifest for manifest in serving_objects(wanted, RELEASE)}
+    expected = settings("serving.model_name=faces", "serving.threads=3", "serving.drain_timeout_s=7")
+    manifests = {manifest["kind"]: manifest for manifest in serving_objects(expected, RELEASE)}
     pod_settings = Settings.model_validate(tomllib.loads(manifests["ConfigMap"]["data"]["evernear.toml"]))
-    assert pod_settings.serving == wanted.serving
+    assert pod_settings.serving == expected.serving
     spec = pod(manifests)
-    assert spec["terminationGracePeriodSeconds"] > 7 + wanted.serving.endpoint_removal_s
+    assert spec["terminationGracePeriodSeconds"] > 7 + expected.serving.endpoint_removal_s
     probe = spec["containers"][0]["startupProbe"]
-    assert probe["failureThreshold"] * probe["periodSeconds"] >= wanted.serving.startup_timeout_s
+    assert probe["failureThreshold"] * probe["periodSeconds"] >= expected.serving.startup_timeout_s
 
 
 def test_prestop_hook_does_not_read_the_settings_file() -> None:

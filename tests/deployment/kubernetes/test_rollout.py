@@ -178,7 +178,7 @@ def test_deployment_deleted_during_the_rollout_is_reported(
         "dropped watches",
         "expired versions",
         "away",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("429", "500", "dropped answers")),
+        *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("429", "500", "dropped answers")),
     ],
 )
 def test_rollout_survives_a_faulty_api_server(

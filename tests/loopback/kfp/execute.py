@@ -32,7 +32,7 @@ class LocalExecutor:
         directory = self._root / run.id
         directory.mkdir(parents=True)
         events, log = directory / "events.jsonl", directory / "log.txt"
-        shown: dict[str, str] = {}
+        reported: dict[str, str] = {}
         offset = 0
         run.begin()
         process = self._start(run, directory, events, log)
@@ -41,7 +41,7 @@ class LocalExecutor:
                 ended = process.poll() is not None
                 new_events, offset = read_events(events, offset)
                 for event in new_events:
-                    _report(run, event, shown)
+                    _report(run, event, reported)
                 if ended or run.is_canceling:
                     break
                 time.sleep(POLL_S)
@@ -73,8 +73,8 @@ class LocalExecutor:
         return process
 
 
-def _report(run: RunControl, event: Event, shown: dict[str, str]) -> None:
+def _report(run: RunControl, event: Event, reported: dict[str, str]) -> None:
     state = STATES[event.kind]
-    if shown.get(event.step) != state:
-        shown[event.step] = state
+    if reported.get(event.step) != state:
+        reported[event.step] = state
         run.task(event.step, state, event.message if state == "FAILED" else "")

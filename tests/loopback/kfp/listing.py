@@ -83,10 +83,10 @@ def _passes(resource: Mapping[str, Any], encoded: str, fields: Sequence[str]) ->
 def _holds(resource: Mapping[str, Any], predicate: Mapping[str, Any], fields: Sequence[str]) -> bool:
     if predicate["key"] not in fields:
         raise invalid(f'no support for filtering on unrecognized field "{predicate["key"]}"')
-    wanted = next(predicate[key] for key in VALUE_KEYS if key in predicate)
-    if isinstance(wanted, dict):
-        wanted = wanted["values"]
-    return COMPARE[predicate["operation"]](_folded(resource.get(predicate["key"], "")), _folded(wanted))
+    operand = next(predicate[key] for key in VALUE_KEYS if key in predicate)
+    if isinstance(operand, dict):
+        operand = operand["values"]
+    return COMPARE[predicate["operation"]](_folded(resource.get(predicate["key"], "")), _folded(operand))
 
 
 def _folded(value: Any) -> Any:

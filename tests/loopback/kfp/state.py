@@ -257,7 +257,7 @@ def read_spec(content: bytes) -> Resource:
 def check_parameters(spec: Resource, values: Mapping[str, Any]) -> None:
     """Compare the parameters of a run with those of the pipeline, like the API server."""
     root = spec.get("pipeline_spec", spec)["root"]
-    wanted = root.get("inputDefinitions", {}).get("parameters", {})
+    declared = root.get("inputDefinitions", {}).get("parameters", {})
     kinds: dict[str, tuple[type, ...]] = {
         "STRING": (str,),
         "NUMBER_INTEGER": (int, float),
@@ -266,7 +266,7 @@ def check_parameters(spec: Resource, values: Mapping[str, Any]) -> None:
         "LIST": (list,),
         "STRUCT": (dict,),
     }
-    for name, parameter in wanted.items():
+    for name, parameter in declared.items():
         if name not in values:
             if not parameter.get("isOptional") and "defaultValue" not in parameter:
                 raise invalid(
@@ -276,7 +276,7 @@ def check_parameters(spec: Resource, values: Mapping[str, Any]) -> None:
         kind, value = parameter["parameterType"], values[name]
         if not isinstance(value, kinds[kind]) or (isinstance(value, bool) and kind != "BOOLEAN"):
             raise invalid(f"input parameter {name} requires type {kind}, but the parameter value is not of that type")
-    if extra := [name for name in values if name not in wanted]:
+    if extra := [name for name in values if name not in declared]:
         raise invalid(f"parameter(s) provided are not required by pipeline: {', '.join(extra)}")
 
 

@@ -19,9 +19,9 @@ def test_error_of_a_failed_step_is_reported(tmp_path: Path) -> None:
         runs = KfpRuns(PipelineSettings(endpoint=server.url))
         started = runs.start("continuous-training", {"source": f"folder:{tmp_path / 'nowhere'}"}, "a")
         assert server.run(started.id).ended.wait(120)
-        shown = runs.show(started.id)
-    steps = {step.name: step for step in shown.steps}
-    assert shown.state is State.FAILED
+        run_detail = runs.show(started.id)
+    steps = {step.name: step for step in run_detail.steps}
+    assert run_detail.state is State.FAILED
     assert steps["ingest"].state is State.FAILED
     assert f"{tmp_path / 'nowhere'}" in steps["ingest"].error
     assert steps["notify"].state is State.SUCCEEDED

@@ -71,7 +71,7 @@ def test_invalid_requests_are_rejected(server: KfpServer, client: kfp.Client, tm
     finished = client.run_pipeline(experiment.experiment_id, "done", **target).run_id
     server.run(finished).begin()
     server.run(finished).end()
-    strange = json.dumps({"predicates": [{"operation": "EQUALS", "key": "color", "string_value": "red"}]})
+    unknown_key = json.dumps({"predicates": [{"operation": "EQUALS", "key": "color", "string_value": "red"}]})
     experiment_id = experiment.experiment_id
     refusals = [
         (409, lambda: client.upload_pipeline(COMPILED, pipeline_name="Training")),
@@ -83,7 +83,7 @@ def test_invalid_requests_are_rejected(server: KfpServer, client: kfp.Client, tm
         (400, lambda: client.run_pipeline(experiment_id, "x", params={"color": "red"}, **target)),
         (400, lambda: client.run_pipeline(experiment_id, "x", params={"target": 3}, **target)),
         (400, lambda: client.list_runs(sort_by="color")),
-        (400, lambda: client.list_runs(filter=strange)),
+        (400, lambda: client.list_runs(filter=unknown_key)),
         (400, lambda: client.list_runs(page_token="bm8=")),
         (400, lambda: client.terminate_run(finished)),
         (400, lambda: client.create_recurring_run(experiment_id, "x", cron_expression="at three", **target)),

@@ -231,10 +231,10 @@ class Api:
         with self.store.changed:
             live = self.get(kind, namespace, name)
             for field, label in (("uid", "UID"), ("resourceVersion", "ResourceVersion")):
-                wanted = (preconditions or {}).get(field)
-                if wanted and wanted != live["metadata"][field]:
+                expected = (preconditions or {}).get(field)
+                if expected and expected != live["metadata"][field]:
                     have = live["metadata"][field]
-                    reason = f"Precondition failed: {label} in precondition: {wanted}, {label} in object meta: {have}"
+                    reason = f"Precondition failed: {label} in precondition: {expected}, {label} in object meta: {have}"
                     raise status.conflict(kind, name, reason)
             metadata = live["metadata"]
             if propagation == "Foreground" and "foregroundDeletion" not in metadata.get("finalizers", []):
@@ -455,9 +455,9 @@ def _check_preconditions(kind: Kind, live: Object, metadata: Object) -> None:
         raise status.conflict(kind, current["name"])
 
 
-def _wrong_namespace(actual: str, wanted: str) -> status.ApiError:
+def _wrong_namespace(actual: str, expected: str) -> status.ApiError:
     return status.bad_request(
-        f"the namespace of the provided object does not match the namespace sent on the request ({actual}, {wanted})"
+        f"the namespace of the provided object does not match the namespace sent on the request ({actual}, {expected})"
     )
 
 

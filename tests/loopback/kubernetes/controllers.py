@@ -91,20 +91,20 @@ class Controllers:
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _namespaces(self) -> bool:
-        wrote = False
+        changed = False
         for namespace in self._api.store.all(NAMESPACE):
             name = namespace["metadata"]["name"]
             if namespace["status"]["phase"] == "Terminating":
-                wrote = self._empty(name) or wrote
+                changed = self._empty(name) or changed
                 if not any(self._in_namespace(name)):
                     self._api.finish(NAMESPACE, namespace)
-                    wrote = True
+                    changed = True
                 continue
             if not self._api.store.get(SERVICE_ACCOUNT, name, "default"):
                 self._api.create(SERVICE_ACCOUNT, {"metadata": {"name": "default"}}, name, trusted=True)
                 self._api.create(CONFIG_MAP, {"metadata": {"name": "kube-root-ca.crt"}, "data": {}}, name, trusted=True)
-                wrote = True
-        return wrote
+                changed = True
+        return changed
 
     def _in_namespace(self, name: str) -> list[tuple[Kind, Object]]:
         return [
@@ -121,7 +121,7 @@ class Controllers:
 
     def _autoscalers(self) -> bool:
         """Keep the replicas within the bounds; metrics are not simulated."""
-        wrote = False
+        changed = False
         for autoscaler in self._api.store.all(AUTOSCALER):
             spec, target = autoscaler["spec"], autoscaler["spec"]["scaleTargetRef"]
             namespace = autoscaler["metadata"]["namespace"]
@@ -136,13 +136,13 @@ class Controllers:
                 deployment["spec"]["replicas"] = want
                 self._autoscaling.edit(DEPLOYMENT, deployment, "scale")
                 self._autoscaling.event(AUTOSCALER, autoscaler, "SuccessfulRescale", reason)
-                wrote = True
+                changed = True
             known = {"currentReplicas": have, "desiredReplicas": want, "currentMetrics": None}
-            wrote = self._autoscaling.set_status(AUTOSCALER, autoscaler, known) or wrote
-        return wrote
+            changed = self._autoscaling.set_status(AUTOSCALER, autoscaler, known) or changed
+        return changed
 
     def _budgets(self) -> bool:
-        wrote = False
+        changed = False
         for budget in self._api.store.all(BUDGET):
             spec = budget["spec"]
             pods = [
@@ -162,12 +162,12 @@ class Controllers:
                 "expectedPods": len(pods),
                 "disruptionsAllowed": max(healthy - desired, 0),
             }
-            wrote = self._disruption.set_status(BUDGET, budget, status) or wrote
-        return wrote
+            changed = self._disruption.set_status(BUDGET, budget, status) or changed
+        return changed
 
     def _garbage(self) -> bool:
         """Delete dependents of deleted owners, and owners that waited for their dependents."""
-        wrote = False
+        changed = False
         everything = [(kind, item) for kind, item in self._api.store.everything() if kind is not EVENT]
         alive = {subject["metadata"]["uid"] for _, subject in everything}
         owned_by: dict[str, int] = {}
@@ -188,11 +188,11 @@ class Controllers:
                         self._api.delete(kind, metadata["namespace"], metadata["name"], propagation=policy)
                     except ApiError:
                         continue
-                    wrote = True
+                    changed = True
         for kind, subject in everything:
             metadata = subject["metadata"]
             waits = "foregroundDeletion" in (metadata.get("finalizers") or ()) and metadata.get("deletionTimestamp")
             if waits and not owned_by.get(metadata["uid"]):
                 self._api.finish(kind, subject)
-                wrote = True
-        return wrote
+                changed = True
+        return changed

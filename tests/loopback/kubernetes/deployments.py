@@ -60,8 +60,8 @@ class Deployments(Controller):
         old = [item for item in replica_sets if new is None or item["metadata"]["uid"] != new["metadata"]["uid"]]
         if deployment["spec"].get("paused"):
             return self._report(deployment, new, old)
-        wrote = self._revise(deployment, new, old)
-        if wrote or new is None:
+        changed = self._revise(deployment, new, old)
+        if changed or new is None:
             return True
         return self._scale(deployment, new, old) or self._report(deployment, new, old) or self._forget(deployment, old)
 
@@ -71,20 +71,20 @@ class Deployments(Controller):
         if new is None:
             self._create_replica_set(deployment, revision)
             return True
-        wrote = False
+        changed = False
         annotations = new["metadata"].setdefault("annotations", {})
-        wanted = self._copied_annotations(deployment)
+        desired = self._copied_annotations(deployment)
         if _revision(new) < int(revision):
-            wanted[REVISION] = revision
-        if any(annotations.get(key) != value for key, value in wanted.items()):
-            annotations |= wanted
+            desired[REVISION] = revision
+        if any(annotations.get(key) != value for key, value in desired.items()):
+            annotations |= desired
             self.edit(REPLICA_SET, new)
-            wrote = True
+            changed = True
         if (deployment["metadata"].get("annotations") or {}).get(REVISION) != annotations[REVISION]:
             deployment["metadata"].setdefault("annotations", {})[REVISION] = annotations[REVISION]
             self.edit(DEPLOYMENT, deployment)
-            wrote = True
-        return wrote
+            changed = True
+        return changed
 
     @staticmethod
     def _copied_annotations(deployment: Object) -> dict[str, str]:
@@ -122,12 +122,12 @@ class Deployments(Controller):
         return self._scale_up(deployment, new, old) or self._scale_down(deployment, new, old)
 
     def _scale_up(self, deployment: Object, new: Object, old: list[Object]) -> bool:
-        wanted, have = deployment["spec"]["replicas"], new["spec"]["replicas"]
-        if have >= wanted:
-            return have > wanted and self._resize(deployment, new, wanted)
+        desired, current = deployment["spec"]["replicas"], new["spec"]["replicas"]
+        if current >= desired:
+            return current > desired and self._resize(deployment, new, desired)
         surge, _ = _bounds(deployment)
-        room = wanted + surge - have - sum(item["spec"]["replicas"] for item in old)
-        return room > 0 and self._resize(deployment, new, have + min(room, wanted - have))
+        room = desired + surge - current - sum(item["spec"]["replicas"] for item in old)
+        return room > 0 and self._resize(deployment, new, current + min(room, desired - current))
 
     def _scale_down(self, deployment: Object, new: Object, old: list[Object]) -> bool:
         _, unavailable = _bounds(deployment)
@@ -166,17 +166,17 @@ class Deployments(Controller):
             for field in ("replicas", "readyReplicas", "availableReplicas")
         }
         updated = new.get("status", {}).get("replicas", 0) if new else 0
-        wanted = deployment["spec"]["replicas"]
+        desired = deployment["spec"]["replicas"]
         status = {
             "observedGeneration": deployment["metadata"]["generation"],
             **{field: value for field, value in count.items() if value},
             **({"updatedReplicas": updated} if updated else {}),
         }
-        if unavailable := max(count["replicas"] - count["availableReplicas"], wanted - count["availableReplicas"], 0):
+        if unavailable := max(count["replicas"] - count["availableReplicas"], desired - count["availableReplicas"], 0):
             status["unavailableReplicas"] = unavailable
         previous = deployment.get("status", {})
         conditions = [self._availability(deployment, count["availableReplicas"])]
-        complete = updated == wanted == count["replicas"] == count["availableReplicas"]
+        complete = updated == desired == count["replicas"] == count["availableReplicas"]
         conditions.append(self._progress(deployment, new, status, complete=complete))
         conditions += [
             condition | {"lastUpdateTime": condition["lastTransitionTime"]}

@@ -17,7 +17,7 @@ class Endpoints(Controller):
 
     def step(self) -> bool:
         """Update the slices; return whether anything was written."""
-        wrote = False
+        changed = False
         for service in self.api.store.all(SERVICE):
             name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
             if not service["spec"].get("selector"):
@@ -46,20 +46,20 @@ class Endpoints(Controller):
                     "ownerReferences": [reference(SERVICE, service)],
                 }
                 self.create(ENDPOINT_SLICE, {"metadata": metadata} | content, namespace)
-                wrote = True
+                changed = True
             elif any(endpoint_slice.get(field) != value for field, value in content.items()):
                 self.edit(ENDPOINT_SLICE, endpoint_slice | content)
-                wrote = True
-        return wrote
+                changed = True
+        return changed
 
 
 def selected(api: Api, service: Object) -> list[Object]:
     """The pods that a Service selects."""
-    wanted = service["spec"].get("selector") or {}
+    labels = service["spec"].get("selector") or {}
     return [
         pod
         for pod in api.store.all(POD, service["metadata"]["namespace"])
-        if wanted and wanted.items() <= (pod["metadata"].get("labels") or {}).items()
+        if labels and labels.items() <= (pod["metadata"].get("labels") or {}).items()
     ]
 
 
@@ -70,10 +70,10 @@ def is_endpoint(pod: Object) -> bool:
 
 def target_port(port: Object, pod: Object) -> int | None:
     """Resolve the target port of a Service port to a container port number."""
-    wanted = port["targetPort"]
-    if isinstance(wanted, int):
-        return wanted
-    named = (p for c in pod["spec"]["containers"] for p in c.get("ports") or () if p.get("name") == wanted)
+    target = port["targetPort"]
+    if isinstance(target, int):
+        return target
+    named = (p for c in pod["spec"]["containers"] for p in c.get("ports") or () if p.get("name") == target)
     return next((p["containerPort"] for p in named), None)
 
 

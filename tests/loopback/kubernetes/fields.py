@@ -170,9 +170,9 @@ class Merge:
         if isinstance(config, dict):
             return {name: value for (_, name), value in merged.items()}
         # Applied items follow the order of the configuration; other items keep their positions.
-        ours = iter(want)
-        order = [next(ours) if element in want else element for element in have]
-        return [merged[element] for element in [*order, *ours]]
+        applied = iter(want)
+        order = [next(applied) if element in want else element for element in have]
+        return [merged[element] for element in [*order, *applied]]
 
     def _remove(self, schema: Schema, value: Any, path: Path, removed: Fields) -> Any:
         if is_atomic(schema) or not isinstance(value, dict | list):

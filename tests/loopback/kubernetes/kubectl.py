@@ -105,9 +105,9 @@ def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
 
 def is_rolled_out(subject: Object) -> bool:
     """Whether ``kubectl rollout status`` considers the Deployment rolled out."""
-    status, wanted = subject["status"], subject["spec"]["replicas"]
+    status, desired = subject["status"], subject["spec"]["replicas"]
     counts = [status.get(name, 0) for name in ("updatedReplicas", "replicas", "availableReplicas")]
-    return status.get("observedGeneration") == subject["metadata"]["generation"] and counts == [wanted] * 3
+    return status.get("observedGeneration") == subject["metadata"]["generation"] and counts == [desired] * 3
 
 
 def error_of(error: ApiException) -> tuple[int, str]:

@@ -86,9 +86,9 @@ def _is(subject: Object, user: str, namespace: str) -> bool:
 
 
 def _allows(rule: Object, attempt: Attempt) -> bool:
-    def has(field: str, wanted: str) -> bool:
+    def has(field: str, value: str) -> bool:
         values = rule.get(field) or ()
-        return "*" in values or wanted in values
+        return "*" in values or value in values
 
     resources = rule.get("resources") or ()
     in_resources = has("resources", attempt.resource) or (

@@ -27,12 +27,12 @@ class ReplicaSets(Controller):
             return False
         pods = [pod for pod in self.owned(POD, replica_set) if not pod["metadata"].get("deletionTimestamp")]
         failure: list[Object] = []
-        wrote = False
+        changed = False
         missing = spec["replicas"] - len(pods)
         if missing > 0:
             try:
                 pod = self._pod(replica_set)
-                wrote = True
+                changed = True
                 self.event(
                     REPLICA_SET,
                     replica_set,
@@ -47,7 +47,7 @@ class ReplicaSets(Controller):
             victim = pods[0]["metadata"]
             self.api.delete(POD, victim["namespace"], victim["name"])
             self.event(REPLICA_SET, replica_set, "SuccessfulDelete", f"Deleted pod: {victim['name']}")
-            wrote = True
+            changed = True
         ready = sum(is_ready(pod) for pod in pods)
         status = {
             "replicas": len(pods),
@@ -58,7 +58,7 @@ class ReplicaSets(Controller):
         }
         if failure:
             status["conditions"] = failure
-        if wrote:
+        if changed:
             return True
         return self.set_status(REPLICA_SET, replica_set, status)
 

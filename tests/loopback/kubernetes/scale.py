@@ -14,7 +14,7 @@ def scale_of(deployment: Object) -> Object:
     """Return the ``Scale`` of a Deployment."""
     metadata, status_ = deployment["metadata"], deployment.get("status", {})
     identity = {name: metadata[name] for name in ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")}
-    wanted = deployment["spec"]["selector"].get("matchLabels", {})
+    labels = deployment["spec"]["selector"].get("matchLabels", {})
     return {
         "kind": "Scale",
         "apiVersion": "autoscaling/v1",
@@ -22,7 +22,7 @@ def scale_of(deployment: Object) -> Object:
         "spec": {"replicas": deployment["spec"]["replicas"]},
         "status": {
             "replicas": status_.get("replicas", 0),
-            "selector": ",".join(f"{key}={value}" for key, value in wanted.items()),
+            "selector": ",".join(f"{key}={value}" for key, value in labels.items()),
         },
     }
 

@@ -61,8 +61,8 @@ def matches(selector: Object | None, having: dict[str, str]) -> bool:
     """Whether labels match an object's ``LabelSelector``; an empty selector matches everything, None nothing."""
     if selector is None:
         return False
-    wanted = selector.get("matchLabels") or {}
-    return all(having.get(key) == value for key, value in wanted.items()) and all(
+    labels = selector.get("matchLabels") or {}
+    return all(having.get(key) == value for key, value in labels.items()) and all(
         _requirement(having, **expression) for expression in selector.get("matchExpressions") or ()
     )
 

@@ -88,9 +88,9 @@ def serve(kubectl: Kubectl) -> None:
 def test_unknown_token_is_rejected(kubectl: Kubectl) -> None:
     known = kubectl.client.configuration
     for key in ({}, {"authorization": "Bearer guessed"}):
-        stranger = Configuration(host=known.host, api_key=key)
-        stranger.ssl_ca_cert = known.ssl_ca_cert
-        with ApiClient(stranger) as client, pytest.raises(ApiException) as caught:
+        unauthenticated = Configuration(host=known.host, api_key=key)
+        unauthenticated.ssl_ca_cert = known.ssl_ca_cert
+        with ApiClient(unauthenticated) as client, pytest.raises(ApiException) as caught:
             Kubectl(client).list("Pod")
         assert error_of(caught.value) == (401, "Unauthorized")
 

@@ -145,10 +145,10 @@ def test_apply_without_replicas_preserves_the_autoscaler_value(kubectl: Kubectl)
 
 
 def test_misspelled_field_is_rejected_with_the_message_of_a_real_server(kubectl: Kubectl) -> None:
-    wrong = deployment()
-    wrong["spec"]["template"]["spec"]["containers"][0]["imagePulPolicy"] = "Always"
+    invalid = deployment()
+    invalid["spec"]["template"]["spec"]["containers"][0]["imagePulPolicy"] = "Always"
     with pytest.raises(ApiException) as caught:
-        kubectl.apply(wrong)
+        kubectl.apply(invalid)
     assert error_of(caught.value) == (
         500,
         "failed to create typed patch object (recognizers/serve; apps/v1, Kind=Deployment): "
@@ -157,10 +157,10 @@ def test_misspelled_field_is_rejected_with_the_message_of_a_real_server(kubectl:
 
 
 def test_duplicate_container_is_rejected(kubectl: Kubectl) -> None:
-    wrong = deployment()
-    wrong["spec"]["template"]["spec"]["containers"] *= 2
+    invalid = deployment()
+    invalid["spec"]["template"]["spec"]["containers"] *= 2
     with pytest.raises(ApiException, match=r"duplicate entries for key \[name=") as caught:
-        kubectl.apply(wrong)
+        kubectl.apply(invalid)
     assert caught.value.status == 500
 
 

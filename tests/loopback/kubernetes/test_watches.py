@@ -26,8 +26,8 @@ def test_watch_resumes_from_a_resource_version(kubectl: Kubectl) -> None:
     kubectl.replace(created | {"data": {"color": "red"}})
     kubectl.create(config_map("other"))
     kubectl.delete("ConfigMap", "settings")
-    seen = events(kubectl, resource_version=created["metadata"]["resourceVersion"])
-    assert seen == [("MODIFIED", "settings"), ("ADDED", "other"), ("DELETED", "settings")]
+    received = events(kubectl, resource_version=created["metadata"]["resourceVersion"])
+    assert received == [("MODIFIED", "settings"), ("ADDED", "other"), ("DELETED", "settings")]
 
 
 def test_watch_without_a_version_starts_with_existing_objects(kubectl: Kubectl) -> None:
@@ -42,8 +42,8 @@ def test_watch_reports_objects_entering_and_leaving_a_selector(kubectl: Kubectl)
         live = kubectl.get("ConfigMap", "settings")
         live["metadata"]["labels"] = labels
         kubectl.replace(live)
-    seen = events(kubectl, label_selector="seen", resource_version=created["metadata"]["resourceVersion"])
-    assert [kind for kind, _ in seen] == ["ADDED", "MODIFIED", "DELETED"]
+    received = events(kubectl, label_selector="seen", resource_version=created["metadata"]["resourceVersion"])
+    assert [kind for kind, _ in received] == ["ADDED", "MODIFIED", "DELETED"]
 
 
 def test_watch_streams_events(kubectl: Kubectl) -> None:
@@ -62,8 +62,8 @@ def test_watch_streams_events(kubectl: Kubectl) -> None:
 
 def test_requested_bookmark_ends_a_watch(kubectl: Kubectl) -> None:
     version = kubectl.create(config_map())["metadata"]["resourceVersion"]
-    seen = events(kubectl, resource_version=version, allow_watch_bookmarks=True)
-    assert seen == [("BOOKMARK", "")]
+    received = events(kubectl, resource_version=version, allow_watch_bookmarks=True)
+    assert received == [("BOOKMARK", "")]
 
 
 def test_expired_version_is_an_error_event(cluster: LoopbackCluster, kubectl: Kubectl) -> None:

@@ -24,19 +24,19 @@ def events(store: Store, call: Call, is_cut: Callable[[], bool]) -> Iterator[lis
     assert call.kind is not None
     chosen = _chosen_by(call)
     end_s = time.monotonic() + float(call.query.get("timeoutSeconds") or _DEFAULT_S)
-    seen = int(call.query.get("resourceVersion") or 0)
-    if not seen:
+    version = int(call.query.get("resourceVersion") or 0)
+    if not version:
         with store.changed:
-            seen = store.version
+            version = store.version
             initial = [("ADDED", item) for item in store.all(call.kind, call.namespace) if chosen(item)]
         yield initial
     while not is_cut():
         with store.changed:
-            if seen < store.oldest:
-                reason = f"too old resource version: {seen} ({store.oldest})"
+            if version < store.oldest:
+                reason = f"too old resource version: {version} ({store.oldest})"
                 yield [("ERROR", status.expired(reason).body())]
                 return
-            changes, seen = store.changes(call.kind, seen), store.version
+            changes, version = store.changes(call.kind, version), store.version
             events_ = [event for change in changes if (event := _event(change, chosen))]
             left_s = end_s - time.monotonic()
             if not events_ and left_s > 0 and not is_cut():
@@ -44,7 +44,7 @@ def events(store: Store, call: Call, is_cut: Callable[[], bool]) -> Iterator[lis
         yield events_
         if left_s <= 0:
             if call.query.get("allowWatchBookmarks", "").lower() == "true":
-                yield [("BOOKMARK", _bookmark(call.kind, seen))]
+                yield [("BOOKMARK", _bookmark(call.kind, version))]
             return
 
 

@@ -18,7 +18,7 @@ SCOPES = "app_mentions:read,chat:write,chat:write.public,commands,files:write,us
 
 
 @dataclass
-class Shown:
+class PostedMessage:
     """A message and all its versions."""
 
     channel: str
@@ -51,8 +51,8 @@ class SlackServer:
     """A workspace with one app. Its users see `messages`, `ephemeral` and `uploads`."""
 
     def __init__(self) -> None:
-        self.messages: list[Shown] = []
-        self.ephemeral: list[Shown] = []
+        self.messages: list[PostedMessage] = []
+        self.ephemeral: list[PostedMessage] = []
         self.uploads: list[Payload] = []
         self.calls: list[str] = []
         self.faults: dict[str, Fault] = {}
@@ -94,22 +94,22 @@ class SlackServer:
         self._response_urls[name] = (channel, user)
         return f"{self.url}/response/{name}"
 
-    def at(self, place: str) -> Shown:
+    def at(self, place: str) -> PostedMessage:
         """Return the message at ``channel/ts``."""
-        return next(shown for shown in self.messages if f"{shown.channel}/{shown.ts}" == place)
+        return next(posted for posted in self.messages if f"{posted.channel}/{posted.ts}" == place)
 
-    def button(self, shown: Shown, text: str) -> Click:
+    def button(self, posted: PostedMessage, text: str) -> Click:
         """Return a click on the button labeled ``text`` of a message; fail if it does not exist."""
-        matches = [b for b in block_kit.buttons(shown.versions[-1]["blocks"]) if b["text"]["text"] == text]
-        assert matches, f"no button {text!r} among {shown.buttons}"
-        url = self.response_url(shown.channel)
-        return Click(shown.channel, shown.ts, matches[0], url, shown.thread, shown.visible_to is not None)
+        matches = [b for b in block_kit.buttons(posted.versions[-1]["blocks"]) if b["text"]["text"] == text]
+        assert matches, f"no button {text!r} among {posted.buttons}"
+        url = self.response_url(posted.channel)
+        return Click(posted.channel, posted.ts, matches[0], url, posted.thread, posted.visible_to is not None)
 
     def mentions(self, person: Person, text: str, channel: str) -> Payload:
         """Post a mention of the bot by ``person`` in ``channel`` and return its event."""
         event = person.mentions(text, channel)
         ts = event["event"]["ts"]
-        self.messages.append(Shown(channel, ts, None, [{"text": text, "blocks": []}]))
+        self.messages.append(PostedMessage(channel, ts, None, [{"text": text, "blocks": []}]))
         return event
 
     def deliver(self, payload: Payload, timeout_s: float = 5.0) -> Payload | None:
@@ -200,11 +200,11 @@ class SlackServer:
         if channel.startswith("U"):
             channel = f"D{channel[1:]}"
         thread = arguments.get("thread_ts")
-        if thread and not any(shown.ts == thread and shown.channel == channel for shown in self.messages):
+        if thread and not any(posted.ts == thread and posted.channel == channel for posted in self.messages):
             return {"error": "thread_not_found"}
-        shown = Shown(channel, f"{next(self._ts)}.000100", thread, [arguments])
-        self.messages.append(shown)
-        return {"channel": channel, "ts": shown.ts, "message": arguments}
+        posted = PostedMessage(channel, f"{next(self._ts)}.000100", thread, [arguments])
+        self.messages.append(posted)
+        return {"channel": channel, "ts": posted.ts, "message": arguments}
 
     def _chat_update(self, arguments: Payload) -> Payload:
         matches = [s for s in self.messages if (s.channel, s.ts) == (arguments["channel"], arguments["ts"])]
@@ -219,7 +219,7 @@ class SlackServer:
         if fault := self._message_fault(arguments):
             return fault
         ts = f"{next(self._ts)}.000100"
-        self.ephemeral.append(Shown(arguments["channel"], ts, None, [arguments], arguments["user"]))
+        self.ephemeral.append(PostedMessage(arguments["channel"], ts, None, [arguments], arguments["user"]))
         return {"message_ts": ts}
 
     def _usergroups_users_list(self, arguments: Payload) -> Payload:
@@ -264,8 +264,8 @@ class SlackServer:
         arguments: Payload = await request.json()
         if self._message_fault({**arguments, "channel": "-"}):
             return web.Response(status=500, text="invalid_blocks")
-        shown = Shown(channel, f"{next(self._ts)}.000100", None, [arguments], user or "U?")
-        (self.ephemeral if arguments.get("response_type") == "ephemeral" else self.messages).append(shown)
+        posted = PostedMessage(channel, f"{next(self._ts)}.000100", None, [arguments], user or "U?")
+        (self.ephemeral if arguments.get("response_type") == "ephemeral" else self.messages).append(posted)
         return web.Response(text="ok")
 
     async def _link(self, request: web.Request) -> web.WebSocketResponse:

@@ -32,8 +32,8 @@ class Pod:
     def __init__(self, directory: Path, token: str | None = None, **serving: object) -> None:
         self.serving: ServingSettings = settings_on_free_ports(**serving)
         self.workdir, self._secret, self._tmp = (directory / name for name in ("work", "secret", "tmp"))
-        for each in (self.workdir, self._secret, self._tmp):
-            each.mkdir(parents=True)
+        for path in (self.workdir, self._secret, self._tmp):
+            path.mkdir(parents=True)
         self._token = token
         if token is not None:
             (self._secret / "token").write_text(token + "\n")
@@ -125,7 +125,7 @@ class Pod:
     def _contained(self) -> list[str]:
         if not can_contain():
             return []
-        places = [str(each) for each in (self.workdir, self._secret, self._tmp)]
+        places = [str(path) for path in (self.workdir, self._secret, self._tmp)]
         return ["unshare", *NAMESPACES, "--kill-child", "--", "sh", CONTAINER, *places]
 
     def _environment(self, *, contained: bool) -> Mapping[str, str]:

@@ -97,9 +97,9 @@ def test_fetch_reads_from_a_read_only_directory_store(release: PackedRelease, tm
         completed.stderr
     )
     assert archive_in(container.settings).read_bytes() == release.archive.read_bytes()
-    wrong = container.fetch("file:///mnt/absent", release.version, "0" * 64)
-    assert (wrong.returncode, wrong.stderr.count("\n")) == (4, 1)
-    assert f"Release {release.version} does not exist" in wrong.stderr
+    failed = container.fetch("file:///mnt/absent", release.version, "0" * 64)
+    assert (failed.returncode, failed.stderr.count("\n")) == (4, 1)
+    assert f"Release {release.version} does not exist" in failed.stderr
 
 
 def test_fetch_reports_a_missing_release(settings: Settings) -> None:

@@ -123,7 +123,7 @@ def test_ready_is_pipelined_and_only_a_bare_get_needs_no_token(pod: Pod, shipped
     for order in ((ready, predict, ready), (predict, ready, predict)):
         with Raw.to(pod.port) as connection:
             answers = connection.send(b"".join(order)).end().all_answers()
-        assert [b"Ready" in answer.body for answer in answers] == [each is ready for each in order]
+        assert [b"Ready" in answer.body for answer in answers] == [item is ready for item in order]
         assert {answer.status for answer in answers} == {200}
     for other in (request(b"GET /ready", body=b"x"), request(b"POST /ready"), request(b"GET /ready?x")):
         with Raw.to(pod.port) as connection:

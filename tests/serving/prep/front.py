@@ -45,7 +45,7 @@ def make_champion(store_uri: str, version: str) -> None:
 
 
 @dataclass(frozen=True)
-class Shelf:
+class ReleaseStore:
     """A registry of releases that differ only in their preprocessing."""
 
     directory: Path

@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from front import Shelf, front, make_champion
+from front import ReleaseStore, front, make_champion
 from PIL import Image
 from releases import settings_on_free_ports
 from stand_ins import ANSWER, grpc_server
@@ -55,12 +55,12 @@ class Predictor:
 
 
 @pytest.fixture
-def stored_releases(parts: ReleaseParts, tmp_path: Path) -> Shelf:
-    return Shelf(tmp_path / "store", parts.manifest)
+def stored_releases(parts: ReleaseParts, tmp_path: Path) -> ReleaseStore:
+    return ReleaseStore(tmp_path / "store", parts.manifest)
 
 
 @pytest.fixture
-def predictor(stored_releases: Shelf) -> Predictor:
+def predictor(stored_releases: ReleaseStore) -> Predictor:
     """A predictor with release 1, the champion, whose input is 8 pixels wide."""
     return Predictor(stored_releases.release(1, champion=True))
 
@@ -77,7 +77,7 @@ def refusal(answer: httpx.Response, status: int) -> str:
     return answer.json()["message"]
 
 
-def test_rollout_changes_the_preprocessing(stored_releases: Shelf, predictor: Predictor, port: int) -> None:
+def test_rollout_changes_the_preprocessing(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:
     with front(stored_releases.settings(port)) as client:
         assert client.post("/predict/label", json=png()).json() == label_response("8", predictor.version)
         predictor.version = stored_releases.release(2, size_px=16)
@@ -92,7 +92,7 @@ def label_response(label: str, version: str) -> dict[str, object]:
 
 
 def test_rollout_with_the_same_preprocessing_costs_no_second_call(
-    stored_releases: Shelf, predictor: Predictor, port: int
+    stored_releases: ReleaseStore, predictor: Predictor, port: int
 ) -> None:
     with front(stored_releases.settings(port)) as client:
         client.post("/predict", json=png())
@@ -102,7 +102,9 @@ def test_rollout_with_the_same_preprocessing_costs_no_second_call(
         assert predictor.calls == calls + 1
 
 
-def test_rollouts_under_load_never_mix_preprocessing(stored_releases: Shelf, predictor: Predictor, port: int) -> None:
+def test_rollouts_under_load_never_mix_preprocessing(
+    stored_releases: ReleaseStore, predictor: Predictor, port: int
+) -> None:
     """Release 1 takes 8 pixels and release 2 takes 16, so a prediction with the other width is wrong."""
     versions = {stored_releases.release(1): "8", stored_releases.release(2, size_px=16): "16"}
     with front(stored_releases.settings(port)) as client, ThreadPoolExecutor(8) as pool:
@@ -110,19 +112,19 @@ def test_rollouts_under_load_never_mix_preprocessing(stored_releases: Shelf, pre
         while not all(answer.done() for answer in answers):
             predictor.version = next(v for v in versions if v != predictor.version)
             time.sleep(0.05)
-    seen = set()
+    versions_seen = set()
     for answer in answers:
         response = answer.result()
         if response.status_code == 200:
             assert response.json()["pred"] == versions[response.json()["version"]]
-            seen.add(response.json()["version"])
+            versions_seen.add(response.json()["version"])
         else:
             assert "changes its release faster" in refusal(response, 503)
-    assert seen == set(versions)
+    assert versions_seen == set(versions)
 
 
 def test_predictions_of_an_unregistered_release_are_withheld(
-    stored_releases: Shelf, predictor: Predictor, port: int
+    stored_releases: ReleaseStore, predictor: Predictor, port: int
 ) -> None:
     predictor.version = version = stored_releases.release(2, published=False)
     with front(stored_releases.settings(port)) as client:
@@ -136,7 +138,7 @@ def test_predictions_of_an_unregistered_release_are_withheld(
         assert client.get("/health").json()["version"] == version
 
 
-def test_missing_first_release_is_reported(stored_releases: Shelf, tmp_path: Path) -> None:
+def test_missing_first_release_is_reported(stored_releases: ReleaseStore, tmp_path: Path) -> None:
     predictor = Predictor("x")
     with grpc_server(predictor) as port, front(stored_releases.settings(port)) as client:
         assert "No release has been promoted yet" in refusal(client.get("/health"), 503)
@@ -144,7 +146,7 @@ def test_missing_first_release_is_reported(stored_releases: Shelf, tmp_path: Pat
         assert predictor.calls == 0
 
 
-def test_damaged_registry_is_reported(stored_releases: Shelf, predictor: Predictor, port: int) -> None:
+def test_damaged_registry_is_reported(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:
     (stored_releases.directory / "releases" / "champion.json").write_text("{")
     with front(stored_releases.settings(port)) as client:
         assert "is not a valid" in refusal(client.get("/health"), 503)
@@ -152,7 +154,7 @@ def test_damaged_registry_is_reported(stored_releases: Shelf, predictor: Predict
         assert client.get("/health").status_code == 200
 
 
-def test_predictor_is_reconnected_after_downtime(stored_releases: Shelf, predictor: Predictor) -> None:
+def test_predictor_is_reconnected_after_downtime(stored_releases: ReleaseStore, predictor: Predictor) -> None:
     port = settings_on_free_ports().inference_port
     with front(stored_releases.settings(port, failures=1000)) as client:
         assert f"No server answers gRPC at 127.0.0.1:{port}" in refusal(client.post("/predict", json=png()), 503)
@@ -166,7 +168,7 @@ def test_predictor_is_reconnected_after_downtime(stored_releases: Shelf, predict
         assert 'evernear_prep_predictor_failures_total{reason="ServerUnreachableError"}' in exported
 
 
-def test_unavailable_predictor_is_retried(stored_releases: Shelf, predictor: Predictor, port: int) -> None:
+def test_unavailable_predictor_is_retried(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:
     def hiccup(request: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
         if predictor.calls % 3:
             context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
@@ -178,14 +180,16 @@ def test_unavailable_predictor_is_retried(stored_releases: Shelf, predictor: Pre
         assert predictor.calls == 12
 
 
-def test_slow_predictor_times_out(stored_releases: Shelf, predictor: Predictor, port: int) -> None:
+def test_slow_predictor_times_out(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:
     predictor.answer = predictor.wait
     with front(stored_releases.settings(port, timeout_s=0.3)) as client:
         assert "within 0.3 s" in refusal(client.post("/predict", json=png()), 504)
         assert "within 0.3 s" in refusal(client.get("/health"), 504)
 
 
-def test_consecutive_failures_open_the_circuit_breaker(stored_releases: Shelf, predictor: Predictor, port: int) -> None:
+def test_consecutive_failures_open_the_circuit_breaker(
+    stored_releases: ReleaseStore, predictor: Predictor, port: int
+) -> None:
     with front(stored_releases.settings(port, failures=3, recovery_s=1)) as client:
         predictor.answer = predictor.fail
         for _ in range(3):
@@ -201,7 +205,9 @@ def test_consecutive_failures_open_the_circuit_breaker(stored_releases: Shelf, p
         assert "evernear_prep_breaker_open 0.0" in client.get("/metrics").text
 
 
-def test_bad_images_do_not_open_the_circuit_breaker(stored_releases: Shelf, predictor: Predictor, port: int) -> None:
+def test_bad_images_do_not_open_the_circuit_breaker(
+    stored_releases: ReleaseStore, predictor: Predictor, port: int
+) -> None:
     with front(stored_releases.settings(port, failures=1)) as client:
         for _ in range(5):
             assert refusal(client.post("/predict", json={"data": "AAAA"}), 400)
@@ -209,7 +215,7 @@ def test_bad_images_do_not_open_the_circuit_breaker(stored_releases: Shelf, pred
 
 
 def test_concurrent_requests_to_the_predictor_are_limited(
-    stored_releases: Shelf, predictor: Predictor, port: int
+    stored_releases: ReleaseStore, predictor: Predictor, port: int
 ) -> None:
     together, most = 0, 0
 
@@ -230,7 +236,7 @@ def test_concurrent_requests_to_the_predictor_are_limited(
     assert most == 2
 
 
-def test_foreign_predictor_is_reported(stored_releases: Shelf, predictor: Predictor, port: int) -> None:
+def test_foreign_predictor_is_reported(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:
     predictor.answer = lambda *_: b"<html>"
     with front(stored_releases.settings(port)) as client:
         assert "is not an evernear release" in refusal(client.get("/health"), 503)

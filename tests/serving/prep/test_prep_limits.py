@@ -12,7 +12,7 @@ from typing import Self
 import hostile
 import httpx
 import pytest
-from front import Shelf, front
+from front import ReleaseStore, front
 from stand_ins import ANSWER, grpc_server
 
 from evernear.data.image_file import EncodedImage
@@ -25,19 +25,19 @@ from evernear.serving.prep.service import prepare
 
 
 @pytest.fixture
-def stored_releases(parts: ReleaseParts, tmp_path: Path) -> Shelf:
-    return Shelf(tmp_path / "store", parts.manifest)
+def stored_releases(parts: ReleaseParts, tmp_path: Path) -> ReleaseStore:
+    return ReleaseStore(tmp_path / "store", parts.manifest)
 
 
 @pytest.fixture
-def port(stored_releases: Shelf) -> Iterator[int]:
+def port(stored_releases: ReleaseStore) -> Iterator[int]:
     version = stored_releases.release(1, champion=True)
     with grpc_server(lambda *_: json.dumps(ANSWER | {"version": version}).encode()) as port:
         yield port
 
 
 @pytest.fixture
-def prep(stored_releases: Shelf, port: int) -> Iterator[httpx.Client]:
+def prep(stored_releases: ReleaseStore, port: int) -> Iterator[httpx.Client]:
     with front(stored_releases.settings(port)) as client:
         yield client
 
@@ -95,7 +95,7 @@ def test_small_images_do_not_wait_for_large_ones(prep: httpx.Client, gate: Gate)
         assert {answer.result().status_code for answer in large} == {200}
 
 
-def test_excess_large_images_are_rejected_immediately(stored_releases: Shelf, port: int, gate: Gate) -> None:
+def test_excess_large_images_are_rejected_immediately(stored_releases: ReleaseStore, port: int, gate: Gate) -> None:
     places = 2 + MAX_WAITING_LARGE
     with front(stored_releases.settings(port, large_decodes=2)) as prep, ThreadPoolExecutor(places) as pool:
         waiting: list[Future[httpx.Response]] = []
@@ -108,7 +108,7 @@ def test_excess_large_images_are_rejected_immediately(stored_releases: Shelf, po
         assert answer.headers["retry-after"] == "1"
         assert prep.post("/predict", json=SMALL).status_code == 200
         gate.opened.set()
-        statuses = [each.result().status_code for each in waiting]
+        statuses = [future.result().status_code for future in waiting]
         assert prep.post("/predict", json=LARGE).status_code == 200
     assert set(statuses) <= {200, 503}
     assert statuses.count(200) >= 2 + MAX_WAITING_LARGE - 1
@@ -123,10 +123,10 @@ def until(ask: Callable[[], httpx.Response], status: int, waiting: list[Future[h
             continue
         if answer.status_code == status:
             return answer
-        assert not all(each.done() for each in waiting)
+        assert not all(future.done() for future in waiting)
 
 
-def test_waiting_too_long_for_decoding_times_out(stored_releases: Shelf, port: int, gate: Gate) -> None:
+def test_waiting_too_long_for_decoding_times_out(stored_releases: ReleaseStore, port: int, gate: Gate) -> None:
     with front(stored_releases.settings(port, timeout_s=2)) as prep:
         with ThreadPoolExecutor(2) as pool:
             answers = list(pool.map(lambda _: prep.post("/predict", json=LARGE), range(2)))
@@ -138,7 +138,7 @@ def test_waiting_too_long_for_decoding_times_out(stored_releases: Shelf, port: i
     assert not gate.reached.acquire(blocking=False)
 
 
-def test_servers_pixel_limit_applies_beside_the_releases(stored_releases: Shelf, port: int) -> None:
+def test_servers_pixel_limit_applies_beside_the_releases(stored_releases: ReleaseStore, port: int) -> None:
     settings = stored_releases.settings(port)
     few = settings.model_copy(update={"serving": settings.serving.model_copy(update={"max_pixels": 1_000})})
     with front(few) as prep:
@@ -185,7 +185,7 @@ class Slow:
         return int(status.split()[1]), named, json.loads(body)["message"]
 
 
-def test_slow_body_is_rejected(stored_releases: Shelf, port: int) -> None:
+def test_slow_body_is_rejected(stored_releases: ReleaseStore, port: int) -> None:
     with front(stored_releases.settings(port, upload_timeout_s=1)) as prep, Slow(prep) as slow:
         slow.head(1_000)
         slow.socket.sendall(b'{"data"')
@@ -195,7 +195,7 @@ def test_slow_body_is_rejected(stored_releases: Shelf, port: int) -> None:
         assert 'path="/predict",status="408"' in prep.get("/metrics").text
 
 
-def test_total_size_of_bodies_in_flight_is_limited(stored_releases: Shelf, port: int) -> None:
+def test_total_size_of_bodies_in_flight_is_limited(stored_releases: ReleaseStore, port: int) -> None:
     size_bytes = 60_000
     body = json.dumps(SMALL).encode().ljust(size_bytes)
     settings = stored_releases.settings(port, max_request_size_bytes=size_bytes, max_bodies_size_bytes=100_000)
@@ -221,7 +221,7 @@ def test_total_size_of_bodies_in_flight_is_limited(stored_releases: Shelf, port:
 
 @pytest.mark.parametrize("sent", [b"", b"POST /predict HTTP/1.1\r\nHost:"])
 def test_connection_without_a_head_is_closed(
-    stored_releases: Shelf, port: int, monkeypatch: pytest.MonkeyPatch, sent: bytes
+    stored_releases: ReleaseStore, port: int, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 1.0)
     with front(stored_releases.settings(port)) as prep, Slow(prep) as silent:
@@ -231,7 +231,7 @@ def test_connection_without_a_head_is_closed(
 
 
 def test_connection_with_a_stalled_second_head_is_closed(
-    stored_releases: Shelf, port: int, monkeypatch: pytest.MonkeyPatch
+    stored_releases: ReleaseStore, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 1.0)
     with front(stored_releases.settings(port)) as prep, Slow(prep) as client:
@@ -243,7 +243,7 @@ def test_connection_with_a_stalled_second_head_is_closed(
 
 
 def test_slow_request_outlives_the_head_timeout(
-    stored_releases: Shelf, port: int, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    stored_releases: ReleaseStore, port: int, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 1.0)
     with front(stored_releases.settings(port)) as prep, ThreadPoolExecutor(1) as pool:

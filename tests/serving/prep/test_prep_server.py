@@ -290,10 +290,12 @@ def test_process_loads_no_torch_listens_on_loopback_and_exits_cleanly(
     process: tuple[subprocess.Popen[str], int],
 ) -> None:
     running, port = process
-    seen = psutil.Process(running.pid)
-    libraries = {Path(each.path).name for each in seen.memory_maps()}
+    running_process = psutil.Process(running.pid)
+    libraries = {Path(mapping.path).name for mapping in running_process.memory_maps()}
     assert not [name for name in libraries if "torch" in name or "faiss" in name]
-    assert {c.laddr for c in seen.net_connections("inet") if c.status == psutil.CONN_LISTEN} == {("127.0.0.1", port)}
+    assert {c.laddr for c in running_process.net_connections("inet") if c.status == psutil.CONN_LISTEN} == {
+        ("127.0.0.1", port)
+    }
     second = subprocess.run(
         [EVERNEAR, "prep"],
         env=os.environ

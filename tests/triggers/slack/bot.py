@@ -21,7 +21,7 @@ from evernear.triggers.slack.handlers import Handlers, create_app
 from evernear.triggers.slack.services import Services
 from evernear.triggers.slack.worker import Worker
 from tests.loopback.slack import Click, Person, SlackServer, signed
-from tests.loopback.slack.server import BOT_TOKEN, SIGNING_SECRET, Shown
+from tests.loopback.slack.server import BOT_TOKEN, SIGNING_SECRET, PostedMessage
 
 ADA, BOB, EVE = Person("U0ADA", "ada"), Person("U0BOB", "bob"), Person("U0EVE", "eve", team="T0OTHERS")
 CHANNEL = "C0TRAINING"
@@ -92,7 +92,7 @@ class MemoryRuns:
     def set(self, state: State, ended: datetime | None = None, error: str = "", **steps: State) -> Run:
         """Set the state of the newest run and of its steps."""
         key = next(reversed(self.started))
-        all_steps = tuple(Step(name=name, state=each) for name, each in steps.items())
+        all_steps = tuple(Step(name=name, state=step_state) for name, step_state in steps.items())
         update = {"state": state, "ended": ended, "steps": all_steps, "error": error}
         changed = self.started[key].model_copy(update=update)
         self.started[key] = changed
@@ -150,7 +150,7 @@ class Bot:
         """``person`` types a command that changes something."""
         return self.deliver(person.types(text, channel, self.slack.response_url(channel, person.id)))
 
-    def query(self, person: Person, text: str) -> Shown:
+    def query(self, person: Person, text: str) -> PostedMessage:
         """The answer to a query, which follows its acknowledgement."""
         count = len(self.slack.ephemeral)
         assert self.command(person, text).body == ""
@@ -159,8 +159,8 @@ class Bot:
             time.sleep(0.01)
         return self.slack.ephemeral[count]
 
-    def click(self, person: Person, shown: Shown, button: str) -> BoltResponse:
-        return self.deliver(self.slack.button(shown, button).by(person))
+    def click(self, person: Person, posted: PostedMessage, button: str) -> BoltResponse:
+        return self.deliver(self.slack.button(posted, button).by(person))
 
     def poll(self, seconds: float = 0.0) -> None:
         """Advance the clock and poll once."""
@@ -168,7 +168,7 @@ class Bot:
         self.worker.follow()
         self.worker.move()
 
-    def prompt(self, text: str = "/retrain", person: Person = ADA) -> Shown:
+    def prompt(self, text: str = "/retrain", person: Person = ADA) -> PostedMessage:
         """The prompt that follows the command ``text``."""
         assert self.command(person, text).status == 200
         self.poll()

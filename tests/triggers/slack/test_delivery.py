@@ -22,7 +22,9 @@ def test_invalid_and_old_signatures_are_refused(bot: Bot, slack: SlackServer) ->
     assert bot.deliver(payload, at_s=time.time() - 301).status == 401
     assert bot.deliver(payload, at_s=time.time() + 301).status == 401
     body, headers = signed(payload, SIGNING_SECRET)
-    changed = BoltRequest(body=body.replace("U0ADA", "U0BOB"), headers={name: [each] for name, each in headers.items()})
+    changed = BoltRequest(
+        body=body.replace("U0ADA", "U0BOB"), headers={name: [value] for name, value in headers.items()}
+    )
     assert bot.app.dispatch(changed).status == 401
     bot.poll()
     assert slack.messages == []
@@ -70,12 +72,12 @@ def test_retry_counts_if_the_first_delivery_was_lost(bot: Bot, slack: SlackServe
     payload = ADA.mentions("<@U0BOT> hello", "C0TRAINING")
     payload["event"]["thread_ts"] = bot.prompt().ts
     body, headers = signed(payload, SIGNING_SECRET)
-    retry = {**{name: [each] for name, each in headers.items()}, "x-slack-retry-num": ["1"]}
+    retry = {**{name: [value] for name, value in headers.items()}, "x-slack-retry-num": ["1"]}
     for _ in range(2):
         assert bot.app.dispatch(BoltRequest(body=body, headers=retry)).status == 200
         bot.poll()
-    helped = [shown for shown in slack.messages if "/retrain [name=value ...]" in shown.text]
-    assert [shown.thread for shown in helped] == [payload["event"]["thread_ts"]]
+    helped = [posted for posted in slack.messages if "/retrain [name=value ...]" in posted.text]
+    assert [posted.thread for posted in helped] == [payload["event"]["thread_ts"]]
 
 
 def test_copies_of_a_click_start_one_run(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
@@ -181,7 +183,7 @@ def test_restart_continues_prompt_answer_and_run(bot: Bot, slack: SlackServer, r
     bot.restart()
     bot.poll()
     assert "*Failed*" in prompt.text
-    assert [shown.thread for shown in slack.messages] == [None, prompt.ts, prompt.ts]
+    assert [posted.thread for posted in slack.messages] == [None, prompt.ts, prompt.ts]
 
 
 def test_crash_after_the_start_starts_no_second_run(
@@ -261,7 +263,7 @@ def test_kfp_outage_during_a_run_is_reported_once(bot: Bot, slack: SlackServer, 
     runs.is_down = True
     for _ in range(5):
         bot.poll(300)
-    assert [("status of the run is unknown" in shown.text) for shown in slack.messages] == [False, True]
+    assert [("status of the run is unknown" in posted.text) for posted in slack.messages] == [False, True]
     runs.is_down = False
     runs.set(State.FAILED, ended=bot.clock(), train=State.FAILED)
     bot.poll(300)

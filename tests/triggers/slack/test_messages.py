@@ -40,7 +40,7 @@ def request(kind: str = "run", state: str = "pending", by: Person = ADA, pipelin
 
 def run(state: State, url: str = f"https://kfp.example/{HOSTILE}") -> Run:
     texts = dict.fromkeys(("id", "name", "pipeline", "pipeline_version", "error"), HOSTILE)
-    steps = tuple(Step(name=HOSTILE, state=each, error=HOSTILE, started=NOW, ended=NOW) for each in State)
+    steps = tuple(Step(name=HOSTILE, state=step_state, error=HOSTILE, started=NOW, ended=NOW) for step_state in State)
     return Run(state=state, created=NOW, ended=NOW, steps=steps, url=url, **texts)
 
 
@@ -73,12 +73,12 @@ def all_messages() -> Iterator[tuple[str, Message]]:
         for kind in ("promote", "roll_back"):
             yield "moved", promotions.moved(request(kind, by=person), champion().promotion)
             yield "not_moved", promotions.not_moved(request(kind, by=person), HOSTILE)
-    for each in all_runs:
+    for started_run in all_runs:
         for result in (None, *(outcome(state) for state in ("promoted", "held", "rolled back", "failed"))):
-            yield "status", runs.status(request(), each, result, can_stop=True)
-            yield "verdict", runs.verdict(request(), each, result, [RULE], champion(), buttons)
-        yield "progress", runs.progress(each)
-        yield "stopping", runs.stopping(request(), each)
+            yield "status", runs.status(request(), started_run, result, can_stop=True)
+            yield "verdict", runs.verdict(request(), started_run, result, [RULE], champion(), buttons)
+        yield "progress", runs.progress(started_run)
+        yield "stopping", runs.stopping(request(), started_run)
     yield "help_message", commands.help_message()
     yield "runs_message", commands.runs_message(all_runs, NOW + timedelta(hours=1))
     yield "champion_message", commands.champion_message(champion(), record)

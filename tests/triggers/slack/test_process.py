@@ -103,7 +103,7 @@ def test_socket_mode_from_command_to_run(slack: SlackServer, settings: Settings,
         assert slack.deliver(command["payload"]) is not None
         time.sleep(0.3)
     assert len(runs.started) == 1
-    assert len([shown for shown in slack.messages if shown.thread is None]) == 2, "the prompt and the mention"
+    assert len([posted for posted in slack.messages if posted.thread is None]) == 2, "the prompt and the mention"
 
 
 def test_process_prompts_with_kfp_and_ends_on_sigterm(slack: SlackServer, settings: Settings, tmp_path: Path) -> None:
@@ -190,9 +190,9 @@ def test_missing_or_wrong_token_is_named(settings: Settings, monkeypatch: pytest
 
 def test_used_port_is_named(slack: SlackServer, settings: Settings) -> None:
     with socket.create_server(("127.0.0.1", settings.slack.port)):
-        taken = settings.model_copy(update={"slack": settings.slack.model_copy(update={"mode": "http"})})
+        used_port = settings.model_copy(update={"slack": settings.slack.model_copy(update={"mode": "http"})})
         with pytest.raises(PortInUseError, match=r"slack\.port"):
-            serve(taken, MemoryRuns(), threading.Event())
+            serve(used_port, MemoryRuns(), threading.Event())
 
 
 def test_ctrl_c_ends_the_process_with_a_sentence(slack: SlackServer, tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from evernear.release.registry import Registry
 from evernear.reporting.notify import finalize
 from evernear.run_record import RunRecord
 from tests.loopback.slack import SlackServer
-from tests.loopback.slack.server import Shown
+from tests.loopback.slack.server import PostedMessage
 
-Ran = Callable[[bool], Shown]
+Ran = Callable[[bool], PostedMessage]
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def ran(
     """End a run with a release, promoted or held, and return the message with its verdict."""
     next_of = {promote: iter(releases) for promote, releases in packed.items()}
 
-    def run(promote: bool) -> Shown:
+    def run(promote: bool) -> PostedMessage:
         champion, release = registry.champion(), next(next_of[promote])
         bot.click(ADA, bot.prompt(), "Start training")
         bot.poll()

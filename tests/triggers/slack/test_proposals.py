@@ -9,13 +9,13 @@ from bot import ADA, BOB, CHANNEL, Bot, MemoryRuns
 from evernear.kubeflow.runs import State
 from evernear.triggers.requests import POLICY, WATCHER, Person, Request, RequestStore
 from tests.loopback.slack import SlackServer
-from tests.loopback.slack.server import Shown
+from tests.loopback.slack.server import PostedMessage
 
 REASONS = ("1,200 new training images, 8.1% of those trained on.", "Unknown answers rose from 2.0% to 6.5% <today>.")
 ID = "000001-1a2b3c4d"
 
 
-def made(bot: Bot, **fields: object) -> Request:
+def make_request(bot: Bot, **fields: object) -> Request:
     """A request of the watcher, stored."""
     values = {
         "id": ID,
@@ -37,9 +37,9 @@ def stored(bot: Bot) -> Request:
     return request
 
 
-def prompted(bot: Bot, slack: SlackServer) -> Shown:
+def prompted(bot: Bot, slack: SlackServer) -> PostedMessage:
     """The prompt of a new proposal."""
-    made(bot)
+    make_request(bot)
     bot.poll()
     return slack.messages[-1]
 
@@ -104,7 +104,7 @@ def test_kfp_outage_during_the_run_of_a_proposal_is_reported_once(
     runs.is_down = True
     for _ in range(5):
         bot.poll(300)
-    assert [("status of the run is unknown" in shown.text) for shown in slack.messages] == [False, True]
+    assert [("status of the run is unknown" in posted.text) for posted in slack.messages] == [False, True]
 
 
 def test_proposal_whose_start_was_given_up_is_not_started_later(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
@@ -123,7 +123,7 @@ def test_proposal_whose_start_was_given_up_is_not_started_later(bot: Bot, slack:
 
 def test_slack_outage_does_not_give_up_a_pending_proposal(bot: Bot, slack: SlackServer) -> None:
     slack.closed_channels.add(CHANNEL)
-    made(bot)
+    make_request(bot)
     for _ in range(5):
         bot.poll(3600)
     slack.closed_channels.clear()
@@ -190,7 +190,7 @@ def test_expired_proposal_closes_its_prompt_and_refuses_clicks(
 
 def test_run_started_by_the_watcher_is_reported_in_the_channel(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
     run = runs.start("reindex", {}, ID)
-    made(bot, state="started", answered_by=POLICY, answered=bot.clock(), run=run.id, pipeline="reindex")
+    make_request(bot, state="started", answered_by=POLICY, answered=bot.clock(), run=run.id, pipeline="reindex")
     bot.poll()
     assert len(runs.started) == 1
     (message,) = slack.messages
@@ -204,25 +204,25 @@ def test_run_started_by_the_watcher_is_reported_in_the_channel(bot: Bot, slack: 
 
 def test_old_run_of_the_watcher_is_not_reported(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
     run = runs.start("reindex", {}, ID)
-    made(bot, state="started", answered_by=POLICY, answered=bot.clock(), run=run.id, pipeline="reindex")
+    make_request(bot, state="started", answered_by=POLICY, answered=bot.clock(), run=run.id, pipeline="reindex")
     bot.poll(25 * 3600)
     assert slack.messages == []
 
 
 def test_run_accepted_by_the_policy_is_left_to_the_watcher(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    made(bot, state="accepted", answered_by=POLICY, answered=bot.clock())
+    make_request(bot, state="accepted", answered_by=POLICY, answered=bot.clock())
     bot.poll()
     assert (slack.messages, runs.started) == ([], {})
 
 
 def test_accepted_proposal_without_a_prompt_is_started_days_later(bot: Bot, runs: MemoryRuns) -> None:
-    made(bot, state="accepted", answered_by=Person(id="U0ADA"), answered=bot.clock())
+    make_request(bot, state="accepted", answered_by=Person(id="U0ADA"), answered=bot.clock())
     bot.poll(3 * 24 * 3600)
     assert list(runs.started) == [ID]
 
 
 def test_proposals_are_not_prompted_without_a_channel(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
     bot.restart(channel="")
-    made(bot)
+    make_request(bot)
     bot.poll()
     assert (slack.messages, runs.started) == ([], {})

@@ -77,7 +77,7 @@ def test_run_is_followed_in_one_message_and_ends_with_the_verdict(
     bot.poll(5)
     runs.set(State.RUNNING, ingest=State.SUCCEEDED, train=State.RUNNING)
     bot.poll(60)
-    (progress,) = [shown for shown in slack.messages if shown.thread == prompt.ts]
+    (progress,) = [posted for posted in slack.messages if posted.thread == prompt.ts]
     assert progress.text.splitlines() == [":white_check_mark: ingest", ":hourglass_flowing_sand: train"]
     assert "*Running*: train" in prompt.text
 
@@ -111,8 +111,8 @@ def test_settings_of_the_bot_replace_the_defaults_of_the_pipeline(
     slack: SlackServer, runs: MemoryRuns, tmp_path: Path
 ) -> None:
     bot = Bot(slack, runs, tmp_path, {"may_start": (ADA.id,)})
-    ours = {"data": DataSettings(source="s3://images/ours", size_px=32), "index": IndexSettings(k=9)}
-    bot.settings = bot.settings.model_copy(update=ours)
+    overrides = {"data": DataSettings(source="s3://images/ours", size_px=32), "index": IndexSettings(k=9)}
+    bot.settings = bot.settings.model_copy(update=overrides)
     bot.restart()
     prompt = bot.prompt("/retrain train.epochs=3")
     assert "s3://images/ours" in prompt.text
@@ -210,7 +210,7 @@ def test_prompt_expires(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
     bot.poll()
     assert "Nobody answered" in prompt.text
     bot.deliver(click.by(ADA))
-    assert ["expired" in shown.text for shown in slack.ephemeral] == [True, True]
+    assert ["expired" in posted.text for posted in slack.ephemeral] == [True, True]
     bot.poll()
     assert runs.started == {}
 
@@ -273,9 +273,9 @@ def test_invalid_parameters_are_refused(
     bot.command(ADA, f"/retrain {text}")
     bot.poll()
     assert slack.messages == []
-    (shown,) = slack.ephemeral
-    assert shown.visible_to == ADA.id
-    assert sentence in shown.text
+    (posted,) = slack.ephemeral
+    assert posted.visible_to == ADA.id
+    assert sentence in posted.text
     bot.poll(600)
     assert len(slack.ephemeral) == 1
 

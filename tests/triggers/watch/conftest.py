@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from releases import System, build_system, release_maker
-from watched import TRAINED_LABELS, World, digits
+from watched import TRAINED_LABELS, WatchedSystem, digits
 
 from evernear.release.registry import Registry
 from evernear.store import open_store
@@ -28,10 +28,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, System]:
 
 
 @pytest.fixture
-def world(trained: tuple[Path, System], tmp_path: Path) -> Iterator[World]:
+def watched(trained: tuple[Path, System], tmp_path: Path) -> Iterator[WatchedSystem]:
     """A copy of that store, and the folder, which is as it was afterwards."""
     directory, _ = trained
     shutil.copytree(directory / "store", tmp_path / "store")
-    world = World(directory / "images", tmp_path)
-    yield world
-    world.remove_added()
+    watched = WatchedSystem(directory / "images", tmp_path)
+    yield watched
+    watched.remove_added()

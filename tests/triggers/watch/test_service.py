@@ -35,10 +35,10 @@ def settings(tmp_path: Path) -> Settings:
         path = tmp_path / "images" / "ab"[number % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(noise(number))
-    return made(tmp_path)
+    return make_settings(tmp_path)
 
 
-def made(directory: Path, **watch: object) -> Settings:
+def make_settings(directory: Path, **watch: object) -> Settings:
     chosen: dict[str, object] = {"interval_s": 3600, "debounce_s": 0.3, "health_port": 0, **watch}
     return Settings.model_validate(
         {
@@ -84,7 +84,7 @@ def await_(condition: Callable[[], object], timeout_s: float = 30) -> None:
 
 
 def test_first_check_is_at_once_and_the_next_on_the_schedule(settings: Settings, tmp_path: Path) -> None:
-    with running(made(tmp_path, interval_s=1), tmp_path) as (_, watcher):
+    with running(make_settings(tmp_path, interval_s=1), tmp_path) as (_, watcher):
         await_(lambda: len(watcher.checks_s) >= 3)
         assert watcher.checks_s[2] - watcher.checks_s[1] > 0.7
     assert len(list(RequestStore(open_store(settings.store_uri)).list())) == 1
@@ -98,7 +98,7 @@ def test_burst_of_changes_leads_to_one_check(
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     with notifying_minio() as minio:
         monkeypatch.setenv("AWS_ENDPOINT_URL", minio.url)
-        bucket = made(tmp_path, debounce_s=1.0)
+        bucket = make_settings(tmp_path, debounce_s=1.0)
         bucket = bucket.model_copy(update={"data": bucket.data.model_copy(update={"source": "s3://images"})})
         # This server cannot list the source, which a check reports as a fault.
         with running(bucket, tmp_path) as (_, watcher):
@@ -209,7 +209,7 @@ def test_failed_listener_reconnects(
 def test_paused_watcher_checks_nothing(settings: Settings, tmp_path: Path) -> None:
     schedule = ScheduleStore(open_store(settings.store_uri))
     schedule.switch(False, "U1")
-    with running(made(tmp_path, interval_s=1), tmp_path) as (service, watcher):
+    with running(make_settings(tmp_path, interval_s=1), tmp_path) as (service, watcher):
         await_(lambda: "Paused" in str(service.health()[1]["status"]))
         time.sleep(1.2)
         assert watcher.checks_s == []
@@ -227,13 +227,13 @@ def test_health_probe_reports_stuck_checks(settings: Settings, tmp_path: Path, m
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
 
-    with running(made(tmp_path, health_port=port), tmp_path) as (service, watcher):
+    with running(make_settings(tmp_path, health_port=port), tmp_path) as (service, watcher):
         await_(lambda: watcher.checks_s)
         await_(lambda: probe() == (200, probe()[1]) and str(probe()[1]["status"]).startswith("retrain"))
         monkeypatch.setattr(service_module, "STUCK_AFTER_S", -4000.0)
         assert probe()[0] == 503
         with pytest.raises(PortInUseError, match=r"health probe cannot listen on 127\.0\.0\.1"):
-            Service(watcher, made(tmp_path, health_port=port)).run()
+            Service(watcher, make_settings(tmp_path, health_port=port)).run()
         assert not service.stopping.is_set()
 
 

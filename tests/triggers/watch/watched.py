@@ -102,7 +102,7 @@ class MemoryRuns:
 
 
 @dataclass
-class World:
+class WatchedSystem:
     """A source of images, a store whose champion was trained on them, and a clock that a test advances."""
 
     images: Path

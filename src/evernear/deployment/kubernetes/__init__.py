@@ -23,7 +23,7 @@ from evernear.deployment.kubernetes.revision import (
 )
 from evernear.deployment.kubernetes.rollout import await_rollout, is_complete
 from evernear.deployment.kubernetes.service import prove, service_client, service_url
-from evernear.deployment.target import Proof, unrecorded
+from evernear.deployment.target import VerifiedRollout, unrecorded
 from evernear.errors import ClusterError, EvernearError, StoreError, TransientStoreError
 from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts
 from evernear.release.registry import Registry
@@ -74,7 +74,7 @@ class KubernetesTarget:
         return directory / ARCHIVE_FILE
 
     @contextlib.contextmanager
-    def rollout(self, archive: Path, parts: ReleaseParts) -> Generator[Proof]:
+    def rollout(self, archive: Path, parts: ReleaseParts) -> Generator[VerifiedRollout]:
         """Roll a release out and prove it through its Service; save the revision as last known good after the body.
 
         The previous pods answer until the new ones are ready. If anything fails, the body included, the previous
@@ -95,7 +95,7 @@ class KubernetesTarget:
             await_rollout(self.cluster, self._kubernetes)
             queries = prove(client, self._kubernetes, parts)
             self._lease.require()
-            yield Proof(service_url(self._settings), queries)
+            yield VerifiedRollout(service_url(self._settings), queries)
         except TransientStoreError as error:
             raise unrecorded(revision.version, error) from None
         except EvernearError as error:

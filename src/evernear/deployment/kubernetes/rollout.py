@@ -47,11 +47,11 @@ def await_rollout(cluster: Cluster, settings: KubernetesSettings) -> None:
 def is_complete(deployment: Tree) -> bool:
     """Whether only the newest revision is live, by the rule of ``kubectl rollout status``."""
     status: Tree = deployment.get("status") or {}
-    wanted = deployment["spec"].get("replicas", 1)
+    replicas = deployment["spec"].get("replicas", 1)
     updated = status.get("updatedReplicas", 0)
     return (
         status.get("observedGeneration", 0) >= deployment["metadata"]["generation"]
-        and updated >= wanted
+        and updated >= replicas
         and status.get("replicas", 0) == updated
         and status.get("availableReplicas", 0) == updated
     )

@@ -108,8 +108,8 @@ class ReleaseModel(Model):
     ) -> Any:
         """Count the images and build the response."""
         request, results = result
-        for each in results:
-            outcome = "refused" if isinstance(each, Rejection) else "unknown" if each.unknown else "known"
+        for answer in results:
+            outcome = "refused" if isinstance(answer, Rejection) else "unknown" if answer.unknown else "known"
             _IMAGES.labels(self.name, outcome).inc()
         return build_response(request, results, self.name)
 

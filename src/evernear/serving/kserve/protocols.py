@@ -109,10 +109,11 @@ def parse_infer_request(body: bytes, model_name: str) -> InferRequest:
         request_id=request.id,
         parameters=request.parameters,
         infer_inputs=[
-            InferInput(each.name, each.shape, each.datatype, each.data, each.parameters or {})
-            for each in request.inputs
+            InferInput(tensor.name, tensor.shape, tensor.datatype, tensor.data, tensor.parameters or {})
+            for tensor in request.inputs
         ],
-        request_outputs=[RequestedOutput(each.name, each.parameters or {}) for each in request.outputs or ()] or None,
+        request_outputs=[RequestedOutput(tensor.name, tensor.parameters or {}) for tensor in request.outputs or ()]
+        or None,
     )
 
 

@@ -108,7 +108,7 @@ class TransformerModel(ReleaseModel):
         protocol = self._predictor.predictor_protocol
         # v1 has no tensors. PNG is lossless, and the predictor's preprocessing does not change prepared images.
         request = (
-            v1_request([encode_png(each) for each in pixels])
+            v1_request([encode_png(image) for image in pixels])
             if protocol == "v1"
             else v2_request(pixels, self.name, binary=protocol == "grpc-v2")
         )

@@ -106,7 +106,10 @@ def schedule_stop(call: Call) -> Message:
 
 def help_message() -> Message:
     """The registered commands and their help lines."""
-    lines = [f"• `{each.name}{f' {each.usage}' if each.usage else ''}` {each.help}" for each in COMMANDS.values()]
+    lines = [
+        f"• `{command.name}{f' {command.usage}' if command.usage else ''}` {command.help}"
+        for command in COMMANDS.values()
+    ]
     intro = "I start training runs, follow them and report their results."
     names = ", ".join(COMMANDS)
     return Message(text=f"{intro} Commands: {names}.", blocks=(section("\n".join([intro, *lines])),))

@@ -74,8 +74,8 @@ class RunTracker:
         services = self._services
         request = self._with_message(request)
         try:
-            ours = from_settings(services.settings, services.runs.parameters(request.pipeline))
-            arguments = combine(ours, {"started_by": request.started_by}, request.parameters)
+            overrides = from_settings(services.settings, services.runs.parameters(request.pipeline))
+            arguments = combine(overrides, {"started_by": request.started_by}, request.parameters)
             run = services.runs.start(request.pipeline, arguments, request.key, services.store)
         except SettingsError as error:
             self.give_up(request, str(error))
@@ -164,8 +164,8 @@ class RunTracker:
 
     def _edit(self, place: str, message: Message, at_once: bool = False) -> None:
         """Edit ``place`` if the content changed and the last edit is long enough ago."""
-        shown, edited = self._shown.get(place, (None, None))
-        if shown == message:
+        previous, edited = self._shown.get(place, (None, None))
+        if previous == message:
             return
         interval = timedelta(seconds=self._services.settings.slack.update_interval_s)
         if edited and not at_once and self._services.clock() - edited < interval:

@@ -104,7 +104,7 @@ class ProposalService:
         if accepted := [request.id for request in requests if request.state == "accepted"]:
             return f"Proposal {accepted[-1]} is accepted, and its run is about to start."
         if self._runs:
-            newest = [run for each in _PIPELINES.values() for run in self._runs.list(each)]
+            newest = [run for name in _PIPELINES.values() for run in self._runs.list(name)]
             if active := [run for run in newest if not run.state.is_final]:
                 return f"Run {active[0].name} of {active[0].pipeline} is {active[0].state}."
         last = next((request for request in reversed(requests) if request.pipeline == pipeline), None)
@@ -145,5 +145,5 @@ class ProposalService:
 
 def _next_id(ids: Sequence[str], watcher_id: str) -> str:
     """The same for all watchers that see the same requests, and different for other stores."""
-    numbers = [int(match[1]) for each in ids if (match := re.fullmatch(r"(\d{6})-\w+", each))]
+    numbers = [int(match[1]) for request_id in ids if (match := re.fullmatch(r"(\d{6})-\w+", request_id))]
     return f"{max(numbers, default=0) + 1:06d}-{watcher_id}"
