@@ -352,17 +352,17 @@ def largest_valid_files(max_pixels: int) -> dict[str, Callable[[], bytes]]:
     }
     short = max_pixels // 32_767
     if short:
-        made["PNG, RGBA, 16 bits, 32,767 rows"] = lambda: png(short, 32_767, 16, RGBA)
-        made["PNG, RGBA, 16 bits, 32,767 columns"] = lambda: png(32_767, short, 16, RGBA)
-        made["PNG, one column of 32,767 pixels"] = lambda: png(1, 32_767, 16, RGBA)
+        files["PNG, RGBA, 16 bits, 32,767 rows"] = lambda: png(short, 32_767, 16, RGBA)
+        files["PNG, RGBA, 16 bits, 32,767 columns"] = lambda: png(32_767, short, 16, RGBA)
+        files["PNG, one column of 32,767 pixels"] = lambda: png(1, 32_767, 16, RGBA)
     # WebP pixels count as more; see WEBP_PIXEL_COST and CODE_GROUP_COST.
-    made["WebP, RGB, noise"] = lambda: webp_noise(int((max_pixels / WEBP_PIXEL_COST) ** 0.5))
+    files["WebP, RGB, noise"] = lambda: webp_noise(int((max_pixels / WEBP_PIXEL_COST) ** 0.5))
     blocks = int((max_pixels / (CODE_GROUP_BLOCK_PX**2 * WEBP_PIXEL_COST + CODE_GROUP_COST)) ** 0.5)
-    made["WebP, a group of codes for each block"] = lambda: code_groups(CODE_GROUP_BLOCK_PX * blocks, blocks**2)
+    files["WebP, a group of codes for each block"] = lambda: code_groups(CODE_GROUP_BLOCK_PX * blocks, blocks**2)
     if max_pixels >= 1_000_000:  # the groups that a smaller file might have count as too many pixels
         reduced = int((0.7 * max_pixels / WEBP_PIXEL_COST) ** 0.5)
-        made["WebP, RGBA"] = lambda: webp("RGBA", (reduced, reduced), method=0)
-        made["WebP, RGBA, lossless"] = lambda: webp("RGBA", (reduced, reduced), lossless=True, method=0, quality=0)
+        files["WebP, RGBA"] = lambda: webp("RGBA", (reduced, reduced), method=0)
+        files["WebP, RGBA, lossless"] = lambda: webp("RGBA", (reduced, reduced), lossless=True, method=0, quality=0)
     for components, name in ((1, "gray"), (3, "RGB"), (4, "CMYK")):
         files[f"JPEG, {name}, progressive, {MAX_SCANS} scans"] = lambda components=components: progressive(
             side, side, components, MAX_SCANS

@@ -21,7 +21,7 @@ Ingest = Callable[..., Manifest]
 
 @pytest.fixture
 def make_image() -> MakeImage:
-    """``draw(number)`` returns a PNG file of noise, unique for each number."""
+    """``make_image(number)`` returns a PNG file of noise, unique for each number."""
 
     def make_image(number: int, size: tuple[int, int] = (6, 5), mode: str = "L", kind: str = "PNG") -> bytes:
         channels = len(Image.new(mode, (1, 1)).getbands())

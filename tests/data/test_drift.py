@@ -59,19 +59,19 @@ def test_false_alarm_rate_without_drift_is_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("planted", "measure"),
+    ("shift", "measure"),
     [
         ({"farther": 0.15}, "unknown_rise"),
         ({"farther": 0.1}, "distance_shift"),
         ({"one_class": 0.5}, "embedding_shift"),
     ],
 )
-def test_simulated_shift_is_detected_at_the_default_rate(planted: dict[str, float], measure: Measure) -> None:
+def test_simulated_shift_is_detected_at_the_default_rate(shift: dict[str, float], measure: Measure) -> None:
     detections = 0
     for seed in range(8):
         rng = np.random.default_rng(seed)
         reference = drawn(rng, 500, 500)
-        shifts = measure_drift(reference, drawn(rng, 500, 500, **planted), {measure: BOUNDS[measure]}, 0.005, seed)
+        shifts = measure_drift(reference, drawn(rng, 500, 500, **shift), {measure: BOUNDS[measure]}, 0.005, seed)
         detections += shifts[0].detected
     assert detections == 8
 

@@ -327,8 +327,8 @@ def test_files_are_read_at_once_and_decoded_by_few_threads(tree, run_ingest, mon
     assert decoders == {"decode_0"}
 
 
-def test_broken_files_are_named_and_the_others_are_ingested(tree, run_ingest, contents, draw) -> None:
-    (tree / "1" / "cut.png").write_bytes(draw(500)[:50])
+def test_broken_files_are_named_and_the_others_are_ingested(tree, run_ingest, contents, make_image) -> None:
+    (tree / "1" / "cut.png").write_bytes(make_image(500)[:50])
     (tree / "2" / "words.png").write_text("no image")
     (tree / "2" / "picture.gif").write_bytes(make_image(501, kind="GIF"))
     manifest = run_ingest(tree)
@@ -486,7 +486,7 @@ def test_invalid_dataset_name_is_rejected(tree, run_ingest) -> None:
         run_ingest(tree, dataset="../x")
 
 
-def test_classes_of_five_images_are_in_every_split_if_its_share_is_one(tmp_path: Path, run_ingest, draw) -> None:
+def test_classes_of_five_images_are_in_every_split_if_its_share_is_one(tmp_path: Path, run_ingest, make_image) -> None:
     root = tmp_path / "few"
     fractions = {"test_fraction": 0.2, "gallery_fraction": 0.2, "query_fraction": 0.2}
 
@@ -494,7 +494,7 @@ def test_classes_of_five_images_are_in_every_split_if_its_share_is_one(tmp_path:
         for number in numbers:
             path = root / str(number % 6) / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(draw(number))
+            path.write_bytes(make_image(number))
         return run_ingest(root, **fractions)
 
     def per_class(manifest: Manifest) -> set[tuple[int, ...]]:

@@ -54,11 +54,11 @@ def test_in_large_classes_the_content_decides_rather_than_the_order() -> None:
     assert sum(splits[digest] == reversed_splits[digest] for digest in images) > 2500
 
 
-def test_every_class_of_ten_images_is_in_every_split(tmp_path: Path, run_ingest, draw) -> None:
+def test_every_class_of_ten_images_is_in_every_split(tmp_path: Path, run_ingest, make_image) -> None:
     for number in range(200):
         path = tmp_path / "tree" / str(number % 20) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(draw(number))
+        path.write_bytes(make_image(number))
     manifest = run_ingest(tmp_path / "tree")
     for split in SPLITS:
         assert set(manifest.label_counts(split).values()) == {7 if split == "train" else 1}

@@ -73,7 +73,7 @@ def test_constant_images_have_a_baseline(system: System, evaluation: Evaluation,
 
 def rule(evaluation: Evaluation, settings: GateSettings, *counts: tuple[int, int, int]) -> Rule:
     """The rule for baselines of (right answers of 100, regressions, improvements)."""
-    planted = tuple(
+    baselines = tuple(
         Baseline(
             name=f"baseline {number}",
             accuracy=proportion(right, 100, 0.95),
@@ -82,7 +82,7 @@ def rule(evaluation: Evaluation, settings: GateSettings, *counts: tuple[int, int
         )
         for number, (right, regressions, improvements) in enumerate(counts)
     )
-    verdict = decide(evaluation.model_copy(update={"baselines": planted}), settings)
+    verdict = decide(evaluation.model_copy(update={"baselines": baselines}), settings)
     return next(rule for rule in verdict.rules if rule.name == "beats_baselines")
 
 

@@ -11,8 +11,8 @@ from tests.conftest import System
 def with_test_images_in(dataset: Dataset, split: str) -> Dataset:
     """The same dataset with its test shards added to ``split``."""
     manifest = dataset.manifest
-    planted = tuple(shard.model_copy(update={"split": split}) for shard in manifest.shards if shard.split == "test")
-    return Dataset(manifest.model_copy(update={"shards": (*manifest.shards, *planted)}), open_store(manifest.store_uri))
+    leaked = tuple(shard.model_copy(update={"split": split}) for shard in manifest.shards if shard.split == "test")
+    return Dataset(manifest.model_copy(update={"shards": (*manifest.shards, *leaked)}), open_store(manifest.store_uri))
 
 
 def test_ingested_dataset_has_no_leakage(system: System):

@@ -37,7 +37,7 @@ class _Handler(BaseHTTPRequestHandler):
         answer: dict[str, object] = {}
         if name in self.server.vulnerable:
             affected = {"package": {"name": name, "ecosystem": "PyPI"}, "ranges": []}
-            answer = {"vulns": [{"id": "PYSEC-2026-1", "summary": "planted", "affected": [affected]}]}
+            answer = {"vulns": [{"id": "PYSEC-2026-1", "summary": "injected", "affected": [affected]}]}
         self.send_response(503 if self.server.down else 200)
         self.end_headers()
         self.wfile.write(json.dumps(answer).encode())

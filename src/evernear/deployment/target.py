@@ -26,7 +26,7 @@ class VerifiedRollout:
 
 
 class Deployment(Frozen):
-    """A release that became the champion, with the fields of its `Proof`; ``url`` is None without a server."""
+    """A release that became the champion, with its `VerifiedRollout`; ``url`` is None without a server."""
 
     version: str
     previous: str | None

@@ -59,7 +59,7 @@ def test_proposal_is_prompted_once_with_its_reasons(bot: Bot, slack: SlackServer
 def test_accepted_proposal_trains_on_the_source_that_the_watcher_saw(
     bot: Bot, slack: SlackServer, runs: MemoryRuns
 ) -> None:
-    made(bot, parameters={"source": "s3://champion/images"})
+    make_request(bot, parameters={"source": "s3://champion/images"})
     bot.poll()
     bot.click(ADA, slack.messages[-1], "Train")
     bot.poll()

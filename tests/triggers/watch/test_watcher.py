@@ -380,7 +380,7 @@ def test_first_release_is_proposed(watched: WatchedSystem) -> None:
     watched.store.delete("releases/champion.json")
     report = watched.watcher().check()
     assert report.action == "retrain"
-    assert report.reasons == (f"No release has been promoted yet, and folder:{world.images} has 1,617 images.",)
+    assert report.reasons == (f"No release has been promoted yet, and folder:{watched.images} has 1,617 images.",)
 
 
 def test_drift_is_tested_while_the_source_is_unavailable(watched: WatchedSystem) -> None:
