@@ -482,7 +482,7 @@ def test_fractions_must_leave_a_train_split(tree, run_ingest) -> None:
 
 
 def test_invalid_dataset_name_is_rejected(tree, run_ingest) -> None:
-    with pytest.raises(SettingsError, match="is no name"):
+    with pytest.raises(SettingsError, match="is not valid"):
         run_ingest(tree, dataset="../x")
 
 

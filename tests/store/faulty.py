@@ -45,7 +45,7 @@ class FaultyServer:
     def forget(self) -> None:
         """Clear the faults and the recorded requests."""
         self._faults.clear()
-        self.seen.clear()
+        self.requests.clear()
 
     def fault(self, method: str) -> Fault:
         """Return the fault for a request of ``method``."""
@@ -56,7 +56,7 @@ class FaultyServer:
 
     def count(self, method: str) -> int:
         """Return the number of received requests of ``method``."""
-        return sum(request.method == method for request in self.seen)
+        return sum(request.method == method for request in self.requests)
 
 
 @contextmanager
@@ -95,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _handle(self) -> None:
         path = self.path[self.path.index("/", len("http://")) :] if self.path.startswith("http://") else self.path
         self.path = path
-        self.front.seen.append(Request(self.command, path, dict(self.headers)))
+        self.front.requests.append(Request(self.command, path, dict(self.headers)))
         fault = self.front.fault(self.command)
         if self.front.refuses_early and self.command == "PUT" and self._loses():
             fault = reject_early

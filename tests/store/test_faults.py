@@ -197,14 +197,14 @@ def test_proxy_from_the_environment_is_used(proxy: FaultyServer, bucket: str, mo
     store = open_store(f"s3://{bucket}/prefix")
     store.put_if("x", b"1", None)
     assert store.get("x") == b"1"
-    assert {request.path.split("?")[0].split("/")[1] for request in proxy.seen} == {bucket}
+    assert {request.path.split("?")[0].split("/")[1] for request in proxy.requests} == {bucket}
     # base64 of me:p@ss
-    assert all(request.headers["proxy-authorization"] == "Basic bWU6cEBzcw==" for request in proxy.seen)
+    assert all(request.headers["proxy-authorization"] == "Basic bWU6cEBzcw==" for request in proxy.requests)
 
     proxy.forget()
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     assert open_store(f"s3://{bucket}/prefix").get("x") == b"1"
-    assert proxy.seen == []
+    assert proxy.requests == []
 
 
 def test_urls_are_path_style_and_signed_for_the_region(
@@ -217,8 +217,8 @@ def test_urls_are_path_style_and_signed_for_the_region(
         store = open_store(f"s3://{bucket}/prefix")
         store.find("x")
         store.put_if(f"y-{region}", b"1", None)
-        assert all(request.path.startswith(f"/{bucket}") for request in front.seen)
-        assert all(f"/{region}/s3/aws4_request" in request.headers["Authorization"] for request in front.seen)
+        assert all(request.path.startswith(f"/{bucket}") for request in front.requests)
+        assert all(f"/{region}/s3/aws4_request" in request.headers["Authorization"] for request in front.requests)
 
 
 def test_wrong_region_is_named(front: FaultyServer, store: S3Store) -> None:
@@ -254,7 +254,7 @@ def test_https_requires_a_trusted_certificate(
         monkeypatch.setenv("AWS_ENDPOINT_URL", front.url)
         with pytest.raises(StoreError, match=r"https://.* cannot be trusted: .*certificate.*; AWS_CA_BUNDLE may name"):
             S3Store(bucket, "prefix").put("x", DATA)
-        assert front.seen == []
+        assert front.requests == []
         monkeypatch.setenv("AWS_CA_BUNDLE", str(authority))
         store = S3Store(bucket, "prefix")
         store.put("x", DATA)
@@ -297,4 +297,4 @@ def test_missing_keys_are_reported(front: FaultyServer, bucket: str, monkeypatch
         StoreError, match=r"not permitted without keys; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
     ):
         store.get("x")
-    assert "Authorization" not in front.seen[0].headers
+    assert "Authorization" not in front.requests[0].headers
