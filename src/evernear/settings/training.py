@@ -100,7 +100,7 @@ class ValidationSettings(Section):
     upscaled: Severity = Field(
         default="warn", description="Images are smaller than the dataset's size and were enlarged."
     )
-    duplicate: Severity = Field(default="warn", description="An image is there more than once; it is used once.")
+    duplicate: Severity = Field(default="warn", description="An image occurs more than once; it is used once.")
     duplicate_across_splits: Severity = Field(
         default="warn", description="An image is in several splits; it is added to one of them."
     )
