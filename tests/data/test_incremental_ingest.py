@@ -185,7 +185,9 @@ def test_damaged_store_is_reported(tree, run_ingest, make_image, tmp_path: Path)
         run_ingest(tree)
 
 
-def test_later_ingests_store_only_the_changes_of_the_ledger(tmp_path: Path, run_ingest, draw, monkeypatch) -> None:
+def test_later_ingests_store_only_the_changes_of_the_ledger(
+    tmp_path: Path, run_ingest, make_image, monkeypatch
+) -> None:
     root, store = tmp_path / "tree", open_store((tmp_path / "store").as_uri())
     number = itertools.count()
 
@@ -193,7 +195,7 @@ def test_later_ingests_store_only_the_changes_of_the_ledger(tmp_path: Path, run_
         for index in itertools.islice(number, count):
             path = root / f"class-{index % 10}" / f"{index}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(draw(index))
+            path.write_bytes(make_image(index))
 
     def ingest() -> tuple[Manifest, Manifest]:
         """One snapshot with the changes of the ledger, and one of another dataset with the whole ledger."""

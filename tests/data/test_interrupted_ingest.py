@@ -181,7 +181,7 @@ def read_files(monkeypatch: pytest.MonkeyPatch, interrupt_after: int = 10**9) ->
 
 @pytest.mark.parametrize("has_parent", [False, True])
 def test_interrupted_ingest_continues_at_its_checkpoint(
-    tmp_path: Path, draw, run_ingest, monkeypatch, has_parent: bool
+    tmp_path: Path, make_image, run_ingest, monkeypatch, has_parent: bool
 ) -> None:
     root = tmp_path / "tree"
 
@@ -189,7 +189,7 @@ def test_interrupted_ingest_continues_at_its_checkpoint(
         for number in numbers:
             path = root / str(number % 3) / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(draw(number, (70, 70)))
+            path.write_bytes(make_image(number, (70, 70)))
 
     def ingest(**settings: object) -> Manifest:
         return run_ingest(root, size_px=70, channels="gray", **settings)
@@ -221,7 +221,7 @@ def test_interrupted_ingest_continues_at_its_checkpoint(
     assert (dataset / "head.json").read_bytes() == head, "the checkpoint is obsolete"
 
 
-def test_checkpoint_of_other_settings_is_ignored(tree, draw, run_ingest, monkeypatch) -> None:
+def test_checkpoint_of_other_settings_is_ignored(tree, make_image, run_ingest, monkeypatch) -> None:
     monkeypatch.setattr("evernear.data.ingest._BATCH_IMAGES", 16)
     monkeypatch.setattr("evernear.data.ingest._CHECKPOINT_INTERVAL_S", 0.0)
     with monkeypatch.context() as patch:
