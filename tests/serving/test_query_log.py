@@ -29,7 +29,7 @@ from evernear.serving.configuration import (
 )
 from evernear.serving.core import Predictor
 from evernear.serving.query_log import QueryLog, closed_at, parse_file, ship, ship_until
-from evernear.serving.responses import Prediction
+from evernear.serving.responses import Neighbor, Prediction
 from evernear.settings import ServingSettings
 from evernear.store import open_store
 
@@ -49,7 +49,8 @@ def answered(dist: float = 0.1, unknown: bool = False) -> Prediction:
     return Prediction(pred="7", dist=dist, unknown=unknown, neighbors=(), version="v")
 
 
-def test_file_contains_the_predictions(parts: ReleaseParts, tmp_path: Path) -> None:
+def test_file_contains_the_predictions(parts: ReleaseParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(query_log, "uncertain", lambda prediction, threshold: True)
     core, log = Predictor.open(parts), QueryLog(configuration(tmp_path, images=True), parts)
     images = [image for image, _ in parts.smoke_queries()]
     batch = core.predict_batch([images[0], b"no image", *images[1:]])
@@ -83,6 +84,25 @@ def test_images_are_logged_only_if_enabled(parts: ReleaseParts, tmp_path: Path) 
     path = log.write_file()
     assert path is not None
     assert parse_file(path.read_bytes(), "here")[1][0].image == ""
+
+
+def test_only_uncertain_queries_are_logged_with_images(parts: ReleaseParts, tmp_path: Path) -> None:
+    threshold = parts.manifest.threshold
+    far, other = Neighbor(label="7", dist=threshold), Neighbor(label="1", dist=0.55 * threshold)
+    certain = Prediction(pred="7", dist=0.4 * threshold, unknown=False, neighbors=(far, other), version="v")
+    predictions = [
+        certain,
+        certain.model_copy(update={"dist": 0.5 * threshold}),
+        certain.model_copy(update={"dist": 0.95 * threshold, "neighbors": ()}),
+        certain.model_copy(update={"unknown": True}),
+    ]
+    log = QueryLog(configuration(tmp_path, images=True), parts)
+    log.record(predictions, np.zeros((4, 16), np.float32), np.zeros((4, 8, 8, 1), np.uint8))
+    path = log.write_file()
+    assert path is not None
+    rows = parse_file(path.read_bytes(), "here")[1]
+    assert [bool(row.image) for row in rows] == [False, True, True, True]
+    assert [row.candidates for row in rows] == [(), ("7", "1"), ("7",), ("7", "1")]
 
 
 def test_sample_is_bounded_and_uniform(parts: ReleaseParts, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ MAX_FILE_BYTES = 8 * 2**20
 SHIP_EVERY_S = 60.0
 _TIME = "%Y%m%dT%H%M%SZ"
 _IMAGE_BYTES = MAX_FILE_BYTES // 2  # of images in a file, before base64 makes them 4/3
+UNCERTAIN_SHARE = 0.9
 _log = logging.getLogger(__name__)
 
 
@@ -70,7 +71,9 @@ class LoggedQuery(Frozen, allow_inf_nan=False):
     coordinates: tuple[float, ...] = Field(default=(), max_length=PROJECTED_DIM)
     """The projected embedding, see `evernear.release.drift_baseline`; empty for a release without a reference."""
     image: str = ""
-    """The preprocessed image, PNG in base64; only with ``serving.query_log=images``."""
+    """The preprocessed image, PNG in base64, of an `uncertain` query; only with ``serving.query_log=images``."""
+    candidates: tuple[str, ...] = ()
+    """The labels of the nearest neighbors, nearest first; only with an image."""
 
 
 class _Sample(NamedTuple):
@@ -86,6 +89,7 @@ class QueryLog:
     def __init__(self, configuration: QueryLogConfiguration, release: ReleaseParts) -> None:
         self._configuration = configuration
         self._version = release.manifest.version
+        self._threshold = release.manifest.threshold
         self._projection = _projection(release)
         self._random = random.Random()  # noqa: S311 - sampling, not cryptography
         self._lock = threading.Lock()
@@ -152,7 +156,8 @@ class QueryLog:
     ) -> _Sample:
         coordinates = None if embeddings is None or self._projection is None else embeddings[row] @ self._projection
         # A copy: a view would keep the whole batch in memory.
-        pixels = images[row].copy() if images is not None and self._configuration.images else None
+        wanted = self._configuration.images and uncertain(prediction, self._threshold)
+        pixels = images[row].copy() if images is not None and wanted else None
         return _Sample(time.time(), prediction, coordinates, pixels)
 
     def _clear(self) -> None:
@@ -169,6 +174,16 @@ class QueryLog:
                 _log.warning("Some queries were not logged: %s", error)
             except Exception:  # predictions must go on, and so must this thread
                 _log.exception("Some queries were not logged")
+
+
+def uncertain(prediction: Prediction, threshold: float) -> bool:
+    """Whether a person should look at a query: unknown, near the threshold, or near the boundary of two classes.
+
+    Near means that the nearest neighbor's distance is more than `UNCERTAIN_SHARE` of the threshold, or of the distance
+    to the nearest neighbor with another label.
+    """
+    others = [near.dist for near in prediction.neighbors if near.label != prediction.pred]
+    return prediction.unknown or prediction.dist > UNCERTAIN_SHARE * min([threshold, *others])
 
 
 def parse_file(data: bytes, source: str) -> tuple[Period, list[LoggedQuery]]:
@@ -241,7 +256,12 @@ def _lines(period: Period, samples: list[_Sample]) -> Generator[str]:
             unknown=sample.prediction.unknown,
             coordinates=() if sample.coordinates is None else tuple(sample.coordinates.round(5).tolist()),
             image=base64.b64encode(image).decode(),
+            candidates=_labels(sample.prediction) if image else (),
         ).model_dump_json()
+
+
+def _labels(prediction: Prediction) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([prediction.pred, *(near.label for near in prediction.neighbors)]))
 
 
 def _remove_oldest(directory: Path, size_bytes: int) -> None:

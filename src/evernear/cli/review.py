@@ -1,0 +1,29 @@
+"""``evernear review``: label uncertain live queries in a local page."""
+
+import secrets
+from typing import Annotated
+
+import typer
+
+from evernear.cli.interrupts import message_on_interrupt
+from evernear.cli.options import run_settings, with_options
+from evernear.output import print_line
+from evernear.settings import Settings
+
+
+@with_options(settings=run_settings)
+def review(
+    settings: Settings,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 takes a free one.")] = 8095,
+) -> None:
+    """Serve a page on this machine in which a person labels live queries that were unknown or uncertain."""
+    from evernear.release.registry import whoami
+    from evernear.review.answers import Answers, open_target
+    from evernear.review.page import create_app, serve
+    from evernear.store import open_store
+
+    store, target = open_store(settings.store_uri), open_target(settings.data.source)
+    token = secrets.token_urlsafe(24)
+    with message_on_interrupt("Interrupted. Every answer is stored; `evernear review` continues with the queue."):
+        app = create_app(store, Answers(store, target), target, token, whoami())
+        serve(app, port, lambda bound: print_line(f"Open http://127.0.0.1:{bound}/?token={token}"))

@@ -1,0 +1,1 @@
+"""People label live queries that the release was unsure about: a queue, the answers, and a local page."""
