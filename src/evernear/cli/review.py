@@ -10,11 +10,13 @@ from evernear.cli.options import run_settings, with_options
 from evernear.output import print_line
 from evernear.settings import Settings
 
+PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 takes a free one.")]
+
 
 @with_options(settings=run_settings)
 def review(
     settings: Settings,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 takes a free one.")] = 8095,
+    port: PortOption = 8095,
 ) -> None:
     """Serve a page on this machine in which a person labels live queries that were unknown or uncertain."""
     from evernear.release.registry import whoami
