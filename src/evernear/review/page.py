@@ -41,7 +41,7 @@ p{color:var(--dim);margin:4px 0 18px}.error{color:var(--warn);font-weight:600}
 .card{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:10px;display:flex;
 flex-direction:column;gap:8px}
 img{width:100%;aspect-ratio:1;object-fit:contain;image-rendering:pixelated;background:#8883;border-radius:6px}
-small{color:var(--dim)}form{display:flex;flex-direction:column;gap:6px;margin:0}
+small{color:var(--dim)}form{display:flex;flex-direction:column;gap:6px;margin:auto 0 0}
 select,input,button{font:inherit;width:100%;padding:6px 8px;border:1px solid var(--line);border-radius:6px;
 background:var(--bg);color:var(--text);min-height:36px}
 button{cursor:pointer}button.main{background:var(--accent);border-color:var(--accent);color:light-dark(#fff,#10141a);
