@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import environment  # noqa: F401 - first, because libraries and `evernear` read the environment on import
+import hypothesis
 import pytest
 from minio import Minio
 from moto.server import ThreadedMotoServer
 from releases import MakeRelease, System, build_system, release_maker
 
+hypothesis.settings.register_profile("no deadline", deadline=None)  # an example waits while another test computes
+hypothesis.settings.load_profile("no deadline")
 _bucket_numbers = itertools.count(time.time_ns())
 
 

@@ -195,7 +195,7 @@ class RequestStore:
         return changed
 
     def remove_old(self, now: datetime) -> None:
-        """Remove finished requests of people after `RETENTION`. The watcher's are its memory and stay."""
+        """Remove finished requests of people after `RETENTION`; the watcher needs its own to propose nothing twice."""
         for request in self.list():
             if not request.is_open and not request.is_proposal and now - request.created > RETENTION:
                 self._store.delete(_key(request.id))

@@ -115,7 +115,7 @@ def test_text_from_outside_becomes_no_mention_or_link() -> None:
 
 
 def test_all_messages_are_tested() -> None:
-    """A handler, whose parameter is a call, passes facts to one of these functions, or to `blocks.line`."""
+    """A handler of a Slack command must pass text only to these functions or to `blocks.line`, which escape it."""
     makers = {
         name
         for module in (blocks, commands, promotions, prompts, runs)
