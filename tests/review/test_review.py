@@ -70,6 +70,21 @@ def test_queue_is_newest_first_without_duplicates_and_damaged_images(store: Stor
     assert [item.image for item in pending(store, set(), 1)] == [png(2)]
 
 
+def test_label_is_an_object_of_the_bucket_and_undo_removes_it(store: Store, bucket: str) -> None:
+    uri = f"s3://{bucket}/images"
+    open_store(uri).put("train/cat/a.png", png(100))
+    log_queries(store, png(1))
+    answers = Answers(store, open_target(uri))
+    (item,) = pending(store, set(), 10)
+    answers.label(item.image, answer(item, label="bird"))
+    assert {(entry.label, entry.name) for entry in open_source(uri).entries()} == {
+        ("cat", "train/cat/a.png"),
+        ("bird", f"train/bird/review-{item.id[:16]}.png"),
+    }
+    answers.undo(answer(item, "undo"))
+    assert [entry.label for entry in open_source(uri).entries()] == ["cat"]
+
+
 def test_label_is_an_image_of_the_source_and_undo_removes_it(store: Store, source: Path) -> None:
     before = names(source)
     log_queries(store, png(1))
