@@ -146,12 +146,10 @@ def _labels(embeddings: Embeddings, known: NDArray[np.bool_]) -> tuple[NDArray[n
 
 
 def _sample(embeddings: Embeddings, known: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """At most `TRAINING_VECTORS` gallery vectors, evenly over all shards."""
-    step = -(-embeddings.count("gallery") // TRAINING_VECTORS)
-    # Copies, for a view would keep the whole block in memory.
-    return np.concatenate(
-        [block.embeddings[::step].copy() for block in select_labels(embeddings.blocks("gallery"), known)]
-    )
+    """About `TRAINING_VECTORS` gallery vectors, evenly over all shards; all of them if there are fewer."""
+    step = max(1.0, embeddings.count("gallery") / TRAINING_VECTORS)
+    blocks = (block.embeddings for block in select_labels(embeddings.blocks("gallery"), known))
+    return np.concatenate([block[np.arange(0, len(block), step).astype(np.int64)] for block in blocks])
 
 
 def _npy(array: NDArray[Any]) -> bytes:
