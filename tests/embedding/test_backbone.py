@@ -242,7 +242,7 @@ print(embed_images(load_network(Path({str(tmp_path / "network")!r})), np.load({s
 
 def test_a_frozen_network_recognizes_classes_that_it_was_not_pretrained_on(digits: Dataset, tmp_path: Path) -> None:
     new = frozenset("56789")
-    train(digits, settings(backbone_size_px=16, epochs=3, batch_size=64), tmp_path / "pretrained", exclude_labels=new)
+    train(digits, settings(backbone_size_px=16, epochs=8, batch_size=64), tmp_path / "pretrained", exclude_labels=new)
     images, labels = load_digits(return_X_y=True)
     for label in sorted(new):
         for number in np.flatnonzero(labels == int(label))[:5]:

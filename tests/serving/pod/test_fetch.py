@@ -134,7 +134,7 @@ def test_serve_rejects_files_beside_the_release_until_the_next_fetch(
 
 
 def test_serve_requires_a_release(tmp_path: Path) -> None:
-    with pytest.raises(ServingError, match="run `evernear pod fetch` before"):
+    with pytest.raises(ServingError, match="run `evernear pod fetch` first"):
         pod.serve(Settings(workdir=tmp_path), without_token=True)
 
 
