@@ -29,6 +29,7 @@ _FORMS = {
 }
 """How to write a value of a type; pydantic names the type only."""
 _RENAMED = {
+    "index.factory": "index.type",
     "kubernetes.patience_s": "kubernetes.failure_grace_s",
     "kubernetes.settle_s": "kubernetes.convergence_timeout_s",
     "kubernetes.take_over": "kubernetes.force_conflicts",
