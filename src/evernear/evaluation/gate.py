@@ -291,18 +291,20 @@ def _no_worse(evaluation: Evaluation, champion: Measurement, settings: GateSetti
     if not pairs.queries:
         reason = "The test split contains no image of a class that the champion knows, so nothing can be compared."
         return Rule(name="no_worse", passed=False, bound=level, reason=reason)
-    ours, baseline, where = evaluation.candidate.accuracy.value, champion.accuracy.value, ""
+    accuracy, champion_accuracy, where = evaluation.candidate.accuracy.value, champion.accuracy.value, ""
     if pairs.queries < evaluation.comparison.overall.queries:
-        ours, baseline = _accuracy_within(evaluation.candidate, known), _accuracy_within(champion, known)
+        accuracy, champion_accuracy = _accuracy_within(evaluation.candidate, known), _accuracy_within(champion, known)
         where = f" on the {pairs.queries:,} images of classes that it knows"
     p_worse = pairs.p_worse
     passed = p_worse > level
     reason = (
-        f"Accuracy {ours:.2%} against the champion's {baseline:.2%}{where}: {pairs.improvements:,} improvements and "
-        f"{pairs.regressions:,} regressions, {'not ' if passed else ''}significantly worse (p = {p_worse:.2g}, level "
-        f"{level:g})."
+        f"Accuracy {accuracy:.2%} against the champion's {champion_accuracy:.2%}{where}: "
+        f"{pairs.improvements:,} improvements and {pairs.regressions:,} regressions, {'not ' if passed else ''}"
+        f"significantly worse (p = {p_worse:.2g}, level {level:g})."
     )
-    return Rule(name="no_worse", passed=passed, candidate=ours, champion=baseline, bound=level, reason=reason)
+    return Rule(
+        name="no_worse", passed=passed, candidate=accuracy, champion=champion_accuracy, bound=level, reason=reason
+    )
 
 
 def _accuracy_within(measurement: Measurement, labels: tuple[str, ...]) -> float:
@@ -311,9 +313,9 @@ def _accuracy_within(measurement: Measurement, labels: tuple[str, ...]) -> float
 
 
 def _classes_kept(candidate: Measurement, champion: Measurement, classes: ClassSettings) -> Rule:
-    ours, theirs = set(candidate.known_labels), set(champion.known_labels)
-    gone = [label for label in champion.known_labels if label not in ours]
-    new = [_class_figures(label, candidate) for label in candidate.known_labels if label not in theirs]
+    known, known_before = set(candidate.known_labels), set(champion.known_labels)
+    gone = [label for label in champion.known_labels if label not in known]
+    new = [_class_figures(label, candidate) for label in candidate.known_labels if label not in known_before]
     reason = "The candidate knows every class of the champion."
     if gone:
         reason = f"The candidate lacks classes of the champion: {_some(gone)}."

@@ -24,7 +24,7 @@ class ExactNeighbors:
     squared: Floats
     rows: NDArray[np.int64]
     squared_to_others: Floats
-    """To the nearest vector of another class; infinite if there is none."""
+    """Distance to the nearest vector of another class; infinite without another class."""
 
 
 def sample_queries(embeddings: Embeddings, known: NDArray[np.bool_], size: int = SAMPLE_SIZE) -> EmbeddingBlock:

@@ -120,8 +120,8 @@ class RunReport:
     def reasons(self) -> list[str]:
         """The reasons to read first: those of failed rules, or of the most telling ones."""
         if self.outcome.state == "promoted" and self.verdict:
-            told = {rule.name: rule.reason for rule in self.verdict.rules}
-            return [told[name] for name in KEY_RULES if name in told]
+            by_rule = {rule.name: rule.reason for rule in self.verdict.rules}
+            return [by_rule[name] for name in KEY_RULES if name in by_rule]
         return [*self.outcome.reasons]
 
     @property
@@ -129,7 +129,7 @@ class RunReport:
         """The proportions to compare."""
         if self.evaluation is None:
             return []
-        ours, theirs = self.evaluation.candidate, self.evaluation.champion
+        candidate, champion = self.evaluation.candidate, self.evaluation.champion
         names = {
             "accuracy": "accuracy",
             "recall_at_1": "recall@1",
@@ -137,7 +137,7 @@ class RunReport:
             "false_rejects": "known called unknown",
             "index_recall": "index recall",
         }
-        figures = [Figure(name, getattr(ours, key), getattr(theirs, key, None)) for key, name in names.items()]
+        figures = [Figure(name, getattr(candidate, key), getattr(champion, key, None)) for key, name in names.items()]
         return [figure for figure in figures if figure.candidate or figure.champion]
 
     @property

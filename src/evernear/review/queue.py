@@ -14,7 +14,7 @@ from evernear.store import Store
 MAX_FILES = 200
 """Number of log files to read, newest first: at most `MAX_FILES` times `MAX_FILE_BYTES`."""
 MAX_PIXELS = 2**20
-"""Of a logged image, which has the size of the network's input."""
+"""Largest width times height of a logged image, which has the size of the network's input."""
 
 
 class Item(NamedTuple):
