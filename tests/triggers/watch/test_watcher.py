@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from releases import System, release_maker
-from watched import NOON, MemoryRuns, WatchedSystem, digits, noise, png
+from watched import NOON, MemoryRuns, WatchedSystem, digits, negatives, noise, png
 
 from evernear.data.ingest import ingest
 from evernear.data.manifest import Split, save_manifest
@@ -156,13 +156,13 @@ def reindexed(watched: WatchedSystem, system: System, directory: Path) -> None:
 
 
 def test_queries_like_the_reference_are_no_drift(watched: WatchedSystem) -> None:
-    test = stored(watched, "test")
-    watched.ask(test)
+    queries = stored(watched, "query")
+    watched.ask(queries)
     report = watched.watcher().check()
     assert report.action == "nothing"
-    assert report.figures["queries"] == len(test)
+    assert report.figures["queries"] == len(queries)
     assert report.figures["drift_found"] == 0
-    assert report.reasons[-1] == f"No drift in {len(test)} live queries."
+    assert report.reasons[-1] == f"No drift in {len(queries)} live queries."
 
 
 def stored(watched: WatchedSystem, split: Split) -> list[bytes]:
@@ -171,19 +171,20 @@ def stored(watched: WatchedSystem, split: Split) -> list[bytes]:
 
 def test_drift_leads_to_a_training(watched: WatchedSystem) -> None:
     watched.add("9", digits(9)[:5])  # something to train on
-    watched.ask([*stored(watched, "test")[:60], *digits(9)])
+    watched.ask([*stored(watched, "test")[:60], *negatives(180)])
     report = watched.watcher().check()
     assert report.action == "retrain"
     assert report.figures["drift_found"] >= 2
     assert report.figures["unknown_rise"] > 0.05
-    assert "Distances to the gallery have shifted" in report.reasons[0]
+    assert "of the live queries are unknown" in report.reasons[0]
+    assert "Distances to the gallery have shifted" in report.reasons[1]
     assert not report.reasons[-1].startswith("But the source")
 
 
 def test_too_few_and_old_queries_are_not_tested(watched: WatchedSystem) -> None:
-    watched.ask(digits(9)[:39])
+    watched.ask(negatives(39))
     assert watched.watcher().check().reasons[-1] == "Only 39 live queries were sampled, too few to test for drift."
-    watched.ask(digits(9)[:39])
+    watched.ask(negatives(39))
     assert watched.watcher().check().action == "retrain"
     watched.wait(days=2)
     assert watched.watcher().check().figures["queries"] == 0
@@ -201,7 +202,7 @@ def test_queries_of_busy_and_quiet_periods_have_equal_weight(watched: WatchedSys
 
 
 def test_damaged_query_log_is_reported(watched: WatchedSystem) -> None:
-    watched.ask(stored(watched, "test"))
+    watched.ask(stored(watched, "query"))
     at = watched.now - timedelta(minutes=2)
     key = f"queries/{at:%Y%m%d}/{at:%Y%m%dT%H%M%SZ}-{watched.champion()}-host-1-12345678.jsonl"
     watched.store.put(key, b"damage")
@@ -260,7 +261,7 @@ def test_policy_start_needs_a_pipeline_server(watched: WatchedSystem) -> None:
 
 
 def test_drift_without_new_images_needs_a_person(watched: WatchedSystem) -> None:
-    watched.ask(digits(9))
+    watched.ask(negatives(180))
     report = watched.watcher(policy="start").check()
     assert report.action == "retrain"
     assert [reason.startswith("But the source has nothing new") for reason in report.reasons].count(True) == 1
@@ -384,7 +385,7 @@ def test_first_release_is_proposed(watched: WatchedSystem) -> None:
 
 
 def test_drift_is_tested_while_the_source_is_unavailable(watched: WatchedSystem) -> None:
-    watched.ask(digits(9))
+    watched.ask(negatives(180))
     moved = watched.images.rename(watched.images.with_name("elsewhere"))
     try:
         report = watched.watcher(policy="start").check()

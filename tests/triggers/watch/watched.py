@@ -44,6 +44,13 @@ def digits(label: int | None = None) -> list[bytes]:
     return [png(image) for image, its in zip(images, labels, strict=True) if label is None or its == label]
 
 
+def negatives(count: int) -> list[bytes]:
+    """Digits in black on white: every network trained on white on black is far off, however it was initialized."""
+    pixels, _ = load_digits(return_X_y=True)
+    images = np.rint(np.reshape(pixels[:count], (-1, 8, 8)) * (255 / 16)).astype(np.uint8)
+    return [png(255 - image) for image in images]
+
+
 def noise(number: int) -> bytes:
     return png(np.random.default_rng(number).integers(0, 256, (8, 8), np.uint8))
 
