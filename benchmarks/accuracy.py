@@ -23,6 +23,7 @@ from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import export
 from evernear.embedding.train import train
 from evernear.evaluation.measure import Measurement, measure
+from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
 from evernear.index.build import build
 from evernear.settings import Settings, load
@@ -62,14 +63,25 @@ def ingested(source: str, scratch: Path, preset: str = "default", *overrides: st
     return Dataset.open(scratch)
 
 
-def run(dataset: Dataset, settings: Settings, scratch: Path, split: Any) -> dict[str, Any]:
+def run(
+    dataset: Dataset, settings: Settings, scratch: Path, split: Any, open_set: OpenSet | None = None
+) -> dict[str, Any]:
+    """Train, index and measure; ``open_set`` is the result of the probe, which determines what is called unknown."""
     trained, network, embeddings, index = (scratch / n for n in ("trained", "network", "embeddings", "index"))
     started_s = time.perf_counter()
     history = train(dataset, settings.train, trained)
     train_s = time.perf_counter() - started_s
     export(trained, dataset, network, settings.train.parity_tolerance)
     embed(network, dataset, embeddings)
-    build(Embeddings.open(embeddings), dataset.labels, settings.index, index)
+    threshold, reject_rate = (open_set.threshold, open_set.reject_rate) if open_set else (None, None)
+    build(
+        Embeddings.open(embeddings),
+        dataset.labels,
+        settings.index,
+        index,
+        threshold=threshold,
+        reject_rate=reject_rate,
+    )
     measured, _ = measure(Recognizer.open(network, index), dataset, settings.evaluation, split)
     return {"train_s": round(train_s, 1), "epochs": len(history.epochs), **figures(measured)}
 
@@ -82,6 +94,7 @@ def figures(measured: Measurement) -> dict[str, Any]:
         "queries": measured.accuracy.total,
         "recall_at_1": measured.recall_at_1.value,
         "recall_at_5": measured.recall_at_5.value,
+        "called_unknown": measured.false_rejects.value if measured.false_rejects else None,
         "parity_max_abs_difference": measured.parity_max_abs_difference,
     }
 

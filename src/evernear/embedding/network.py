@@ -1,6 +1,7 @@
 """The embedding network: a small convolutional network for gray or color images of any size."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -79,14 +80,19 @@ class _Member(nn.Module):
 
     A stage is two 3x3 convolutions and a 2x2 max-pooling, as in VGG (Simonyan and Zisserman 2014, arXiv:1409.1556),
     with batch normalization; the first stage, which has the most pixels, has one convolution. There are at least two
-    stages, and as many as needed to reach `LAST_GRID`. Pooling precedes normalization and ReLU, which then process a
-    quarter of the values.
+    stages, and as many as needed to reach `LAST_GRID`. Pooling precedes normalization and the activation, which then
+    process a quarter of the values.
+
+    For color images, convolutions begin as the identity as far as their channels go, and the activation is GELU
+    (both as in airbench94, Jordan 2024, arXiv:2404.00498): 77.4% instead of 74.1% on CIFAR-10 after five epochs of
+    20,000 images. Digits gain nothing.
     """
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
         height, width, channels = architecture.shape
         patch = architecture.patch_px
+        convolution = partial(_convolution, color=channels == 3)
         layers: list[nn.Module] = [_PadTo(patch), nn.PixelUnshuffle(patch)] if patch > 1 else []
         features, grid = channels * patch**2, (math.ceil(height / patch), math.ceil(width / patch))
         stage = 0
@@ -94,9 +100,9 @@ class _Member(nn.Module):
             wider = architecture.width * min(2**stage, WIDEST)
             stride = (2 if grid[0] > LAST_GRID else 1, 2 if grid[1] > LAST_GRID else 1)
             if stage > 0:
-                layers.append(_convolution(features, wider))
+                layers.append(convolution(features, wider))
                 features = wider
-            layers.append(_convolution(features, wider, stride))
+            layers.append(convolution(features, wider, stride))
             features, grid = wider, (grid[0] // stride[0], grid[1] // stride[1])
             stage += 1
         dim = architecture.embedding_dim // architecture.members
@@ -141,11 +147,13 @@ def choose_patch(height: int, width: int) -> int:
     return patch
 
 
-def _convolution(inputs: int, outputs: int, stride: tuple[int, int] = (1, 1)) -> nn.Sequential:
-    layers: list[nn.Module] = [nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False)]
-    if stride != (1, 1):
-        layers.append(nn.MaxPool2d(stride))
-    return nn.Sequential(*layers, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
+def _convolution(inputs: int, outputs: int, stride: tuple[int, int] = (1, 1), *, color: bool) -> nn.Sequential:
+    convolution = nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False)
+    if color and inputs <= outputs:  # with fewer outputs, some inputs would have no effect
+        nn.init.dirac_(convolution.weight.data[:inputs])
+    pooling = [nn.MaxPool2d(stride)] if stride != (1, 1) else []
+    activation = nn.GELU() if color else nn.ReLU(inplace=True)
+    return nn.Sequential(convolution, *pooling, nn.BatchNorm2d(outputs), activation)
 
 
 class _PadTo(nn.Module):
