@@ -57,7 +57,7 @@ def head_step_s(classes: int, sample: bool) -> float:
     labels = torch.randint(0, classes, (BATCH_SIZE,))
 
     def step() -> None:
-        sampled, positions = sample_classes(labels, classes) if sample else (None, labels)
+        sampled, positions = sample_classes(labels, classes, labels) if sample else (None, labels)
         optimizer.zero_grad()
         F.cross_entropy(head(embeddings, positions, 0.3, sampled), positions).backward()
         optimizer.step()

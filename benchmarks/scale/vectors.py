@@ -13,7 +13,7 @@ from evernear.data.ingest import ingest
 from evernear.data.manifest import Split, save_manifest
 from evernear.data.shards import Block, Dataset
 from evernear.disk import sha256_bytes, write_atomically
-from evernear.embedding.augmentation import random_affine
+from evernear.embedding.augmentation import Draws, random_affine
 from evernear.embedding.data_loader import to_tensor
 from evernear.embedding.embed import embed_images
 from evernear.embedding.embeddings import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription, EmbeddingShard
@@ -74,7 +74,7 @@ def _endless(dataset: Dataset, splits: Sequence[Split]) -> Iterator[Block]:
 
 def _vary(images: NDArray[np.uint8], generator: torch.Generator) -> NDArray[np.uint8]:
     """Deform each image (N, H, W, C) at random."""
-    varied = random_affine(to_tensor(images), generator).round().clamp(0, 255).to(torch.uint8)
+    varied = random_affine(to_tensor(images), Draws(generator)).round().clamp(0, 255).to(torch.uint8)
     return np.ascontiguousarray(varied.numpy().transpose(0, 2, 3, 1))
 
 

@@ -1,4 +1,3 @@
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -75,12 +74,27 @@ def test_shuffle_mixes_shards_with_a_small_buffer(dataset: Dataset, monkeypatch)
     assert np.mean(spans) > 0.5 * dataset.count("train")
 
 
-def test_ranks_partition_an_epoch(dataset: Dataset) -> None:
-    ranks = [list(dataset.shuffled_batches("train", 16, 0, 0, rank, 3)) for rank in range(3)]
-    assert len({len(batches) for batches in ranks}) == 1
-    counts = Counter(key for batches in ranks for key in keys(batches))
-    assert set(counts.values()) == {1}
-    assert len(counts) == dataset.count("train") // 3 // 16 * 16 * 3
+@pytest.mark.parametrize("page_bytes", [1, 4096])
+def test_batches_of_all_ranks_are_the_batches_of_one(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch, page_bytes: int
+) -> None:
+    monkeypatch.setattr(shards, "_PAGE_BYTES", page_bytes)
+    monkeypatch.setattr(shards, "_PIECE_BYTES", 4000)
+    monkeypatch.setattr(shards, "_BUFFER_BYTES", 64 * 936)
+    ranks = [list(dataset.shuffled_batches("train", 4, 0, 0, rank, 3)) for rank in range(3)]
+    alone = list(dataset.shuffled_batches("train", 12, 0, 0))
+    assert len(alone) == dataset.count("train") // 12
+    for batch, *parts in zip(alone, *ranks, strict=True):
+        assert keys(parts) == keys([batch])
+        assert (np.concatenate([part.images for part in parts]) == batch.images).all()
+        assert np.concatenate([part.labels for part in parts]).tolist() == batch.labels.tolist()
+
+
+@pytest.mark.parametrize("block_size", [7, 10_000])
+def test_ranks_share_the_blocks(dataset: Dataset, block_size: int) -> None:
+    ranks = [list(dataset.blocks("train", block_size, rank, 3)) for rank in range(3)]
+    assert sorted(key for blocks in ranks for key in keys(blocks)) == sorted(keys(list(dataset.blocks("train"))))
+    assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
 
 
 def test_split_smaller_than_a_batch_is_one_batch(dataset: Dataset) -> None:

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from evernear.embedding import augmentation
-from evernear.embedding.augmentation import random_affine, random_flips, random_shift
+from evernear.embedding.augmentation import Draws, augment, random_affine, random_flips, random_shift
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def draws(seed: int = 0) -> Draws:
+    return Draws(torch.Generator().manual_seed(seed))
 
 
 def blob(count: int, height: int, width: int) -> torch.Tensor:
@@ -38,17 +38,28 @@ def moments(
 @pytest.mark.parametrize("elastic", [False, True])
 def test_the_same_seed_gives_the_same_images(elastic: bool) -> None:
     images = torch.randint(0, 256, (8, 3, 12, 10), dtype=torch.uint8)
-    first, again, second = (random_affine(images, generator(seed), elastic) for seed in (0, 0, 1))
+    first, again, second = (random_affine(images, draws(seed), elastic) for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
     assert not torch.equal(first[0] - images[0], first[1] - images[1])
+
+
+@pytest.mark.parametrize("kind", ["shift", "affine", "elastic"])
+def test_parts_of_a_batch_are_augmented_as_in_the_whole_batch(kind: str) -> None:
+    images = torch.randint(0, 256, (8, 3, 12, 10), dtype=torch.uint8)
+
+    def augmented(part: torch.Tensor, of_batch: Draws) -> torch.Tensor:
+        return random_flips(augment(part, kind, of_batch), ["horizontal"], of_batch)
+
+    parts = [augmented(images[first : first + 4], draws()._replace(batch_size=8, first=first)) for first in (0, 4)]
+    torch.testing.assert_close(torch.cat(parts), augmented(images, draws()))
 
 
 @pytest.mark.parametrize("elastic", [False, True])
 def test_shape_and_range_are_preserved_and_constant_images_stay_constant(elastic: bool) -> None:
     images = torch.randint(0, 256, (16, 3, 9, 14), dtype=torch.uint8)
     images[0] = 255
-    out = random_affine(images, generator(), elastic)
+    out = random_affine(images, draws(), elastic)
     assert out.shape == images.shape
     assert out.min() >= 0
     assert out.max() <= 255.001
@@ -56,7 +67,7 @@ def test_shape_and_range_are_preserved_and_constant_images_stay_constant(elastic
 
 
 def test_shifts_cover_their_whole_range() -> None:
-    row, column, *_ = moments(random_affine(blob(500, 40, 60), generator()))
+    row, column, *_ = moments(random_affine(blob(500, 40, 60), draws()))
     row, column = row - 19.5, column - 29.5
     for offset, side in ((row, 40), (column, 60)):
         assert offset.abs().max() <= augmentation.SHIFT * side * 1.35
@@ -69,7 +80,7 @@ def test_rotation_keeps_a_round_spot_round_in_an_oblong_image(monkeypatch: pytes
     for name in ("SCALE", "SHEAR", "SHIFT"):
         monkeypatch.setattr(augmentation, name, 0.0)
     monkeypatch.setattr(augmentation, "DEGREES", 40.0)
-    _, _, row_variance, column_variance, covariance = moments(random_affine(blob(50, 31, 93), generator()))
+    _, _, row_variance, column_variance, covariance = moments(random_affine(blob(50, 31, 93), draws()))
     torch.testing.assert_close(row_variance, column_variance, rtol=0.05, atol=0)
     assert covariance.abs().max() < 0.05 * row_variance.mean()
 
@@ -80,7 +91,7 @@ def test_an_elastic_map_moves_distant_parts_independently(monkeypatch: pytest.Mo
     # As far apart as the control points (at 0, 1/3, 2/3 and 1 of the side), two spots move independently.
     left = torch.cat([blob(400, 61, 41), torch.zeros(400, 1, 61, 80)], dim=3)
     right = left.flip(3)
-    moved = [moments(random_affine(spot, generator(), elastic=True))[:2] for spot in (left, right)]
+    moved = [moments(random_affine(spot, draws(), elastic=True))[:2] for spot in (left, right)]
     away = [(row - 30, column - middle) for (row, column), middle in zip(moved, (20, 100), strict=True)]
     for rows, columns in away:
         for offset, side in ((rows, 61), (columns, 121)):
@@ -92,7 +103,7 @@ def test_an_elastic_map_moves_distant_parts_independently(monkeypatch: pytest.Mo
 
 def test_each_image_is_mirrored_with_a_probability_of_one_half() -> None:
     images = torch.arange(6, dtype=torch.uint8).reshape(1, 1, 2, 3).repeat(400, 1, 1, 1)
-    flipped = random_flips(images, ["horizontal", "vertical"], generator())
+    flipped = random_flips(images, ["horizontal", "vertical"], draws())
     counts = {tuple(image.flatten().tolist()): 0 for image in (images[0], images[0].flip(2), images[0].flip(1))}
     counts[tuple(images[0].flip(1, 2).flatten().tolist())] = 0
     for image in flipped:
@@ -101,14 +112,14 @@ def test_each_image_is_mirrored_with_a_probability_of_one_half() -> None:
 
 
 def test_without_directions_no_random_number_is_drawn() -> None:
-    images, random = blob(3, 8, 8), generator()
+    images, random = blob(3, 8, 8), draws()
     assert random_flips(images, (), random) is images
-    assert torch.equal(torch.rand(1, generator=random), torch.rand(1, generator=generator()))
+    assert torch.equal(random.uniform(1), draws().uniform(1))
 
 
 def test_images_are_shifted_by_whole_pixels_and_filled_with_their_reflection() -> None:
     image = torch.arange(16 * 32, dtype=torch.float32).reshape(1, 1, 16, 32)
-    shifted = random_shift(image.repeat(300, 1, 1, 1), generator())
+    shifted = random_shift(image.repeat(300, 1, 1, 1), draws())
     padded = torch.nn.functional.pad(image, (2, 2, 1, 1), mode="reflect")
     crops = {(y, x): padded[0, 0, y : y + 16, x : x + 32].flatten().tolist() for y in range(3) for x in range(5)}
     seen = {place for moved in shifted for place, crop in crops.items() if moved.flatten().tolist() == crop}

@@ -75,12 +75,12 @@ def test_each_member_of_an_ensemble_learns_as_it_would_alone(
     images = TrainingImages(digits, frozenset())
     pixels, classes = next(images.batches(32, 0, 0, 0, 1))
     both = TrainingModule(architecture, images.classes, settings.scale, torch.float32)
-    (both(pixels, classes, settings.margin, 0.1) * 2).backward()
+    (both(pixels, classes, settings.margin, 0.1, classes) * 2).backward()
     for number in range(2):
         member = TrainingModule(alone, images.classes, settings.scale, torch.float32)
         member.network.members[0].load_state_dict(both.network.members[number].state_dict())
         member.heads[0].load_state_dict(both.heads[number].state_dict())
-        member(pixels, classes, settings.margin, 0.1).backward()
+        member(pixels, classes, settings.margin, 0.1, classes).backward()
         learned = [*both.network.members[number].parameters(), *both.heads[number].parameters()]
         for in_ensemble, alone_parameter in zip(learned, member.parameters(), strict=True):
             torch.testing.assert_close(in_ensemble.grad, alone_parameter.grad, atol=1e-4, rtol=1e-3)
@@ -404,6 +404,18 @@ def test_load_rejects_changed_weights(trained_dir: Path, tmp_path: Path) -> None
 @pytest.fixture
 def two_processes(tiny: TrainSettings) -> TrainSettings:
     return tiny.model_copy(update={"processes": 2, "device": "cpu"})
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_several_processes_train_as_one(digits: Dataset, tiny: TrainSettings, tmp_path: Path, processes: int) -> None:
+    settings = tiny.model_copy(
+        update={"epochs": 2, "augment": "elastic", "flip": "both", "precision": "float32", "device": "cpu"}
+    )
+    alone = train(digits, settings, tmp_path / "alone")
+    together = train(digits, settings.model_copy(update={"processes": processes}), tmp_path / "together")
+    for one, several in zip(alone.epochs, together.epochs, strict=True):
+        measured, expected = (epoch.model_dump(exclude={"duration_s", "flip_tests"}) for epoch in (several, one))
+        assert measured == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ from evernear.store import FileStore, Store, open_store
 # A shuffle reads pieces of this size from a whole group of shards, and mixes them in a buffer.
 _PIECE_BYTES = 256 * 2**10
 _BUFFER_BYTES = 32 * 2**20
+# Smaller rows are not read one by one.
+_PAGE_BYTES = 4096
 _GROUP_SHARDS = 16
 # Local copies of remote shards; the least recently used are evicted first.
 _CACHE_BYTES = 8 * 2**30
@@ -87,14 +90,16 @@ class Dataset:
                 f"{self.shape}; start over with another --workdir or store."
             )
 
-    def blocks(self, split: Split, block_size: int = 4096) -> Iterator[Block]:
-        """Yield a split in order, at most ``block_size`` images at a time.
+    def blocks(self, split: Split, block_size: int = 4096, rank: int = 0, world_size: int = 1) -> Iterator[Block]:
+        """Yield a split in order, at most ``block_size`` images at a time. A rank gets every ``world_size``-th block.
 
         Raises:
             IntegrityError: a shard is damaged.
         """
-        for shard in self.shards(split):
-            yield from self.shard_blocks(shard, block_size)
+        starts = ((shard, start) for shard in self.shards(split) for start in range(0, shard.count, block_size))
+        for shard, start in islice(starts, rank, None, world_size):
+            with self._files.open(shard, start) as file:
+                yield _block(self._read(file, shard, min(block_size, shard.count - start)))
 
     def shard_blocks(self, shard: Shard, block_size: int = 4096) -> Iterator[Block]:
         """Yield one shard in order, at most ``block_size`` images at a time."""
@@ -113,23 +118,30 @@ class Dataset:
 
         The shards are shuffled, then pieces of neighboring shards, then the images in a buffer of 32 MiB or 8 batches,
         whichever is larger. An incomplete last batch is dropped; a split smaller than one batch is one batch.
+
+        The batches of all ranks, one after the other, are a batch of ``world_size * batch_size`` images of one rank.
+        A rank reads only its own images, unless they are so small that reading whole pieces is faster.
         """
         total = self.count(split) // world_size
         if total == 0:
             raise DataError(f"The split {split!r} has {self.count(split)} images, too few for {world_size} processes.")
         batch_size = min(batch_size, total)
-        mine = total // batch_size * batch_size
-        rng = np.random.default_rng((seed, epoch))
-        pieces = _window(self._shuffled_pieces(split, rng), mine * rank)
-        mixer = np.random.default_rng((seed, epoch, rank))
-        buffer_rows = max(8, _BUFFER_BYTES // self._dtype.itemsize // batch_size) * batch_size
-        space = np.empty(min(buffer_rows, mine), self._dtype)
-        for start in range(0, mine, buffer_rows):
-            buffer = space[: mine - start]
-            self._fill(buffer, pieces)
-            order = mixer.permutation(len(buffer))
-            for first in range(0, len(buffer), batch_size):
-                yield _block(buffer[order[first : first + batch_size]])
+        whole_batch = batch_size * world_size
+        rows = total // batch_size * whole_batch
+        pieces = _Window(self._shuffled_pieces(split, np.random.default_rng((seed, epoch))))
+        mixer = np.random.default_rng((seed, epoch, 0))
+        buffer_rows = max(8, _BUFFER_BYTES // self._dtype.itemsize // whole_batch) * whole_batch
+        space = np.empty(min(buffer_rows, rows) // world_size, self._dtype)
+        for start in range(0, rows, buffer_rows):
+            order = mixer.permutation(min(buffer_rows, rows - start))
+            mine = order.reshape(-1, world_size, batch_size)[:, rank]
+            wanted = np.zeros(len(order), np.bool_)
+            wanted[mine] = True
+            buffer = space[: mine.size]
+            self._fill(buffer, pieces, wanted)
+            position = np.cumsum(wanted) - 1
+            for numbers in position[mine]:
+                yield _block(buffer[numbers])
 
     def mean_std(self, split: Split = "train") -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and standard deviation of each channel, scaled to 0..1."""
@@ -162,12 +174,25 @@ class Dataset:
             ]
             yield from (pieces[number] for number in rng.permutation(len(pieces)))
 
-    def _fill(self, buffer: Rows, pieces: "_Window") -> None:
-        filled = 0
-        for piece in pieces.take(len(buffer)):
+    def _fill(self, buffer: Rows, pieces: "_Window", wanted: NDArray[np.bool_]) -> None:
+        """Read the ``wanted`` of the next rows."""
+        passed = filled = 0
+        for piece in pieces.take(len(wanted)):
+            numbers = np.flatnonzero(wanted[passed : passed + piece.count])
+            passed += piece.count
+            if len(numbers) == 0:
+                continue
+            part = buffer[filled : filled + len(numbers)]
+            filled += len(numbers)
+            if len(numbers) == piece.count or self._dtype.itemsize < _PAGE_BYTES:
+                with self._files.open(piece.shard, piece.start) as file:
+                    part[:] = self._read(file, piece.shard, piece.count)[numbers]
+                continue
             with self._files.open(piece.shard, piece.start) as file:
-                buffer[filled : filled + piece.count] = self._read(file, piece.shard, piece.count)
-            filled += piece.count
+                first = file.tell()
+                for place, number in enumerate(numbers.tolist()):
+                    file.seek(first + number * self._dtype.itemsize)
+                    part[place] = self._read(file, piece.shard, 1)[0]
 
     def _read(self, file: FileIO, shard: Shard, count: int) -> Rows:
         rows = np.fromfile(file, self._dtype, count)
@@ -186,7 +211,7 @@ class _Piece:
 
 
 class _Window:
-    """Splits a stream of pieces at the end of a rank's share or of its buffer."""
+    """Splits a stream of pieces at the end of a buffer."""
 
     def __init__(self, pieces: Iterator[_Piece]) -> None:
         self._pieces = pieces
@@ -201,13 +226,6 @@ class _Window:
             self._rest = _Piece(piece.shard, piece.start + count, left) if left else None
             rows -= count
             yield _Piece(piece.shard, piece.start, count)
-
-
-def _window(pieces: Iterator[_Piece], skip: int) -> _Window:
-    window = _Window(pieces)
-    for _ in window.take(skip):
-        pass
-    return window
 
 
 def _block(rows: Rows) -> Block:

@@ -66,8 +66,10 @@ def choose_scale(classes: int) -> float:
     return (classes - 1) / classes * math.log((classes - 1) * odds)
 
 
-def sample_classes(labels: Tensor, classes: int) -> tuple[Tensor | None, Tensor]:
+def sample_classes(labels: Tensor, classes: int, batch_labels: Tensor) -> tuple[Tensor | None, Tensor]:
     """The classes that a training step compares with, and the positions of ``labels`` (N,) among them.
+
+    ``batch_labels`` are those of the whole batch, of which ``labels`` may be the part of one process.
 
     From `SAMPLED_FROM` classes on, these are the classes of the batch and `SAMPLED_SHARE` of all classes at random
     (An et al. 2022, "Killing Two Birds with One Stone: Efficient and Robust Training of Face Recognition CNNs by
@@ -75,9 +77,9 @@ def sample_classes(labels: Tensor, classes: int) -> tuple[Tensor | None, Tensor]
     """
     if classes < SAMPLED_FROM:
         return None, labels
-    present, positions = labels.unique(return_inverse=True)
+    present = batch_labels.unique()
     others = torch.randperm(classes, device=labels.device)[: int(classes * SAMPLED_SHARE)]
-    return torch.cat([present, others[~torch.isin(others, present)]]), positions
+    return torch.cat([present, others[~torch.isin(others, present)]]), torch.searchsorted(present, labels)
 
 
 class TrainingModule(nn.Module):
@@ -95,9 +97,14 @@ class TrainingModule(nn.Module):
         self.heads = nn.ModuleList(ArcFace(classes, dim, scale) for _ in range(architecture.members))
         self.precision = precision
 
-    def forward(self, images: Tensor, labels: Tensor, margin: float, label_smoothing: float) -> Tensor:
-        """Cross-entropy, mean over the members, of ``images`` (N, C, H, W) and their ``labels`` (N,)."""
-        sampled, positions = sample_classes(labels, self.classes)
+    def forward(
+        self, images: Tensor, labels: Tensor, margin: float, label_smoothing: float, batch_labels: Tensor
+    ) -> Tensor:
+        """Cross-entropy, mean over the members, of ``images`` (N, C, H, W) and their ``labels`` (N,).
+
+        ``batch_labels`` are those of the whole batch: see `sample_classes`.
+        """
+        sampled, positions = sample_classes(labels, self.classes, batch_labels)
         losses = [
             F.cross_entropy(head(part, positions, margin, sampled), positions, label_smoothing=label_smoothing)
             for head, part in self._parts(images)

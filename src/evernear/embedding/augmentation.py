@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,16 +23,39 @@ CONTROL_POINTS = 4
 """Control points per side."""
 
 
-def augment(images: Tensor, kind: str, generator: torch.Generator) -> Tensor:
+class Draws(NamedTuple):
+    """Random numbers per image, from a CPU generator, so that a GPU computes the same images.
+
+    With a ``batch_size``, the images are a part of a batch, from the image ``first`` on: the numbers are drawn for the
+    whole batch, so that an image gets the same numbers whichever process augments it.
+    """
+
+    generator: torch.Generator
+    batch_size: int | None = None
+    first: int = 0
+
+    def uniform(self, count: int, *shape: int) -> Tensor:
+        """Numbers of (count, *shape) between 0 and 1."""
+        return self._part(torch.rand(self.batch_size or count, *shape, generator=self.generator), count)
+
+    def integers(self, high: int, count: int, *shape: int) -> Tensor:
+        """Integers of (count, *shape) from 0 to ``high - 1``."""
+        return self._part(torch.randint(0, high, (self.batch_size or count, *shape), generator=self.generator), count)
+
+    def _part(self, numbers: Tensor, count: int) -> Tensor:
+        return numbers[self.first : self.first + count]
+
+
+def augment(images: Tensor, kind: str, draws: Draws) -> Tensor:
     """Change each image of (N, C, H, W) at random; ``kind`` is none, shift, affine or elastic."""
     if kind == "none":
         return images
     if kind == "shift":
-        return random_shift(images, generator)
-    return random_affine(images, generator, elastic=kind == "elastic")
+        return random_shift(images, draws)
+    return random_affine(images, draws, elastic=kind == "elastic")
 
 
-def random_shift(images: Tensor, generator: torch.Generator) -> Tensor:
+def random_shift(images: Tensor, draws: Draws) -> Tensor:
     """Shift each image of (N, C, H, W) by whole pixels, up to `SHIFT_PX_OF_32` per 32 pixels of its side.
 
     The border is filled with the image's reflection, and no pixel is interpolated: on small photographs the blur of
@@ -41,33 +64,32 @@ def random_shift(images: Tensor, generator: torch.Generator) -> Tensor:
     count, _, height, width = images.shape
     reach_y, reach_x = (max(1, round(side * SHIFT_PX_OF_32 / 32)) for side in (height, width))
     padded = F.pad(images.to(torch.float32), (reach_x, reach_x, reach_y, reach_y), mode="reflect")
-    top = torch.randint(0, 2 * reach_y + 1, (count, 1, 1), generator=generator)
-    left = torch.randint(0, 2 * reach_x + 1, (count, 1, 1), generator=generator)
+    top = draws.integers(2 * reach_y + 1, count, 1, 1)
+    left = draws.integers(2 * reach_x + 1, count, 1, 1)
     rows = (top + torch.arange(height).reshape(1, -1, 1)).to(images.device)
     columns = (left + torch.arange(width).reshape(1, 1, -1)).to(images.device)
     numbers = torch.arange(count, device=images.device).reshape(-1, 1, 1)
     return padded.permute(0, 2, 3, 1)[numbers, rows, columns].permute(0, 3, 1, 2)
 
 
-def random_affine(images: Tensor, generator: torch.Generator, elastic: bool = False) -> Tensor:
+def random_affine(images: Tensor, draws: Draws, elastic: bool = False) -> Tensor:
     """Rotate, scale, shear and shift each image of (N, C, H, W) by independent random amounts.
 
     With ``elastic``, also displace a coarse grid of control points and interpolate between them by cubic splines
     (Ronneberger et al. 2015, section 3.1, arXiv:1505.04597; for digits Simard et al. 2003, "Best Practices for
     Convolutional Neural Networks Applied to Visual Document Analysis").
 
-    Pixels from outside the image repeat its border. Random numbers are drawn on the CPU, so that a GPU computes the
-    same images.
+    Pixels from outside the image repeat its border.
 
     Returns:
         Float images of the same shape, in the range of the input.
     """
     count, _, height, width = images.shape
-    draws = torch.rand(count, 6, generator=generator) * 2 - 1
-    angle, shear = draws[:, 0] * math.radians(DEGREES), draws[:, 1] * SHEAR
-    scale_x, scale_y = 1 + draws[:, 2] * SCALE, 1 + draws[:, 3] * SCALE
+    amounts = draws.uniform(count, 6) * 2 - 1
+    angle, shear = amounts[:, 0] * math.radians(DEGREES), amounts[:, 1] * SHEAR
+    scale_x, scale_y = 1 + amounts[:, 2] * SCALE, 1 + amounts[:, 3] * SCALE
     # Coordinates run over -1..1, a length of 2. The aspect ratio keeps rotations rigid in oblong images.
-    shift_x, shift_y = draws[:, 4] * 2 * SHIFT, draws[:, 5] * 2 * SHIFT
+    shift_x, shift_y = amounts[:, 4] * 2 * SHIFT, amounts[:, 5] * 2 * SHIFT
     aspect = height / width
     cos, sin = angle.cos(), angle.sin()
     row_x = torch.stack([scale_x * cos, scale_x * (shear * cos - sin) * aspect, shift_x], dim=1)
@@ -75,7 +97,7 @@ def random_affine(images: Tensor, generator: torch.Generator, elastic: bool = Fa
     maps = torch.stack([row_x, row_y], dim=1).to(images.device)
     grid = F.affine_grid(maps, list(images.shape), align_corners=False)
     if elastic:
-        points = torch.rand(count, 2, CONTROL_POINTS, CONTROL_POINTS, generator=generator) * 2 - 1
+        points = draws.uniform(count, 2, CONTROL_POINTS, CONTROL_POINTS) * 2 - 1
         displacement = F.interpolate(points * 2 * BEND, (height, width), mode="bicubic", align_corners=True)
         grid = grid + displacement.permute(0, 2, 3, 1).to(images.device)
     pixels = images.to(torch.float32)
@@ -87,9 +109,9 @@ def flip(images: Tensor, direction: Flip) -> Tensor:
     return images.flip(-1 if direction == "horizontal" else -2)
 
 
-def random_flips(images: Tensor, directions: Sequence[Flip], generator: torch.Generator) -> Tensor:
+def random_flips(images: Tensor, directions: Sequence[Flip], draws: Draws) -> Tensor:
     """Mirror each image of (N, C, H, W) in each of ``directions`` with a probability of one half."""
     for direction in directions:
-        chosen = torch.rand(len(images), 1, 1, 1, generator=generator) < 0.5
+        chosen = draws.uniform(len(images), 1, 1, 1) < 0.5
         images = torch.where(chosen.to(images.device), flip(images, direction), images)
     return images

@@ -1,5 +1,6 @@
 """Batches of tensors for training and validation, read from a dataset."""
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -54,7 +55,8 @@ class TrainingImages:
         """Yield images (N, C, H, W) and classes (N,) without end, with N exactly ``batch_size``.
 
         The train split is repeated, and reshuffled on each pass, so that a small dataset fills an epoch of any length
-        and every process gets the same number of batches.
+        and every process gets the same number of batches. Unless labels are excluded, the batches of all ranks, one
+        after the other, are the batch that a single process would get.
         """
         pending: list[tuple[NDArray[np.uint8], NDArray[np.int64]]] = []
         shuffle_seed = int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
@@ -69,14 +71,15 @@ class TrainingImages:
                 yield to_tensor(images[:batch_size]), torch.from_numpy(classes[:batch_size])
                 pending = [(images[batch_size:], classes[batch_size:])]
 
-    def gallery(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the gallery split in order: images (N, C, H, W) and classes (N,)."""
-        return self.in_order("gallery")
+    def gallery(self, rank: int = 0, world_size: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the rank's share of the gallery split in order: images (N, C, H, W) and classes (N,)."""
+        return self.in_order("gallery", rank, world_size)
 
-    def in_order(self, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a split in order: images (N, C, H, W) and classes (N,)."""
+    def in_order(self, split: Split, rank: int = 0, world_size: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the rank's share of a split in order: images (N, C, H, W) and classes (N,)."""
         block_size = max(1, BLOCK_SIZE_BYTES // int(np.prod(self._dataset.shape)))
-        for block in self._dataset.blocks(split, min(512, block_size)):
+        share = math.ceil(self._dataset.count(split) / world_size)
+        for block in self._dataset.blocks(split, min(512, block_size, share), rank, world_size):
             images, classes = self._included(block)
             if len(classes):
                 yield to_tensor(images), torch.from_numpy(classes)

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from multiprocessing.queues import SimpleQueue
 from typing import TypeVar
 
+import torch
+from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented under this name
 from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException, spawn
@@ -22,6 +24,7 @@ from evernear.errors import EvernearError, TrainingError
 from evernear.threads import divide_between
 
 Message = TypeVar("Message")
+Value = TypeVar("Value")
 POLL_S = 0.1
 LOOPBACK = "127.0.0.1"
 
@@ -64,6 +67,36 @@ def run(
             assert process is not None  # noqa: S101 - started above
             process.kill()
             process.join()
+
+
+def place() -> tuple[int, int]:
+    """Rank and number of the processes of this process group; (0, 1) outside of one."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def total(values: Tensor) -> Tensor:
+    """The sum of all processes' ``values``."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return values
+
+
+def gather(values: Tensor) -> Tensor:
+    """``values`` (N,) of all processes, in the order of their ranks; N is the same in each."""
+    if not dist.is_initialized():
+        return values
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, values)
+    return torch.cat(parts)
+
+
+def from_rank_0(value: Value) -> Value:
+    """The ``value`` of rank 0 in every process."""
+    if not dist.is_initialized():
+        return value
+    objects = [value]
+    dist.broadcast_object_list(objects)
+    return objects[0]
 
 
 def _deliver(messages: "SimpleQueue[Message | EvernearError]", on_message: Callable[[Message], None]) -> None:

@@ -137,7 +137,7 @@ class TrainSettings(Section):
         description="Smallest number of steps of a run; small datasets are repeated within an epoch. "
         "-1: 300 if the images are gray, 600 if they are color.",
     )
-    batch_size: int = Field(default=256, ge=2, description="Images in a step.")
+    batch_size: int = Field(default=256, ge=2, description="Images in a step, of all processes together.")
     optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="AdamW, or SGD with Nesterov momentum.")
     learning_rate: float = Field(default=0.01, gt=0.0, description="Peak of the schedule.")
     weight_decay: float = Field(default=0.01, ge=0.0, description="Decoupled for AdamW, an L2 penalty for SGD.")
