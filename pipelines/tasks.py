@@ -9,6 +9,7 @@ from typing import NamedTuple
 from kfp import dsl, kubernetes
 
 S3_KEYS = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION")
+MILVUS_SECRET, MILVUS_KEYS = "evernear-milvus", ("EVERNEAR_MILVUS_URI", "EVERNEAR_MILVUS_TOKEN")
 RUN = dsl.PIPELINE_JOB_ID_PLACEHOLDER
 HOUR_S = 3600
 DAY_S = 24 * HOUR_S
@@ -24,23 +25,25 @@ class TaskPolicy(NamedTuple):
     retries: int = 2
     reads_images: bool = False
     queries_release: bool = False
+    searches_gallery: bool = False
 
 
 POLICIES = {
-    "ingest": TaskPolicy(12 * HOUR_S, reads_images=True),
+    "ingest": TaskPolicy(12 * HOUR_S, reads_images=True, searches_gallery=True),
     "validate": TaskPolicy(HOUR_S),
     "train": TaskPolicy(DAY_S, reads_images=True),
     "export": TaskPolicy(HOUR_S, reads_images=True),
     "reuse": TaskPolicy(HOUR_S),
     "embed": TaskPolicy(12 * HOUR_S, reads_images=True),
     "probe": TaskPolicy(DAY_S, reads_images=True),
-    "index": TaskPolicy(4 * HOUR_S, retries=0),  # pure computation
-    "evaluate": TaskPolicy(4 * HOUR_S, reads_images=True),
+    "index": TaskPolicy(4 * HOUR_S, retries=0, searches_gallery=True),  # pure computation
+    "evaluate": TaskPolicy(4 * HOUR_S, reads_images=True, searches_gallery=True),
     "gate": TaskPolicy(HOUR_S),
-    "archive": TaskPolicy(HOUR_S, reads_images=True),
-    "deploy": TaskPolicy(2 * HOUR_S, retries=0, queries_release=True),  # a retry would roll out a failed release again
-    "rollback": TaskPolicy(2 * HOUR_S, retries=0, queries_release=True),  # a retry would roll back one release further
-    "promote": TaskPolicy(2 * HOUR_S, retries=0, queries_release=True),  # as deploy
+    "archive": TaskPolicy(HOUR_S, reads_images=True, searches_gallery=True),
+    # A retry would roll out a failed release again, or roll back one release further.
+    "deploy": TaskPolicy(2 * HOUR_S, retries=0, queries_release=True, searches_gallery=True),
+    "rollback": TaskPolicy(2 * HOUR_S, retries=0, queries_release=True, searches_gallery=True),
+    "promote": TaskPolicy(2 * HOUR_S, retries=0, queries_release=True, searches_gallery=True),
     "notify": TaskPolicy(HOUR_S // 6),
 }
 
@@ -59,6 +62,8 @@ def configure_tasks(
         task.set_caching_options(enable_caching=False)
         policy = POLICIES[task.name]
         kubernetes.use_secret_as_env(task, s3_secret, {key: key for key in S3_KEYS}, optional=True)
+        if policy.searches_gallery:  # which may be in Milvus
+            kubernetes.use_secret_as_env(task, MILVUS_SECRET, {key: key for key in MILVUS_KEYS}, optional=True)
         kubernetes.set_timeout(task, policy.timeout_s)
         if policy.retries:
             # Argo measures this from the first attempt, and stops an attempt that exceeds it. KFP's default is 1 h.

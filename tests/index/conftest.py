@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from evernear.data.manifest import Split
 from evernear.disk import sha256_file
 from evernear.embedding.embeddings import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription, EmbeddingShard
+from evernear.settings import IndexSettings
 
 NETWORK = "n" * 64
 Vectors = NDArray[np.float32]
@@ -58,3 +59,16 @@ def make_embeddings(tmp_path_factory: pytest.TempPathFactory) -> MakeEmbeddings:
         return Embeddings.open(directory)
 
     return make
+
+
+class MakeSettings(Protocol):
+    def __call__(self, **changes: object) -> IndexSettings: ...
+
+
+@pytest.fixture(scope="module", params=["faiss", "milvus"])
+def index_settings(request: pytest.FixtureRequest) -> MakeSettings:
+    """Settings of either backend; a test that uses them runs with both."""
+    backend = {"backend": request.param}
+    if request.param == "milvus":
+        backend["uri"] = request.getfixturevalue("milvus_uri")
+    return lambda **changes: IndexSettings.model_validate(backend | changes)

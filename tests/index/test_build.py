@@ -10,15 +10,15 @@ from evernear.index.build import build
 from evernear.index.description import describe_index
 from evernear.settings import IndexSettings
 
-from .conftest import NETWORK, MakeEmbeddings, blobs
+from .conftest import NETWORK, MakeEmbeddings, MakeSettings, blobs
 
 LABELS = ("zero", "one", "two", "three", "four", "never seen")
 
 
-def test_index_description_records_its_inputs(make_embeddings: MakeEmbeddings, tmp_path):
+def test_index_description_records_its_inputs(make_embeddings: MakeEmbeddings, index_settings: MakeSettings, tmp_path):
     gallery = blobs(1, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": blobs(2, 50)})
-    described = build(embeddings, LABELS, IndexSettings(k=3, label_by="centroid"), tmp_path)
+    described = build(embeddings, LABELS, index_settings(k=3, label_by="centroid"), tmp_path)
 
     assert describe_index(tmp_path) == described
     assert described.network_sha256 == NETWORK
@@ -30,11 +30,11 @@ def test_index_description_records_its_inputs(make_embeddings: MakeEmbeddings, t
         assert sha256_file(tmp_path / name) == sha256
 
 
-def test_index_build_is_deterministic(make_embeddings: MakeEmbeddings, tmp_path):
+def test_index_build_is_deterministic(make_embeddings: MakeEmbeddings, index_settings: MakeSettings, tmp_path):
     embeddings = make_embeddings({"gallery": blobs(1, 130), "query": blobs(2, 50)})
-    digests = {build(embeddings, LABELS, IndexSettings(), tmp_path / name).digest for name in ("a", "b")}
+    digests = {build(embeddings, LABELS, index_settings(), tmp_path / name).digest for name in ("a", "b")}
     assert len(digests) == 1
-    assert build(embeddings, LABELS, IndexSettings(k=1), tmp_path / "c").digest not in digests
+    assert build(embeddings, LABELS, index_settings(k=1), tmp_path / "c").digest not in digests
 
 
 @pytest.mark.parametrize("missing_bytes", [100, 50_000], ids=["on closing", "before"])
@@ -97,8 +97,8 @@ def test_empty_gallery_is_rejected(make_embeddings: MakeEmbeddings, tmp_path, fa
         build(make_embeddings({"query": blobs(2, 50)}), LABELS, IndexSettings(type=factory), tmp_path)
 
 
-def test_nan_embeddings_are_rejected(make_embeddings: MakeEmbeddings, tmp_path):
+def test_nan_embeddings_are_rejected(make_embeddings: MakeEmbeddings, index_settings: MakeSettings, tmp_path):
     vectors, labels = blobs(1, 130)
     vectors[77] = np.nan
     with pytest.raises(IntegrityError, match="not finite"):
-        build(make_embeddings({"gallery": (vectors, labels)}), LABELS, IndexSettings(), tmp_path)
+        build(make_embeddings({"gallery": (vectors, labels)}), LABELS, index_settings(), tmp_path)

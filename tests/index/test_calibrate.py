@@ -9,7 +9,7 @@ from evernear.index.calibrate import threshold_at, threshold_rejecting
 from evernear.index.description import FARTHEST, describe_threshold
 from evernear.settings import IndexSettings
 
-from .conftest import MakeEmbeddings, blobs
+from .conftest import MakeEmbeddings, MakeSettings, blobs
 
 LABELS = tuple("abcde")
 # Few distinct values make ties common.
@@ -72,40 +72,46 @@ def test_compressed_index_recall_counts_returned_ids(make_embeddings: MakeEmbedd
     assert recall == (index.search(queries[0], 1)[1][:, 0] == true_nearest).sum() < 50
 
 
-def test_excluded_classes_are_neither_indexed_nor_used_for_calibration(make_embeddings: MakeEmbeddings, tmp_path):
+def test_excluded_classes_are_neither_indexed_nor_used_for_calibration(
+    make_embeddings: MakeEmbeddings, index_settings: MakeSettings, tmp_path
+):
     gallery, queries = blobs(1, 300), blobs(2, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
-    described = build(embeddings, LABELS, IndexSettings(), tmp_path / "some", frozenset({"b", "e"}))
+    described = build(embeddings, LABELS, index_settings(), tmp_path / "some", frozenset({"b", "e"}))
 
     kept_gallery, kept_queries = (
         (split[0][np.isin(split[1], [0, 2, 3])], split[1][np.isin(split[1], [0, 2, 3])]) for split in (gallery, queries)
     )
     alone = make_embeddings({"gallery": kept_gallery, "query": kept_queries})
-    assert described.calibration == build(alone, LABELS, IndexSettings(), tmp_path / "alone").calibration
+    assert described.calibration == build(alone, LABELS, index_settings(), tmp_path / "alone").calibration
     assert described.known_labels == ("a", "c", "d")
     assert described.counts[1] == described.counts[4] == 0
 
 
-def test_missing_queries_or_impostors_are_reported(make_embeddings: MakeEmbeddings, tmp_path):
+def test_missing_queries_or_impostors_are_reported(
+    make_embeddings: MakeEmbeddings, index_settings: MakeSettings, tmp_path
+):
     vectors, labels = blobs(1, 60)
     with pytest.raises(DataError, match="query_fraction"):
-        build(make_embeddings({"gallery": (vectors, labels)}), LABELS, IndexSettings(), tmp_path)
+        build(make_embeddings({"gallery": (vectors, labels)}), LABELS, index_settings(), tmp_path)
     one_class = (vectors, np.zeros_like(labels))
     with pytest.raises(DataError, match="one class only"):
-        build(make_embeddings({"gallery": one_class, "query": one_class}), LABELS, IndexSettings(), tmp_path)
+        build(make_embeddings({"gallery": one_class, "query": one_class}), LABELS, index_settings(), tmp_path)
     assert not (tmp_path / "index.json").exists()
 
 
-def test_probe_threshold_is_used_and_its_error_rates_are_measured(make_embeddings: MakeEmbeddings, tmp_path):
+def test_probe_threshold_is_used_and_its_error_rates_are_measured(
+    make_embeddings: MakeEmbeddings, index_settings: MakeSettings, tmp_path
+):
     gallery, queries = blobs(1, 300), blobs(2, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
-    calibration = build(embeddings, LABELS, IndexSettings(), tmp_path, threshold=0.9).calibration
+    calibration = build(embeddings, LABELS, index_settings(), tmp_path, threshold=0.9).calibration
     distances = np.linalg.norm(queries[0][:, None] - gallery[0][None], axis=2)
     to_others = np.where(queries[1][:, None] == gallery[1][None], np.inf, distances)
     assert (calibration.threshold, calibration.found_by) == (0.9, "unseen classes")
     assert calibration.false_rejects == (distances.min(axis=1) > 0.9).sum()
     assert calibration.false_accepts == (to_others.min(axis=1) <= 0.9).sum()
-    assert build(embeddings, LABELS, IndexSettings(), tmp_path).calibration.found_by == "impostors"
+    assert build(embeddings, LABELS, index_settings(), tmp_path).calibration.found_by == "impostors"
 
 
 @given(distances=DISTANCES, rate=st.floats(0.001, 0.999))
@@ -127,10 +133,12 @@ def test_new_known_images_are_rejected_no_more_often_than_stated():
     assert 0.04 < np.mean(rejected) < 0.055
 
 
-def test_known_images_take_precedence_over_impostors(make_embeddings: MakeEmbeddings, tmp_path):
+def test_known_images_take_precedence_over_impostors(
+    make_embeddings: MakeEmbeddings, index_settings: MakeSettings, tmp_path
+):
     gallery, queries = blobs(1, 300), blobs(2, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
-    strict = IndexSettings(false_accept_rate=0.001, false_reject_rate=0.05)
+    strict = index_settings(false_accept_rate=0.001, false_reject_rate=0.05)
     result = build(embeddings, LABELS, strict, tmp_path).calibration
     assert 0 < result.false_rejects <= 0.05 * 131
     assert result.false_accepts > 0.001 * 130

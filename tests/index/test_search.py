@@ -18,7 +18,7 @@ from evernear.index.faiss_compat import faiss, nearest_rows
 from evernear.index.search import FARTHEST, NO_LABEL, Gallery, vote
 from evernear.settings import IndexSettings
 
-from .conftest import NETWORK, MakeEmbeddings, blobs
+from .conftest import NETWORK, MakeEmbeddings, MakeSettings, blobs
 
 LABELS = ("a", "b", "c", "d", "e", "never seen")
 
@@ -36,10 +36,12 @@ def test_vote_is_the_majority_and_ties_go_to_the_nearest(labels):
 
 @pytest.mark.parametrize("label_by", ["vote", "centroid"])
 @pytest.mark.parametrize("k", [1, 4, 9])
-def test_recognize_matches_a_reference_implementation(make_embeddings: MakeEmbeddings, tmp_path, label_by, k):
+def test_recognize_matches_a_reference_implementation(
+    make_embeddings: MakeEmbeddings, index_settings: MakeSettings, tmp_path, label_by, k
+):
     (vectors, numbers), (queries, _) = blobs(1, 210), blobs(3, 90)
     embeddings = make_embeddings({"gallery": (vectors, numbers), "query": blobs(2, 100)})
-    build(embeddings, LABELS, IndexSettings(k=k, label_by=label_by, false_accept_rate=0.2), tmp_path)
+    build(embeddings, LABELS, index_settings(k=k, label_by=label_by, false_accept_rate=0.2), tmp_path)
     gallery = Gallery.open(tmp_path, NETWORK)
 
     recognized = gallery.recognize(queries)
@@ -59,15 +61,26 @@ def test_recognize_matches_a_reference_implementation(make_embeddings: MakeEmbed
     assert {result.unknown for result in recognized} == {True, False}
 
 
-@pytest.fixture(scope="module")
-def index_dir(make_embeddings: MakeEmbeddings, tmp_path_factory: pytest.TempPathFactory):
-    directory = tmp_path_factory.mktemp("index")
-    build(make_embeddings({"gallery": blobs(1, 40), "query": blobs(2, 60)}), LABELS, IndexSettings(), directory)
+def small_index(make_embeddings: MakeEmbeddings, settings: IndexSettings, directory: Path) -> Path:
+    build(make_embeddings({"gallery": blobs(1, 40), "query": blobs(2, 60)}), LABELS, settings, directory)
     return directory
 
 
-def test_number_of_listed_neighbors_does_not_affect_the_vote(index_dir):
-    gallery, queries = Gallery.open(index_dir, NETWORK), blobs(3, 30)[0]
+@pytest.fixture(scope="module")
+def index_dir(make_embeddings: MakeEmbeddings, tmp_path_factory: pytest.TempPathFactory):
+    return small_index(make_embeddings, IndexSettings(), tmp_path_factory.mktemp("index"))
+
+
+@pytest.fixture(scope="module")
+def any_index_dir(
+    make_embeddings: MakeEmbeddings, index_settings: MakeSettings, tmp_path_factory: pytest.TempPathFactory
+):
+    """An index in either backend."""
+    return small_index(make_embeddings, index_settings(), tmp_path_factory.mktemp("index"))
+
+
+def test_number_of_listed_neighbors_does_not_affect_the_vote(any_index_dir):
+    gallery, queries = Gallery.open(any_index_dir, NETWORK), blobs(3, 30)[0]
     usual = gallery.recognize(queries)
     for k in (1, 3, 12):
         listed = gallery.recognize(queries, k)
@@ -76,8 +89,8 @@ def test_number_of_listed_neighbors_does_not_affect_the_vote(index_dir):
     assert {len(result.neighbors) for result in gallery.recognize(queries, 1000)} == {40}
 
 
-def test_prediction_does_not_depend_on_the_batch(index_dir):
-    gallery, queries = Gallery.open(index_dir, NETWORK), blobs(3, 1500)[0]
+def test_prediction_does_not_depend_on_the_batch(any_index_dir):
+    gallery, queries = Gallery.open(any_index_dir, NETWORK), blobs(3, 1500)[0]
     together = gallery.recognize(queries)
     for number in (0, 7, 1499):
         (alone,) = gallery.recognize(queries[number : number + 1])
@@ -86,8 +99,8 @@ def test_prediction_does_not_depend_on_the_batch(index_dir):
     assert gallery.recognize(queries[:0]) == []
 
 
-def test_prediction_is_plain_data(index_dir):
-    (result,) = Gallery.open(index_dir, NETWORK).recognize(blobs(3, 5)[0][:1])
+def test_prediction_is_plain_data(any_index_dir):
+    (result,) = Gallery.open(any_index_dir, NETWORK).recognize(blobs(3, 5)[0][:1])
     kinds = (
         type(result.pred),
         type(result.dist),
@@ -97,9 +110,9 @@ def test_prediction_is_plain_data(index_dir):
     assert kinds == (str, float, bool, float)
 
 
-def test_vectors_of_wrong_dimension_are_rejected(index_dir):
+def test_vectors_of_wrong_dimension_are_rejected(any_index_dir):
     with pytest.raises(IntegrityError, match="16 coordinates"):
-        Gallery.open(index_dir, NETWORK).recognize(np.zeros((2, 8), np.float32))
+        Gallery.open(any_index_dir, NETWORK).recognize(np.zeros((2, 8), np.float32))
 
 
 def test_missing_neighbors_of_an_approximate_index_are_omitted(make_embeddings: MakeEmbeddings, tmp_path):
@@ -120,9 +133,9 @@ def test_missing_neighbors_of_an_approximate_index_are_omitted(make_embeddings: 
     assert answered.labels.tolist() == numbers.tolist()  # by the nearest centroid
 
 
-def test_index_of_another_network_is_rejected(index_dir):
+def test_index_of_another_network_is_rejected(any_index_dir):
     with pytest.raises(IntegrityError, match="vectors of network nnnn"):
-        Gallery.open(index_dir, "m" * 64)
+        Gallery.open(any_index_dir, "m" * 64)
 
 
 @pytest.fixture

@@ -163,6 +163,18 @@ def rollback(settings: Settings, why: WhyOption = "", as_json: JsonOption = Fals
 
 @app.command()
 @with_options(registry=registry_of)
+def alias(registry: "Registry") -> None:
+    """Point the alias in Milvus at the champion's collection, if a promotion or a rollback could not."""
+    from evernear.deployment.alias import point_alias
+
+    collection = point_alias(registry)
+    if collection is None:
+        raise StoreError("The champion has no collection in Milvus.")
+    print_line(f"{collection.alias} points at {collection.name}.")
+
+
+@app.command()
+@with_options(registry=registry_of)
 def prune(
     registry: "Registry",
     keep: Annotated[int, typer.Option("--keep", min=1, metavar="N", help="Number of newest releases to keep.")],

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from evernear.deployment.alias import follow_alias
 from evernear.deployment.local import LocalTarget
 from evernear.deployment.promotion_policy import check_candidate, check_promotable
 from evernear.deployment.target import Deployment, DeploymentTarget, RegistryTarget
@@ -43,9 +44,12 @@ def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Caus
         registry.publish(archive)
         with target.rollout(archive, parts) as rollout:
             version = parts.manifest.version
-            if champion is None or champion.version != version:
-                champion = registry.set_champion(version, champion, cause=cause)
-            return Deployment.of(champion, rollout)
+            current = champion
+            if current is None or current.version != version:
+                current = registry.set_champion(version, champion, cause=cause)
+            deployed = Deployment.of(current, rollout)
+    follow_alias(registry, champion)
+    return deployed
 
 
 def promote(version: str, settings: RunSettings, *, force: bool = False, cause: Cause | None = None) -> Deployment:
@@ -68,8 +72,10 @@ def promote(version: str, settings: RunSettings, *, force: bool = False, cause: 
     with _fetched(version, settings, registry) as (target, archive, parts):
         check_promotable(parts, force=force)
         with target.rollout(archive, parts) as rollout:
-            champion = registry.set_champion(version, champion, "force" if force else "promote", cause)
-            return Deployment.of(champion, rollout)
+            promoted = registry.set_champion(version, champion, "force" if force else "promote", cause)
+            deployed = Deployment.of(promoted, rollout)
+    follow_alias(registry, champion)
+    return deployed
 
 
 def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: str | None = None) -> Deployment:
@@ -90,7 +96,9 @@ def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: st
         _fetched(champion.rollback_target(), settings, registry) as (target, archive, parts),
         target.rollout(archive, parts) as rollout,
     ):
-        return Deployment.of(registry.roll_back(champion, cause), rollout)
+        deployed = Deployment.of(registry.roll_back(champion, cause), rollout)
+    follow_alias(registry, champion)
+    return deployed
 
 
 def status(settings: RunSettings) -> dict[str, Any]:

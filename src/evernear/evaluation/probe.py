@@ -126,7 +126,7 @@ def _recognizer_without(
         train(dataset, recipe, trained, exclude_labels=held_out, on_step=on_step)
         export(trained, dataset, network, recipe.parity_tolerance)
         embed(network, dataset, embeddings, batch_size=batch_size)
-        build(Embeddings.open(embeddings), dataset.labels, index_settings, index, held_out)
+        build(Embeddings.open(embeddings), dataset.labels, index_settings.temporary, index, held_out)
         return Recognizer.open(network, index)
 
 

@@ -1,7 +1,8 @@
-"""Build a FAISS index from gallery embeddings, stamped with the sha256 of their network."""
+"""Build an index from gallery embeddings, stamped with the sha256 of their network."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evernear.disk import atomic_file, disk_errors, sha256_file, write_atomically
-from evernear.embedding.embeddings import Embeddings
+from evernear.disk import disk_errors, sha256_file, write_atomically
+from evernear.embedding.embeddings import EmbeddingBlock, Embeddings
 from evernear.errors import DataError, IntegrityError, SettingsError
 from evernear.index.calibrate import calibrate
 from evernear.index.choose import AUTO, TRAINING_VECTORS, Choice, choose
@@ -18,12 +19,12 @@ from evernear.index.description import (
     CENTROIDS_FILE,
     DESCRIPTION_FILE,
     LABELS_FILE,
-    PARTS,
-    VECTORS_FILE,
     IndexDescription,
+    index_parts,
 )
-from evernear.index.exact import exact_neighbors, sample_queries, select_labels
-from evernear.index.faiss_compat import faiss, set_search_parameters, write_index
+from evernear.index.exact import ExactNeighbors, exact_neighbors, sample_queries, select_labels
+from evernear.index.faiss_compat import FaissIndex, faiss
+from evernear.index.vectors import GalleryVectors, VectorIndex
 from evernear.settings import IndexSettings
 
 
@@ -55,23 +56,15 @@ def build(
         raise DataError("The gallery is empty; raise data.gallery_fraction.")
     numbers, sums = _labels(embeddings, known)
     queries = sample_queries(embeddings, known)
-    exact = exact_neighbors(queries, select_labels(embeddings.blocks("gallery"), known))
-
-    def make(factory: str) -> "faiss.Index":
-        return _make(factory, embeddings, known)
-
-    with _faiss_errors(settings, embeddings):
-        if settings.type == AUTO:
-            chosen = choose(len(numbers), embeddings.dim, settings, make, queries, exact)
-        else:
-            chosen = Choice(make(settings.type), settings.type, settings.search, "")
-            _set_search(chosen.index, settings)
+    gallery = GalleryVectors(embeddings, tuple(labels), known, len(numbers))
+    exact = exact_neighbors(queries, gallery.blocks())
+    with _parameter_errors(settings, embeddings):
+        chosen = _create(gallery, settings, queries, exact)
         calibration = calibrate(queries, exact, chosen.index, settings, threshold, reject_rate)
 
     with disk_errors(out_dir):
         (out_dir / DESCRIPTION_FILE).unlink(missing_ok=True)
-    with atomic_file(out_dir / VECTORS_FILE) as file:
-        write_index(chosen.index, file)
+    collection = chosen.index.save(out_dir)
     write_atomically(out_dir / LABELS_FILE, _npy(numbers))
     write_atomically(out_dir / CENTROIDS_FILE, _npy(_unit_rows(sums)))
     description = IndexDescription(
@@ -87,42 +80,56 @@ def build(
         label_by=settings.label_by,
         k=settings.k,
         calibration=calibration,
-        parts={name: sha256_file(out_dir / name) for name in PARTS},
+        parts={name: sha256_file(out_dir / name) for name in index_parts(collection)},
+        collection=collection,
     )
     description.save(out_dir / DESCRIPTION_FILE)
     return description
 
 
-def _make(factory: str, embeddings: Embeddings, known: NDArray[np.bool_]) -> "faiss.Index":
-    """Train an index of the type ``factory`` and add the gallery to it."""
-    try:
-        # The nearest unit vector has the largest inner product, which a single BLAS call computes.
-        index = faiss.index_factory(embeddings.dim, factory, faiss.METRIC_INNER_PRODUCT)
-    except RuntimeError:
-        raise SettingsError(
-            f"index.type = {factory!r} is not an index type of FAISS at {embeddings.dim} "
-            "dimensions; use auto, Flat, HNSW32 or IVF256,Flat, for example."
-        ) from None
-    if not index.is_trained:
-        index.train(_sample(embeddings, known))
-    for block in select_labels(embeddings.blocks("gallery"), known):
-        index.add(block.embeddings)
-    return index
+def _create(gallery: GalleryVectors, settings: IndexSettings, queries: EmbeddingBlock, exact: ExactNeighbors) -> Choice:
+    """An index of ``gallery`` in the backend of ``settings``."""
+    if settings.backend == "milvus":
+        from evernear.index import milvus
 
-
-def _set_search(index: "faiss.Index", settings: IndexSettings) -> None:
+        if settings.type == AUTO:
+            return milvus.choose(gallery, settings, queries, exact)
+        index: VectorIndex = milvus.fill(gallery, settings, settings.type)
+    else:
+        if settings.type == AUTO:
+            return choose(gallery.size, gallery.embeddings.dim, settings, partial(_make, gallery), queries, exact)
+        index = _make(gallery, settings.type)
     if settings.search:
         try:
-            set_search_parameters(index, settings.search)
+            index.set_search(settings.search)
         except RuntimeError:
             raise SettingsError(
                 f"index.search = {settings.search!r} is not a parameter of a {settings.type} index."
             ) from None
+    return Choice(index, settings.type, settings.search, "")
+
+
+def _make(gallery: GalleryVectors, factory: str) -> FaissIndex:
+    """Train an index of the type ``factory`` and add the gallery to it."""
+    dim = gallery.embeddings.dim
+    try:
+        # The nearest unit vector has the largest inner product, which a single BLAS call computes.
+        index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
+    except RuntimeError:
+        raise SettingsError(
+            f"index.type = {factory!r} is not an index type of FAISS at {dim} "
+            "dimensions; use auto, Flat, HNSW32 or IVF256,Flat, for example."
+        ) from None
+    if not index.is_trained:
+        index.train(_sample(gallery))
+    for block in gallery.blocks():
+        index.add(block.embeddings)
+    return FaissIndex(index)
 
 
 @contextmanager
-def _faiss_errors(settings: IndexSettings, embeddings: Embeddings) -> Generator[None]:
-    """Turn FAISS's errors while it trains, adds or searches into one that names the setting."""
+def _parameter_errors(settings: IndexSettings, embeddings: Embeddings) -> Generator[None]:
+    """Turn errors while an index trains, adds or searches into one that names the setting."""
     try:
         yield
     except RuntimeError as error:
@@ -145,10 +152,10 @@ def _labels(embeddings: Embeddings, known: NDArray[np.bool_]) -> tuple[NDArray[n
     return np.concatenate(numbers), sums
 
 
-def _sample(embeddings: Embeddings, known: NDArray[np.bool_]) -> NDArray[np.float32]:
+def _sample(gallery: GalleryVectors) -> NDArray[np.float32]:
     """About `TRAINING_VECTORS` gallery vectors, evenly over all shards; all of them if there are fewer."""
-    step = max(1.0, embeddings.count("gallery") / TRAINING_VECTORS)
-    blocks = (block.embeddings for block in select_labels(embeddings.blocks("gallery"), known))
+    step = max(1.0, gallery.embeddings.count("gallery") / TRAINING_VECTORS)
+    blocks = (block.embeddings for block in gallery.blocks())
     return np.concatenate([block[np.arange(0, len(block), step).astype(np.int64)] for block in blocks])
 
 

@@ -1,7 +1,6 @@
 """The open-set threshold: the distance beyond which an image is unknown."""
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,11 +9,8 @@ from evernear.embedding.embeddings import EmbeddingBlock
 from evernear.errors import DataError
 from evernear.index.description import FARTHEST, Calibration
 from evernear.index.exact import ExactNeighbors, Floats
-from evernear.index.faiss_compat import nearest_rows
+from evernear.index.vectors import VectorIndex
 from evernear.settings import IndexSettings
-
-if TYPE_CHECKING:
-    from faiss import Index
 
 ROUNDING = 1e-5
 """Squared distances of float32 unit vectors that differ by less are equal (observed: 1e-6)."""
@@ -23,7 +19,7 @@ ROUNDING = 1e-5
 def calibrate(
     queries: EmbeddingBlock,
     exact: ExactNeighbors,
-    index: "Index",
+    index: VectorIndex,
     settings: IndexSettings,
     threshold: float | None = None,
     reject_rate: float | None = None,
@@ -49,7 +45,7 @@ def calibrate(
     impostor_distances = _root(exact.squared_to_others)
     if not np.isfinite(impostor_distances).all():
         raise DataError("The gallery has one class only, so no query has an impostor; raise data.gallery_fraction.")
-    nearest, rows = nearest_rows(index, queries.embeddings, 1)
+    nearest, rows = index.search(queries.embeddings, 1)
     distances = nearest[:, 0]
     found_by = "impostors" if threshold is None and reject_rate is None else "unseen classes"
     if reject_rate is not None:

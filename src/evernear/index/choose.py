@@ -2,19 +2,16 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING
 
 from evernear.embedding.embeddings import EmbeddingBlock
 from evernear.index.calibrate import is_nearest
 from evernear.index.exact import ExactNeighbors
-from evernear.index.faiss_compat import faiss, nearest_rows, set_search_parameters
+from evernear.index.faiss_compat import FaissIndex, faiss
+from evernear.index.vectors import VectorIndex
 from evernear.settings import IndexSettings
-
-if TYPE_CHECKING:
-    from faiss import Index
 
 AUTO, FLAT = "auto", "Flat"
 FLAT_BYTES = 64 * 2**20
@@ -37,7 +34,7 @@ LARGEST_PROBED_SHARE = 1 / 8
 class Choice:
     """An index that holds the gallery, its factory and search strings, and why it was chosen."""
 
-    index: "Index"
+    index: VectorIndex
     factory: str
     search: str
     reason: str
@@ -47,7 +44,7 @@ def choose(
     size: int,
     dim: int,
     settings: IndexSettings,
-    make: Callable[[str], "Index"],
+    make: Callable[[str], FaissIndex],
     queries: EmbeddingBlock,
     exact: ExactNeighbors,
 ) -> Choice:
@@ -55,7 +52,7 @@ def choose(
 
     A gallery of at most `FLAT_BYTES` is searched exactly. For a larger one, inverted files are tried in the order of
     `CODES`, without those that exceed ``settings.memory_mb``. The first is taken that reaches ``settings.recall`` on
-    ``queries`` (see `_tune`). If none does, the index is Flat, even above ``settings.memory_mb``.
+    ``queries`` (see `tune`). If none does, the index is Flat, even above ``settings.memory_mb``.
     """
     flat_bytes = _size_bytes(FLAT, size, dim)
     if flat_bytes <= FLAT_BYTES:
@@ -69,20 +66,21 @@ def choose(
             rejected.append(f"{factory} takes {_mb(size_bytes)}, more than index.memory_mb")
             continue
         index = make(factory)
-        tuned = _tune(index, lists, settings.recall, queries, exact)
+        probes = [f"nprobe={number}" for number in _probes(lists)]
+        tuned = tune(index, probes, settings.recall, queries, exact)
         reached = f"{factory} takes {_mb(size_bytes)} and finds {tuned.found:,} of {tuned.queries:,} nearest vectors"
         if tuned.suffices:
             reason = f"{reached}; recall is at least {tuned.low:.4f} at 95% confidence; Flat takes {_mb(flat_bytes)}"
-            return Choice(index, factory, f"nprobe={tuned.probes}", "; ".join([*rejected, reason]))
+            return Choice(index, factory, tuned.search, "; ".join([*rejected, reason]))
         rejected.append(f"{reached}, too few for index.recall = {settings.recall:g}")
     return Choice(make(FLAT), FLAT, "", "; ".join([*rejected, "exact search remains"]))
 
 
 @dataclass(frozen=True)
-class _Tuned:
-    """The fewest lists to probe for a recall; if no number suffices, the most that were tried."""
+class Tuned:
+    """The first search parameters that reach a recall; if none does, the last."""
 
-    probes: int
+    search: str
     found: int
     """Queries whose nearest vector was found."""
     queries: int
@@ -90,25 +88,28 @@ class _Tuned:
     suffices: bool
 
 
-def _tune(index: "Index", lists: int, wanted: float, queries: EmbeddingBlock, exact: ExactNeighbors) -> _Tuned:
-    """Set the fewest lists to probe whose recall@1 against exact search is at least ``wanted`` at 95% confidence.
+def tune(
+    index: VectorIndex, candidates: Sequence[str], wanted: float, queries: EmbeddingBlock, exact: ExactNeighbors
+) -> Tuned:
+    """Set the first of ``candidates`` whose recall@1 against exact search is at least ``wanted`` at 95% confidence.
 
-    The lower end of the interval decides, so that neither the sampling error nor the choice among several numbers of
-    lists makes the measured recall look sufficient. Recall grows with the number of lists: bisection tries a few only.
+    ``candidates`` are search parameters, such as ``nprobe=16``, from the fastest to the most exact. The lower end of
+    the interval decides, so that neither the sampling error nor the choice among several candidates makes the measured
+    recall look sufficient. Recall grows along the candidates: bisection tries a few only.
     """
-    probes, total = list(_probes(lists)), len(queries.labels)
-    found: dict[int, int] = {}
+    total = len(queries.labels)
+    found: dict[str, int] = {}
 
-    def low(number: int) -> float:
-        set_search_parameters(index, f"nprobe={number}")
-        distances, rows = nearest_rows(index, queries.embeddings, 1)
-        found[number] = int(is_nearest(rows[:, 0], distances[:, 0], exact).sum())
-        return _lower_bound(found[number], total)
+    def low(search: str) -> float:
+        index.set_search(search)
+        distances, rows = index.search(queries.embeddings, 1)
+        found[search] = int(is_nearest(rows[:, 0], distances[:, 0], exact).sum())
+        return _lower_bound(found[search], total)
 
-    position = bisect_left(probes, wanted, key=low)
-    best = probes[min(position, len(probes) - 1)]
-    set_search_parameters(index, f"nprobe={best}")
-    return _Tuned(best, found[best], total, _lower_bound(found[best], total), suffices=position < len(probes))
+    position = bisect_left(candidates, wanted, key=low)
+    best = candidates[min(position, len(candidates) - 1)]
+    index.set_search(best)
+    return Tuned(best, found[best], total, _lower_bound(found[best], total), suffices=position < len(candidates))
 
 
 def _lower_bound(count: int, total: int) -> float:

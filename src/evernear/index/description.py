@@ -18,6 +18,25 @@ FARTHEST = 2.0
 PARTS = (VECTORS_FILE, LABELS_FILE, CENTROIDS_FILE)
 
 
+def index_parts(collection: "Collection | None") -> tuple[str, ...]:
+    """The files of an index besides its description: `PARTS`, without the vectors if a ``collection`` has them."""
+    return tuple(name for name in PARTS if collection is None or name != VECTORS_FILE)
+
+
+class Collection(Frozen):
+    """A collection in Milvus."""
+
+    uri: str = Field(max_length=1000)
+    """Address of the server, or absolute path of a file of Milvus Lite."""
+    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}_[0-9a-f]{32}$")
+    """An alias and the hash of the content."""
+
+    @property
+    def alias(self) -> str:
+        """The alias that this collection has while its release is the champion."""
+        return self.name.rpartition("_")[0]
+
+
 class Calibration(Frozen):
     """Origin of the open-set threshold, and its effect on the query split."""
 
@@ -63,7 +82,9 @@ class IndexDescription(Frozen):
     k: int = Field(ge=1)
     calibration: Calibration
     parts: dict[str, str]
-    """sha256 of each of `PARTS`."""
+    """sha256 of each of `index_parts`."""
+    collection: Collection | None = None
+    """The collection with the vectors; None if they are in `VECTORS_FILE`."""
 
     @property
     def threshold(self) -> float:
@@ -77,8 +98,9 @@ class IndexDescription(Frozen):
 
     @property
     def digest(self) -> str:
-        """sha256 that identifies the index and its settings. Descriptions from before ``reason`` keep theirs."""
-        return sha256_bytes(self.model_dump_json(exclude={"reason"}).encode())
+        """sha256 that identifies the index and its settings. Descriptions from before a field keep theirs."""
+        later = {"reason"} if self.collection else {"reason", "collection"}
+        return sha256_bytes(self.model_dump_json(exclude=later).encode())
 
 
 def describe_index(directory: Path) -> IndexDescription:
@@ -88,7 +110,7 @@ def describe_index(directory: Path) -> IndexDescription:
         IntegrityError: it is missing, invalid or inconsistent.
     """
     described = IndexDescription.load(directory / DESCRIPTION_FILE)
-    if set(described.parts) != set(PARTS) or len(described.counts) != len(described.labels):
+    if set(described.parts) != set(index_parts(described.collection)) or len(described.counts) != len(described.labels):
         raise IntegrityError(f"{directory / DESCRIPTION_FILE} is inconsistent; {described.remedy}.")
     return described
 

@@ -7,6 +7,9 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from evernear.disk import atomic_file
+from evernear.index.description import VECTORS_FILE
+
 with warnings.catch_warnings():
     # SWIG's own types have no __module__, which Python 3.12 and later call deprecated.
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -16,7 +19,36 @@ with warnings.catch_warnings():
 # queries of 128 dimensions.
 faiss.cvar.distance_compute_blas_threshold = 300
 
-__all__ = ["faiss", "nearest_rows", "open_index", "set_search_parameters", "write_index"]
+__all__ = ["FaissIndex", "faiss", "nearest_rows", "open_index", "set_search_parameters", "write_index"]
+
+
+class FaissIndex:
+    """An index of FAISS. It implements `evernear.index.vectors.VectorIndex`."""
+
+    def __init__(self, index: faiss.Index) -> None:
+        self._index = index
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of vectors and of dimensions."""
+        return self._index.ntotal, self._index.d
+
+    def search(self, vectors: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Search as `nearest_rows`."""
+        return nearest_rows(self._index, vectors, k)
+
+    def set_search(self, parameters: str) -> None:
+        """Set search parameters as `set_search_parameters`."""
+        set_search_parameters(self._index, parameters)
+
+    def save(self, directory: Path) -> None:
+        """Write the index to `VECTORS_FILE` in ``directory``.
+
+        Raises:
+            StoreError: the disk is full, or ``directory`` cannot be written.
+        """
+        with atomic_file(directory / VECTORS_FILE) as file:
+            write_index(self._index, file)
 
 
 def write_index(index: faiss.Index, file: BinaryIO) -> None:

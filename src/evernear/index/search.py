@@ -1,8 +1,8 @@
-"""Embeddings to labels: neighbors from FAISS, a label by vote or by centroid, "unknown" by distance."""
+"""Embeddings to labels: neighbors from FAISS or Milvus, a label by vote or by centroid, "unknown" by distance."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +17,7 @@ from evernear.index.description import (
     check_parts,
     describe_index,
 )
-from evernear.index.faiss_compat import nearest_rows, open_index
-
-if TYPE_CHECKING:
-    from faiss import Index
+from evernear.index.vectors import VectorIndex
 
 NO_LABEL = -1
 """Label number in place of a neighbor that an approximate index did not find."""
@@ -71,7 +68,7 @@ class Gallery:
     def __init__(
         self,
         description: IndexDescription,
-        index: "Index",
+        index: VectorIndex,
         numbers: NDArray[np.int32],
         centroids: Embedded,
     ) -> None:
@@ -88,6 +85,8 @@ class Gallery:
         Raises:
             IntegrityError: its vectors are of another network, a file is missing or changed, or the files do not match
                 each other. Hashes are compared before any file is parsed.
+            StoreError: the vectors are in Milvus, which cannot be reached or rejects the request.
+            SettingsError: they are in Milvus, and its client is not installed.
         """
         described = describe_index(directory)
         if described.network_sha256 != network_sha256:
@@ -97,13 +96,13 @@ class Gallery:
             )
         check_parts(directory, described)
         try:
-            index = open_index(directory / VECTORS_FILE)
+            index = _open_vectors(directory, described)
             numbers, centroids = (_read_array(directory / name) for name in (LABELS_FILE, CENTROIDS_FILE))
             counts = np.bincount(numbers, minlength=len(described.labels)).tolist()
         except (RuntimeError, ValueError, TypeError) as error:
             raise IntegrityError(f"The index in {directory} cannot be read; {described.remedy}.") from error
         size, dim = described.size, described.dim
-        shapes = (index.ntotal, index.d), numbers.shape, centroids.shape
+        shapes = index.shape, numbers.shape, centroids.shape
         if shapes != ((size, dim), (size,), (len(counts), dim)) or counts != list(described.counts):
             raise IntegrityError(f"The files of the index in {directory} do not match each other; {described.remedy}.")
         return Gallery(described, index, numbers, centroids)
@@ -157,7 +156,7 @@ class Gallery:
                 f"The index compares vectors of {self.description.dim} coordinates; "
                 f"an array of shape {embeddings.shape} cannot be looked up."
             )
-        distances, rows = nearest_rows(self._index, embeddings, min(k, self.description.size))
+        distances, rows = self._index.search(embeddings, min(k, self.description.size))
         labels = np.where(rows >= 0, self._numbers[rows], np.int32(NO_LABEL))
         return Neighbors(labels=labels, distances=distances, rows=rows)
 
@@ -184,6 +183,16 @@ class Gallery:
             for start in range(0, len(embeddings), CENTROID_BLOCK)
         ]
         return self._known[np.concatenate([np.empty(0, np.intp), *nearest])]
+
+
+def _open_vectors(directory: Path, described: IndexDescription) -> VectorIndex:
+    if described.collection is None:
+        from evernear.index.faiss_compat import FaissIndex, open_index
+
+        return FaissIndex(open_index(directory / VECTORS_FILE))
+    from evernear.index.milvus import MilvusIndex
+
+    return MilvusIndex.open(described.collection, (described.size, described.dim), described.search)
 
 
 def _read_array(path: Path) -> NDArray[Any]:

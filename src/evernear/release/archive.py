@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import BytesIO
@@ -24,7 +24,6 @@ from evernear.embedding.export import DESCRIPTION_FILE as NETWORK_DESCRIPTION
 from evernear.embedding.export import NETWORK_FILE, ExportedNetwork, describe_network, load_network
 from evernear.errors import DataError, EvernearError, IntegrityError
 from evernear.index.description import DESCRIPTION_FILE as INDEX_DESCRIPTION
-from evernear.index.description import PARTS as INDEX_FILES
 from evernear.index.search import Gallery, Recognition
 from evernear.release.archive_reader import (
     ARCHIVE_FILE,
@@ -107,7 +106,7 @@ def archive(
         with tempfile.TemporaryDirectory(dir=out_dir, prefix=".archive-") as temporary:
             parts = Path(temporary) / "parts"
             parts.mkdir()
-            _link_parts(parts, candidate, handler)
+            _link_parts(parts, candidate, (*gallery.description.parts, INDEX_DESCRIPTION), handler)
             write_atomically(parts / PREPROCESSING_FILE, network.preprocessing.model_dump_json(indent=2))
             write_atomically(parts / MODEL_CONFIG_FILE, _model_config(settings))
             _write_smoke_queries(parts, dataset, network_dir, gallery, settings.smoke_queries)
@@ -120,9 +119,9 @@ def archive(
     return Release(manifest, out_dir / ARCHIVE_FILE)
 
 
-def _link_parts(parts: Path, candidate: Candidate, handler: Path) -> None:
+def _link_parts(parts: Path, candidate: Candidate, index_names: Iterable[str], handler: Path) -> None:
     network_files = [candidate.network_dir / name for name in (NETWORK_FILE, NETWORK_DESCRIPTION)]
-    index_files = [candidate.index_dir / name for name in (*INDEX_FILES, INDEX_DESCRIPTION)]
+    index_files = [candidate.index_dir / name for name in index_names]
     for file in (*network_files, *index_files):
         (parts / file.name).symlink_to(file.resolve())
     (parts / VERDICT_FILE).symlink_to(candidate.verdict_file.resolve())
@@ -170,6 +169,7 @@ def _describe(
         preprocessing=network.preprocessing,
         max_pixels=settings.max_pixels,
         embedding_dim=network.embedding_dim,
+        collection=gallery.description.collection,
         threshold=gallery.threshold,
         metrics=dict(candidate.metrics),
         verdict_sha256=described[VERDICT_FILE].sha256,

@@ -10,6 +10,7 @@ from evernear.data.preprocess import Preprocessing
 from evernear.frozen import Frozen
 from evernear.index.description import DESCRIPTION_FILE as INDEX_FILE
 from evernear.index.description import PARTS as INDEX_PARTS
+from evernear.index.description import Collection, index_parts
 
 QUOTED_MAX = 100
 """Most characters that an error quotes from an archive or a manifest."""
@@ -37,7 +38,7 @@ PARTS = frozenset(
         VERDICT_FILE,
     }
 )
-"""The parts of a release of format 1, besides the images that `SMOKE_FILE` names."""
+"""The parts of a release of format 1, besides the images that `SMOKE_FILE` names, if its vectors are in the archive."""
 LATER_PARTS = frozenset({MODEL_CONFIG_FILE, DRIFT_BASELINE_FILE})
 """Parts that releases of evernear 0.1.0 lack."""
 
@@ -59,6 +60,7 @@ class ReleaseManifest(Frozen):
     against, and ``metrics`` are those of that measurement. ``source`` and ``training`` are the settings ``data.source``
     and ``train.*`` behind the dataset and the network; None in releases of evernear 0.1.0.
     ``pretrained_sha256`` is the hash of the file of weights that the backbone began with.
+    ``collection`` has the vectors of the index; None if they are in the archive.
     """
 
     format: Literal[1] = 1
@@ -76,6 +78,7 @@ class ReleaseManifest(Frozen):
     preprocessing: Preprocessing
     max_pixels: int = Field(gt=0)
     embedding_dim: int = Field(gt=0)
+    collection: Collection | None = None
     threshold: float
     metrics: dict[str, float]
     verdict_sha256: Sha256
@@ -86,7 +89,8 @@ class ReleaseManifest(Frozen):
     @model_validator(mode="after")
     def _agree_with_itself(self) -> Self:
         named = {name for name in self.parts if not SMOKE_IMAGE.fullmatch(name)}
-        odd = PARTS.symmetric_difference(named - LATER_PARTS)
+        expected = PARTS.difference(INDEX_PARTS).union(index_parts(self.collection))
+        odd = expected.symmetric_difference(named - LATER_PARTS)
         if odd:
             raise ValueError(f"parts are missing or unknown: {', '.join(sorted(odd)[:3])}")
         for name, sha256 in ((NETWORK_FILE, self.network_sha256), (VERDICT_FILE, self.verdict_sha256)):

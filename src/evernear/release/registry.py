@@ -27,6 +27,7 @@ from evernear.disk import sha256_file
 from evernear.errors import ConflictError, StoreError, TransientStoreError
 from evernear.evaluation.verdict import Verdict
 from evernear.frozen import Frozen
+from evernear.index import milvus_client
 from evernear.release.archive_reader import read_release, read_release_manifest
 from evernear.release.manifest import VERDICT_FILE, ReleaseManifest, Sha256, Version, is_version
 from evernear.store import Store
@@ -323,10 +324,12 @@ class Registry:
         """Remove all but the newest ``keep`` releases; returns the removed versions.
 
         The champion, its parent and the target of a rollback are never removed; without a champion, nothing is. The
-        records of removed releases remain available to `get` with ``include_pruned``.
+        records of removed releases remain available to `get` with ``include_pruned``. Collections in Milvus that no
+        remaining release names are deleted.
 
         Raises:
             ConflictError: the champion changed meanwhile; nothing was removed.
+            StoreError: Milvus cannot be reached; repeat it.
         """
         champion = self.champion()
         if champion is None:
@@ -339,8 +342,13 @@ class Registry:
         if not pruning:
             return ()
         champion = self._write(champion.pointer.model_copy(update={"pruning": pruning}), champion)
-        shared = {self.get(version).archive_sha256 for version in self.list() if version not in pruning}
+        remaining = [self.get(version) for version in self.list() if version not in pruning]
+        shared = {record.archive_sha256 for record in remaining}
+        used = [record.manifest.collection for record in remaining]
         for version, archive_sha256 in pruning.items():
+            collection = self.get(version, include_pruned=True).manifest.collection
+            if collection is not None and collection not in used:
+                milvus_client.drop(collection)
             self._remove(version, archive_sha256 if archive_sha256 not in shared else None)
         changes: dict[str, object] = {"pruning": {}, "prunes": champion.pointer.prunes + 1}
         with suppress(ConflictError):  # a move meanwhile copied the list; the next prune has nothing left to remove

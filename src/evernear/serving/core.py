@@ -1,5 +1,6 @@
 """The predictor that every server wraps: image files in, predictions out."""
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from evernear.data.image_file import EncodedImage
 from evernear.data.preprocess import Pixels
 from evernear.embedding.embed import embed_images
 from evernear.embedding.export import NETWORK_FILE, load_torchscript
-from evernear.errors import DataError
+from evernear.errors import DataError, StoreError
 from evernear.index.search import Gallery
 from evernear.release.archive_reader import ReleaseParts
 from evernear.release.manifest import ReleaseManifest
@@ -24,6 +25,12 @@ WARM_UP_BATCHES = (1, 1, 32, 32)
 _OUT_OF_TIME = Rejection(
     code=503, type="Overloaded", message="Large images took all the time for decoding; send the image again."
 )
+_NO_GALLERY = Rejection(
+    code=503,
+    type="GalleryUnavailable",
+    message="The vectors of the gallery cannot be searched now; send the image again.",
+)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,11 +88,11 @@ class Predictor:
         arrays = [item for item in pixels_or_rejections if not isinstance(item, Rejection)]
         stacked = np.stack(arrays) if arrays else None
         embeddings = None
-        predictions: list[Prediction] = []
+        predictions: Sequence[Prediction | Rejection] = []
         if stacked is not None:
             embeddings = embed_images(self._network, stacked)
             embedded_s = time.perf_counter()
-            predictions = self._search(embeddings)
+            predictions = self._try_search(embeddings)
             searched_s = time.perf_counter()
         remaining = iter(predictions)
         return BatchResult(
@@ -100,6 +107,13 @@ class Predictor:
     def predict_pixels(self, images: NDArray[np.uint8]) -> list[Prediction]:
         """Recognize uint8 images (N, H, W, C) that already have the shape of the release's preprocessing."""
         return self._search(embed_images(self._network, images))
+
+    def _try_search(self, embeddings: NDArray[np.float32]) -> Sequence[Prediction | Rejection]:
+        try:
+            return self._search(embeddings)
+        except StoreError as error:  # the vectors are on a server
+            _log.error("%s", error)
+            return [_NO_GALLERY] * len(embeddings)
 
     def _search(self, embeddings: NDArray[np.float32]) -> list[Prediction]:
         return [

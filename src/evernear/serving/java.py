@@ -24,9 +24,10 @@ UPLOAD_TIMEOUT_S = 60  # for a body: 6.5 MB at 1 Mbit/s
 # A connection's share of the heap. It uses less than a tenth: 8 KiB of headers and what parsing adds.
 CONNECTION_BYTES = 512 * 2**10
 
-# TorchServe reads these whatever its configuration says, or they are secrets that it does not need.
+# TorchServe reads these whatever its configuration says, or they are secrets that it does not need. Its workers search
+# Milvus.
 _WITHHELD = re.compile(
-    r"(TS_|AWS_|EVERNEAR_|_JAVA_OPTIONS$|JDK_JAVA_OPTIONS$|JAVA_TOOL_OPTIONS$)|(LOG|METRICS)_LOCATION$"
+    r"(TS_|AWS_|EVERNEAR_(?!MILVUS_)|_JAVA_OPTIONS$|JDK_JAVA_OPTIONS$|JAVA_TOOL_OPTIONS$)|(LOG|METRICS)_LOCATION$"
 )
 
 

@@ -154,6 +154,11 @@ class KubernetesSettings(Section):
         default="",
         description="Secret whose key ``token`` inference requires; if empty, only the NetworkPolicy restricts access.",
     )
+    milvus_secret: str = Field(
+        default="",
+        description="Secret with EVERNEAR_MILVUS_URI and EVERNEAR_MILVUS_TOKEN, for a gallery in Milvus; also add the "
+        "port to egress_ports.",
+    )
     client_namespaces: tuple[str, ...] = Field(
         default=("kubeflow",), description="Other namespaces whose pods may request predictions."
     )

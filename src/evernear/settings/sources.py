@@ -20,6 +20,16 @@ TESTS_PREFIX = "EVERNEAR_TEST_"
 """Variables that opt in to tests; every process of a test inherits them."""
 TOKEN_VARIABLE = "EVERNEAR_TOKEN"  # noqa: S105 - a name, not a token
 TOKEN_FILE_VARIABLE = "EVERNEAR_TOKEN_FILE"  # noqa: S105
+MILVUS_URI_VARIABLE = "EVERNEAR_MILVUS_URI"
+MILVUS_TOKEN_VARIABLE = "EVERNEAR_MILVUS_TOKEN"  # noqa: S105
+MILVUS_TOKEN_FILE_VARIABLE = "EVERNEAR_MILVUS_TOKEN_FILE"  # noqa: S105
+_NOT_SETTINGS = (
+    TOKEN_VARIABLE,
+    TOKEN_FILE_VARIABLE,
+    MILVUS_URI_VARIABLE,
+    MILVUS_TOKEN_VARIABLE,
+    MILVUS_TOKEN_FILE_VARIABLE,
+)
 Model = TypeVar("Model", bound=BaseModel)
 Tree = dict[str, Any]
 _FORMS = {
@@ -104,9 +114,7 @@ def environment(model: type[BaseModel], variables: Mapping[str, str] = os.enviro
     values = {
         name.removeprefix(ENV_PREFIX).lower(): value
         for name, value in variables.items()
-        if name.startswith(ENV_PREFIX)
-        and not name.startswith(TESTS_PREFIX)
-        and name not in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE)
+        if name.startswith(ENV_PREFIX) and not name.startswith(TESTS_PREFIX) and name not in _NOT_SETTINGS
     }
     return _TextSource(model, values)()
 

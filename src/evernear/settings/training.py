@@ -242,18 +242,37 @@ class TrainSettings(Section):
 
 
 class IndexSettings(Section):
-    """The FAISS index of the gallery, and the rule that turns neighbors into a label."""
+    """The index of the gallery, and the rule that turns neighbors into a label."""
 
+    backend: Literal["faiss", "milvus"] = Field(
+        default="faiss",
+        description="faiss: vectors in the archive; milvus: in a collection, for more than one machine.",
+    )
+    uri: str = Field(
+        default="",
+        pattern=r"^(https?://[^@\s]+|[^:]+\.db)?$",
+        description="Milvus: http://HOST:19530, https://..., or a path that ends with .db for Milvus Lite. The token "
+        "is in EVERNEAR_MILVUS_TOKEN or EVERNEAR_MILVUS_TOKEN_FILE.",
+    )
+    collection: str = Field(
+        default="evernear",
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$",
+        description="Milvus: alias of the champion's collection, and start of all names; another one for each store.",
+    )
     type: str = Field(
         default="auto",
         description="auto: chosen by size, recall and memory (Flat up to 64 MiB of vectors); or a faiss.index_factory "
-        "string: Flat, HNSW32, IVF256,Flat ...",
+        "string: Flat, HNSW32, IVF256,Flat ...; or an index type of Milvus: FLAT, HNSW,M=32,efConstruction=360 ...",
     )
-    search: str = Field(default="", description="FAISS search parameters of that type: efSearch=64, nprobe=16 ...")
+    search: str = Field(
+        default="", description="Search parameters of that type: efSearch=64, nprobe=16 ...; of Milvus: ef=64 ..."
+    )
     recall: Fraction = Field(
         default=0.99, description="Recall@1 against exact search that auto must reach, with 95% confidence."
     )
-    memory_mb: int = Field(default=2000, ge=1, description="Largest approximate index that auto may choose.")
+    memory_mb: int = Field(
+        default=2000, ge=1, description="Largest approximate index that auto may choose; FAISS only."
+    )
     label_by: Literal["vote", "centroid"] = Field(
         default="vote", description="The majority of the k nearest neighbors, or the nearest class centroid."
     )
@@ -270,6 +289,13 @@ class IndexSettings(Section):
         lt=1.0,
         description="Largest share of known images to call unknown; takes precedence over false_accept_rate.",
     )
+
+    @property
+    def temporary(self) -> "IndexSettings":
+        """Settings of an index that only one process uses, which therefore is one of FAISS."""
+        if self.backend == "faiss":
+            return self
+        return self.model_copy(update={"backend": "faiss", "type": "auto", "search": ""})
 
 
 class EvaluationSettings(Section):

@@ -36,6 +36,6 @@ def measure_trial(
         require_learned(result, recipe)
     export(trained, dataset, network, recipe.parity_tolerance)
     embed(network, dataset, embeddings)
-    build(Embeddings.open(embeddings), dataset.labels, settings.index, index)
+    build(Embeddings.open(embeddings), dataset.labels, settings.index.temporary, index)
     measured, _ = measure(Recognizer.open(network, index), dataset, settings.evaluation, "query")
     return measured.accuracy

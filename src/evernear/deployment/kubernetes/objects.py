@@ -222,6 +222,8 @@ def _container(settings: RunSettings) -> Tree:
     if kubernetes.token_secret:
         container["env"].append({"name": "EVERNEAR_TOKEN_FILE", "value": f"{TOKEN_DIR}/token"})
         container["volumeMounts"].append({"name": "token", "mountPath": TOKEN_DIR, "readOnly": True})
+    if kubernetes.milvus_secret:
+        container["envFrom"] = [{"secretRef": {"name": kubernetes.milvus_secret}}]
     if kubernetes.gpus:
         container["resources"]["limits"]["nvidia.com/gpu"] = str(kubernetes.gpus)
     starts = math.ceil(serving.startup_timeout_s / PROBE_S)
@@ -359,11 +361,12 @@ def _network_policy(kubernetes: KubernetesSettings, serving: ServingSettings) ->
     if kubernetes.metrics_namespaces:
         monitoring = list(map(namespace, kubernetes.metrics_namespaces))
         ingress.append({"from": monitoring, "ports": ports(serving.metrics_port)})
-    # DNS and the object store, for the init containers; a claim needs neither.
-    store = [] if kubernetes.store_claim else [*ports(53, protocol="UDP"), *ports(53, *kubernetes.egress_ports)]
+    # DNS and the object store, for the init containers, and Milvus; a claim needs neither.
+    is_local = kubernetes.store_claim and not kubernetes.milvus_secret
+    servers = [] if is_local else [*ports(53, protocol="UDP"), *ports(53, *kubernetes.egress_ports)]
     return {
         "podSelector": {"matchLabels": selector(kubernetes)},
         "policyTypes": ["Ingress", "Egress"],
         "ingress": ingress,
-        "egress": [{"ports": store}] if store else [],
+        "egress": [{"ports": servers}] if servers else [],
     }

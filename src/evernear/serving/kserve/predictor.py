@@ -6,16 +6,21 @@
 """
 
 import argparse
+import logging
 
 import numpy as np
+from grpc_interceptor.exceptions import Unavailable
 
 from evernear.data.preprocess import Pixels
+from evernear.errors import StoreError
 from evernear.serving.core import Predictor
 from evernear.serving.kserve.command import arguments, release_source, run
 from evernear.serving.kserve.model import ReleaseModel
 from evernear.serving.kserve.protocols import Images
 from evernear.serving.kserve.server import serve
 from evernear.serving.responses import Prediction, Rejection
+
+_log = logging.getLogger(__name__)
 
 
 class PredictorModel(ReleaseModel):
@@ -37,7 +42,11 @@ class PredictorModel(ReleaseModel):
 
     def _recognize(self, prepared: list[Pixels | Rejection] | Pixels) -> list[Prediction | Rejection]:
         pixels = [image for image in prepared if not isinstance(image, Rejection)]
-        predictions = iter(self._predictor.predict_pixels(np.stack(pixels)) if pixels else [])
+        try:
+            predictions = iter(self._predictor.predict_pixels(np.stack(pixels)) if pixels else [])
+        except StoreError as error:  # the vectors are on a server
+            _log.error("%s", error)
+            raise Unavailable("The gallery cannot be searched now; send the image again.") from None
         return [image if isinstance(image, Rejection) else next(predictions) for image in prepared]
 
 
