@@ -19,8 +19,10 @@ from evernear.settings.sources import MILVUS_TOKEN_FILE_VARIABLE, MILVUS_TOKEN_V
 
 Client = Any
 """``pymilvus.MilvusClient``, whose methods are annotated as both synchronous and asynchronous."""
-CONNECT_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 30.0
 TIMEOUT_S = 60.0
+GRPC_OPTIONS = {"grpc.keepalive_permit_without_calls": False}
+"""Milvus Lite closes idle connections on which pymilvus sends a ping every 10 s."""
 UNCONNECTED = 2
 """The code of pymilvus for a server to which it cannot connect."""
 MAX_MESSAGE = 300
@@ -41,7 +43,7 @@ def connect(uri: str) -> Client:
     for logger in ("pymilvus", "milvus_lite", "grpc._server"):  # they log the traceback of each error that is raised
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     with milvus_errors(uri):
-        return MilvusClient(address(uri), token=_token(), timeout=CONNECT_TIMEOUT_S)
+        return MilvusClient(address(uri), token=_token(), timeout=CONNECT_TIMEOUT_S, grpc_options=GRPC_OPTIONS)
 
 
 def uri_of(settings: IndexSettings) -> str:
