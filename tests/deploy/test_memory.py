@@ -9,12 +9,13 @@ from rendered import PARTS, Object, containers, named, objects, pod_specs
 from evernear import settings
 from evernear.data.preprocess import decode_size_bytes
 from evernear.serving.decoding import pool_size_bytes
+from evernear.serving.pod import memory_size_bytes as torchserve_size_bytes
 from evernear.serving.prep.server import memory_size_bytes
 from evernear.settings import PrepSettings, ServingSettings, Settings
 
 MIB = 2**20
 # Memory of a process before its first large image, with the network and index of the digits (benchmarks/hostile.py).
-TORCHSERVE_WORKER, JAVA_BESIDES_HEAP, PREDICTOR, TRANSFORMER = 480 * MIB, 200 * MIB, 720 * MIB, 220 * MIB
+PREDICTOR, TRANSFORMER = 720 * MIB, 220 * MIB
 
 
 def size_bytes(quantity: str) -> int:
@@ -67,9 +68,10 @@ def test_memory_of_kserve_pods_covers_their_arguments(part: str, module: str, pr
         assert process_size_bytes + decoding + 2 * args.max_bodies_size_bytes <= limit_bytes(container)
 
 
-def test_memory_of_torchserve_covers_a_batch_of_the_largest_requests() -> None:
-    serving, pod = Settings().serving, Settings().kubernetes
-    batch = 2 * serving.batch_size * serving.max_request_size_bytes  # as received, and rewritten without metadata
-    worker = TORCHSERVE_WORKER + decode_size_bytes(serving.max_pixels) + batch
-    needed = serving.heap_size_bytes + JAVA_BESIDES_HEAP + serving.workers * worker
-    assert needed <= size_bytes(pod.memory)
+def test_memory_of_torchserve_grows_with_its_limits_and_the_release() -> None:
+    few = torchserve_size_bytes(ServingSettings(), 0, 0)
+    assert few <= 2 * 1024 * MIB, "a small release fits a common node"
+    assert torchserve_size_bytes(ServingSettings(max_pixels=50_000_000), 0, 0) - few == decode_size_bytes(25_000_000)
+    two_workers = ServingSettings(workers=2)
+    assert torchserve_size_bytes(two_workers, 700, 0) - torchserve_size_bytes(two_workers, 0, 0) == 700
+    assert torchserve_size_bytes(two_workers, 0, 700) - torchserve_size_bytes(two_workers, 0, 0) == 2 * 700

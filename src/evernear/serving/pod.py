@@ -26,6 +26,7 @@ import tempfile
 from pathlib import Path
 from typing import NoReturn
 
+from evernear.data.preprocess import decode_size_bytes
 from evernear.disk import disk_errors, sha256_file
 from evernear.errors import IntegrityError, ServingError, SettingsError
 from evernear.release.archive_reader import (
@@ -51,11 +52,27 @@ JAVA_EXIT_S = 5  # after the drain
 TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{16,4096}=*")
 """b64token of RFC 6750, section 2.1, of at least 96 bits."""
 _STAGING = ".fetch-"
+# Measured with the network and index of the digits (benchmarks/hostile.py).
+WORKER_SIZE_BYTES = 480 * 2**20
+"""Memory of a worker before its first large image."""
+JAVA_SIZE_BYTES = 200 * 2**20
+"""Memory of TorchServe's frontend besides its heap."""
 
 
 def grace_period_s(settings: ServingSettings) -> int:
     """``terminationGracePeriodSeconds`` of a pod: preStop, drain and the exit of Java."""
     return settings.endpoint_removal_s + settings.drain_timeout_s + JAVA_EXIT_S
+
+
+def memory_size_bytes(settings: ServingSettings, index_size_bytes: int, worker_parts_size_bytes: int) -> int:
+    """The memory that a pod needs for a batch of the largest requests in every worker.
+
+    The workers map one copy of the index (``index_size_bytes``), and each loads the network, labels and centroids
+    (``worker_parts_size_bytes``). A body is in memory twice: as received, and rewritten without metadata.
+    """
+    batch = 2 * settings.batch_size * settings.max_request_size_bytes
+    worker = WORKER_SIZE_BYTES + worker_parts_size_bytes + decode_size_bytes(settings.max_pixels) + batch
+    return settings.heap_size_bytes + JAVA_SIZE_BYTES + index_size_bytes + settings.workers * worker
 
 
 def fetch(version: str, sha256: str, settings: Settings) -> ReleaseManifest:

@@ -134,7 +134,11 @@ class KubernetesSettings(Section):
         default=70, ge=1, le=100, description="Target CPU utilization of the HorizontalPodAutoscaler."
     )
     cpu: str = Field(default="2", pattern=r"^[0-9]+(\.[0-9]+|m)?$", description="CPU request and limit of a pod.")
-    memory: str = Field(default="2Gi", pattern=r"^[0-9]+[MG]i$", description="Memory request and limit of a pod.")
+    memory: str = Field(
+        default="auto",
+        pattern=r"^(auto|[0-9]+[MG]i)$",
+        description="Memory request and limit of a pod; auto: from the release and the limits of serving.*.",
+    )
     gpus: int = Field(default=0, ge=0, description="GPUs of a pod (nvidia.com/gpu).")
     node_selector: dict[str, str] = Field(default={}, description="Labels of the nodes that may run the pods.")
     tolerations: tuple[dict[str, str | int], ...] = Field(default=(), description="Tolerations of the pods.")

@@ -1,6 +1,7 @@
 """Objects that a deployment applies: valid for the oldest and newest supported Kubernetes, and hardened."""
 
 import tomllib
+from dataclasses import replace
 from typing import Any
 
 import kubernetes_validate
@@ -89,6 +90,17 @@ def test_revision_changes_with_the_pod() -> None:
     others = [revision("kubernetes.memory=3Gi"), revision("serving.batch_size=8")]
     others.append(revision(release=ServedRelease(RELEASE.version, "d" * 64, "c" * 64)))
     assert len({revision(), *others}) == 4
+
+
+def test_memory_of_a_pod_follows_from_the_release() -> None:
+    def memory(*overrides: str, index_size_bytes: int = 0) -> str:
+        release = replace(RELEASE, index_size_bytes=index_size_bytes)
+        containers = objects(*overrides, release=release)["Deployment"]["spec"]["template"]["spec"]["containers"]
+        return containers[0]["resources"]["limits"]["memory"]
+
+    assert memory() == "2048Mi"
+    assert memory(index_size_bytes=1024 * 2**20) == "3072Mi"
+    assert memory("kubernetes.memory=3Gi", index_size_bytes=1024 * 2**20) == "3Gi"
 
 
 def test_only_the_autoscaler_sets_the_number_of_replicas() -> None:

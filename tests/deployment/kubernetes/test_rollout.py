@@ -81,7 +81,7 @@ def test_deployment_scaled_to_zero_fails(loopback: LoopbackCluster, make_setting
         ),
         (
             CrashLoop("killed\n", exit_code=137, reason="OOMKilled"),
-            r".*\(it needs more memory than kubernetes",
+            r".*\(it needs more memory than its limit; raise kubernetes",
         ),
         (
             CrashLoop("evernear: Release x does not exist\n", container="fetch"),

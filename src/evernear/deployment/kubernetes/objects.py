@@ -13,8 +13,9 @@ from kubernetes.utils import parse_quantity
 
 from evernear.disk import sha256_bytes
 from evernear.errors import SettingsError
+from evernear.index.description import VECTORS_FILE
 from evernear.release.registry import Record
-from evernear.serving.pod import grace_period_s
+from evernear.serving.pod import grace_period_s, memory_size_bytes
 from evernear.settings import KubernetesSettings, RunSettings, ServingSettings
 
 Tree = dict[str, Any]
@@ -36,6 +37,7 @@ CONFIG_FILE = f"{CONFIG_DIR}/evernear.toml"
 TOKEN_DIR = "/var/run/evernear"  # noqa: S105 - a directory, not a token
 PROBE_S = 5
 PROBE_TIMEOUT_S = 5
+MEMORY_STEP_BYTES = 256 * 2**20  # so that small differences between releases do not change the pod
 START_PROBE_TIMEOUT_S = 30  # Python starts, and asks all stored queries
 
 
@@ -46,11 +48,29 @@ class ServedRelease:
     version: str
     archive_sha256: str
     manifest_sha256: str
+    index_size_bytes: int = 0
+    worker_parts_size_bytes: int = 0
+    """Size of the parts that each worker loads itself."""
 
     @staticmethod
     def of(record: Record) -> "ServedRelease":
         """The facts about a published release."""
-        return ServedRelease(record.manifest.version, record.archive_sha256, sha256_bytes(record.manifest.to_json()))
+        manifest = record.manifest
+        sizes_bytes = {name: part.size_bytes for name, part in manifest.parts.items()}
+        return ServedRelease(
+            manifest.version,
+            record.archive_sha256,
+            sha256_bytes(manifest.to_json()),
+            index_size_bytes=sizes_bytes.pop(VECTORS_FILE, 0),
+            worker_parts_size_bytes=sum(sizes_bytes.values()),
+        )
+
+    def memory(self, settings: RunSettings) -> str:
+        """Memory request and limit of a pod, as a quantity of Kubernetes."""
+        if settings.kubernetes.memory != "auto":
+            return settings.kubernetes.memory
+        needed = memory_size_bytes(settings.serving, self.index_size_bytes, self.worker_parts_size_bytes)
+        return f"{math.ceil(needed / MEMORY_STEP_BYTES) * MEMORY_STEP_BYTES // 2**20}Mi"
 
 
 def serving_objects(settings: RunSettings, release: ServedRelease) -> list[Tree]:
@@ -164,8 +184,8 @@ def _pod(settings: RunSettings, release: ServedRelease) -> Tree:
             _spread(kubernetes, "kubernetes.io/hostname"),
             _spread(kubernetes, "topology.kubernetes.io/zone"),
         ],
-        "initContainers": [_init_container(settings, release), *_shippers(settings)],
-        "containers": [_container(settings)],
+        "initContainers": [_init_container(settings, release), *_shippers(settings, release)],
+        "containers": [_container(settings, release)],
         "volumes": _volumes(kubernetes),
     }
     if kubernetes.image_pull_secrets:
@@ -181,7 +201,7 @@ def _init_container(settings: RunSettings, release: ServedRelease) -> Tree:
     """The container that fetches the archive, and the only one with the keys of the object store."""
     kubernetes = settings.kubernetes
     command = ["fetch", "--release", release.version, "--sha256", release.archive_sha256]
-    container = _any_container(settings, "fetch", command)
+    container = _any_container(settings, release, "fetch", command)
     container["env"].append({"name": "EVERNEAR_STORE", "value": settings.store_uri})
     if kubernetes.store_claim:
         container["volumeMounts"].append(
@@ -192,12 +212,12 @@ def _init_container(settings: RunSettings, release: ServedRelease) -> Tree:
     return container
 
 
-def _shippers(settings: RunSettings) -> list[Tree]:
+def _shippers(settings: RunSettings, release: ServedRelease) -> list[Tree]:
     """The sidecar that uploads logged queries, with separate keys. A sidecar ends after TorchServe."""
     secret = settings.kubernetes.query_secret
     if not secret or settings.serving.query_log == "off":
         return []
-    container = _any_container(settings, "ship", [])
+    container = _any_container(settings, release, "ship", [])
     container["env"].append({"name": "EVERNEAR_STORE", "value": settings.store_uri})
     return [
         container
@@ -213,12 +233,11 @@ def _shippers(settings: RunSettings) -> list[Tree]:
     ]
 
 
-def _container(settings: RunSettings) -> Tree:
+def _container(settings: RunSettings, release: ServedRelease) -> Tree:
     """TorchServe. Its management API is bound to loopback, unreachable from outside the pod."""
     serving, kubernetes = settings.serving, settings.kubernetes
-    container = _any_container(
-        settings, CONTAINER, ["serve"] if kubernetes.token_secret else ["serve", "--without-token"]
-    )
+    command = ["serve"] if kubernetes.token_secret else ["serve", "--without-token"]
+    container = _any_container(settings, release, CONTAINER, command)
     if kubernetes.token_secret:
         container["env"].append({"name": "EVERNEAR_TOKEN_FILE", "value": f"{TOKEN_DIR}/token"})
         container["volumeMounts"].append({"name": "token", "mountPath": TOKEN_DIR, "readOnly": True})
@@ -249,9 +268,9 @@ def _container(settings: RunSettings) -> Tree:
     }
 
 
-def _any_container(settings: RunSettings, name: str, command: list[str]) -> Tree:
+def _any_container(settings: RunSettings, release: ServedRelease, name: str, command: list[str]) -> Tree:
     kubernetes = settings.kubernetes
-    amount = {"cpu": kubernetes.cpu, "memory": kubernetes.memory}
+    amount = {"cpu": kubernetes.cpu, "memory": release.memory(settings)}
     return {
         "name": name,
         "image": kubernetes.image,

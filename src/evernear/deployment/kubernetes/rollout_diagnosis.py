@@ -74,7 +74,7 @@ def _of_container(cluster: Cluster, pod: str, container: Tree, role: str) -> Dia
         return None
     how = f"exit code {ended.get('exitCode', 'unknown')}"
     if ended.get("reason") == "OOMKilled":
-        how = "it needs more memory than kubernetes.memory"
+        how = "it needs more memory than its limit; raise kubernetes.memory"
     fate = "keeps crashing" if restarts else "failed"
     words = _last_words(cluster, pod, container["name"], ended, previous="terminated" not in state)
     return Diagnosis(f"{name} {fate} ({how}){words}", persistent=True)
