@@ -105,6 +105,13 @@ def test_changed_collection_is_rejected(embeddings, settings, tmp_path):
         Gallery.open(tmp_path, NETWORK)
 
 
+def test_collection_that_the_server_released_is_loaded_again(embeddings, settings, tmp_path):
+    name = collection_of(build(embeddings, LABELS, settings, tmp_path)).name
+    gallery = Gallery.open(tmp_path, NETWORK)
+    client(settings).release_collection(name)
+    assert gallery.search(GALLERY[0][:2], 1).rows.tolist() == [[0], [1]]
+
+
 def test_alias_moves_between_collections(embeddings, settings, tmp_path):
     first = collection_of(build(embeddings, LABELS, settings, tmp_path / "a"))
     second = collection_of(build(embeddings, tuple("ABCDE"), settings, tmp_path / "b"))

@@ -7,6 +7,7 @@ named by the hash of its content and never changed after it is filled, so a rele
 import json
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,17 @@ from evernear.errors import IntegrityError, SettingsError, TransientStoreError
 from evernear.index.choose import FLAT_BYTES, Choice, tune
 from evernear.index.description import Collection
 from evernear.index.exact import ExactNeighbors
-from evernear.index.milvus_client import TIMEOUT_S, Client, address, connect, drop, milvus_errors, sentence, uri_of
+from evernear.index.milvus_client import (
+    TIMEOUT_S,
+    Client,
+    address,
+    connect,
+    drop,
+    is_transient,
+    milvus_errors,
+    sentence,
+    uri_of,
+)
 from evernear.index.vectors import GalleryVectors
 from evernear.settings import IndexSettings
 
@@ -110,7 +121,8 @@ class MilvusIndex:
         if "ef" in parameters:  # the beam of an HNSW index cannot be narrower than its result
             parameters = parameters | {"ef": max(k, parameters["ef"])}
         with milvus_errors(self.collection.uri):
-            return self._client.search(
+            search = partial(
+                self._client.search,
                 self.collection.name,
                 list(np.ascontiguousarray(vectors, np.float32)),
                 anns_field=EMBEDDING,
@@ -120,6 +132,14 @@ class MilvusIndex:
                 consistency_level=self._consistency,
                 timeout=SEARCH_TIMEOUT_S,
             )
+            try:
+                return search()
+            except Exception as error:
+                if is_transient(error):
+                    raise
+            # Milvus Lite forgets at a restart which collections are loaded.
+            self._client.load_collection(self.collection.name, timeout=SEARCH_TIMEOUT_S)
+            return search()
 
 
 def fill(gallery: GalleryVectors, settings: IndexSettings, factory: str) -> MilvusIndex:

@@ -101,12 +101,13 @@ def milvus_errors(uri: str) -> Generator[None]:
     try:
         yield
     except (MilvusException, grpc.RpcError, grpc.FutureTimeoutError) as error:
-        if _is_transient(error):
+        if is_transient(error):
             raise TransientStoreError(f"Milvus at {address(uri)} cannot be reached: {sentence(error)}.") from error
         raise StoreError(f"Milvus at {address(uri)} rejects the request: {sentence(error)}.") from error
 
 
-def _is_transient(error: Exception) -> bool:
+def is_transient(error: Exception) -> bool:
+    """Whether pymilvus raised ``error`` because the server cannot be reached or is overloaded."""
     import grpc
     from pymilvus.exceptions import ErrorCode, MilvusException
 

@@ -28,7 +28,7 @@ _OUT_OF_TIME = Rejection(
 _NO_GALLERY = Rejection(
     code=503,
     type="GalleryUnavailable",
-    message="The vectors of the gallery cannot be searched now; send the image again.",
+    message="The gallery cannot be searched now; send the image again.",
 )
 _log = logging.getLogger(__name__)
 
