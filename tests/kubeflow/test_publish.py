@@ -198,7 +198,7 @@ def test_schedules_include_those_created_from_a_file(server: KfpServer, publishe
     created = publisher.schedule(PIPELINE, "0 3 * * *", {})
     job = server.state.recurring_runs[created.id]
     del job["pipeline_version_reference"]
-    job["pipeline_spec"] = next(yaml.safe_load_all(COMPILED))
+    job["pipeline_spec"] = next(yaml.load_all(COMPILED, yaml.CSafeLoader))
     assert publisher.schedules() == [created.model_copy(update={"pipeline_version_id": ""})]
 
 

@@ -87,9 +87,9 @@ def test_pipelines_of_the_catalog_are_those_of_the_tree(assets: list[Path]) -> N
     environment = os.environ | {"PYTHONPATH": str(checkout.parent)}
     subprocess.run([sys.executable, "-c", COMPILE, *modules], cwd=checkout.parent, env=environment, check=True)
     for golden in GOLDEN.glob("*.yaml"):
-        expected, *platform = yaml.safe_load_all(golden.read_text())
-        compiled, *platform_of_catalog = yaml.safe_load_all(
-            (checkout.parent / f"pipelines-{golden.stem}.yaml").read_text()
+        expected, *platform = yaml.load_all(golden.read_text(), yaml.CSafeLoader)
+        compiled, *platform_of_catalog = yaml.load_all(
+            (checkout.parent / f"pipelines-{golden.stem}.yaml").read_text(), yaml.CSafeLoader
         )
         assert compiled["root"] == expected["root"]
         assert platform_of_catalog == platform

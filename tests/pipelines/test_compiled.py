@@ -33,7 +33,7 @@ class Compiled:
 
     def __init__(self, module: str) -> None:
         self.module = module
-        self.spec, platform = list(yaml.safe_load_all((GOLDEN / f"{module}.yaml").read_text()))
+        self.spec, platform = yaml.load_all((GOLDEN / f"{module}.yaml").read_text(), yaml.CSafeLoader)
         self.kubernetes = platform["platforms"]["kubernetes"]
         self.root_tasks = self.spec["root"]["dag"]["tasks"]
         self.parameters = self.spec["root"]["inputDefinitions"]["parameters"]
@@ -56,7 +56,7 @@ class Compiled:
         return self.kubernetes["deploymentSpec"]["executors"][f"exec-{task}"]
 
 
-@pytest.fixture(params=PIPELINES)
+@pytest.fixture(params=PIPELINES, scope="module")
 def compiled(request: pytest.FixtureRequest) -> Compiled:
     return Compiled(request.param)
 
@@ -77,7 +77,7 @@ def test_compilation_is_reproducible_and_golden_files_are_current(tmp_path: Path
 
 def test_for_cluster_requires_an_image_digest() -> None:
     image = "registry.example/evernear-train@sha256:" + "ab" * 32
-    spec = next(yaml.safe_load_all(for_cluster("continuous-training", image)))
+    spec = next(yaml.load_all(for_cluster("continuous-training", image), yaml.CSafeLoader))
     images = {part["container"]["image"] for part in spec["deploymentSpec"]["executors"].values()}
     assert images == {image}
     for moving in ("registry.example/evernear-train:latest", "evernear-train@sha256:abc", "a b@sha256:" + "ab" * 32):

@@ -34,18 +34,18 @@ def for_cluster(pipeline: str, image: str) -> bytes:
 
 def parameters_of(compiled: bytes) -> Sequence[Parameter]:
     """The parameters of a compiled pipeline."""
-    return parameters_in(next(yaml.safe_load_all(compiled))["root"])
+    return parameters_in(next(yaml.load_all(compiled, Loader=yaml.CSafeLoader))["root"])
 
 
 def with_defaults(compiled: bytes, defaults: Mapping[str, Any]) -> bytes:
     """``compiled`` with its parameter defaults replaced by ``defaults``."""
     if not defaults:
         return compiled
-    documents = list(yaml.safe_load_all(compiled))
+    documents = list(yaml.load_all(compiled, Loader=yaml.CSafeLoader))
     parameters = documents[0]["root"]["inputDefinitions"]["parameters"]
     for name, value in defaults.items():
         parameters[name]["defaultValue"] = value
-    return yaml.safe_dump_all(documents, sort_keys=True).encode()
+    return yaml.dump_all(documents, Dumper=yaml.CSafeDumper, sort_keys=True).encode()
 
 
 def as_manifests(compiled: bytes, version: str, namespace: str = "") -> bytes:
