@@ -7,6 +7,7 @@ tests that need them: those that install packages, and those on a real cluster.
 import json
 import os
 import re
+import sys
 
 ASIDE = "EVERNEAR_TEST_SHELL"
 """An environment variable, because pytest-xdist workers inherit an environment that is already isolated."""
@@ -16,7 +17,8 @@ _CERTIFICATES = r"ssl_cert_(file|dir)|(requests|curl)_ca_bundle"
 _SERVICES = r"_?evernear_(?!test_).*|(aws|kfp|kf_pipelines|kubernetes|slack|minio|mc)_.*|kubeconfig"
 _THREADS = r"(omp|gomp|kmp|mkl|openblas|goto)_.*"
 _TERMINAL = r"(force|no)_color|columns|lines|tty_.*"
-_FOREIGN = re.compile("|".join([_PROXIES, _CERTIFICATES, _SERVICES, _THREADS, _TERMINAL]), re.IGNORECASE)
+_BYTECODE = r"pythondontwritebytecode"  # without the cache, each process compiles the package and the tests again
+_FOREIGN = re.compile("|".join([_PROXIES, _CERTIFICATES, _SERVICES, _THREADS, _TERMINAL, _BYTECODE]), re.IGNORECASE)
 
 
 def isolate() -> None:
@@ -27,6 +29,7 @@ def isolate() -> None:
     removed = {name: os.environ.pop(name) for name in list(os.environ) if _FOREIGN.fullmatch(name)}
     os.environ.setdefault(ASIDE, json.dumps(removed))
     os.environ["OMP_NUM_THREADS"] = "1"
+    sys.dont_write_bytecode = False
 
 
 def of_the_shell(*names: str) -> dict[str, str]:

@@ -21,6 +21,7 @@ HOSTILE = {
     "SSL_CERT_FILE": "/nowhere",
     "OMP_NUM_THREADS": "64",
     "FORCE_COLOR": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
 }
 OPTS_IN = {"EVERNEAR_TEST_IMAGE": "registry.example/image"}
 LOOK = """

@@ -4,11 +4,10 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
@@ -18,10 +17,8 @@ from evernear.data.ingest import ingest
 from evernear.data.shards import Dataset
 from evernear.data.validate import require_valid, validate
 from evernear.disk import sha256_file
-from evernear.embedding import backbone as backbone_module
 from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.artifact import load_trained
-from evernear.embedding.backbone import TimmMember
 from evernear.embedding.data_loader import to_tensor
 from evernear.embedding.embed import embed, embed_images
 from evernear.embedding.embeddings import Embeddings
@@ -32,6 +29,10 @@ from evernear.embedding.train import choose_optimizer, train
 from evernear.errors import StoreError, TrainingError
 from evernear.settings import TrainSettings, load
 from evernear.store import open_store
+
+# timm takes seconds to import, also in workers that only collect this module: tests import it themselves.
+if TYPE_CHECKING:
+    from evernear.embedding.backbone import TimmMember
 
 TINY = "test_resnet"
 """The smallest convolutional network of timm."""
@@ -45,13 +46,17 @@ def settings(**changes: Any) -> TrainSettings:
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights as timm saves them, of a color network with a classifier of 7 classes."""
+    import timm
+
     torch.manual_seed(1)
     path = tmp_path_factory.mktemp("weights") / "model.safetensors"
     save_file(timm.create_model(TINY, num_classes=7).state_dict(), path)
     return path
 
 
-def member(directory: Path) -> TimmMember:
+def member(directory: Path) -> "TimmMember":
+    from evernear.embedding.backbone import TimmMember
+
     _, network = load_trained(directory)
     (found,) = network.members
     assert isinstance(found, TimmMember)
@@ -76,6 +81,8 @@ def test_common_backbones_export_as_torchscript(name: str, tmp_path: Path) -> No
 def test_training_begins_with_the_weights_of_the_file_and_describes_them(
     digits: Dataset, weights: Path, tmp_path: Path
 ) -> None:
+    import timm
+
     slow = settings(weights=str(weights), backbone_size_px=32, learning_rate=1e-12)
     train(digits, slow, tmp_path / "trained")
     trained, _ = load_trained(tmp_path / "trained")
@@ -180,14 +187,14 @@ def test_the_hub_is_asked_only_with_weights_hub(
         asked.append((repository, file))
         return str(weights)
 
-    monkeypatch.setattr(backbone_module, "hf_hub_download", download)
+    monkeypatch.setattr("evernear.embedding.backbone.hf_hub_download", download)
     train(digits, settings(weights="hub", frozen=True, backbone_size_px=16), tmp_path)
     assert asked == [("timm/test_resnet.r160_in1k", "model.safetensors")]
 
     def fail(repository: str, file: str) -> str:
         raise OSError("no network")
 
-    monkeypatch.setattr(backbone_module, "hf_hub_download", fail)
+    monkeypatch.setattr("evernear.embedding.backbone.hf_hub_download", fail)
     with pytest.raises(StoreError, match="cannot be downloaded from the hub: no network"):
         train(digits, settings(weights="hub", frozen=True), tmp_path)
 
