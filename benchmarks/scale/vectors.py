@@ -55,7 +55,7 @@ def _embed(network_dir: Path, dataset: Dataset, counts: dict[Split, int], out_di
                 block = next(blocks)
                 size = min(len(block), len(rows) - filled)
                 part = rows[filled : filled + size]
-                part["embedding"] = embed_images(network, _vary(block.images[:size], generator))
+                part["embedding"] = embed_images(network, vary(block.images[:size], generator))
                 part["label"], part["digest"] = block.labels[:size], block.digests[:size]
                 filled += size
             shards.append(_write(out_dir / f"{split}-{first // SHARD_SIZE:05d}.npy", split, rows))
@@ -72,7 +72,7 @@ def _endless(dataset: Dataset, splits: Sequence[Split]) -> Iterator[Block]:
         yield from chain.from_iterable(dataset.blocks(split, BATCH_SIZE) for split in splits)
 
 
-def _vary(images: NDArray[np.uint8], generator: torch.Generator) -> NDArray[np.uint8]:
+def vary(images: NDArray[np.uint8], generator: torch.Generator) -> NDArray[np.uint8]:
     """Deform each image (N, H, W, C) at random."""
     varied = random_affine(to_tensor(images), Draws(generator)).round().clamp(0, 255).to(torch.uint8)
     return np.ascontiguousarray(varied.numpy().transpose(0, 2, 3, 1))
