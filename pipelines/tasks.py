@@ -10,6 +10,14 @@ from kfp import dsl, kubernetes
 
 S3_KEYS = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION")
 MILVUS_SECRET, MILVUS_KEYS = "evernear-milvus", ("EVERNEAR_MILVUS_URI", "EVERNEAR_MILVUS_TOKEN")
+TRACKING_SECRET = "evernear-tracking"  # noqa: S105 - the name of a Secret
+TRACKING_KEYS = (
+    "MLFLOW_TRACKING_URI",
+    "MLFLOW_TRACKING_TOKEN",
+    "MLFLOW_TRACKING_USERNAME",
+    "MLFLOW_TRACKING_PASSWORD",
+    "MODEL_REGISTRY_BASE_URL",
+)
 RUN = dsl.PIPELINE_JOB_ID_PLACEHOLDER
 HOUR_S = 3600
 DAY_S = 24 * HOUR_S
@@ -54,7 +62,7 @@ def configure_tasks(
     cpu: str,
     memory: str,
 ) -> None:
-    """Set the store's keys, the CPU and memory limits and the policy of each task, and disable KFP's cache.
+    """Set the Secrets, the CPU and memory limits and the policy of each task, and disable KFP's cache.
 
     The cache can never hit because each ingest makes a new artifact. Expensive steps keep checkpoints in the store.
     """
@@ -64,6 +72,8 @@ def configure_tasks(
         kubernetes.use_secret_as_env(task, s3_secret, {key: key for key in S3_KEYS}, optional=True)
         if policy.searches_gallery:  # which may be in Milvus
             kubernetes.use_secret_as_env(task, MILVUS_SECRET, {key: key for key in MILVUS_KEYS}, optional=True)
+        if task.name == "notify":
+            kubernetes.use_secret_as_env(task, TRACKING_SECRET, {key: key for key in TRACKING_KEYS}, optional=True)
         kubernetes.set_timeout(task, policy.timeout_s)
         if policy.retries:
             # Argo measures this from the first attempt, and stops an attempt that exceeds it. KFP's default is 1 h.

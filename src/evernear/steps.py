@@ -327,6 +327,7 @@ def notify(run: str, store: str, pipeline: str, state: str, error_message: str, 
     with step("notify", run, store) as running:
         from evernear.reporting.notify import finalize
         from evernear.reporting.page import run_page, save_page
+        from evernear.reporting.tracking import track
 
         record = RunRecord(open_store(store), run)
         result = finalize(record, pipeline, state, error_message, command_words())
@@ -334,7 +335,8 @@ def notify(run: str, store: str, pipeline: str, state: str, error_message: str, 
         html = run_page(record)
         write_atomically(Path(page), html)
         save_page(record, html)
-        running.summary = result.headline()
+        warnings = "".join(f"; WARNING: {warning}" for warning in track(record, html))
+        running.summary = result.headline() + warnings
     return {"state": result.state, "release": result.release or "", "summary": result.summary()}
 
 

@@ -7,6 +7,7 @@ elsewhere. The templates escape every value; the page has neither scripts nor ex
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -141,10 +142,19 @@ class RunReport:
         return [figure for figure in figures if figure.candidate or figure.champion]
 
     @property
+    def started(self) -> datetime:
+        """The start of the first step."""
+        return self.steps[0].started
+
+    @property
+    def ended(self) -> datetime | None:
+        """The end of the last step."""
+        return max((step.ended for step in self.steps if step.ended), default=None)
+
+    @property
     def duration(self) -> str:
         """From the start of the first step to the end of the last."""
-        ends = [step.ended for step in self.steps if step.ended]
-        return duration((max(ends) - self.steps[0].started).total_seconds()) if ends else ""
+        return duration((self.ended - self.started).total_seconds()) if self.ended else ""
 
     def classes(self) -> list[ClassRow]:
         """All classes, the lowest recall first."""

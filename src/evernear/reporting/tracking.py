@@ -1,0 +1,171 @@
+"""Runs in MLflow, and releases in Kubeflow's model registry, for teams that compare or find them there.
+
+Each system is used if the environment has its address: ``MLFLOW_TRACKING_URI``, and ``MODEL_REGISTRY_BASE_URL`` as for
+KServe's storage initializer of the model registry. The run's record in the store remains the truth: a failure here is a
+warning and never fails a run.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from evernear.errors import StoreError
+from evernear.output import printable
+from evernear.release.registry import Record, Registry
+from evernear.reporting.page import RunReport
+from evernear.run_record import RunRecord
+
+MLFLOW_ADDRESS, REGISTRY_ADDRESS = "MLFLOW_TRACKING_URI", "MODEL_REGISTRY_BASE_URL"
+EXPERIMENT = "evernear"
+"""The MLflow experiment, unless ``MLFLOW_EXPERIMENT_NAME`` is set."""
+STATES = {"failed": "FAILED", "stopped": "KILLED"}
+"""The MLflow status of a run's state; FINISHED for all others."""
+PARAMETERS_MAX, METRICS_MAX = 100, 1000
+"""Most entries of one request to MLflow."""
+PARAMETER_MAX_CHARACTERS = 6000
+REASON_MAX_CHARACTERS = 300
+TIMEOUT_S = 10
+REGISTRY_API = "/api/model_registry/v1alpha3"
+TOKEN_FILE = "KF_PIPELINES_SA_TOKEN_PATH"  # noqa: S105 - the variable of Kubeflow's client that names the file
+_PASSWORD = re.compile(r"//[^/@\s]+@")
+_MLFLOW_DEFAULTS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": str(TIMEOUT_S),
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # of 7, which would take minutes
+}
+
+
+def track(record: RunRecord, page: str) -> list[str]:
+    """Send a run that has ended to the configured systems; return a warning for each that did not take it.
+
+    ``page`` is the HTML of the run page.
+    """
+    warnings: list[str] = []
+    if not (os.environ.get(MLFLOW_ADDRESS) or os.environ.get(REGISTRY_ADDRESS)):
+        return warnings
+    report = RunReport.load(record)
+    if os.environ.get(MLFLOW_ADDRESS) and report.settings:
+        try:
+            _log_to_mlflow(report, page)
+        except ImportError:
+            warnings.append(f"{MLFLOW_ADDRESS} is set, but the client is missing: install evernear[mlflow].")
+        except Exception as error:  # whatever the client raises
+            warnings.append(_warning("MLflow", MLFLOW_ADDRESS, error))
+    if os.environ.get(REGISTRY_ADDRESS) and report.outcome.candidate:
+        try:
+            _register(record, report)
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, LookupError) as error:
+            warnings.append(_warning("The model registry", REGISTRY_ADDRESS, error))
+    return warnings
+
+
+def _warning(system: str, variable: str, error: BaseException) -> str:
+    while error.__context__:  # the first error says most: connection refused, name not known, timed out
+        error = error.__context__
+    reason = _PASSWORD.sub("//", printable(" ".join(str(error).split())) or type(error).__name__)
+    return f"{system} of {variable} did not take the run: {reason[:REASON_MAX_CHARACTERS].rstrip('.')}."
+
+
+def _log_to_mlflow(report: RunReport, page: str) -> None:
+    """Log parameters, metrics and the run page. A step that is retried logs to the same run."""
+    for variable, value in _MLFLOW_DEFAULTS.items():
+        os.environ.setdefault(variable, value)
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Param, RunTag
+
+    client, outcome = MlflowClient(), report.outcome
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
+    experiment = client.get_experiment_by_name(name)
+    experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
+    started_ms, ended_ms = (_milliseconds(time) for time in (report.started, report.ended or report.started))
+    logged = client.search_runs([experiment_id], f"attributes.run_name = '{outcome.run}'", max_results=1)
+    run = logged[0] if logged else client.create_run(experiment_id, started_ms, run_name=outcome.run)
+    parameters = [Param(key, str(value)[:PARAMETER_MAX_CHARACTERS]) for key, value in report.settings.items()]
+    metrics = [Metric(key, value, ended_ms, 0) for key, value in outcome.metrics.items()]
+    metrics += [Metric(key, value, ended_ms, epoch) for key, value, epoch in _curves(report)]
+    tags = [RunTag(f"evernear.{key}", value) for key, value in _facts(report).items()]
+    for first in range(0, len(parameters), PARAMETERS_MAX):
+        client.log_batch(run.info.run_id, params=parameters[first : first + PARAMETERS_MAX])
+    for first in range(0, len(metrics), METRICS_MAX):
+        client.log_batch(run.info.run_id, metrics=metrics[first : first + METRICS_MAX])
+    client.log_batch(run.info.run_id, tags=tags)
+    client.log_text(run.info.run_id, page, "run.html")
+    client.set_terminated(run.info.run_id, STATES.get(outcome.state, "FINISHED"), ended_ms)
+
+
+def _curves(report: RunReport) -> Iterator[tuple[str, float, int]]:
+    """Name, value and epoch of each point of the training curves."""
+    for epoch in report.training.get("epochs", ()):
+        for key in ("train_loss", "gallery_loss", "gallery_accuracy", "learning_rate"):
+            yield key, epoch[key], epoch["epoch"]
+
+
+def _facts(report: RunReport) -> dict[str, str]:
+    """The outcome and the lineage of a run, by names without spaces."""
+    facts = {"state": report.outcome.state, "summary": report.outcome.summary()} | dict(report.lineage)
+    return {key.replace(" (sha256)", "_sha256").replace(" ", "_"): value for key, value in facts.items()}
+
+
+def _milliseconds(time: datetime) -> int:
+    return round(time.timestamp() * 1000)
+
+
+def _register(record: RunRecord, report: RunReport) -> None:
+    """Enter the release of a run, under the name of its dataset, into Kubeflow's model registry."""
+    assert report.outcome.candidate is not None  # noqa: S101 - `track` asks only then
+    try:
+        release = Registry(record.store).get(report.outcome.candidate)
+    except StoreError:  # its deployment failed before it was published
+        return
+    headers = {}
+    if path := os.environ.get(TOKEN_FILE):
+        headers["Authorization"] = f"Bearer {Path(path).read_text().strip()}"
+    base = os.environ[REGISTRY_ADDRESS].rstrip("/") + REGISTRY_API
+    with httpx.Client(base_url=base, headers=headers, timeout=TIMEOUT_S) as client:
+        manifest = release.manifest
+        model = _find_or_create(client, "registered_model", {"name": manifest.dataset_name})
+        facts = _facts(report) | {"labels": str(len(manifest.labels))}
+        version = {"name": manifest.version, "registeredModelId": model["id"], "author": "evernear"}
+        version |= {"description": report.outcome.summary(), "customProperties": _properties(facts, manifest.metrics)}
+        made = _find_or_create(client, "model_version", version, parentResourceId=model["id"])
+        _find_or_create(client, "model_artifact", _artifact(record, release), parentResourceId=made["id"])
+
+
+def _artifact(record: RunRecord, release: Record) -> dict[str, Any]:
+    return {
+        "name": f"{release.manifest.version}.mar",
+        "artifactType": "model-artifact",
+        "uri": f"{record.store.uri}/{release.archive_key}",
+        "modelFormatName": "torchserve-mar",
+        "modelFormatVersion": str(release.manifest.format),
+        "customProperties": _properties({"sha256": release.archive_sha256}, {}),
+    }
+
+
+def _properties(texts: dict[str, str], numbers: dict[str, float]) -> dict[str, dict[str, Any]]:
+    """Custom properties as the model registry takes them."""
+    properties: dict[str, dict[str, Any]] = {
+        key: {"metadataType": "MetadataStringValue", "string_value": value} for key, value in texts.items()
+    }
+    return properties | {
+        key: {"metadataType": "MetadataDoubleValue", "double_value": value} for key, value in numbers.items()
+    }
+
+
+def _find_or_create(client: httpx.Client, kind: str, body: dict[str, Any], **parent: str) -> dict[str, Any]:
+    """The resource of that name below ``parent``, created if it is missing, so that a retried step changes nothing."""
+    found = client.get(f"/{kind}", params={"name": body["name"], **parent})
+    if found.status_code != HTTPStatus.NOT_FOUND.value:
+        return found.raise_for_status().json()
+    collection = f"/{kind}s"
+    if kind == "model_artifact":
+        collection = f"/model_versions/{quote(parent['parentResourceId'])}/artifacts"
+    return client.post(collection, json=body).raise_for_status().json()
