@@ -283,7 +283,7 @@ def _end(process: "subprocess.Popen[str]") -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     _kill(steps)
-    process.wait()
+    process.communicate()  # waits, and closes the pipe
 
 
 def _descendants(process: "subprocess.Popen[str]") -> list[psutil.Process]:

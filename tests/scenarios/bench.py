@@ -1,4 +1,4 @@
-"""Runs the installed ``evernear`` command in a separate working directory with separate ports."""
+"""Runs the ``evernear`` command in a separate working directory with separate ports."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from evernear.progress import EVENTS_VARIABLE
+from tests.command_line import evernear
 from tests.ports import free_ports
 
 EVERNEAR = str(Path(sys.executable).parent / "evernear")
@@ -21,7 +22,7 @@ PORTS = ("inference_port", "management_port", "metrics_port", "grpc_inference_po
 
 
 class Bench:
-    """A working directory with its settings. Every command runs in its own process."""
+    """A working directory with its settings."""
 
     def __init__(self, directory: Path, **variables: str) -> None:
         self.directory = directory
@@ -42,8 +43,12 @@ class Bench:
             **variables,
         }
 
-    def command(self, *words: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
-        """Run ``evernear WORDS`` to its end."""
+    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run ``evernear WORDS`` in the tests' own process, which has already imported torch."""
+        return evernear(*words, environment=self.environment, cwd=self.directory)
+
+    def process(self, *words: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+        """Run the installed ``evernear WORDS`` to its end."""
         return subprocess.run(
             [EVERNEAR, *words],
             cwd=self.directory,
@@ -55,7 +60,7 @@ class Bench:
         )
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        """Start ``evernear WORDS`` and do not wait."""
+        """Start the installed ``evernear WORDS`` and do not wait."""
         return subprocess.Popen(
             [EVERNEAR, *words],
             cwd=self.directory,
@@ -68,7 +73,7 @@ class Bench:
 
     def run(self, *words: str, command: str = "run") -> dict[str, Any]:
         """Run ``evernear run --json`` or a similar ``command``, which must succeed; return its result."""
-        completed = self.command(command, "--preset", "quick", "--json", *words)
+        completed = self.process(command, "--preset", "quick", "--json", *words)
         assert completed.returncode == 0, completed.stdout + completed.stderr
         return json.loads(completed.stdout.splitlines()[-1])
 

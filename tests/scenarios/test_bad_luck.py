@@ -52,8 +52,8 @@ def kill_at(bench: Bench, step: str, victim: str) -> bool:
         children = psutil.Process(process.pid).children(recursive=True)
         running = [child for child in children if "executor_main" in " ".join(child.cmdline())]
         (running[-1] if running and victim == "step" else process).kill()
-        process.wait(60)
-    _, alive = psutil.wait_procs(children, timeout=10)
+        process.wait(240)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive, "a step outlived its run"
     return victim == "command" or bool(running)
 
@@ -83,7 +83,7 @@ def test_killed_step_fails_the_run_with_an_error_message(bench: Bench) -> None:
         for child in psutil.Process(process.pid).children(recursive=True):
             if "executor_main" in " ".join(child.cmdline()):
                 child.kill()
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=240)
     assert process.returncode == 1
     assert "Traceback" not in output
     assert "log.txt" in output
@@ -98,7 +98,7 @@ def test_temporary_files_are_removed_even_after_a_kill(bench: Bench) -> None:
     assert list(temporary.rglob("tmp.*"))
     # The next run ends early, too: cleanup does not depend on the outcome.
     shutil.rmtree(bench.directory / "images")
-    bench.refused("run", "--preset", "quick")
+    assert bench.process("run", "--preset", "quick").returncode != 0
     assert list(temporary.iterdir()) == []
 
 

@@ -22,7 +22,7 @@ def interrupted(process: subprocess.Popen[str], progress: str = "") -> str:
     """Interrupt the command; check that it shows ``progress`` and its processes end, and return its last message."""
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 130, output
     assert "Traceback" not in output
     assert not [child for child in children if child.is_running()], "a process outlived its command"
@@ -92,8 +92,8 @@ def test_training_processes_end_with_the_run(bench: Bench) -> None:
                 assert process.poll() is None
                 workers = training_processes(process)
             process.send_signal(end)
-            process.communicate(timeout=60)
-        _, alive = psutil.wait_procs(workers, timeout=30)
+            process.communicate(timeout=240)
+        _, alive = psutil.wait_procs(workers, timeout=120)
         assert not alive, end
 
 

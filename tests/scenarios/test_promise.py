@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
+from evernear import steps
 from evernear.local_run import pipeline_arguments
-from evernear.settings import load
+from evernear.settings import Settings, load
 from evernear.store import Store, open_store
 from tests.loopback.kfp import KfpServer, LocalExecutor
 from tests.loopback.kfp.state import RunControl
@@ -28,7 +29,8 @@ from tests.scenarios.bench import Bench, write_digits
 GOLDEN = Path(__file__).parents[2] / "pipelines" / "golden" / "continuous_training.yaml"
 ADA, EVE = Person("U0ADA", "ada"), Person("U0EVE", "eve")
 CHANNEL = "C0TRAINING"
-RUN_TIMEOUT_S = 400
+RUN_TIMEOUT_S = 600
+TIMEOUT_S = 240.0
 FIRST_IMAGES = 100  # of each class in the first release
 pytestmark = pytest.mark.timeout(900)
 
@@ -71,14 +73,14 @@ class Product:
 
     def run_to_its_end(self) -> RunControl:
         """Wait until the started run ends, and return it."""
-        run = self.kfp.wait_for_run(timeout_s=30)
+        run = self.kfp.wait_for_run(timeout_s=TIMEOUT_S)
         assert run.ended.wait(RUN_TIMEOUT_S), run.state
         return run
 
     def reply(self, prompt: PostedMessage, words: str) -> PostedMessage:
         """The reply in the thread of ``prompt`` that contains ``words``."""
         in_thread = lambda: [s for s in self.slack.messages if s.thread == prompt.ts and words in s.text]  # noqa: E731
-        until(in_thread, timeout_s=30)
+        until(in_thread)
         return in_thread()[0]
 
     def status(self) -> dict[str, Any]:
@@ -114,7 +116,7 @@ def product(s3_endpoint: str, bucket: str, tmp_path: Path) -> Iterator[Product]:
     write_digits(tmp_path / "images", labels="012345678", per_class=FIRST_IMAGES)
     for path in (tmp_path / "images").rglob("*.png"):
         images.put(path.relative_to(tmp_path / "images").as_posix(), path)
-    assert bench.run()["promoted"]
+    first_release(settings, tmp_path / "first")
     executor = LocalExecutor(tmp_path / "kfp", **pipeline_arguments(settings))
     with SlackServer() as slack, KfpServer(executor=executor) as kfp:
         kfp.publish(GOLDEN, version="c0ffee1")
@@ -125,8 +127,28 @@ def product(s3_endpoint: str, bucket: str, tmp_path: Path) -> Iterator[Product]:
             yield Product(bench, images, kfp, executor, slack, f"http://127.0.0.1:{bot_port}")
         finally:
             bot.terminate()
-            _, _ = bot.communicate(timeout=60)
+            _, _ = bot.communicate(timeout=TIMEOUT_S)
             bench.command("stop")
+
+
+def first_release(settings: Settings, directory: Path) -> None:
+    """Run the pipeline's steps in this process, which has already imported torch; the test's run has a process each."""
+    run, store, chosen = "first", settings.store_uri, pipeline_arguments(settings)["settings"]
+    names = ("dataset", "trained", "network", "open_set", "embeddings", "index", "evaluation", "verdict", "release")
+    path = {name: str(directory / name) for name in names}
+    dataset, network, open_set = path["dataset"], path["network"], path["open_set"]
+    source = {"source": settings.data.source, "preset": "", "target": settings.target, "serving_image": ""}
+    _, chosen = steps.ingest(run, store, source, chosen, dataset)
+    steps.train(run, chosen, dataset, path["trained"], str(directory / "curves"))
+    steps.export(run, chosen, dataset, path["trained"], network)
+    steps.probe(run, chosen, dataset, open_set)
+    steps.embed(run, chosen, dataset, network, path["embeddings"])
+    steps.index(run, chosen, dataset, path["embeddings"], open_set, path["index"])
+    steps.evaluate(run, chosen, dataset, network, path["index"], open_set, path["evaluation"])
+    assert steps.gate(run, chosen, path["evaluation"], path["verdict"])
+    parts = {name: path[name] for name in ("network", "index", "evaluation", "verdict")}
+    steps.archive(run, chosen, dataset, parts, path["release"])
+    steps.deploy(run, chosen, "a test", path["release"], path["verdict"])
 
 
 def test_new_class_is_proposed_trained_deployed_and_recognized(product: Product) -> None:
@@ -198,7 +220,7 @@ def test_failed_deployment_keeps_the_champion_and_is_reported(product: Product) 
     assert product.recognises("7")["version"] == first
 
 
-def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+def until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
     until_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < until_s
