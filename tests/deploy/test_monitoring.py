@@ -1,14 +1,23 @@
-"""Dashboard and alerts query series and labels that the servers export."""
+"""Dashboard and alerts query series and labels that the servers export, and fire when they should.
+
+The tests with promtool run where it is on the PATH.
+"""
 
 import itertools
 import json
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
+import pytest
+import yaml
 from rendered import DEPLOY, named, objects
 
 from evernear.serving.metrics import metrics_file
 from evernear.serving.prep.service import Metrics
 
+UNIT_TESTS = [Path(__file__).with_name(name) for name in ("alerts_test.yaml", "alerts_week_test.yaml")]
 DASHBOARD = json.loads((DEPLOY / "components/monitoring/dashboard.json").read_text())
 PANELS = DASHBOARD["panels"]
 QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]] + [
@@ -97,3 +106,34 @@ def test_alerts_have_severity_summary_and_description() -> None:
         for alert in group["rules"]:
             assert alert["labels"]["severity"] in ("page", "ticket")
             assert alert["annotations"].keys() == {"summary", "description"}
+
+
+def promtool(directory: Path, *arguments: str) -> str:
+    """The output of promtool, which must accept the files in ``directory``."""
+    binary = shutil.which("promtool")
+    if binary is None:
+        pytest.skip("promtool is not on the PATH; it comes with Prometheus")
+    done = subprocess.run([binary, *arguments], cwd=directory, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_alerts_pass_their_unit_tests(tmp_path: Path) -> None:
+    (rule,) = named(objects("production"), "PrometheusRule").values()
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rule["spec"]))
+    for path in UNIT_TESTS:
+        shutil.copy(path, tmp_path)
+    assert "SUCCESS" in promtool(tmp_path, "check", "rules", "--lint-fatal", "rules.yaml")
+    assert "SUCCESS" in promtool(tmp_path, "test", "rules", *(path.name for path in UNIT_TESTS))
+
+
+def test_every_alert_has_a_unit_test() -> None:
+    tests = "".join(path.read_text() for path in UNIT_TESTS)
+    assert not [name for name in alerts() if f'alertname="{name}", alertstate="firing"' not in tests]
+
+
+def test_queries_of_the_dashboard_are_valid(tmp_path: Path) -> None:
+    queries = [query.replace("$namespace", "evernear") for query in QUERIES]
+    rules = [{"record": f"panel:query:{number}", "expr": query} for number, query in enumerate(queries)]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    assert f"SUCCESS: {len(rules)} rules found" in promtool(tmp_path, "check", "rules", "rules.yaml")
