@@ -6,7 +6,7 @@ from evernear.errors import IntegrityError
 from evernear.frozen import Frozen
 
 
-class TrainingNotes(Frozen):
+class TrainingNote(Frozen):
     remedy = "run the train step again"
 
     epochs: int
@@ -14,20 +14,20 @@ class TrainingNotes(Frozen):
 
 
 def test_document_round_trip(tmp_path: Path) -> None:
-    notes = TrainingNotes(epochs=3, text="\u20ac")
-    notes.save(tmp_path / "notes.json")
-    assert TrainingNotes.load(tmp_path / "notes.json") == notes
-    assert (tmp_path / "notes.json").read_bytes() == notes.to_json()
+    note = TrainingNote(epochs=3, text="\u20ac")
+    note.save(tmp_path / "notes.json")
+    assert TrainingNote.load(tmp_path / "notes.json") == note
+    assert (tmp_path / "notes.json").read_bytes() == note.to_json()
 
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
         (None, "Cannot read {path}: No such file or directory; run the train step again."),
-        (b"{", "{path} is not a valid training notes: Invalid JSON: EOF while parsing"),
-        (b"\xff", "{path} is not a valid training notes: Invalid JSON: "),
-        (b'{"epochs": 1, "\\u001b": 2}', "{path} is not a valid training notes: \\x1b: Extra inputs"),
-        (b'{"epochs": "x"}', "{path} is not a valid training notes: epochs: Input should be a valid integer"),
+        (b"{", "{path} is not a valid training note: Invalid JSON: EOF while parsing"),
+        (b"\xff", "{path} is not a valid training note: Invalid JSON: "),
+        (b'{"epochs": 1, "\\u001b": 2}', "{path} is not a valid training note: \\x1b: Extra inputs"),
+        (b'{"epochs": "x"}', "{path} is not a valid training note: epochs: Input should be a valid integer"),
     ],
 )
 def test_invalid_document_is_reported(tmp_path: Path, content: bytes | None, sentence: str) -> None:
@@ -35,11 +35,11 @@ def test_invalid_document_is_reported(tmp_path: Path, content: bytes | None, sen
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(IntegrityError) as caught:
-        TrainingNotes.load(path)
+        TrainingNote.load(path)
     assert str(caught.value).startswith(sentence.format(path=path))
     assert str(caught.value).endswith("; run the train step again.")
 
 
 def test_values_are_immutable() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        TrainingNotes(epochs=1).epochs = 2  # type: ignore[misc]
+        TrainingNote(epochs=1).epochs = 2  # type: ignore[misc]

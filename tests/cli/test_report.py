@@ -29,9 +29,9 @@ def workdir(tmp_path: Path) -> Path:
 
 
 def report(workdir: Path, *names: str) -> str:
-    done = command_line.evernear("report", *names, "--workdir", workdir)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    result = command_line.evernear("report", *names, "--workdir", workdir)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
 
 
 def test_last_run_with_a_page_is_the_default(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,12 +64,12 @@ def test_two_runs_are_compared_in_one_page(workdir: Path) -> None:
     ],
 )
 def test_unknown_or_too_many_names_are_errors(workdir: Path, names: list[str], message: str) -> None:
-    done = command_line.evernear("report", *names, "--workdir", workdir)
-    assert done.returncode != 0
-    assert message in " ".join(done.stderr.split())
+    result = command_line.evernear("report", *names, "--workdir", workdir)
+    assert result.returncode != 0
+    assert message in " ".join(result.stderr.split())
 
 
 def test_no_run_is_an_error(tmp_path: Path) -> None:
-    done = command_line.evernear("report", "--workdir", tmp_path)
-    assert done.returncode != 0
-    assert "has no run with a page" in " ".join(done.stderr.split())
+    result = command_line.evernear("report", "--workdir", tmp_path)
+    assert result.returncode != 0
+    assert "has no run with a page" in " ".join(result.stderr.split())

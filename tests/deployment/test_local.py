@@ -95,7 +95,7 @@ class Site:
             yield versions
             before, deadline_s = list(requests), time.monotonic() + 60
             # Until each client has made at least one more complete request.
-            while any(now < then + 2 for now, then in zip(requests, before, strict=True)):
+            while any(now < earlier + 2 for now, earlier in zip(requests, before, strict=True)):
                 assert time.monotonic() < deadline_s
                 time.sleep(0.01)
         finally:

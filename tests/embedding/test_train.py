@@ -284,7 +284,7 @@ def state(tiny: TrainSettings) -> TrainingState:
     return TrainingState(module, choose_optimizer(module, tiny), torch.GradScaler("cpu", enabled=False))
 
 
-def point(epoch: int, accuracy: float, error: float = 0.01) -> Epoch:
+def epoch_of(epoch: int, accuracy: float, error: float = 0.01) -> Epoch:
     return Epoch(
         epoch=epoch,
         learning_rate=0.1,
@@ -301,11 +301,11 @@ def test_training_stops_early_when_accuracy_drops_beyond_noise(tiny: TrainSettin
     worse, still = state(tiny), state(tiny)
     for epoch, accuracy in enumerate([0.0, 0.5, 0.495, 0.4, 0.3, 0.2], start=1):
         assert not worse.is_finished(settings)
-        worse.record(point(epoch, accuracy))
+        worse.record(epoch_of(epoch, accuracy))
     assert worse.is_finished(settings)
     assert worse.best_epoch == 3
     for epoch in range(1, 20):
-        still.record(point(epoch, 0.5 + 0.005 * (epoch % 2)))
+        still.record(epoch_of(epoch, 0.5 + 0.005 * (epoch % 2)))
     assert not still.is_finished(settings)
     assert still.best_epoch == 19
 
@@ -315,7 +315,7 @@ def test_best_weights_are_those_of_the_best_epoch(tiny: TrainSettings) -> None:
     for epoch, accuracy in enumerate([0.9, 0.5], start=1):
         for parameter in training._module.parameters():
             parameter.data.fill_(epoch)
-        training.record(point(epoch, accuracy))
+        training.record(epoch_of(epoch, accuracy))
     assert training.best_epoch == 1
     assert training.best_weights["members.0.project.weight"].unique().tolist() == [1.0]
 
@@ -361,11 +361,11 @@ def test_images_that_look_alike_in_a_mirror_are_mirrored(tmp_path: Path, tiny: T
     ],
 )
 def test_the_setting_chooses_the_flips(tiny: TrainSettings, flip: str, directions: tuple[str, ...]) -> None:
-    assert choose_flips(tiny.model_copy(update={"flip": flip}), [point(1, 0.5)]) == directions
+    assert choose_flips(tiny.model_copy(update={"flip": flip}), [epoch_of(1, 0.5)]) == directions
 
 
 def result(*accuracies: float, best_epoch: int, chance: float = 0.1) -> TrainingResult:
-    epochs = tuple(point(number, accuracy) for number, accuracy in enumerate(accuracies, start=1))
+    epochs = tuple(epoch_of(number, accuracy) for number, accuracy in enumerate(accuracies, start=1))
     return TrainingResult(
         key="", best_epoch=best_epoch, stopped_early=False, resumed_after_epoch=0, epochs=epochs, chance_accuracy=chance
     )

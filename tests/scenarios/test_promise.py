@@ -87,7 +87,7 @@ class Product:
         return json.loads(self.bench.command("status", "--json").stdout)
 
     def recognises(self, digit: str) -> dict[str, Any]:
-        """The answer of the prediction API to an image of ``digit``."""
+        """The response of the prediction API to an image of ``digit``."""
         image = next((self.bench.directory / "queries" / digit).iterdir())
         return json.loads(self.bench.command("predict", "--json", str(image)).stdout)
 

@@ -23,7 +23,7 @@ __all__ = ["Deployment", "DeploymentTarget", "deploy", "open_target", "promote",
 
 
 def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Cause | None = None) -> Deployment:
-    """Make an archived release the champion, and live at ``settings.target``.
+    """Deploy an archived release to ``settings.target`` and make it the champion.
 
     Deploying the champion again repeats the proof and changes nothing else. ``cause`` (default: this process) is
     recorded in the history.

@@ -81,10 +81,10 @@ class MilvusIndex:
             if not index._client.has_collection(collection.name, timeout=TIMEOUT_S):
                 raise _damaged(collection, "does not exist")
             index._client.load_collection(collection.name, timeout=TIMEOUT_S)
-            found = _count(index._client, collection.name), _dim(index._client, collection.name)
-        if found != shape:
+            actual = _count(index._client, collection.name), _dim(index._client, collection.name)
+        if actual != shape:
             raise _damaged(
-                collection, f"has {found[0]:,} vectors of {found[1]} dimensions, not {shape[0]:,} of {shape[1]}"
+                collection, f"has {actual[0]:,} vectors of {actual[1]} dimensions, not {shape[0]:,} of {shape[1]}"
             )
         return index
 
@@ -163,9 +163,9 @@ def fill(gallery: GalleryVectors, settings: IndexSettings, factory: str) -> Milv
                 client.upsert(name, rows, timeout=TIMEOUT_S)
             client.flush(name, timeout=TIMEOUT_S)
         _await_index(client, name)
-        found = _count(client, name)
-    if found != gallery.size:
-        raise _damaged(collection, f"has {found:,} vectors after {gallery.size:,} were written")
+        actual = _count(client, name)
+    if actual != gallery.size:
+        raise _damaged(collection, f"has {actual:,} vectors after {gallery.size:,} were written")
     return MilvusIndex(collection, shape, fresh=True)
 
 

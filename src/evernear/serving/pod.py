@@ -134,7 +134,7 @@ def serve(settings: Settings, *, without_token: bool = False) -> NoReturn:
         "model": serving.model_name,
         "query_file": _release_dir(settings) / release(settings).smoke_queries()[0][1].file,
     }
-    torchserve.become(
+    torchserve.exec_torchserve(
         serving.model_copy(update={"host": host, "model_api": False}),
         home_of(settings.workdir),
         frontend | ({"token_file": token_file} if token_file else {}),

@@ -30,8 +30,8 @@ from evernear.settings import ServingSettings
 __all__ = [
     "adopt",
     "await_ready",
-    "become",
     "exclusive_lock",
+    "exec_torchserve",
     "find_java",
     "is_ready",
     "is_running",
@@ -81,7 +81,7 @@ def start(settings: ServingSettings, home: Path) -> Endpoints:
     return requested
 
 
-def become(settings: ServingSettings, home: Path, frontend: Mapping[str, object], *, tokens: bool) -> NoReturn:
+def exec_torchserve(settings: ServingSettings, home: Path, frontend: Mapping[str, object], *, tokens: bool) -> NoReturn:
     """Replace this process by the TorchServe of ``home``, which then receives its signals and writes to its console.
 
     The server loads all archives in its model store. ``frontend`` is as for `java_command`, ``tokens`` as for
@@ -189,7 +189,7 @@ def is_ready(home: Path, model: str) -> bool:
 
 
 def processes(home: Path) -> list[psutil.Process]:
-    """Java and the Python workers of the server in ``home``, also workers whose Java has died."""
+    """The Java process and the workers of the server in ``home``, including workers that outlived Java."""
     matching: list[psutil.Process] = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

@@ -94,7 +94,7 @@ def split_words(text: str) -> list[str]:
 
 
 def combine(*arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge ``arguments``, the later ones win, JSON objects key by key."""
+    """Merge ``arguments``: later ones override earlier ones, JSON objects key by key."""
     combined: dict[str, Any] = {}
     for mapping in arguments:
         merge(combined, mapping)

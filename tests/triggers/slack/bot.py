@@ -117,7 +117,7 @@ class Outage:
 
 
 class Bot:
-    """One process of the bot; `restart` replaces it by a new one with the same store."""
+    """One process of the bot; `restart` replaces it with a new one with the same store."""
 
     def __init__(self, slack: SlackServer, runs: Any, workdir: Path, settings: Mapping[str, Any]) -> None:
         self.slack = slack
