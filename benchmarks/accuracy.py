@@ -46,7 +46,7 @@ def main() -> None:
                 chosen = settings_of(preset, *arguments.set, f"train.seed={seed}")
                 runs.append({"preset": preset, "seed": seed, **run(dataset, chosen, Path(scratch), arguments.split)})
                 print(runs[-1], flush=True)
-    summaries = [summarise(preset, [r for r in runs if r["preset"] == preset]) for preset in arguments.presets]
+    summaries = [summarize(preset, [r for r in runs if r["preset"] == preset]) for preset in arguments.presets]
     if arguments.split == "test" and not arguments.set:
         machine.write("accuracy", machine_info, {"summaries": summaries, "runs": runs}, table(summaries))
     else:
@@ -99,7 +99,7 @@ def figures(measured: Measurement) -> dict[str, Any]:
     }
 
 
-def summarise(preset: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(preset: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Mean over seeds with the 95% interval of Student's t."""
     values = [run["accuracy"] for run in runs]
     mean, half = statistics.mean(values), 0.0

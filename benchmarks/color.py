@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import machine
 import torch
-from accuracy import ingested, run, settings_of, summarise
+from accuracy import ingested, run, settings_of, summarize
 from torch import nn
 from torch.nn import functional as F
 
@@ -57,7 +57,7 @@ def main() -> None:
             timing = {"pass_s": round(one_pass_s, 1), "passes": round(passes, 2)}
             runs.append({"seed": seed, **figures, "held_out": open_set.held_out, "auroc": area, **timing})
             print(runs[-1], flush=True)
-    summary = summarise("default", runs)
+    summary = summarize("default", runs)
     if not arguments.set:
         rows = [
             [

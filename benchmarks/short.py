@@ -33,7 +33,7 @@ def measured_accuracy(scratch: Path) -> dict[str, object]:
     runs = [
         accuracy.run(dataset, accuracy.settings_of("default", f"train.seed={seed}"), scratch, "test") for seed in (0, 1)
     ]
-    return accuracy.summarise("default", runs)
+    return accuracy.summarize("default", runs)
 
 
 if __name__ == "__main__":

@@ -50,10 +50,10 @@ class Images(TorchDataset[tuple[Tensor, int]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return normalised(np.array(self.images[index])), int(self.labels[index])
+        return normalized(np.array(self.images[index])), int(self.labels[index])
 
 
-def normalised(images: np.ndarray) -> Tensor:
+def normalized(images: np.ndarray) -> Tensor:
     """uint8 (..., H, W, 1) as float (..., 1, H, W)."""
     return (torch.from_numpy(images).movedim(-1, -3).float() / 255 - MEAN) / STD
 

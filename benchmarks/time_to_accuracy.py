@@ -60,7 +60,7 @@ def main() -> None:
             runs += train_recipe(dataset, directory, seed, arguments.split)
             runs += [train_evernear("ours_5", LONGER, dataset, directory, seed, arguments.split)]
             print(*runs[-4:], sep="\n", flush=True)
-    summaries = {name: summarise([run for run in runs if run["name"] == name]) for name in NAMES}
+    summaries = {name: summarize([run for run in runs if run["name"] == name]) for name in NAMES}
     result = {
         "split": arguments.split,
         "speedup_1": summaries["recipe_1"]["least_s"] / summaries["ours_1"]["least_s"],
@@ -100,13 +100,13 @@ def train_recipe(dataset: Dataset, directory: Path, seed: int, split: Literal["t
         duration_s += time.perf_counter() - started_s
         if epoch in (1, 5):
             network.eval()
-            scores = accuracies(dataset, split, lambda images, net=network: F.normalize(net(normalised(images))))
+            scores = accuracies(dataset, split, lambda images, net=network: F.normalize(net(normalized(images))))
             runs.append({"name": f"recipe_{epoch}", "seed": seed, "duration_s": duration_s, **scores})
         started_s = time.perf_counter()
     return runs
 
 
-def normalised(images: Tensor) -> Tensor:
+def normalized(images: Tensor) -> Tensor:
     return (images.float() / 255 - source_recipe.MEAN) / source_recipe.STD
 
 
@@ -131,7 +131,7 @@ def embedded(
     return vectors, np.concatenate([block.labels for block in blocks])
 
 
-def summarise(runs: list[dict[str, Any]]) -> dict[str, float]:
+def summarize(runs: list[dict[str, Any]]) -> dict[str, float]:
     return {
         "least_s": min(run["duration_s"] for run in runs),
         "median_s": statistics.median(run["duration_s"] for run in runs),

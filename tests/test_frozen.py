@@ -34,10 +34,10 @@ def test_invalid_document_is_reported(tmp_path: Path, content: bytes | None, sen
     path = tmp_path / "notes.json"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(IntegrityError) as caught:
+    with pytest.raises(IntegrityError) as exc_info:
         TrainingNote.load(path)
-    assert str(caught.value).startswith(sentence.format(path=path))
-    assert str(caught.value).endswith("; run the train step again.")
+    assert str(exc_info.value).startswith(sentence.format(path=path))
+    assert str(exc_info.value).endswith("; run the train step again.")
 
 
 def test_values_are_immutable() -> None:

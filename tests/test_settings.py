@@ -45,10 +45,10 @@ def test_settings_are_frozen() -> None:
     ],
 )
 def test_typo_is_reported_with_a_suggestion(override: str, sentence: str) -> None:
-    with pytest.raises(SettingsError) as caught:
+    with pytest.raises(SettingsError) as exc_info:
         load(overrides=[override])
-    assert sentence in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert sentence in str(exc_info.value)
+    assert "\n" not in str(exc_info.value)
 
 
 def test_unknown_environment_variable_is_an_error() -> None:

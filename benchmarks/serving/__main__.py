@@ -87,7 +87,7 @@ def main() -> None:
         f"{name} at {clients}" for (name, clients), rounds in cells.items() if not all(c.rps for c in rounds)
     ]:
         raise SystemExit(f"No answer in time from {', '.join(silent)}; raise --seconds.")
-    result = summarise(cells) | {"gallery": served.gallery_size, "load_ceiling_rps": round(ceiling)}
+    result = summarize(cells) | {"gallery": served.gallery_size, "load_ceiling_rps": round(ceiling)}
     name = "serving_busy" if arguments.busy else "serving"
     if arguments.set:
         print(*table(result), sep="\n")
@@ -176,7 +176,7 @@ def agrees(answer: bytes, expected: dict[str, Any]) -> bool:
     )
 
 
-def summarise(cells: Cells) -> dict[str, Any]:
+def summarize(cells: Cells) -> dict[str, Any]:
     """Compute medians over the rounds and total the faults."""
     rows = {name: {str(c): median_of(cells[name, c]) for c in CONCURRENCIES} for name in ROWS}
     naive = rows["naive"]

@@ -20,9 +20,9 @@ def predict(*arguments: str) -> None:
 
 @pytest.mark.parametrize("target", ["localhost:8080", "127.0.0.1:8080", "http://localhost", "me@there", "a b", "a\nb"])
 def test_target_must_be_a_host_without_scheme_or_port(target: str) -> None:
-    with pytest.raises(SettingsError, match="pass the port as --port") as caught:
+    with pytest.raises(SettingsError, match="pass the port as --port") as exc_info:
         predict("image.png", "--target", target)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(exc_info.value)
 
 
 @pytest.mark.parametrize("target", ["::1", "[::1]"])

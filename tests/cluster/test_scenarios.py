@@ -68,9 +68,9 @@ def test_failed_first_release_leaves_no_objects(site: Site, make_release: MakeRe
     with pytest.raises(ClusterError, match="all that was made for it was removed"):
         deploy(make_release(), site.settings(image=MISSING_IMAGE))
     assert (champion(site), live_release(site)) == (None, "down")
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         CoreV1Api(site.admin).read_namespaced_service(NAME, site.namespace)
-    assert caught.value.status == 404
+    assert exc_info.value.status == 404
 
 
 @pytest.mark.slow  # tests/deployment/kubernetes covers it on loopback
@@ -106,6 +106,6 @@ def test_deployer_has_minimal_rights(site: Site) -> None:
             lambda: core.list_namespaced_pod("kube-system"),
             lambda: core.list_namespace(),
         ):
-            with pytest.raises(ApiException) as caught:
+            with pytest.raises(ApiException) as exc_info:
                 forbidden()
-            assert caught.value.status == 403
+            assert exc_info.value.status == 403

@@ -37,10 +37,10 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 def test_decompression_bomb_is_rejected_before_decoding(name: str, passes: list[bytes]) -> None:
     bomb = hostile.REFUSED[name]
     data = bomb.make()
-    with pytest.raises(DataError, match=bomb.sentence) as caught:
+    with pytest.raises(DataError, match=bomb.sentence) as exc_info:
         decode(data, LIMIT, "x.png")
-    assert str(caught.value).startswith("x.png ")
-    assert str(caught.value).endswith(".")
+    assert str(exc_info.value).startswith("x.png ")
+    assert str(exc_info.value).endswith(".")
     assert passes == []
 
 

@@ -155,9 +155,9 @@ photo = saved(noise("L", (64, 64)), "JPEG")
     ],
 )
 def test_unusable_image_is_reported(data: bytes, sentence: str) -> None:
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as exc_info:
         decode(data, LIMIT, "x.png")
-    assert str(caught.value).startswith(sentence)
+    assert str(exc_info.value).startswith(sentence)
 
 
 def test_second_picture_of_an_mpo_file_is_ignored() -> None:

@@ -32,14 +32,14 @@ def test_errors_stop_with_a_message_that_names_the_files(tree, run_ingest, make_
     (tree / "2" / "words.png").write_text("no image")
     (tree / "1" / "again.png").write_bytes((tree / "2" / "001.png").read_bytes())
     report = check(run_ingest(tree))
-    with pytest.raises(DataValidationError) as caught:
+    with pytest.raises(DataValidationError) as exc_info:
         require_valid(report)
-    sentence = str(caught.value)
+    sentence = str(exc_info.value)
     assert sentence == (
         "The data cannot be used: 2 files cannot be decoded; fix or remove 1/cut.png, 2/words.png;"
         " 1 image has several labels and was left out; keep the right one of 1/again.png, 2/001.png."
     )
-    assert caught.value.exit_code == 3
+    assert exc_info.value.exit_code == 3
     assert "- 2/words.png is not a PNG, JPEG or WebP image." in report.markdown()
 
 

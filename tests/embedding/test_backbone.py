@@ -136,9 +136,9 @@ def test_weights_of_another_architecture_are_rejected_in_one_sentence(
     digits: Dataset, weights: Path, tmp_path: Path
 ) -> None:
     mismatched = settings(backbone="test_vit", weights=str(weights))
-    with pytest.raises(TrainingError, match=r"does not fit test_vit: .*; set train.backbone") as caught:
+    with pytest.raises(TrainingError, match=r"does not fit test_vit: .*; set train.backbone") as exc_info:
         train(digits, mismatched, tmp_path)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(exc_info.value)
     assert not list(tmp_path.iterdir())
 
 

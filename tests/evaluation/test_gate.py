@@ -86,7 +86,7 @@ def outcomes(errors: dict[int, int], queries: int = 100) -> Outcomes:
 
 
 @pytest.fixture
-def sound(simulation: ModuleType) -> Evaluation:
+def passing(simulation: ModuleType) -> Evaluation:
     """A challenger as good as its champion."""
     return simulation.evaluated(outcomes({1: 2, 8: 1}), outcomes({1: 2, 8: 1}))
 
@@ -100,31 +100,31 @@ def with_candidate(evaluation: Evaluation, **changes: object) -> Evaluation:
     return evaluation.model_copy(update={"candidate": evaluation.candidate.model_copy(update=changes)})
 
 
-def test_good_challenger_passes_and_every_rule_gives_a_reason(sound: Evaluation):
-    verdict = decide(sound, SETTINGS)
+def test_good_challenger_passes_and_every_rule_gives_a_reason(passing: Evaluation):
+    verdict = decide(passing, SETTINGS)
     assert verdict.promote
     assert verdict.reasons == [rule.reason for rule in verdict.rules]
     assert all(reason.endswith((".", ").")) and "\n" not in reason for reason in verdict.reasons)
-    assert verdict.dataset_digest == sound.candidate.dataset_digest
+    assert verdict.dataset_digest == passing.candidate.dataset_digest
 
 
-def test_each_rule_can_fail_alone(simulation: ModuleType, sound: Evaluation):
+def test_each_rule_can_fail_alone(simulation: ModuleType, passing: Evaluation):
     low = proportion(90, 100, 0.95)
     slow_rot = simulation.evaluated(outcomes({1: 5, 3: 4, 5: 3, 8: 3}), outcomes({1: 2, 8: 1}))
     one_class = simulation.evaluated(outcomes({1: 2, 4: 12}), outcomes({1: 2, 2: 12}))
     cases = {
-        "accuracy_floor": with_candidate(sound, accuracy=proportion(949, 1000, 0.95)),
+        "accuracy_floor": with_candidate(passing, accuracy=proportion(949, 1000, 0.95)),
         "class_recall_floor": with_candidate(
-            sound, class_recall=sound.candidate.class_recall | {"4": proportion(30, 100, 0.95)}
+            passing, class_recall=passing.candidate.class_recall | {"4": proportion(30, 100, 0.95)}
         ),
-        "false_rejects": with_candidate(sound, false_rejects=proportion(130, 1000, 0.95)),
-        "index_recall": with_candidate(sound, index_recall=low),
-        "parity": with_candidate(sound, parity_max_abs_difference=2e-4),
-        "test_images_unseen": sound.model_copy(update={"leakage": UNSEEN | {"gallery": 1}}),
-        "same_test_set": sound.model_copy(update={"champion_test_overlap": 0.89}),
-        "same_queries": with_candidate(sound, queries_sha256="others"),
+        "false_rejects": with_candidate(passing, false_rejects=proportion(130, 1000, 0.95)),
+        "index_recall": with_candidate(passing, index_recall=low),
+        "parity": with_candidate(passing, parity_max_abs_difference=2e-4),
+        "test_images_unseen": passing.model_copy(update={"leakage": UNSEEN | {"gallery": 1}}),
+        "same_test_set": passing.model_copy(update={"champion_test_overlap": 0.89}),
+        "same_queries": with_candidate(passing, queries_sha256="others"),
         "no_worse": slow_rot,
-        "classes_kept": with_candidate(sound, known_labels=simulation.LABELS[:-1]),
+        "classes_kept": with_candidate(passing, known_labels=simulation.LABELS[:-1]),
         "class_recall_drop": one_class,
     }
     for name, case in cases.items():
@@ -133,7 +133,7 @@ def test_each_rule_can_fail_alone(simulation: ModuleType, sound: Evaluation):
         if setting := failures[name].setting:
             key, _, value = setting.removeprefix("gate.").partition("=")
             assert decide(case, GateSettings.model_validate(WITH_FLOOR.model_dump() | {key: value})).promote
-    assert set(cases) == {rule.name for rule in decide(sound, SETTINGS).rules}
+    assert set(cases) == {rule.name for rule in decide(passing, SETTINGS).rules}
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,8 @@ def test_each_rule_can_fail_alone(simulation: ModuleType, sound: Evaluation):
         ),
     ],
 )
-def test_missing_or_nan_metric_fails(sound: Evaluation, field, value, rule):
-    verdict = decide(with_candidate(sound, **{field: value}), SETTINGS)
+def test_missing_or_nan_metric_fails(passing: Evaluation, field, value, rule):
+    verdict = decide(with_candidate(passing, **{field: value}), SETTINGS)
     assert rule in failed(verdict)
 
 
@@ -180,18 +180,20 @@ def test_missing_or_nan_metric_fails(sound: Evaluation, field, value, rule):
         ({"champion_test_overlap": math.nan}, {"same_test_set"}),
     ],
 )
-def test_missing_section_fails(sound: Evaluation, changes, rules):
-    assert set(failed(decide(sound.model_copy(update=changes), SETTINGS))) == rules
+def test_missing_section_fails(passing: Evaluation, changes, rules):
+    assert set(failed(decide(passing.model_copy(update=changes), SETTINGS))) == rules
 
 
-def test_false_rejects_hold_only_significantly_above_the_ceiling(sound: Evaluation):
+def test_false_rejects_hold_only_significantly_above_the_ceiling(passing: Evaluation):
     for count, total, passed in ((11, 100, True), (115, 1000, True), (150, 1000, False), (1000, 1000, False)):
-        verdict = decide(with_candidate(sound, false_rejects=proportion(count, total, 0.95)), SETTINGS)
+        verdict = decide(with_candidate(passing, false_rejects=proportion(count, total, 0.95)), SETTINGS)
         assert verdict.promote == passed
     assert "100.00% (99.62% to 100.00%) of the known test images are called unknown" in verdict.reasons[0]
-    assert decide(with_candidate(sound, false_rejects=proportion(1, 9, 0.95)), SETTINGS).promote
+    assert decide(with_candidate(passing, false_rejects=proportion(1, 9, 0.95)), SETTINGS).promote
     strict = GateSettings(false_reject_ceiling=0.0)
-    assert set(failed(decide(with_candidate(sound, false_rejects=proportion(1, 9, 0.95)), strict))) == {"false_rejects"}
+    assert set(failed(decide(with_candidate(passing, false_rejects=proportion(1, 9, 0.95)), strict))) == {
+        "false_rejects"
+    }
 
 
 def test_reason_names_the_largest_class_regression(simulation: ModuleType):
@@ -242,16 +244,16 @@ def test_disjoint_classes_fail(simulation: ModuleType):
     assert set(failures) == {"no_worse", "classes_kept", "class_recall_drop"}
 
 
-def test_class_without_test_images_is_named(simulation: ModuleType, sound: Evaluation):
-    recalls = {label: recall for label, recall in sound.candidate.class_recall.items() if label != "6"}
-    verdict = decide(with_candidate(sound, class_recall=recalls), SETTINGS)
+def test_class_without_test_images_is_named(simulation: ModuleType, passing: Evaluation):
+    recalls = {label: recall for label, recall in passing.candidate.class_recall.items() if label != "6"}
+    verdict = decide(with_candidate(passing, class_recall=recalls), SETTINGS)
     assert verdict.promote
     assert any("not measured: 6." in reason for reason in verdict.reasons)
 
 
-def test_champion_leakage_is_reported_but_passes(sound: Evaluation):
+def test_champion_leakage_is_reported_but_passes(passing: Evaluation):
     for leakage, words in ((UNSEEN | {"train": 7}, "built from 7 test images"), (None, "its leakage was not measured")):
-        verdict = decide(sound.model_copy(update={"champion_leakage": leakage}), SETTINGS)
+        verdict = decide(passing.model_copy(update={"champion_leakage": leakage}), SETTINGS)
         assert verdict.promote
         assert any(words in reason for reason in verdict.reasons)
 
@@ -291,6 +293,6 @@ def test_invalid_verdict_is_rejected(stored: Path, content):
         Verdict.load(stored)
 
 
-def test_verdict_is_deterministic(sound: Evaluation):
-    assert decide(sound, SETTINGS).digest == decide(sound, SETTINGS).digest
-    assert decide(sound, SETTINGS).digest != decide(sound, GateSettings(significance=0.05)).digest
+def test_verdict_is_deterministic(passing: Evaluation):
+    assert decide(passing, SETTINGS).digest == decide(passing, SETTINGS).digest
+    assert decide(passing, SETTINGS).digest != decide(passing, GateSettings(significance=0.05)).digest

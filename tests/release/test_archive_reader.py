@@ -311,9 +311,9 @@ def test_older_release_without_a_model_configuration_opens(packed: PackedRelease
 
 def test_hostile_name_cannot_inject_terminal_escapes(packed: PackedRelease, tmp_path: Path) -> None:
     for change in (set_member("\x1b[2Jx", b""), edit_manifest(lambda m: m.update({"\x1b[2Jx": 1}))):
-        with pytest.raises(IntegrityError) as caught:
+        with pytest.raises(IntegrityError) as exc_info:
             open_release(rewrite(packed, tmp_path / "odd.mar", change), tmp_path / "opened")
-        assert str(caught.value).isprintable()
+        assert str(exc_info.value).isprintable()
 
 
 def test_part_names_match_their_writers() -> None:

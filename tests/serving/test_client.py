@@ -100,9 +100,9 @@ def test_client_enforces_the_servers_size_limit_before_sending(served: Served, f
 @pytest.mark.parametrize("format", FORMATS)
 def test_unreachable_server_is_named_in_the_error(format: Format) -> None:
     with Client(plain(NOTHING_LISTENS, format)) as client:
-        with pytest.raises(ServerUnreachableError, match=r"127\.0\.0\.1:9; check its host and port") as caught:
+        with pytest.raises(ServerUnreachableError, match=r"127\.0\.0\.1:9; check its host and port") as exc_info:
             client.predict(b"x")
-        assert caught.value.exit_code == 8
+        assert exc_info.value.exit_code == 8
         with pytest.raises(ServerUnreachableError):
             asyncio.run(ask_once(plain(NOTHING_LISTENS, format)))
 
@@ -116,11 +116,11 @@ async def ask_once(target: Target) -> str:
 def test_silent_server_raises_a_timeout(format: Format) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         target = plain(silent.getsockname()[1], format, timeout_s=0.3)
-        with Client(target) as client, pytest.raises(ServerTimeoutError, match=r"within 0\.3 s") as caught:
+        with Client(target) as client, pytest.raises(ServerTimeoutError, match=r"within 0\.3 s") as exc_info:
             client.predict(b"x")
         with pytest.raises(ServerTimeoutError):
             asyncio.run(ask_once(target))
-    assert caught.value.exit_code == 11
+    assert exc_info.value.exit_code == 11
 
 
 def test_http_statuses_map_to_errors() -> None:
@@ -132,9 +132,9 @@ def test_http_statuses_map_to_errors() -> None:
         (504, ServerTimeoutError),
     ]:
         with http_server(status=status, body=sentence) as port, Client(plain(port, "rest")) as client:
-            with pytest.raises(ServingError, match="So it is") as caught:
+            with pytest.raises(ServingError, match="So it is") as exc_info:
                 client.predict(b"x")
-            assert type(caught.value) is error
+            assert type(exc_info.value) is error
     with (
         http_server(status=404, body=b"<html>") as port,
         Client(plain(port, "rest")) as client,
@@ -153,10 +153,10 @@ def test_grpc_statuses_map_to_errors() -> None:
     ]
     for code, details, error in cases:
         with grpc_server(lambda _, context, c=code, d=details: context.abort(c, d)) as port:
-            with Client(plain(port, "grpc")) as client, pytest.raises(ServingError) as caught:
+            with Client(plain(port, "grpc")) as client, pytest.raises(ServingError) as exc_info:
                 client.predict(b"x")
-            assert type(caught.value) is error
-            assert error is ServerUnreachableError or str(caught.value).endswith("So it is.")
+            assert type(exc_info.value) is error
+            assert error is ServerUnreachableError or str(exc_info.value).endswith("So it is.")
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"<html>", b'{"pred": "7"}'])

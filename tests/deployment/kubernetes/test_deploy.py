@@ -212,11 +212,11 @@ def test_failed_release_is_replaced_by_the_previous_one(
             answers[1].wrong = {"version": "x"}
         case _:
             site.loopback.set_pod_behavior(Ready(serves={8080: ("127.0.0.1", 1)}), labeled(RELEASE, second.version))
-    with pytest.raises(EvernearError, match=sentence) as caught:
+    with pytest.raises(EvernearError, match=sentence) as exc_info:
         site.deploy(second, **changes)
-    assert str(caught.value).startswith(f"Release {second.version} was not deployed: ")
-    assert str(caught.value).endswith(f" Release {first.version} was restored and is live.")
-    assert type(caught.value) in (ClusterError, ServingError)
+    assert str(exc_info.value).startswith(f"Release {second.version} was not deployed: ")
+    assert str(exc_info.value).endswith(f" Release {first.version} was restored and is live.")
+    assert type(exc_info.value) in (ClusterError, ServingError)
     assert site.champion == first.version
     assert site.live == ({first.version}, {IMAGE})
 

@@ -90,22 +90,22 @@ def test_unknown_token_is_rejected(kubectl: Kubectl) -> None:
     for key in ({}, {"authorization": "Bearer guessed"}):
         unauthenticated = Configuration(host=known.host, api_key=key)
         unauthenticated.ssl_ca_cert = known.ssl_ca_cert
-        with ApiClient(unauthenticated) as client, pytest.raises(ApiException) as caught:
+        with ApiClient(unauthenticated) as client, pytest.raises(ApiException) as exc_info:
             Kubectl(client).list("Pod")
-        assert error_of(caught.value) == (401, "Unauthorized")
+        assert error_of(exc_info.value) == (401, "Unauthorized")
 
 
 def test_forbidden_message_names_user_verb_resource_and_namespace(deployer: Kubectl) -> None:
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         deployer.get("Deployment", "serve")
-    assert error_of(caught.value) == (
+    assert error_of(exc_info.value) == (
         403,
         f'deployments.apps "serve" is forbidden: User "{USER}" cannot get resource "deployments" in API group "apps" '
         f'in the namespace "{NAMESPACE}"',
     )
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         deployer.call("GET", "/api/v1/namespaces")
-    assert error_of(caught.value) == (
+    assert error_of(exc_info.value) == (
         403,
         f'namespaces is forbidden: User "{USER}" cannot list resource "namespaces" in API group "" at the cluster '
         "scope",
@@ -126,29 +126,29 @@ def test_role_grants_its_verbs_and_names_in_its_namespace(kubectl: Kubectl, depl
         lambda: deployer.delete("ConfigMap", "settings"),
         lambda: deployer.call("GET", "/api/v1/namespaces/default/configmaps/settings"),
     ):
-        with pytest.raises(ApiException) as caught:
+        with pytest.raises(ApiException) as exc_info:
             forbidden()
-        assert caught.value.status == 403
+        assert exc_info.value.status == 403
 
 
 def test_applying_a_new_object_requires_create(kubectl: Kubectl, deployer: Kubectl) -> None:
     grant(kubectl, rule("", "configmaps", "patch", names=("settings",)))
-    with pytest.raises(ApiException, match="cannot create resource") as caught:
+    with pytest.raises(ApiException, match="cannot create resource") as exc_info:
         deployer.apply(config_map(color="blue"))
-    assert caught.value.status == 403
+    assert exc_info.value.status == 403
     kubectl.apply(config_map(color="blue"))
     assert deployer.apply(config_map(color="blue"))["data"] == {"color": "blue"}
 
 
 def test_create_with_resource_names_allows_apply_but_not_post(kubectl: Kubectl, deployer: Kubectl) -> None:
     grant(kubectl, rule("", "configmaps", "create", "patch", names=("settings",)))
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         deployer.create(config_map())
-    assert caught.value.status == 403
+    assert exc_info.value.status == 403
     deployer.apply(config_map())
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         deployer.apply(config_map("other"))
-    assert caught.value.status == 403
+    assert exc_info.value.status == 403
 
 
 def test_self_subject_access_review_is_open_to_every_user(kubectl: Kubectl, deployer: Kubectl) -> None:
@@ -170,9 +170,9 @@ def test_self_subject_access_review_is_open_to_every_user(kubectl: Kubectl, depl
     assert (may("get", subresource="status"), may("patch", subresource="status")) == (True, False)
     assert not may("patch", namespace="default")
     assert not may("patch", group="extensions")
-    with pytest.raises(ApiException, match="exactly one of nonResourceAttributes or resourceAttributes") as caught:
+    with pytest.raises(ApiException, match="exactly one of nonResourceAttributes or resourceAttributes") as exc_info:
         deployer.call("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", {"spec": {}})
-    assert caught.value.status == 422
+    assert exc_info.value.status == 422
 
 
 def test_api_server_proxies_requests_to_a_service(cluster: LoopbackCluster, kubectl: Kubectl, recognizer: Any) -> None:
@@ -183,9 +183,9 @@ def test_api_server_proxies_requests_to_a_service(cluster: LoopbackCluster, kube
         response = kubectl.call("POST", proxied("/predictions/embedding", service), b"image", "image/png", k="1")
         assert (response["path"], response["body"]) == ("/predictions/embedding?k=1", "image")
     assert "authorization" not in response["headers"]
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         kubectl.call("GET", proxied("/teapot"))
-    assert caught.value.status == 418
+    assert exc_info.value.status == 418
     pod = kubectl.list("Pod")["items"][0]["metadata"]["name"]
     path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}:8080/proxy/ping"
     assert kubectl.call("GET", path)["path"] == "/ping"
@@ -197,12 +197,12 @@ def test_service_routes_requests_only_to_ready_pods(
     cluster.set_pod_behavior(NotReady())
     serve(kubectl)
     until(lambda: len(kubectl.list("Pod")["items"]) == 2)
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         kubectl.call("GET", proxied("/ping"))
-    assert error_of(caught.value) == (503, 'no endpoints available for service "serve"')
-    with pytest.raises(ApiException, match="no service port 81 found") as caught:
+    assert error_of(exc_info.value) == (503, 'no endpoints available for service "serve"')
+    with pytest.raises(ApiException, match="no service port 81 found") as exc_info:
         kubectl.call("GET", proxied("/ping", "serve:81"))
-    assert caught.value.status == 503
+    assert exc_info.value.status == 503
     cluster.set_pod_behavior(Ready())  # ready, but nothing listens on the port
 
     def path_or_error() -> str:
@@ -238,9 +238,9 @@ def test_proxy_requires_services_proxy_with_the_name_in_the_path(
     until(lambda: is_rolled_out(kubectl.get("Deployment", "serve")))
     assert deployer.call("POST", proxied("/x"), b"image", "image/png")["body"] == "image"
     for method, service in (("GET", "serve:http"), ("POST", "serve:80")):
-        with pytest.raises(ApiException, match='resource \\\\"services/proxy\\\\"') as caught:
+        with pytest.raises(ApiException, match='resource \\\\"services/proxy\\\\"') as exc_info:
             deployer.call(method, proxied("/x", service))
-        assert caught.value.status == 403
+        assert exc_info.value.status == 403
 
 
 def test_token_request_for_a_service_account(kubectl: Kubectl, deployer: Kubectl) -> None:
@@ -253,6 +253,6 @@ def test_token_request_for_a_service_account(kubectl: Kubectl, deployer: Kubectl
     bearer.ssl_ca_cert = known.ssl_ca_cert
     with ApiClient(bearer) as client, pytest.raises(ApiException, match=f"User .*{USER}"):
         Kubectl(client).list("Pod")
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         CoreV1Api(deployer.client).create_namespaced_service_account_token("deployer", NAMESPACE, request)
-    assert caught.value.status == 403
+    assert exc_info.value.status == 403

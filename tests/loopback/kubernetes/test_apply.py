@@ -35,9 +35,9 @@ def test_identical_apply_writes_nothing(kubectl: Kubectl) -> None:
 
 def test_conflict_names_the_manager_and_the_field(kubectl: Kubectl) -> None:
     kubectl.apply(config_map(color="blue", size="8"), "one")
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         kubectl.apply(config_map(color="red"), "two")
-    status = json.loads(caught.value.body)
+    status = json.loads(exc_info.value.body)
     assert (status["code"], status["reason"]) == (409, "Conflict")
     assert status["message"] == 'Apply failed with 1 conflict: conflict with "one": .data.color'
     assert status["details"]["causes"] == [
@@ -48,9 +48,9 @@ def test_conflict_names_the_manager_and_the_field(kubectl: Kubectl) -> None:
 def test_conflicts_are_grouped_by_manager(kubectl: Kubectl) -> None:
     kubectl.apply(config_map(color="blue", size="8"), "one")
     kubectl.apply(config_map(shape="round"), "two")
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         kubectl.apply(config_map(color="red", size="9", shape="flat"), "three")
-    assert error_of(caught.value)[1] == (
+    assert error_of(exc_info.value)[1] == (
         'Apply failed with 3 conflicts: conflicts with "one":\n- .data.color\n- .data.size\n'
         'conflicts with "two":\n- .data.shape'
     )
@@ -63,9 +63,9 @@ def test_conflict_with_an_updater_names_the_api_version(kubectl: Kubectl) -> Non
         "application/merge-patch+json",
         fieldManager="kubectl-edit",
     )
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         kubectl.apply(deployment())
-    assert error_of(caught.value) == (
+    assert error_of(exc_info.value) == (
         409,
         'Apply failed with 1 conflict: conflict with "kubectl-edit" using apps/v1: .spec.replicas',
     )
@@ -112,9 +112,9 @@ def test_containers_merge_by_name_and_ports_by_number_and_protocol(kubectl: Kube
     assert list(ports) == ['k:{"containerPort":8080,"protocol":"TCP"}']
     changed = deployment()
     changed["spec"]["template"]["spec"]["containers"][0]["image"] = "example.com/serve:2"
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         kubectl.apply(changed, "mesh")
-    assert error_of(caught.value)[1].endswith('.spec.template.spec.containers[name="serve"].image')
+    assert error_of(exc_info.value)[1].endswith('.spec.template.spec.containers[name="serve"].image')
 
 
 def test_dropped_container_is_removed_with_its_defaults(kubectl: Kubectl) -> None:
@@ -138,18 +138,18 @@ def test_apply_without_replicas_preserves_the_autoscaler_value(kubectl: Kubectl)
     )
     without["spec"]["template"]["metadata"]["labels"]["version"] = "2"
     assert kubectl.apply(without)["spec"]["replicas"] == 4
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         kubectl.apply(deployment("2"))
     message = 'conflict with "kube-controller-manager" with subresource "scale" using apps/v1: .spec.replicas'
-    assert error_of(caught.value)[1].endswith(message)
+    assert error_of(exc_info.value)[1].endswith(message)
 
 
 def test_misspelled_field_is_rejected_with_the_message_of_a_real_server(kubectl: Kubectl) -> None:
     invalid = deployment()
     invalid["spec"]["template"]["spec"]["containers"][0]["imagePulPolicy"] = "Always"
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         kubectl.apply(invalid)
-    assert error_of(caught.value) == (
+    assert error_of(exc_info.value) == (
         500,
         "failed to create typed patch object (recognizers/serve; apps/v1, Kind=Deployment): "
         '.spec.template.spec.containers[name="serve"].imagePulPolicy: field not declared in schema',
@@ -159,32 +159,32 @@ def test_misspelled_field_is_rejected_with_the_message_of_a_real_server(kubectl:
 def test_duplicate_container_is_rejected(kubectl: Kubectl) -> None:
     invalid = deployment()
     invalid["spec"]["template"]["spec"]["containers"] *= 2
-    with pytest.raises(ApiException, match=r"duplicate entries for key \[name=") as caught:
+    with pytest.raises(ApiException, match=r"duplicate entries for key \[name=") as exc_info:
         kubectl.apply(invalid)
-    assert caught.value.status == 500
+    assert exc_info.value.status == 500
 
 
 def test_apply_requires_a_field_manager_and_rejects_managed_fields(kubectl: Kubectl) -> None:
-    with pytest.raises(ApiException, match="fieldManager: Required value") as caught:
+    with pytest.raises(ApiException, match="fieldManager: Required value") as exc_info:
         kubectl.patch(config_map(), APPLY)
-    assert caught.value.status == 422
-    with pytest.raises(ApiException, match="managedFields must be nil") as caught:
+    assert exc_info.value.status == 422
+    with pytest.raises(ApiException, match="managedFields must be nil") as exc_info:
         kubectl.apply(config_map() | {"metadata": {"name": "settings", "managedFields": []}})
-    assert caught.value.status == 400
+    assert exc_info.value.status == 400
 
 
 def test_dry_run_returns_the_result_and_stores_nothing(kubectl: Kubectl) -> None:
     assert kubectl.apply(config_map(color="blue"), dryRun="All")["data"] == {"color": "blue"}
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         kubectl.get("ConfigMap", "settings")
-    assert caught.value.status == 404
+    assert exc_info.value.status == 404
 
 
 def test_dry_run_reports_conflicts(kubectl: Kubectl) -> None:
     kubectl.apply(config_map(color="blue"), "one")
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         kubectl.apply(config_map(color="red"), "two", dryRun="All")
-    assert caught.value.status == 409
+    assert exc_info.value.status == 409
 
 
 def test_string_data_of_applied_secrets_is_stored_encoded(kubectl: Kubectl) -> None:

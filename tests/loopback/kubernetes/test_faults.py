@@ -13,11 +13,11 @@ from loopback.kubernetes.kubectl import Kubectl, config_map, error_of
 
 def test_too_many_requests_carries_retry_after(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
     cluster.fail(too_many_requests(retry_after_s=7), lambda call: call.verb == "create")
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         kubectl.create(config_map())
-    assert caught.value.status == 429
-    assert caught.value.headers["Retry-After"] == "7"
-    status = json.loads(caught.value.body)
+    assert exc_info.value.status == 429
+    assert exc_info.value.headers["Retry-After"] == "7"
+    status = json.loads(exc_info.value.body)
     assert (status["reason"], status["details"]["retryAfterSeconds"]) == ("TooManyRequests", 7)
     kubectl.create(config_map())
 
@@ -25,9 +25,9 @@ def test_too_many_requests_carries_retry_after(cluster: LoopbackCluster, kubectl
 def test_fault_applies_to_the_given_number_of_requests(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
     cluster.fail(internal_error(), lambda call: call.kind is CONFIG_MAP, times=2)
     for _ in range(2):
-        with pytest.raises(ApiException) as caught:
+        with pytest.raises(ApiException) as exc_info:
             kubectl.list("ConfigMap")
-        assert error_of(caught.value) == (500, "Internal error occurred: etcdserver: request timed out")
+        assert error_of(exc_info.value) == (500, "Internal error occurred: etcdserver: request timed out")
     kubectl.list("Pod")
     kubectl.list("ConfigMap")
 
@@ -35,9 +35,9 @@ def test_fault_applies_to_the_given_number_of_requests(cluster: LoopbackCluster,
 def test_injected_conflict_fails_a_replace(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
     created = kubectl.create(config_map())
     cluster.fail(modified(CONFIG_MAP, "settings"), lambda call: call.verb == "update")
-    with pytest.raises(ApiException, match="the object has been modified") as caught:
+    with pytest.raises(ApiException, match="the object has been modified") as exc_info:
         kubectl.replace(created | {"data": {"a": "b"}})
-    assert caught.value.status == 409
+    assert exc_info.value.status == 409
     kubectl.replace(created | {"data": {"a": "b"}})
 
 

@@ -16,9 +16,9 @@ def test_server_fills_in_metadata(kubectl: Kubectl) -> None:
     metadata = kubectl.create(config_map())["metadata"]
     assert metadata["namespace"] == NAMESPACE
     assert {"uid", "resourceVersion", "creationTimestamp", "managedFields"} <= metadata.keys()
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         kubectl.create(config_map())
-    assert error_of(caught.value) == (409, 'configmaps "settings" already exists')
+    assert error_of(exc_info.value) == (409, 'configmaps "settings" already exists')
 
 
 def test_deployment_gets_the_defaults_of_a_real_server(kubectl: Kubectl) -> None:
@@ -47,9 +47,9 @@ def test_generated_names_differ(kubectl: Kubectl) -> None:
 
 
 def test_unknown_namespace_returns_404(kubectl: Kubectl) -> None:
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         kubectl.call("POST", "/api/v1/namespaces/nowhere/configmaps", config_map())
-    assert error_of(caught.value) == (404, 'namespaces "nowhere" not found')
+    assert error_of(exc_info.value) == (404, 'namespaces "nowhere" not found')
 
 
 def test_selectors_and_pages(kubectl: Kubectl) -> None:
@@ -79,9 +79,9 @@ def test_selectors_and_pages(kubectl: Kubectl) -> None:
 def test_stale_replace_is_a_conflict(kubectl: Kubectl) -> None:
     read = kubectl.create(config_map(color="blue"))
     kubectl.replace(read | {"data": {"color": "red"}})
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         kubectl.replace(read | {"data": {"color": "green"}})
-    assert error_of(caught.value) == (
+    assert error_of(exc_info.value) == (
         409,
         'Operation cannot be fulfilled on configmaps "settings": the object has been modified; '
         "please apply your changes to the latest version and try again",
@@ -97,13 +97,13 @@ def test_replacing_a_lease_requires_its_resource_version(kubectl: Kubectl) -> No
     spec = {"holderIdentity": "one", "leaseDurationSeconds": 15, "renewTime": "2026-01-01T00:00:00.000000Z"}
     lease = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": "deploy"}, "spec": spec}
     kubectl.create(lease)
-    with pytest.raises(ApiException, match="must be specified for an update") as caught:
+    with pytest.raises(ApiException, match="must be specified for an update") as exc_info:
         kubectl.replace(lease)
-    assert caught.value.status == 422
+    assert exc_info.value.status == 422
     lease["spec"]["renewTime"] = "2026-01-01T00:00:00Z"  # not a valid MicroTime
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         kubectl.create(lease | {"metadata": {"name": "other"}})
-    assert caught.value.status == 400
+    assert exc_info.value.status == 400
 
 
 def test_patches_merge_by_media_type(kubectl: Kubectl) -> None:
@@ -158,10 +158,10 @@ def test_dynamic_client_discovers_the_api(kubectl: Kubectl, tmp_path: Any) -> No
     ],
 )
 def test_invalid_deployment_is_rejected(kubectl: Kubectl, change: Any, code: int, message: str) -> None:
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         kubectl.create(deployment(**change))
-    assert caught.value.status == code
-    assert message in error_of(caught.value)[1]
+    assert exc_info.value.status == code
+    assert message in error_of(exc_info.value)[1]
 
 
 @pytest.mark.parametrize(
@@ -184,10 +184,10 @@ def test_invalid_deployment_is_rejected(kubectl: Kubectl, change: Any, code: int
 def test_invalid_container_is_rejected(kubectl: Kubectl, change: Any, message: str) -> None:
     subject = deployment()
     subject["spec"]["template"]["spec"]["containers"][0] |= change
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         kubectl.create(subject)
-    assert caught.value.status == 422
-    assert message in error_of(caught.value)[1]
+    assert exc_info.value.status == 422
+    assert message in error_of(exc_info.value)[1]
 
 
 def test_immutable_fields_cannot_change(kubectl: Kubectl) -> None:
@@ -195,11 +195,11 @@ def test_immutable_fields_cannot_change(kubectl: Kubectl) -> None:
     created["metadata"].pop("resourceVersion")
     for where in (created["spec"]["selector"]["matchLabels"], created["spec"]["template"]["metadata"]["labels"]):
         where["app"] = "other"
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         kubectl.replace(created)
-    assert caught.value.status == 422
-    assert "spec.selector: Invalid value" in error_of(caught.value)[1]
-    assert "field is immutable" in error_of(caught.value)[1]
+    assert exc_info.value.status == 422
+    assert "spec.selector: Invalid value" in error_of(exc_info.value)[1]
+    assert "field is immutable" in error_of(exc_info.value)[1]
 
 
 def test_deleting_a_deployment_deletes_its_pods(kubectl: Kubectl) -> None:
@@ -227,9 +227,9 @@ def test_orphan_deletion_keeps_dependents(kubectl: Kubectl) -> None:
 
 def test_deletion_checks_preconditions(kubectl: Kubectl) -> None:
     kubectl.create(config_map())
-    with pytest.raises(ApiException, match="Precondition failed: UID in precondition: other") as caught:
+    with pytest.raises(ApiException, match="Precondition failed: UID in precondition: other") as exc_info:
         kubectl.delete("ConfigMap", "settings", preconditions={"uid": "other"})
-    assert caught.value.status == 409
+    assert exc_info.value.status == 409
 
 
 def test_deleting_a_namespace_deletes_its_objects(kubectl: Kubectl) -> None:

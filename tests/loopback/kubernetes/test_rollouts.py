@@ -128,9 +128,9 @@ def test_an_image_that_cannot_be_pulled(cluster: LoopbackCluster, kubectl: Kubec
     assert status["state"]["waiting"]["message"].startswith('Back-off pulling image "example.com/serve:2"')
     assert "Error: ErrImagePull" in messages(kubectl, "Failed")
     assert len(pods(kubectl, "1")) == 2  # the old pods remain
-    with pytest.raises(ApiException) as caught:
+    with pytest.raises(ApiException) as exc_info:
         CoreV1Api(kubectl.client).read_namespaced_pod_log(pods(kubectl, "2")[0]["metadata"]["name"], NAMESPACE)
-    assert error_of(caught.value)[1].endswith("is waiting to start: trying and failing to pull image")
+    assert error_of(exc_info.value)[1].endswith("is waiting to start: trying and failing to pull image")
 
 
 def test_stalled_rollout_exceeds_its_deadline_and_can_complete(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
@@ -189,9 +189,9 @@ def test_failing_init_container_blocks_main_containers(cluster: LoopbackCluster,
     assert core.read_namespaced_pod_log(name, NAMESPACE, container="fetch") == "sha256 differs"
     with pytest.raises(
         ApiException, match=r"choose one of: \[serve proxy\] or one of the init containers: \[fetch\]"
-    ) as caught:
+    ) as exc_info:
         core.read_namespaced_pod_log(name, NAMESPACE)
-    assert caught.value.status == 400
+    assert exc_info.value.status == 400
 
 
 def test_pod_waits_for_mounted_and_referenced_objects(kubectl: Kubectl) -> None:

@@ -75,9 +75,9 @@ def test_expired_version_is_an_error_event(cluster: LoopbackCluster, kubectl: Ku
     assert raw.status == 200
     status = json.loads(line)["object"]
     assert (json.loads(line)["type"], status["code"], status["reason"]) == ("ERROR", 410, "Expired")
-    with pytest.raises(ApiException, match="Expired: too old resource version") as caught:
+    with pytest.raises(ApiException, match="Expired: too old resource version") as exc_info:
         events(kubectl, resource_version=version)
-    assert caught.value.status == 410
+    assert exc_info.value.status == 410
 
 
 def test_expired_page_token_is_rejected(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
@@ -85,9 +85,9 @@ def test_expired_page_token_is_rejected(cluster: LoopbackCluster, kubectl: Kubec
         kubectl.create(config_map(f"settings-{number}"))
     token = kubectl.list("ConfigMap", limit=1)["metadata"]["continue"]
     cluster.expire()
-    with pytest.raises(ApiException, match="continue parameter is too old") as caught:
+    with pytest.raises(ApiException, match="continue parameter is too old") as exc_info:
         kubectl.list("ConfigMap", **{"continue": token})
-    assert caught.value.status == 410
+    assert exc_info.value.status == 410
 
 
 def test_dropped_watch_breaks_the_stream(cluster: LoopbackCluster, kubectl: Kubectl) -> None:

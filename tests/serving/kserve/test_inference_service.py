@@ -190,9 +190,9 @@ class TestBadImages:
         batch = [images[0], BAD, images[1]]
         response = server.infer(files(batch))
         assert (response.status_code, response.json()) == (400, {"error": sentence})
-        with pytest.raises(grpc.RpcError) as caught:
+        with pytest.raises(grpc.RpcError) as exc_info:
             server.infer_grpc("images", "BYTES", [3], bytes_contents=batch)
-        assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.INVALID_ARGUMENT, sentence)
+        assert (exc_info.value.code(), exc_info.value.details()) == (grpc.StatusCode.INVALID_ARGUMENT, sentence)
 
 
 class TestBadRequests:
@@ -237,9 +237,9 @@ class TestBadRequests:
         ("shape", "raw"), [([2], b"\x00\x00\x00\x00"), ([1], b"\xff\xff\xff\xffabc"), ([1], b"abc"), ([-1], b"")]
     )
     def test_broken_binary_data_is_an_invalid_argument(self, server: Server, shape: list[int], raw: bytes) -> None:
-        with pytest.raises(grpc.RpcError) as caught:
+        with pytest.raises(grpc.RpcError) as exc_info:
             server.infer_grpc("images", "BYTES", shape, raw=raw)
-        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert exc_info.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
     @pytest.mark.parametrize("length", ["5", "-1", "x", "99999"])
     def test_binary_data_over_rest_is_rejected(self, server: Server, length: str) -> None:
@@ -291,9 +291,9 @@ class TestLimits:
                 connection.send(b"%x\r\n%s\r\n" % (6_553_501, bytes(6_553_501)))  # and not the last chunk
                 response = connection.getresponse()
                 assert (response.status, json.load(response)) == (413, sentence)
-        with pytest.raises(grpc.RpcError) as caught:
+        with pytest.raises(grpc.RpcError) as exc_info:
             server.infer_grpc("images", "BYTES", [1], bytes_contents=[b" " * 7_000_000])
-        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert exc_info.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
     def test_too_many_images_are_413(self, server: Server) -> None:
         for response in (server.predict([b""] * 1025), server.infer(files([b""] * 1025))):
@@ -305,9 +305,9 @@ class TestLimits:
         sentence = {"error": "The images of the request have more than 100000000 pixels together; send fewer."}
         for response in (server.predict([largest] * 5), server.infer(files([largest] * 5))):
             assert (response.status_code, response.json()) == (413, sentence)
-        with pytest.raises(grpc.RpcError) as caught:
+        with pytest.raises(grpc.RpcError) as exc_info:
             server.infer_grpc("images", "BYTES", [5], bytes_contents=[largest] * 5)
-        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert exc_info.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
     @pytest.mark.parametrize(
         "body",
@@ -327,12 +327,12 @@ class TestLimits:
     def test_millions_of_tensors_are_an_invalid_argument(self, server: Server) -> None:
         protocol = open_inference_protocol()
         for many in ({"inputs": [{}] * 1_000_000}, {"outputs": [{}] * 1_000_000}):
-            with pytest.raises(grpc.RpcError) as caught:
+            with pytest.raises(grpc.RpcError) as exc_info:
                 server.grpc(
                     "ModelInfer", protocol.ModelInferRequest(model_name="embedding", **many), "ModelInferResponse"
                 )
-            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-            assert "more than 64 inputs or outputs" in caught.value.details()
+            assert exc_info.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert "more than 64 inputs or outputs" in exc_info.value.details()
 
     def test_slow_body_is_408(self, service: dict[str, Server]) -> None:
         with closing(http.client.HTTPConnection("127.0.0.1", service["v1"].http_port, timeout=60)) as connection:
@@ -350,9 +350,9 @@ class TestLimits:
             assert response.status_code == 403
         protocol = open_inference_protocol()
         request = protocol.RepositoryModelUnloadRequest(model_name="embedding")
-        with pytest.raises(grpc.RpcError) as caught:
+        with pytest.raises(grpc.RpcError) as exc_info:
             server.grpc("RepositoryModelUnload", request, "RepositoryModelUnloadResponse")
-        assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
+        assert exc_info.value.code() == grpc.StatusCode.PERMISSION_DENIED
         assert server.predict(images).status_code == 200
 
     def test_listens_on_loopback_only(self, server: Server) -> None:
@@ -446,10 +446,10 @@ def assert_unavailable(server: Server, images: list[bytes], reason: str) -> None
     for response in (server.predict(images), server.infer(files(images))):
         assert response.status_code == 503
         assert reason in response.json()["error"]
-    with pytest.raises(grpc.RpcError) as caught:
+    with pytest.raises(grpc.RpcError) as exc_info:
         server.infer_grpc("images", "BYTES", [1], bytes_contents=images[:1])
-    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-    assert reason in caught.value.details()
+    assert exc_info.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert reason in exc_info.value.details()
 
 
 STARTS = """

@@ -36,8 +36,8 @@ def test_once_shows_the_decision_and_changes_nothing(flags: list[str], tmp_path:
     assert not (tmp_path / "work" / "store").exists()
     report = json.loads(run("once", *flags, *source, "--json").stdout)
     assert (report["action"], report["figures"]["listed_files"], report["proposal"]) == ("retrain", 30, None)
-    acted = json.loads(run("once", *flags, *source, "--act", "--json").stdout)
-    assert acted["proposal"].startswith("000001-")
+    report = json.loads(run("once", *flags, *source, "--act", "--json").stdout)
+    assert report["proposal"].startswith("000001-")
     assert "proposal" not in run("once", *flags, *source).stdout.splitlines()[-1]
 
 
