@@ -24,6 +24,7 @@ from evernear.settings.training import (
     EvaluationSettings,
     GateSettings,
     IndexSettings,
+    TrainJobSettings,
     TrainSettings,
     ValidationSettings,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "ServingSettings",
     "Settings",
     "SlackSettings",
+    "TrainJobSettings",
     "TrainSettings",
     "ValidationSettings",
     "WatchSettings",
@@ -76,6 +78,7 @@ class RunSettings(Section):
     classes: ClassSettings = ClassSettings()
     validation: ValidationSettings = ValidationSettings()
     train: TrainSettings = TrainSettings()
+    train_job: TrainJobSettings = TrainJobSettings()
     index: IndexSettings = IndexSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     gate: GateSettings = GateSettings()
