@@ -215,11 +215,19 @@ def evaluate(
         opened = open_store(chosen.store_uri)
         seen = training_dataset(Path(network), data, opened)
         collector = ExampleCollector(candidate, data)
-        with open_champion(opened) as (champion, made_from):
+        with open_champion(opened) as (champion, champion_dataset):
             result = evaluate(
-                candidate, champion, data, probed, chosen.evaluation, made_from, seen, chosen.classes, collector.add
+                candidate,
+                champion,
+                data,
+                probed,
+                chosen.evaluation,
+                champion_dataset,
+                seen,
+                chosen.classes,
+                collector.add,
             )
-            examples = collector.finish(made_from)
+            examples = collector.finish(champion_dataset)
         live = live_distances(opened, result.champion) if result.champion else None
         result = result.model_copy(update={"training_warnings": describe_network(Path(network)).training_warnings})
         result.write(Path(evaluation))
