@@ -3,6 +3,7 @@
 import base64
 import re
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 
@@ -13,9 +14,9 @@ from starlette.testclient import TestClient
 
 from evernear.data.sources import open_source
 from evernear.errors import ConflictError, SettingsError
-from evernear.review.answers import ANSWERS, Answer, Answers, open_target
+from evernear.review.answers import ANSWERS, PENDING, Answer, Answers, open_target
 from evernear.review.page import create_app
-from evernear.review.queue import Item, pending
+from evernear.review.queue import Item, Queue
 from evernear.serving.query_log import LoggedQuery, Period
 from evernear.store import Store, open_store
 
@@ -66,8 +67,8 @@ def test_queue_is_newest_first_without_duplicates_and_damaged_images(store: Stor
     log_queries(store, png(1), png(2), day=1)
     log_queries(store, png(2), b"no image")
     store.put(f"queries/{NOW:%Y%m%d}/{NOW:%Y%m%dT%H%M%SZ}-v-host-1-bad.jsonl", b"damaged")
-    assert [item.image for item in pending(store, set(), 10)] == [png(2), png(1)]
-    assert [item.image for item in pending(store, set(), 1)] == [png(2)]
+    assert [item.image for item in Queue(store).pending((), 10)] == [png(2), png(1)]
+    assert [item.image for item in Queue(store).pending((), 1)] == [png(2)]
 
 
 def test_label_is_an_object_of_the_bucket_and_undo_removes_it(store: Store, bucket: str) -> None:
@@ -75,7 +76,7 @@ def test_label_is_an_object_of_the_bucket_and_undo_removes_it(store: Store, buck
     open_store(uri).put("train/cat/a.png", png(100))
     log_queries(store, png(1))
     answers = Answers(store, open_target(uri))
-    (item,) = pending(store, set(), 10)
+    (item,) = Queue(store).pending((), 10)
     answers.label(item.image, answer(item, label="bird"))
     assert {(entry.label, entry.name) for entry in open_source(uri).entries()} == {
         ("cat", "train/cat/a.png"),
@@ -89,16 +90,16 @@ def test_label_is_an_image_of_the_source_and_undo_removes_it(store: Store, sourc
     before = names(source)
     log_queries(store, png(1))
     answers = Answers(store, open_target(f"folder:{source}"))
-    (item,) = pending(store, set(), 10)
+    (item,) = Queue(store).pending((), 10)
     answers.label(item.image, answer(item, label="bird"))
     assert names(source) - before == {(f"bird/review-{item.id[:16]}.png", "bird")}
-    assert pending(store, set(answers.latest()), 10) == []
+    assert Queue(store).pending(answers.latest().keys(), 10) == []
     with pytest.raises(ConflictError, match="answered meanwhile"):
         answers.label(item.image, answer(item, label="cat"))
     answers.undo(answer(item, "undo"))
     assert names(source) == before
     assert not (source / "bird").exists()
-    assert pending(store, set(answers.latest()), 10) == [item]
+    assert Queue(store).pending(answers.latest().keys(), 10) == [item]
     lines = [Answer.model_validate_json(line) for line in store.get(ANSWERS).splitlines()]
     assert [(line.action, line.label, line.who) for line in lines] == [("label", "bird", "ann"), ("undo", "", "ann")]
 
@@ -108,7 +109,7 @@ def test_source_with_split_folders_gets_training_images(store: Store, tmp_path: 
         (tmp_path / "given" / split / "cat").mkdir(parents=True)
         (tmp_path / "given" / split / "cat" / "a.png").write_bytes(png(number))
     log_queries(store, png(9))
-    (item,) = pending(store, set(), 10)
+    (item,) = Queue(store).pending((), 10)
     Answers(store, open_target(f"folder:{tmp_path / 'given'}")).label(item.image, answer(item, label="cat"))
     assert (tmp_path / "given" / "train" / "cat" / f"review-{item.id[:16]}.png").read_bytes() == png(9)
 
@@ -116,7 +117,7 @@ def test_source_with_split_folders_gets_training_images(store: Store, tmp_path: 
 @pytest.mark.parametrize("label", ["", "../up", "a/b", ".hidden", "train", "a\nb", " a", "x" * 300])
 def test_unusable_class_name_is_refused_and_nothing_is_recorded(store: Store, source: Path, label: str) -> None:
     log_queries(store, png(1))
-    (item,) = pending(store, set(), 10)
+    (item,) = Queue(store).pending((), 10)
     before = names(source)
     with pytest.raises(SettingsError, match="cannot be the name of a class"):
         Answers(store, open_target(f"folder:{source}")).label(item.image, answer(item, label=label))
@@ -124,10 +125,74 @@ def test_unusable_class_name_is_refused_and_nothing_is_recorded(store: Store, so
     assert names(source) == before
 
 
+class KilledError(Exception):
+    """The process ends."""
+
+
+@pytest.mark.parametrize("action", ["label", "undo"])
+def test_change_of_a_killed_process_is_completed(
+    store: Store, source: Path, action: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_queries(store, png(1))
+    (item,) = Queue(store).pending((), 10)
+    target = open_target(f"folder:{source}")
+    answers, path = Answers(store, target), source / "cat" / f"review-{item.id[:16]}.png"
+    if action == "undo":
+        answers.label(item.image, answer(item, label="cat"))
+
+    def killed(*_: object) -> None:
+        raise KilledError
+
+    act = {"label": partial(answers.label, item.image), "undo": answers.undo}[action]
+    monkeypatch.setattr(target, "add" if action == "label" else "remove", killed)
+    with pytest.raises(KilledError):
+        act(answer(item, action, "cat" if action == "label" else ""))
+    assert path.exists() is (action == "undo")
+    Answers(store, open_target(f"folder:{source}")).recover()
+    assert path.exists() is (action == "label")
+    assert list(store.list(PENDING)) == []
+
+
+def test_undo_that_was_not_recorded_leaves_the_label(store: Store, source: Path) -> None:
+    log_queries(store, png(1))
+    (item,) = Queue(store).pending((), 10)
+    answers = Answers(store, open_target(f"folder:{source}"))
+    answers.label(item.image, answer(item, label="cat"))
+    store.put(PENDING + item.id, b"")
+    answers.recover()
+    assert (source / "cat" / f"review-{item.id[:16]}.png").read_bytes() == png(1)
+    assert list(store.list(PENDING)) == []
+
+
+def test_undo_leaves_a_class_folder_that_was_empty_before(store: Store, source: Path) -> None:
+    (source / "bird").mkdir()
+    log_queries(store, png(1))
+    answers = Answers(store, open_target(f"folder:{source}"))
+    (item,) = Queue(store).pending((), 10)
+    answers.label(item.image, answer(item, label="bird"))
+    answers.undo(answer(item, "undo"))
+    assert list((source / "bird").iterdir()) == []
+
+
+def test_queue_reads_answered_log_files_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    log_queries(store, png(1), png(2), day=1)
+    log_queries(store, png(3))
+    queue, read = Queue(store), list[str]()
+    newest, *older = (item.id for item in queue.pending((), 10))
+    find = store.find
+    monkeypatch.setattr(store, "find", lambda key: (read.append(key), find(key))[1])
+    assert [item.id for item in queue.pending({newest}, 10)] == older
+    assert len(read) == 1
+    assert queue.pending({newest, *older}, 10) == []
+    assert len(read) == 1
+    found = queue.find(older[0])
+    assert (found and found.image, len(read)) == (png(1), 2)
+
+
 def test_failed_write_returns_the_image_to_the_queue(store: Store, source: Path) -> None:
     log_queries(store, png(1))
     answers = Answers(store, open_target(f"folder:{source}"))
-    (item,) = pending(store, set(), 10)
+    (item,) = Queue(store).pending((), 10)
     (source / "bird").write_text("in the way")
     with pytest.raises(Exception, match="bird"):
         answers.label(item.image, answer(item, label="bird"))
@@ -153,7 +218,7 @@ def test_page_labels_and_undoes(store: Store, source: Path) -> None:
     path = source / "dog" / f"review-{image[:16]}.png"
     assert path.exists()
     again = client.post("/?token=secret", data={"image": image, "action": "label", "label": "cat"})
-    assert (again.status_code, "not in the queue any more" in again.text) == (409, True)
+    assert (again.status_code, "was answered meanwhile" in again.text) == (409, True)
     client.post("/?token=secret", data={"image": image, "action": "undo"})
     assert not path.exists()
     client.post("/?token=secret", data={"image": image, "action": "skip"})

@@ -13,6 +13,7 @@ from evernear.cli import (
     cluster,
     doctor,
     inspect,
+    labels,
     pipeline,
     pod,
     predict,
@@ -58,6 +59,7 @@ for command in (
     app.command()(command)
 app.add_typer(releases.app, name="registry")
 app.add_typer(inspect.app, name="inspect")
+app.add_typer(labels.app, name="labels")
 app.add_typer(cluster.app, name="deployment")
 app.add_typer(pipeline.app, name="pipeline")
 app.add_typer(pod.app, name="pod")

@@ -114,7 +114,7 @@ def ingest(settings: DataSettings, store_uri: str, report: Callable[[str], None]
     if settings.test_fraction + settings.gallery_fraction + settings.query_fraction >= 1:
         raise SettingsError("data.test_fraction, gallery_fraction and query_fraction leave nothing to train on.")
     source = open_source(settings.source)
-    snapshots = Snapshots(open_store(store_uri), _dataset_name(settings, source))
+    snapshots = Snapshots(open_store(store_uri), dataset_name(settings, source))
     with (
         disk_errors(tempfile.gettempdir()),
         tempfile.TemporaryDirectory(prefix="evernear-ingest-") as scratch,
@@ -154,7 +154,12 @@ def ingest(settings: DataSettings, store_uri: str, report: Callable[[str], None]
             return snapshots.publish(manifest, ledger, Path(scratch))
 
 
-def _dataset_name(settings: DataSettings, source: ArraySource | FileSource) -> str:
+def dataset_name(settings: DataSettings, source: ArraySource | FileSource) -> str:
+    """The name of the dataset of a source.
+
+    Raises:
+        SettingsError: ``data.dataset`` is not a valid name.
+    """
     name = settings.dataset or source.name
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,62}", name):
         raise SettingsError(f"data.dataset={name!r} is not valid: use lower-case letters, digits, '.', '_' and '-'.")

@@ -418,6 +418,16 @@ class PublishedLedger:
         with _sqlite_errors():
             return dict(self._db.execute(query, (self._source, *names)).fetchall())
 
+    def names(self, digests: Sequence[bytes]) -> dict[bytes, tuple[str, ...]]:
+        """The files of each of ``digests``, at most 500, by name."""
+        marks = ",".join("?" * len(digests))
+        query = f"SELECT digest, name FROM files WHERE source = ? AND digest IN ({marks}) ORDER BY name"  # noqa: S608 - question marks only
+        names: dict[bytes, tuple[str, ...]] = {}
+        with _sqlite_errors():
+            for digest, name in self._db.execute(query, (self._source, *digests)):
+                names[digest] = (*names.get(digest, ()), name)
+        return names
+
 
 def _source_uri(source: str) -> str:
     """The normalized URI: ``s3://bucket/prefix/`` and ``s3://bucket/prefix`` are one source."""

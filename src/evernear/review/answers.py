@@ -3,13 +3,16 @@
 ::
 
     review/answers.jsonl                      in the store: one `Answer` per line, oldest first, never rewritten
+    review/pending/<image>                    in the store: the answer is recorded, but maybe not yet in the source
     <class>/review-<first 16 of sha256>.png   in the source (``train/<class>/...`` if the source has split folders)
 
 The last answer about an image counts. Appending is a compare-and-swap, so of two people who answer at once the second
-is refused.
+is refused. Changes of the source can be repeated: `Answers.recover` completes those of a process that was killed.
 """
 
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 from typing import Literal, Protocol
 
 from pydantic import AwareDatetime, Field
@@ -17,36 +20,54 @@ from pydantic import AwareDatetime, Field
 from evernear.data.sources import open_source
 from evernear.data.sources.folder import Bucket, Folder
 from evernear.disk import disk_errors, write_atomically
-from evernear.errors import ConflictError, EvernearError, IntegrityError, SettingsError
+from evernear.errors import ConflictError, DataError, EvernearError, IntegrityError, SettingsError
 from evernear.frozen import Frozen
 from evernear.store import Store, open_store
 
 ANSWERS = "review/answers.jsonl"
+PENDING = "review/pending/"
 _ATTEMPTS = 5
 _SPLITS = frozenset({"train", "test", "gallery", "query", "val", "valid", "validation", "dev"})
 
 
 class Answer(Frozen):
-    """What a person decided about an image. ``label`` is set for the action ``label`` only."""
+    """What a person decided about an image.
+
+    ``label`` is set for the action ``label`` only. ``files`` are the image's names in the source before the answer;
+    empty for a live query. ``keep`` confirms the label of an image of the source.
+    """
 
     image: str = Field(pattern=r"^[0-9a-f]{64}$")
-    action: Literal["label", "skip", "undo"]
+    action: Literal["label", "skip", "keep", "undo"]
     label: str = ""
+    files: tuple[str, ...] = ()
+    new_folder: bool = False
+    """The answer created the folder of its class."""
     who: str
     at: AwareDatetime
 
 
 class LabelTarget(Protocol):
-    """The source to which labeled images are written."""
+    """The source to which labeled images are written. Names are those of the source's files."""
 
     labels: list[str]
+    prefix: str
+    """The folder of the class folders for new images: empty or ``train/``."""
 
-    def add(self, name: str, image: bytes) -> None:
-        """Write an image under ``<class>/<file>``."""
+    def has_folder(self, name: str) -> bool:
+        """Whether the folder of the file ``name`` exists."""
         ...
 
-    def remove(self, name: str) -> None:
-        """Remove an image that `add` wrote; a missing one is no error."""
+    def add(self, name: str, image: bytes) -> None:
+        """Write an image."""
+        ...
+
+    def remove(self, name: str, prune: bool) -> None:
+        """Remove an image, and with ``prune`` its folder if it is empty then; a missing image is no error."""
+        ...
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a file; None if it is missing."""
         ...
 
 
@@ -54,8 +75,12 @@ class FolderTarget:
     """A directory of class folders."""
 
     def __init__(self, directory: Path) -> None:
-        self.labels, prefix = _layout(Folder(directory))
-        self._directory = directory / prefix
+        self.labels, self.prefix = _layout(Folder(directory))
+        self._directory = directory
+
+    def has_folder(self, name: str) -> bool:
+        """Whether the directory exists."""
+        return (self._directory / name).parent.is_dir()
 
     def add(self, name: str, image: bytes) -> None:
         """Write the file atomically."""
@@ -64,29 +89,45 @@ class FolderTarget:
             path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, image)
 
-    def remove(self, name: str) -> None:
-        """Remove the file, and its class folder if it is empty now."""
+    def remove(self, name: str, prune: bool) -> None:
+        """Remove the file."""
         path = self._directory / name
         with disk_errors(path):
-            path.unlink(missing_ok=True)
-            if path.parent.is_dir() and not any(path.parent.iterdir()):
+            if path.is_file():
+                path.unlink()
+            if prune and path.parent.is_dir() and not any(path.parent.iterdir()):
                 path.parent.rmdir()
+
+    def read(self, name: str) -> bytes | None:
+        """Read the file."""
+        path = self._directory / name
+        with disk_errors(path):
+            return path.read_bytes() if path.exists() else None
 
 
 class BucketTarget:
-    """A prefix of a bucket."""
+    """A prefix of a bucket, where a folder exists as long as it has an object."""
 
     def __init__(self, uri: str) -> None:
-        self.labels, self._prefix = _layout(Bucket(uri))
+        self.labels, self.prefix = _layout(Bucket(uri))
         self._store = open_store(uri)
+
+    def has_folder(self, name: str) -> bool:
+        """True: no folder has to be removed."""
+        return True
 
     def add(self, name: str, image: bytes) -> None:
         """Put the object."""
-        self._store.put(self._prefix + name, image)
+        self._store.put(name, image)
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, prune: bool) -> None:
         """Delete the object."""
-        self._store.delete(self._prefix + name)
+        self._store.delete(name)
+
+    def read(self, name: str) -> bytes | None:
+        """Get the object."""
+        found = self._store.find(name)
+        return found[0] if found else None
 
 
 def open_target(source: str) -> LabelTarget:
@@ -124,33 +165,84 @@ class Answers:
         return _fold(self._read()[0])
 
     def label(self, image: bytes, answer: Answer) -> None:
-        """Record ``answer``, and for a label write the image to the source.
+        """Record ``answer``. For a label write ``image`` to the source, or move its ``files`` to the class.
 
         Raises:
             SettingsError: the label is not a usable folder name.
             ConflictError: the image is answered already.
+            DataError: a file to move is gone.
         """
-        name = _file_name(answer) if answer.action == "label" else ""
+        self.recover()
+        if answer.action != "label":
+            self._append(answer, expects_answer=False)
+            return
+        names = dict(_moves(answer, self._target.prefix))
+        new_folder = not all(map(self._target.has_folder, names.values()))
+        answer = answer.model_copy(update={"new_folder": new_folder})
+        self._store.put(PENDING + answer.image, b"" if answer.files else image)
         self._append(answer, expects_answer=False)
-        if name:
-            try:
-                self._target.add(name, image)
-            except EvernearError:
-                self._append(answer.model_copy(update={"action": "undo", "label": ""}), expects_answer=True)
-                raise
-            if answer.label not in self._target.labels:
-                self._target.labels = sorted([*self._target.labels, answer.label])
+        try:
+            self._apply(answer, image)
+        except EvernearError:
+            self._append(answer.model_copy(update={"action": "undo", "label": ""}), expects_answer=True)
+            self.recover()
+            raise
+        self._store.delete(PENDING + answer.image)
+        if answer.label not in self._target.labels:
+            self._target.labels = sorted([*self._target.labels, answer.label])
 
     def undo(self, undo: Answer) -> None:
-        """Remove the image from the source and record the ``undo``: the image is in the queue again.
+        """Record the ``undo``, and restore the source: the image is in the queue again.
 
         Raises:
             ConflictError: the image has no answer.
         """
-        answer = self.latest().get(undo.image)
-        if answer and answer.action == "label":
-            self._target.remove(_file_name(answer))
+        self.recover()
+        self._store.put(PENDING + undo.image, b"")
         self._append(undo, expects_answer=True)
+        self.recover()
+
+    def recover(self) -> None:
+        """Complete the changes of the source that a killed process has recorded but maybe not made."""
+        for info in list(self._store.list(PENDING)):
+            history = [answer for answer in self._read()[0] if answer.image == info.key.removeprefix(PENDING)]
+            labeled = [answer for answer in history if answer.action == "label"]
+            if labeled and history[-1].action == "undo":
+                self._revert(labeled[-1])
+            elif labeled and labeled[-1] is history[-1]:
+                image = self._store.get(info.key)
+                if image or labeled[-1].files:  # without either it is an undo that was not recorded
+                    with suppress(DataError):  # the file was removed meanwhile
+                        self._apply(labeled[-1], image)
+            self._store.delete(info.key)
+
+    def _apply(self, answer: Answer, image: bytes) -> None:
+        for old, new in _moves(answer, self._target.prefix):
+            if answer.files:
+                self._move(old, new, prune=False)
+            else:
+                self._target.add(new, image)
+
+    def _revert(self, answer: Answer) -> None:
+        same_label = (each for each in self._read()[0] if each.label == answer.label)
+        prune = any(each.new_folder for each in same_label)
+        for old, new in _moves(answer, self._target.prefix):
+            if not answer.files:
+                self._target.remove(new, prune)
+            elif self._target.read(new) is not None:
+                self._move(new, old, prune)
+
+    def _move(self, old: str, new: str, prune: bool) -> None:
+        """Move a file of the source. A repeated move changes nothing."""
+        image, present = self._target.read(old), self._target.read(new)
+        if image is None and present is None:
+            raise DataError(f"{old} is not in the source any more; run `evernear labels check` again.")
+        if image is None:
+            return
+        if present not in (None, image):
+            raise DataError(f"{old} cannot be moved to {new}, because another image has that name.")
+        self._target.add(new, image)
+        self._target.remove(old, prune)
 
     def _read(self) -> tuple[list[Answer], bytes, str | None]:
         found = self._store.find(ANSWERS)
@@ -185,12 +277,21 @@ def _fold(answers: list[Answer]) -> dict[str, Answer]:
     return latest
 
 
-def _file_name(answer: Answer) -> str:
+def _moves(answer: Answer, prefix: str) -> Iterator[tuple[str, str]]:
+    """The present and the new name of each file of an answer with a label."""
     label = answer.label
     unusable = not label or len(label.encode()) > 200 or label != label.strip() or label.startswith(".")
     if unusable or not label.isprintable() or "/" in label or "\\" in label or label.lower() in _SPLITS:
         raise SettingsError(f"{label!r} cannot be the name of a class; use a plain name without slashes.")
-    return f"{label}/review-{answer.image[:16]}.png"
+    mark = f"review-{answer.image[:16]}"
+    if not answer.files:
+        yield "", f"{prefix}{label}/{mark}.png"
+    for number, file in enumerate(answer.files):
+        path = PurePosixPath(file)
+        if path.is_absolute() or ".." in path.parts:
+            raise SettingsError(f"{file!r} is not the name of a file in the source.")
+        split = f"{path.parts[0]}/" if prefix else ""
+        yield file, f"{split}{label}/{path.stem}-{mark}{f'-{number}' if number else ''}{path.suffix}"
 
 
 def _layout(source: Folder | Bucket) -> tuple[list[str], str]:

@@ -1,11 +1,13 @@
-"""The local page: a grid of queries with a class picker, plain forms without scripts. Binds the loopback address."""
+"""The local page: live queries and suspect labels with a class picker, plain forms without scripts, on loopback."""
 
 import base64
 import hmac
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from html import escape
+from itertools import islice
+from typing import NamedTuple
 from urllib.parse import parse_qs
 
 import uvicorn
@@ -15,12 +17,15 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from evernear.errors import EvernearError, ServingError
+from evernear.errors import DataError, EvernearError, ServingError
 from evernear.review.answers import Answer, Answers, LabelTarget
-from evernear.review.queue import Item, pending
+from evernear.review.queue import Item, Queue
+from evernear.review.suspects import Suspect, thumbnail
+from evernear.settings.section import MAX_PIXELS
 from evernear.store import Store
 
 PAGE_ITEMS = 60
+PAGE_SUSPECTS = 24
 RECENT_ANSWERS = 12
 MAX_FORM_BYTES = 4096
 _HEADERS = {
@@ -41,7 +46,8 @@ p{color:var(--dim);margin:4px 0 18px}.error{color:var(--warn);font-weight:600}
 .card{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:10px;display:flex;
 flex-direction:column;gap:8px}
 img{width:100%;aspect-ratio:1;object-fit:contain;image-rendering:pixelated;background:#8883;border-radius:6px}
-small{color:var(--dim)}form{display:flex;flex-direction:column;gap:6px;margin:auto 0 0}
+.pair{display:flex;gap:6px}.pair img{min-width:0;flex:1}small{overflow-wrap:anywhere;color:var(--dim)}
+form{display:flex;flex-direction:column;gap:6px;margin:auto 0 0}
 select,input,button{font:inherit;width:100%;padding:6px 8px;border:1px solid var(--line);border-radius:6px;
 background:var(--bg);color:var(--text);min-height:36px}
 button{cursor:pointer}button.main{background:var(--accent);border-color:var(--accent);color:light-dark(#fff,#10141a);
@@ -51,32 +57,53 @@ font-weight:600}.row{display:flex;gap:10px;align-items:center;border-bottom:1px 
 """
 
 
-def create_app(store: Store, answers: Answers, target: LabelTarget, token: str, who: str) -> Starlette:
+class SuspectItem(NamedTuple):
+    """A suspect with its picture, and the picture of its near-duplicate if it has one."""
+
+    suspect: Suspect
+    image: bytes
+    duplicate: bytes | None
+
+
+def create_app(
+    store: Store, answers: Answers, target: LabelTarget, token: str, who: str, suspects: Sequence[Suspect] = ()
+) -> Starlette:
     """The application. Each request needs ``token`` in its query; answers are recorded as ``who``'s."""
+    queue = Queue(store)
+    by_image = {suspect.image: suspect for suspect in suspects}
 
     def render(error: str = "") -> Response:
         latest = answers.latest()
-        items = pending(store, set(latest), PAGE_ITEMS)
-        page = _page(items, list(latest.values())[: -RECENT_ANSWERS - 1 : -1], target.labels, token, error)
+        items = queue.pending(latest.keys(), PAGE_ITEMS)
+        unanswered = (suspect for suspect in suspects if suspect.image not in latest)
+        shown = islice(filter(None, (_suspect_item(suspect, target) for suspect in unanswered)), PAGE_SUSPECTS)
+        recent = list(latest.values())[: -RECENT_ANSWERS - 1 : -1]
+        page = _page(items, list(shown), recent, target.labels, token, error)
         return HTMLResponse(page, headers=_HEADERS, status_code=409 if error else 200)
 
     def act(form: dict[str, str]) -> None:
         action = form.get("action", "")
         image = form.get("image", "")
+        suspect = by_image.get(image)
         label = (form.get("new") or form.get("label") or "").strip() if action == "label" else ""
         try:
             answer = Answer.model_validate(
                 {"image": image, "action": action, "label": label, "who": who, "at": datetime.now(UTC)}
+                | {"files": suspect.files if suspect else ()}
             )
         except ValueError:
             raise ServingError("The form is invalid; reload the page.") from None
         if action == "undo":
             answers.undo(answer)
-            return
-        queued = {item.id: item for item in pending(store, set(answers.latest()), PAGE_ITEMS)}
-        if image not in queued:
-            raise ServingError("The image is not in the queue any more; it may have been answered.")
-        answers.label(queued[image].image, answer)
+        elif suspect is not None:
+            if label == suspect.label:
+                raise ServingError(f"The image has the label {label} already; choose another, or keep it.")
+            answers.label(b"", answer)
+        else:
+            item = queue.find(image)
+            if item is None:
+                raise ServingError("The image is not in the queue any more; its log file was removed.")
+            answers.label(item.image, answer)
 
     async def get(request: Request) -> Response:
         return await run_in_threadpool(render)
@@ -125,10 +152,26 @@ def serve(app: Starlette, port: int, on_bound: Callable[[int], None]) -> None:
         uvicorn.Server(config).run(sockets=[listening])
 
 
-def _page(items: list[Item], recent: list[Answer], labels: list[str], token: str, error: str) -> str:
+def _suspect_item(suspect: Suspect, target: LabelTarget) -> SuspectItem | None:
+    """The pictures of a suspect; None if its file was moved, removed or broken since the check."""
+    pictures: list[bytes | None] = []
+    for name in (suspect.files[0], suspect.duplicate):
+        data = target.read(name) if name else None
+        try:
+            pictures.append(thumbnail(data, MAX_PIXELS) if data else None)
+        except DataError:
+            pictures.append(None)
+    return SuspectItem(suspect, pictures[0], pictures[1]) if pictures[0] else None
+
+
+def _page(
+    items: list[Item], suspects: list[SuspectItem], recent: list[Answer], labels: list[str], token: str, error: str
+) -> str:
     action = f"/?token={escape(token)}"
     cards = "".join(_card(item, labels, action) for item in items)
+    suspect_cards = "".join(_suspect_card(item, labels, action) for item in suspects)
     empty = "<p>The queue is empty. Servers fill it with <code>serving.query_log=images</code>.</p>"
+    none = "<p>No suspect labels. <code>evernear labels check</code> looks for them.</p>"
     rows = "".join(_row(answer, action) for answer in recent)
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>evernear review</title>'
@@ -137,31 +180,62 @@ def _page(items: list[Item], recent: list[Answer], labels: list[str], token: str
         "its class of the source; the watcher then proposes a reindex.</p>"
         + (f'<p class="error" role="alert">{escape(error)}</p>' if error else "")
         + (f'<div class="grid">{cards}</div>' if items else empty)
+        + "<h2>Suspect labels</h2><p>Images of the source whose label looks wrong, the most suspect first. Relabel "
+        "moves the file to the class.</p>"
+        + (f'<div class="grid">{suspect_cards}</div>' if suspects else none)
         + (f"<h2>Recent answers</h2>{rows}" if recent else "")
     )
 
 
 def _card(item: Item, labels: list[str], action: str) -> str:
     suggested = [label for label in item.candidates if label in labels]
-    ordered = [*suggested, *(label for label in labels if label not in suggested)]
-    options = "".join(f'<option value="{escape(label)}">{escape(label)}</option>' for label in ordered)
     verdict = "unknown" if item.unknown else "near a boundary"
     near = escape(", ".join(item.candidates[:3]))
     return (
-        f'<div class="card"><img alt="query" src="data:image/png;base64,{base64.b64encode(item.image).decode()}">'
+        f'<div class="card">{_picture(item.image, "query")}'
         f"<small>{verdict}, distance {item.dist:.2f}<br>nearest: {near}</small>"
-        f'<form method="post" action="{action}"><input type="hidden" name="image" value="{item.id}">'
-        f'<select name="label" aria-label="Class">{options}</select>'
+        f"{_picker(item.id, suggested, labels, action)}"
         '<input name="new" placeholder="or a new class" maxlength="100" aria-label="New class" autocomplete="off">'
         '<button class="main" name="action" value="label">Label</button>'
         '<button name="action" value="skip">Not valid, skip</button></form></div>'
     )
 
 
-def _row(answer: Answer, action: str) -> str:
-    what = f"labeled <b>{escape(answer.label)}</b>" if answer.action == "label" else "skipped"
+def _suspect_card(item: SuspectItem, labels: list[str], action: str) -> str:
+    suspect = item.suspect
+    suggested = escape(suspect.suggested)
+    why = f"nearly the same image is labeled <b>{suggested}</b>" if suspect.duplicate else f"looks like {suggested}"
+    duplicate = _picture(item.duplicate, f"labeled {suspect.suggested}") if item.duplicate else ""
+    others = [label for label in labels if label != suspect.label]
     return (
-        f'<div class="row"><span>{answer.image[:8]} {what} <small>by {escape(answer.who)}, '
+        f'<div class="card"><div class="pair">{_picture(item.image, f"labeled {suspect.label}")}{duplicate}</div>'
+        f"<small>labeled <b>{escape(suspect.label)}</b>, {why}<br>{escape(suspect.files[0])}"
+        f"{f' and {len(suspect.files) - 1} more' if len(suspect.files) > 1 else ''}</small>"
+        f"{_picker(suspect.image, [suspect.suggested], others, action)}"
+        '<button class="main" name="action" value="label">Relabel</button>'
+        f'<button name="action" value="keep">Keep {escape(suspect.label)}</button></form></div>'
+    )
+
+
+def _picture(png: bytes, alt: str) -> str:
+    return f'<img alt="{escape(alt)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+
+
+def _picker(image: str, suggested: list[str], labels: list[str], action: str) -> str:
+    """The start of a form with the classes, ``suggested`` ones first."""
+    ordered = [*suggested, *(label for label in labels if label not in suggested)]
+    options = "".join(f'<option value="{escape(label)}">{escape(label)}</option>' for label in ordered)
+    return (
+        f'<form method="post" action="{action}"><input type="hidden" name="image" value="{image}">'
+        f'<select name="label" aria-label="Class">{options}</select>'
+    )
+
+
+def _row(answer: Answer, action: str) -> str:
+    label = f"{'relabeled' if answer.files else 'labeled'} <b>{escape(answer.label)}</b>"
+    what = {"label": label, "keep": "kept its label"}.get(answer.action, "skipped")
+    return (
+        f'<div class="row"><span>{escape(answer.files[0]) if answer.files else answer.image[:8]} {what} <small>by {escape(answer.who)}, '
         f"{answer.at:%Y-%m-%d %H:%M} UTC</small></span>"
         f'<form method="post" action="{action}"><input type="hidden" name="image" value="{answer.image}">'
         '<button name="action" value="undo">Undo</button></form></div>'

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+from collections.abc import Collection
 from typing import NamedTuple
 
 from pydantic import AwareDatetime
@@ -28,22 +29,49 @@ class Item(NamedTuple):
     candidates: tuple[str, ...]
 
 
-def pending(store: Store, answered: set[str], limit: int) -> list[Item]:
-    """The newest ``limit`` items whose id is not ``answered``, newest first. Damaged files and images are skipped.
+class Queue:
+    """The queue of a store. It remembers the ids in each log file, which never changes, to read few files again."""
 
-    Raises:
-        StoreError: the store is unavailable.
-    """
-    logs = [info for info in store.list(QUERIES) if closed_at(info.key) and info.size_bytes <= MAX_FILE_BYTES]
-    items: dict[str, Item] = {}
-    for info in sorted(logs, key=lambda info: info.key, reverse=True)[:MAX_FILES]:
-        for query in _queries(store, info.key):
-            item = _item(query)
-            if item and item.id not in answered:
-                items.setdefault(item.id, item)
-            if len(items) == limit:
-                return list(items.values())
-    return list(items.values())
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._ids: dict[str, frozenset[str]] = {}
+
+    def pending(self, answered: Collection[str], limit: int) -> list[Item]:
+        """The newest ``limit`` items that are not ``answered``, newest first. Damaged files and images are skipped.
+
+        Raises:
+            StoreError: the store is unavailable.
+        """
+        items: dict[str, Item] = {}
+        for key in self._keys():
+            if self._ids.get(key, frozenset("?")) <= set(answered):
+                continue
+            for item in self._read(key):
+                if item.id not in answered:
+                    items.setdefault(item.id, item)
+                if len(items) == limit:
+                    return list(items.values())
+        return list(items.values())
+
+    def find(self, image: str) -> Item | None:
+        """The item with the id ``image``; None if the log has none any more."""
+        for key in self._keys():
+            if key not in self._ids or image in self._ids[key]:
+                for item in self._read(key):
+                    if item.id == image:
+                        return item
+        return None
+
+    def _keys(self) -> list[str]:
+        logs = [info for info in self._store.list(QUERIES) if closed_at(info.key) and info.size_bytes <= MAX_FILE_BYTES]
+        keys = sorted((info.key for info in logs), reverse=True)[:MAX_FILES]
+        self._ids = {key: ids for key, ids in self._ids.items() if key in keys}
+        return keys
+
+    def _read(self, key: str) -> list[Item]:
+        items = [item for query in _queries(self._store, key) if (item := _item(query))]
+        self._ids[key] = frozenset(item.id for item in items)
+        return items
 
 
 def _queries(store: Store, key: str) -> list[LoggedQuery]:

@@ -11,12 +11,14 @@ from watched import NOON, MemoryRuns, WatchedSystem, digits, negatives, noise, p
 from evernear.data.ingest import ingest
 from evernear.data.manifest import Split, save_manifest
 from evernear.data.shards import Dataset
+from evernear.disk import sha256_bytes
 from evernear.embedding.embed import embed
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import SettingsError, StoreError
 from evernear.index.build import build
 from evernear.kubeflow.runs import State
 from evernear.release.registry import Registry
+from evernear.review.answers import Answer, Answers, open_target
 from evernear.serving.configuration import logged_queries
 from evernear.serving.endpoints import home_of
 from evernear.settings import DataSettings, IndexSettings, Settings
@@ -52,6 +54,21 @@ def test_many_new_images_are_proposed_once_across_restarts(watched: WatchedSyste
         assert (again.action, again.proposal) == ("retrain", None)
         assert again.reasons[-1] == f"Proposal {proposal.id} waits for an answer."
     assert watched.proposals == [proposal]
+
+
+def test_answers_of_a_review_lead_to_a_reindex(watched: WatchedSystem) -> None:
+    answers = Answers(watched.store, open_target(f"folder:{watched.images}"))
+    labeled = [Answer(image=sha256_bytes(image), action="label", label="3", who="ann", at=NOON) for image in MANY[:20]]
+    for answer, image in zip(labeled, MANY, strict=False):
+        answers.label(image, answer)
+    try:
+        report = watched.watcher(new_gallery_images=1).check()
+        assert report.action == "reindex"
+        assert [proposal.pipeline for proposal in watched.proposals] == ["reindex"]
+    finally:
+        for answer in labeled:
+            answers.undo(answer.model_copy(update={"action": "undo", "label": ""}))
+    assert watched.watcher(new_gallery_images=1).check().reasons[0] == "Nothing is new."
 
 
 def test_few_new_images_lead_to_nothing(watched: WatchedSystem) -> None:

@@ -25,7 +25,6 @@ from evernear.errors import (
 from evernear.serving.client.target import Target, authorities_file
 from evernear.serving.responses import Prediction, Rejection
 from evernear.serving.torchserve_proto.inference_pb2 import PredictionResponse, PredictionsRequest
-from evernear.serving.tracing import trace_fields
 
 PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
 _REJECTED = {
@@ -103,9 +102,8 @@ def _options(target: Target) -> Sequence[tuple[str, Any]]:
 
 def _request(target: Target, image: bytes, version: str | None) -> dict[str, Any]:
     token = target.token()
-    fields = {"body": image, **trace_fields()}
     return {
-        "request": PredictionsRequest(model_name=target.model, model_version=version or "", input=fields),
+        "request": PredictionsRequest(model_name=target.model, model_version=version or "", input={"body": image}),
         "metadata": (("authorization", f"Bearer {token}"),) if token else (),
         "timeout": target.timeout_s,
     }

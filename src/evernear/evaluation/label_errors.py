@@ -1,0 +1,188 @@
+"""Find images whose label looks wrong, by confident learning on the neighbors of their embeddings.
+
+The class probabilities of an image are the classes of its nearest neighbors. A network that was trained on an image has
+fitted its label, right or wrong, so the image lies among that class. The images are therefore divided into folds, a
+short training on the other folds embeds each fold, and neighbors are sought within a fold: no embedding, and no vote,
+depends on the label that it checks.
+
+Northcutt, Jiang and Chuang 2021, "Confident Learning: Estimating Uncertainty in Dataset Labels", arXiv:1911.00068.
+"""
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evernear.data.manifest import SPLITS, Manifest, Shard, Split
+from evernear.data.shards import Block, Dataset
+from evernear.data.writer import row_dtype, shard_key
+from evernear.disk import sha256_bytes
+from evernear.embedding.artifact import load_trained
+from evernear.embedding.embed import embed_images
+from evernear.embedding.export import center
+from evernear.embedding.train import OnStep, train
+from evernear.index.faiss_compat import faiss
+from evernear.settings import TrainSettings
+from evernear.store import open_store
+
+FOLDS = 2
+NEIGHBORS = 20
+EXACT = 1 - 1e-6
+"""Cosine from which two embeddings are those of the same picture, which does not vote."""
+NEAR_DUPLICATE = 0.98
+"""Correlation of the pixels of two images from which they are near-duplicates."""
+_BATCH_IMAGES = 1024
+
+
+class Embedded(NamedTuple):
+    """The images of one fold: unit vectors (N, D), label numbers (N,), sha256 as uint8 (N, 32), pixels (N, H, W, C)."""
+
+    vectors: NDArray[np.float32]
+    labels: NDArray[np.int64]
+    digests: NDArray[np.uint8]
+    images: NDArray[np.uint8]
+
+
+class LabelError(NamedTuple):
+    """A row whose label looks wrong. ``margin`` is the share of votes for the label minus that for ``suggested``.
+
+    ``duplicate`` is the row of a near-duplicate that has another label; -1 if the votes speak against the label.
+    """
+
+    row: int
+    suggested: int
+    margin: float
+    duplicate: int = -1
+
+
+def embed_folds(dataset: Dataset, settings: TrainSettings, on_step: OnStep | None = None) -> Iterator[Embedded]:
+    """Embed the images of all splits, fold by fold, by networks that have not seen them. Discards the networks.
+
+    ``settings`` are those of each training; `evernear.evaluation.probe.probe_recipe` shortens them. A fold's images are
+    in memory, and the images of the other folds in a temporary directory.
+    """
+    for fold in range(FOLDS):
+        with TemporaryDirectory(prefix="evernear-labels-") as scratch:
+            others = _without_fold(dataset, fold, Path(scratch))
+            train(others, settings, Path(scratch) / "trained", on_step=on_step)
+            network = center(load_trained(Path(scratch) / "trained")[1], others, frozenset())
+        blocks = [_selected(block, _fold_of(block) == fold) for split in SPLITS for block in _blocks(dataset, split)]
+        yield Embedded(
+            np.concatenate([embed_images(network, block.images) for block in blocks if len(block)]),
+            np.concatenate([block.labels for block in blocks]),
+            np.concatenate([block.digests for block in blocks]),
+            np.concatenate([block.images for block in blocks]),
+        )
+
+
+def find_label_errors(embedded: Embedded, neighbors: int = NEIGHBORS) -> list[LabelError]:
+    """The images whose label looks wrong, the most suspect first: by votes of neighbors, and near-duplicates.
+
+    Near-duplicates come first. Both images of a pair are listed.
+    """
+    rows = nearest_others(embedded.vectors, neighbors)
+    duplicates = _near_duplicates(embedded, rows)
+    listed = {error.row for error in duplicates}
+    return [*duplicates, *(error for error in by_votes(embedded.labels, rows) if error.row not in listed)]
+
+
+def nearest_others(vectors: NDArray[np.float32], neighbors: int) -> NDArray[np.int64]:
+    """The rows (N, ``neighbors``) of the nearest other vectors, nearest first, without copies; -1: there are fewer."""
+    index = faiss.IndexFlatIP(vectors.shape[1])
+    index.add(vectors)
+    wanted = min(2 * neighbors + 1, len(vectors))
+    found = np.full((len(vectors), neighbors), -1, np.int64)
+    for start in range(0, len(vectors), _BATCH_IMAGES):
+        cosines, rows = index.search(vectors[start : start + _BATCH_IMAGES], wanted)
+        own = np.arange(start, start + len(rows))[:, None]
+        is_other = (rows != own) & (cosines < EXACT)
+        order = np.argsort(~is_other, axis=1, kind="stable")[:, :neighbors]
+        kept = np.where(np.take_along_axis(is_other, order, 1), np.take_along_axis(rows, order, 1), -1)
+        found[start : start + len(rows), : kept.shape[1]] = kept
+    return found
+
+
+def by_votes(labels: NDArray[np.int64], rows: NDArray[np.int64]) -> list[LabelError]:
+    """Off-diagonal entries of the confident joint (arXiv:1911.00068, section 3), by normalized margin.
+
+    The vote of neighbor ``rows`` (N, K) is sparse, so memory does not grow with the number of classes. An image is
+    listed if the class with the largest share of votes, among those that reach the mean share that the class has among
+    images with its label, is not its label.
+    """
+    votes = np.where(rows >= 0, labels[rows], -1)
+    given = (votes == labels[:, None]).mean(axis=1)
+    count = np.bincount(labels)
+    thresholds = np.bincount(labels, given) / np.maximum(count, 1)
+    errors: list[LabelError] = []
+    for start in range(0, len(labels), _BATCH_IMAGES):
+        part = votes[start : start + _BATCH_IMAGES]
+        shares = (part[:, :, None] == part[:, None, :]).mean(axis=2)
+        shares[(part < 0) | (shares < thresholds[part])] = 0
+        best = shares.argmax(axis=1)
+        places = np.arange(len(part))
+        suggested, share = part[places, best], shares[places, best]
+        for place in np.flatnonzero((share > 0) & (suggested != labels[start : start + len(part)])):
+            row = start + int(place)
+            errors.append(LabelError(row, int(suggested[place]), float(given[row] - share[place])))
+    return sorted(errors, key=lambda error: error.margin)
+
+
+def _near_duplicates(embedded: Embedded, rows: NDArray[np.int64]) -> list[LabelError]:
+    """Pairs of neighbors with different labels and nearly the same pixels; either label may be wrong."""
+    votes = embedded.labels[rows]
+    errors: dict[int, LabelError] = {}
+    for row, place in np.argwhere((rows >= 0) & (votes != embedded.labels[:, None])):
+        other = int(rows[row, place])
+        if _correlation(embedded.images[row], embedded.images[other]) >= NEAR_DUPLICATE:
+            for each, twin in ((int(row), other), (other, int(row))):
+                errors.setdefault(each, LabelError(each, int(embedded.labels[twin]), 0.0, twin))
+    return list(errors.values())
+
+
+def _correlation(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
+    first, second = (image.astype(np.float32).ravel() - image.mean() for image in (one, other))
+    scale = float(np.linalg.norm(first) * np.linalg.norm(second))
+    return float(first @ second) / scale if scale else 0.0
+
+
+def _without_fold(dataset: Dataset, fold: int, directory: Path) -> Dataset:
+    """A copy of the train and gallery splits without the images of ``fold``, in ``directory``."""
+    store = open_store((directory / "store").as_uri())
+    shards: list[Shard] = []
+    for split in ("train", "gallery"):
+        for shard in dataset.shards(split):
+            blocks = [_selected(block, _fold_of(block) != fold) for block in dataset.shard_blocks(shard)]
+            rows = np.empty(sum(map(len, blocks)), row_dtype(dataset.shape))
+            if not len(rows):
+                continue
+            rows["image"] = np.concatenate([block.images for block in blocks])
+            rows["label"] = np.concatenate([block.labels for block in blocks])
+            rows["digest"] = np.concatenate([block.digests for block in blocks])
+            buffer = io.BytesIO()
+            np.save(buffer, rows, allow_pickle=False)
+            sha256 = sha256_bytes(data := buffer.getvalue())
+            store.put(shard_key(dataset.manifest.name, sha256), data)
+            counts = np.bincount(rows["label"], minlength=len(dataset.labels)).tolist()
+            label_counts = {label: count for label, count in zip(dataset.labels, counts, strict=True) if count}
+            shards.append(shard.model_copy(update={
+                "sha256": sha256, "count": len(rows), "size_bytes": len(data), "label_counts": label_counts
+            }))  # fmt: skip
+    manifest: Manifest = dataset.manifest.model_copy(update={"shards": tuple(shards), "store_uri": store.uri})
+    return Dataset(manifest, store)
+
+
+def _blocks(dataset: Dataset, split: Split) -> Iterator[Block]:
+    return dataset.blocks(split, _BATCH_IMAGES)
+
+
+def _fold_of(block: Block) -> NDArray[np.uint8]:
+    """The fold of each image, by its content, so that every copy of an image is in one fold."""
+    return block.digests[:, -1] % FOLDS
+
+
+def _selected(block: Block, rows: NDArray[np.bool_]) -> Block:
+    return Block(block.images[rows], block.labels[rows], block.digests[rows])

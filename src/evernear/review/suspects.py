@@ -1,0 +1,139 @@
+"""Images of the source whose label looks wrong, for a person to relabel or keep: ``review/suspects.json``."""
+
+from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from pydantic import AwareDatetime, Field
+
+from evernear.data.ingest import dataset_name
+from evernear.data.ledger import PublishedLedger
+from evernear.data.preprocess import decode
+from evernear.data.shards import Dataset
+from evernear.data.snapshots import Snapshots
+from evernear.data.sources import open_source
+from evernear.errors import DataError
+from evernear.frozen import Frozen
+from evernear.settings import Settings
+from evernear.store import Store
+
+if TYPE_CHECKING:
+    from evernear.embedding.train import OnStep
+
+SUSPECTS = "review/suspects.json"
+MAX_SUSPECTS = 500
+THUMBNAIL_PX = 192
+
+
+class Suspect(Frozen):
+    """An image whose label looks wrong.
+
+    ``image`` is the sha256 of its pixels, ``files`` are its names in the source. ``margin`` is the share of neighbors
+    with its label minus that with the label ``suggested``. ``duplicate`` is a file with nearly the same pixels and the
+    label ``suggested``; empty if the neighbors speak against the label.
+    """
+
+    image: str = Field(pattern=r"^[0-9a-f]{64}$")
+    files: tuple[str, ...]
+    label: str
+    suggested: str
+    margin: float
+    duplicate: str = ""
+
+
+class Suspects(Frozen):
+    """The result of a check, the most suspect first; ``found`` counts those beyond `MAX_SUSPECTS`, too."""
+
+    remedy = "run `evernear labels check` again"
+
+    source: str
+    dataset_digest: str
+    created: AwareDatetime
+    found: int
+    images: int
+    suspects: tuple[Suspect, ...]
+
+
+def load_suspects(store: Store, source: str) -> tuple[Suspect, ...]:
+    """The suspects of the last check of ``source``; none if another source was checked.
+
+    Raises:
+        IntegrityError: the result is damaged.
+    """
+    stored = store.find(SUSPECTS)
+    checked = Suspects.from_json(stored[0], f"{store.uri}/{SUSPECTS}") if stored else None
+    return checked.suspects if checked and checked.source == source else ()
+
+
+def newest_dataset(store: Store, settings: Settings) -> Dataset:
+    """The newest snapshot of the source.
+
+    Raises:
+        DataError: it has not been ingested.
+    """
+    name = dataset_name(settings.data, open_source(settings.data.source))
+    manifest = Snapshots(store, name).head()
+    if manifest is None or manifest.source != settings.data.source:
+        raise DataError(f"{settings.data.source} has not been ingested into {store.uri}; start a run first.")
+    return Dataset(manifest, store)
+
+
+def check_labels(store: Store, settings: Settings, now: AwareDatetime, on_step: "OnStep | None" = None) -> Suspects:
+    """Look for wrong labels in the newest snapshot of the source, and save the result in the store.
+
+    Raises:
+        DataError: the source has not been ingested, or has too few images to train on.
+    """
+    from evernear.evaluation.label_errors import embed_folds, find_label_errors
+    from evernear.evaluation.probe import probe_recipe
+
+    dataset = newest_dataset(store, settings)
+    recipe = probe_recipe(dataset, settings.train, settings.evaluation)
+    suspects: list[Suspect] = []
+    found = images = 0
+    with TemporaryDirectory(prefix="evernear-labels-") as scratch:
+        path = Path(scratch) / "ledger.sqlite"
+        Snapshots(store, dataset.manifest.name).fetch_ledger(dataset.manifest, path)
+        ledger = PublishedLedger(path, settings.data.source)
+        for embedded in embed_folds(dataset, recipe, on_step):
+            errors = find_label_errors(embedded)
+            found, images = found + len(errors), images + len(embedded.labels)
+            for error in errors[:MAX_SUSPECTS]:
+                digest, twin = (embedded.digests[row].tobytes() for row in (error.row, error.duplicate))
+                names = ledger.names([digest, twin])
+                suspects.append(
+                    Suspect(
+                        image=digest.hex(),
+                        files=names.get(digest, ()),
+                        label=dataset.labels[int(embedded.labels[error.row])],
+                        suggested=dataset.labels[error.suggested],
+                        margin=error.margin,
+                        duplicate=names[twin][0] if error.duplicate >= 0 and twin in names else "",
+                    )
+                )
+        ledger.close()
+    suspects.sort(key=lambda suspect: (not suspect.duplicate, suspect.margin))
+    result = Suspects(
+        source=settings.data.source,
+        dataset_digest=dataset.digest,
+        created=now,
+        found=found,
+        images=images,
+        suspects=tuple(suspect for suspect in suspects if suspect.files)[:MAX_SUSPECTS],
+    )
+    store.put(SUSPECTS, result.to_json())
+    return result
+
+
+def thumbnail(data: bytes, max_pixels: int) -> bytes:
+    """A small PNG file of an image file of the source.
+
+    Raises:
+        DataError: the file is broken or too large.
+    """
+    image = decode(data, max_pixels)
+    image.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
+    buffer = BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
