@@ -16,7 +16,15 @@ from components.probe import probe
 from components.train import train
 from components.validate import validate
 from pipelines.release import make_release
-from pipelines.tasks import CONFIG, RUN, configure_tasks, mount_inference_token, mount_scratch, set_accelerator
+from pipelines.tasks import (
+    CONFIG,
+    RUN,
+    configure_tasks,
+    mount_inference_token,
+    mount_scratch,
+    pass_image,
+    set_accelerator,
+)
 
 
 @dsl.pipeline(  # pyright: ignore[reportUntypedFunctionDecorator]
@@ -90,3 +98,4 @@ def continuous_training(
     mount_inference_token(others, task_token_secret)
     set_accelerator(training, train_accelerator, train_accelerators)
     mount_scratch((*training, *others), task_scratch_claim)
+    pass_image(trained)

@@ -104,6 +104,12 @@ def set_accelerator(tasks: Iterable[dsl.PipelineTask], accelerator: str, count: 
         task.set_accelerator_type(accelerator).set_accelerator_limit(count)
 
 
+def pass_image(task: dsl.PipelineTask) -> None:
+    """Pass the name of its own image to a task that starts other pods."""
+    assert task.container_spec is not None  # noqa: S101 - the task is a component
+    task.set_env_variable("EVERNEAR_IMAGE", task.container_spec.image)
+
+
 def _pass_to_group(task: dsl.PipelineTask, *parameters: str) -> None:
     """Work around kfp 2.17, which does not pass parameters of a limit to the group that contains the task."""
     task.register_pipeline_channels(list(parameters))  # pyright: ignore[reportArgumentType] - channels at run time

@@ -97,6 +97,10 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
             accuracy = f"gallery accuracy {point.gallery_accuracy:.2%}"
             running.report(f"epoch {point.epoch}/{recipe.epochs}, loss {point.train_loss:.3f}, {accuracy}")
 
+        if recipe.nodes > 1 and not recipe.frozen:
+            from evernear.kubeflow.train_job import run_train_job
+
+            run_train_job(run, data, recipe, chosen, report_epoch, running.report)
         result = train(data, recipe, Path(trained), opened, on_epoch=report_epoch, on_step=_countdown(running))
         history = [epoch.model_dump(mode="json", exclude={"flip_tests"}) for epoch in result.epochs]
         write_atomically(Path(curves), page("Training curves", training_curves(history)))
@@ -186,7 +190,8 @@ def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
         from evernear.evaluation.probe import probe
 
         data = Dataset.open(Path(dataset))
-        result = probe(data, chosen.train, chosen.evaluation, chosen.index, _countdown(running))
+        here = chosen.train.model_copy(update={"nodes": 1})  # the probe trains for a quarter of the epochs
+        result = probe(data, here, chosen.evaluation, chosen.index, _countdown(running))
         result.save(Path(open_set))
         running.summary = result.summary() or "too few classes to hold one out"
 
@@ -210,11 +215,19 @@ def evaluate(
         opened = open_store(chosen.store_uri)
         seen = training_dataset(Path(network), data, opened)
         collector = ExampleCollector(candidate, data)
-        with open_champion(opened) as (champion, made_from):
+        with open_champion(opened) as (champion, champion_dataset):
             result = evaluate(
-                candidate, champion, data, probed, chosen.evaluation, made_from, seen, chosen.classes, collector.add
+                candidate,
+                champion,
+                data,
+                probed,
+                chosen.evaluation,
+                champion_dataset,
+                seen,
+                chosen.classes,
+                collector.add,
             )
-            examples = collector.finish(made_from)
+            examples = collector.finish(champion_dataset)
         live = live_distances(opened, result.champion) if result.champion else None
         result = result.model_copy(update={"training_warnings": describe_network(Path(network)).training_warnings})
         result.write(Path(evaluation))

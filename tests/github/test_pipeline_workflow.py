@@ -1,4 +1,4 @@
-"""The scripts of pipeline.yml, run like on GitHub, with a loopback token endpoint and KFP server."""
+"""The scripts of pipeline.yml, run as on GitHub, with a loopback token endpoint and KFP server."""
 
 import json
 import os

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from evernear.errors import SettingsError
-from evernear.kubeflow import GOLDEN, PIPELINES
+from evernear.kubeflow import GOLDEN, IMAGE_VARIABLE, PIPELINES
 from evernear.kubeflow.compiled import for_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,6 +83,13 @@ def test_for_cluster_requires_an_image_digest() -> None:
     for moving in ("registry.example/evernear-train:latest", "evernear-train@sha256:abc", "a b@sha256:" + "ab" * 32):
         with pytest.raises(SettingsError, match="has no digest"):
             for_cluster("continuous-training", moving)
+
+
+def test_train_step_knows_its_image() -> None:
+    image = "registry.example/evernear-train@sha256:" + "ab" * 32
+    spec = next(yaml.safe_load_all(for_cluster("continuous-training", image)))
+    container = spec["deploymentSpec"]["executors"]["exec-train"]["container"]
+    assert container["env"] == [{"name": IMAGE_VARIABLE, "value": image}]
 
 
 @pytest.mark.parametrize("path", COMPONENTS, ids=lambda path: path.stem)

@@ -122,8 +122,8 @@ def test_champion_opens_for_evaluation(make_release: MakeRelease, tmp_path: Path
     registry = Registry(store)
     registry.publish(packed.archive)
     registry.set_champion(packed.version, None)
-    with open_champion(store) as (recognizer, made_from):
-        assert made_from is None, "this store contains no datasets"
+    with open_champion(store) as (recognizer, champion_dataset):
+        assert champion_dataset is None, "this store contains no datasets"
         assert recognizer is not None
         assert recognizer.name == packed.version
         (block, *_) = system.dataset.blocks("test", 8)

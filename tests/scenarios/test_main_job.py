@@ -10,7 +10,7 @@ from evernear import local_run
 from evernear.settings import load
 from tests.scenarios.bench import Bench, write_digits, write_negatives
 
-# test_promise.py covers the way from images to a live release in every test run.
+# test_promise.py tests the path from images to a live release in every run of the tests.
 pytestmark = pytest.mark.slow
 
 

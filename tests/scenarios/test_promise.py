@@ -132,7 +132,7 @@ def product(s3_endpoint: str, bucket: str, tmp_path: Path) -> Iterator[Product]:
 
 
 def first_release(settings: Settings, directory: Path) -> None:
-    """Run the pipeline's steps in this process, which has already imported torch; the test's run has a process each."""
+    """Run the pipeline's steps in this process, which has already imported torch; in a run, each has its own."""
     run, store, chosen = "first", settings.store_uri, pipeline_arguments(settings)["settings"]
     names = ("dataset", "trained", "network", "open_set", "embeddings", "index", "evaluation", "verdict", "release")
     path = {name: str(directory / name) for name in names}

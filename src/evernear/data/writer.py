@@ -168,7 +168,7 @@ class _OpenShard:
         self._labels.update(rows["label"].tolist())
 
     def finish(self) -> tuple[Path, Counter[int]]:
-        """Complete the header; the path of the file and its images per label."""
+        """Complete the header; return the path of the file and its number of images per label."""
         with disk_errors(self._path), self._path.open("r+b") as file:
             file.write(_header(self._dtype, self.count))
         return self._path, self._labels

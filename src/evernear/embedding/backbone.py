@@ -146,7 +146,7 @@ def choose_input(name: str, shape: tuple[int, int, int], settings: TrainSettings
 
 
 def pretrained_mean_std(name: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation per channel of the pretraining; a gray image gets the means of the colors'."""
+    """Mean and standard deviation of each channel in the pretraining, averaged over the colors for a gray image."""
     config = _data_config(name)
     mean, std = (tuple(float(value) for value in config[key]) for key in ("mean", "std"))
     if channels == 1:

@@ -1,8 +1,7 @@
-"""Run a function in several processes of this machine that communicate through `torch.distributed`.
+"""Run a function in several processes that communicate through `torch.distributed`.
 
-`torchrun` starts processes in the same way, and adds restarts and rendezvous between nodes, which one node does not
-need. Its agent also puts each process into a new session, where neither Ctrl-C nor a kill of the process group would
-reach it.
+`torchrun` starts processes in the same way, and adds restarts, which a JobSet does where there are several nodes. Its
+agent also puts each process into a new session, where neither Ctrl-C nor a kill of the process group would reach it.
 """
 
 import multiprocessing
@@ -10,7 +9,10 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from multiprocessing.queues import SimpleQueue
 from typing import TypeVar
 
@@ -20,13 +22,53 @@ from torch import distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented under this name
 from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException, spawn
 
-from evernear.errors import EvernearError, TrainingError
+from evernear.errors import EvernearError, SettingsError, TrainingError
 from evernear.threads import divide_between
 
 Message = TypeVar("Message")
 Value = TypeVar("Value")
 POLL_S = 0.1
 LOOPBACK = "127.0.0.1"
+RENDEZVOUS_TIMEOUT = timedelta(minutes=30)
+"""Time for the processes of all nodes to meet: their pods may start one after the other."""
+
+
+class ProcessFailedError(TrainingError):
+    """A training process was killed or failed in an unexpected way."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """This machine among the nodes of a training."""
+
+    rank: int = 0
+    count: int = 1
+    address: str = LOOPBACK
+    """Host name of the first node."""
+    port: int = 0
+    """Port of the rendezvous on the first node. A single node chooses a free one."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> "Node":
+        """The node that Kubeflow Trainer describes in the variables of torchrun.
+
+        Raises:
+            SettingsError: a variable is missing or not a number.
+        """
+        try:
+            return cls(
+                rank=int(environment["PET_NODE_RANK"]),
+                count=int(environment["PET_NNODES"]),
+                address=environment["PET_MASTER_ADDR"],
+                port=int(environment["PET_MASTER_PORT"]),
+            )
+        except (KeyError, ValueError) as error:
+            raise SettingsError(
+                f"This is no node of a TrainJob: the environment variables PET_* are incomplete ({error})."
+            ) from None
+
+
+ONE_NODE = Node()
 
 
 def run(
@@ -34,23 +76,27 @@ def run(
     processes: int,
     backend: str,
     on_message: Callable[[Message], None],
+    node: Node = ONE_NODE,
 ) -> None:
-    """Call ``function(send)`` in ``processes`` new processes that form one process group.
+    """Call ``function(send)`` in ``processes`` new processes, which form one process group with those of other nodes.
 
     Each object that a process passes to ``send`` is passed to ``on_message`` here. ``function`` and the objects must be
-    picklable. No process outlives this call or the calling process.
+    picklable. No process outlives this call or the calling process. A single process is the calling one.
 
     Raises:
         EvernearError: a process failed with it; the others are ended.
-        TrainingError: a process failed in another way or was killed.
+        ProcessFailedError: a process failed in another way or was killed.
     """
     messages: SimpleQueue[Message | EvernearError] = multiprocessing.get_context("spawn").SimpleQueue()
-    listener = socket.create_server((LOOPBACK, 0))
-    port: int = listener.getsockname()[1]
-    # Referenced until the end: the server of the rendezvous lives as long as this object.
-    rendezvous = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    rendezvous = _serve_rendezvous(node) if node.rank == 0 else None  # serves as long as this object lives
+    if rendezvous is not None:
+        node = replace(node, port=rendezvous.port, address=LOOPBACK)
+    if processes == 1:
+        with _process_group(backend, node, 0, 1):
+            function(on_message)
+        return
     with divide_between(processes):
-        context = spawn(_call, (function, processes, backend, rendezvous.port, messages), processes, join=False)
+        context = spawn(_call, (function, processes, backend, node, messages), processes, join=False)
     assert context is not None  # noqa: S101 - because of join=False
     try:
         while not context.join(timeout=POLL_S):
@@ -60,13 +106,24 @@ def run(
         _deliver(messages, on_message)
         if isinstance(error, ProcessRaisedException):
             sys.stderr.write(f"{error.msg}\n")  # the traceback
-            raise TrainingError(f"Training process {error.error_index} of {processes} failed; see the log.") from error
-        raise TrainingError(f"Training failed: {error.msg} (of {processes} processes).") from error
+            raise ProcessFailedError(
+                f"Training process {error.error_index} of {processes} failed; see the log."
+            ) from error
+        raise ProcessFailedError(f"Training failed: {error.msg} (of {processes} processes).") from error
     finally:
         for process in context.processes:
             assert process is not None  # noqa: S101 - started above
             process.kill()
             process.join()
+
+
+def _serve_rendezvous(node: Node) -> TCPStore:
+    """The server of the rendezvous: on the loopback interface, or for other nodes on all interfaces."""
+    if node.count > 1:
+        return TCPStore(LOOPBACK, node.port, is_master=True, wait_for_workers=False)
+    listener = socket.create_server((LOOPBACK, 0))
+    port: int = listener.getsockname()[1]
+    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def place() -> tuple[int, int]:
@@ -112,17 +169,27 @@ def _call(
     function: Callable[[Callable[[Message], None]], None],
     processes: int,
     backend: str,
-    port: int,
+    node: Node,
     messages: "SimpleQueue[Message | EvernearError]",
 ) -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    rendezvous = TCPStore(LOOPBACK, port, is_master=False)
-    dist.init_process_group(backend, store=rendezvous, rank=rank, world_size=processes)
+    with _process_group(backend, node, rank, processes):
+        try:
+            function(messages.put)
+        except EvernearError as error:
+            messages.put(error)
+            sys.exit(error.exit_code)
+
+
+@contextmanager
+def _process_group(backend: str, node: Node, rank: int, processes: int) -> Generator[None]:
+    """Be process ``rank`` of the ``processes`` of this node."""
+    rendezvous = TCPStore(node.address, node.port, is_master=False, timeout=RENDEZVOUS_TIMEOUT)
+    dist.init_process_group(
+        backend, store=rendezvous, rank=node.rank * processes + rank, world_size=node.count * processes
+    )
     try:
-        function(messages.put)
-    except EvernearError as error:
-        messages.put(error)
-        sys.exit(error.exit_code)
+        yield
     finally:
         dist.destroy_process_group()
 

@@ -103,18 +103,23 @@ def train(
     split is not read. With a ``store``, checkpoints are saved there. ``on_epoch`` is called after each epoch, once its
     checkpoint is saved, and ``on_step`` after each step.
 
+    A training on several nodes happens in `evernear.embedding.node`. Elsewhere, this function writes its result from
+    the last checkpoint.
+
     Raises:
-        TrainingError: fewer than two labels to train on, a loss that is not finite, an unreadable checkpoint, or a
-            training process that died.
+        TrainingError: fewer than two labels to train on, a loss that is not finite, an unreadable checkpoint, a
+            training process that died, or a training on several nodes that is not finished.
         StoreError: a checkpoint or a file in ``out_dir`` cannot be written.
     """
     if settings.frozen:
         return freeze(dataset, settings, out_dir, exclude_labels)
-    if settings.processes > 1 and not dist.is_initialized():
-        return _train_in_processes(dataset, settings, out_dir, store, exclude_labels, on_epoch, on_step)
+    elsewhere = settings.nodes > 1 and not dist.is_initialized()
+    if settings.processes > 1 and not elsewhere and not dist.is_initialized():
+        train_in_processes(dataset, settings, out_dir, store, exclude_labels, on_epoch, on_step)
+        return TrainingResult.load(out_dir / HISTORY_FILE)
 
     rank, world_size = distributed.place()
-    device = choose_device(settings, rank)
+    device = torch.device("cpu") if elsewhere else choose_device(settings, rank % settings.processes)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # which `distributed.from_rank_0` communicates by
     settings = with_defaults(settings, dataset)
@@ -137,6 +142,11 @@ def train(
     state = TrainingState(module, optimizer, scaler)
     load_checkpoint(store, key, state)
     resumed_after_epoch = len(state.history)
+    if elsewhere and not state.is_finished(settings):
+        raise TrainingError(
+            f"The training on {settings.nodes} nodes is not finished: it has {len(state.history)} of "
+            f"{settings.epochs} epochs. Only the train step of a pipeline starts it (train.nodes)."
+        )
 
     while not state.is_finished(settings):
         epoch, started_s = len(state.history), time.monotonic()
@@ -219,16 +229,17 @@ def train(
     return result
 
 
-def _train_in_processes(
+def train_in_processes(
     dataset: Dataset,
     settings: TrainSettings,
     out_dir: Path,
-    store: Store | None,
-    exclude_labels: frozenset[str],
-    on_epoch: OnEpoch | None,
-    on_step: OnStep | None,
-) -> TrainingResult:
-    """Run `train` in ``settings.processes`` processes; the first one writes the files."""
+    store: Store | None = None,
+    exclude_labels: frozenset[str] = frozenset(),
+    on_epoch: OnEpoch | None = None,
+    on_step: OnStep | None = None,
+    node: distributed.Node = distributed.ONE_NODE,
+) -> None:
+    """Run `train` in ``settings.processes`` processes of this ``node``; the first one of all writes the files."""
     work = partial(_train_in_process, dataset.manifest, settings, out_dir, store.uri if store else None, exclude_labels)
     gpus = torch.cuda.device_count() if settings.device != "cpu" else 0
     backend = "nccl" if gpus >= settings.processes else "gloo"
@@ -240,8 +251,7 @@ def _train_in_processes(
         elif on_epoch is not None:
             on_epoch(message)
 
-    distributed.run(work, settings.processes, backend, deliver)
-    return TrainingResult.load(out_dir / HISTORY_FILE)
+    distributed.run(work, settings.processes, backend, deliver, node)
 
 
 def _train_in_process(
@@ -275,7 +285,7 @@ def with_defaults(settings: TrainSettings, dataset: Dataset) -> TrainSettings:
 
 
 def choose_device(settings: TrainSettings, rank: int) -> torch.device:
-    """The GPU of process ``rank`` if there is one and the settings allow it, otherwise the CPU.
+    """The GPU of the node's process ``rank`` if there is one and the settings allow it, otherwise the CPU.
 
     Raises:
         TrainingError: ``train.device`` is ``cuda`` and there are not enough GPUs.

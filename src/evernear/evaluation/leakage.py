@@ -15,8 +15,8 @@ TEST_IMAGES_AT_ONCE = 1_000_000
 Digests = NDArray[np.bytes_]
 
 
-def count_leakage(dataset: Dataset, made_from: Dataset, splits: Sequence[Split] = SEEN) -> dict[str, int]:
-    """Count the images of ``splits`` of ``made_from`` that are in the test split of ``dataset``.
+def count_leakage(dataset: Dataset, training_dataset: Dataset, splits: Sequence[Split] = SEEN) -> dict[str, int]:
+    """Count the images of ``splits`` of ``training_dataset`` that are in the test split of ``dataset``.
 
     The images come from the shards, not from the ledger that assigned the splits. Images are equal if their pixels at
     source resolution are equal: two scans of the same digit are two images.
@@ -25,7 +25,7 @@ def count_leakage(dataset: Dataset, made_from: Dataset, splits: Sequence[Split] 
     for test in _gathered(_digests(dataset, "test")):
         test.sort()
         for split in splits:
-            for seen in _digests(made_from, split):
+            for seen in _digests(training_dataset, split):
                 places = np.minimum(np.searchsorted(test, seen), len(test) - 1)
                 leakage[split] += int((test[places] == seen).sum())
     return {str(split): count for split, count in leakage.items()}

@@ -13,3 +13,5 @@ NAMES = tuple(pipeline.replace("_", "-") for pipeline in PIPELINES)
 """The names of the pipelines in Kubeflow."""
 PLACEHOLDER_IMAGE = "evernear-train@sha256:" + 64 * "0"
 """The image in the golden files. An upload replaces it with a real one; local runs use no image."""
+IMAGE_VARIABLE = "EVERNEAR_IMAGE"
+"""Environment variable of the train task: the image of the pipeline, which the nodes of a TrainJob use as well."""

@@ -12,9 +12,10 @@ remaining images get 503.
 """
 
 import logging
+import time
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evernear.release.archive_reader import open_parts
 from evernear.release.manifest import ReleaseManifest
@@ -23,6 +24,10 @@ from evernear.serving.metrics import METRICS, Emit, Labels, Meter
 from evernear.serving.query_log import QueryLog
 from evernear.serving.request_parsing import image_from_fields
 from evernear.serving.responses import Prediction, Rejection
+from evernear.serving.tracing import TRACE_FIELD, record_prediction, tracer
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 DECODE_SHARE = 0.5
 """Of the response timeout, after which TorchServe replaces the worker and fails its whole batch."""
@@ -42,30 +47,56 @@ class EmbeddingHandler:
         logging.getLogger(_METRICS_LOGGER).setLevel(logging.INFO)
         self._meter = _meter(parts.manifest)
         self._meter.start()
+        self._version = parts.manifest.version
+        self._tracer = tracer("evernear-serving")
         self._query_log = QueryLog.from_environment(parts)
         if self._query_log:
             self._query_log.start()
 
     def handle(self, data: list[dict[str, bytes]], context: Any) -> list[bytes]:
         """Answer a batch of requests, each with its own status."""
+        started_ns = time.time_ns()
         result = self._predictor.predict_batch([image_from_fields(fields) for fields in data], self._decode_timeout_s)
         for position, response in enumerate(result.responses):
             context.set_response_content_type(position, "application/json")
             if isinstance(response, Rejection):
                 context.set_response_status(response.code, HTTPStatus(response.code).phrase, position)
         self._record(result)
+        if self._tracer:
+            self._trace(self._tracer, data, context, result, started_ns)
         return [response.model_dump_json().encode() for response in result.responses]
+
+    def _trace(
+        self, tracer: "Tracer", data: list[dict[str, bytes]], context: Any, result: BatchResult, started_ns: int
+    ) -> None:
+        for position, (fields, response) in enumerate(zip(data, result.responses, strict=True)):
+            field = fields.get(TRACE_FIELD)
+            parent = bytes(field).decode("latin-1") if field else context.get_request_header(position, TRACE_FIELD)
+            attributes = {
+                "evernear.release": self._version,
+                "evernear.batch_size": len(data),
+                "evernear.outcome": _outcome(response),
+            }
+            record_prediction(tracer, parent or "", started_ns, _stages_s(result), **attributes)
 
     def _record(self, result: BatchResult) -> None:
         predictions = [response for response in result.responses if isinstance(response, Prediction)]
         if self._query_log:
             self._query_log.record(predictions, result.embeddings, result.images)
         self._meter.record_batch(
-            outcomes=[response.type if isinstance(response, Rejection) else "ok" for response in result.responses],
+            outcomes=[_outcome(response) for response in result.responses],
             distances=[prediction.dist for prediction in predictions],
             unknown=sum(prediction.unknown for prediction in predictions),
-            stages_s={"decode": result.decode_s, "network": result.network_s, "search": result.search_s},
+            stages_s=_stages_s(result),
         )
+
+
+def _outcome(response: Prediction | Rejection) -> str:
+    return response.type if isinstance(response, Rejection) else "ok"
+
+
+def _stages_s(result: BatchResult) -> dict[str, float]:
+    return {"decode": result.decode_s, "network": result.network_s, "search": result.search_s}
 
 
 def _meter(manifest: ReleaseManifest) -> Meter:

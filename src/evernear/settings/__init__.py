@@ -1,9 +1,9 @@
 """All settings of evernear: frozen pydantic models, one per section.
 
-They are read in this order, later ones win: the defaults, ``--preset``, ``--config FILE`` (TOML), the environment
-(``EVERNEAR_TRAIN__EPOCHS=3``), ``--set train.epochs=3``. An unknown key is an error that names the nearest known one.
-Secrets are not settings: S3 keys come from ``AWS_ACCESS_KEY_ID`` and ``AWS_SECRET_ACCESS_KEY``, the token of a remote
-server from ``EVERNEAR_TOKEN`` or from the file in ``EVERNEAR_TOKEN_FILE``.
+They are read in this order, and later ones override earlier ones: the defaults, ``--preset``, ``--config FILE`` (TOML),
+the environment (``EVERNEAR_TRAIN__EPOCHS=3``), ``--set train.epochs=3``. An unknown key is an error that names the
+nearest known one. Secrets are not settings: S3 keys come from ``AWS_ACCESS_KEY_ID`` and ``AWS_SECRET_ACCESS_KEY``, the
+token of a remote server from ``EVERNEAR_TOKEN`` or from the file in ``EVERNEAR_TOKEN_FILE``.
 """
 
 import os
@@ -24,6 +24,7 @@ from evernear.settings.training import (
     EvaluationSettings,
     GateSettings,
     IndexSettings,
+    TrainJobSettings,
     TrainSettings,
     ValidationSettings,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "ServingSettings",
     "Settings",
     "SlackSettings",
+    "TrainJobSettings",
     "TrainSettings",
     "ValidationSettings",
     "WatchSettings",
@@ -76,6 +78,7 @@ class RunSettings(Section):
     classes: ClassSettings = ClassSettings()
     validation: ValidationSettings = ValidationSettings()
     train: TrainSettings = TrainSettings()
+    train_job: TrainJobSettings = TrainJobSettings()
     index: IndexSettings = IndexSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     gate: GateSettings = GateSettings()

@@ -163,6 +163,11 @@ class KubernetesSettings(Section):
         description="Secret with EVERNEAR_MILVUS_URI and EVERNEAR_MILVUS_TOKEN, for a gallery in Milvus; also add the "
         "port to egress_ports.",
     )
+    otlp_endpoint: str = Field(
+        default="",
+        description="OpenTelemetry collector (OTLP over HTTP) for traces of predictions, such as "
+        "http://collector.monitoring:4318; if empty, none. Also add the port to egress_ports.",
+    )
     client_namespaces: tuple[str, ...] = Field(
         default=("kubeflow",), description="Other namespaces whose pods may request predictions."
     )

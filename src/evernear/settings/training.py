@@ -212,7 +212,10 @@ class TrainSettings(Section):
     precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Of activations; auto: half precision if the device computes in it."
     )
-    processes: int = Field(default=1, ge=1, description="Training processes, one per GPU.")
+    processes: int = Field(default=1, ge=1, description="Training processes of a node, one per GPU.")
+    nodes: int = Field(
+        default=1, ge=1, description="Machines that train together, as a TrainJob of Kubeflow Trainer if more than one."
+    )
     checkpoint_every_epochs: int = Field(
         default=1, ge=1, description="Epochs between checkpoints, from which a killed training resumes."
     )
@@ -239,6 +242,29 @@ class TrainSettings(Section):
                 f"embedding_dim is {self.embedding_dim}, not a multiple of the {self.members} members; try {nearest}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        if self.nodes > 1 and self.weights not in ("", "hub") and not self.weights.startswith("s3://"):
+            raise ValueError(f"weights is {self.weights}, which other nodes cannot read; use s3://bucket/key or hub")
+        return self
+
+
+class TrainJobSettings(Section):
+    """The TrainJob of Kubeflow Trainer, for ``train.nodes`` above 1."""
+
+    runtime: str = Field(
+        default="evernear",
+        pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$",
+        description="TrainingRuntime that defines the resources, volumes and Secrets of the nodes.",
+    )
+    namespace: str = Field(
+        default="",
+        pattern=r"^$|^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$",
+        description="Namespace of the TrainJob; if empty, that of the pod that runs the train step.",
+    )
+    image: str = Field(default="", description="Image of the nodes; if empty, that of the pipeline.")
+    timeout_s: int = Field(default=24 * 3600, ge=60, description="`activeDeadlineSeconds` of the TrainJob.")
 
 
 class IndexSettings(Section):

@@ -142,6 +142,15 @@ def test_server_runs_without_token_if_no_secret_is_set() -> None:
     assert "--without-token" not in pod(objects("kubernetes.token_secret=token"))["containers"][0]["command"]
 
 
+def test_only_the_server_exports_traces() -> None:
+    variable = {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://collector.monitoring:4318"}
+    spec = pod(objects(f"kubernetes.otlp_endpoint={variable['value']}"))
+    server, *others = [*spec["containers"], *spec["initContainers"]]
+    assert variable in server["env"]
+    assert not [each for each in others if variable in each["env"]]
+    assert "OTEL" not in str(pod(objects()))
+
+
 def test_management_api_is_not_exposed() -> None:
     manifests = objects()
     serving = settings().serving

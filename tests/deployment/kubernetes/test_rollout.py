@@ -209,6 +209,6 @@ def test_rollout_survives_a_faulty_api_server(
         case _:
             loopback.fail(
                 internal_error(), lambda call: call.verb == "get", times=12
-            )  # more failures than one call is retried for
+            )  # one call is not retried so often
             roll_out(settings, NEW)
     assert served(loopback) == {NEW}

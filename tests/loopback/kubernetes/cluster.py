@@ -110,6 +110,10 @@ class LoopbackCluster:
         """Close the connection of the next ``times`` requests that ``when`` selects, without a response."""
         self._server.faults.append(Fault(when, times, None, after))
 
+    def lose_node(self, train_job: str) -> None:
+        """Kill the last node of a running TrainJob, as if its machine were lost."""
+        self._controllers.train_jobs.processes(train_job)[-1].kill()
+
     def drop_watches(self) -> None:
         """Drop the connections of all open watches."""
         with self.api.store.changed:

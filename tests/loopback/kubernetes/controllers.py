@@ -24,6 +24,7 @@ from loopback.kubernetes.kinds import (
 from loopback.kubernetes.kubelet import Node
 from loopback.kubernetes.replica_sets import ReplicaSets
 from loopback.kubernetes.status import ApiError
+from loopback.kubernetes.train_jobs import TrainJobs
 
 Object = dict[str, Any]
 _PAUSE_S = 0.002  # lets clients observe intermediate states
@@ -36,6 +37,7 @@ class Controllers:
         self._api, self._node = api, node
         self._deployments, self._replica_sets = Deployments(api, second_s), ReplicaSets(api)
         self._endpoints = Endpoints(api)
+        self.train_jobs = TrainJobs(api)
         self._autoscaling = Controller(api, "horizontal-pod-autoscaler")
         self._disruption = Controller(api, "controllermanager")
         self._seen = 0
@@ -58,6 +60,7 @@ class Controllers:
         self._stopping = True
         self.wake()
         self._thread.join()
+        self.train_jobs.stop()
         if self.failure:
             raise self.failure
 
@@ -70,6 +73,7 @@ class Controllers:
             self._node.step,
             self._budgets,
             self._endpoints.step,
+            self.train_jobs.step,
             self._garbage,
         )
         changed = self._api.store.changed
@@ -87,7 +91,7 @@ class Controllers:
         return self._stopping or self._api.store.version != self._seen
 
     def _due_in_s(self) -> float | None:
-        waits = (self._node.due_in_s(), self._deployments.due_in_s())
+        waits = (self._node.due_in_s(), self._deployments.due_in_s(), self.train_jobs.due_in_s())
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _namespaces(self) -> bool:

@@ -1,4 +1,4 @@
-"""The kinds of objects that the server supports, all of them built into Kubernetes."""
+"""The kinds of objects that the server supports: those built into Kubernetes, and two of Kubeflow Trainer."""
 
 from dataclasses import dataclass
 
@@ -62,6 +62,12 @@ LEASE = Kind("coordination.k8s.io", "v1", "Lease", "leases", unconditional_updat
 ENDPOINT_SLICE = Kind("discovery.k8s.io", "v1", "EndpointSlice", "endpointslices", counts_generations=True)
 ROLE = Kind("rbac.authorization.k8s.io", "v1", "Role", "roles")
 ROLE_BINDING = Kind("rbac.authorization.k8s.io", "v1", "RoleBinding", "rolebindings")
+TRAIN_JOB = Kind(
+    "trainer.kubeflow.org", "v1alpha1", "TrainJob", "trainjobs", has_status=True, unconditional_update=False
+)
+TRAINING_RUNTIME = Kind(
+    "trainer.kubeflow.org", "v1alpha1", "TrainingRuntime", "trainingruntimes", unconditional_update=False
+)
 
 KINDS = (
     NAMESPACE,
@@ -82,6 +88,8 @@ KINDS = (
     ENDPOINT_SLICE,
     ROLE,
     ROLE_BINDING,
+    TRAIN_JOB,
+    TRAINING_RUNTIME,
 )
 
 

@@ -3,6 +3,7 @@
 import json
 from functools import cache, cached_property
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from jsonschema import Draft202012Validator
@@ -12,6 +13,7 @@ from loopback.kubernetes.kinds import Kind
 from loopback.kubernetes.status import ApiError, Cause, bad_request, invalid
 
 Schema = dict[str, Any]
+_TRAINER = Path(__file__).with_name("trainer.schema.json")
 _META = "io.k8s.apimachinery.pkg.apis.meta.v1."
 _CORE = "io.k8s.api.core.v1."
 # Constraints of the server's Go types that the published schemas omit.
@@ -39,12 +41,13 @@ _KEY_DEFAULTS = {"protocol": "TCP"}  # optional list keys and their defaults, fr
 
 
 class Schemas:
-    """Schemas of Kubernetes ``version`` (1.34), from the package kubernetes-validate."""
+    """Schemas of Kubernetes ``version`` (1.34), from the package kubernetes-validate, and of Kubeflow Trainer."""
 
     def __init__(self, version: str) -> None:
         path = f"kubernetes-json-schema/v{version}.0-local-strict/_definitions.json"
         self._document = json.loads((resources.files("kubernetes_validate") / path).read_text())
         self._definitions: dict[str, Schema] = self._document["$defs"]
+        self._definitions.update(json.loads(_TRAINER.read_text())["$defs"])
         for name, pattern in _PATTERNS.items():
             self._definitions[name]["pattern"] = pattern
         for (name, field), values in _ENUMS.items():

@@ -19,6 +19,7 @@ from loopback.kubernetes.kinds import (
     ROLE_BINDING,
     SECRET,
     SERVICE,
+    TRAIN_JOB,
     Kind,
 )
 from loopback.kubernetes.status import Cause
@@ -66,7 +67,7 @@ def _metadata(kind: Kind, metadata: Object) -> Iterator[Cause]:
     if kind in (ROLE, ROLE_BINDING):
         if "/" in name or "%" in name:
             yield invalid("metadata.name", name, "may not contain '/' or '%'")
-    elif kind is SERVICE and not _fits(_SERVICE_NAME, name, 63):
+    elif kind in (SERVICE, TRAIN_JOB) and not _fits(_SERVICE_NAME, name, 63):
         yield invalid("metadata.name", name, "a DNS-1035 label must consist of lower case alphanumeric characters")
     elif kind is NAMESPACE and not _fits(_LABEL, name, 63):
         yield invalid("metadata.name", name, _LABEL_RULE)

@@ -40,6 +40,7 @@ RESOURCES = {
     "PodDisruptionBudget": ("policy/v1", "poddisruptionbudgets"),
     "Service": ("v1", "services"),
     "ServiceAccount": ("v1", "serviceaccounts"),
+    "TrainJob": ("trainer.kubeflow.org/v1alpha1", "trainjobs"),
 }
 """The API version and the plural of each kind in use."""
 

@@ -10,7 +10,7 @@ from evernear.serving.client.target import Format, Target
 from evernear.serving.responses import Metadata, Prediction
 from evernear.settings import RunSettings
 
-GRPC_FRAME_BYTES = 256  # more than names and lengths take in a message, beside the image
+GRPC_FRAME_BYTES = 384  # more than names, lengths and a trace context take in a message, beside the image
 
 __all__ = ["AsyncClient", "Client", "Format", "Target"]
 

@@ -25,6 +25,7 @@ from evernear.errors import (
 from evernear.serving.client.target import Target, authorities_file
 from evernear.serving.responses import Prediction, Rejection
 from evernear.serving.torchserve_proto.inference_pb2 import PredictionResponse, PredictionsRequest
+from evernear.serving.tracing import trace_fields
 
 PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
 _REJECTED = {
@@ -102,8 +103,9 @@ def _options(target: Target) -> Sequence[tuple[str, Any]]:
 
 def _request(target: Target, image: bytes, version: str | None) -> dict[str, Any]:
     token = target.token()
+    fields = {"body": image, **trace_fields()}
     return {
-        "request": PredictionsRequest(model_name=target.model, model_version=version or "", input={"body": image}),
+        "request": PredictionsRequest(model_name=target.model, model_version=version or "", input=fields),
         "metadata": (("authorization", f"Bearer {token}"),) if token else (),
         "timeout": target.timeout_s,
     }

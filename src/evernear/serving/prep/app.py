@@ -25,6 +25,7 @@ from evernear.serving.http_limits import BodyLimits
 from evernear.serving.prep.service import CircuitOpenError, Service
 from evernear.serving.request_parsing import RequestError, image_request_schema
 from evernear.serving.responses import Metadata, Prediction, Rejection
+from evernear.serving.tracing import TRACE_FIELD, describe_response, request_span, trace_id
 from evernear.settings import Settings
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -215,7 +216,8 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         started_s = time.monotonic()
-        given = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else uuid4().hex
 
         async def counting_send(message: Message) -> None:
@@ -225,11 +227,17 @@ class RequestLog:
                 path = scope["route"].path if "route" in scope else "other"
                 service: Service = scope["app"].state.service
                 service.metrics.requests.labels(path, message["status"]).inc()
+                release = scope.get("state", {}).get("release", "")
+                describe_response(span, scope["method"], path, message["status"], release)
                 if path.startswith("/predict"):
                     self._log_prediction(scope, path, message["status"], time.monotonic() - started_s)
             await send(message)
 
-        with log_fields(request=request_id):
+        tracer, parent = scope["app"].state.service.tracer, headers.get(TRACE_FIELD, "")
+        with (
+            request_span(tracer, parent, **{"evernear.request": request_id}) as span,
+            log_fields(request=request_id, trace=trace_id(span)),
+        ):
             await self._app(scope, receive, counting_send)
 
     @staticmethod

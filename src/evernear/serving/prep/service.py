@@ -25,6 +25,7 @@ from evernear.serving.decoding import DecodePool, decode_image, encode_png, insp
 from evernear.serving.prep.releases import Releases
 from evernear.serving.request_parsing import image_from_json
 from evernear.serving.responses import Metadata, Prediction
+from evernear.serving.tracing import span, tracer
 from evernear.settings import Settings
 
 MATCHING_ATTEMPTS = 3  # for releases that change while one request is answered
@@ -92,6 +93,7 @@ class Service:
         self._slots = asyncio.Semaphore(settings.prep.in_flight)
         self._breaker = CircuitBreaker(settings.prep.failures, settings.prep.recovery_s, _is_failure)
         self.metrics = Metrics()
+        self.tracer = tracer("evernear-prep")
         self.metrics.breaker_open.set_function(lambda: float(self._breaker.opened))
 
     async def predict(self, body: bytes) -> Prediction:
@@ -152,7 +154,7 @@ class Service:
         # The release has a limit, and this server's memory another.
         file = await self._decoding.run(inspect, data, min(expected.max_pixels, self._max_pixels))
         for _ in range(MATCHING_ATTEMPTS):
-            with self.metrics.prepare_s.time():
+            with self.metrics.prepare_s.time(), span(self.tracer, "prepare"):
                 prepared = await self._decoding.run_sized(file.pixels, prepare, file, expected)
             prediction = await self._call_predictor(prepared)
             actual = await self._actual_release(prediction.version)
@@ -186,7 +188,11 @@ class Service:
                 f"The predictor failed several times in a row; the next attempt is in {retry_after_s} s.", retry_after_s
             )
         async with self._slots:
-            with self.metrics.in_flight.track_inprogress(), self.metrics.predictor_s.time():
+            with (
+                self.metrics.in_flight.track_inprogress(),
+                self.metrics.predictor_s.time(),
+                span(self.tracer, "call predictor"),
+            ):
                 try:
                     return await self._breaker.call_async(self._predictor.predict, prepared)
                 except PredictionRejectedError as error:

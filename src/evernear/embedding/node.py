@@ -1,0 +1,111 @@
+"""One node of a training on several: ``python -m evernear.embedding.node STORE RUN``, the command of a TrainJob's pods.
+
+The train step writes the `NodeTask` of the run to the store, and reads the `NodeLog` of each node from there. The
+result is the last checkpoint. A lost node ends the others. The JobSet then starts all of them again, and they resume
+from the last checkpoint. A `TrainingError`, such as a loss that is not finite, would only repeat itself: its exit code
+ends the TrainJob (``podFailurePolicy`` in ``deploy/components/multi-node-training``).
+"""
+
+import os
+import sys
+import tempfile
+import traceback
+from datetime import UTC, datetime
+from pathlib import Path
+
+from evernear.data.shards import Dataset
+from evernear.embedding import distributed
+from evernear.embedding.artifact import Epoch
+from evernear.embedding.train import train_in_processes
+from evernear.errors import EvernearError, IntegrityError
+from evernear.frozen import Frozen
+from evernear.output import print_line
+from evernear.run_record import RunRecord
+from evernear.settings import TrainSettings
+from evernear.store import Store, open_store
+
+TASK = "nodes/task"
+LOG_MAX_LINES = 200
+
+
+class NodeTask(Frozen):
+    """The training that the nodes of a run share: ``runs/<run>/nodes/task.json``."""
+
+    dataset: str
+    digest: str
+    settings: TrainSettings
+
+
+class NodeLog(Frozen):
+    """The progress of one node, over all its starts: ``runs/<run>/nodes/<rank>.json``."""
+
+    lines: tuple[str, ...] = ()
+    epochs: tuple[Epoch, ...] = ()
+    """The epochs since the last start, from the first node."""
+
+    @staticmethod
+    def of(record: RunRecord, rank: int) -> "NodeLog":
+        """The log of node ``rank``, which is empty before the node starts."""
+        return record.find(f"nodes/{rank}", NodeLog) or NodeLog()
+
+
+class _Logger:
+    """Prints lines and adds them to a node's log."""
+
+    def __init__(self, record: RunRecord, rank: int) -> None:
+        self._record, self._rank = record, rank
+        self._log = NodeLog.of(record, rank).model_copy(update={"epochs": ()})
+
+    def write(self, text: str, *epochs: Epoch) -> None:
+        """Add the lines of ``text`` and the finished ``epochs``."""
+        print_line(text)
+        lines = (*self._log.lines, *(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {line}" for line in text.splitlines()))
+        self._log = NodeLog(lines=lines[-LOG_MAX_LINES:], epochs=(*self._log.epochs, *epochs))
+        self._record.save(**{f"nodes/{self._rank}": self._log.model_dump(mode="json")})
+
+
+def run_node(store: Store, run: str, node: distributed.Node) -> None:
+    """Train as ``node``, and log progress and errors to ``store``.
+
+    Raises:
+        EvernearError: as `evernear.embedding.train.train`; or the store has no task of this run.
+    """
+    record = RunRecord(store, run)
+    logger = _Logger(record, node.rank)
+    task = record.find(TASK, NodeTask)
+    dataset = Dataset.find(store, task.dataset, task.digest) if task else None
+    if task is None or dataset is None:
+        raise IntegrityError(f"The store {store.uri} has no training of the run {run}; start the train step again.")
+    logger.write(f"Node {node.rank + 1} of {node.count} starts {task.settings.processes} processes.")
+
+    def report(epoch: Epoch) -> None:
+        accuracy = f"gallery accuracy {epoch.gallery_accuracy:.2%}"
+        logger.write(f"epoch {epoch.epoch}/{task.settings.epochs}, loss {epoch.train_loss:.3f}, {accuracy}", epoch)
+
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            train_in_processes(dataset, task.settings, Path(directory), store, on_epoch=report, node=node)
+    except EvernearError as error:
+        logger.write(str(error))
+        raise
+    except Exception:
+        logger.write(traceback.format_exc())
+        raise
+    logger.write("The training is finished.")
+
+
+def main() -> int:
+    """Run the node that the environment describes, and return the exit status."""
+    store_uri, run = sys.argv[1:]
+    try:
+        run_node(open_store(store_uri), run, distributed.Node.from_environment(os.environ))
+    except distributed.ProcessFailedError:
+        return 1  # in its log already; unlike a `TrainingError`, worth another start
+    except EvernearError as error:
+        print_line(f"evernear: {error}", sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""Train on several nodes: create a TrainJob of Kubeflow Trainer, follow it, and delete it.
+
+The TrainJob refers to a TrainingRuntime (``deploy/components/multi-node-training``), which defines everything about the
+pods except image and command. Input, progress and result pass through the object store (`evernear.embedding.node`), so
+that this process needs no access to pods: it may only create, read and delete TrainJobs.
+"""
+
+import hashlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from evernear.data.shards import Dataset
+from evernear.deployment.kubernetes.cluster import ApiUnavailableError, Cluster, ObjectConflictError
+from evernear.embedding.artifact import Epoch
+from evernear.embedding.node import TASK, NodeLog, NodeTask
+from evernear.errors import ClusterError, SettingsError, TrainingError
+from evernear.kubeflow import IMAGE_VARIABLE, PLACEHOLDER_IMAGE
+from evernear.output import print_line
+from evernear.run_record import RunRecord
+from evernear.settings import RunSettings, TrainJobSettings, TrainSettings
+from evernear.store import open_store
+
+Tree = dict[str, Any]
+
+POLL_S = 10.0
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+START_GRACE_S = 600
+"""Time beyond the deadline of the TrainJob in which its controller must report the end."""
+
+
+def run_train_job(
+    run: str,
+    dataset: Dataset,
+    settings: TrainSettings,
+    chosen: RunSettings,
+    on_epoch: Callable[[Epoch], None],
+    report: Callable[[str], None],
+) -> None:
+    """Train with ``settings`` on ``settings.nodes`` nodes; the result is the last checkpoint in the store.
+
+    A TrainJob that an earlier attempt of the same ``run`` left behind is adopted while it runs, and replaced if it
+    failed. ``report`` receives the state of the nodes, ``on_epoch`` each finished epoch.
+
+    Raises:
+        TrainingError: the TrainJob failed, disappeared or exceeded its deadline.
+        ClusterError: the cluster is unreachable or rejects the TrainJob.
+        SettingsError: no namespace or no image is known.
+    """
+    record = RunRecord(open_store(chosen.store_uri), run)
+    task = NodeTask(dataset=dataset.manifest.name, digest=dataset.digest, settings=settings)
+    record.save(**{TASK: task.model_dump(mode="json")})
+    cluster = Cluster.of(chosen.kubernetes.model_copy(update={"namespace": _namespace(chosen.train_job)}))
+    manifest = train_job(run, settings, chosen)
+    name = manifest["metadata"]["name"]
+    # Kubeflow Pipelines sends SIGTERM when someone stops the run; nobody else would stop the TrainJob.
+    handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        _create(cluster, manifest)
+        _follow(cluster, name, record, settings, chosen.train_job, on_epoch, report)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        with suppress(ClusterError):  # must not hide an error above; the TrainJob has a deadline
+            cluster.delete("TrainJob", name)
+        for rank in range(settings.nodes):
+            for line in NodeLog.of(record, rank).lines:
+                print_line(f"[node {rank}] {line}")
+
+
+def train_job(run: str, settings: TrainSettings, chosen: RunSettings) -> Tree:
+    """The manifest of the TrainJob of ``run``.
+
+    The name is an RFC 1035 label of at most 63 characters, as the CustomResourceDefinition requires, of which the names
+    of the pods need some.
+
+    Raises:
+        SettingsError: no image is known.
+    """
+    image = chosen.train_job.image or os.environ.get(IMAGE_VARIABLE, PLACEHOLDER_IMAGE)
+    if image == PLACEHOLDER_IMAGE:
+        raise SettingsError("The image of the nodes is unknown outside of a cluster's pipeline; set train_job.image.")
+    trainer: Tree = {
+        "image": image,
+        "numNodes": settings.nodes,
+        "numProcPerNode": settings.processes,
+        "command": ["python", "-m", "evernear.embedding.node"],
+        "args": [chosen.store_uri, run],
+    }
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {
+            "name": f"evernear-{hashlib.sha256(run.encode()).hexdigest()[:16]}",
+            "labels": {"app.kubernetes.io/name": "evernear", "app.kubernetes.io/component": "training"},
+            "annotations": {"evernear.dev/run": run},
+        },
+        "spec": {
+            "runtimeRef": {
+                "apiGroup": "trainer.kubeflow.org",
+                "kind": "TrainingRuntime",
+                "name": chosen.train_job.runtime,
+            },
+            "activeDeadlineSeconds": chosen.train_job.timeout_s,
+            "trainer": trainer,
+        },
+    }
+
+
+def _create(cluster: Cluster, manifest: Tree) -> None:
+    name = manifest["metadata"]["name"]
+    try:
+        cluster.create(manifest)
+    except ObjectConflictError:
+        earlier = cluster.get("TrainJob", name)
+        if earlier is not None and _condition(earlier, "Failed") is None:
+            return
+        cluster.delete("TrainJob", name)
+        while cluster.get("TrainJob", name) is not None:
+            time.sleep(POLL_S)
+        cluster.create(manifest)
+
+
+def _follow(
+    cluster: Cluster,
+    name: str,
+    record: RunRecord,
+    settings: TrainSettings,
+    job: TrainJobSettings,
+    on_epoch: Callable[[Epoch], None],
+    report: Callable[[str], None],
+) -> None:
+    started, deadline_s = datetime.now(UTC), time.monotonic() + job.timeout_s + START_GRACE_S
+    report(f"TrainJob {name} on {settings.nodes} nodes")
+    last_epoch, last_state = 0, ""
+    while True:
+        try:
+            found = cluster.get("TrainJob", name)
+        except ApiUnavailableError as error:
+            report(str(error))
+        else:
+            if found is None:
+                raise TrainingError(f"The TrainJob {name} was deleted by someone else; run again to resume.")
+            state = _nodes_ready(found, settings.nodes)
+            if state != last_state:
+                report(state)
+            last_state = state
+            for epoch in NodeLog.of(record, 0).epochs:
+                if epoch.epoch > last_epoch:
+                    on_epoch(epoch)
+                    last_epoch = epoch.epoch
+            if _condition(found, "Complete"):
+                return
+            if failed := _condition(found, "Failed"):
+                raise TrainingError(_cause(name, failed, record, settings.nodes))
+        if time.monotonic() > deadline_s:
+            raise TrainingError(
+                f"The TrainJob {name} has not ended since {started:%Y-%m-%d %H:%M} UTC; see its events."
+            )
+        time.sleep(POLL_S)
+
+
+def _condition(found: Tree, kind: str) -> Tree | None:
+    """A condition that is true."""
+    conditions: list[Tree] = found.get("status", {}).get("conditions") or []
+    return next((item for item in conditions if item["type"] == kind and item["status"] == "True"), None)
+
+
+def _nodes_ready(found: Tree, nodes: int) -> str:
+    jobs: list[Tree] = found.get("status", {}).get("jobsStatus") or []
+    return f"{max((job['ready'] for job in jobs), default=0)} of {nodes} nodes ready"
+
+
+def _cause(name: str, failed: Tree, record: RunRecord, nodes: int) -> str:
+    """One sentence: Kubernetes' reason, and the last line that a node logged."""
+    lines = [NodeLog.of(record, rank).lines for rank in range(nodes)]
+    last = max((log[-1] for log in lines if log), default="")  # they begin with the time
+    message = f"The TrainJob {name} failed: {failed['reason']}: {failed['message'].rstrip('.')}."
+    return f"{message} The last line of its nodes: {last}" if last else message
+
+
+def _namespace(settings: TrainJobSettings) -> str:
+    if settings.namespace:
+        return settings.namespace
+    if not NAMESPACE_FILE.is_file():
+        raise SettingsError("This process runs in no pod; set train_job.namespace to the namespace of the TrainJob.")
+    return NAMESPACE_FILE.read_text().strip()

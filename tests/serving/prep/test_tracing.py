@@ -1,0 +1,164 @@
+"""A prediction is one trace, from the client through the preprocessing server to TorchServe's handler."""
+
+import base64
+import json
+import logging
+import queue
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
+from pathlib import Path
+
+import httpx
+import pytest
+from front import front, make_champion
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from releases import MakeRelease
+from served import serving
+
+from evernear.output import JsonFormatter
+from evernear.release.registry import Registry
+from evernear.serving import torchserve
+from evernear.serving.endpoints import read_key
+from evernear.serving.tracing import trace_fields, tracer
+from evernear.store import open_store
+
+TRACE, OTHER_TRACE, CLIENT_SPAN = "0af7651916cd43dd8448eb211c80319c", "1" * 32, "b7ad6b7169203331"
+
+
+def parent(trace: str) -> dict[str, str]:
+    """The header of a client's span."""
+    return {"traceparent": f"00-{trace}-{CLIENT_SPAN}-01"}
+
+
+class Collector:
+    """An OTLP collector on loopback."""
+
+    def __init__(self) -> None:
+        self._received: queue.Queue[tuple[str, Span]] = queue.Queue()
+        self._spans: dict[str, dict[str, tuple[str, Span]]] = defaultdict(dict)
+
+    def add(self, request: ExportTraceServiceRequest) -> None:
+        for resource in request.resource_spans:
+            (service,) = (a.value.string_value for a in resource.resource.attributes if a.key == "service.name")
+            for scope in resource.scope_spans:
+                for span in scope.spans:
+                    self._received.put((service, span))
+
+    def wait_for(self, trace: str, *names: str) -> dict[str, tuple[str, Span]]:
+        """Service and span of a trace by name, once all ``names`` have arrived."""
+        while not self._spans[trace].keys() >= set(names):
+            service, span = self._received.get(timeout=60)
+            self._spans[span.trace_id.hex()][span.name] = (service, span)
+        return self._spans[trace]
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    collector = Collector()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            collector.add(ExportTraceServiceRequest.FromString(body))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing on stderr."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        tracer.cache_clear()
+        yield collector
+        if made := tracer("evernear-prep"):
+            made.span_processor.shutdown()
+        tracer.cache_clear()
+        server.shutdown()
+        thread.join()
+
+
+@contextmanager
+def captured_log() -> Iterator[StringIO]:
+    """The JSON log of the preprocessing server."""
+    stream, log = StringIO(), logging.getLogger("evernear.serving.prep.app")
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    log.addHandler(handler)
+    level = log.level
+    log.setLevel(logging.INFO)
+    try:
+        yield stream
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+def attributes(span: Span) -> dict[str, str | int]:
+    return {each.key: each.value.string_value or each.value.int_value for each in span.attributes}
+
+
+def test_prediction_is_one_trace_through_both_servers(
+    make_release: MakeRelease, tmp_path: Path, collector: Collector
+) -> None:
+    with serving(make_release(), tmp_path) as served:
+        registry = Registry(open_store(served.settings.store_uri))
+        registry.publish(torchserve.model_store(served.home) / "release.mar")
+        make_champion(served.settings.store_uri, served.manifest.version)
+        image, _ = served.parts.smoke_queries()[0]
+        body = {"data": base64.b64encode(image).decode()}
+        with captured_log() as log, front(served.settings) as prep:
+            answer = prep.post("/predict", json=body, headers=parent(TRACE) | {"X-Request-Id": "from-the-client"})
+            assert answer.status_code == 200
+            spans = collector.wait_for(TRACE, "POST /predict", "prepare", "call predictor", "predict", "search")
+        serving_settings = served.settings.serving
+        url = f"http://127.0.0.1:{serving_settings.inference_port}/predictions/{serving_settings.model_name}"
+        headers = parent(OTHER_TRACE) | {"Authorization": f"Bearer {read_key(served.home, 'inference')}"}
+        assert httpx.post(url, content=b"no image", headers=headers).status_code == 400
+        _, rejected = collector.wait_for(OTHER_TRACE, "predict")["predict"]
+    (logged,) = (json.loads(line) for line in log.getvalue().splitlines())
+    assert (logged["request"], logged["trace"]) == ("from-the-client", TRACE)
+    services = {name: service for name, (service, _) in spans.items()}
+    assert services["call predictor"] == "evernear-prep"
+    assert services["predict"] == services["search"] == "evernear-serving"
+    request, call, predict, search = (
+        spans[name][1] for name in ("POST /predict", "call predictor", "predict", "search")
+    )
+    assert request.parent_span_id.hex() == CLIENT_SPAN
+    assert attributes(request)["evernear.request"] == "from-the-client"
+    assert attributes(request)["http.response.status_code"] == 200
+    assert call.parent_span_id == request.span_id
+    assert predict.parent_span_id == call.span_id
+    assert search.parent_span_id == predict.span_id
+    assert attributes(predict)["evernear.release"] == attributes(request)["evernear.release"] == served.manifest.version
+    assert attributes(predict)["evernear.outcome"] == "ok"
+    assert rejected.parent_span_id.hex() == CLIENT_SPAN
+    assert attributes(rejected)["evernear.outcome"] != "ok"
+    assert call.start_time_unix_nano <= predict.start_time_unix_nano <= search.end_time_unix_nano
+
+
+def test_tracing_is_off_without_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    tracer.cache_clear()
+    assert tracer("evernear-prep") is None
+    assert trace_fields() == {}
+
+
+def test_missing_sdk_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    tracer.cache_clear()
+    assert tracer("evernear-prep") is None
+    tracer.cache_clear()
+    assert caplog.messages == [
+        "OTEL_EXPORTER_OTLP_ENDPOINT is set, but tracing is not installed: install evernear[tracing]."
+    ]
