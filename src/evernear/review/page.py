@@ -234,8 +234,9 @@ def _picker(image: str, suggested: list[str], labels: list[str], action: str) ->
 def _row(answer: Answer, action: str) -> str:
     label = f"{'relabeled' if answer.files else 'labeled'} <b>{escape(answer.label)}</b>"
     what = {"label": label, "keep": "kept its label"}.get(answer.action, "skipped")
+    name = escape(answer.files[0]) if answer.files else answer.image[:8]
     return (
-        f'<div class="row"><span>{escape(answer.files[0]) if answer.files else answer.image[:8]} {what} <small>by {escape(answer.who)}, '
+        f'<div class="row"><span>{name} {what} <small>by {escape(answer.who)}, '
         f"{answer.at:%Y-%m-%d %H:%M} UTC</small></span>"
         f'<form method="post" action="{action}"><input type="hidden" name="image" value="{answer.image}">'
         '<button name="action" value="undo">Undo</button></form></div>'
