@@ -19,6 +19,7 @@ from pydantic import AwareDatetime
 from evernear.frozen import Frozen
 from evernear.store import Store
 
+RUNS = "runs/"
 Document = TypeVar("Document", bound=Frozen)
 
 
@@ -59,7 +60,7 @@ class RunRecord:
 
     def steps(self) -> tuple[StepRecord, ...]:
         """The recorded steps in the order in which they started."""
-        keys = [info.key for info in self.store.list(f"runs/{self.run}/steps/")]
+        keys = [info.key for info in self.store.list(f"{RUNS}{self.run}/steps/")]
         records = [StepRecord.from_json(self.store.get(key), key) for key in keys]
         return tuple(sorted(records, key=lambda record: record.started))
 
@@ -88,4 +89,4 @@ class RunRecord:
         return model.from_json(entry[0], key) if entry else None
 
     def _key(self, name: str) -> str:
-        return f"runs/{self.run}/{name}.json"
+        return f"{RUNS}{self.run}/{name}.json"

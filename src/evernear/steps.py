@@ -167,7 +167,6 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
         from evernear.embedding.embeddings import Embeddings
         from evernear.evaluation.open_set import OpenSet
         from evernear.index.build import build
-        from evernear.index.description import describe_threshold
 
         labels = Dataset.open(Path(dataset)).labels
         vectors = Embeddings.open(Path(embeddings))
@@ -180,7 +179,7 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
             threshold=probed.threshold,
             reject_rate=probed.reject_rate,
         )
-        running.summary = f"{result.size:,} vectors, {result.factory}; {describe_threshold(result.threshold)}"
+        running.summary = result.summary(chosen.index.recall)
 
 
 def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:

@@ -37,6 +37,15 @@ def test_index_build_is_deterministic(make_embeddings: MakeEmbeddings, index_set
     assert build(embeddings, LABELS, index_settings(k=1), tmp_path / "c").digest not in digests
 
 
+def test_recall_below_the_wanted_one_is_a_warning(make_embeddings: MakeEmbeddings, tmp_path):
+    embeddings = make_embeddings({"gallery": blobs(1, 300), "query": blobs(2, 130)})
+    exact = build(embeddings, LABELS, IndexSettings(type="Flat"), tmp_path)
+    assert exact.summary(1.0) == f"300 vectors, Flat; unknown beyond {exact.threshold:.3f}"
+    approximate = build(embeddings, LABELS, IndexSettings(type="IVF32,Flat"), tmp_path)
+    share = approximate.calibration.nearest_found / 130
+    assert f"WARNING: recall@1 is {share:.2%}, less than index.recall = 99.00%" in approximate.summary(0.99)
+
+
 @pytest.mark.parametrize("missing_bytes", [100, 50_000], ids=["on closing", "before"])
 def test_full_disk_leaves_no_index(make_embeddings: MakeEmbeddings, tmp_path, missing_bytes: int):
     embeddings = make_embeddings({"gallery": blobs(1, 1500), "query": blobs(2, 50)})

@@ -12,6 +12,7 @@ from evernear import __version__
 from evernear.cli import (
     cluster,
     doctor,
+    forget,
     inspect,
     labels,
     pipeline,
@@ -49,6 +50,7 @@ for command in (
     predict.predict,
     prep.prep,
     review.review,
+    forget.forget,
     server.status,
     server.serve,
     server.ready,

@@ -380,6 +380,29 @@ def apply_changes(ledger: Path, changes: Path) -> None:
         ledger_changes.apply(db, changes)
 
 
+def stored_digests(ledger: Path) -> list[bytes]:
+    """The digests of all images in the shards of a ledger's snapshot.
+
+    Raises:
+        StoreError: the file cannot be read.
+    """
+    with _sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
+        return [row[0] for row in db.execute("SELECT digest FROM images")]
+
+
+def save_compact(ledger: Path, path: Path) -> None:
+    """Write a ledger to ``path`` without the splits of removed images, and without deleted rows.
+
+    Raises:
+        StoreError: a file cannot be read or written.
+    """
+    with _sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
+        _without_journal(db)
+        _add_missing_tables(db)
+        db.execute("DELETE FROM removed")
+        db.execute("VACUUM INTO ?", (str(path),))
+
+
 def _without_journal(db: sqlite3.Connection) -> None:
     """The file is a scratch copy until it is published."""
     db.execute("PRAGMA journal_mode = OFF")

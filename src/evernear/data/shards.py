@@ -51,7 +51,7 @@ class Dataset:
         self.shape = manifest.shape
         self.digest = manifest.digest
         self._dtype = row_dtype(manifest.shape)
-        self._files = _ShardFiles(manifest.name, store, self._dtype, cache or _default_cache())
+        self._files = _ShardFiles(manifest.name, store, self._dtype, cache or default_cache())
 
     @staticmethod
     def open(directory: Path) -> "Dataset":
@@ -314,5 +314,6 @@ def _opened(path: Path) -> FileIO | None:
     return None
 
 
-def _default_cache() -> Path:
+def default_cache() -> Path:
+    """The directory of local copies of remote shards."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evernear" / "shards"

@@ -1,8 +1,10 @@
 """The snapshots of a dataset in the store, and the pointer to the newest one."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from evernear.data.ledger import Ledger, apply_changes
+from evernear.data.ledger import Ledger, apply_changes, save_compact, stored_digests
 from evernear.data.manifest import Manifest, ledger_key, manifest_key
 from evernear.disk import sha256_file
 from evernear.errors import ConflictError, IntegrityError
@@ -15,10 +17,15 @@ _MAX_CHANGES = 20
 _MAX_CHANGED_PART = 0.25
 
 
+DATASETS = "datasets/"
+
+
 class DatasetHead(Frozen):
     """The pointer to the newest snapshot."""
 
     digest: str
+    interrupts: int = 0
+    """Counts `Snapshots.interrupt_ingests`."""
 
 
 class Checkpoint(Frozen):
@@ -33,9 +40,9 @@ class Snapshots:
 
     def __init__(self, store: Store, name: str) -> None:
         self.store, self.name = store, name
-        self._head_key = f"datasets/{name}/head.json"
+        self._head_key = f"{DATASETS}{name}/head.json"
         self._head_etag: str | None = None
-        self._checkpoint_key = f"datasets/{name}/checkpoint.json"
+        self._checkpoint_key = f"{DATASETS}{name}/checkpoint.json"
         self._ledger: tuple[str, ...] = ()
 
     def head(self) -> Manifest | None:
@@ -97,6 +104,44 @@ class Snapshots:
             manifest = self._manifest(manifest.digest)
         self._move_head(DatasetHead(digest=manifest.digest))
         return manifest
+
+    def images(self, manifest: Manifest) -> list[bytes]:
+        """The digests of all images of a snapshot."""
+        with TemporaryDirectory(prefix="evernear-ledger-") as scratch:
+            path = Path(scratch) / "ledger.sqlite"
+            self.fetch_ledger(manifest, path)
+            return stored_digests(path)
+
+    def interrupt_ingests(self) -> None:
+        """Make an ingest that is under way fail, and the next one start over.
+
+        Raises:
+            ConflictError: an ingest finished meanwhile.
+        """
+        data, etag = self.store.find(self._head_key) or (b"", None)
+        head = DatasetHead.from_json(data, f"{self.store.uri}/{self._head_key}")
+        self.store.put_if(
+            self._head_key, DatasetHead(digest=head.digest, interrupts=head.interrupts + 1).to_json(), etag
+        )
+        self.store.delete(self._checkpoint_key)
+
+    def compact_ledgers(self, manifests: Iterable[Manifest]) -> None:
+        """Store the ledgers of ``manifests`` without anything about removed images, and delete all others."""
+        compact: set[str] = set()
+        with TemporaryDirectory(prefix="evernear-ledger-") as scratch:
+            path, saved = Path(scratch) / "ledger.sqlite", Path(scratch) / "saved.sqlite"
+            for manifest in manifests:
+                self.fetch_ledger(manifest, path)
+                save_compact(path, saved)
+                sha256 = sha256_file(saved)
+                self.store.put(ledger_key(self.name, sha256), saved)
+                compacted = manifest.model_copy(update={"ledger_sha256": sha256, "ledger_changes": ()})
+                self.store.put(manifest_key(self.name, manifest.digest), compacted.to_json())
+                compact.add(ledger_key(self.name, sha256))
+                saved.unlink()
+        for info in self.store.list(f"{DATASETS}{self.name}/ledgers/"):
+            if info.key not in compact:
+                self.store.delete(info.key)
 
     def _with_ledger(self, manifest: Manifest, ledger: Ledger, scratch: Path) -> Manifest:
         """Store the ledger, or its changes if they are few, and name it in the manifest."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evernear.deployment.alias import follow_alias
-from evernear.deployment.local import LocalTarget
+from evernear.deployment.local import LocalTarget, serve
 from evernear.deployment.promotion_policy import check_candidate, check_promotable
 from evernear.deployment.target import Deployment, DeploymentTarget, RegistryTarget
 from evernear.errors import ConflictError, SettingsError, StoreError
@@ -99,6 +99,16 @@ def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: st
         deployed = Deployment.of(registry.roll_back(champion, cause), rollout)
     follow_alias(registry, champion)
     return deployed
+
+
+def forget_releases(settings: RunSettings) -> None:
+    """Unload the releases that the registry no longer has from the TorchServe of ``settings.workdir``, if it runs.
+
+    Raises:
+        StoreError, ServingError, BusyError: as `evernear.deployment.local.serve`.
+    """
+    if settings.target == "local" and LocalTarget(settings).is_running():
+        serve(settings)
 
 
 def status(settings: RunSettings) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from evernear.disk import disk_errors
 from evernear.errors import IntegrityError
 from evernear.store import Store
 
+EMBEDDINGS = "embeddings/"
 Rows = NDArray[np.void]
 Vectors = NDArray[np.float32]
 
@@ -31,7 +32,7 @@ class EmbeddingCache:
 
     def __init__(self, store: Store | None, network_sha256: str, dim: int) -> None:
         self._store = store
-        self._prefix = f"embeddings/{network_sha256}/"
+        self._prefix = f"{EMBEDDINGS}{network_sha256}/"
         self._dtype = np.dtype([("embedding", "<f4", (dim,)), ("digest", "u1", (32,))])
         self._keys = {info.key for info in store.list(self._prefix)} if store else set[str]()
 
@@ -99,6 +100,18 @@ class CachedShard:
             rows = np.empty(len(digests), self._cached.dtype)
             rows["embedding"], rows["digest"] = vectors, digests
             self._file.write(rows.tobytes())
+
+
+def cached_digests(path: Path, key: str) -> NDArray[np.bytes_]:
+    """The images (N,) in the cached object ``key``, fetched to ``path``.
+
+    Raises:
+        IntegrityError: it is not an object of the cache.
+    """
+    try:
+        return _as_bytes(np.load(path, mmap_mode="r", allow_pickle=False)["digest"])
+    except (ValueError, IndexError):
+        raise IntegrityError(f"{key} in the store has no embeddings; delete it and run again.") from None
 
 
 def _as_bytes(digests: NDArray[np.uint8]) -> NDArray[np.bytes_]:

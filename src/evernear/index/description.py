@@ -96,6 +96,17 @@ class IndexDescription(Frozen):
         """The labels that the index can predict."""
         return tuple(label for label, count in zip(self.labels, self.counts, strict=True) if count)
 
+    def summary(self, wanted_recall: float) -> str:
+        """Size, type and threshold, with a warning if the measured recall@1 is below ``wanted_recall``."""
+        recall = self.calibration.nearest_found / self.calibration.queries
+        summary = f"{self.size:,} vectors, {self.factory}; {describe_threshold(self.threshold)}"
+        if recall >= wanted_recall:
+            return summary
+        return (
+            f"{summary}; WARNING: recall@1 is {recall:.2%}, less than index.recall = {wanted_recall:.2%}; set another "
+            "index.type or index.search, or index.type = auto"
+        )
+
     @property
     def digest(self) -> str:
         """sha256 that identifies the index and its settings. Descriptions from before a field keep theirs."""

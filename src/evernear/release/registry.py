@@ -14,7 +14,7 @@ import logging
 import shlex
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -191,12 +191,11 @@ class Registry:
                 raise ConflictError(f"Another release of version {manifest.version} is already published.") from None
         return record
 
-    def list(self) -> Iterator[str]:
-        """All versions, oldest first."""
-        for entry in self._store.list(MANIFESTS):
-            version = PurePosixPath(entry.key).name.removesuffix(".json")
-            if is_version(version):
-                yield version
+    def list(self, *, include_pruned: bool = False) -> Iterator[str]:
+        """All versions, oldest first; with ``include_pruned`` also those of pruned releases."""
+        folders = (MANIFESTS, PRUNED) if include_pruned else (MANIFESTS,)
+        names = {PurePosixPath(entry.key).stem for folder in folders for entry in self._store.list(folder)}
+        yield from sorted(filter(is_version, names))
 
     def get(self, version: str, *, include_pruned: bool = False) -> Record:
         """The record of a release, with ``include_pruned`` also of a pruned one.
@@ -337,7 +336,26 @@ class Registry:
         versions = list(self.list())
         retained = {champion.version, champion.previous, self.get(champion.version).manifest.parent}
         retained.update(versions[max(0, len(versions) - keep) :])
-        pruning = {version: self.get(version).archive_sha256 for version in versions if version not in retained}
+        return self._prune([version for version in versions if version not in retained], champion)
+
+    def remove(self, versions: Collection[str]) -> tuple[str, ...]:
+        """Remove releases as `prune`, even targets of a rollback, but not the champion; returns the removed versions.
+
+        Raises:
+            ConflictError: the champion is one of them, or changed meanwhile; nothing was removed.
+            StoreError: there is no champion, or the store or Milvus fails; repeat it.
+        """
+        champion = self.champion()
+        if not versions:
+            return ()
+        if champion is None:
+            raise StoreError(f"Releases are removed only while another is live. {self.explain_no_champion()}")
+        if champion.version in versions:
+            raise ConflictError(f"Release {champion.version} is the champion; promote another one first.")
+        return self._prune(versions, champion)
+
+    def _prune(self, versions: Collection[str], champion: Champion) -> tuple[str, ...]:
+        pruning = {version: self.get(version).archive_sha256 for version in versions}
         pruning |= champion.pointer.pruning  # left by a killed prune
         if not pruning:
             return ()

@@ -1,0 +1,39 @@
+"""``evernear forget``: delete images that the source no longer has."""
+
+from typing import Annotated
+
+import typer
+
+from evernear.cli.options import JsonOption, with_options
+from evernear.cli.releases import registry_settings
+from evernear.output import print_json, print_line
+from evernear.settings import Settings
+
+
+@with_options(settings=registry_settings)
+def forget(
+    settings: Settings,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, the command only lists.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete images that the source no longer has from snapshots, releases, caches, run pages and the query log."""
+    from evernear.deployment import forget_releases
+    from evernear.forget import find, forget
+    from evernear.store import open_store
+
+    store = open_store(settings.store_uri)
+    forgotten = forget(store) if yes else find(store)
+    if yes:
+        forget_releases(settings)
+    if as_json:
+        print_json(forgotten)
+        return
+    for name, value in forgotten.model_dump().items():
+        text = ", ".join(value) if isinstance(value, tuple) else value
+        print_line(f"{name.replace('_', ' '):<12} {'-' if text in ('', None) else text}")
+    if yes:
+        print_line("Deleted. Run directories and artifacts of Kubeflow Pipelines may have copies.")
+    elif forgotten.champion:
+        print_line("Nothing can be deleted: the champion is affected. Train and promote a release without the images.")
+    else:
+        print_line("Nothing was deleted. Add --yes to delete all of this.")

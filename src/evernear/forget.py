@@ -1,0 +1,251 @@
+"""Delete images that the source no longer has from everything that the store keeps.
+
+An image is *removed* if a stored snapshot has it and the newest snapshot of its dataset does not. A snapshot is
+*affected* if it has a removed image, and a release if it was built from an affected snapshot or if its network was
+trained on one. `find` only reads. `forget` deletes
+
+- affected releases, with their archives and their collections in Milvus;
+- affected snapshots, the shards that no other snapshot has, and rows of removed images in ledgers;
+- cached embeddings of removed images, and the checkpoints of all trainings;
+- sample images and pages of runs on affected snapshots;
+- logged queries whose image may show a class of a removed image.
+
+The champion is never deleted: `forget` refuses while it is affected. Shards and snapshots are deleted last, so a killed
+`forget` finds the same images when it is repeated.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evernear.data.manifest import Manifest, Shard, manifest_key
+from evernear.data.shards import Dataset, default_cache
+from evernear.data.snapshots import DATASETS, Snapshots
+from evernear.data.writer import shard_key
+from evernear.embedding.embedding_cache import EMBEDDINGS, cached_digests
+from evernear.errors import ConflictError, IntegrityError
+from evernear.evaluation.verdict import Verdict
+from evernear.frozen import Frozen
+from evernear.release.manifest import NETWORK_DESCRIPTION_FILE
+from evernear.release.registry import Registry
+from evernear.run_record import RUNS, RunRecord
+from evernear.serving.query_log import QUERIES, LoggedQuery, closed_at, parse_file
+from evernear.store import Store
+
+CHECKPOINTS = "checkpoints/"
+PAGES = ("examples.json", "run.html")
+"""Objects of a run record that contain images."""
+Digests = NDArray[np.bytes_]
+
+
+class Forgotten(Frozen):
+    """What `forget` deletes, or has deleted."""
+
+    images: int
+    """Distinct removed images in stored shards."""
+    labels: tuple[str, ...]
+    """Their classes."""
+    releases: tuple[str, ...]
+    champion: str | None
+    """The champion if it is affected, so that nothing can be deleted."""
+    snapshots: tuple[str, ...]
+    """Affected snapshots, as ``<dataset>/<digest>``."""
+    shards: int
+    embeddings: int
+    """Objects of the cache of embeddings."""
+    checkpoints: int
+    pages: int
+    """Pages and sample images of runs."""
+    queries: int
+    """Logged queries."""
+
+
+@dataclass(frozen=True)
+class _DatasetState:
+    """A dataset in the store."""
+
+    snapshots: Snapshots
+    present: Digests
+    """Images of the newest snapshot, sorted."""
+    clean: list[Manifest]
+    """Snapshots without a removed image; the newest is one of them."""
+    affected: list[Manifest]
+    shards: set[str]
+    """The sha256 of stored shards that no clean snapshot has."""
+    removed: dict[bytes, str]
+    """The class of each removed image, by digest."""
+
+
+def find(store: Store) -> Forgotten:
+    """Find out what `forget` would delete.
+
+    Raises:
+        StoreError: the store fails.
+        IntegrityError: an object in the store is damaged.
+    """
+    return _Forgetting(store).forgotten
+
+
+def forget(store: Store) -> Forgotten:
+    """Delete removed images and all that was made from them. No ingest may run meanwhile. Safe to repeat after a kill.
+
+    Raises:
+        ConflictError: the champion is affected, or it or a dataset changed meanwhile; repeat it.
+        StoreError: the store or Milvus fails; repeat it.
+        IntegrityError: an object in the store is damaged.
+    """
+    forgetting = _Forgetting(store)
+    if forgetting.forgotten.champion is not None:
+        raise ConflictError(
+            f"The champion {forgetting.forgotten.champion} was built from images that the source no longer has, or its "
+            "network was trained on them. Train and promote a release without them first; nothing was deleted."
+        )
+    forgetting.delete()
+    return forgetting.forgotten
+
+
+class _Forgetting:
+    def __init__(self, store: Store) -> None:
+        self._store, self._registry = store, Registry(store)
+        names = sorted({info.key.split("/")[1] for info in store.list(DATASETS) if info.key.endswith("/head.json")})
+        self._datasets = [_state(store, name) for name in names]
+        self._labels = {label for dataset in self._datasets for label in dataset.removed.values()}
+        self._releases = self._affected_releases()
+        self._embeddings = list(self._stale_embeddings())
+        has_affected = any(dataset.affected or dataset.shards for dataset in self._datasets)
+        self._checkpoints = [info.key for info in store.list(CHECKPOINTS)] if has_affected else []
+        self._pages = list(self._stale_pages())
+        self._queries = dict(self._affected_queries())
+        champion = self._registry.champion()
+        self.forgotten = Forgotten(
+            images=sum(len(dataset.removed) for dataset in self._datasets),
+            labels=tuple(sorted(self._labels)),
+            releases=tuple(self._releases),
+            champion=champion.version if champion and champion.version in self._releases else None,
+            snapshots=tuple(f"{d.snapshots.name}/{manifest.digest}" for d in self._datasets for manifest in d.affected),
+            shards=sum(len(dataset.shards) for dataset in self._datasets),
+            embeddings=len(self._embeddings),
+            checkpoints=len(self._checkpoints),
+            pages=len(self._pages),
+            queries=sum(dropped for _, dropped in self._queries.values()),
+        )
+
+    def delete(self) -> None:
+        """Delete everything, shards and snapshots last."""
+        self._registry.remove(self._releases)
+        for key in (*self._embeddings, *self._checkpoints, *self._pages):
+            self._store.delete(key)
+        for key, (data, _) in self._queries.items():
+            self._store.put(key, data)
+        for dataset in self._datasets:
+            if dataset.affected or dataset.shards:
+                self._delete_images(dataset)
+
+    def _delete_images(self, dataset: _DatasetState) -> None:
+        name = dataset.snapshots.name
+        # An ingest that is under way would name shards that are deleted here. It fails at one of these two.
+        dataset.snapshots.interrupt_ingests()
+        dataset.snapshots.compact_ledgers(dataset.clean)
+        for sha256 in sorted(dataset.shards):
+            self._store.delete(shard_key(name, sha256))
+            (default_cache() / f"{sha256}.npy").unlink(missing_ok=True)
+        for manifest in dataset.affected:
+            self._store.delete(manifest_key(name, manifest.digest))
+        dataset.snapshots.interrupt_ingests()
+
+    def _affected_releases(self) -> list[str]:
+        """Releases that were built from a snapshot that is not clean, or whose network was trained on one.
+
+        A network's description names the snapshot that it was trained on. A reindex copies that file, so the oldest
+        release with the same file was built from that snapshot.
+        """
+        clean = {manifest.digest for dataset in self._datasets for manifest in dataset.clean}
+        published = set(self._registry.list())
+        trained_on: dict[str, str] = {}
+        affected: list[str] = []
+        for version in self._registry.list(include_pruned=True):
+            manifest = self._registry.get(version, include_pruned=True).manifest
+            network = manifest.parts[NETWORK_DESCRIPTION_FILE].sha256
+            snapshots = {manifest.dataset_digest, trained_on.setdefault(network, manifest.dataset_digest)}
+            if version in published and not snapshots <= clean:
+                affected.append(version)
+        return affected
+
+    def _stale_embeddings(self) -> Iterator[str]:
+        with tempfile.TemporaryDirectory(prefix="evernear-forget-") as scratch:
+            for info in self._store.list(EMBEDDINGS):
+                digests = cached_digests(self._store.fetch(info.key, Path(scratch) / "cached.npy"), info.key)
+                if not np.any([_contains(dataset.present, digests) for dataset in self._datasets], axis=0).all():
+                    yield info.key
+
+    def _stale_pages(self) -> Iterator[str]:
+        """Images of runs, except of those that ended with a verdict on a clean snapshot."""
+        clean = {manifest.digest for dataset in self._datasets for manifest in dataset.clean}
+        for info in self._store.list(RUNS):
+            run, _, name = info.key.removeprefix(RUNS).partition("/")
+            if name in PAGES:
+                verdict = RunRecord(self._store, run).find("verdict", Verdict)
+                if verdict is None or verdict.dataset_digest not in clean:
+                    yield info.key
+
+    def _affected_queries(self) -> Iterator[tuple[str, tuple[bytes, int]]]:
+        """Files of the query log with their content after the deletion, and the number of deleted queries."""
+        for info in self._store.list(QUERIES) if self._labels else ():
+            if closed_at(info.key) is None:
+                continue
+            period, queries = parse_file(self._store.get(info.key), info.key)
+            remaining = [query for query in queries if not self._may_show(query)]
+            if len(remaining) < len(queries):
+                lines = "".join(f"{line.model_dump_json()}\n" for line in (period, *remaining))
+                yield info.key, (lines.encode(), len(queries) - len(remaining))
+
+    def _may_show(self, query: LoggedQuery) -> bool:
+        return bool(query.image) and not self._labels.isdisjoint((query.pred, *query.candidates))
+
+
+def _state(store: Store, name: str) -> _DatasetState:
+    """Compare the snapshots of a dataset with the newest one."""
+    snapshots = Snapshots(store, name)
+    head = snapshots.head()
+    if head is None:
+        raise IntegrityError(f"The dataset {name} in {store.uri} has no snapshot; run the ingest step again.")
+    present = np.sort(np.array(snapshots.images(head), "S32"))
+    folder = f"{DATASETS}{name}/"
+    stored = {PurePosixPath(info.key).stem for info in store.list(f"{folder}shards/")}
+    keys = [info.key for info in store.list(f"{folder}manifests/")]
+    manifests = [Manifest.from_json(store.get(key), f"{store.uri}/{key}") for key in keys]
+    removed: dict[bytes, str] = {}
+    clean_shards = {shard.sha256 for shard in head.shards}
+    affected_shards: set[str] = set()
+    for manifest in manifests:
+        dataset = Dataset(manifest, store)
+        for shard in manifest.shards:
+            if shard.sha256 in clean_shards | affected_shards:
+                continue
+            # A shard may be missing because a `forget` was killed.
+            of_shard = _removed(dataset, shard, present) if shard.sha256 in stored else None
+            (clean_shards if of_shard == {} else affected_shards).add(shard.sha256)
+            removed |= of_shard or {}
+    affected = [m for m in manifests if any(shard.sha256 in affected_shards for shard in m.shards)]
+    clean = [manifest for manifest in manifests if manifest not in affected]
+    used = {shard.sha256 for manifest in clean for shard in manifest.shards}
+    return _DatasetState(snapshots, present, clean, affected, stored - used, removed)
+
+
+def _removed(dataset: Dataset, shard: Shard, present: Digests) -> dict[bytes, str]:
+    """The images of a shard that are not ``present``, with their classes."""
+    removed: dict[bytes, str] = {}
+    for block in dataset.shard_blocks(shard):
+        for row in np.flatnonzero(~_contains(present, np.ascontiguousarray(block.digests).view("S32").ravel())):
+            removed[block.digests[row].tobytes()] = dataset.labels[block.labels[row]]
+    return removed
+
+
+def _contains(present: Digests, digests: Digests) -> NDArray[np.bool_]:
+    """Which of ``digests`` (N,) are in ``present``, which is sorted and not empty."""
+    positions = np.minimum(np.searchsorted(present, digests), len(present) - 1)
+    return present[positions] == digests

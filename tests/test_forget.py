@@ -1,0 +1,312 @@
+"""Deletion of images that the source no longer has: nothing in the store may have their pixels, hashes or vectors."""
+
+import base64
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import evernear
+from PIL import Image
+from pymilvus import MilvusClient
+from releases import System, decided
+from sklearn.datasets import load_digits
+
+from evernear.data.ingest import ingest
+from evernear.data.ledger import Ledger
+from evernear.data.manifest import Manifest, save_manifest
+from evernear.data.shards import Dataset
+from evernear.embedding.embed import embed
+from evernear.embedding.embeddings import Embeddings
+from evernear.embedding.export import export
+from evernear.embedding.train import train
+from evernear.errors import ConflictError, StoreError
+from evernear.evaluation.verdict import Verdict
+from evernear.forget import find, forget
+from evernear.index.build import build
+from evernear.release.archive import Candidate, archive
+from evernear.release.registry import Registry
+from evernear.run_record import RunRecord
+from evernear.serving import HANDLER
+from evernear.serving.query_log import LoggedQuery, Period, parse_file
+from evernear.settings import DataSettings, IndexSettings, ServingSettings, TrainSettings
+from evernear.store import FileStore, open_store
+
+TINY = TrainSettings(epochs=1, min_steps=0, width=4, embedding_dim=16, batch_size=32, patience_epochs=1)
+LOG = "queries/20260101/20260101T000000Z-20260101.000000.00000000-host-1-00000000.jsonl"
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A store with three snapshots' worth of history, and the source that it mirrors."""
+
+    root: Path
+    images: Path
+    """The source, which the copies share."""
+    removed: dict[bytes, bytes]
+    """Pixels of each removed image by its hash in the store."""
+    kept: bytes
+    """Pixels of an image that is still in the source."""
+    trained: str
+    reindexed: str
+    """The release after the removal, with the network from before."""
+    retrained: str
+    before: Manifest
+    after: Manifest
+    collection: str
+
+    @property
+    def source(self) -> DataSettings:
+        return DataSettings(source=f"folder:{self.images}", gallery_fraction=0.2, query_fraction=0.1)
+
+    @property
+    def store(self) -> FileStore:
+        opened = open_store((self.root / "store").as_uri())
+        assert isinstance(opened, FileStore)
+        return opened
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory, milvus_uri: str) -> Prepared:
+    """Train on three classes; remove class c and some images of b; reindex; train again. Nothing is live yet."""
+    root = tmp_path_factory.mktemp("forget")
+    digits = load_digits()
+    for label, name in enumerate("abc"):
+        (root / "images" / name).mkdir(parents=True)
+        for number, image in enumerate(digits.images[digits.target == label][:60]):
+            Image.fromarray((image * 15.9).astype(np.uint8)).save(root / f"images/{name}/{number}.png")
+    store = (root / "store").as_uri()
+    settings = DataSettings(source=f"folder:{root / 'images'}", gallery_fraction=0.2, query_fraction=0.1)
+    in_milvus = IndexSettings(backend="milvus", uri=milvus_uri, collection="forget")
+
+    before = ingest(settings, store)
+    first, trained, collection = release(root, before, 0, None, in_milvus)
+    shutil.rmtree(root / "images/c")
+    for number in range(10):
+        (root / f"images/b/{number}.png").unlink()
+    after = ingest(settings, store)
+    _, reindexed, _ = release(root, after, 1, first, IndexSettings())
+    _, retrained, _ = release(root, after, 2, None, IndexSettings())
+
+    pixels = {manifest.digest: pixels_by_hash(store, manifest) for manifest in (before, after)}
+    removed = {digest: image for digest, image in pixels[before.digest].items() if digest not in pixels[after.digest]}
+    kept = next(iter(pixels[after.digest].values()))
+    return Prepared(root, root / "images", removed, kept, trained, reindexed, retrained, before, after, collection)
+
+
+def pixels_by_hash(store: str, manifest: Manifest) -> dict[bytes, bytes]:
+    dataset = Dataset(manifest, open_store(store))
+    return {
+        digest.tobytes(): image.tobytes()
+        for split in ("train", "test", "gallery", "query")
+        for block in dataset.blocks(split)
+        for digest, image in zip(block.digests, block.images, strict=True)
+    }
+
+
+def release(
+    root: Path, manifest: Manifest, number: int, network: Path | None, settings: IndexSettings
+) -> tuple[Path, str, str]:
+    """Publish a release of a snapshot: the directory of its network, its version and its collection."""
+    directory = root / f"work{number}"
+    save_manifest(manifest, directory / "dataset")
+    dataset = Dataset.open(directory / "dataset")
+    store = open_store(manifest.store_uri)
+    if network is None:
+        network = directory / "network"
+        train(dataset, TINY, directory / "trained", store)
+        export(directory / "trained", dataset, network, TINY.parity_tolerance)
+    embed(network, dataset, directory / "embeddings", store=store)
+    described = build(Embeddings.open(directory / "embeddings"), dataset.labels, settings, directory / "index")
+    verdict = decided(System(dataset, network, directory / "index"), None, promote=True)
+    verdict.save(directory / "verdict.json")
+    candidate = Candidate(dataset, network, directory / "index", directory / "verdict.json", {}, None)
+    packed = archive(candidate, ServingSettings(), HANDLER, directory / "release", NOW + timedelta(seconds=number))
+    Registry(store).publish(packed.archive)
+    record_run(RunRecord(store, f"run-{number}"), verdict)
+    return network, packed.manifest.version, described.collection.name if described.collection else ""
+
+
+def record_run(record: RunRecord, verdict: Verdict) -> None:
+    record.save(verdict=verdict.model_dump(mode="json"), examples={"images": "a sheet"}, metrics={})
+    record.store.put(f"runs/{record.run}/run.html", b"a page with images")
+
+
+@pytest.fixture
+def prepared(original: Prepared, tmp_path: Path) -> Prepared:
+    """A copy of the original, with logged queries, and with the champion of the test to be set."""
+    shutil.copytree(original.root, tmp_path / "copy")
+    copied = Prepared(**{**vars(original), "root": tmp_path / "copy"})
+    copied.store.put(LOG, "".join(f"{line.model_dump_json()}\n" for line in log_lines()).encode())
+    return copied
+
+
+def log_lines() -> list[Period | LoggedQuery]:
+    period = Period(version="20260101.000000.00000000", since=NOW, until=NOW, queries=9, unknown=0)
+    image = base64.b64encode(b"an image").decode()
+    common = {"at": NOW, "dist": 0.1, "unknown": False}
+    return [
+        period,
+        LoggedQuery(pred="a", image=image, candidates=("a",), **common),
+        LoggedQuery(pred="c", **common),
+        LoggedQuery(pred="c", image=image, candidates=("c",), **common),
+        LoggedQuery(pred="a", image=image, candidates=("a", "b"), **common),
+    ]
+
+
+def promote(prepared: Prepared, *versions: str) -> None:
+    registry = Registry(prepared.store)
+    for version in versions:
+        registry.set_champion(version, registry.champion())
+
+
+def content(prepared: Prepared) -> bytes:
+    """Everything in the store, names included."""
+    files = [path for path in (prepared.root / "store").rglob("*") if path.is_file()]
+    return b"".join(str(path).encode() + path.read_bytes() for path in files)
+
+
+def test_nothing_in_the_store_has_a_removed_image(prepared: Prepared, milvus_uri: str):
+    everything = content(prepared)
+    assert len(prepared.removed) == 70
+    assert all(pixels in everything for pixels in prepared.removed.values())
+    assert all(digest in everything for digest in prepared.removed)
+    promote(prepared, prepared.trained, prepared.reindexed, prepared.retrained)
+    milvus = MilvusClient(milvus_uri)
+    assert milvus.has_collection(prepared.collection)
+
+    forgotten = forget(prepared.store)
+    everything = content(prepared)
+    assert prepared.kept in everything
+    assert not any(pixels in everything for pixels in prepared.removed.values())
+    assert not any(digest in everything for digest in prepared.removed)
+    assert not any(digest.hex().encode() in everything for digest in prepared.removed)
+    assert not milvus.has_collection(prepared.collection)
+
+    assert (forgotten.images, forgotten.labels) == (70, ("b", "c"))
+    assert forgotten.releases == (prepared.trained, prepared.reindexed)
+    assert forgotten.snapshots == (f"images/{prepared.before.digest}",)
+    assert forgotten.queries == 2
+    assert min(forgotten.shards, forgotten.embeddings, forgotten.checkpoints) > 0
+    assert forgotten.pages == 2
+    assert find(prepared.store).model_dump(exclude={"labels"}) == {
+        "images": 0,
+        "releases": (),
+        "champion": None,
+        "snapshots": (),
+        "shards": 0,
+        "embeddings": 0,
+        "checkpoints": 0,
+        "pages": 0,
+        "queries": 0,
+    }
+
+
+def test_what_has_no_removed_image_remains(prepared: Prepared):
+    promote(prepared, prepared.trained, prepared.retrained)
+    forget(prepared.store)
+    registry = Registry(prepared.store)
+    assert list(registry.list()) == [prepared.retrained]
+    registry.fetch(prepared.retrained, prepared.root / "fetched.mar")
+    champion = registry.champion()
+    assert champion
+    with pytest.raises(StoreError, match="was pruned"):
+        registry.roll_back(champion)
+    assert prepared.store.find("runs/run-2/run.html")
+    assert not prepared.store.find("runs/run-0/examples.json")
+    _, queries = parse_file(prepared.store.get(LOG), LOG)
+    assert [(query.pred, bool(query.image)) for query in queries] == [("a", True), ("c", False)]
+    assert len(pixels_by_hash(prepared.store.uri, prepared.after)) == 110
+
+
+@pytest.fixture
+def returned(prepared: Prepared):
+    """Put a removed image back into the source."""
+    path = prepared.images / "b/0.png"
+    Image.fromarray((load_digits().images[1] * 15.9).astype(np.uint8)).save(path)
+    yield path
+    path.unlink()
+
+
+def test_dataset_goes_on_and_takes_an_image_back(prepared: Prepared, request: pytest.FixtureRequest):
+    promote(prepared, prepared.retrained)
+    forget(prepared.store)
+    assert ingest(prepared.source, prepared.store.uri).digest == prepared.after.digest
+    request.getfixturevalue("returned")
+    returned = ingest(prepared.source, prepared.store.uri)
+    assert len(pixels_by_hash(prepared.store.uri, returned)) == 111
+
+
+@pytest.mark.parametrize("live", ["trained", "reindexed"])
+def test_affected_champion_is_refused_and_nothing_is_deleted(prepared: Prepared, live: str):
+    """The reindexed release has no removed image in its gallery, but its network was trained on them."""
+    champion: str = getattr(prepared, live)
+    promote(prepared, prepared.retrained, champion)
+    before = content(prepared)
+    with pytest.raises(ConflictError, match=f"The champion {champion} was built from images that the source no longer"):
+        forget(prepared.store)
+    assert find(prepared.store).champion == champion
+    assert content(prepared) == before
+
+
+def test_releases_are_not_deleted_without_a_champion(prepared: Prepared):
+    before = content(prepared)
+    with pytest.raises(StoreError, match="only while another is live"):
+        forget(prepared.store)
+    assert content(prepared) == before
+
+
+@pytest.mark.parametrize("deletions", [0, 3, 8, 12])
+def test_killed_forget_is_completed_by_the_next_one(prepared: Prepared, monkeypatch, deletions: int):
+    promote(prepared, prepared.trained, prepared.retrained)
+    left = iter(range(deletions))
+
+    def delete(self: FileStore, key: str, delete: Callable[[FileStore, str], None] = FileStore.delete) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        delete(self, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileStore, "delete", delete)
+        with pytest.raises(KeyboardInterrupt):
+            forget(prepared.store)
+    forget(prepared.store)
+    everything = content(prepared)
+    assert not any(pixels in everything for pixels in prepared.removed.values())
+    assert not any(digest in everything for digest in prepared.removed)
+    assert list(Registry(prepared.store).list()) == [prepared.retrained]
+    assert len(pixels_by_hash(prepared.store.uri, prepared.after)) == 110
+
+
+@pytest.mark.usefixtures("returned")
+def test_ingest_that_is_under_way_fails_and_can_be_repeated(prepared: Prepared, monkeypatch):
+    promote(prepared, prepared.retrained)
+
+    def reconcile(self: Ledger, reconcile: Callable[[Ledger], list[int]] = Ledger.reconcile) -> list[int]:
+        forget(prepared.store)
+        return reconcile(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "reconcile", reconcile)
+        with pytest.raises(ConflictError, match="finished meanwhile; run again"):
+            ingest(prepared.source, prepared.store.uri)
+    manifest = ingest(prepared.source, prepared.store.uri)
+    assert len(pixels_by_hash(prepared.store.uri, manifest)) == 111
+
+
+def test_command_lists_first_and_deletes_with_yes(prepared: Prepared):
+    promote(prepared, prepared.trained, prepared.retrained)
+    before = content(prepared)
+    store = ["--store", prepared.store.uri]
+    listed = evernear("forget", *store)
+    assert "Nothing was deleted. Add --yes" in listed.stdout
+    assert prepared.trained in listed.stdout
+    assert content(prepared) == before
+    deleted = json.loads(evernear("forget", "--yes", "--json", *store).stdout)
+    assert deleted["releases"] == [prepared.trained, prepared.reindexed]
+    assert "images       0" in evernear("forget", *store).stdout
