@@ -260,3 +260,15 @@ def parse(command: Any, words: list[str]) -> None:
     while hasattr(command, "commands"):
         command = command.commands[words.pop(0)]
     command.make_context(command.name, words)
+
+
+def test_torchserve_alone_gets_the_address_and_token_of_milvus():
+    local = ["store=file:///mnt/store", "kubernetes.store_claim=store"]
+    manifests = objects(*local, "kubernetes.milvus_secret=evernear-milvus")
+    spec = manifests["Deployment"]["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert container["envFrom"] == [{"secretRef": {"name": "evernear-milvus"}}]
+    assert all("envFrom" not in other for other in spec["initContainers"])
+    # Without it, a pod with a local store has no egress.
+    assert manifests["NetworkPolicy"]["spec"]["egress"]
+    assert not objects(*local)["NetworkPolicy"]["spec"]["egress"]
