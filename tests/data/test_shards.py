@@ -1,3 +1,4 @@
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -196,6 +197,34 @@ def test_remote_shards_are_cached(dataset: Dataset, tmp_path: Path, bucket: str,
     open_store(f"s3://{bucket}/store").put(f"datasets/set/shards/{damaged.name}", b"damaged, too")
     with pytest.raises(IntegrityError, match=f"{damaged.name} is damaged"):
         list(Dataset.open(tmp_path / "remote").blocks("test"))
+
+
+@pytest.mark.parametrize("cached_shards", [0.5, 2, 5])
+def test_no_shard_is_fetched_twice_in_an_epoch(
+    dataset: Dataset, tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch, cached_shards: float
+) -> None:
+    monkeypatch.setattr(shards, "_CACHE_BYTES", int(cached_shards * 2**16))
+    monkeypatch.setattr(shards, "_PIECE_BYTES", 4000)
+    manifest = in_s3(dataset, bucket)
+    store = open_store(manifest.store_uri)
+    remote = Dataset(manifest, store, tmp_path / "cache")
+    fetched: Counter[str] = Counter()
+
+    def fetch(key: str, path: Path, sha256: str | None = None) -> Path:
+        fetched[key] += 1
+        return type(store).fetch(store, key, path, sha256)
+
+    monkeypatch.setattr(store, "fetch", fetch)
+    train = [shard for shard in manifest.shards if shard.split == "train"]
+    assert len(train) > 5
+    groups: set[frozenset[bytes]] = set()
+    for epoch in range(3):
+        fetched.clear()
+        batches = list(remote.shuffled_batches("train", 32, 0, epoch))
+        assert keys(batches) == keys(list(dataset.shuffled_batches("train", 32, 0, epoch)))
+        assert max(fetched.values()) == 1
+        groups.add(frozenset(keys(batches[:2])))
+    assert len(groups) == 3
 
 
 def test_cache_is_bounded_and_evicts_the_least_recently_used(

@@ -116,8 +116,13 @@ class Dataset:
     ) -> Iterator[Block]:
         """Yield one epoch of batches, shuffled by ``seed`` and ``epoch``; every rank gets the same number.
 
-        The shards are shuffled, then pieces of neighboring shards, then the images in a buffer of 32 MiB or 8 batches,
-        whichever is larger. An incomplete last batch is dropped; a split smaller than one batch is one batch.
+        The shards are shuffled and divided into groups of 16, or of as many as fit into half of the cache, so that no
+        shard is fetched twice in an epoch. Pieces of 256 KiB are shuffled within a group, and the images in a buffer of
+        32 MiB or 8 batches, whichever is larger. Which shards form a group differs from epoch to epoch. A batch
+        therefore mixes about 128 pieces from all shards of its group, or fewer of larger images. A group of one shard,
+        in a cache below four shards, mixes only the images of that shard.
+
+        An incomplete last batch is dropped; a split smaller than one batch is one batch.
 
         The batches of all ranks, one after the other, are a batch of ``world_size * batch_size`` images of one rank.
         A rank reads only its own images, unless they are so small that reading whole pieces is faster.
@@ -165,12 +170,11 @@ class Dataset:
     def _shuffled_pieces(self, split: Split, rng: np.random.Generator) -> "Iterator[_Piece]":
         shards = self.shards(split)
         rows = max(1, _PIECE_BYTES // self._dtype.itemsize)
-        order = rng.permutation(len(shards))
-        for group in range(0, len(order), _GROUP_SHARDS):
+        for group in _groups([shards[number] for number in rng.permutation(len(shards))]):
             pieces = [
-                _Piece(shards[number], start, min(rows, shards[number].count - start))
-                for number in order[group : group + _GROUP_SHARDS]
-                for start in range(0, shards[number].count, rows)
+                _Piece(shard, start, min(rows, shard.count - start))
+                for shard in group
+                for start in range(0, shard.count, rows)
             ]
             yield from (pieces[number] for number in rng.permutation(len(pieces)))
 
@@ -199,6 +203,21 @@ class Dataset:
         if len(rows) != count:
             raise IntegrityError(f"The shard {shard.sha256} is cut short.")
         return rows
+
+
+def _groups(shards: list[Shard]) -> Iterator[list[Shard]]:
+    """Divide ``shards`` into groups that fit into half of the cache, so that the next one does not evict shards in use.
+
+    The groups do not depend on the store, so that the order of the images does not either.
+    """
+    group: list[Shard] = []
+    for shard in shards:
+        size_bytes = sum(member.size_bytes for member in group) + shard.size_bytes
+        if group and (len(group) == _GROUP_SHARDS or size_bytes > _CACHE_BYTES / 2):
+            yield group
+            group = []
+        group.append(shard)
+    yield group
 
 
 @dataclass(frozen=True)
