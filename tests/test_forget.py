@@ -30,6 +30,7 @@ from evernear.forget import find, forget
 from evernear.index.build import build
 from evernear.release.archive import Candidate, archive
 from evernear.release.registry import Registry
+from evernear.review.suspects import SUSPECTS, Suspect, Suspects
 from evernear.run_record import RunRecord
 from evernear.serving import HANDLER
 from evernear.serving.query_log import LoggedQuery, Period, parse_file
@@ -143,6 +144,18 @@ def prepared(original: Prepared, tmp_path: Path) -> Prepared:
     shutil.copytree(original.root, tmp_path / "copy")
     copied = Prepared(**{**vars(original), "root": tmp_path / "copy"})
     copied.store.put(LOG, "".join(f"{line.model_dump_json()}\n" for line in log_lines()).encode())
+    suspect = Suspect(
+        image=next(iter(original.removed)).hex(), files=("c/0.png",), label="c", suggested="a", margin=0.1
+    )
+    suspects = Suspects(
+        source=original.source.source,
+        dataset_digest=original.before.digest,
+        created=NOW,
+        found=1,
+        images=180,
+        suspects=(suspect,),
+    )
+    copied.store.put(SUSPECTS, suspects.to_json())
     return copied
 
 
@@ -193,7 +206,7 @@ def test_nothing_in_the_store_has_a_removed_image(prepared: Prepared, milvus_uri
     assert forgotten.snapshots == (f"images/{prepared.before.digest}",)
     assert forgotten.queries == 2
     assert min(forgotten.shards, forgotten.embeddings, forgotten.checkpoints) > 0
-    assert forgotten.pages == 2
+    assert forgotten.pages == 3
     assert find(prepared.store).model_dump(exclude={"labels"}) == {
         "images": 0,
         "releases": (),

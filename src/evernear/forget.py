@@ -7,7 +7,7 @@ trained on one. `find` only reads. `forget` deletes
 - affected releases, with their archives and their collections in Milvus;
 - affected snapshots, the shards that no other snapshot has, and rows of removed images in ledgers;
 - cached embeddings of removed images, and the checkpoints of all trainings;
-- sample images and pages of runs on affected snapshots;
+- sample images and pages of runs on affected snapshots, and the list of suspect labels in one;
 - logged queries whose image may show a class of a removed image.
 
 The champion is never deleted: `forget` refuses while it is affected. Shards and snapshots are deleted last, so a killed
@@ -32,6 +32,7 @@ from evernear.evaluation.verdict import Verdict
 from evernear.frozen import Frozen
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE
 from evernear.release.registry import Registry
+from evernear.review.suspects import SUSPECTS, Suspects
 from evernear.run_record import RUNS, RunRecord
 from evernear.serving.query_log import QUERIES, LoggedQuery, closed_at, parse_file
 from evernear.store import Store
@@ -59,7 +60,7 @@ class Forgotten(Frozen):
     """Objects of the cache of embeddings."""
     checkpoints: int
     pages: int
-    """Pages and sample images of runs."""
+    """Pages and sample images of runs, and the list of suspect labels."""
     queries: int
     """Logged queries."""
 
@@ -183,7 +184,7 @@ class _Forgetting:
                     yield info.key
 
     def _stale_pages(self) -> Iterator[str]:
-        """Images of runs, except of those that ended with a verdict on a clean snapshot."""
+        """Images of runs and suspect labels, except of those on a clean snapshot."""
         clean = {manifest.digest for dataset in self._datasets for manifest in dataset.clean}
         for info in self._store.list(RUNS):
             run, _, name = info.key.removeprefix(RUNS).partition("/")
@@ -191,6 +192,9 @@ class _Forgetting:
                 verdict = RunRecord(self._store, run).find("verdict", Verdict)
                 if verdict is None or verdict.dataset_digest not in clean:
                     yield info.key
+        suspects = self._store.find(SUSPECTS)
+        if suspects is not None and Suspects.from_json(suspects[0], SUSPECTS).dataset_digest not in clean:
+            yield SUSPECTS
 
     def _affected_queries(self) -> Iterator[tuple[str, tuple[bytes, int]]]:
         """Files of the query log with their content after the deletion, and the number of deleted queries."""
