@@ -9,9 +9,10 @@ from urllib.parse import urlsplit
 import environment  # noqa: F401 - first, because libraries and `evernear` read the environment on import
 import hypothesis
 import pytest
+from filelock import FileLock
 from minio import Minio
 from moto.server import ThreadedMotoServer
-from releases import MakeRelease, System, build_system, release_maker
+from releases import MakeRelease, System, build_system, open_system, release_maker
 
 hypothesis.settings.register_profile("no deadline", deadline=None)  # an example waits while another test computes
 hypothesis.settings.load_profile("no deadline")
@@ -73,8 +74,12 @@ def milvus_uri(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def system(tmp_path_factory: pytest.TempPathFactory) -> System:
-    """The digits dataset and a small network trained on it."""
-    return build_system(tmp_path_factory.mktemp("system"))
+    """The digits dataset and a small network trained on it by the first worker that needs it; nobody changes it."""
+    directory = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        directory = directory.parent  # shared by the workers
+    with FileLock(directory / "system.lock"):
+        return open_system(directory / "system") or build_system(directory / "system")
 
 
 @pytest.fixture(scope="session")

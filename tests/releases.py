@@ -27,6 +27,9 @@ from evernear.release.manifest import Part, ReleaseManifest
 from evernear.serving import HANDLER
 from evernear.settings import DataSettings, IndexSettings, ServingSettings, TrainSettings
 
+COMPLETE = "complete"
+"""A file that `build_system` writes last."""
+
 
 @dataclass(frozen=True)
 class System:
@@ -56,6 +59,13 @@ class MakeRelease(Protocol):
     ) -> PackedRelease: ...
 
 
+def open_system(directory: Path) -> System | None:
+    """The system that `build_system` completed in ``directory``, or None."""
+    if not (directory / COMPLETE).exists():
+        return None
+    return System(Dataset.open(directory / "dataset"), directory / "network", directory / "index")
+
+
 def build_system(directory: Path, source: str = "digits") -> System:
     """Ingest the digits or another source and train on it for a few seconds."""
     data = DataSettings(source=source, gallery_fraction=0.2, query_fraction=0.1)
@@ -66,6 +76,7 @@ def build_system(directory: Path, source: str = "digits") -> System:
     export(directory / "trained", dataset, directory / "network", tiny.parity_tolerance)
     embed(directory / "network", dataset, directory / "embeddings")
     build(Embeddings.open(directory / "embeddings"), dataset.labels, IndexSettings(), directory / "index")
+    (directory / COMPLETE).touch()
     return System(dataset, directory / "network", directory / "index")
 
 

@@ -88,16 +88,20 @@ class Site:
                 except EvernearError as error:
                     failures.append(str(error))
 
+        def await_one_more_request_of_each() -> None:
+            before, deadline_s = list(requests), time.monotonic() + 240
+            # The first may be under way.
+            while any(now < earlier + 2 for now, earlier in zip(requests, before, strict=True)):
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
+
         threads = [threading.Thread(target=hammer, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
         try:
+            await_one_more_request_of_each()
             yield versions
-            before, deadline_s = list(requests), time.monotonic() + 60
-            # Until each client has made at least one more complete request.
-            while any(now < earlier + 2 for now, earlier in zip(requests, before, strict=True)):
-                assert time.monotonic() < deadline_s
-                time.sleep(0.01)
+            await_one_more_request_of_each()
         finally:
             stop.set()
             for thread in threads:

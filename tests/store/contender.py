@@ -10,20 +10,24 @@ from evernear.store import open_store
 Attempts = tuple[list[str], int, list[str]]
 
 
-def compete(uri: str, versions: list[str], name: str, rounds: int, start: Barrier | None, enough: Stop) -> Attempts:
+def compete(
+    uri: str, versions: list[str], name: str, rounds: int, start: Barrier, in_step: bool, enough: Stop
+) -> Attempts:
     """Promote repeatedly; return the reasons of successful promotions, the number of conflicts, and the failures.
 
-    With ``start``, all processes build on the same champion in each round; otherwise, they continue until ``enough``.
+    All processes build on the same champion in the first round, and if ``in_step`` in every round. If not, they
+    continue until ``enough``.
     """
     registry = Registry(open_store(uri))
     promoted, lost, failed = list[str](), 0, list[str]()
     round_number = 0
-    while round_number < rounds if start else not enough.is_set():
+    while round_number < rounds if in_step else not enough.is_set():
+        together = in_step or round_number == 0
         try:
-            if start:
+            if together:
                 start.wait(120)  # all processes have finished the previous round
             champion = registry.champion()
-            if start:
+            if together:
                 start.wait(120)
             reason = f"{name}, turn {round_number}"
             cause = Cause.of_this_process(reason)
@@ -32,7 +36,7 @@ def compete(uri: str, versions: list[str], name: str, rounds: int, start: Barrie
             else:
                 registry.set_champion(versions[round_number % 2], champion, "promote", cause)
             promoted.append(reason)
-            if not start and registry.champion().pointer.number >= rounds:  # type: ignore[union-attr]
+            if not in_step and registry.champion().pointer.number >= rounds:  # type: ignore[union-attr]
                 enough.set()
         except ConflictError:
             lost += 1

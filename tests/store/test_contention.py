@@ -46,9 +46,8 @@ def test_contended_promotions_neither_fail_nor_get_lost(
     versions = [release.version for release in releases]
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager, context.Pool(PROCESSES) as pool:
-        start = manager.Barrier(PROCESSES) if in_step else None
-        enough = manager.Event()
-        tasks = [(uri, versions, f"process {n}", moves, start, enough) for n in range(PROCESSES)]
+        start, enough = manager.Barrier(PROCESSES), manager.Event()
+        tasks = [(uri, versions, f"process {n}", moves, start, in_step, enough) for n in range(PROCESSES)]
         results = pool.starmap(compete, tasks)
         pool.close()
         pool.join()
