@@ -76,7 +76,8 @@ def run_node(store: Store, run: str, node: distributed.Node) -> None:
     dataset = Dataset.find(store, task.dataset, task.digest) if task else None
     if task is None or dataset is None:
         raise IntegrityError(f"The store {store.uri} has no training of the run {run}; start the train step again.")
-    logger.write(f"Node {node.rank + 1} of {node.count} starts {task.settings.processes} processes.")
+    processes = task.settings.processes
+    logger.write(f"Node {node.rank + 1} of {node.count} starts with {processes} process{'es' * (processes > 1)}.")
 
     def report(epoch: Epoch) -> None:
         accuracy = f"gallery accuracy {epoch.gallery_accuracy:.2%}"
