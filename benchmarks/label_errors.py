@@ -7,11 +7,12 @@ Of ``--images`` images of each source, a share of ``WRONG`` gets the label of an
 and recall are those of the list of `evernear.evaluation.label_errors` against the planted labels. Errors and ambiguous
 images that the source itself has count as false alarms. Two ways to embed are compared:
 
-unseen      by networks that were not trained on the image, as ``evernear labels check`` does
+unseen      by networks that were not trained on the image, as ``evernear labels check`` does, for the probe's epochs
 trained on  by one network that was trained on the train split with the wrong labels, as the release is
 """
 
 import argparse
+import json
 import tempfile
 from collections.abc import Iterator
 from io import BytesIO
@@ -30,7 +31,7 @@ from evernear.data.sources import FileSource, open_source
 from evernear.embedding.artifact import load_trained
 from evernear.embedding.embed import embed_images
 from evernear.embedding.export import center
-from evernear.embedding.train import train
+from evernear.embedding.train import train, with_defaults
 from evernear.evaluation.label_errors import Embedded, embed_folds, find_label_errors
 from evernear.evaluation.probe import probe_recipe
 from evernear.evaluation.statistics import proportion
@@ -47,23 +48,30 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=6000, help="images of each source, drawn at random")
     parser.add_argument("--preset", default="default")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--add", action="store_true", help="add rows to the results")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 
-    here, runs = machine.describe(), []
+    here, runs = machine.describe(), earlier() if arguments.add else []
     for source in arguments.source:
         with tempfile.TemporaryDirectory() as scratch:
             planted = plant(source, Path(scratch) / "images", arguments.images, arguments.seed)
             dataset = ingested(f"folder:{scratch}/images", Path(scratch) / "dataset", arguments.preset, *arguments.set)
             settings = settings_of(arguments.preset, *arguments.set)
             recipe = probe_recipe(dataset, settings.train, settings.evaluation)
-            ways = {"unseen": embed_folds(dataset, recipe), "trained on": trained_on(dataset, recipe, Path(scratch))}
-            for way, folds in ways.items():
+            ways = {
+                "unseen": (recipe, embed_folds(dataset, recipe)),
+                "trained on": (settings.train, trained_on(dataset, settings.train, Path(scratch))),
+            }
+            for way, (training, folds) in ways.items():
                 run = {"data": open_source(source).name, "images": arguments.images, "embedding": way}
+                run |= {"seed": arguments.seed, "training": with_defaults(training, dataset).model_dump(mode="json")}
                 runs.append(run | figures_of(list(folds), planted))
-                print(runs[-1], flush=True)
-    options = {"preset": arguments.preset, "set": arguments.set, "seed": arguments.seed}
-    machine.write("label_errors", here, {"options": options, "runs": runs}, table(runs))
+                machine.write("label_errors", here, {"runs": runs}, table(runs))
+
+
+def earlier() -> list[dict[str, Any]]:
+    return json.loads((machine.RESULTS / "label_errors.json").read_text())["runs"]
 
 
 def plant(source: str, directory: Path, count: int, seed: int) -> set[bytes]:
@@ -127,7 +135,7 @@ def figures_of(folds: list[Embedded], planted: set[bytes]) -> dict[str, Any]:
 
 def table(runs: list[dict[str, Any]]) -> list[list[str]]:
     """A row for each dataset and way to embed."""
-    rows = [["data", "images", "wrong labels", "embedding", "listed", "precision", "recall"]]
+    rows = [["data", "images", "wrong labels", "embedding", "epochs", "listed", "precision", "recall"]]
     for run in runs:
         shares = (run["precision"], run["recall"])
         cells = [f"{each['count'] / each['total']:.1%} ({each['low']:.1%} to {each['high']:.1%})" for each in shares]

@@ -1,15 +1,21 @@
-"""``evernear labels``: look for wrong labels in the source."""
+"""``evernear labels``: look for wrong labels in the source, and exchange the review with Label Studio."""
 
+import json
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from evernear.cli.options import JsonOption, run_settings, with_options
 from evernear.cli.tables import print_table
+from evernear.disk import disk_errors, write_atomically
 from evernear.output import print_json, print_line
 from evernear.settings import Settings
 
-app = typer.Typer(rich_markup_mode="markdown", no_args_is_help=True, help="Look for wrong labels in the source.")
+app = typer.Typer(
+    rich_markup_mode="markdown", no_args_is_help=True, help="Look for wrong labels; exchange with Label Studio."
+)
 _PRINTED = 10
 
 
@@ -41,3 +47,47 @@ def check(settings: Settings, as_json: JsonOption = False) -> None:
     if rows:
         print_table(["file", "label", "looks like", ""], rows)
         print_line("Next: evernear review    a person relabels or keeps them")
+
+
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="JSON file of Label Studio.")]
+_EXPORTED = 1000
+
+
+@app.command()
+@with_options(settings=run_settings)
+def export(settings: Settings, file: FileArgument) -> None:
+    """Write the review queue and the suspect labels as tasks of Label Studio, and its labeling config as FILE.xml."""
+    from evernear.review.answers import Answers, open_target
+    from evernear.review.label_studio import labeling_config, to_tasks
+    from evernear.review.queue import Queue
+    from evernear.review.suspects import load_suspects, picture
+    from evernear.store import open_store
+
+    store, target = open_store(settings.store_uri), open_target(settings.data.source)
+    answered = Answers(store, target).latest()
+    suspects = (each for each in load_suspects(store, settings.data.source) if each.image not in answered)
+    pictures = ((each, picture(target.read(each.files[0]))) for each in suspects)
+    items = Queue(store).pending(answered.keys(), _EXPORTED)
+    tasks = to_tasks(items, [(each, png) for each, png in pictures if png])
+    write_atomically(file, json.dumps(tasks).encode())
+    config = file.with_suffix(".xml")
+    write_atomically(config, labeling_config(target.labels).encode())
+    print_line(f"{len(tasks)} tasks in {file}, the labeling config of the project in {config}.")
+
+
+@app.command(name="import")
+@with_options(settings=run_settings)
+def import_(settings: Settings, file: FileArgument) -> None:
+    """Record the annotations of a JSON export of Label Studio as answers of the review."""
+    from evernear.review.answers import Answers, open_target
+    from evernear.review.label_studio import import_tasks
+    from evernear.review.queue import Queue
+    from evernear.review.suspects import load_suspects
+    from evernear.store import open_store
+
+    store, target = open_store(settings.store_uri), open_target(settings.data.source)
+    with disk_errors(file):
+        data = file.read_bytes()
+    suspects = load_suspects(store, settings.data.source)
+    outcomes = import_tasks(data, Answers(store, target), Queue(store), suspects, datetime.now(UTC))
+    print_line(f"Tasks: {', '.join(f'{count} {outcome}' for outcome, count in outcomes.items())}.")

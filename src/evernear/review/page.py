@@ -17,11 +17,10 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from evernear.errors import DataError, EvernearError, ServingError
+from evernear.errors import EvernearError, ServingError
 from evernear.review.answers import Answer, Answers, LabelTarget
 from evernear.review.queue import Item, Queue
-from evernear.review.suspects import Suspect, thumbnail
-from evernear.settings.section import MAX_PIXELS
+from evernear.review.suspects import Suspect, picture
 from evernear.store import Store
 
 PAGE_ITEMS = 60
@@ -154,14 +153,9 @@ def serve(app: Starlette, port: int, on_bound: Callable[[int], None]) -> None:
 
 def _suspect_item(suspect: Suspect, target: LabelTarget) -> SuspectItem | None:
     """The pictures of a suspect; None if its file was moved, removed or broken since the check."""
-    pictures: list[bytes | None] = []
-    for name in (suspect.files[0], suspect.duplicate):
-        data = target.read(name) if name else None
-        try:
-            pictures.append(thumbnail(data, MAX_PIXELS) if data else None)
-        except DataError:
-            pictures.append(None)
-    return SuspectItem(suspect, pictures[0], pictures[1]) if pictures[0] else None
+    image = picture(target.read(suspect.files[0]))
+    duplicate = picture(target.read(suspect.duplicate)) if suspect.duplicate else None
+    return SuspectItem(suspect, image, duplicate) if image else None
 
 
 def _page(

@@ -16,6 +16,7 @@ from evernear.data.sources import open_source
 from evernear.errors import DataError
 from evernear.frozen import Frozen
 from evernear.settings import Settings
+from evernear.settings.section import MAX_PIXELS
 from evernear.store import Store
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 SUSPECTS = "review/suspects.json"
 MAX_SUSPECTS = 500
-THUMBNAIL_PX = 192
+PICTURE_PX = 192
 
 
 class Suspect(Frozen):
@@ -126,14 +127,15 @@ def check_labels(store: Store, settings: Settings, now: AwareDatetime, on_step: 
     return result
 
 
-def thumbnail(data: bytes, max_pixels: int) -> bytes:
-    """A small PNG file of an image file of the source.
-
-    Raises:
-        DataError: the file is broken or too large.
-    """
-    image = decode(data, max_pixels)
-    image.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
+def picture(data: bytes | None) -> bytes | None:
+    """A small PNG file of an image file of the source; None if the file is missing or broken."""
+    if data is None:
+        return None
+    try:
+        image = decode(data, MAX_PIXELS)
+    except DataError:
+        return None
+    image.thumbnail((PICTURE_PX, PICTURE_PX))
     buffer = BytesIO()
     image.save(buffer, format="PNG")
     return buffer.getvalue()
