@@ -115,6 +115,7 @@ def test_two_nodes_train_as_one_process(
     log = capfd.readouterr().out
     assert "2 of 2 nodes ready" in log
     assert "epoch 3/3" in log
+    assert "resumed" not in log
     for rank in (0, 1):
         assert f"Node {rank + 1} of 2 starts with 1 process." in log.partition(f"[node {rank}]")[2]
 

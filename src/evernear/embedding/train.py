@@ -141,7 +141,7 @@ def train(
     key = checkpoint_key(dataset.digest, settings, exclude_labels, pretrained_sha256)
     state = TrainingState(module, optimizer, scaler)
     load_checkpoint(store, key, state)
-    resumed_after_epoch = len(state.history)
+    resumed_after_epoch = 0 if elsewhere else len(state.history)
     if elsewhere and not state.is_finished(settings):
         raise TrainingError(
             f"The training on {settings.nodes} nodes is not finished: it has {len(state.history)} of "
