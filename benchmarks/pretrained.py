@@ -55,7 +55,7 @@ def main() -> None:
 def pretrain(source: Path, new: frozenset[str], epochs: int, scratch: Path) -> Path:
     """Train a backbone on all classes but ``new``; return the file of its weights."""
     dataset = ingested(f"folder:{source}", scratch / "old")
-    settings = settings_of("default", *BACKBONE, f"train.epochs={epochs}").train
+    settings = settings_of("default", *BACKBONE, f"train.epochs={epochs}", "train.min_steps=0").train
     train(dataset, settings, scratch / "pretrained", exclude_labels=new)
     return scratch / "pretrained" / "weights.pt"
 
@@ -90,7 +90,7 @@ def transfer(images: Path, weights: Path, seed: int, scratch: Path) -> dict[str,
 def logistic_regression(features: Embeddings) -> float:
     """Test accuracy of a logistic regression that is fitted to the gallery."""
     gallery, labels = rows(features, "gallery")
-    model = LogisticRegressionCV(Cs=10, cv=5, max_iter=2000)
+    model = LogisticRegressionCV(cv=5, max_iter=2000, scoring="accuracy", use_legacy_attributes=False)
     return float(model.fit(gallery, labels).score(*rows(features, "test")))
 
 
