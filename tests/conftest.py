@@ -19,7 +19,7 @@ hypothesis.settings.load_profile("no deadline")
 _bucket_numbers = itertools.count(time.time_ns())
 
 
-LONGEST_FIRST = ("scenarios", "deployment", "kserve", "serving")
+LONGEST_FIRST = ("scenarios", "deployment", "kserve", "serving", "triggers")
 """Directories whose tests take longest: started last, they would keep one of two cores busy alone at the end."""
 
 
