@@ -139,9 +139,8 @@ def table(runs: list[dict[str, Any]]) -> list[list[str]]:
     for run in runs:
         shares = (run["precision"], run["recall"])
         cells = [f"{each['count'] / each['total']:.1%} ({each['low']:.1%} to {each['high']:.1%})" for each in shares]
-        rows.append(
-            [run["data"], str(run["images"]), str(run["planted"]), run["embedding"], str(run["listed"]), *cells]
-        )
+        facts = [run["data"], run["images"], run["planted"], run["embedding"], run["training"]["epochs"], run["listed"]]
+        rows.append([*map(str, facts), *cells])
     return rows
 
 

@@ -34,7 +34,7 @@ TEXT_MAX_CHARACTERS = 2000
 """Longest text of a command."""
 TRAINING = "continuous-training"
 
-Kind = Literal["run", "stop", "promote", "roll_back", "help"]
+Kind = Literal["run", "stop", "promote", "roll_back", "label", "help"]
 State = Literal["pending", "accepted", "declined", "expired", "started", "ended", "failed"]
 _NEXT: dict[State, tuple[State, ...]] = {
     "pending": ("accepted", "declined", "expired", "failed"),

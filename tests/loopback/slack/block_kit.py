@@ -29,7 +29,8 @@ def faults(blocks: object) -> list[str]:
 
 def buttons(blocks: list[Block]) -> list[Block]:
     """Return all buttons of a message."""
-    return [element for block in blocks if block["type"] == "actions" for element in block["elements"]]
+    elements = (element for block in blocks if block["type"] == "actions" for element in block["elements"])
+    return [element for element in elements if element["type"] == "button"]
 
 
 def visible(blocks: list[Block]) -> str:
@@ -40,7 +41,7 @@ def visible(blocks: list[Block]) -> str:
             texts.append(block["text"]["text"])
         texts += [field["text"] for field in block.get("fields", ())]
         for element in block.get("elements", ()):
-            text = element["text"]
+            text = element.get("text") or element["placeholder"]
             texts.append(text if isinstance(text, str) else f"[{text['text']}]")
     return "\n".join(texts)
 
@@ -80,7 +81,28 @@ def _actions(block: Block) -> list[str]:
     if len(set(ids)) < len(ids):
         result.append("an action_id twice")
     for element in block["elements"]:
-        result += _button(element)
+        result += _select(element) if element.get("type") == "static_select" else _button(element)
+    return result
+
+
+def _select(menu: Block) -> list[str]:
+    result = _keys(menu, {"type", "action_id", "placeholder", "options", "initial_option", "confirm"})
+    result += _text(menu["placeholder"], 150, "plain_text")
+    if not 1 <= len(menu["options"]) <= 100:
+        result.append(f"{len(menu['options'])} options, 1 to 100")
+    for option in menu["options"]:
+        result += _keys(option, {"text", "value", "description"}) + _text(option["text"], 75, "plain_text")
+        if not 1 <= len(option["value"]) <= 150:
+            result.append(f"value of {len(option['value'])} characters, 1 to 150")
+    return result
+
+
+def _image(block: Block) -> list[str]:
+    result = _keys(block, {"type", "slack_file", "image_url", "alt_text", "title", "block_id"})
+    if ("slack_file" in block) is ("image_url" in block):
+        result.append("an image needs slack_file or image_url")
+    if not 1 <= len(block.get("alt_text", "")) <= 2000:
+        result.append("alt_text of 1 to 2000 characters")
     return result
 
 
@@ -128,6 +150,7 @@ _BLOCKS: dict[Any, Callable[[Block], list[str]]] = {
     "section": _section,
     "header": _header,
     "context": _context,
+    "image": _image,
     "actions": _actions,
     "divider": lambda block: _keys(block, {"type", "block_id"}),
 }

@@ -12,6 +12,7 @@
                                 prompts.py: ask for confirmation
                                 runs.py: start, follow, stop
                                 promotions.py: promote, roll back
+                                reviews.py: label live queries
 
     blocks.py      Block Kit, escaping         access.py      the allow-lists
     client.py      Slack's Web API             services.py    the dependencies of all of these

@@ -130,6 +130,24 @@ def button(text: str, action: str, value: str, **options: Any) -> Block:
     return {"type": "button", "action_id": action, "text": _plain(text), "value": value, **options}
 
 
+def select(placeholder: str, action: str, options: Mapping[str, str]) -> Block:
+    """A menu of up to 100 options that sends the value of the chosen one to the handler of ``action``.
+
+    ``options`` maps texts, of at most 75 characters, to values, of at most 150.
+    """
+    return {
+        "type": "static_select",
+        "action_id": action,
+        "placeholder": _plain(placeholder),
+        "options": [{"text": _plain(text), "value": value} for text, value in options.items()],
+    }
+
+
+def image(file: str, alt_text: str) -> Block:
+    """An image that was uploaded to Slack, by the id of its file."""
+    return {"type": "image", "slack_file": {"id": file}, "alt_text": alt_text}
+
+
 def link_button(url: str, value: str) -> list[Block]:
     """The button that opens a run; nothing if its URL is not known."""
     return [button("Open in Kubeflow", LINK, value, url=url)] if url.startswith("http") else []

@@ -109,6 +109,13 @@ class SlackClient:
                 channel=channel, thread_ts=ts, content=data, filename=filename, title=title, alt_txt=alt_text
             )
 
+    def upload_image(self, data: bytes, filename: str) -> str:
+        """Upload an image for the block of a message, and return the id of its file."""
+        with translated_errors("files.upload"):
+            response = self._client.files_upload_v2(content=data, filename=filename)
+            files: list[dict[str, Any]] = response.get("files") or []
+        return str(files[0]["id"])
+
     def members(self, group: str) -> frozenset[str]:
         """The ids of the members of a user group."""
         with translated_errors("usergroups.users.list"):

@@ -1,0 +1,110 @@
+"""The review in Slack: live queries as images with a class picker; answers take the path of `evernear.review`.
+
+A click is recorded as a request, and the worker answers it: listing the source takes longer than Slack waits.
+"""
+
+from collections.abc import Sequence
+
+from evernear.errors import ConflictError, DataError, SettingsError
+from evernear.review.answers import Answer, Answers, open_target
+from evernear.review.queue import Item, Queue
+from evernear.triggers.requests import Request, request_id
+from evernear.triggers.slack.blocks import actions, button, code, context, image, line, mention, section, select
+from evernear.triggers.slack.client import Block, Message
+from evernear.triggers.slack.routes import Call, query
+from evernear.triggers.slack.routes import button as on_button
+from evernear.triggers.slack.services import Services
+
+SHOWN = 8
+LABEL, SKIP, UNDO = "review_label", "review_skip", "review_undo"
+_OPTIONS_MAX = 100
+_LABEL_MAX_CHARACTERS = 75
+
+
+@query("/evernear review", "posts live queries that the release was unsure of, to label", permission="label")
+def review(call: Call) -> Message | None:
+    """Post the newest uncertain queries of the queue."""
+    services = call.services
+    target = open_target(services.settings.data.source)
+    items = Queue(services.store).pending(Answers(services.store, target).latest().keys(), SHOWN)
+    if not items:
+        return line("The review queue is empty.")
+    files = [services.slack.upload_image(item.image, f"{item.id[:16]}.png") for item in items]
+    services.slack.post(call.caller.channel, review_message(items, files, target.labels))
+    return None
+
+
+@on_button(LABEL, permission="label")
+def label(call: Call) -> None:
+    """Record an answer with a class; the option's value is the image and the class."""
+    call.record("label", request_id("label", call.trigger), text=f"label {call.text}")
+
+
+@on_button(SKIP, permission="label")
+def skip(call: Call) -> None:
+    """Record that an image is not valid."""
+    call.record("label", request_id("label", call.trigger), text=f"skip {call.text}")
+
+
+@on_button(UNDO, permission="label")
+def undo(call: Call) -> None:
+    """Record that an answer is undone."""
+    call.record("label", request_id("label", call.trigger), text=f"undo {call.text}")
+
+
+def answer(services: Services, request: Request) -> None:
+    """Carry out a recorded answer, and report it in the thread of the images."""
+    action, _, rest = request.text.partition(" ")
+    image_id, _, chosen = rest.partition(" ")
+    try:
+        given = Answer.model_validate(
+            {"image": image_id, "action": action, "label": chosen, "who": str(request.by), "at": request.created}
+        )
+        _record(services, given)
+    except (ConflictError, DataError, SettingsError) as error:
+        services.notify(request, str(error))
+        services.finish(request, "failed")
+        return
+    services.audit(request, "label", "done", detail=f"{action} {image_id[:16]} {chosen}".strip())
+    services.slack.post(request.channel, answer_message(given, request), request.thread)
+    services.finish(request, "ended")
+
+
+def review_message(items: Sequence[Item], files: Sequence[str], labels: Sequence[str]) -> Message:
+    """Each item as its image, its nearest classes, a class picker and a button."""
+    blocks: list[Block] = [section("*Live queries to label*")]
+    for item, file in zip(items, files, strict=True):
+        verdict = "unknown" if item.unknown else "near a boundary"
+        suggested = [each for each in item.candidates if each in labels]
+        ordered = [*suggested, *(each for each in labels if each not in suggested)]
+        options = {each: f"{item.id} {each}" for each in ordered if len(each) <= _LABEL_MAX_CHARACTERS}
+        blocks += [
+            image(file, f"query {item.id[:8]}"),
+            context(f"{verdict}, distance {item.dist:.2f}; nearest: {', '.join(map(code, item.candidates[:3]))}"),
+            *actions(
+                select("Class", LABEL, dict(list(options.items())[:_OPTIONS_MAX])),
+                button("Not valid, skip", SKIP, item.id),
+            ),
+        ]
+    if len(labels) > _OPTIONS_MAX:
+        blocks.append(context(f"The pickers have {_OPTIONS_MAX} of {len(labels)} classes; `evernear review` has all."))
+    return Message(text=f"{len(items)} live queries to label", blocks=tuple(blocks))
+
+
+def answer_message(given: Answer, request: Request) -> Message:
+    """What a person answered, with a button that undoes it."""
+    done = {"label": f"labeled {code(given.label)}", "skip": "skipped", "undo": "back in the queue"}[given.action]
+    text = f"{code(given.image[:8])} {done} by {mention(request.by)}"
+    buttons = [] if given.action == "undo" else [button("Undo", UNDO, given.image)]
+    return Message(text=text, blocks=(section(text), *actions(*buttons)))
+
+
+def _record(services: Services, given: Answer) -> None:
+    answers = Answers(services.store, open_target(services.settings.data.source))
+    if given.action == "undo":
+        answers.undo(given)
+        return
+    item = Queue(services.store).find(given.image)
+    if item is None:
+        raise DataError("The image is not in the queue any more; its log file was removed.")
+    answers.label(item.image, given)
