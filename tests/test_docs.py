@@ -1,8 +1,10 @@
 """The documentation site: links that must exist, and the settings reference."""
 
+import base64
 import re
 from pathlib import Path
 
+import nbformat
 import pytest
 
 from docs import build
@@ -27,8 +29,8 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def rewritten(page: Path, text: str) -> str:
-    page.write_text(text)
-    return build.rewrite_links(page, build.all_pages()).strip()
+    page.touch()
+    return build.rewrite_links(page, text, build.all_pages()).strip()
 
 
 @pytest.mark.parametrize(
@@ -49,8 +51,7 @@ def test_links_fit_the_site(page: Path, link: str, in_the_site: str) -> None:
 
 def test_links_of_the_readme_lead_to_pages(page: Path) -> None:
     readme = page.parent.parent / "README.md"
-    readme.write_text("[other](docs/other.md) ![picture](docs/images/a.svg)")
-    text = build.rewrite_links(readme, build.all_pages())
+    text = build.rewrite_links(readme, "[other](docs/other.md) ![picture](docs/images/a.svg)", build.all_pages())
     assert text == "[other](other.md) ![picture](images/a.svg)\n"
 
 
@@ -78,6 +79,19 @@ def test_list_that_the_generator_reads_as_text_is_reported(tmp_path: Path) -> No
     assert build.unrendered_lists(tmp_path) == {"bad.html"}
 
 
+def test_notebook_becomes_a_page_with_its_pictures(page: Path) -> None:
+    picture = nbformat.v4.new_output("display_data", {"image/png": base64.b64encode(b"PNG").decode()})
+    cells = [nbformat.v4.new_markdown_cell("# Title"), nbformat.v4.new_code_cell("plot()", outputs=[picture])]
+    notebook = page.with_name("notebook.ipynb")
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), notebook)
+    text, pictures = build.page_text(notebook)
+    ((name, data),) = pictures.items()
+    assert data == b"PNG"
+    assert text.startswith("# Title")
+    assert "plot()" in text
+    assert f'src="{name}"' in build.rewrite_links(notebook, text, build.all_pages())
+
+
 def test_every_setting_is_described_in_the_reference() -> None:
     undescribed = [name for name, field in settings() if not field.description]
     assert not undescribed
@@ -85,9 +99,10 @@ def test_every_setting_is_described_in_the_reference() -> None:
     assert all(f"| `{name}` |" in page for name, _ in settings())
 
 
-def test_navigation_lists_every_page_of_docs() -> None:
+def test_navigation_lists_every_page_of_docs_and_every_notebook() -> None:
     navigation = (build.ROOT / "zensical.toml").read_text()
     pages = [str(path.relative_to(build.DOCS)) for path in build.DOCS.glob("*.md")]
+    pages += [f"notebooks/{path.stem}.md" for path in (build.ROOT / "notebooks").iterdir()]
     assert not [page for page in pages if f'"{page}"' not in navigation]
 
 
