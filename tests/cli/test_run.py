@@ -33,6 +33,16 @@ def test_interrupt_restores_the_cursor(monkeypatch: pytest.MonkeyPatch, command:
     assert written.getvalue().rindex(SHOWN) > written.getvalue().rindex(HIDDEN)
 
 
+def test_pipe_is_not_animated_even_if_colors_are_forced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in notebooks and CI
+    monkeypatch.setattr(local_run, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.run()
+    assert "\x1b" not in capsys.readouterr().err
+
+
 def test_finished_step_has_its_own_line_on_a_terminal() -> None:
     written = io.StringIO()
     with run._Progress(Console(file=written, force_terminal=True, no_color=True)) as show:

@@ -36,7 +36,7 @@ def demo(
     """Run the pipeline, deploy the release locally, and recognize images that it was not trained on."""
     from evernear.demo import demo
 
-    console = Console()
+    console = Console(force_terminal=sys.stdout.isatty())
     with _Progress(console) as show:
         demo(settings, console, show, keep=keep)
 
@@ -73,7 +73,8 @@ class _Progress:
 def _run_and_show(settings: Settings, pipeline: Literal["continuous_training", "reindex"], as_json: bool) -> None:
     from evernear.local_run import run
 
-    with _Progress(Console(stderr=True)) as show:
+    # rich would also animate a pipe if FORCE_COLOR is set, as in notebooks and CI.
+    with _Progress(Console(stderr=True, force_terminal=sys.stderr.isatty())) as show:
         result = run(settings, show, pipeline, sys.argv[1:])
     if as_json:
         print_json(result)

@@ -1,6 +1,7 @@
 """Print a run on Kubeflow Pipelines, and follow it to its end."""
 
 import os
+import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -28,7 +29,7 @@ def follow(runs: "KfpRuns", run: "Run", as_json: bool) -> None:
     Raises:
         EvernearError: the run failed or was stopped.
     """
-    console = Console(stderr=True)
+    console = Console(stderr=True, force_terminal=sys.stderr.isatty())
     console.print(Text(printable(f"Run {run.id}  {run.url}")), soft_wrap=True)
     printed: set[str] = set()
     with console.status("waiting for the first step") as status:
