@@ -153,6 +153,18 @@ def test_relabel_of_a_missing_file_is_refused_and_not_recorded(store: Store, sou
     assert answers.latest() == {}
 
 
+def test_name_that_was_taken_meanwhile_is_reported_once(store: Store, source: Path) -> None:
+    suspect = suspect_of(source, "1/000-is-0.png", "0")
+    answers = Answers(store, open_target(f"folder:{source}"))
+    answers.label(b"", answer(suspect, label="0"))
+    (source / suspect.files[0]).write_bytes(b"another image")
+    with pytest.raises(DataError, match="another image has that name"):
+        answers.undo(answer(suspect, "undo"))
+    assert (source / suspect.files[0]).read_bytes() == b"another image"
+    assert f"0/000-is-0-review-{'ab' * 8}.png" in names(source)
+    answers.recover()
+
+
 def test_page_relabels_keeps_and_undoes(store: Store, source: Path) -> None:
     (source / "3" / "000-is-0.png").write_bytes((source / "1" / "000-is-0.png").read_bytes())
     suspect = suspect_of(source, "1/000-is-0.png", "0").model_copy(update={"duplicate": "3/000-is-0.png"})

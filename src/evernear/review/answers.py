@@ -203,12 +203,20 @@ class Answers:
         self.recover()
 
     def recover(self) -> None:
-        """Complete the changes of the source that a killed process has recorded but maybe not made."""
+        """Complete the changes of the source that a killed process has recorded but maybe not made.
+
+        Raises:
+            DataError: a relabeled file cannot be moved back, because another file has its name.
+        """
         for info in list(self._store.list(PENDING)):
             history = [answer for answer in self._read()[0] if answer.image == info.key.removeprefix(PENDING)]
             labeled = [answer for answer in history if answer.action == "label"]
             if labeled and history[-1].action == "undo":
-                self._revert(labeled[-1])
+                try:
+                    self._revert(labeled[-1])
+                except DataError:  # a file with the name came meanwhile; reported once, it must not block other answers
+                    self._store.delete(info.key)
+                    raise
             elif labeled and labeled[-1] is history[-1]:
                 image = self._store.get(info.key)
                 if image or labeled[-1].files:  # without either it is an undo that was not recorded
