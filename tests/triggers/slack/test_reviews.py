@@ -61,7 +61,9 @@ def picks(bot: Bot, slack: SlackServer, person: Person, posted: PostedMessage, l
 
 
 def test_picked_class_is_an_image_of_the_source_and_undo_removes_it(bot: Bot, slack: SlackServer, source: Path) -> None:
+    slack.file_delays = 1
     posted = posted_review(bot, slack)
+    assert slack.file_delays == 0
     (upload,) = slack.uploads
     assert (upload["data"], upload["channel"]) == (PIXEL, None)
     blocks = posted.versions[-1]["blocks"]

@@ -48,6 +48,10 @@ class NotWritableError(SlackError):
     """The bot cannot write to the channel or message."""
 
 
+class FileNotReadyError(NotWritableError):
+    """Slack has not processed an uploaded image yet that a block shows."""
+
+
 @dataclass(frozen=True)
 class Message:
     """Blocks, and ``text`` for notifications and for clients that do not render blocks."""
@@ -148,6 +152,8 @@ def translate(call: str, error: SlackApiError) -> SlackError:
         return RateLimitedError(f"Slack limits the rate of {call}.", wait)
     if status >= 500 or code in _UNAVAILABLE:
         return _unavailable(call, f"status {status}" if status >= 500 else code)
+    if code == "invalid_blocks" and "invalid slack file" in str(body):
+        return FileNotReadyError(f"Slack refused {call}: an uploaded image cannot be shown yet.")
     if code in _NOT_WRITABLE:
         return NotWritableError(f"Slack refused {call}: {code}.")
     if code == "missing_scope":

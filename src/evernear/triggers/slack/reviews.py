@@ -3,6 +3,7 @@
 A click is recorded as a request, and the worker answers it: listing the source takes longer than Slack waits.
 """
 
+import time
 from collections.abc import Sequence
 
 from evernear.errors import ConflictError, DataError, SettingsError
@@ -10,7 +11,7 @@ from evernear.review.answers import Answer, Answers, open_target
 from evernear.review.queue import Item, Queue
 from evernear.triggers.requests import Request, request_id
 from evernear.triggers.slack.blocks import actions, button, code, context, image, line, mention, section, select
-from evernear.triggers.slack.client import Block, Message
+from evernear.triggers.slack.client import Block, FileNotReadyError, Message
 from evernear.triggers.slack.routes import Call, query
 from evernear.triggers.slack.routes import button as on_button
 from evernear.triggers.slack.services import Services
@@ -18,6 +19,8 @@ from evernear.triggers.slack.services import Services
 SHOWN = 8
 LABEL, SKIP, UNDO = "review_label", "review_skip", "review_undo"
 _OPTIONS_MAX = 100
+_FILE_WAITS_S = (0.5, 1, 2, 4, 8)
+"""Slack processes an upload after the call that completes it (github.com/slackapi/node-slack-sdk/issues/1865)."""
 _LABEL_MAX_CHARACTERS = 75
 
 
@@ -30,7 +33,14 @@ def review(call: Call) -> Message | None:
     if not items:
         return line("The review queue is empty.")
     files = [services.slack.upload_image(item.image, f"{item.id[:16]}.png") for item in items]
-    services.slack.post(call.caller.channel, review_message(items, files, target.labels))
+    message = review_message(items, files, target.labels)
+    for wait_s in _FILE_WAITS_S:
+        try:
+            services.slack.post(call.caller.channel, message)
+            return None
+        except FileNotReadyError:
+            time.sleep(wait_s)
+    services.slack.post(call.caller.channel, message)
     return None
 
 
