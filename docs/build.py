@@ -21,6 +21,7 @@ from pathlib import Path
 
 import click
 from nbconvert import MarkdownExporter
+from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
 from docs.settings_reference import settings_page
 from evernear.errors import DataError
@@ -96,7 +97,9 @@ def page_text(source: Path) -> tuple[str, dict[str, bytes]]:
     """The Markdown of a page, and its own pictures by file name: the outputs of a notebook."""
     if source.suffix != ".ipynb":
         return source.read_text(), {}
-    text, resources = MarkdownExporter().from_filename(str(source), {"unique_key": source.stem})
+    exporter = MarkdownExporter()
+    exporter.register_preprocessor(CoalesceStreamsPreprocessor, enabled=True)
+    text, resources = exporter.from_filename(str(source), {"unique_key": source.stem})
     # As HTML, because the pictures are no files of the repository, which the target of a link must be.
     return PICTURE.sub(r'<img alt="output of the cell above" src="\1">', text), resources["outputs"]
 
