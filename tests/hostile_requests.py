@@ -6,6 +6,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -86,7 +87,9 @@ class Front:
         except (OSError, EOFError, IndexError) as fault:
             return Answer(0, repr(fault).encode(), time.perf_counter() - begin_s)
         finally:
-            writer.close()
+            writer.transport.abort()  # the server may have answered without reading the whole body
+            with suppress(OSError):
+                await writer.wait_closed()
 
 
 def torchserve(port: int, token: str, image: bytes, pred: str) -> Front:
