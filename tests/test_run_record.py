@@ -27,6 +27,8 @@ def test_step_is_recorded_as_running_then_finished(store: Store) -> None:
     assert (recorded.state, recorded.message, recorded.exit_code) == ("finished", "best epoch 3", 0)
     assert recorded.ended is not None
     assert recorded.started <= recorded.ended
+    assert recorded.peak_memory_bytes > 0
+    assert recorded.cpu_s > 0
     assert RunRecord(store, "another run").steps() == ()
 
 

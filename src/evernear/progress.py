@@ -7,6 +7,7 @@ step is stored in the run's record (`evernear.run_record`).
 
 import gc
 import json
+import math
 import os
 import resource
 import sys
@@ -16,8 +17,9 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from evernear.container import cpu_limit, memory_limit_bytes
 from evernear.errors import EvernearError, StoreError, no_space
 from evernear.frozen import Frozen
 from evernear.output import print_line, printable
@@ -135,9 +137,9 @@ class _Recorder:
             message=event.message,
             exit_code=event.exit_code,
             started=self._started,
-            ended=None if event.kind == "started" else event.at,
-            peak_memory_bytes=0 if event.kind == "started" else _peak_memory_bytes(),
         )
+        if event.kind != "started":
+            step = step.model_copy(update={"ended": event.at, **_resources()})
         with suppress(EvernearError):
             if event.kind == "started":
                 self._record = RunRecord(open_store(self._store_uri), self._run)
@@ -147,10 +149,18 @@ class _Recorder:
             _write_termination_message(event.message)
 
 
-def _peak_memory_bytes() -> int:
-    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * max(usage.ru_maxrss for usage in usages)
+def _resources() -> dict[str, Any]:
+    """Resources of this step, by their name in its `StepRecord`."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    limits = {"cpu_limit": cpu_limit(), "memory_limit_bytes": memory_limit_bytes()}
+    torch = sys.modules.get("torch")  # which a step without a network does not load
+    return {
+        "peak_memory_bytes": unit_bytes * max(usage.ru_maxrss for usage in usages),
+        "cpu_s": sum(usage.ru_utime + usage.ru_stime for usage in usages),
+        "gpus": torch.cuda.device_count() if torch else 0,
+        **{name: limit for name, limit in limits.items() if limit < math.inf},
+    }
 
 
 def _write_termination_message(message: str) -> None:

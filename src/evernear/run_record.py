@@ -35,6 +35,14 @@ class StepRecord(Frozen):
     ended: AwareDatetime | None = None
     peak_memory_bytes: int = 0
     """The largest resident set of the step's process or of one of its children; 0 while the step runs."""
+    cpu_s: float = 0.0
+    """CPU time of the step's process and its children; 0 while the step runs."""
+    cpu_limit: float | None = None
+    """CPU limit of the step's container; None if it has none."""
+    memory_limit_bytes: float | None = None
+    """Memory limit of the step's container; None if it has none."""
+    gpus: int = 0
+    """GPUs that the step could use; 0 if it did not load PyTorch."""
 
 
 class StopRecord(Frozen):

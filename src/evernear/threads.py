@@ -15,9 +15,11 @@ calls `configure` first.
 
 import math
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+
+from evernear.container import ROOT, cpu_limit
 
 THREADS = "OMP_NUM_THREADS"
 WAIT_POLICY = "OMP_WAIT_POLICY"
@@ -52,7 +54,7 @@ def divide_between(processes: int) -> Generator[None]:
         os.environ[THREADS] = threads
 
 
-def available_cpus(root: Path = Path("/")) -> int:
+def available_cpus(root: Path = ROOT) -> int:
     """The number of CPUs that this process may use: those of its affinity, or fewer under a cgroup CPU limit.
 
     A limit of 1.5 CPUs counts as 2, because a single thread would leave a third of it unused. ``root`` is the directory
@@ -61,40 +63,4 @@ def available_cpus(root: Path = Path("/")) -> int:
     # os.process_cpu_count (Python 3.13) considers affinity only; joblib.cpu_count considers limits, but not those of
     # parent cgroups, and takes 0.2 s to import.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return math.ceil(min([cpus, *map(_cpu_limit, _cgroups(root))]))
-
-
-def _cgroups(root: Path) -> Iterator[Path]:
-    """The cgroup of this process and its parents, in each hierarchy that can limit CPU time.
-
-    In a container only the root of the hierarchy may be visible, which is then the container's cgroup.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()  # hierarchy:controllers:path, see cgroups(7)
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        cgroup = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        yield cgroup
-        for name in path.strip("/").split("/"):
-            cgroup /= name
-            yield cgroup
-
-
-def _cpu_limit(cgroup: Path) -> float:
-    """The CPU limit of one cgroup; infinity if there is none.
-
-    Version 2: https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files, version 1:
-    https://docs.kernel.org/scheduler/sched-bwc.html#management.
-    """
-    files = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-    for names in files:
-        try:
-            quota_us, period_us = " ".join((cgroup / name).read_text() for name in names).split()
-            return math.inf if quota_us in ("max", "-1") else int(quota_us) / int(period_us)
-        except (OSError, ValueError):  # missing, or not in the expected format
-            continue
-    return math.inf
+    return math.ceil(min(cpus, cpu_limit(root)))

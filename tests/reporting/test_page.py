@@ -126,6 +126,7 @@ def save(
             started=datetime(2026, 1, 2, 3, 4, tzinfo=UTC),
             ended=datetime(2026, 1, 2, 3, 5, 30, tzinfo=UTC),
             peak_memory_bytes=512_000_000,
+            cpu_s=3600.0,
         )
     )
     recorded = {
@@ -158,7 +159,7 @@ def test_page_has_every_section_and_begins_with_verdict_and_next_command(
     assert "evernear registry rollback --why REASON --workdir &#39;my work&#39;" in top
     for text in ("None", "Undefined"):
         assert text not in html.replace(">None<", "")
-    for text in ("1 min 30 s", "512 MB", "target", "The training images are those of the champion.", REASON):
+    for text in ("1 min 30 s", "512 MB", "0.0405", "target", "The training images are those of the champion.", REASON):
         assert text in html
 
 

@@ -26,9 +26,10 @@ from evernear.progress import duration
 from evernear.release.manifest import is_version
 from evernear.release.registry import Record, Registry
 from evernear.reporting import plots
+from evernear.reporting.cost import cost
 from evernear.reporting.notify import EXIT_STEP, Outcome
 from evernear.run_record import RunRecord, StepRecord
-from evernear.settings import RunSettings
+from evernear.settings import CostSettings, RunSettings
 from evernear.store import Store
 
 FALSE_REJECT_RATES = (0.01, 0.02, 0.05, 0.10, 0.20)
@@ -140,6 +141,25 @@ class RunReport:
         }
         figures = [Figure(name, getattr(candidate, key), getattr(champion, key, None)) for key, name in names.items()]
         return [figure for figure in figures if figure.candidate or figure.champion]
+
+    @property
+    def prices(self) -> CostSettings:
+        """The prices of the run's settings; the defaults for a run that recorded none."""
+        names = CostSettings.model_fields
+        recorded = {name: self.settings[f"cost.{name}"] for name in names if f"cost.{name}" in self.settings}
+        return CostSettings(**recorded)
+
+    @property
+    def costs(self) -> list[float | None]:
+        """The cost of each step; None if it is unknown."""
+        nodes = self.settings.get("train.nodes", 1)  # of a TrainJob, whose pods are not those of the step
+        return [None if step.step == "train" and nodes > 1 else cost(step, self.prices) for step in self.steps]
+
+    @property
+    def total_cost(self) -> float | None:
+        """The cost of all steps; None if that of one is unknown."""
+        known = [each for each in self.costs if each is not None]
+        return sum(known) if len(known) == len(self.steps) else None
 
     @property
     def started(self) -> datetime:
@@ -347,7 +367,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     filters, values = (cast(dict[str, Any], each) for each in (environment.filters, environment.globals))
-    filters.update(percent=_percent, number=_number, short=plots.shorten, tile=_tile, seconds=duration)
+    filters.update(percent=_percent, number=_number, short=plots.shorten, tile=_tile, seconds=duration, money=_money)
     values.update(
         columns=SHEET_COLUMNS,
         describe_threshold=describe_threshold,
@@ -373,6 +393,10 @@ def _percent(value: float, digits: int = 2) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
+
+
+def _money(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.4f}" if value >= 0.0001 else "< 0.0001"
 
 
 def _tile(sheet: Sheet, number: int) -> str:

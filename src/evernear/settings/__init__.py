@@ -20,6 +20,7 @@ from evernear.settings.serving import KubernetesSettings, PrepSettings, ServingS
 from evernear.settings.sources import Tree, known_keys, merge, parse, presets
 from evernear.settings.training import (
     ClassSettings,
+    CostSettings,
     DataSettings,
     EvaluationSettings,
     GateSettings,
@@ -33,6 +34,7 @@ from evernear.settings.triggers import PipelineSettings, SlackSettings, WatchSet
 __all__ = [
     "PARAMETERS",
     "ClassSettings",
+    "CostSettings",
     "DataSettings",
     "EvaluationSettings",
     "GateSettings",
@@ -85,6 +87,7 @@ class RunSettings(Section):
     serving: ServingSettings = ServingSettings()
     prep: PrepSettings = PrepSettings()
     kubernetes: KubernetesSettings = KubernetesSettings()
+    cost: CostSettings = CostSettings()
 
     @property
     def store_uri(self) -> str:
