@@ -88,7 +88,7 @@ lock: $(UV) ## Upgrade the lock files
 	$(COMPILE) --upgrade --excludes requirements-torch.in pyproject.toml $(EXTRAS) --group dev -o requirements.lock
 	$(COMPILE) --upgrade --constraints requirements.lock requirements-torch.in -o requirements-torch.lock
 	cp requirements.lock requirements-kserve.lock  # pins to start from, so that the locks differ only where necessary
-	$(COMPILE) --excludes requirements-torch.in pyproject.toml --extra model --extra kserve --extra milvus -o requirements-kserve.lock
+	$(COMPILE) --excludes requirements-torch.in pyproject.toml --extra model --extra kserve --extra milvus --extra tracing -o requirements-kserve.lock
 	$(COMPILE) --upgrade requirements-build.in -o requirements-build.lock
 	$(COMPILE) --upgrade tests/store/requirements-swift.in -o tests/store/requirements-swift.lock
 	$(COMPILE) --upgrade tests/deploy/requirements-checkov.in -o tests/deploy/requirements-checkov.lock

@@ -22,7 +22,7 @@ from scipy.stats import ttest_rel
 from evernear.tuning.space import BUILT_IN, load_space
 from evernear.tuning.study import StudyResult, tune
 
-IMAGES_PER_CLASS = {"train": 400, "gallery": 100, "query": 200}
+IMAGES_PER_CLASS = {"train": 300, "gallery": 50, "query": 150}
 
 
 def main() -> None:

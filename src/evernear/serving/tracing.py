@@ -1,4 +1,4 @@
-"""OpenTelemetry traces of predictions, from the preprocessing server to TorchServe's handler.
+"""OpenTelemetry traces of predictions: preprocessing server and TorchServe's handler, or KServe's two containers.
 
 Off unless ``OTEL_EXPORTER_OTLP_ENDPOINT`` is set. Then the SDK of the extra ``tracing`` is imported, and its other
 variables apply as well: ``OTEL_TRACES_SAMPLER``, ``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_SERVICE_NAME`` ... Spans are
@@ -46,7 +46,9 @@ def tracer(service: str) -> "Tracer | None":
 
 
 @contextmanager
-def request_span(tracer: "Tracer | None", parent: str, **attributes: str) -> "Generator[Span | None]":
+def request_span(
+    tracer: "Tracer | None", parent: str, name: str = "request", **attributes: str
+) -> "Generator[Span | None]":
     """A span around a request, below the client's if ``parent`` is its `TRACE_FIELD`; None if tracing is off."""
     if tracer is None:
         yield None
@@ -54,7 +56,7 @@ def request_span(tracer: "Tracer | None", parent: str, **attributes: str) -> "Ge
     from opentelemetry.trace import SpanKind
 
     with tracer.start_as_current_span(
-        "request", _context(parent), SpanKind.SERVER, attributes, record_exception=False
+        name, _context(parent), SpanKind.SERVER, attributes, record_exception=False
     ) as span:
         yield span
 

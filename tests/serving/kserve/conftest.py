@@ -6,14 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from inference_service import ENVIRONMENT, V1_UPLOAD_TIMEOUT_S, Server, open_inference_protocol
+from collector import Collector, collecting
+from inference_service import ENVIRONMENT, PROTOCOLS, TRACED, V1_UPLOAD_TIMEOUT_S, Server, open_inference_protocol
 from releases import MakeRelease, PackedRelease
 
 from evernear.release.archive_reader import ReleaseParts, open_release
 from evernear.release.registry import Registry
 from evernear.store import open_store
-
-PROTOCOLS = ("v1", "v2", "grpc-v2")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -46,12 +45,21 @@ def parts(release: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> R
 
 
 @pytest.fixture(scope="session")
+def collector() -> Iterator[Collector]:
+    """The collector of the traces of `service`."""
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="session")
 def service(
-    release: PackedRelease, store: str, tmp_path_factory: pytest.TempPathFactory
+    release: PackedRelease, store: str, collector: Collector, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Server]]:
     """The processes; the predictor loads from a directory, the transformers from the registry."""
     logs: Path = tmp_path_factory.mktemp("logs")
-    predictor = Server("predictor", logs / "predictor.log", "--model_dir", str(release.archive.parent))
+    traced = collector.environment
+    model_dir = str(release.archive.parent)
+    predictor = Server("predictor", logs / "predictor.log", "--model_dir", model_dir, environment=traced)
     servers = {"predictor": predictor}
     for protocol in PROTOCOLS:
         port = predictor.grpc_port if protocol == "grpc-v2" else predictor.http_port
@@ -60,6 +68,7 @@ def service(
             *("--predictor_host", f"127.0.0.1:{port}", "--predictor_protocol", protocol),
             *("--predictor_request_timeout_seconds", "10"),
             *(("--upload_timeout_seconds", str(V1_UPLOAD_TIMEOUT_S)) if protocol == "v1" else ()),
+            environment=traced if protocol in TRACED else {},
         )
     try:
         for server in servers.values():

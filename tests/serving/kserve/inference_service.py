@@ -4,11 +4,12 @@ import base64
 import contextlib
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +23,9 @@ from ports import free_ports
 
 ENVIRONMENT = Path(__file__).parents[3] / ".venv" / "kserve"
 PYTHON = ENVIRONMENT / "bin" / "python"
+PROTOCOLS = ("v1", "v2", "grpc-v2")
+TRACED = ("v1", "grpc-v2")
+"""The transformers that export traces; the other one shows that traces are off by default."""
 READY_TIMEOUT_S = 240
 END_TIMEOUT_S = 60
 V1_UPLOAD_TIMEOUT_S = 3  # of the transformer with protocol v1
@@ -44,12 +48,13 @@ def open_inference_protocol() -> ModuleType | None:
 class Server:
     """One process of an InferenceService, whose ports survive restarts."""
 
-    def __init__(self, module: str, log: Path, *options: str) -> None:
+    def __init__(self, module: str, log: Path, *options: str, environment: Mapping[str, str] | None = None) -> None:
         self.http_port, self.grpc_port = free_ports(2)
         self.url = f"http://127.0.0.1:{self.http_port}"
         self.log = log
         self._module = module
         self._options = options
+        self._environment = {**os.environ, **(environment or {})}
         self.process: subprocess.Popen[bytes] | None = None
         self._client: httpx.Client | None = None
 
@@ -59,7 +64,7 @@ class Server:
         command = [PYTHON, "-m", f"evernear.serving.kserve.{self._module}", *ports, *self._options, *options]
         self._client = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=self._environment)
 
     def await_answer(self, path: str) -> None:
         """Wait until GET ``path`` returns any response."""
@@ -102,10 +107,10 @@ class Server:
         assert self._client is not None
         return self._client.post(path, **body)
 
-    def predict(self, images: Sequence[bytes]) -> httpx.Response:
+    def predict(self, images: Sequence[bytes], **headers: str) -> httpx.Response:
         """Predict with v1."""
         instances = [{"data": base64.b64encode(image).decode()} for image in images]
-        return self.post("/v1/models/embedding:predict", json={"instances": instances})
+        return self.post("/v1/models/embedding:predict", json={"instances": instances}, headers=headers)
 
     def infer(self, *inputs: dict[str, Any]) -> httpx.Response:
         """Predict with v2 over REST."""

@@ -15,10 +15,12 @@ import hostile
 import numpy as np
 import psutil
 import pytest
+from collector import CLIENT_SPAN, Collector, attributes, parent
 from hostile_requests import fuzz, kserve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from inference_service import (
+    TRACED,
     V1_UPLOAD_TIMEOUT_S,
     Server,
     files,
@@ -27,6 +29,7 @@ from inference_service import (
     predictions_of,
     run_in_environment,
 )
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from PIL import Image
 from releases import MakeRelease, PackedRelease
 
@@ -506,3 +509,33 @@ def test_survives_a_minute_of_fuzzing_without_5xx(
     service: dict[str, Server], images: list[bytes], stored: list[dict[str, Any]], name: str
 ) -> None:
     assert fuzz(kserve(service[name].http_port, images[0], stored[0]["pred"]), seconds=60) > 100
+
+
+@pytest.mark.parametrize("protocol", TRACED)
+def test_prediction_is_one_trace_through_both_containers(
+    service: dict[str, Server], collector: Collector, images: list[bytes], release: PackedRelease, protocol: str
+) -> None:
+    trace = f"{TRACED.index(protocol) + 1:032x}"
+    assert service[protocol].predict(images[:1], **parent(trace)).status_code == 200
+    names = ("transform", "prepare", "call predictor", "predict", "decode", "recognize")
+    received = collector.wait_for(trace, *names)
+    services = {name: server for name, (server, _) in received.items()}
+    assert services == dict.fromkeys(names[:3], "evernear-transformer") | dict.fromkeys(names[3:], "evernear-predictor")
+    transform, prepare, call, predict, decode, recognize = (received[name][1] for name in names)
+    assert transform.parent_span_id.hex() == CLIENT_SPAN
+    assert prepare.parent_span_id == call.parent_span_id == transform.span_id
+    assert predict.parent_span_id == call.span_id
+    assert decode.parent_span_id == recognize.parent_span_id == predict.span_id
+    assert attributes(transform) == attributes(predict) == {"evernear.release": release.version}
+
+
+def test_predictor_alone_is_a_trace(predictor: Server, collector: Collector, images: list[bytes]) -> None:
+    trace = "f" * 32
+    assert predictor.predict(images[:1], **parent(trace)).status_code == 200
+    (_, predict) = collector.wait_for(trace, "predict", "recognize")["predict"]
+    assert predict.parent_span_id.hex() == CLIENT_SPAN
+    assert predict.status.code == Status.STATUS_CODE_UNSET
+    rejected = "e" * 32
+    assert predictor.predict([BAD], **parent(rejected)).status_code == 400
+    (_, predict) = collector.wait_for(rejected, "predict")["predict"]
+    assert predict.status.code == Status.STATUS_CODE_ERROR

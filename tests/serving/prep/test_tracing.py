@@ -3,21 +3,16 @@
 import base64
 import json
 import logging
-import queue
 import sys
-import threading
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
 
 import httpx
 import pytest
+from collector import CLIENT_SPAN, Collector, attributes, collecting, parent
 from front import front, make_champion
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from releases import MakeRelease
 from served import serving
 
@@ -28,63 +23,19 @@ from evernear.serving.endpoints import read_key
 from evernear.serving.tracing import trace_fields, tracer
 from evernear.store import open_store
 
-TRACE, OTHER_TRACE, CLIENT_SPAN = "0af7651916cd43dd8448eb211c80319c", "1" * 32, "b7ad6b7169203331"
-
-
-def parent(trace: str) -> dict[str, str]:
-    """The header of a client's span."""
-    return {"traceparent": f"00-{trace}-{CLIENT_SPAN}-01"}
-
-
-class Collector:
-    """An OTLP collector on loopback."""
-
-    def __init__(self) -> None:
-        self._received: queue.Queue[tuple[str, Span]] = queue.Queue()
-        self._spans: dict[str, dict[str, tuple[str, Span]]] = defaultdict(dict)
-
-    def add(self, request: ExportTraceServiceRequest) -> None:
-        for resource in request.resource_spans:
-            (service,) = (a.value.string_value for a in resource.resource.attributes if a.key == "service.name")
-            for scope in resource.scope_spans:
-                for span in scope.spans:
-                    self._received.put((service, span))
-
-    def wait_for(self, trace: str, *names: str) -> dict[str, tuple[str, Span]]:
-        """Service and span of a trace by name, once all ``names`` have arrived."""
-        while not self._spans[trace].keys() >= set(names):
-            service, span = self._received.get(timeout=60)
-            self._spans[span.trace_id.hex()][span.name] = (service, span)
-        return self._spans[trace]
+TRACE, OTHER_TRACE = "0af7651916cd43dd8448eb211c80319c", "1" * 32
 
 
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    collector = Collector()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            collector.add(ExportTraceServiceRequest.FromString(body))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Nothing on stderr."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
-        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    with collecting() as collector:
+        for name, value in collector.environment.items():
+            monkeypatch.setenv(name, value)
         tracer.cache_clear()
         yield collector
         if made := tracer("evernear-prep"):
             made.span_processor.shutdown()
         tracer.cache_clear()
-        server.shutdown()
-        thread.join()
 
 
 @contextmanager
@@ -101,10 +52,6 @@ def captured_log() -> Iterator[StringIO]:
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
-
-
-def attributes(span: Span) -> dict[str, str | int]:
-    return {each.key: each.value.string_value or each.value.int_value for each in span.attributes}
 
 
 def test_prediction_is_one_trace_through_both_servers(

@@ -25,6 +25,7 @@ from evernear.serving.kserve.protocols import (
     parse_request,
 )
 from evernear.serving.responses import Prediction, Rejection
+from evernear.serving.tracing import TRACE_FIELD, request_span, span, tracer
 
 MAX_LARGEST_IMAGES = 4
 """Limit on the pixels of one request, in images of the largest size."""
@@ -41,6 +42,11 @@ class ReleaseModel(Model):
     Errors are `grpc_interceptor` exceptions, which become a status in both protocols.
     """
 
+    service: str
+    """The name of the server in traces."""
+    spans: tuple[str, str, str]
+    """The names of the spans around a request, `prepare` and `recognize`."""
+
     def __init__(self, manifest: ReleaseManifest, args: argparse.Namespace) -> None:
         name: str = args.model_name
         super().__init__(name)
@@ -52,6 +58,7 @@ class ReleaseModel(Model):
         self._decoding = DecodePool(args.large_decodes)
         # One batch at a time has the cores to itself, and the event loop stays free for probes.
         self._worker = ThreadPoolExecutor(1)
+        self._tracer = tracer(self.service)
         self.ready = True
         _RELEASE.labels(name, manifest.version).set(1)
 
@@ -91,17 +98,25 @@ class ReleaseModel(Model):
             raise Unavailable(str(error)) from None
         return decoded
 
+    async def __call__(self, body: Any, headers: dict[str, str] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Answer a request in a span below the client's."""
+        parent, attributes = (headers or {}).get(TRACE_FIELD, ""), {"evernear.release": self.manifest.version}
+        with request_span(self._tracer, parent, self.spans[0], **attributes):
+            return await super().__call__(body, headers, *args, **kwargs)
+
     async def preprocess(self, payload: Any, headers: dict[str, str] | None = None) -> Any:
         """Parse a request and prepare its images."""
         request = parse_request(payload, self.shape, self._max_images)
-        return request, await self.prepare(request.images)
+        with span(self._tracer, self.spans[1]):
+            return request, await self.prepare(request.images)
 
     async def predict(
         self, payload: Any, headers: dict[str, str] | None = None, response_headers: dict[str, str] | None = None
     ) -> Any:
         """Recognize the prepared images."""
         request, prepared = payload
-        return request, await self.recognize(prepared, headers)
+        with span(self._tracer, self.spans[2]):
+            return request, await self.recognize(prepared, headers)
 
     async def postprocess(
         self, result: Any, headers: dict[str, str] | None = None, response_headers: dict[str, str] | None = None

@@ -26,6 +26,9 @@ _log = logging.getLogger(__name__)
 class PredictorModel(ReleaseModel):
     """A loaded `Predictor` as a KServe model."""
 
+    service = "evernear-predictor"
+    spans = ("predict", "decode", "recognize")
+
     def __init__(self, predictor: Predictor, args: argparse.Namespace) -> None:
         super().__init__(predictor.manifest, args)
         self._predictor = predictor

@@ -24,6 +24,7 @@ from grpc_interceptor.exceptions import (
     Unavailable,
 )
 from kserve import InferenceGRPCClient, InferResponse, Model
+from kserve import model as kserve_model
 from pydantic import TypeAdapter
 
 from evernear.data.preprocess import Pixels
@@ -36,14 +37,20 @@ from evernear.serving.kserve.model import ReleaseModel
 from evernear.serving.kserve.protocols import Images, Tensors, parse_response, v1_request, v2_request
 from evernear.serving.kserve.server import serve
 from evernear.serving.responses import Prediction, Rejection
+from evernear.serving.tracing import TRACE_FIELD, trace_fields
 
 MAX_RECONNECT_BACKOFF_MS = 1000
+# KServe 0.21 forwards no header of a trace to the predictor.
+kserve_model._FORWARDABLE_HEADERS |= {TRACE_FIELD}  # pyright: ignore[reportPrivateUsage]
 _PREDICTIONS = TypeAdapter(list[Prediction])
 _log = logging.getLogger("kserve")
 
 
 class TransformerModel(ReleaseModel):
     """The preprocessing of a release as a KServe model, in front of a predictor of the same release."""
+
+    service = "evernear-transformer"
+    spans = ("transform", "prepare", "call predictor")
 
     def __init__(self, manifest: ReleaseManifest, args: argparse.Namespace) -> None:
         super().__init__(manifest, args)
@@ -126,7 +133,7 @@ class TransformerModel(ReleaseModel):
     async def _call(self, request: Any, headers: dict[str, str] | None) -> Any:
         host = self._predictor.predictor_host
         try:
-            return await Model.predict(self, request, headers or {})
+            return await Model.predict(self, request, {**(headers or {}), **_trace_headers()})
         except httpx.HTTPStatusError as error:
             raise _rejected(error.response.status_code == 413, str(error)) from None
         except httpx.TimeoutException:
@@ -149,6 +156,10 @@ class TransformerModel(ReleaseModel):
             )
         if len(predictions) != count:
             raise Unavailable(f"The predictor returned {len(predictions)} predictions for {count} images.")
+
+
+def _trace_headers() -> dict[str, str]:
+    return {name: value.decode() for name, value in trace_fields().items()}
 
 
 def _rejected(too_large: bool, reason: str) -> GrpcException:
