@@ -1,4 +1,4 @@
-"""What `evernear status` shows of a local run."""
+"""A local run in progress, and the directories of old ones."""
 
 import os
 import subprocess
@@ -11,6 +11,7 @@ import pytest
 from evernear import local_run
 from evernear.local_run import DIRECTORY_FORMAT, progress
 from evernear.progress import Event
+from evernear.settings import load
 
 STARTED = datetime(2026, 11, 22, 9, 0, tzinfo=UTC)
 
@@ -53,3 +54,26 @@ def test_ended_and_killed_runs_are_not_in_progress(run: Path, tmp_path: Path) ->
         assert progress(tmp_path)
     assert progress(tmp_path) is None
     assert progress(tmp_path / "absent") is None
+
+
+def test_oldest_runs_are_deleted(tmp_path: Path) -> None:
+    names = [f"2026112{day}-235959.000000" for day in range(1, 6)]
+    for name in (*names, "mine", "20261101"):
+        (tmp_path / name / "train").mkdir(parents=True)
+        (tmp_path / name / "train" / "network.pt").write_bytes(b"weights")
+    (tmp_path / "20261101-000000.000000").symlink_to(tmp_path / "mine")
+    (tmp_path / "20261102-000000.000000").write_text("a file")
+    local_run._prune(tmp_path, 2)
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert kept == {*names[-2:], "mine", "20261101", "20261101-000000.000000", "20261102-000000.000000"}
+    assert (tmp_path / "mine" / "train" / "network.pt").exists()
+    local_run._prune(tmp_path, 2)
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+def test_run_keeps_its_own_directory_and_those_of_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_run, "_follow", lambda *_: ([], {}))
+    monkeypatch.setattr(local_run, "_result", lambda directory, *_: directory)
+    settings = load(environment={}, overrides=[f"workdir={tmp_path}", "keep_runs=2"])
+    directories = [local_run.run(settings, lambda _: None) for _ in range(3)]
+    assert sorted((tmp_path / "runs").iterdir()) == directories[1:]

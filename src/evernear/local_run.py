@@ -106,6 +106,7 @@ def run(
         directory = settings.workdir.resolve() / "runs" / datetime.now(UTC).strftime(DIRECTORY_FORMAT)
         with disk_errors(directory):
             directory.mkdir(parents=True)
+        _prune(directory.parent, settings.keep_runs)
         failures, steps_s = _follow(settings, pipeline, directory, temporary, show, command)
         wall_s = time.monotonic() - started_s
         for page in directory.glob("*/notify/page.html"):
@@ -129,6 +130,22 @@ def progress(workdir: Path) -> RunProgress | None:
     events, _ = read_events(directory / "events.jsonl")
     last = {"step": events[-1].step, "message": events[-1].message} if events else {}
     return RunProgress(directory=str(directory), process=process, started=started, **last)
+
+
+def _prune(runs: Path, keep: int) -> None:
+    """Delete all runs but the newest ``keep``. What cannot be deleted stays for the next run to try again."""
+    directories = sorted(path for path in runs.iterdir() if _is_run(path))
+    for directory in directories[:-keep]:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _is_run(path: Path) -> bool:
+    """Whether `run` created ``path``, so that nothing else is deleted."""
+    try:
+        datetime.strptime(path.name, DIRECTORY_FORMAT)
+    except ValueError:
+        return False
+    return path.is_dir() and not path.is_symlink()
 
 
 def _temporary_directory(workdir: Path) -> Path:

@@ -103,6 +103,12 @@ class Settings(RunSettings):
         description="Log of the preprocessing server, the Slack bot and the watcher. As JSON, one object a line, the "
         "preprocessing server also logs every prediction.",
     )
+    keep_runs: int = Field(
+        default=20,
+        ge=1,
+        description="Local runs whose directories, with the artifacts of all steps, stay in ``WORKDIR/runs``: the newest "
+        "ones. Releases, run pages and run records stay in the store.",
+    )
     pipeline: PipelineSettings = PipelineSettings()
     slack: SlackSettings = SlackSettings()
     watch: WatchSettings = WatchSettings()
