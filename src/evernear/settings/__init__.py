@@ -106,8 +106,8 @@ class Settings(RunSettings):
     keep_runs: int = Field(
         default=20,
         ge=1,
-        description="Local runs whose directories, with the artifacts of all steps, stay in ``WORKDIR/runs``: the newest "
-        "ones. Releases, run pages and run records stay in the store.",
+        description="Newest local runs whose directories, with the artifacts of all steps, stay in ``WORKDIR/runs``. "
+        "Releases, run pages and run records stay in the store.",
     )
     pipeline: PipelineSettings = PipelineSettings()
     slack: SlackSettings = SlackSettings()
