@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from ports import free_ports
 from releases import MakeRelease, PackedRelease
 from typer.testing import CliRunner
 
@@ -123,3 +124,21 @@ def test_unknown_release_is_reported(uri: str) -> None:
             evernear(*arguments, "--store", uri)
     assert evernear("list", "--store", uri).splitlines()[1:] == []
     assert evernear("prune", "--keep", "3", "--store", uri) == "Nothing to remove.\n"
+
+
+def test_unreachable_model_registry_does_not_fail_promotion_and_rollback(
+    releases: list[PackedRelease], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = (tmp_path / "store").as_uri()
+    for release in releases[:2]:
+        Registry(open_store(store)).publish(release.archive)
+    (port,) = free_ports(1)
+    monkeypatch.setenv("MODEL_REGISTRY_BASE_URL", f"http://127.0.0.1:{port}")
+    first, second = releases[0].version, releases[1].version
+    commands = [("promote", first), ("promote", second), ("rollback",)]
+    for command in commands:
+        result = CliRunner().invoke(app, ["registry", *command, "--store", store, "--json"])
+        assert result.exit_code == 0
+        assert json.loads(result.stdout)["version"] == (second if command == ("promote", second) else first)
+        warning = "WARNING: The model registry of MODEL_REGISTRY_BASE_URL did not take the champion: "
+        assert result.stderr.startswith(warning)

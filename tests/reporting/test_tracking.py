@@ -18,14 +18,16 @@ from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
-from mr_openapi.models import ModelArtifactCreate, ModelVersionCreate, RegisteredModelCreate
+from mr_openapi.models import ModelArtifactCreate, ModelVersionCreate, ModelVersionUpdate, RegisteredModelCreate
 from ports import free_ports, wait_for_port
 from releases import MakeRelease
 
 from evernear import steps
 from evernear.release.registry import Registry
+from evernear.reporting import model_registry
+from evernear.reporting.model_registry import REGISTRY_API, follow_champion
 from evernear.reporting.notify import finalize
-from evernear.reporting.tracking import REGISTRY_API, track
+from evernear.reporting.tracking import track
 from evernear.run_record import RunRecord, StepRecord
 from evernear.settings import RunSettings
 from evernear.store import open_store
@@ -64,10 +66,16 @@ class ModelRegistry(BaseHTTPRequestHandler):
     models = {"registered_model": RegisteredModelCreate, "model_version": ModelVersionCreate}
     created: list[tuple[str, dict[str, Any]]]
     tokens: list[str | None]
+    updated: list[str]
+    """The names of changed versions."""
 
     def do_GET(self) -> None:
         self.tokens.append(self.headers["Authorization"])
         url = urlsplit(self.path.removeprefix(REGISTRY_API))
+        if url.path.endswith("/versions"):
+            query = parse_qs(url.query)
+            first = int(query.get("nextPageToken", ["0"])[0])
+            return self.page(url.path.split("/")[-2], first, first + int(query["pageSize"][0]))
         wanted = {key: values[0] for key, values in parse_qs(url.query).items()}
         for number, (kind, body) in enumerate(self.created, 1):
             parent = wanted.get("parentResourceId", body.get("parent"))
@@ -91,6 +99,24 @@ class ModelRegistry(BaseHTTPRequestHandler):
         self.created.append(entry)
         return self.answer(201, entry[1] | {"id": str(len(self.created))})
 
+    def do_PATCH(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        collection, number = self.path.removeprefix(REGISTRY_API).strip("/").split("/")
+        assert collection == "model_versions"
+        ModelVersionUpdate.from_dict(body)
+        kind, entry = self.created[int(number) - 1]
+        assert kind == "model_version"
+        entry.update(body)
+        self.updated.append(entry["name"])
+        return self.answer(200, entry | {"id": number})
+
+    def page(self, model: str, first: int, end: int) -> None:
+        """A page of the versions of a model; the token is the index of the next one."""
+        entries = [body | {"id": str(n)} for n, (kind, body) in enumerate(self.created, 1) if kind == "model_version"]
+        entries = [body for body in entries if body["registeredModelId"] == model]
+        token = str(end) if end < len(entries) else ""
+        self.answer(200, {"items": entries[first:end], "pageSize": end - first, "nextPageToken": token})
+
     def answer(self, status: int, body: dict[str, Any]) -> None:
         self.send_response(status)
         self.end_headers()
@@ -102,7 +128,7 @@ class ModelRegistry(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ModelRegistry]]:
-    handler = type("Handler", (ModelRegistry,), {"created": [], "tokens": []})
+    handler = type("Handler", (ModelRegistry,), {"created": [], "tokens": [], "updated": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -128,6 +154,50 @@ def test_release_is_entered_once_into_the_model_registry(
     assert version["customProperties"]["accuracy"]["double_value"] == release.manifest.metrics["accuracy"]
     assert artifact["uri"] == f"{record.store.uri}/{release.archive_key}"
     assert artifact["customProperties"]["sha256"]["string_value"] == release.archive_sha256
+
+
+def marked(registry: type[ModelRegistry]) -> set[str]:
+    """The names of the versions that are marked as promoted."""
+    versions = [body for kind, body in registry.created if kind == "model_version"]
+    return {body["name"] for body in versions if body["customProperties"].get("promoted", {}).get("bool_value")}
+
+
+def test_entry_of_the_champion_is_marked_after_promotion_and_rollback(
+    record: RunRecord, make_release: MakeRelease, registry: type[ModelRegistry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_registry, "PAGE_SIZE", 1)
+    releases = Registry(record.store)
+    first = record.load("archived")["version"]
+    second = make_release()
+    releases.publish(second.archive)
+    assert follow_champion(record.store) == [], "neither a champion nor an entry"
+    track(record, "")
+    record.save(archived={"version": second.version})
+    finalize(record, "continuous-training", "SUCCEEDED", "")
+    track(record, "")
+    assert marked(registry) == set()
+
+    releases.set_champion(first, None)
+    assert follow_champion(record.store) == []
+    assert marked(registry) == {first}
+    releases.set_champion(second.version, releases.champion())
+    assert follow_champion(record.store) == []
+    assert marked(registry) == {second.version}
+    (entry,) = [body for _, body in registry.created if body["name"] == second.version]
+    assert entry["customProperties"]["archive_sha256"]["string_value"], "other properties stay"
+
+    champion = releases.champion()
+    assert champion
+    releases.roll_back(champion)
+    rollback = RunRecord(record.store, "run-2")
+    rollback.save_step(StepRecord(step="rollback", state="finished", started=STARTED, ended=STARTED))
+    rollback.save(rollback={"version": first, "url": None, "previous": second.version, "why": "worse"})
+    finalize(rollback, "rollback", "SUCCEEDED", "")
+    assert track(rollback, "") == []
+    assert marked(registry) == {first}
+    changes = len(registry.updated)
+    assert follow_champion(record.store) == []
+    assert len(registry.updated) == changes, "nothing is written that is already so"
 
 
 @pytest.mark.skipif("TEST_MODEL_REGISTRY" not in os.environ, reason="TEST_MODEL_REGISTRY has no address")

@@ -1,5 +1,6 @@
 """``evernear registry``: the releases of a store and the pointer to the champion."""
 
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -149,6 +150,7 @@ def promote(
     from evernear.release.registry import Cause
 
     _print(promote(version, settings, force=force, cause=Cause.of_this_process(why)), as_json)
+    _update_model_registry(settings)
 
 
 @app.command()
@@ -159,6 +161,7 @@ def rollback(settings: Settings, why: WhyOption = "", as_json: JsonOption = Fals
     from evernear.release.registry import Cause
 
     _print(roll_back(settings, cause=Cause.of_this_process(why)), as_json)
+    _update_model_registry(settings)
 
 
 @app.command()
@@ -186,6 +189,14 @@ def prune(
         print_json({"removed": removed})
     else:
         print_line(f"Removed {', '.join(removed)}." if removed else "Nothing to remove.")
+
+
+def _update_model_registry(settings: Settings) -> None:
+    from evernear.reporting.model_registry import follow_champion
+    from evernear.store import open_store
+
+    for warning in follow_champion(open_store(settings.store_uri)):
+        print_line(f"WARNING: {warning}", sys.stderr)
 
 
 def _fields(record: "Record", champion: "Champion | None") -> dict[str, Any]:

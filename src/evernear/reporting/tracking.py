@@ -6,23 +6,14 @@ warning and never fails a run.
 """
 
 import os
-import re
 from collections.abc import Iterator
 from datetime import datetime
-from http import HTTPStatus
-from pathlib import Path
-from typing import Any
-from urllib.parse import quote
 
-import httpx
-
-from evernear.errors import StoreError
-from evernear.output import printable
-from evernear.release.registry import Record, Registry
+from evernear.reporting.model_registry import REGISTRY_ADDRESS, TIMEOUT_S, follow_champion, register, warning
 from evernear.reporting.page import RunReport
 from evernear.run_record import RunRecord
 
-MLFLOW_ADDRESS, REGISTRY_ADDRESS = "MLFLOW_TRACKING_URI", "MODEL_REGISTRY_BASE_URL"
+MLFLOW_ADDRESS = "MLFLOW_TRACKING_URI"
 EXPERIMENT = "evernear"
 """The MLflow experiment, unless ``MLFLOW_EXPERIMENT_NAME`` is set."""
 STATES = {"failed": "FAILED", "stopped": "KILLED"}
@@ -30,11 +21,6 @@ STATES = {"failed": "FAILED", "stopped": "KILLED"}
 PARAMETERS_MAX, METRICS_MAX = 100, 1000
 """Most entries of one request to MLflow."""
 PARAMETER_MAX_CHARACTERS = 6000
-REASON_MAX_CHARACTERS = 300
-TIMEOUT_S = 10
-REGISTRY_API = "/api/model_registry/v1alpha3"
-TOKEN_FILE = "KF_PIPELINES_SA_TOKEN_PATH"  # noqa: S105 - the variable of Kubeflow's client that names the file
-_PASSWORD = re.compile(r"//[^/@\s]+@")
 _MLFLOW_DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
@@ -58,20 +44,10 @@ def track(record: RunRecord, page: str) -> list[str]:
         except ImportError:
             warnings.append(f"{MLFLOW_ADDRESS} is set, but the client is missing: install evernear[mlflow].")
         except Exception as error:  # whatever the client raises
-            warnings.append(_warning("MLflow", MLFLOW_ADDRESS, error))
-    if os.environ.get(REGISTRY_ADDRESS) and report.outcome.candidate:
-        try:
-            _register(record, report)
-        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, LookupError) as error:
-            warnings.append(_warning("The model registry", REGISTRY_ADDRESS, error))
-    return warnings
-
-
-def _warning(system: str, variable: str, error: BaseException) -> str:
-    while error.__context__:  # the first error says most: connection refused, name not known, timed out
-        error = error.__context__
-    reason = _PASSWORD.sub("//", printable(" ".join(str(error).split())) or type(error).__name__)
-    return f"{system} of {variable} did not take the run: {reason[:REASON_MAX_CHARACTERS].rstrip('.')}."
+            warnings.append(warning("MLflow", MLFLOW_ADDRESS, error))
+    if report.outcome.candidate:
+        return warnings + register(record.store, report.outcome.candidate, report.outcome.summary(), _facts(report))
+    return warnings + follow_champion(record.store)  # a rollback or a promotion of an earlier release
 
 
 def _log_to_mlflow(report: RunReport, page: str) -> None:
@@ -116,56 +92,3 @@ def _facts(report: RunReport) -> dict[str, str]:
 
 def _milliseconds(time: datetime) -> int:
     return round(time.timestamp() * 1000)
-
-
-def _register(record: RunRecord, report: RunReport) -> None:
-    """Enter the release of a run, under the name of its dataset, into Kubeflow's model registry."""
-    assert report.outcome.candidate is not None  # noqa: S101 - `track` asks only then
-    try:
-        release = Registry(record.store).get(report.outcome.candidate)
-    except StoreError:  # its deployment failed before it was published
-        return
-    headers = {}
-    if path := os.environ.get(TOKEN_FILE):
-        headers["Authorization"] = f"Bearer {Path(path).read_text().strip()}"
-    base = os.environ[REGISTRY_ADDRESS].rstrip("/") + REGISTRY_API
-    with httpx.Client(base_url=base, headers=headers, timeout=TIMEOUT_S) as client:
-        manifest = release.manifest
-        model = _find_or_create(client, "registered_model", {"name": manifest.dataset_name})
-        facts = _facts(report) | {"labels": str(len(manifest.labels))}
-        version = {"name": manifest.version, "registeredModelId": model["id"], "author": "evernear"}
-        version |= {"description": report.outcome.summary(), "customProperties": _properties(facts, manifest.metrics)}
-        made = _find_or_create(client, "model_version", version, parentResourceId=model["id"])
-        _find_or_create(client, "model_artifact", _artifact(record, release), parentResourceId=made["id"])
-
-
-def _artifact(record: RunRecord, release: Record) -> dict[str, Any]:
-    return {
-        "name": f"{release.manifest.version}.mar",
-        "artifactType": "model-artifact",
-        "uri": f"{record.store.uri}/{release.archive_key}",
-        "modelFormatName": "torchserve-mar",
-        "modelFormatVersion": str(release.manifest.format),
-        "customProperties": _properties({"sha256": release.archive_sha256}, {}),
-    }
-
-
-def _properties(texts: dict[str, str], numbers: dict[str, float]) -> dict[str, dict[str, Any]]:
-    """Custom properties as the model registry takes them."""
-    properties: dict[str, dict[str, Any]] = {
-        key: {"metadataType": "MetadataStringValue", "string_value": value} for key, value in texts.items()
-    }
-    return properties | {
-        key: {"metadataType": "MetadataDoubleValue", "double_value": value} for key, value in numbers.items()
-    }
-
-
-def _find_or_create(client: httpx.Client, kind: str, body: dict[str, Any], **parent: str) -> dict[str, Any]:
-    """The resource of that name below ``parent``, created if it is missing, so that a retried step changes nothing."""
-    found = client.get(f"/{kind}", params={"name": body["name"], **parent})
-    if found.status_code != HTTPStatus.NOT_FOUND.value:
-        return found.raise_for_status().json()
-    collection = f"/{kind}s"
-    if kind == "model_artifact":
-        collection = f"/model_versions/{quote(parent['parentResourceId'])}/artifacts"
-    return client.post(collection, json=body).raise_for_status().json()
