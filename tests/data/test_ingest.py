@@ -151,6 +151,32 @@ def test_explicit_splits_are_preserved(tmp_path: Path, run_ingest, make_image, c
     assert contents(run_ingest(root)).split == expected
 
 
+@pytest.mark.parametrize(
+    ("folders", "splits"),
+    [
+        (("train", "validation", "test"), {"train": "train", "validation": "gallery", "test": "test"}),
+        (("train", "val"), {"train": "train", "val": "test"}),
+        (("Train", "Test"), {"Train": "train", "Test": "test"}),
+    ],
+)
+def test_validation_folder_is_the_gallery_or_the_test_split(
+    tmp_path: Path, run_ingest, make_image, contents, digest_of, folders: tuple[str, ...], splits: dict[str, str]
+) -> None:
+    expected: dict[bytes, str] = {}
+    for number in range(60):
+        folder = folders[number % len(folders)]
+        path = tmp_path / "given" / folder / "ab"[number // len(folders) % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(make_image(number))
+        expected[digest_of(path.read_bytes())] = splits[folder]
+    chosen = contents(run_ingest(tmp_path / "given")).split
+    given = [split for split in splits.values() if split != "train"]
+    for split in given:
+        assert {digest for digest, found in chosen.items() if found == split} == {
+            digest for digest, named in expected.items() if named == split
+        }
+
+
 def test_missing_splits_are_taken_from_train(tmp_path: Path, run_ingest, make_image, contents, digest_of) -> None:
     root = tmp_path / "given"
     tests: set[bytes] = set()
@@ -178,7 +204,7 @@ def test_explicit_splits_require_train(tmp_path: Path, run_ingest, make_image) -
 
 @pytest.mark.parametrize(
     ("folders", "unknown"),
-    [(("train", "val"), "val"), (("Test", "Train"), "Test, Train"), (("test", "train", "x"), "x")],
+    [(("train", "val", "valid"), "val, valid"), (("Test", "test", "train"), "Test"), (("test", "train", "x"), "x")],
 )
 def test_unknown_split_names_are_not_treated_as_classes(
     tmp_path: Path, run_ingest, make_image, folders: tuple[str, ...], unknown: str

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from evernear.data.manifest import SPLITS, as_split
+from evernear.data.manifest import SPLITS, Split, as_split
 from evernear.data.sources.base import FileEntry, FileSource
 from evernear.disk import disk_errors
 from evernear.errors import DataError
@@ -15,8 +15,7 @@ from evernear.store import open_store
 _IMAGE_SUFFIXES = frozenset(
     {".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".heic", ".avif"}
 )
-# Two folders with such names, in any case, are splits rather than classes.
-_SPLIT_WORDS = frozenset({*SPLITS, "val", "valid", "validation", "dev"})
+_VALIDATION = frozenset({"val", "valid", "validation", "dev"})
 _MAX_NAMES = 5
 
 
@@ -25,29 +24,29 @@ class _ClassFolders(FileSource):
 
     def __init__(self, name: str) -> None:
         self.name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:63].rstrip("-") or "dataset"
-        self._has_split_folders = False
+        self._splits: dict[str, Split] = {}
 
     def _set_layout(self, folders: set[str]) -> None:
         """Decide from the top-level folders whether they are splits, and which splits ingest assigns."""
-        splits = folders.intersection(SPLITS)
-        self._has_split_folders = bool(folders) and splits == folders
-        if self._has_split_folders:
-            if "train" not in splits:
-                raise DataError(f"{self.name} has given splits ({', '.join(sorted(splits))}) but no train folder.")
-            self.chosen_splits = ("train", *(split for split in SPLITS[1:] if split not in splits))
-        elif len(words := sorted(name for name in folders if name.lower() in _SPLIT_WORDS)) > 1:
+        splits = _splits_of(folders)
+        if folders and len(set(splits.values())) == len(folders):
+            if "train" not in splits.values():
+                raise DataError(f"{self.name} has given splits ({', '.join(sorted(folders))}) but no train folder.")
+            self._splits = splits
+            self.chosen_splits = ("train", *(split for split in SPLITS[1:] if split not in splits.values()))
+        elif len(splits) > 1:
             # Treated as classes, they would train a network that tells train from test.
-            others = sorted(folders - splits)
+            others = sorted(folders.difference(SPLITS))
             raise DataError(
-                f"{self.name} has folders {', '.join(words)}, as if splits were given, which takes train, test,"
-                " gallery and query with nothing beside them; rename, move or remove"
+                f"{self.name} has folders {', '.join(sorted(splits))}, as if splits were given, which takes train,"
+                " test, gallery (or val) and query with nothing beside them; rename, move or remove"
                 f" {', '.join(others[:_MAX_NAMES])}{' and more' * (len(others) > _MAX_NAMES)}."
             )
 
     def _entry(self, path: str, etag: str = "", size_bytes: int = 0) -> FileEntry | None:
         """The entry of a file by its path in the source; None unless it is an image in a class folder."""
         parts = PurePosixPath(path).parts
-        split = as_split(parts[0]) if self._has_split_folders else None
+        split = self._splits.get(parts[0])
         folders = parts[1:-1] if split else parts[:-1]
         hidden = any(part.startswith(".") for part in parts)
         if hidden or not folders or not (_is_image_name(path) or _has_no_suffix(path)):
@@ -71,7 +70,7 @@ class Folder(_ClassFolders):
         self._set_layout({folder.name for folder in top_folders})
         parents = [self._directory]
         class_folders = top_folders
-        if self._has_split_folders:
+        if self._splits:
             parents += top_folders
             class_folders = [folder for split in top_folders for folder in _visible_folders(split)]
         for folder in class_folders:
@@ -130,10 +129,22 @@ class Bucket(_ClassFolders):
 
     def _hidden_folder(self, parts: tuple[str, ...]) -> Iterator[str]:
         """The class folder of a key if its name begins with a dot."""
-        for depth in (1, 2) if self._has_split_folders else (1,):
+        for depth in (1, 2) if self._splits else (1,):
             if len(parts) > depth and parts[depth - 1].startswith("."):
                 yield "/".join(parts[:depth])
                 return
+
+
+def _splits_of(folders: set[str]) -> dict[str, Split]:
+    """The splits that ``folders`` name, in any case; a validation folder is the gallery, or the test split without one.
+
+    Training is validated on the gallery. A dataset with nothing but train and validation reports its results on the
+    latter.
+    """
+    names = {folder: folder.lower() for folder in folders}
+    validation: Split = "gallery" if "test" in names.values() else "test"
+    named = {folder: validation if name in _VALIDATION else as_split(name) for folder, name in names.items()}
+    return {folder: split for folder, split in named.items() if split}
 
 
 def _walk(folder: Path) -> Iterator[os.DirEntry[str]]:
