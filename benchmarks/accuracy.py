@@ -68,9 +68,12 @@ def run(
 ) -> dict[str, Any]:
     """Train, index and measure; ``open_set`` is the result of the probe, which determines what is called unknown."""
     trained, network, embeddings, index = (scratch / n for n in ("trained", "network", "embeddings", "index"))
-    started_s = time.perf_counter()
+    started_s, started_cpu_s = time.perf_counter(), time.process_time()
     history = train(dataset, settings.train, trained)
-    train_s = time.perf_counter() - started_s
+    timing = {
+        "train_s": round(time.perf_counter() - started_s, 1),
+        "train_cpu_s": round(time.process_time() - started_cpu_s, 1),
+    }
     export(trained, dataset, network, settings.train.parity_tolerance)
     embed(network, dataset, embeddings)
     threshold, reject_rate = (open_set.threshold, open_set.reject_rate) if open_set else (None, None)
@@ -83,7 +86,7 @@ def run(
         reject_rate=reject_rate,
     )
     measured, _ = measure(Recognizer.open(network, index), dataset, settings.evaluation, split)
-    return {"train_s": round(train_s, 1), "epochs": len(history.epochs), **figures(measured)}
+    return {**timing, "epochs": len(history.epochs), **figures(measured)}
 
 
 def figures(measured: Measurement) -> dict[str, Any]:
@@ -99,19 +102,25 @@ def figures(measured: Measurement) -> dict[str, Any]:
     }
 
 
+def mean_interval(values: list[float]) -> tuple[float, float, float]:
+    """The mean over seeds, and its 95% interval by Student's t; the mean twice more for a single seed."""
+    mean = statistics.mean(values)
+    if len(values) == 1:
+        return mean, mean, mean
+    half = float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
+    return mean, mean - half, mean + half
+
+
 def summarize(preset: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean over seeds with the 95% interval of Student's t."""
     values = [run["accuracy"] for run in runs]
-    mean, half = statistics.mean(values), 0.0
-    if len(values) > 1:
-        half = float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
+    mean, low, high = mean_interval(values)
     return {
         "preset": preset,
         "seeds": len(values),
         "queries": runs[0]["queries"],
         "mean_accuracy": mean,
-        "low": mean - half,
-        "high": min(mean + half, 1.0),
+        "low": low,
+        "high": min(high, 1.0),
         "lowest": min(values),
         "mean_recall_at_1": statistics.mean(run["recall_at_1"] for run in runs),
         "mean_train_s": statistics.mean(run["train_s"] for run in runs),

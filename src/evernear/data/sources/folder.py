@@ -143,8 +143,11 @@ def _splits_of(folders: set[str]) -> dict[str, Split]:
     """
     names = {folder: folder.lower() for folder in folders}
     validation: Split = "gallery" if "test" in names.values() else "test"
-    named = {folder: validation if name in _VALIDATION else as_split(name) for folder, name in names.items()}
-    return {folder: split for folder, split in named.items() if split}
+    splits: dict[str, Split] = {}
+    for folder, name in names.items():
+        if split := validation if name in _VALIDATION else as_split(name):
+            splits[folder] = split
+    return splits
 
 
 def _walk(folder: Path) -> Iterator[os.DirEntry[str]]:
