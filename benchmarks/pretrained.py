@@ -2,27 +2,42 @@
 
 ``python benchmarks/pretrained.py --source DIRECTORY --new frog horse ship truck`` with class folders in
 ``DIRECTORY/train`` and ``DIRECTORY/test``. A resnet18 is pretrained on all classes but the new ones. Its weights then
-recognize the new classes from a few images each: frozen, and fine-tuned. The logistic regression (scikit-learn) sees
-the features of the same images as the frozen backbone's gallery; its regularization is chosen by cross-validation.
+recognize the new classes from a few images each: frozen, with the vote of the nearest neighbors, and fine-tuned. The
+logistic regressions of scikit-learn see the same images as the frozen backbone's gallery: one its features, each
+divided by its deviation, the other the embedding, which is whitened. Cross-validation chooses their regularization.
 """
 
 import argparse
+import statistics
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import machine
 import numpy as np
+import torch
 from accuracy import ingested, run, settings_of
 from numpy.typing import NDArray
 from sklearn.linear_model import LogisticRegressionCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 
 from evernear.data.manifest import Split
-from evernear.embedding.embed import embed
-from evernear.embedding.embeddings import Embeddings
+from evernear.data.shards import Dataset
+from evernear.embedding.artifact import load_trained
+from evernear.embedding.backbone import TimmMember
+from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.train import train
 
 BACKBONE = ("train.backbone=resnet18", "train.backbone_size_px=64")
+CLASSIFIERS = {
+    "frozen": "frozen, nearest neighbors",
+    "regression_on_features": "logistic regression on the features",
+    "regression_on_embeddings": "logistic regression on the embeddings",
+    "fine_tuned": "fine-tuned",
+}
+Features = NDArray[np.float32]
 
 
 def main() -> None:
@@ -30,74 +45,94 @@ def main() -> None:
     parser.add_argument("--source", required=True, type=Path, help="a directory with train/ and test/")
     parser.add_argument("--new", required=True, nargs="+", help="classes that the pretraining does not see")
     parser.add_argument("--images", type=int, default=100, help="training images of each new class")
+    parser.add_argument("--test-images", type=int, help="test images of each new class; all by default")
+    parser.add_argument("--pretraining-images", type=int, help="training images of each other class; all by default")
     parser.add_argument("--epochs", type=int, default=5, help="of the pretraining")
+    parser.add_argument("--weights", type=Path, help="where the pretraining's weights are kept, and reused if present")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of the fine-tuning")
     arguments = parser.parse_args()
 
     machine_info = machine.describe()
     with tempfile.TemporaryDirectory() as scratch_name:
         scratch = Path(scratch_name)
-        weights = pretrain(arguments.source, frozenset(arguments.new), arguments.epochs, scratch)
+        weights = arguments.weights or scratch / "weights.pt"
+        if not weights.exists():
+            old = sorted({folder.name for folder in (arguments.source / "train").iterdir()}.difference(arguments.new))
+            sample(arguments.source, old, (arguments.pretraining_images, 1), 0, scratch / "old-images")
+            pretrain(scratch / "old-images", arguments.epochs, scratch / "old").replace(weights)
         runs: list[dict[str, Any]] = []
         for seed in arguments.seeds:
             images = scratch / f"new-{seed}"
-            sample(arguments.source, arguments.new, arguments.images, seed, images)
-            runs.append({"seed": seed, **transfer(images, weights, seed, scratch / str(seed))})
+            sample(arguments.source, arguments.new, (arguments.images, arguments.test_images), seed, images)
+            runs.append({"seed": seed, **transfer(images, weights, seed, arguments.set, scratch / str(seed))})
             print(runs[-1], flush=True)
     table = [["classifier of the new classes", *(f"seed {row['seed']}" for row in runs), "mean"]]
-    for name in ("frozen", "logistic_regression", "fine_tuned"):
+    for name, words in CLASSIFIERS.items():
         values = [row[name] for row in runs]
-        table.append([name.replace("_", " "), *(f"{v:.1%}" for v in values), f"{sum(values) / len(values):.1%}"])
-    parameters = {"new": arguments.new, "images_per_class": arguments.images, "pretraining_epochs": arguments.epochs}
+        table.append([words, *(f"{value:.1%}" for value in values), f"{statistics.mean(values):.1%}"])
+    parameters = {name: value for name, value in vars(arguments).items() if name not in ("source", "weights", "seeds")}
     machine.write("pretrained", machine_info, {**parameters, "runs": runs}, table)
 
 
-def pretrain(source: Path, new: frozenset[str], epochs: int, scratch: Path) -> Path:
-    """Train a backbone on all classes but ``new``; return the file of its weights."""
-    dataset = ingested(f"folder:{source}", scratch / "old")
+def sample(source: Path, labels: list[str], counts: tuple[int | None, int | None], seed: int, out_dir: Path) -> None:
+    """Link a random sample of the train and the test images of each of ``labels`` to ``out_dir``; None: all."""
+    generator = np.random.default_rng(seed)
+    for label in labels:
+        for split, count in zip(("train", "test"), counts, strict=True):
+            files = sorted((source / split / label).iterdir())
+            (out_dir / split / label).mkdir(parents=True)
+            for number in generator.permutation(len(files))[:count]:
+                (out_dir / split / label / files[number].name).symlink_to(files[number].absolute())
+
+
+def pretrain(images: Path, epochs: int, scratch: Path) -> Path:
+    """Train a backbone on ``images``; return the file of its weights."""
+    dataset = ingested(f"folder:{images}", scratch)
     settings = settings_of("default", *BACKBONE, f"train.epochs={epochs}", "train.min_steps=0").train
-    train(dataset, settings, scratch / "pretrained", exclude_labels=new)
+    train(dataset, settings, scratch / "pretrained")
     return scratch / "pretrained" / "weights.pt"
 
 
-def sample(source: Path, labels: list[str], images_per_class: int, seed: int, out_dir: Path) -> None:
-    """Link a random sample of the training images of ``labels``, and all their test images, to ``out_dir``."""
-    generator = np.random.default_rng(seed)
-    for label in labels:
-        files = sorted((source / "train" / label).iterdir())
-        chosen = [files[i] for i in generator.permutation(len(files))[:images_per_class]]
-        for split, members in (("train", chosen), ("test", sorted((source / "test" / label).iterdir()))):
-            (out_dir / split / label).mkdir(parents=True)
-            for file in members:
-                (out_dir / split / label / file.name).symlink_to(file.absolute())
-
-
-def transfer(images: Path, weights: Path, seed: int, scratch: Path) -> dict[str, float]:
-    """Test accuracy of the three classifiers on the classes in ``images``."""
+def transfer(images: Path, weights: Path, seed: int, fine_tuning: list[str], scratch: Path) -> dict[str, float]:
+    """Test accuracy of the classifiers on the classes in ``images``."""
     pretrained = (*BACKBONE, f"train.weights={weights}", f"train.seed={seed}")
     dataset = ingested(f"folder:{images}", scratch)
     frozen = run(dataset, settings_of("default", *pretrained, "train.frozen=true"), scratch, "test")
-    embed(scratch / "network", dataset, scratch / "features", splits=("gallery", "test"))
-    regression = logistic_regression(Embeddings.open(scratch / "features"))
-    fine_tuned = run(dataset, settings_of("default", *pretrained), scratch / "tuned", "test")
+    features, embeddings = zip(*vectors(scratch / "trained", dataset), strict=True)
+    fine_tuned = run(dataset, settings_of("default", *pretrained, *fine_tuning), scratch / "tuned", "test")
     return {
+        "queries": frozen["queries"],
         "frozen": frozen["accuracy"],
-        "logistic_regression": regression,
+        "regression_on_features": regression_accuracy(*features),
+        "regression_on_embeddings": regression_accuracy(*embeddings),
         "fine_tuned": fine_tuned["accuracy"],
     }
 
 
-def logistic_regression(features: Embeddings) -> float:
-    """Test accuracy of a logistic regression that is fitted to the gallery."""
-    gallery, labels = rows(features, "gallery")
-    model = LogisticRegressionCV(cv=5, max_iter=2000, scoring="accuracy", use_legacy_attributes=False)
-    return float(model.fit(gallery, labels).score(*rows(features, "test")))
+Labeled = tuple[Features, NDArray[np.int64]]
 
 
-def rows(features: Embeddings, split: Split) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """The embeddings (N, D) and label numbers (N,) of ``split``."""
-    blocks = list(features.blocks(split))
-    return np.concatenate([block.embeddings for block in blocks]), np.concatenate([block.labels for block in blocks])
+@torch.inference_mode()
+def vectors(trained_dir: Path, dataset: Dataset) -> Iterator[tuple[Labeled, Labeled]]:
+    """Features and embeddings (N, D) with their classes (N,), of the images to learn from and of the test images."""
+    network, images = load_trained(trained_dir)[1].eval(), TrainingImages(dataset, frozenset())
+    member = cast(TimmMember, network.members[0])
+    learned: tuple[Split, ...] = ("train", "gallery")
+    for splits in (learned, ("test",)):
+        batches = [batch for split in splits for batch in images.in_order(split)]
+        found: list[torch.Tensor] = []
+        handle = member.standardize.register_forward_hook(lambda _, inputs, __, found=found: found.append(inputs[0]))
+        embeddings = torch.cat([network(pixels) for pixels, _ in batches]).numpy()
+        handle.remove()
+        classes = torch.cat([owners for _, owners in batches]).numpy()
+        yield (torch.cat(found).numpy(), classes), (embeddings, classes)
+
+
+def regression_accuracy(learned: Labeled, test: Labeled) -> float:
+    """Test accuracy of a logistic regression."""
+    regression = LogisticRegressionCV(cv=5, max_iter=2000, scoring="accuracy", use_legacy_attributes=False)
+    return float(make_pipeline(StandardScaler(), regression).fit(*learned).score(*test))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
 
 from evernear.data.ingest import ingest
 from evernear.data.shards import Dataset
@@ -19,7 +20,7 @@ from evernear.data.validate import require_valid, validate
 from evernear.disk import sha256_file
 from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.artifact import load_trained
-from evernear.embedding.data_loader import to_tensor
+from evernear.embedding.data_loader import TrainingImages, to_tensor
 from evernear.embedding.embed import embed, embed_images
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import describe_network, export, load_network, load_torchscript, to_torchscript
@@ -110,7 +111,7 @@ def torch_state(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
-def test_a_frozen_network_is_the_backbone_with_centered_features(
+def test_a_frozen_network_is_the_backbone_with_whitened_features(
     digits: Dataset, weights: Path, tmp_path: Path
 ) -> None:
     frozen = settings(weights=str(weights), frozen=True, backbone_size_px=16)
@@ -122,6 +123,7 @@ def test_a_frozen_network_is_the_backbone_with_centered_features(
     )
     assert isinstance(backbone.project, torch.nn.Identity)
     assert backbone.standardize.get_buffer("mean").abs().max() > 0
+    assert not torch.equal(backbone.standardize.get_buffer("matrix"), torch.eye(96))
     exported = export(tmp_path / "trained", digits, tmp_path / "network", tolerance=1e-4)
     assert exported.embedding_dim == 96
     with torch.inference_mode():
@@ -130,6 +132,42 @@ def test_a_frozen_network_is_the_backbone_with_centered_features(
     described = embed(tmp_path / "network", digits, tmp_path / "embeddings", splits=("gallery",))
     everything = digits.manifest.count("gallery") + digits.manifest.count("train")
     assert described.count == everything, "no class was trained on, so all train images join the gallery"
+
+
+@torch.inference_mode()
+def test_whitened_features_recognize_new_classes_as_well_as_logistic_regression(
+    digits: Dataset, tmp_path: Path
+) -> None:
+    old, new = frozenset("01234"), frozenset("56789")
+    with torch.inference_mode(False):
+        train(digits, settings(backbone_size_px=16, epochs=8, batch_size=64), tmp_path / "first", exclude_labels=new)
+    frozen = settings(weights=str(tmp_path / "first" / "weights.pt"), frozen=True, backbone_size_px=16)
+    train(digits, frozen, tmp_path / "frozen", exclude_labels=old)
+    network, images = load_trained(tmp_path / "frozen")[1].eval(), TrainingImages(digits, old)
+    (gallery, owners), (queries, expected) = (
+        [torch.cat(parts) for parts in zip(*images.in_order(split), strict=True)] for split in ("train", "test")
+    )
+
+    def accuracy() -> float:
+        nearest = owners[(network(queries) @ network(gallery).T).argmax(dim=1)]
+        return float((nearest == expected).float().mean())
+
+    whitened, matrix = accuracy(), network.members[0].get_submodule("standardize").get_buffer("matrix")
+    matrix.copy_(torch.eye(len(matrix)))
+    regression = LogisticRegression(max_iter=1000).fit(network(gallery).numpy(), owners.numpy())
+    assert whitened > accuracy() + 0.02
+    assert whitened > regression.score(network(queries).numpy(), expected.numpy()) - 0.01
+
+
+def test_features_of_one_image_per_class_are_only_centered(digits: Dataset, weights: Path) -> None:
+    from evernear.embedding.backbone import whiten
+
+    network = build(choose_architecture(digits, settings(weights=str(weights), frozen=True, backbone_size_px=16)))
+    images = to_tensor(next(digits.blocks("train", 4)).images)
+    whiten(network, [(images, torch.arange(4))])
+    standardize = network.members[0].get_submodule("standardize")
+    assert torch.equal(standardize.get_buffer("matrix"), torch.eye(96))
+    assert standardize.get_buffer("mean").abs().max() > 0
 
 
 def test_weights_of_another_architecture_are_rejected_in_one_sentence(

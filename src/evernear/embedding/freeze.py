@@ -72,21 +72,20 @@ def initialize(network: EmbeddingNetwork, architecture: Architecture, settings: 
 def freeze(dataset: Dataset, settings: TrainSettings, out_dir: Path, exclude_labels: frozenset[str]) -> TrainingResult:
     """Write a network with a frozen backbone to ``out_dir``, as `evernear.embedding.train.train` writes a trained one.
 
-    The mean of the features over the train split is subtracted from them: centered features separate classes better by
-    their angles.
+    Images of the train split determine how its features are whitened.
 
     Raises:
         TrainingError: as `choose_architecture` and `initialize`; or there are too few images.
         StoreError: the weights cannot be fetched or ``out_dir`` cannot be written.
     """
-    from evernear.embedding.backbone import center
+    from evernear.embedding.backbone import WHITENING_IMAGES, whiten
 
     images = TrainingImages(dataset, exclude_labels)
     torch.manual_seed(settings.seed)
     architecture = choose_architecture(dataset, settings)
     network = build(architecture)
     pretrained_sha256 = initialize(network, architecture, settings)
-    center(network, (pixels for pixels, _ in images.in_order("train")))
+    whiten(network, images.evenly_spaced("train", WHITENING_IMAGES))
     save_trained(
         out_dir,
         network.state_dict(),
