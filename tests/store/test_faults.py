@@ -54,6 +54,11 @@ def _sentence(error: EvernearError) -> str:
     return text
 
 
+def by_reader(front: FaultyServer) -> list[bool]:
+    """For each received request, whether it came from the client that `Store.reader` prefers."""
+    return [any("object_store" in value for value in request.headers.values()) for request in front.requests]
+
+
 @pytest.mark.parametrize("fault", DOWNLOAD_FAULTS)
 def test_interrupted_read_is_retried(front: FaultyServer, store: S3Store, tmp_path: Path, fault: Fault) -> None:
     front.inject("GET", fault)
@@ -62,6 +67,10 @@ def test_interrupted_read_is_retried(front: FaultyServer, store: S3Store, tmp_pa
     assert store.fetch("x", tmp_path / "x", sha256_bytes(DATA)).read_bytes() == DATA
     assert [info.key for info in store.list("")] == ["x"]
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    front.forget()
+    front.inject("GET", fault)
+    assert store.reader()("x") == DATA
+    assert by_reader(front) == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -199,11 +208,14 @@ def test_proxy_from_the_environment_is_used(proxy: FaultyServer, bucket: str, mo
     assert store.get("x") == b"1"
     assert {request.path.split("?")[0].split("/")[1] for request in proxy.requests} == {bucket}
     # base64 of me:p@ss
+    assert store.reader()("x") == b"1"
+    assert by_reader(proxy)[-2:] == [False, True]
     assert all(request.headers["proxy-authorization"] == "Basic bWU6cEBzcw==" for request in proxy.requests)
 
     proxy.forget()
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    assert open_store(f"s3://{bucket}/prefix").get("x") == b"1"
+    store = open_store(f"s3://{bucket}/prefix")
+    assert store.get("x") == store.reader()("x") == b"1"
     assert proxy.requests == []
 
 
@@ -254,12 +266,15 @@ def test_https_requires_a_trusted_certificate(
         monkeypatch.setenv("AWS_ENDPOINT_URL", front.url)
         with pytest.raises(StoreError, match=r"https://.* cannot be trusted: .*certificate.*; AWS_CA_BUNDLE may name"):
             S3Store(bucket, "prefix").put("x", DATA)
+        with pytest.raises(StoreError, match="cannot be trusted"):
+            S3Store(bucket, "prefix").reader()("x")
         assert front.requests == []
         monkeypatch.setenv("AWS_CA_BUNDLE", str(authority))
         store = S3Store(bucket, "prefix")
         store.put("x", DATA)
         store.put_if("y", DATA, None)
-        assert store.get("x") == store.get("y") == DATA
+        assert store.get("x") == store.get("y") == store.reader()("x") == DATA
+        assert by_reader(front)[-3:] == [False, False, True]
     monkeypatch.setenv("AWS_CA_BUNDLE", str(authority.with_name("absent.pem")))
     with pytest.raises(SettingsError, match=r"There are no certificates at .*absent\.pem"):
         S3Store(bucket, "prefix")
@@ -297,4 +312,6 @@ def test_missing_keys_are_reported(front: FaultyServer, bucket: str, monkeypatch
         StoreError, match=r"not permitted without keys; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
     ):
         store.get("x")
-    assert "Authorization" not in front.requests[0].headers
+    with pytest.raises(StoreError, match="There is no absent"):
+        store.reader()("absent")
+    assert all("authorization" not in map(str.lower, request.headers) for request in front.requests)

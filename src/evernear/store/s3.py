@@ -15,9 +15,10 @@ from evernear.errors import IntegrityError, SettingsError
 from evernear.store.base import CHUNK_BYTES, ObjectInfo, Store, check_key, check_sha256, missing_object, write_chunks
 from evernear.store.conditional_put import OWN_PREFIX, ConditionalWriter
 from evernear.store.s3_connection import BACKOFF_S, MISSING_OBJECT, TRIES, S3Connection
+from evernear.store.s3_reader import SHA256, object_reader
 
 # A multipart ETag is not a hash of the content, so each object has its hash in its metadata.
-_SHA256 = "x-amz-meta-sha256"
+_SHA256 = f"x-amz-meta-{SHA256}"
 _RETRIED = (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError, IntegrityError)
 
 _T = TypeVar("_T")
@@ -60,6 +61,16 @@ class S3Store(Store):
             return data, response.headers["etag"].strip('"')
 
         return self._get(key, read)
+
+    def reader(self) -> Callable[[str], bytes]:
+        """Return a faster `get` for many small objects, for any number of threads."""
+        read = object_reader(self._connection, self.bucket)
+
+        def get(key: str) -> bytes:
+            data = read(self._prefix + key)
+            return self.get(key) if data is None else data
+
+        return get
 
     def fetch(self, key: str, path: Path, sha256: str | None = None) -> Path:
         """Copy an object to ``path`` atomically."""

@@ -56,6 +56,7 @@ class S3Connection:
     http: urllib3.PoolManager
     client: Minio
     credentials: EnvAWSProvider | None
+    certificates: Path
 
     @classmethod
     def from_environment(cls) -> "S3Connection":
@@ -70,7 +71,8 @@ class S3Connection:
             raise SettingsError(f"AWS_ENDPOINT_URL={endpoint!r} is not of the form https://host:port.")
         region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
         credentials = EnvAWSProvider() if os.environ.get("AWS_ACCESS_KEY_ID") else None
-        http = _pool(endpoint)
+        certificates = _certificates()
+        http = _pool(endpoint, certificates)
         try:
             if credentials:
                 credentials.retrieve()
@@ -83,7 +85,7 @@ class S3Connection:
             )
         except ValueError as error:
             raise SettingsError(f"S3 at {endpoint} cannot be used: {str(error).lower()}.") from None
-        return cls(endpoint.rstrip("/"), region, http, client, credentials)
+        return cls(endpoint.rstrip("/"), region, http, client, credentials, certificates)
 
     def put(self, bucket: str, name: str, data: bytes, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
         """Send a signed PUT with ``headers``, which `Minio.put_object` does not support.
@@ -214,11 +216,16 @@ def _retries(only_unexecuted: bool = False) -> urllib3.Retry:
     )
 
 
-def _pool(endpoint: str) -> urllib3.PoolManager:
+def _certificates() -> Path:
+    """The file with the certificates of trusted authorities."""
+    path = Path(os.environ.get("AWS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or certifi.where())
+    if not path.exists():
+        raise SettingsError(f"There are no certificates at {path} (AWS_CA_BUNDLE, SSL_CERT_FILE).")
+    return path
+
+
+def _pool(endpoint: str, certificates: Path) -> urllib3.PoolManager:
     """A connection pool to ``endpoint``, through the proxy in ``HTTP(S)_PROXY`` and ``NO_PROXY``."""
-    certificates = os.environ.get("AWS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or certifi.where()
-    if not Path(certificates).exists():
-        raise SettingsError(f"There are no certificates at {certificates} (AWS_CA_BUNDLE, SSL_CERT_FILE).")
     parts = urlsplit(endpoint)
     proxy = getproxies().get(parts.scheme)
     manager: Callable[..., urllib3.PoolManager] = urllib3.PoolManager
@@ -228,7 +235,7 @@ def _pool(endpoint: str) -> urllib3.PoolManager:
         maxsize=64,
         timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S),
         retries=_retries(),
-        ca_certs=certificates,
+        ca_certs=str(certificates),
     )
 
 

@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from evernear.data.manifest import SPLITS, Split, as_split
@@ -125,7 +126,11 @@ class Bucket(_ClassFolders):
 
     def read(self, name: str) -> bytes:
         """The content of a file."""
-        return self._store.get(name)
+        return self._get(name)
+
+    @cached_property
+    def _get(self) -> Callable[[str], bytes]:
+        return self._store.reader()
 
     def _hidden_folder(self, parts: tuple[str, ...]) -> Iterator[str]:
         """The class folder of a key if its name begins with a dot."""
