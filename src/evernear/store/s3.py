@@ -90,10 +90,10 @@ class S3Store(Store):
         S3 sorts whole keys; SeaweedFS lists folder by folder, so ``a/b`` comes before ``a.b``.
         """
         with self._connection.errors("s3:ListBucket", self.bucket, self._prefix + prefix):
-            for info in self._client.list_objects(self.bucket, self._prefix + prefix, recursive=True):
-                key = str(info.object_name).removeprefix(self._prefix)
+            for name, size_bytes, etag in self._connection.list(self.bucket, self._prefix + prefix):
+                key = name.removeprefix(self._prefix)
                 if not key.startswith(OWN_PREFIX):
-                    yield ObjectInfo(key, info.size or 0, str(info.etag).strip('"'))
+                    yield ObjectInfo(key, size_bytes, etag)
 
     def folders(self) -> Iterator[str]:
         """Yield the first segments of all keys that have several."""
