@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,7 +28,7 @@ from evernear.data.ledger import Ledger, NewImage
 from evernear.data.manifest import SPLITS, Manifest, Split
 from evernear.data.preprocess import Pixels, Resize, decode_inspected, is_gray, pixels_digest, to_array
 from evernear.data.snapshots import Snapshots
-from evernear.data.sources import ArrayBlock, ArraySource, FileSource, open_source
+from evernear.data.sources import ArrayBlock, ArraySource, FileEntry, FileSource, open_source
 from evernear.data.splits import choose_split
 from evernear.data.writer import ShardWriter
 from evernear.disk import disk_errors
@@ -50,6 +51,7 @@ MAX_SIZE_PX = 128
 """Largest automatic size: the compact network turns the pixels of larger images into patches. Pretrained backbones
 expect more, see `evernear.steps.ingest`."""
 _SAMPLED_SIZES = 101
+_SAMPLED_AT_ONCE = 4
 _FIRST_TRANSPOSED = 5  # EXIF orientations 5 to 8 exchange width and height
 
 
@@ -243,19 +245,24 @@ def _file_shape(source: FileSource, ledger: Ledger, settings: DataSettings) -> S
     images are.
     """
     first = _first_file_shape(source, ledger, settings)
-    sizes: list[tuple[int, int]] = []
-    gray: list[bool] = []
-    for entry in ledger.sample(_SAMPLED_SIZES):
+
+    def shape_of(entry: FileEntry) -> Shape | None:
         with suppress(DataError):
             file = read_image(source, entry, settings.max_pixels)
-            gray.append(is_gray(file))
             height, width = file.height_px, file.width_px
-            sizes.append((width, height) if file.orientation >= _FIRST_TRANSPOSED else (height, width))
+            channels = 1 if is_gray(file) else 3
+            return (width, height, channels) if file.orientation >= _FIRST_TRANSPOSED else (height, width, channels)
+        return None
+
+    with ThreadPoolExecutor(min(settings.requests_in_flight, _SAMPLED_AT_ONCE)) as pool:
+        shapes = [shape for shape in pool.map(shape_of, ledger.sample(_SAMPLED_SIZES)) if shape is not None]
+    sizes = [shape[:2] for shape in shapes]
     height, width = statistics.mode(sizes) if sizes else first[:2]
     if 2 * sizes.count((height, width)) < len(sizes):
         height = width = statistics.median_low(min(size) for size in sizes)
     scale = min(1.0, (settings.max_size_px or MAX_SIZE_PX) / max(height, width))
-    channels = (1 if 2 * sum(gray) > len(gray) else 3) if gray else first[2]
+    grays = sum(channels == 1 for *_, channels in shapes)
+    channels = (1 if 2 * grays > len(shapes) else 3) if shapes else first[2]
     return max(1, round(height * scale)), max(1, round(width * scale)), channels
 
 
@@ -311,7 +318,7 @@ class _Adder:
         checkpoint_s = started_s + _CHECKPOINT_INTERVAL_S
         requests, threads = self._settings.requests_in_flight, self._settings.decode_threads or available_cpus()
         batch_size = max(1, min(_BATCH_IMAGES, _BATCH_BYTES // math.prod(shape)))
-        lookahead = max(requests, min(2 * requests, batch_size))
+        lookahead = max(requests, batch_size)
         decoder = Decoder(source, shape, self._settings.max_pixels, self._resize)
         with closing(decoder.decode_all(self._ledger.pending(page=1024), requests, threads, lookahead)) as results:
             for part in _batched(results, batch_size):

@@ -75,6 +75,12 @@ WHERE digest IN (SELECT digest FROM files WHERE digest IS NOT NULL GROUP BY dige
 GROUP BY digest
 """
 
+# One call of the function for each size, because most images have the same.
+_SIZES = """
+CREATE TEMP TABLE sizes AS
+SELECT width, height, resized(width, height) AS resize FROM (SELECT DISTINCT width, height FROM images)
+"""
+
 
 class NewImage(NamedTuple):
     """A row of ``images``."""
@@ -310,6 +316,7 @@ class Ledger:
 
         with _sqlite_errors():
             self._db.create_function("resized", 2, resized, deterministic=True)
+        self._all(_SIZES)
         problems: list[Problem] = []
         counts: dict[str, int] = {}
         self._all(_TWINS)
@@ -340,7 +347,7 @@ class Ledger:
         yield "constant_image", constant, ()
         size = f"SELECT {name}, NULL, 'has ' || width || ' x ' || height || ' pixels' FROM images"  # noqa: S608
         for problem, kind in _RESIZED.items():
-            yield problem, f"{size} WHERE resized(width, height) = ?", (kind,)
+            yield problem, f"{size} JOIN sizes USING (width, height) WHERE resize = ?", (kind,)
         yield "upscaled", f"{size} WHERE width < ? OR height < ?", (width_px, height_px)
 
     def _names(self, name: str, digest: bytes | None) -> tuple[str, ...]:
