@@ -5,11 +5,18 @@ import sys
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from evernear.embedding.network import Architecture, EmbeddingNetwork, build, choose_patch
 
 
-def network(shape: tuple[int, int, int], mean: float = 0.13, std: float = 0.3, members: int = 1) -> EmbeddingNetwork:
+def network(
+    shape: tuple[int, int, int],
+    mean: float = 0.13,
+    std: float = 0.3,
+    members: int = 1,
+    test_time_flip: bool = False,
+) -> EmbeddingNetwork:
     torch.manual_seed(0)
     channels = shape[2]
     architecture = Architecture(
@@ -20,6 +27,7 @@ def network(shape: tuple[int, int, int], mean: float = 0.13, std: float = 0.3, m
         width=4,
         embedding_dim=16,
         members=members,
+        test_time_flip=test_time_flip,
     )
     return build(architecture).eval()
 
@@ -78,6 +86,15 @@ def test_similarity_of_an_ensemble_is_the_mean_of_its_members() -> None:
     parts = torch.stack([part / part.norm(dim=1, keepdim=True) for part in embeddings.chunk(4, dim=1)])
     assert (parts[0] - parts[1]).abs().max() > 0.1
     torch.testing.assert_close(embeddings @ embeddings.T, (parts @ parts.mT).mean(dim=0), atol=1e-6, rtol=0)
+
+
+def test_test_time_flip_averages_an_image_and_its_mirror_image() -> None:
+    shape = (12, 15, 3)
+    pixels, plain, averaged = images(4, shape), network(shape), network(shape, test_time_flip=True)
+    mean = F.normalize(plain(pixels) + plain(pixels.flip(-1)))
+    assert torch.allclose(averaged(pixels), mean, atol=1e-6)
+    assert torch.allclose(averaged(pixels), averaged(pixels.flip(-1)), atol=1e-6)
+    assert torch.allclose(averaged.train()(pixels), plain.train()(pixels)), "training augments with flips instead"
 
 
 def test_cost_is_bounded_for_large_images() -> None:

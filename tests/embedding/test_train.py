@@ -342,6 +342,7 @@ def test_a_digit_is_not_mirrored(digits: Dataset, tiny: TrainSettings, tmp_path:
     assert not horizontal.harmless
     assert not vertical.harmless
     assert "horizontal flips not used" in result.flips
+    assert not load_trained(tmp_path)[0].architecture.test_time_flip
 
 
 def test_images_that_look_alike_in_a_mirror_are_mirrored(tmp_path: Path, tiny: TrainSettings) -> None:
@@ -364,6 +365,7 @@ def test_images_that_look_alike_in_a_mirror_are_mirrored(tmp_path: Path, tiny: T
     horizontal, vertical = tested[0]
     assert horizontal.harmless
     assert not vertical.harmless
+    assert load_trained(tmp_path / "trained")[0].architecture.test_time_flip
 
 
 @pytest.mark.parametrize(

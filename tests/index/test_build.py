@@ -30,6 +30,16 @@ def test_index_description_records_its_inputs(make_embeddings: MakeEmbeddings, i
         assert sha256_file(tmp_path / name) == sha256
 
 
+@pytest.mark.parametrize(("spread", "rule"), [(0.1, "vote"), (0.6, "centroid")])
+def test_auto_labels_by_centroid_only_where_that_is_clearly_better(
+    make_embeddings: MakeEmbeddings, tmp_path, spread: float, rule: str
+):
+    splits = {"gallery": blobs(1, 300, spread=spread), "query": blobs(2, 300, spread=spread)}
+    described = build(make_embeddings(splits), LABELS, IndexSettings(), tmp_path)
+    assert described.label_by == rule
+    assert describe_index(tmp_path).label_by == rule
+
+
 def test_index_build_is_deterministic(make_embeddings: MakeEmbeddings, index_settings: MakeSettings, tmp_path):
     embeddings = make_embeddings({"gallery": blobs(1, 130), "query": blobs(2, 50)})
     digests = {build(embeddings, LABELS, index_settings(), tmp_path / name).digest for name in ("a", "b")}

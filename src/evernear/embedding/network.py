@@ -39,6 +39,8 @@ class Architecture(Frozen):
     input: NetworkInput | None = None
     frozen: bool = False
     """Whether the backbone's features are the embedding, without a projection."""
+    test_time_flip: bool = False
+    """Whether an image is embedded as the mean of its own embedding and that of its mirror image."""
 
 
 class EmbeddingNetwork(nn.Module):
@@ -49,6 +51,9 @@ class EmbeddingNetwork(nn.Module):
     With several members it is a deep ensemble (Lakshminarayanan et al. 2017, arXiv:1612.01474): networks that differ
     only in their initial weights. Their embeddings are concatenated, so the similarity of two images is the mean of the
     members' similarities.
+
+    With ``Architecture.test_time_flip``, the trained network embeds each image together with its mirror image, as in
+    the evaluation of ArcFace (Deng et al. 2019, arXiv:1801.07698). That doubles the time of an embedding.
     """
 
     def __init__(self, architecture: Architecture) -> None:
@@ -59,6 +64,7 @@ class EmbeddingNetwork(nn.Module):
         self.std: Tensor
         self.members = nn.ModuleList(_member(architecture) for _ in range(architecture.members))
         self.length = math.sqrt(architecture.members)
+        self.test_time_flip = architecture.test_time_flip
         self.at_once = 2**31 - 1
         """A larger batch is embedded in parts outside training, so that memory is bounded."""
 
@@ -66,10 +72,16 @@ class EmbeddingNetwork(nn.Module):
         """Embed ``images`` (N, C, H, W), uint8 or float in 0..255, as unit vectors (N, embedding_dim)."""
         if self.training:
             return self.embed(images)
-        return torch.cat([self.embed(part) for part in images.split(self.at_once)])
+        return torch.cat([self.embed_trained(part) for part in images.split(self.at_once)])
+
+    def embed_trained(self, images: Tensor) -> Tensor:
+        """`forward` after training, without the bound."""
+        if not self.test_time_flip:
+            return self.embed(images)
+        return F.normalize(self.embed(images) + self.embed(images.flip(-1)))
 
     def embed(self, images: Tensor) -> Tensor:
-        """`forward` without the bound."""
+        """Embed ``images`` as they are."""
         pixels = (images.to(torch.float32) / 255 - self.mean) / self.std
         pixels = pixels.contiguous(memory_format=torch.channels_last)
         return torch.cat([member(pixels) for member in self.members], dim=1) / self.length

@@ -72,7 +72,7 @@ FLIP_TOLERANCE = 0.1
 SEEN = 8
 """Standard errors above chance from which on the accuracy is high enough to compare flips."""
 CHECKPOINT_FORMAT = 4
-WITHOUT_EFFECT = {"parity_tolerance", "checkpoint_every_epochs"}
+WITHOUT_EFFECT = {"parity_tolerance", "checkpoint_every_epochs", "test_time_flip"}
 """Settings that do not affect the weights."""
 OnEpoch = Callable[[Epoch], None]
 
@@ -214,15 +214,15 @@ def train(
     )
     if rank == 0:
         save_checkpoint(store, key, state.result())
-        weights, remarks = state.best_weights, result.warnings
+        flips = choose_flips(settings, state.history)
         save_trained(
             out_dir,
-            weights,
-            architecture,
+            state.best_weights,
+            architecture.model_copy(update={"test_time_flip": settings.test_time_flip and "horizontal" in flips}),
             settings,
             dataset.digest,
             exclude_labels,
-            remarks,
+            result.warnings,
             pretrained_sha256,
         )
         result.save(out_dir / HISTORY_FILE)

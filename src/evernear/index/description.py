@@ -15,6 +15,8 @@ LABELS_FILE = "labels.npy"
 CENTROIDS_FILE = "centroids.npy"
 FARTHEST = 2.0
 """The largest distance between two unit vectors."""
+Rule = Literal["vote", "centroid"]
+"""Whether the nearest neighbors or the nearest centroid of a class decide the label."""
 PARTS = (VECTORS_FILE, LABELS_FILE, CENTROIDS_FILE)
 
 
@@ -78,7 +80,7 @@ class IndexDescription(Frozen):
     labels: tuple[str, ...]
     counts: tuple[int, ...]
     """Number of vectors of each of ``labels``. A label without vectors is never predicted."""
-    label_by: Literal["vote", "centroid"]
+    label_by: Rule
     k: int = Field(ge=1)
     calibration: Calibration
     parts: dict[str, str]

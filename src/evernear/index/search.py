@@ -14,6 +14,7 @@ from evernear.index.description import (
     LABELS_FILE,
     VECTORS_FILE,
     IndexDescription,
+    Rule,
     check_parts,
     describe_index,
 )
@@ -163,19 +164,26 @@ class Gallery:
     def classify(self, embeddings: Embedded, neighbors: Neighbors) -> Classifications:
         """Classify unit vectors (N, D) by the neighbors that `search` found for them.
 
-        The label is that of most of the first ``description.k`` neighbors (the nearest wins a tie), or of the nearest
-        centroid. The distance is always that to the nearest neighbor, which rejects unknown images better than the
-        distance to a centroid. A query without neighbors is unknown at distance `FARTHEST`.
+        The distance is always that to the nearest neighbor, which rejects unknown images better than the distance to a
+        centroid. A query without neighbors is unknown at distance `FARTHEST`.
         """
-        votes = neighbors.labels[:, : self.description.k]
-        no_neighbors = votes[:, 0] == NO_LABEL
-        if self.description.label_by == "centroid":
-            labels = self._nearest_centroid(embeddings)
-        else:
-            labels = vote(votes)
-            labels[no_neighbors] = self._nearest_centroid(embeddings[no_neighbors])
+        labels = self.label(embeddings, neighbors, self.description.label_by)
+        no_neighbors = neighbors.labels[:, 0] == NO_LABEL
         distances = np.where(no_neighbors, np.float32(FARTHEST), np.minimum(neighbors.distances[:, 0], FARTHEST))
         return Classifications(labels, distances, (distances > self.threshold) | no_neighbors)
+
+    def label(self, embeddings: Embedded, neighbors: Neighbors, rule: Rule) -> NDArray[np.int32]:
+        """Label numbers of unit vectors (N, D) by the neighbors that `search` found for them.
+
+        The label is that of most of the first ``description.k`` neighbors (the nearest wins a tie), or of the nearest
+        centroid, which is also that of a query without neighbors.
+        """
+        if rule == "centroid":
+            return self._nearest_centroid(embeddings)
+        labels = vote(neighbors.labels[:, : self.description.k])
+        no_neighbors = labels == NO_LABEL
+        labels[no_neighbors] = self._nearest_centroid(embeddings[no_neighbors])
+        return labels
 
     def _nearest_centroid(self, embeddings: Embedded) -> NDArray[np.int32]:
         nearest = [

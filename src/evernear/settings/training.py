@@ -207,6 +207,11 @@ class TrainSettings(Section):
         description="Random mirroring of the training images; auto: measured during training, so that photographs are "
         "mirrored and digits are not.",
     )
+    test_time_flip: bool = Field(
+        default=True,
+        description="Embed an image as the mean of its own embedding and that of its mirror image, if the training "
+        "mirrors images from left to right; takes twice the time.",
+    )
     seed: int = Field(default=0, description="Seed of weights, order and augmentation.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if PyTorch has one.")
     precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -299,8 +304,10 @@ class IndexSettings(Section):
     memory_mb: int = Field(
         default=2000, ge=1, description="Largest approximate index that auto may choose; FAISS only."
     )
-    label_by: Literal["vote", "centroid"] = Field(
-        default="vote", description="The majority of the k nearest neighbors, or the nearest class centroid."
+    label_by: Literal["auto", "vote", "centroid"] = Field(
+        default="auto",
+        description="vote: the majority of the k nearest neighbors; centroid: the nearest class centroid; "
+        "auto: vote, unless the centroids label clearly more images of the query split right.",
     )
     k: int = Field(default=5, ge=1, le=1000, description="Number of neighbors that vote.")
     false_accept_rate: float = Field(
