@@ -28,6 +28,8 @@ INK, GRID, FIRST, SECOND, LIMIT = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#
 """Placeholders for the colors of the page."""
 VARIABLES = {INK: "--ink", GRID: "--line", FIRST: "--first", SECOND: "--second", LIMIT: "--limit"}
 SIZE_IN = (4.4, 2.7)
+LEGEND_ROOM = 1.5
+"""Height of a histogram with its legend, relative to the histogram alone."""
 DET_LIMITS = (0.005, 0.995)
 DET_TICKS = (0.01, 0.05, 0.2, 0.5, 0.8, 0.95)
 MAX_LABEL_CHARACTERS = 30
@@ -110,9 +112,11 @@ def _histogram(title: str, series: Mapping[str, Sequence[float]], threshold: flo
             axes.stairs(shares, edges, fill=True, alpha=0.35, color=color, label=name)
             axes.stairs(shares, edges, color=color)
     if threshold < FARTHEST:
-        axes.axvline(threshold, color=LIMIT, linestyle="--", label=f"unknown beyond {threshold:.2f}")
+        axes.axvline(
+            threshold, ymax=1 / LEGEND_ROOM, color=LIMIT, linestyle="--", label=f"unknown beyond {threshold:.2f}"
+        )
     axes.set_xlim(0, max(1.0, _largest(series) + 0.1))
-    axes.set_ylim(0, 1.5 * axes.get_ylim()[1])  # room for the legend
+    axes.set_ylim(0, LEGEND_ROOM * axes.get_ylim()[1])
     axes.set_title(title, color=INK, fontsize=10, loc="left")
     _legend(axes, loc="upper right")
     return svg(figure, title)
