@@ -19,11 +19,10 @@ from typer.testing import CliRunner
 from evernear import cli, demo
 from evernear.cli import predict, runs, watch
 from evernear.cli import run as run_command
-from evernear.cli.tables import print_table
 from evernear.errors import DataError, EvernearError
 from evernear.kubeflow.runs import Run, State, Step
 from evernear.local_run import RunResult
-from evernear.output import JsonFormatter, LogFormatter, log_fields, print_json, print_line, printable
+from evernear.output import JsonFormatter, LogFormatter, log_fields, print_json, print_line, print_table, printable
 from evernear.progress import EVENTS_VARIABLE, Event, read_events, step
 from evernear.release.registry import Registry
 from evernear.reporting.notify import NextStep

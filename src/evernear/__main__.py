@@ -6,11 +6,11 @@ import sys
 def main() -> None:
     """Run the command line. Ctrl-C during imports also ends with a message instead of a traceback."""
     try:
-        from evernear.cli import main
+        from evernear.cli import main as run_command
     except KeyboardInterrupt:
         sys.stderr.write("evernear: Interrupted before the command started.\n")
         sys.exit(130)
-    main()
+    run_command()
 
 
 if __name__ == "__main__":

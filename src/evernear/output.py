@@ -8,7 +8,7 @@ a log or a report therefore goes through `printable`.
 import json
 import logging
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -27,7 +27,7 @@ def printable(text: str, limit: int | None = None) -> str:
     """
     shortened = text if limit is None else text[:limit]
     escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shortened)
-    return escaped + "..." * (len(shortened) < len(text))
+    return f"{escaped}..." if len(shortened) < len(text) else escaped
 
 
 def print_line(text: str = "", file: TextIO | None = None) -> None:
@@ -93,3 +93,11 @@ def log_to_stderr(level: int, log_format: Literal["text", "json"] = "text") -> N
     lines = LogFormatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     handler.setFormatter(lines if log_format == "text" else JsonFormatter())
     logging.basicConfig(level=level, handlers=[handler])
+
+
+def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a header and rows, with columns padded to their widest cell."""
+    table = [[printable(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    for row in table:
+        print_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

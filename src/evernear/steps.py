@@ -35,7 +35,7 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
     deploy.
     """
     with step("ingest", run, store) as running:
-        from evernear.data.ingest import ingest
+        from evernear.data.ingest import ingest as ingest_source
         from evernear.data.manifest import SPLITS, save_manifest
         from evernear.data.sources import open_source
         from evernear.deployment import require_deployable
@@ -48,7 +48,7 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         images = chosen.data
         if chosen.train.weights and not images.max_size_px:
             images = images.model_copy(update={"max_size_px": PRETRAINED_SIZE_PX})
-        manifest = ingest(images, chosen.store_uri, running.report)
+        manifest = ingest_source(images, chosen.store_uri, running.report)
         save_manifest(manifest, Path(dataset))
         RunRecord(open_store(chosen.store_uri), run).save(settings=chosen.model_dump(mode="json"))
         counts = ", ".join(f"{manifest.count(split):,} {split}" for split in SPLITS)
@@ -63,7 +63,8 @@ def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
     """Report problems of the dataset; a problem of severity ``error`` stops the run."""
     with _step("validate", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
-        from evernear.data.validate import require_valid, validate
+        from evernear.data.validate import require_valid
+        from evernear.data.validate import validate as validate_dataset
         from evernear.release.registry import Registry
 
         registry, data = Registry(open_store(chosen.store_uri)), Dataset.open(Path(dataset))
@@ -74,7 +75,7 @@ def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
             known = release.labels
             # The evaluation checks this too, but only after hours of training.
             data.require_shape(release.preprocessing.shape, champion.version)
-        result = validate(data, chosen.validation, known, chosen.classes)
+        result = validate_dataset(data, chosen.validation, known, chosen.classes)
         write_atomically(Path(report), result.markdown())
         RunRecord(open_store(chosen.store_uri), run).save(validation=result.model_dump(mode="json"))
         running.summary = _in_words(result)
@@ -86,7 +87,8 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
     with _step("train", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
         from evernear.embedding.artifact import Epoch
-        from evernear.embedding.train import require_learned, train, with_defaults
+        from evernear.embedding.train import require_learned, with_defaults
+        from evernear.embedding.train import train as train_network
         from evernear.reporting.page import page
         from evernear.reporting.plots import training_curves
 
@@ -101,7 +103,7 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
             from evernear.kubeflow.train_job import run_train_job
 
             run_train_job(run, data, recipe, chosen, report_epoch, running.report)
-        result = train(data, recipe, Path(trained), opened, on_epoch=report_epoch, on_step=_countdown(running))
+        result = train_network(data, recipe, Path(trained), opened, on_epoch=report_epoch, on_step=_countdown(running))
         history = [epoch.model_dump(mode="json", exclude={"flip_tests"}) for epoch in result.epochs]
         write_atomically(Path(curves), page("Training curves", training_curves(history)))
         RunRecord(opened, run).save(training={"epochs": history, "best_epoch": result.best_epoch})
@@ -121,10 +123,10 @@ def export(run: str, settings: Tree, dataset: str, trained: str, network: str) -
     """Export the network to TorchScript; return the metadata of its artifact."""
     with _step("export", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
-        from evernear.embedding.export import export
+        from evernear.embedding.export import export as export_network
 
         tolerance = chosen.train.parity_tolerance
-        result = export(Path(trained), Dataset.open(Path(dataset)), Path(network), tolerance)
+        result = export_network(Path(trained), Dataset.open(Path(dataset)), Path(network), tolerance)
         difference = result.parity_max_abs_difference
         running.summary = f"TorchScript within {difference:.1e} of eager on {result.parity_images} images"
     return {"sha256": result.sha256, "parity_max_abs_difference": difference}
@@ -147,14 +149,14 @@ def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str)
     """Embed the gallery and query splits; return the metadata of the artifact: new and reused embeddings."""
     with _step("embed", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
-        from evernear.embedding.embed import embed
+        from evernear.embedding.embed import embed as embed_dataset
         from evernear.embedding.export import training_dataset
 
         data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
         trained_labels = training_dataset(Path(network), data, opened).manifest.label_counts("train")
         trained = chosen.classes.current_labels(label for label, count in trained_labels.items() if count)
         untrained = frozenset(data.labels).difference(trained)
-        result = embed(Path(network), data, Path(embeddings), store=opened, untrained=untrained)
+        result = embed_dataset(Path(network), data, Path(embeddings), store=opened, untrained=untrained)
         computed = result.count - result.reused
         running.summary = f"{computed:,} embeddings of {result.dim} dimensions computed, {result.reused:,} reused"
     return {"computed": computed, "reused": result.reused, "untrained_classes": sorted(untrained)}
@@ -186,11 +188,11 @@ def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
     """Measure how well images of unseen classes are rejected, and calibrate the open-set threshold on them."""
     with _step("probe", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
-        from evernear.evaluation.probe import probe
+        from evernear.evaluation.probe import probe as probe_open_set
 
         data = Dataset.open(Path(dataset))
         here = chosen.train.model_copy(update={"nodes": 1})  # the probe trains for a quarter of the epochs
-        result = probe(data, here, chosen.evaluation, chosen.index, _countdown(running))
+        result = probe_open_set(data, here, chosen.evaluation, chosen.index, _countdown(running))
         result.save(Path(open_set))
         running.summary = result.summary() or "too few classes to hold one out"
 
@@ -202,7 +204,7 @@ def evaluate(
     with _step("evaluate", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
         from evernear.embedding.export import describe_network, training_dataset
-        from evernear.evaluation.evaluate import evaluate
+        from evernear.evaluation.evaluate import evaluate as evaluate_systems
         from evernear.evaluation.examples import ExampleCollector
         from evernear.evaluation.open_set import OpenSet
         from evernear.evaluation.recognizer import Recognizer
@@ -214,19 +216,9 @@ def evaluate(
         opened = open_store(chosen.store_uri)
         seen = training_dataset(Path(network), data, opened)
         collector = ExampleCollector(candidate, data)
-        with open_champion(opened) as (champion, champion_dataset):
-            result = evaluate(
-                candidate,
-                champion,
-                data,
-                probed,
-                chosen.evaluation,
-                champion_dataset,
-                seen,
-                chosen.classes,
-                collector.add,
-            )
-            examples = collector.finish(champion_dataset)
+        with open_champion(opened, chosen.classes) as champion:
+            result = evaluate_systems(candidate, champion, data, probed, chosen.evaluation, seen, collector.add)
+            examples = collector.finish(champion.dataset if champion else None)
         live = live_distances(opened, result.champion) if result.champion else None
         result = result.model_copy(update={"training_warnings": describe_network(Path(network)).training_warnings})
         result.write(Path(evaluation))
@@ -267,7 +259,8 @@ def archive(run: str, settings: Tree, dataset: str, parts: dict[str, str], relea
         from evernear.data.shards import Dataset
         from evernear.evaluation.evaluate import Evaluation
         from evernear.evaluation.verdict import Verdict
-        from evernear.release.archive import Candidate, archive
+        from evernear.release.archive import Candidate
+        from evernear.release.archive import archive as pack_release
         from evernear.release.registry import Registry
         from evernear.serving import HANDLER
 
@@ -280,7 +273,7 @@ def archive(run: str, settings: Tree, dataset: str, parts: dict[str, str], relea
             metrics=measured.metrics(),
             parent=measured.champion.name if measured.champion else None,
         )
-        packed = archive(candidate, chosen.serving, HANDLER, Path(release))
+        packed = pack_release(candidate, chosen.serving, HANDLER, Path(release))
         store = open_store(chosen.store_uri)
         if not Verdict.load(Path(parts["verdict"])).promote:
             Registry(store).publish(packed.archive)
@@ -293,11 +286,11 @@ def archive(run: str, settings: Tree, dataset: str, parts: dict[str, str], relea
 def deploy(run: str, settings: Tree, started_by: str, release: str, verdict: str) -> None:
     """Publish and roll out the release; do nothing unless the verdict promotes it."""
     with _step("deploy", run, settings) as (running, chosen):
-        from evernear.deployment import deploy
+        from evernear.deployment import deploy as deploy_release
         from evernear.release.archive_reader import ARCHIVE_FILE
         from evernear.release.registry import Cause
 
-        deployed = deploy(
+        deployed = deploy_release(
             Path(release) / ARCHIVE_FILE, Path(verdict), chosen, Cause(by=started_by or UNKNOWN_CAUSE, run=run)
         )
         RunRecord(open_store(chosen.store_uri), run).save(deployment=deployed.model_dump(mode="json"))
@@ -324,12 +317,12 @@ def promote(
 ) -> None:
     """Deploy a release of the registry by a person's decision, even against its verdict."""
     with step("promote", run, store) as running:
-        from evernear.deployment import promote
+        from evernear.deployment import promote as promote_release
         from evernear.release.registry import Cause
 
         chosen = of_run(settings, **parameters, store=store)
         cause = Cause(by=started_by or UNKNOWN_CAUSE, why=reason, run=run)
-        promoted = promote(release, chosen, force=True, cause=cause)
+        promoted = promote_release(release, chosen, force=True, cause=cause)
         RunRecord(open_store(store), run).save(promotion=promoted.model_dump(mode="json") | {"why": reason})
         running.summary = f"release {promoted.version} {promoted.state()}"
 
@@ -369,7 +362,8 @@ def _in_words(report: "Report") -> str:
     count = len(report.findings)
     if not count:
         return "no problems"
-    return f"{count} finding{'s' * (count > 1)}: " + " ".join(finding.message for finding in report.findings)
+    messages = " ".join(finding.message for finding in report.findings)
+    return f"1 finding: {messages}" if count == 1 else f"{count} findings: {messages}"
 
 
 @contextmanager

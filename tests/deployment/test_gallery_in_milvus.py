@@ -12,7 +12,6 @@ from evernear.deployment import deploy, promote, roll_back
 from evernear.deployment.alias import point_alias
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import IntegrityError, TransientStoreError
-from evernear.evaluation.recognizer import Recognizer
 from evernear.index import milvus_client
 from evernear.index.build import build
 from evernear.index.description import Collection
@@ -115,9 +114,9 @@ def test_alias_follows_promotions_and_rollbacks(make: Make, make_release: MakeRe
 def test_champion_is_opened_for_comparison(make: Make, settings):
     release = make()
     deploy(release.archive, release.verdict, settings)
-    with open_champion(open_store(settings.store_uri)) as (champion, _):
-        assert isinstance(champion, Recognizer)
-        assert champion.gallery.description.collection == collection_of(release)
+    with open_champion(open_store(settings.store_uri)) as champion:
+        assert champion is not None
+        assert champion.recognizer.gallery.description.collection == collection_of(release)
 
 
 def test_pruning_deletes_only_collections_that_no_release_needs(make: Make, make_release, settings, milvus_uri):

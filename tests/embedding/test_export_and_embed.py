@@ -9,7 +9,7 @@ import torch
 
 from evernear.data.shards import Dataset
 from evernear.embedding import embed as embed_module
-from evernear.embedding.artifact import load_trained, save_trained
+from evernear.embedding.artifact import TrainedNetwork, load_trained, save_trained
 from evernear.embedding.data_loader import to_tensor
 from evernear.embedding.embed import embed, embed_images
 from evernear.embedding.embeddings import Embeddings
@@ -54,15 +54,17 @@ def test_export_refuses_outputs_that_are_not_finite(digits: Dataset, trained_dir
     trained, network = load_trained(trained_dir)
     damaged = network.state_dict()
     damaged["members.0.project.weight"].fill_(float("nan"))
-    save_trained(tmp_path / "t", damaged, trained.architecture, trained.settings, digits.digest, frozenset())
+    save_trained(tmp_path / "t", damaged, trained)
     with pytest.raises(TrainingError, match="differs from the trained one by nan"):
         export(tmp_path / "t", digits, tmp_path / "n", tolerance=1e-4)
 
 
 def test_export_refuses_a_network_for_images_of_another_shape(digits: Dataset, tmp_path: Path) -> None:
     architecture = Architecture(shape=(9, 9, 3), mean=(0.5,) * 3, std=(0.5,) * 3, patch_px=1, width=4, embedding_dim=16)
-    state = build(architecture).state_dict()
-    save_trained(tmp_path, state, architecture, TrainSettings(), digits.digest, frozenset())
+    trained = TrainedNetwork(
+        architecture=architecture, dataset_digest=digits.digest, exclude_labels=(), settings=TrainSettings()
+    )
+    save_trained(tmp_path, build(architecture).state_dict(), trained)
     with pytest.raises(IntegrityError, match=r"takes images of \(9, 9, 3\)"):
         export(tmp_path, digits, tmp_path / "n", tolerance=1e-4)
 

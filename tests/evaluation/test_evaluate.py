@@ -13,7 +13,7 @@ from evernear.disk import sha256_file
 from evernear.embedding.embed import embed
 from evernear.embedding.embeddings import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription
 from evernear.errors import IntegrityError
-from evernear.evaluation.evaluate import Evaluation, evaluate
+from evernear.evaluation.evaluate import Champion, Evaluation, evaluate
 from evernear.evaluation.gate import decide
 from evernear.evaluation.measure import measure
 from evernear.evaluation.open_set import OpenSet
@@ -54,7 +54,7 @@ def collapsed(system: System, embeddings: Path, tmp_path_factory: pytest.TempPat
 
 
 def test_evaluation_survives_a_round_trip(system: System, full: Recognizer, collapsed: Recognizer, tmp_path):
-    evaluation = evaluate(collapsed, full, system.dataset, PROBED, SETTINGS, system.dataset)
+    evaluation = evaluate(collapsed, Champion(full, system.dataset), system.dataset, PROBED, SETTINGS)
     evaluation.write(tmp_path)
     loaded = Evaluation.open(tmp_path)
     assert loaded.model_dump() == evaluation.model_dump()
@@ -66,7 +66,7 @@ def test_evaluation_survives_a_round_trip(system: System, full: Recognizer, coll
 
 @pytest.fixture
 def saved(system: System, full: Recognizer, collapsed: Recognizer, tmp_path) -> Path:
-    evaluate(collapsed, full, system.dataset, PROBED, SETTINGS).write(tmp_path)
+    evaluate(collapsed, Champion(full), system.dataset, PROBED, SETTINGS).write(tmp_path)
     return tmp_path
 
 
@@ -109,7 +109,7 @@ def test_nan_metric_does_not_load(saved: Path):
 
 def test_metrics_are_flat_finite_numbers(system: System, full: Recognizer, collapsed: Recognizer):
     alone = evaluate(full, None, system.dataset, OpenSet(held_out=()), SETTINGS).metrics()
-    paired = evaluate(collapsed, full, system.dataset, PROBED, SETTINGS).metrics()
+    paired = evaluate(collapsed, Champion(full), system.dataset, PROBED, SETTINGS).metrics()
     assert set(alone) < set(paired)
     assert {"champion_accuracy", "regressions", "p_worse", "open_set_auroc"} <= set(paired) - set(alone)
     for metrics in (alone, paired):
@@ -124,7 +124,7 @@ def test_first_release_needs_no_champion(system: System, full: Recognizer):
 
 
 def test_champion_passes_against_itself(system: System, full: Recognizer):
-    assert decide(evaluate(full, full, system.dataset, PROBED, SETTINGS, system.dataset), LENIENT).promote
+    assert decide(evaluate(full, Champion(full, system.dataset), system.dataset, PROBED, SETTINGS), LENIENT).promote
 
 
 def test_leakage_includes_the_training_images_of_the_network(system: System, full: Recognizer):
@@ -133,13 +133,13 @@ def test_leakage_includes_the_training_images_of_the_network(system: System, ful
     shards = tuple(shard.model_copy(update={"split": "train"}) for shard in system.dataset.shards("test"))
     manifest = system.dataset.manifest.model_copy(update={"shards": shards})
     trained_on = Dataset(manifest, open_store(manifest.store_uri))
-    evaluation = evaluate(full, full, system.dataset, PROBED, SETTINGS, system.dataset, trained_on)
+    evaluation = evaluate(full, Champion(full, system.dataset), system.dataset, PROBED, SETTINGS, trained_on)
     assert evaluation.leakage == {"train": system.dataset.count("test"), "gallery": 0, "query": 0}
     assert "test_images_unseen" in {rule.name for rule in decide(evaluation, LENIENT).rules if not rule.passed}
 
 
 def test_collapsed_class_fails_the_gate(system: System, full: Recognizer, collapsed: Recognizer):
-    verdict = decide(evaluate(collapsed, full, system.dataset, PROBED, SETTINGS, system.dataset), LENIENT)
+    verdict = decide(evaluate(collapsed, Champion(full, system.dataset), system.dataset, PROBED, SETTINGS), LENIENT)
     failed = {rule.name: rule.reason for rule in verdict.rules if not rule.passed}
     assert {"classes_kept", "class_recall_floor", "class_recall_drop", "no_worse"} == set(failed)
     assert failed["classes_kept"].endswith("classes of the champion: 7.")
@@ -147,7 +147,9 @@ def test_collapsed_class_fails_the_gate(system: System, full: Recognizer, collap
     assert not verdict.promote
     # In the opposite direction a class is gained, and the 7s do not fail the gate.
     lenient = LENIENT.model_copy(update={"significance": 0.001})
-    assert decide(evaluate(full, collapsed, system.dataset, PROBED, SETTINGS, system.dataset), lenient).promote
+    assert decide(
+        evaluate(full, Champion(collapsed, system.dataset), system.dataset, PROBED, SETTINGS), lenient
+    ).promote
 
 
 def with_shuffled_labels(embeddings: Path, directory: Path) -> None:
@@ -202,7 +204,7 @@ def test_a_weak_network_is_not_blamed_on_the_labels(system: System, collapsed: R
 
 
 def test_systems_are_measured_on_the_same_queries(system: System, full: Recognizer, collapsed: Recognizer):
-    evaluation = evaluate(collapsed, full, system.dataset, PROBED, SETTINGS)
+    evaluation = evaluate(collapsed, Champion(full), system.dataset, PROBED, SETTINGS)
     assert evaluation.champion == measure(full, system.dataset, SETTINGS)[0]
     assert evaluation.champion.queries_sha256 == evaluation.candidate.queries_sha256
     assert evaluation.candidate.name == ""
@@ -213,7 +215,7 @@ def test_retained_test_images_with_another_dataset(
     system: System, full: Recognizer, tmp_path_factory: pytest.TempPathFactory
 ):
     def retained(champion_dataset: Dataset) -> float | None:
-        return evaluate(full, full, system.dataset, PROBED, SETTINGS, champion_dataset).champion_test_overlap
+        return evaluate(full, Champion(full, champion_dataset), system.dataset, PROBED, SETTINGS).champion_test_overlap
 
     def other(settings: DataSettings) -> Dataset:
         store = tmp_path_factory.mktemp("store").as_uri()
@@ -225,7 +227,7 @@ def test_retained_test_images_with_another_dataset(
     fewer = retained(other(source.model_copy(update={"test_fraction": 0.2})))
     assert fewer is not None
     assert 0.3 < fewer < 0.7, "half of its test images are in the train split"
-    without = evaluate(full, full, system.dataset, PROBED, SETTINGS)
+    without = evaluate(full, Champion(full), system.dataset, PROBED, SETTINGS)
     assert without.champion_test_overlap is None
     assert "same_test_set" in {rule.name for rule in decide(without, LENIENT).rules if not rule.passed}
 
@@ -242,10 +244,12 @@ def test_renamed_class_is_compared_under_its_new_name(
     renamed = Dataset(manifest.model_copy(update={"labels": labels, "shards": shards}), open_store(manifest.store_uri))
     build(Embeddings.open(embeddings), labels, IndexSettings(), tmp_path)
     candidate = Recognizer.open(system.network_dir, tmp_path)
-    arguments = (candidate, full, renamed, PROBED, SETTINGS, system.dataset, None)
-    ghost = {rule.name for rule in decide(evaluate(*arguments), LENIENT).rules if not rule.passed}
+    champion = Champion(full, system.dataset)
+    unchanged = evaluate(candidate, champion, renamed, PROBED, SETTINGS)
+    ghost = {rule.name for rule in decide(unchanged, LENIENT).rules if not rule.passed}
     assert "classes_kept" in ghost
-    evaluation = evaluate(*arguments, ClassSettings(renamed={"7": "seven"}))
+    champion = champion._replace(classes=ClassSettings(renamed={"7": "seven"}))
+    evaluation = evaluate(candidate, champion, renamed, PROBED, SETTINGS)
     assert evaluation.comparison is not None
     assert evaluation.comparison.overall.regressions == evaluation.comparison.overall.improvements == 0
     assert evaluation.champion is not None
@@ -269,11 +273,11 @@ def test_retired_class_is_left_out_of_the_comparison(system: System, full: Recog
     embed(system.network_dir, dataset, tmp_path / "embeddings")
     build(Embeddings.open(tmp_path / "embeddings"), dataset.labels, IndexSettings(), tmp_path / "index")
     candidate = Recognizer.open(system.network_dir, tmp_path / "index")
-    arguments = (candidate, full, dataset, PROBED, SETTINGS, system.dataset, None)
-    assert any(
-        "lacks classes of the champion: 7." in reason for reason in decide(evaluate(*arguments), LENIENT).reasons
-    )
-    evaluation = evaluate(*arguments, ClassSettings(retired=("7",)))
+    champion = Champion(full, system.dataset)
+    unchanged = evaluate(candidate, champion, dataset, PROBED, SETTINGS)
+    assert any("lacks classes of the champion: 7." in reason for reason in decide(unchanged, LENIENT).reasons)
+    champion = champion._replace(classes=ClassSettings(retired=("7",)))
+    evaluation = evaluate(candidate, champion, dataset, PROBED, SETTINGS)
     assert evaluation.champion_test_overlap == 1
     assert evaluation.champion is not None
     assert "7" not in evaluation.champion.known_labels

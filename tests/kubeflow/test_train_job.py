@@ -117,7 +117,7 @@ def test_two_nodes_train_as_one_process(
     assert "epoch 3/3" in log
     assert "resumed" not in log
     for rank in (0, 1):
-        assert f"Node {rank + 1} of 2 starts with 1 process." in log.partition(f"[node {rank}]")[2]
+        assert f"Node {rank + 1} of 2 starts. Processes: 1." in log.partition(f"[node {rank}]")[2]
 
 
 @pytest.mark.slow

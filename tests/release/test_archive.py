@@ -115,16 +115,17 @@ def test_commit_is_the_current_commit() -> None:
 
 def test_champion_opens_for_evaluation(make_release: MakeRelease, tmp_path: Path, system: System) -> None:
     store = open_store((tmp_path / "store").as_uri())
-    with open_champion(store) as opened:
-        assert opened == (None, None)
+    with open_champion(store) as champion:
+        assert champion is None
 
     packed = make_release()
     registry = Registry(store)
     registry.publish(packed.archive)
     registry.set_champion(packed.version, None)
-    with open_champion(store) as (recognizer, champion_dataset):
-        assert champion_dataset is None, "this store contains no datasets"
-        assert recognizer is not None
+    with open_champion(store) as champion:
+        assert champion is not None
+        assert champion.dataset is None, "this store contains no datasets"
+        recognizer = champion.recognizer
         assert recognizer.name == packed.version
         (block, *_) = system.dataset.blocks("test", 8)
         assert recognizer.embed(block.images).shape == (8, packed.manifest.embedding_dim)

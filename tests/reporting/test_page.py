@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from evernear.data.validate import validate
 from evernear.errors import StoreError
-from evernear.evaluation.evaluate import Evaluation, evaluate
+from evernear.evaluation.evaluate import Champion, Evaluation, evaluate
 from evernear.evaluation.examples import BINS, ExampleCollector, Examples, LiveDistances, Sample
 from evernear.evaluation.gate import decide
 from evernear.evaluation.open_set import OpenSet
@@ -93,17 +93,20 @@ def recognizer(system: System) -> Recognizer:
 @pytest.fixture(scope="module")
 def measured(system: System, recognizer: Recognizer) -> tuple[Evaluation, Examples]:
     """The evaluation of the small network against itself as champion."""
-    return measure(system, recognizer, recognizer, assess(*NEAR_AND_FAR, *NEAR_AND_FAR, IndexSettings(), 0.95))
+    return measure(
+        system,
+        recognizer,
+        Champion(recognizer, system.dataset),
+        assess(*NEAR_AND_FAR, *NEAR_AND_FAR, IndexSettings(), 0.95),
+    )
 
 
 def measure(
-    system: System, candidate: Recognizer, champion: Recognizer | None, open_set: OpenSet
+    system: System, candidate: Recognizer, champion: Champion | None, open_set: OpenSet
 ) -> tuple[Evaluation, Examples]:
     collector = ExampleCollector(candidate, system.dataset)
-    before = system.dataset if champion else None
-    settings = EvaluationSettings()
-    evaluation = evaluate(candidate, champion, system.dataset, open_set, settings, before, observe=collector.add)
-    return evaluation, collector.finish(before)
+    evaluation = evaluate(candidate, champion, system.dataset, open_set, EvaluationSettings(), observe=collector.add)
+    return evaluation, collector.finish(champion.dataset if champion else None)
 
 
 @pytest.fixture

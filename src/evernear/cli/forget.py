@@ -18,11 +18,12 @@ def forget(
 ) -> None:
     """Delete images that the source no longer has from snapshots, releases, caches, run pages and the query log."""
     from evernear.deployment import forget_releases
-    from evernear.forget import find, forget
+    from evernear.forget import find
+    from evernear.forget import forget as delete_images
     from evernear.store import open_store
 
     store = open_store(settings.store_uri)
-    forgotten = forget(store) if yes else find(store)
+    forgotten = delete_images(store) if yes else find(store)
     if yes:
         forget_releases(settings)
     if as_json:

@@ -170,7 +170,7 @@ def _print_signature(title: str, signature: "Signature") -> None:
     _heading(title)
     for side, values in (("in", signature.inputs), ("out", signature.outputs)):
         for value in values:
-            shape = f"({', '.join(map(str, value.shape))}{',' * (len(value.shape) == 1)})"
+            shape = str(value.shape).replace("'", "")
             print_line(f"  {side:<4}{value.name:<16} {value.dtype:<8} {shape:<16} {_safe(value.meaning)}")
 
 

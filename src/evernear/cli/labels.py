@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from evernear.cli.options import JsonOption, run_settings, with_options
-from evernear.cli.tables import print_table
 from evernear.disk import disk_errors, write_atomically
-from evernear.output import print_json, print_line
+from evernear.output import print_json, print_line, print_table
 from evernear.settings import Settings
 
 app = typer.Typer(

@@ -10,9 +10,8 @@ import typer
 from evernear.cli.interrupts import message_on_interrupt
 from evernear.cli.options import ConfigOption, JsonOption, PresetOption, assignments, local_settings, with_options
 from evernear.cli.runs import follow, outcome_of, record_of, row, show, store_of, title
-from evernear.cli.tables import print_table
 from evernear.errors import SettingsError, StoreError
-from evernear.output import print_json, print_line
+from evernear.output import print_json, print_line, print_table
 from evernear.settings import PipelineSettings
 
 DEFAULT = "continuous-training"

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, local_settings, with_options
-from evernear.cli.tables import print_table
 from evernear.errors import StoreError
-from evernear.output import print_json, print_line
+from evernear.output import print_json, print_line, print_table
 from evernear.settings import Settings
 
 if TYPE_CHECKING:
@@ -91,7 +90,8 @@ def show(registry: "Registry", version: VersionArgument, as_json: JsonOption = F
     training = fields.pop("training") or {}
     for key, value in fields.items():
         print_line(f"{key.replace('_', ' '):<20} {_format(value)}")
-    print_line(f"{'labels':<20} {len(labels)}: {' '.join(labels[:20])}{' ...' * (len(labels) > 20)}")
+    shown = labels if len(labels) <= 20 else (*labels[:20], "...")
+    print_line(f"{'labels':<20} {len(labels)}: {' '.join(shown)}")
     if verdict:
         print_line(f"{'verdict':<20} {'promote' if verdict['promote'] else 'hold'}")
         for reason in verdict["reasons"]:
@@ -146,10 +146,10 @@ def promote(
     as_json: JsonOption = False,
 ) -> None:
     """Make a release the champion. A running server loads it first and must pass its stored queries."""
-    from evernear.deployment import promote
+    from evernear.deployment import promote as promote_release
     from evernear.release.registry import Cause
 
-    _print(promote(version, settings, force=force, cause=Cause.of_this_process(why)), as_json)
+    _print(promote_release(version, settings, force=force, cause=Cause.of_this_process(why)), as_json)
     _update_model_registry(settings)
 
 

@@ -34,11 +34,11 @@ def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Leave TorchServe running.")] = False,
 ) -> None:
     """Run the pipeline, deploy the release locally, and recognize images that it was not trained on."""
-    from evernear.demo import demo
+    from evernear.demo import demo as run_demo
 
     console = Console(force_terminal=sys.stdout.isatty())
     with _Progress(console) as show:
-        demo(settings, console, show, keep=keep)
+        run_demo(settings, console, show, keep=keep)
 
 
 class _Progress:

@@ -34,7 +34,8 @@ def serve(
     ] = False,
 ) -> None:
     """Start TorchServe with the champion, unless it is already running."""
-    from evernear.deployment.local import follow, serve
+    from evernear.deployment.local import follow
+    from evernear.deployment.local import serve as start_torchserve
     from evernear.serving.endpoints import home_of
     from evernear.serving.torchserve import adopt, is_running
 
@@ -44,7 +45,7 @@ def serve(
         adopt(home)
     state = "The TorchServe that was running continues" if was_running else "TorchServe was stopped"
     with message_on_interrupt(f"Interrupted. {state}; `evernear serve` tries again."):
-        version = serve(settings)
+        version = start_torchserve(settings)
     url = f"http://{settings.serving.host}:{settings.serving.inference_port}"
     print_line(
         f"Release {version} is live at {url}/predictions/{settings.serving.model_name}; `evernear stop` stops it."
@@ -69,12 +70,11 @@ def ready(settings: Settings) -> None:
 @with_options(settings=local_settings)
 def stop(settings: Settings) -> None:
     """Stop the local TorchServe after it has answered the requests in flight."""
-    from evernear.deployment.local import stop
+    from evernear.deployment.local import stop as stop_torchserve
     from evernear.serving.endpoints import home_of
 
-    print_line(
-        "TorchServe stopped." if stop(settings) else f"TorchServe is not running in {home_of(settings.workdir)}."
-    )
+    stopped = stop_torchserve(settings)
+    print_line("TorchServe stopped." if stopped else f"TorchServe is not running in {home_of(settings.workdir)}.")
 
 
 @with_options(settings=local_settings)

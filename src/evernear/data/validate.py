@@ -96,7 +96,7 @@ class Report(Frozen):
             lines.append("Nothing found.")
         for finding in self.findings:
             if finding.details:
-                shown = f", the first {len(finding.details)}" * (finding.count > len(finding.details))
+                shown = f", the first {len(finding.details)}" if finding.count > len(finding.details) else ""
                 lines += ["", f"## {finding.rule}: {finding.count:,}{shown}", ""]
                 lines += [f"- {_cell(detail)}" for detail in finding.details]
         lines += [

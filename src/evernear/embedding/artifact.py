@@ -86,36 +86,19 @@ class TrainedNetwork(Frozen):
     dataset_digest: str
     exclude_labels: tuple[str, ...]
     settings: TrainSettings
-    weights_sha256: str
+    weights_sha256: str = ""
+    """Set by `save_trained`."""
     warnings: tuple[str, ...] = ()
     """As in `TrainingResult`."""
     pretrained_sha256: str | None = None
     """sha256 of the file with the weights that the training began with."""
 
 
-def save_trained(
-    directory: Path,
-    weights: dict[str, Tensor],
-    architecture: Architecture,
-    settings: TrainSettings,
-    dataset_digest: str,
-    exclude_labels: frozenset[str],
-    warnings: tuple[str, ...] = (),
-    pretrained_sha256: str | None = None,
-) -> None:
+def save_trained(directory: Path, weights: dict[str, Tensor], description: TrainedNetwork) -> None:
     """Write the weights, then their description, each atomically."""
     data = to_bytes(weights)
-    trained = TrainedNetwork(
-        architecture=architecture,
-        dataset_digest=dataset_digest,
-        exclude_labels=tuple(sorted(exclude_labels)),
-        settings=settings,
-        weights_sha256=sha256_bytes(data),
-        warnings=warnings,
-        pretrained_sha256=pretrained_sha256,
-    )
     write_atomically(directory / WEIGHTS_FILE, data)
-    trained.save(directory / DESCRIPTION_FILE)
+    description.model_copy(update={"weights_sha256": sha256_bytes(data)}).save(directory / DESCRIPTION_FILE)
 
 
 def load_trained(directory: Path) -> tuple[TrainedNetwork, EmbeddingNetwork]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from evernear.data.shards import Dataset
-from evernear.embedding.artifact import HISTORY_FILE, TrainingResult, save_trained
+from evernear.embedding.artifact import HISTORY_FILE, TrainedNetwork, TrainingResult, save_trained
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.network import MEMBERS, Architecture, EmbeddingNetwork, build, choose_patch
 from evernear.settings import TrainSettings
@@ -86,15 +86,14 @@ def freeze(dataset: Dataset, settings: TrainSettings, out_dir: Path, exclude_lab
     network = build(architecture)
     pretrained_sha256 = initialize(network, architecture, settings)
     whiten(network, images.evenly_spaced("train", WHITENING_IMAGES))
-    save_trained(
-        out_dir,
-        network.state_dict(),
-        architecture,
-        settings,
-        dataset.digest,
-        exclude_labels,
+    trained = TrainedNetwork(
+        architecture=architecture,
+        dataset_digest=dataset.digest,
+        exclude_labels=tuple(sorted(exclude_labels)),
+        settings=settings,
         pretrained_sha256=pretrained_sha256,
     )
+    save_trained(out_dir, network.state_dict(), trained)
     result = TrainingResult(
         key="",
         best_epoch=0,

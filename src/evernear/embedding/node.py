@@ -16,7 +16,7 @@ from pathlib import Path
 from evernear.data.shards import Dataset
 from evernear.embedding import distributed
 from evernear.embedding.artifact import Epoch
-from evernear.embedding.train import train_in_processes
+from evernear.embedding.train import Steps, train_in_processes
 from evernear.errors import EvernearError, IntegrityError
 from evernear.frozen import Frozen
 from evernear.output import print_line
@@ -76,16 +76,16 @@ def run_node(store: Store, run: str, node: distributed.Node) -> None:
     dataset = Dataset.find(store, task.dataset, task.digest) if task else None
     if task is None or dataset is None:
         raise IntegrityError(f"The store {store.uri} has no training of the run {run}; start the train step again.")
-    processes = task.settings.processes
-    logger.write(f"Node {node.rank + 1} of {node.count} starts with {processes} process{'es' * (processes > 1)}.")
+    logger.write(f"Node {node.rank + 1} of {node.count} starts. Processes: {task.settings.processes}.")
 
-    def report(epoch: Epoch) -> None:
-        accuracy = f"gallery accuracy {epoch.gallery_accuracy:.2%}"
-        logger.write(f"epoch {epoch.epoch}/{task.settings.epochs}, loss {epoch.train_loss:.3f}, {accuracy}", epoch)
+    def report(message: Epoch | Steps) -> None:
+        if isinstance(message, Epoch):
+            text = f"epoch {message.epoch}/{task.settings.epochs}, loss {message.train_loss:.3f}"
+            logger.write(f"{text}, gallery accuracy {message.gallery_accuracy:.2%}", message)
 
     try:
         with tempfile.TemporaryDirectory() as directory:
-            train_in_processes(dataset, task.settings, Path(directory), store, on_epoch=report, node=node)
+            train_in_processes(dataset, task.settings, Path(directory), store, report, node=node)
     except EvernearError as error:
         logger.write(str(error))
         raise

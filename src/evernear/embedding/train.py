@@ -42,6 +42,7 @@ from evernear.embedding.artifact import (
     HISTORY_FILE,
     Epoch,
     FlipTest,
+    TrainedNetwork,
     TrainingResult,
     from_bytes,
     save_trained,
@@ -115,7 +116,15 @@ def train(
         return freeze(dataset, settings, out_dir, exclude_labels)
     elsewhere = settings.nodes > 1 and not dist.is_initialized()
     if settings.processes > 1 and not elsewhere and not dist.is_initialized():
-        train_in_processes(dataset, settings, out_dir, store, exclude_labels, on_epoch, on_step)
+
+        def deliver(message: Epoch | Steps) -> None:
+            if isinstance(message, Steps):
+                if on_step is not None:
+                    on_step(message)
+            elif on_epoch is not None:
+                on_epoch(message)
+
+        train_in_processes(dataset, settings, out_dir, store, deliver, exclude_labels)
         return TrainingResult.load(out_dir / HISTORY_FILE)
 
     rank, world_size = distributed.place()
@@ -215,16 +224,17 @@ def train(
     if rank == 0:
         save_checkpoint(store, key, state.result())
         flips = choose_flips(settings, state.history)
-        save_trained(
-            out_dir,
-            state.best_weights,
-            architecture.model_copy(update={"test_time_flip": settings.test_time_flip and "horizontal" in flips}),
-            settings,
-            dataset.digest,
-            exclude_labels,
-            result.warnings,
-            pretrained_sha256,
+        trained = TrainedNetwork(
+            architecture=architecture.model_copy(
+                update={"test_time_flip": settings.test_time_flip and "horizontal" in flips}
+            ),
+            dataset_digest=dataset.digest,
+            exclude_labels=tuple(sorted(exclude_labels)),
+            settings=settings,
+            warnings=result.warnings,
+            pretrained_sha256=pretrained_sha256,
         )
+        save_trained(out_dir, state.best_weights, trained)
         result.save(out_dir / HISTORY_FILE)
     return result
 
@@ -233,25 +243,16 @@ def train_in_processes(
     dataset: Dataset,
     settings: TrainSettings,
     out_dir: Path,
-    store: Store | None = None,
+    store: Store | None,
+    on_message: Callable[[Epoch | Steps], None],
     exclude_labels: frozenset[str] = frozenset(),
-    on_epoch: OnEpoch | None = None,
-    on_step: OnStep | None = None,
     node: distributed.Node = distributed.ONE_NODE,
 ) -> None:
     """Run `train` in ``settings.processes`` processes of this ``node``; the first one of all writes the files."""
     work = partial(_train_in_process, dataset.manifest, settings, out_dir, store.uri if store else None, exclude_labels)
     gpus = torch.cuda.device_count() if settings.device != "cpu" else 0
     backend = "nccl" if gpus >= settings.processes else "gloo"
-
-    def deliver(message: Epoch | Steps) -> None:
-        if isinstance(message, Steps):
-            if on_step is not None:
-                on_step(message)
-        elif on_epoch is not None:
-            on_epoch(message)
-
-    distributed.run(work, settings.processes, backend, deliver, node)
+    distributed.run(work, settings.processes, backend, on_message, node)
 
 
 def _train_in_process(

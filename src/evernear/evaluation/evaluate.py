@@ -3,7 +3,7 @@
 import io
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
@@ -27,6 +27,16 @@ if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
 EVALUATION_FILE = "evaluation.json"
 OUTCOMES_FILE = "outcomes.npz"
 SYSTEMS = ("candidate", "champion")
+
+
+class Champion(NamedTuple):
+    """The live release, which is measured beside the candidate."""
+
+    recognizer: "Recognizer"
+    dataset: Dataset | None = None
+    """The snapshot that it was built from, if the store still has it."""
+    classes: ClassSettings = NO_CHANGES
+    """Its classes that were removed or renamed on purpose."""
 
 
 class Evaluation(Frozen, arbitrary_types_allowed=True):
@@ -125,21 +135,18 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
 
 def evaluate(
     candidate: "Recognizer",
-    champion: "Recognizer | None",
+    champion: Champion | None,
     dataset: Dataset,
     open_set: OpenSet,
     settings: EvaluationSettings,
-    champion_dataset: Dataset | None = None,
     trained_on: Dataset | None = None,
-    classes: ClassSettings = NO_CHANGES,
     observe: Observer | None = None,
 ) -> Evaluation:
     """Measure ``candidate`` and ``champion`` on the test split of ``dataset``, and count leaked test images.
 
-    ``champion_dataset`` is the snapshot that the champion was built from, if the store still has it. The accuracy of a
-    champion that was trained on test images is overstated; the gate reports this. ``trained_on`` is the snapshot that
-    the candidate's network was trained on (None: ``dataset``). A class of the champion that ``classes`` renames counts
-    under its new name; a retired one is left out. ``observe`` sees the candidate's results; see `measure`.
+    The accuracy of a champion that was trained on test images is overstated; the gate reports this. A class of the
+    champion that was renamed counts under its new name; a retired one is left out. ``trained_on`` is the snapshot that
+    the candidate's network was trained on (None: ``dataset``). ``observe`` sees the candidate's results; see `measure`.
 
     Raises:
         DataError: the test split is empty, or its images do not have the input shape of a recognizer.
@@ -147,8 +154,11 @@ def evaluate(
     measurements: dict[str, Measurement] = {}
     outcomes: dict[str, Outcomes] = {}
     measurements["candidate"], outcomes["candidate"] = measure(candidate, dataset, settings, observe=observe)
-    if champion is not None:
-        measurements["champion"], outcomes["champion"] = measure(champion, dataset, settings, classes=classes)
+    champion_dataset, classes = (champion.dataset, champion.classes) if champion else (None, NO_CHANGES)
+    if champion:
+        measurements["champion"], outcomes["champion"] = measure(
+            champion.recognizer, dataset, settings, classes=classes
+        )
     return Evaluation(
         candidate=measurements["candidate"],
         champion=measurements.get("champion"),

@@ -7,15 +7,18 @@ from pathlib import Path
 
 from evernear.data.shards import Dataset
 from evernear.errors import IntegrityError
+from evernear.evaluation.evaluate import Champion
+from evernear.evaluation.measure import NO_CHANGES
 from evernear.evaluation.recognizer import Recognizer
 from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
+from evernear.settings import ClassSettings
 from evernear.store import Store
 
 
 @contextmanager
-def open_champion(store: Store) -> Generator[tuple[Recognizer | None, Dataset | None]]:
-    """The champion of a store and the snapshot that it was built from; each is None if it does not exist.
+def open_champion(store: Store, classes: ClassSettings = NO_CHANGES) -> Generator[Champion | None]:
+    """The champion of a store, if there is one, with its removed and renamed ``classes``.
 
     The recognizer is named by the champion's version. Its files are in a temporary directory, deleted on exit.
 
@@ -26,7 +29,7 @@ def open_champion(store: Store) -> Generator[tuple[Recognizer | None, Dataset | 
     registry = Registry(store)
     champion = registry.champion()
     if champion is None:
-        yield None, None
+        yield None
         return
     with tempfile.TemporaryDirectory(prefix="evernear-champion-") as temporary:
         archive = Path(temporary) / "champion.mar"
@@ -39,4 +42,5 @@ def open_champion(store: Store) -> Generator[tuple[Recognizer | None, Dataset | 
                 f"The champion {champion.version} cannot be opened for comparison: {str(error).removesuffix('.')}; "
                 "restore the file or promote another release (`evernear registry promote VERSION`), and run again."
             ) from error
-        yield recognizer, Dataset.find(store, manifest.dataset_name, manifest.dataset_digest)
+        dataset = Dataset.find(store, manifest.dataset_name, manifest.dataset_digest)
+        yield Champion(recognizer, dataset, classes)

@@ -38,10 +38,11 @@ class _ClassFolders(FileSource):
         elif len(splits) > 1:
             # Treated as classes, they would train a network that tells train from test.
             others = sorted(folders.difference(SPLITS))
+            shown = others if len(others) <= _MAX_NAMES else [*others[:_MAX_NAMES], "and more"]
             raise DataError(
                 f"{self.name} has folders {', '.join(sorted(splits))}, as if splits were given, which takes train,"
                 " test, gallery (or val) and query with nothing beside them; rename, move or remove"
-                f" {', '.join(others[:_MAX_NAMES])}{' and more' * (len(others) > _MAX_NAMES)}."
+                f" {', '.join(shown)}."
             )
 
     def _entry(self, path: str, etag: str = "", size_bytes: int = 0) -> FileEntry | None:

@@ -119,7 +119,7 @@ class Cluster:
             query["dryRun"] = "All"
         kind, name = manifest["kind"], manifest["metadata"]["name"]
         try:
-            return self._call("PATCH", self._path(kind, name), manifest, query, "application/apply-patch+yaml")
+            return self._call("PATCH", self._path(kind, name), manifest, query)
         except ObjectConflictError as error:  # which does not name the object
             raise ObjectConflictError(f"{kind} {name}: {error}") from None
 
@@ -209,9 +209,7 @@ class Cluster:
         resource = f"{self._path('Service')}/{service}:{port}/proxy{path}"
         with self._errors():
             try:
-                return 200, self._send(
-                    "POST", resource, body, content_type="application/octet-stream", timeout_s=timeout_s
-                )
+                return 200, self._send("POST", resource, body, timeout_s=timeout_s)
             except ApiException as error:
                 if _status(error) is not None:
                     raise
@@ -222,16 +220,9 @@ class Cluster:
         group = f"/apis/{version}" if "/" in version else f"/api/{version}"
         return f"{group}/namespaces/{self.namespace}/{plural}" + (f"/{name}" if name else "")
 
-    def _call(
-        self,
-        method: str,
-        path: str,
-        body: Tree | None = None,
-        query: dict[str, str] | None = None,
-        content_type: str = "application/json",
-    ) -> Tree:
+    def _call(self, method: str, path: str, body: Tree | None = None, query: dict[str, str] | None = None) -> Tree:
         with self._errors():
-            content = self._send(method, path, body, query, content_type)
+            content = self._send(method, path, body, query)
         if not isinstance(content, dict):
             raise ClusterError(f"The server at {self.host} is not a Kubernetes API server.")
         return cast("Tree", content)
@@ -242,11 +233,13 @@ class Cluster:
         path: str,
         body: Tree | bytes | None = None,
         query: dict[str, str] | None = None,
-        content_type: str = "application/json",
         timeout_s: float = TIMEOUT_S[1],
         stream: bool = False,
     ) -> Any:
         """Send a request, with retries; the parsed content, or with ``stream`` the unread response."""
+        content_type = "application/apply-patch+yaml" if method == "PATCH" else "application/json"
+        if isinstance(body, bytes):
+            content_type = "application/octet-stream"
         return self._client.call_api(
             path,
             method,
