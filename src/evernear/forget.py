@@ -184,7 +184,7 @@ class _Forgetting:
                     yield info.key
 
     def _stale_pages(self) -> Iterator[str]:
-        """Images of runs and suspect labels, except of those on a clean snapshot."""
+        """Pages with images and the list of suspect labels, unless their snapshot is clean."""
         clean = {manifest.digest for dataset in self._datasets for manifest in dataset.clean}
         for info in self._store.list(RUNS):
             run, _, name = info.key.removeprefix(RUNS).partition("/")

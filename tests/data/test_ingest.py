@@ -311,7 +311,7 @@ def test_expensive_file_is_reported_like_a_broken_one(tree, run_ingest, contents
         assert bomb.sentence in details[f"1/{name}.jpg"]
 
 
-def test_number_of_large_images_decoded_at_once_is_bounded(tree, run_ingest, make_image, monkeypatch) -> None:
+def test_number_of_large_images_decoded_concurrently_is_bounded(tree, run_ingest, make_image, monkeypatch) -> None:
     for number in range(24):
         (tree / "1" / f"large-{number}.png").write_bytes(make_image(1000 + number, (100, 100)))
     lock, now, most = threading.Lock(), 0, 0
@@ -331,7 +331,7 @@ def test_number_of_large_images_decoded_at_once_is_bounded(tree, run_ingest, mak
     assert 0 < most <= 4 * 10_000
 
 
-def test_files_are_read_at_once_and_decoded_by_few_threads(tree, run_ingest, monkeypatch) -> None:
+def test_files_are_read_concurrently_and_decoded_by_few_threads(tree, run_ingest, monkeypatch) -> None:
     """No file is read completely before eight are being read."""
     together, decoders = threading.Barrier(8, timeout=30), set[str]()
 

@@ -134,7 +134,7 @@ def _settings() -> Settings:
 
 
 def _name(call: Call) -> str:
-    """The requested object's name as a Role may restrict it; empty for pods, whose names are generated."""
+    """The object's name if a Role can restrict access to it; empty for pods, whose names are generated."""
     name = call.name or call.query.get("fieldSelector", "").removeprefix("metadata.name=")
     return name if name in ("evernear-serving", "evernear-serving-proven") else ""
 

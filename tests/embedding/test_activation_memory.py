@@ -25,21 +25,21 @@ def architecture(side: int) -> Architecture:
 def test_a_larger_batch_is_embedded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "INFERENCE_BYTES", 2**20)
     network = build(architecture(32)).eval()
-    assert 1 < network.at_once < 50
+    assert 1 < network.max_batch_size < 50
     images = torch.randint(0, 256, (50, 3, 32, 32), dtype=torch.uint8)
     sizes: list[int] = []
     network.members[0].register_forward_hook(lambda _m, inputs, _o: sizes.append(len(inputs[0])))
     embeddings = network(images)
     assert sum(sizes) == 50
-    assert max(sizes) == network.at_once
+    assert max(sizes) == network.max_batch_size
     torch.testing.assert_close(embeddings, torch.cat([network(image[None]) for image in images]), atol=1e-6, rtol=0)
 
 
-def test_larger_images_are_processed_fewer_at_once() -> None:
+def test_larger_images_are_processed_in_smaller_batches() -> None:
     cpu = torch.device("cpu")
     small, large = build(architecture(16)), build(architecture(32))
     examples = [torch.zeros((1, 3, side, side), dtype=torch.uint8) for side in (16, 32)]
-    assert 3.5 < small.at_once / large.at_once < 4.5
+    assert 3.5 < small.max_batch_size / large.max_batch_size < 4.5
     training = [memory.training_batch(*case, cpu) for case in zip((small, large), examples, strict=True)]
     assert 3.5 < training[0] / training[1] < 4.5
 

@@ -20,9 +20,9 @@ def test_ingested_dataset_has_no_leakage(system: System):
 
 
 @pytest.mark.parametrize("split", ["train", "gallery", "query"])
-@pytest.mark.parametrize("at_once", [1_000_000, 50])
-def test_injected_test_images_are_detected(system: System, monkeypatch, split, at_once):
-    monkeypatch.setattr(leakage, "TEST_IMAGES_AT_ONCE", at_once)
+@pytest.mark.parametrize("block_size", [1_000_000, 50])
+def test_injected_test_images_are_detected(system: System, monkeypatch, split, block_size):
+    monkeypatch.setattr(leakage, "BLOCK_SIZE", block_size)
     counts = count_leakage(system.dataset, with_test_images_in(system.dataset, split))
     assert counts == {"train": 0, "gallery": 0, "query": 0} | {split: system.dataset.count("test")}
 

@@ -15,8 +15,8 @@ from .conftest import MakeEmbeddings, blobs
 
 @pytest.mark.parametrize("classes", [2, 5, 90])
 def test_nearest_vectors_and_impostors_are_those_of_all_pairs(make_embeddings: MakeEmbeddings, monkeypatch, classes):
-    monkeypatch.setattr(exact, "QUERIES_AT_ONCE", 16)
-    monkeypatch.setattr(exact, "VECTORS_AT_ONCE", 32)
+    monkeypatch.setattr(exact, "QUERY_BLOCK_SIZE", 16)
+    monkeypatch.setattr(exact, "VECTOR_BLOCK_SIZE", 32)
     gallery = blobs(1, 330, classes=classes)
     embeddings = make_embeddings({"gallery": gallery, "query": blobs(2, 130, classes=classes)})
     queries = sample_queries(embeddings, np.ones(classes, np.bool_))

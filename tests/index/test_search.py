@@ -146,7 +146,7 @@ def copied(index_dir, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["index.faiss", "labels.npy", "centroids.npy"])
-@pytest.mark.parametrize("damage", ["changed", "cut short", "gone"])
+@pytest.mark.parametrize("damage", ["changed", "truncated", "gone"])
 def test_damaged_file_is_rejected_before_parsing(copied, name, damage):
     path = copied / name
     data = bytearray(path.read_bytes())

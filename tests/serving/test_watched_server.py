@@ -1,4 +1,4 @@
-"""From a query over HTTP to a proposal: TorchServe workers log, the watcher ships, checks and detects the drift."""
+"""From a query over HTTP to a proposal: TorchServe logs it, and the watcher uploads the log and detects drift."""
 
 import shutil
 import time

@@ -15,7 +15,7 @@ from evernear.data.sources import FileEntry, FileSource
 from evernear.errors import DataError
 
 # Images of the maximum size that are decoded at once, whatever the number of threads.
-_MAX_LARGEST_AT_ONCE = 4
+_MAX_CONCURRENT_LARGEST = 4
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Decoder:
     ) -> None:
         self._source, self._shape, self._max_pixels = source, shape, max_pixels
         self._resize: Resize = resize
-        self._file_budget_bytes = _Budget(_MAX_LARGEST_AT_ONCE * _max_file_size_bytes(max_pixels))
-        self._pixel_budget = _Budget(_MAX_LARGEST_AT_ONCE * max_pixels)
+        self._file_budget_bytes = _Budget(_MAX_CONCURRENT_LARGEST * _max_file_size_bytes(max_pixels))
+        self._pixel_budget = _Budget(_MAX_CONCURRENT_LARGEST * max_pixels)
 
     def decode_all(
         self, entries: Iterator[FileEntry], requests_in_flight: int, threads: int, lookahead: int

@@ -180,10 +180,10 @@ class Dataset:
 
     def _fill(self, buffer: Rows, pieces: "_Window", wanted: NDArray[np.bool_]) -> None:
         """Read the ``wanted`` of the next rows."""
-        passed = filled = 0
+        position = filled = 0
         for piece in pieces.take(len(wanted)):
-            numbers = np.flatnonzero(wanted[passed : passed + piece.count])
-            passed += piece.count
+            numbers = np.flatnonzero(wanted[position : position + piece.count])
+            position += piece.count
             if len(numbers) == 0:
                 continue
             part = buffer[filled : filled + len(numbers)]
@@ -201,7 +201,7 @@ class Dataset:
     def _read(self, file: FileIO, shard: Shard, count: int) -> Rows:
         rows = np.fromfile(file, self._dtype, count)
         if len(rows) != count:
-            raise IntegrityError(f"The shard {shard.sha256} is cut short.")
+            raise IntegrityError(f"The shard {shard.sha256} is truncated.")
         return rows
 
 

@@ -65,14 +65,14 @@ class EmbeddingNetwork(nn.Module):
         self.members = nn.ModuleList(_member(architecture) for _ in range(architecture.members))
         self.length = math.sqrt(architecture.members)
         self.test_time_flip = architecture.test_time_flip
-        self.at_once = 2**31 - 1
+        self.max_batch_size = 2**31 - 1
         """A larger batch is embedded in parts outside training, so that memory is bounded."""
 
     def forward(self, images: Tensor) -> Tensor:
         """Embed ``images`` (N, C, H, W), uint8 or float in 0..255, as unit vectors (N, embedding_dim)."""
         if self.training:
             return self.embed(images)
-        return torch.cat([self.embed_trained(part) for part in images.split(self.at_once)])
+        return torch.cat([self.embed_trained(part) for part in images.split(self.max_batch_size)])
 
     def embed_trained(self, images: Tensor) -> Tensor:
         """`forward` after training, without the bound."""
@@ -143,7 +143,7 @@ def build(architecture: Architecture) -> EmbeddingNetwork:
     """A network with new random weights, in channels-last memory format."""
     network = EmbeddingNetwork(architecture)
     height, width, channels = architecture.shape
-    network.at_once = inference_batch(network, torch.zeros((1, channels, height, width), dtype=torch.uint8))
+    network.max_batch_size = inference_batch(network, torch.zeros((1, channels, height, width), dtype=torch.uint8))
     return network.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 

@@ -10,7 +10,7 @@ from evernear.data.shards import Dataset
 
 SEEN: tuple[Split, ...] = ("train", "gallery", "query")
 """Splits that a release is built from: weights, index and threshold."""
-TEST_IMAGES_AT_ONCE = 1_000_000
+BLOCK_SIZE = 1_000_000
 """Digests in memory at a time, 32 MB. A larger test split needs one pass over the images per such part."""
 Digests = NDArray[np.bytes_]
 
@@ -41,7 +41,7 @@ def _gathered(pieces: Iterator[Digests]) -> Iterator[Digests]:
     pending: list[Digests] = []
     for piece in pieces:
         pending.append(piece)
-        if sum(map(len, pending)) >= TEST_IMAGES_AT_ONCE:
+        if sum(map(len, pending)) >= BLOCK_SIZE:
             yield np.concatenate(pending)
             pending = []
     if pending:

@@ -139,11 +139,12 @@ def p_by_chance(confusions: Iterable[tuple[object, object, int]]) -> float:
     for label, prediction, count in confusions:
         labels[label] += count
         predictions[prediction] += count
-        right += count * (label == prediction)
+        right += count if label == prediction else 0
         total += count
     products = [(labels[name] * predictions[name], labels[name], predictions[name]) for name in labels]
     matches = sum(product for product, _, _ in products)
-    # Each class is hypergeometric; two classes have a covariance of the product of their products.
+    # The matches of a class are hypergeometric; the covariance of two classes is proportional to their products'
+    # product.
     variance = sum(product * ((total - a) * (total - b) - product) for product, a, b in products) + matches**2
     if total < 2 or variance <= 0:
         return 1.0

@@ -12,7 +12,7 @@ from evernear.errors import DataError
 SAMPLE_SIZE = 8192
 """Most queries to calibrate an index on. At this size, the 95% interval of a share of 1% is 0.8% to 1.2%, and of 5%
 4.6% to 5.5% (Wilson)."""
-QUERIES_AT_ONCE, VECTORS_AT_ONCE = 512, 1024
+QUERY_BLOCK_SIZE, VECTOR_BLOCK_SIZE = 512, 1024
 """Size of a block of scores: 2 MB, which stays in the cache of a core."""
 Floats = NDArray[np.float32]
 
@@ -67,12 +67,12 @@ def exact_neighbors(queries: EmbeddingBlock, gallery: Iterable[EmbeddingBlock]) 
     best_of_others = best.copy()
     rows = np.full(count, -1, np.int64)
     for block in gallery:
-        for vectors in range(0, len(block.labels), VECTORS_AT_ONCE):
-            labels = block.labels[vectors : vectors + VECTORS_AT_ONCE]
+        for vectors in range(0, len(block.labels), VECTOR_BLOCK_SIZE):
+            labels = block.labels[vectors : vectors + VECTOR_BLOCK_SIZE]
             order = np.argsort(labels, kind="stable")
-            transposed = np.ascontiguousarray(block.embeddings[vectors : vectors + VECTORS_AT_ONCE][order].T)
-            for start in range(0, count, QUERIES_AT_ONCE):
-                part = slice(start, start + QUERIES_AT_ONCE)
+            transposed = np.ascontiguousarray(block.embeddings[vectors : vectors + VECTOR_BLOCK_SIZE][order].T)
+            for start in range(0, count, QUERY_BLOCK_SIZE):
+                part = slice(start, start + QUERY_BLOCK_SIZE)
                 scores = queries.embeddings[part] @ transposed
                 highest = scores.max(axis=1)
                 improved = np.flatnonzero(highest > best[part])

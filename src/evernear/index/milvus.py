@@ -36,9 +36,9 @@ from evernear.settings import IndexSettings
 
 ROW, LABEL, IMAGE, EMBEDDING = "row", "label", "image", "embedding"
 """Fields of a collection. ``label`` and ``image`` (the sha256 of the image) are for other readers of the alias."""
-ROWS_AT_ONCE = 1000
+ROW_BLOCK_SIZE = 1000
 """Rows of an insert: 16 MB at 4096 dimensions. A server accepts messages of 64 MB."""
-QUERIES_AT_ONCE = 1024
+QUERY_BLOCK_SIZE = 1024
 SEARCH_TIMEOUT_S = 10.0
 INDEX_TIMEOUT_S = 4 * 3600.0
 POLL_S = 0.2
@@ -97,8 +97,8 @@ class MilvusIndex:
         """
         scores = np.full((len(vectors), k), -np.inf, np.float32)
         rows = np.full((len(vectors), k), -1, np.int64)
-        for start in range(0, len(vectors), QUERIES_AT_ONCE):
-            for number, hits in enumerate(self._hits(vectors[start : start + QUERIES_AT_ONCE], k), start):
+        for start in range(0, len(vectors), QUERY_BLOCK_SIZE):
+            for number, hits in enumerate(self._hits(vectors[start : start + QUERY_BLOCK_SIZE], k), start):
                 rows[number, : len(hits)] = [hit[ROW] for hit in hits]
                 scores[number, : len(hits)] = [hit["distance"] for hit in hits]
         squared = 2 - 2 * np.clip(scores, -1, 1)
@@ -222,11 +222,11 @@ def _create_collection(client: Client, collection: Collection, gallery: GalleryV
 
 
 def _rows(gallery: GalleryVectors) -> Iterator[list[dict[str, Any]]]:
-    """The rows of the collection, `ROWS_AT_ONCE` at a time."""
+    """The rows of the collection, `ROW_BLOCK_SIZE` at a time."""
     first = 0
     for block in gallery.blocks():
-        for start in range(0, len(block.labels), ROWS_AT_ONCE):
-            part = slice(start, start + ROWS_AT_ONCE)
+        for start in range(0, len(block.labels), ROW_BLOCK_SIZE):
+            part = slice(start, start + ROW_BLOCK_SIZE)
             columns = zip(block.embeddings[part], block.labels[part], block.digests[part], strict=True)
             yield [
                 {ROW: row, LABEL: gallery.labels[label], IMAGE: digest.tobytes().hex(), EMBEDDING: vector}

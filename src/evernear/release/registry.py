@@ -273,7 +273,7 @@ class Registry:
             TransientStoreError: the store cannot be reached; the pointer may have moved.
             StoreError: the release does not exist, or is being pruned.
         """
-        move = Promotion(
+        promotion = Promotion(
             version=version,
             previous=expected.version if expected else None,
             since=datetime.now(UTC),
@@ -282,7 +282,7 @@ class Registry:
             how=how,
             **(cause or Cause.of_this_process()).model_dump(),
         )
-        return self._move(move, expected)
+        return self._move_pointer(promotion, expected)
 
     def roll_back(self, expected: Champion, cause: Cause | None = None) -> Champion:
         """Restore the champion before ``expected``, if the champion is still ``expected``.
@@ -297,7 +297,7 @@ class Registry:
         """
         undo_to = expected.pointer.undo_to
         restored = self._past(undo_to) if undo_to is not None else None
-        move = Promotion(
+        promotion = Promotion(
             version=expected.rollback_target(),
             previous=restored.previous if restored else None,
             since=datetime.now(UTC),
@@ -306,7 +306,7 @@ class Registry:
             how="rollback",
             **(cause or Cause.of_this_process()).model_dump(),
         )
-        return self._move(move, expected)
+        return self._move_pointer(promotion, expected)
 
     def history(self) -> Iterator[Promotion]:
         """All moves of the champion's pointer, oldest first; the last one is the current state."""
@@ -382,12 +382,12 @@ class Registry:
         if archive_sha256 is not None:
             self._store.delete(f"{ARCHIVES}{archive_sha256}.mar")
 
-    def _move(self, move: Promotion, expected: Champion | None) -> Champion:
-        """Retry `_try_move` until the store can be reached, for at most `_PATIENCE_S`."""
+    def _move_pointer(self, promotion: Promotion, expected: Champion | None) -> Champion:
+        """Retry `_try_move_pointer` until the store can be reached, for at most `_PATIENCE_S`."""
         deadline_s, (pause_s, longest_s) = time.monotonic() + _PATIENCE_S, _PAUSE_S
         while True:
             try:
-                return self._try_move(move, expected)
+                return self._try_move_pointer(promotion, expected)
             except TransientStoreError as error:
                 if time.monotonic() + pause_s > deadline_s:
                     raise
@@ -395,12 +395,12 @@ class Registry:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
 
-    def _try_move(self, move: Promotion, expected: Champion | None) -> Champion:
-        self.get(move.version)
-        pointer = _Pointer.model_validate(move.model_dump())
+    def _try_move_pointer(self, promotion: Promotion, expected: Champion | None) -> Champion:
+        self.get(promotion.version)
+        pointer = _Pointer.model_validate(promotion.model_dump())
         if expected is not None:
-            if move.version in expected.pointer.pruning:
-                raise StoreError(f"Release {move.version} is being pruned from {self._store.uri}.")
+            if promotion.version in expected.pointer.pruning:
+                raise StoreError(f"Release {promotion.version} is being pruned from {self._store.uri}.")
             # The current state is added to the history before the pointer moves, so that a kill leaves no gap.
             with suppress(ConflictError):  # another process that wants to move it was faster
                 self._store.put_if(_past_key(expected.pointer.number), expected.promotion.to_json(), None)
@@ -412,10 +412,13 @@ class Registry:
             # An earlier attempt may have moved the pointer although its response was lost. A later move by another
             # process has then added this one to the history.
             champion = self.champion()
-            if champion is not None and champion.promotion == move:
+            if champion is not None and champion.promotion == promotion:
                 return champion
-            past = self._store.find(_past_key(move.number))
-            if past and Promotion.from_json(past[0], f"{_past_key(move.number)} in {self._store.uri}") == move:
+            past = self._store.find(_past_key(promotion.number))
+            if (
+                past
+                and Promotion.from_json(past[0], f"{_past_key(promotion.number)} in {self._store.uri}") == promotion
+            ):
                 return Champion(pointer, _SUPERSEDED)
             raise
 

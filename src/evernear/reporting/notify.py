@@ -65,10 +65,10 @@ class Outcome(Frozen):
             case "rolled back":
                 return f"rolled back: release {self.release} {self.release_state(' again')}. {reasons}".strip()
             case "stopped":
-                return f"stopped {reasons}" + self._live_nevertheless()
+                return f"stopped {reasons}" + self._live_despite_failure()
             case "failed":
                 where = f" at {self.step}" if self.step else ""
-                return f"failed{where}: {reasons}" + self._live_nevertheless()
+                return f"failed{where}: {reasons}" + self._live_despite_failure()
 
     def next_steps(self) -> tuple[NextStep, ...]:
         """Things to do after the run, the most likely first; empty if the run only moved the champion."""
@@ -116,7 +116,7 @@ class Outcome(Frozen):
         """What became of the release that the run deployed, as in "is live"."""
         return f"is live{again}" if self.url else CHAMPION_ALONE
 
-    def _live_nevertheless(self) -> str:
+    def _live_despite_failure(self) -> str:
         return f" Nevertheless, release {self.release} {self.release_state()}." if self.release else ""
 
 

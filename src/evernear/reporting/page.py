@@ -70,7 +70,7 @@ class ClassRow(NamedTuple):
 
 @dataclass(frozen=True)
 class RunReport:
-    """Everything that a run recorded; None for a step that did not get that far."""
+    """All records of a run; None for a step that it did not reach."""
 
     outcome: Outcome
     steps: tuple[StepRecord, ...]

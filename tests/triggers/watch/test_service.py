@@ -83,7 +83,7 @@ def await_(condition: Callable[[], object], timeout_s: float = 30) -> None:
         time.sleep(0.02)
 
 
-def test_first_check_is_at_once_and_the_next_on_the_schedule(settings: Settings, tmp_path: Path) -> None:
+def test_first_check_is_immediate_and_the_next_on_the_schedule(settings: Settings, tmp_path: Path) -> None:
     with running(make_settings(tmp_path, interval_s=1), tmp_path) as (_, watcher):
         await_(lambda: len(watcher.checks_s) >= 3)
         assert watcher.checks_s[2] - watcher.checks_s[1] > 0.7

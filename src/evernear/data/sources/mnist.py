@@ -91,7 +91,7 @@ class _IdxReader:
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"{self._path} is broken ({error}); download it again.") from None
         if len(data) != size:
-            raise DataError(f"{self._path} is cut short; download it again.")
+            raise DataError(f"{self._path} is truncated; download it again.")
         return data
 
 

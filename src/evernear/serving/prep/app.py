@@ -57,7 +57,7 @@ class Labels(BaseModel):
 
 
 class Health(BaseModel):
-    """This server and the predictor work, and agree on the release."""
+    """The response if this server and the predictor are ready and have the same release."""
 
     status: str = Field(default="ok", examples=["ok"])
     version: str = Field(examples=[EXAMPLE_VERSION])

@@ -171,7 +171,7 @@ def as_text(value: Any) -> str:
 
 
 def _plain(text: str) -> Block:
-    """Text in which Slack parses nothing."""
+    """Text that Slack shows as it is, without markup, links or mentions."""
     return {"type": "plain_text", "text": printable(text)}
 
 

@@ -101,7 +101,7 @@ class RunTracker:
         request = self._with_message(request)
         channel, _, thread = request.message.partition("/")
         if request.progress:
-            self._edit(request.progress, progress(run), at_once=run.state.is_final)
+            self._edit(request.progress, progress(run), final=run.state.is_final)
         elif run.steps:
             place = services.slack.post(channel, progress(run), thread)
             request = services.requests.change(request, progress=place)
@@ -143,7 +143,7 @@ class RunTracker:
                 buttons += roll_back_buttons(current)
             message = verdict(request, run, outcome, load_rules(services.store, run.id), current, buttons)
             request = services.requests.change(request, verdict=services.slack.post(channel, message, thread))
-        self._edit(request.message, self._status(request, run, outcome), at_once=True)
+        self._edit(request.message, self._status(request, run, outcome), final=True)
         picture = load_confusion_matrix(services.store, run.id)
         if picture:
             title = "Confusion matrix of the candidate"
@@ -162,17 +162,17 @@ class RunTracker:
     def _status(self, request: Request, run: Run, outcome: Outcome | None) -> Message:
         return status(request, run, outcome, can_stop=self._services.access.is_granted("stop"))
 
-    def _edit(self, place: str, message: Message, at_once: bool = False) -> None:
+    def _edit(self, place: str, message: Message, final: bool = False) -> None:
         """Edit ``place`` if the content changed and the last edit is long enough ago."""
         previous, edited = self._shown.get(place, (None, None))
         if previous == message:
             return
         interval = timedelta(seconds=self._services.settings.slack.update_interval_s)
-        if edited and not at_once and self._services.clock() - edited < interval:
+        if edited and not final and self._services.clock() - edited < interval:
             return
         self._services.slack.edit(place, message)
         self._shown[place] = (message, self._services.clock())
-        if at_once:  # the last edit
+        if final:
             del self._shown[place]
 
 

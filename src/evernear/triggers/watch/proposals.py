@@ -117,7 +117,7 @@ class ProposalService:
                 " or earlier if the figures grow."
             )
         if self._was_held(last, observation):
-            return f"The gate held the run of proposal {last.id}, and too little is new since then."
+            return f"The gate held the run of proposal {last.id}, and the source has too few new images since."
         return ""
 
     def _was_held(self, request: Request, observation: Observation) -> bool:
