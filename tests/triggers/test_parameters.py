@@ -57,6 +57,19 @@ def test_setting_can_be_given_by_name_or_parameter() -> None:
     }
 
 
+def test_settings_are_validated_together_over_the_defaults_of_the_pipeline() -> None:
+    known = parameters_of(uploaded())
+    assert from_words(["kubernetes.replicas_min=1", "kubernetes.replicas_max=1"], known) == {
+        "settings": {"kubernetes": {"replicas_min": 1, "replicas_max": 1}}
+    }
+    assert from_words(["preset=best", "train.members=3"], known)["settings"] == {"train": {"members": 3}}
+    with pytest.raises(SettingsError, match="replicas_max is less than replicas_min, 2"):
+        from_words(["kubernetes.replicas_max=1"], known)
+    single = {"kubernetes": {"replicas_min": 1}}
+    pinned = [p.model_copy(update={"default": single}) if p.name == "settings" else p for p in known]
+    assert from_words(["kubernetes.replicas_max=1"], pinned) == {"settings": {"kubernetes": {"replicas_max": 1}}}
+
+
 def test_pipeline_of_another_version_is_named() -> None:
     older = [parameter for parameter in parameters_of(uploaded()) if parameter.name != "settings"]
     with pytest.raises(SettingsError, match="uploaded by another version of evernear; upload it again"):

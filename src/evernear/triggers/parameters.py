@@ -15,7 +15,7 @@ from typing import Any
 from evernear.errors import SettingsError
 from evernear.kubeflow.runs import Parameter
 from evernear.release.registry import whoami
-from evernear.settings import PARAMETERS, RunSettings, Settings, known_keys, merge, of_run, overrides_from, parse
+from evernear.settings import PARAMETERS, RunSettings, Settings, known_keys, merge, of_run, overrides_from
 
 _BY_KEY = {key: name for name, key in PARAMETERS.items()}
 _QUOTES = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'"})
@@ -74,11 +74,10 @@ def from_words(
         if allowed is not None and key not in allowed:
             raise SettingsError(f"{key!r} cannot be set from here; slack.parameters allows: {', '.join(allowed)}.")
         if name == "settings" and key != "settings":
-            merge(arguments, {"settings": _typed(word)})
+            merge(arguments, {"settings": overrides_from([word])})
         else:
             merge(arguments, {name: _value(by_name[name], text)})
-    of_run(arguments.get("settings", {}), preset=arguments.get("preset", ""))
-    return arguments
+    return arguments | _validated(arguments, by_name)
 
 
 def split_words(text: str) -> list[str]:
@@ -112,9 +111,25 @@ def caller() -> str:
     return whoami()
 
 
-def _typed(word: str) -> dict[str, Any]:
-    """``section.key=value`` as JSON of the setting's type."""
-    return parse(RunSettings, overrides_from([word])).model_dump(mode="json", exclude_unset=True)
+def _validated(arguments: Mapping[str, Any], by_name: Mapping[str, Parameter]) -> dict[str, Any]:
+    """The argument ``settings``, if there is one, with values of the settings' types.
+
+    A setting may be valid only together with others, so all are validated at once, over the defaults of the pipeline.
+    """
+    defaults = {name: by_name[name].default for name in ("preset", "settings") if name in by_name}
+    combined = combine(defaults, arguments)
+    settings = of_run(combined.get("settings") or {}, preset=combined.get("preset") or "").model_dump(mode="json")
+    if "settings" not in arguments:
+        return {}
+    return {"settings": _selected(settings, arguments["settings"])}
+
+
+def _selected(settings: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of ``settings`` whose sections and keys ``keys`` has."""
+    return {
+        name: {key: settings[name][key] for key in value} if isinstance(value, Mapping) else settings[name]
+        for name, value in keys.items()
+    }
 
 
 def _setting_keys() -> list[str]:
