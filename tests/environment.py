@@ -35,8 +35,8 @@ def isolate() -> None:
 def of_the_shell(*names: str) -> dict[str, str]:
     """Return the variables of ``names``, in upper or lower case, from the user's shell."""
     wanted = {name.lower() for name in names}
-    aside: dict[str, str] = json.loads(os.environ[ASIDE])
-    return {name: value for name, value in aside.items() if name.lower() in wanted}
+    removed: dict[str, str] = json.loads(os.environ[ASIDE])
+    return {name: value for name, value in removed.items() if name.lower() in wanted}
 
 
 isolate()

@@ -54,7 +54,7 @@ def prepare(settings: Settings, scratch: Path) -> Served:
     hasty = settings.train.model_copy(update={"epochs": 1, "min_steps": 0})  # weights do not affect speed
     train(dataset, hasty, scratch / "trained")
     export(scratch / "trained", dataset, network_dir, settings.train.parity_tolerance)
-    gallery = _all_as_gallery(network_dir, dataset, scratch / "embeddings")
+    gallery = _embed_all_as_gallery(network_dir, dataset, scratch / "embeddings")
     index = build(gallery, dataset.labels, settings.index, index_dir)
     verdict = scratch / "verdict.json"
     rule = Rule(name="benchmark", passed=True, reason="only speed matters here")
@@ -82,7 +82,7 @@ def prepare(settings: Settings, scratch: Path) -> Served:
     return Served(settings, scratch / "parts", naive_store, images, gallery.count("gallery"))
 
 
-def _all_as_gallery(network_dir: Path, dataset: Dataset, out_dir: Path) -> Embeddings:
+def _embed_all_as_gallery(network_dir: Path, dataset: Dataset, out_dir: Path) -> Embeddings:
     """Use every image outside the test split as the gallery (MNIST: 60,000), and the test split for calibration."""
     described = embed(network_dir, dataset, out_dir, (*GALLERY, "test"))
     shards = tuple(

@@ -57,7 +57,7 @@ class Forgotten(Frozen):
     """Affected snapshots, as ``<dataset>/<digest>``."""
     shards: int
     embeddings: int
-    """Objects of the cache of embeddings."""
+    """Objects in the embedding cache."""
     checkpoints: int
     pages: int
     """Pages and sample images of runs, and the list of suspect labels."""

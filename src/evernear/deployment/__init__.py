@@ -53,7 +53,7 @@ def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Caus
 
 
 def promote(version: str, settings: RunSettings, *, force: bool = False, cause: Cause | None = None) -> Deployment:
-    """Make a release of the registry the champion because a person decided so, and live at ``settings.target``.
+    """Promote a release on a person's decision: make it live at ``settings.target``, then the champion.
 
     ``force`` overrules a verdict of hold and requires a reason in ``cause``.
 

@@ -261,7 +261,7 @@ class ExampleCollector:
     def _points(self) -> tuple[MapPoint, ...]:
         if not self._map:
             return ()
-        places = project(np.stack([embedding for _, embedding, *_ in self._map]))
+        positions = project(np.stack([embedding for _, embedding, *_ in self._map]))
         return tuple(
             MapPoint(
                 x=round(float(x), 4),
@@ -270,7 +270,7 @@ class ExampleCollector:
                 predicted=self._name(predicted),
                 unknown=unknown,
             )
-            for (x, y), (_, _, label, predicted, unknown) in zip(places, self._map, strict=True)
+            for (x, y), (_, _, label, predicted, unknown) in zip(positions, self._map, strict=True)
         )
 
     def _index_figures(self) -> IndexFigures:
@@ -313,9 +313,9 @@ def project(embeddings: NDArray[np.float32]) -> NDArray[np.float32]:
     if count < 4 or np.ptp(embeddings, axis=0).max() < 1e-6:
         return np.full((count, 2), 0.5, np.float32)
     model = TSNE(perplexity=min(30.0, (count - 1) / 3), init="random", random_state=0, max_iter=750)
-    places = model.fit_transform(embeddings)
-    low, high = places.min(axis=0), places.max(axis=0)
-    return (places - low) / np.maximum(high - low, 1e-9)
+    positions = model.fit_transform(embeddings)
+    low, high = positions.min(axis=0), positions.max(axis=0)
+    return (positions - low) / np.maximum(high - low, 1e-9)
 
 
 class _Tiles:

@@ -121,7 +121,7 @@ def open_parts(directory: Path) -> ReleaseParts:
     for name, part in manifest.parts.items():
         file = directory / name
         if not file.is_file() or sha256_file(file) != part.sha256:
-            raise _changed(name, directory)
+            raise _corrupt(name, directory)
     return ReleaseParts(manifest, directory)
 
 
@@ -241,7 +241,7 @@ def _check_members(members: zipfile.ZipFile, manifest: ReleaseManifest, archive:
         _require_plain(info, archive)
         part = manifest.parts.get(info.filename)
         if part is not None and part.size_bytes != info.file_size:
-            raise _changed(info.filename, archive)
+            raise _corrupt(info.filename, archive)
         if part is not None and info.filename not in LARGE_PARTS and part.size_bytes > MAX_SMALL_PART_BYTES:
             raise IntegrityError(f"{info.filename} in {archive} is larger than {MAX_SMALL_PART_BYTES} bytes.")
     if sum(info.file_size for info in infos) > max_size_bytes:
@@ -310,12 +310,12 @@ def _content(members: zipfile.ZipFile, name: str, manifest: ReleaseManifest, arc
         while chunk := member.read(_CHUNK_BYTES):
             left -= len(chunk)
             if left < 0:
-                raise _changed(name, archive)
+                raise _corrupt(name, archive)
             digest.update(chunk)
             yield chunk
     if digest.hexdigest() != part.sha256:
-        raise _changed(name, archive)
+        raise _corrupt(name, archive)
 
 
-def _changed(name: str, place: Path) -> IntegrityError:
+def _corrupt(name: str, place: Path) -> IntegrityError:
     return IntegrityError(f"{name} in {place} is missing or does not match the manifest.")

@@ -12,7 +12,7 @@ HEAD_TIMEOUT_S = 10.0
 
 
 class BodyLimits:
-    """ASGI middleware that stops reading bodies which are too large, too slow, or too many.
+    """ASGI middleware that limits the size, the duration and the number of request bodies that are read.
 
     ``max_size_bytes`` applies to one body, ``max_total_size_bytes`` to those of all requests in flight, and
     ``timeout_s`` to the upload of one. Beyond a limit, the application's read raises an `HTTPException` with status

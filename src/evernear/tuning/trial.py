@@ -20,7 +20,7 @@ def measure_trial(
 ) -> Proportion:
     """Accuracy on the query split, which neither the network nor the index has seen; artifacts go to ``directory``.
 
-    The test split is not read: the gate judges the chosen settings on images that have not chosen them.
+    The test split is not read: the gate judges the chosen settings on images that were not used to choose them.
 
     Raises:
         TrainingError: the settings cannot be trained with.

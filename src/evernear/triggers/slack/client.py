@@ -139,7 +139,7 @@ def translated_errors(call: str) -> Generator[None]:
 
 
 def translate(call: str, error: SlackApiError) -> SlackError:
-    """The error for a refusal of ``call``."""
+    """The error to raise when Slack refuses ``call``."""
     response: Any = error.response
     data: Any = getattr(response, "data", response)
     body: dict[str, Any] = data if isinstance(data, dict) else {}  # a proxy's error page is not JSON
