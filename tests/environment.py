@@ -9,7 +9,7 @@ import os
 import re
 import sys
 
-ASIDE = "EVERNEAR_TEST_SHELL"
+SHELL_VARIABLE = "EVERNEAR_TEST_SHELL"
 """An environment variable, because pytest-xdist workers inherit an environment that is already isolated."""
 
 _PROXIES = r"(all|ftp|http|https|no)_proxy"
@@ -27,7 +27,7 @@ def isolate() -> None:
     Tests run in parallel, and most of them wait for servers.
     """
     removed = {name: os.environ.pop(name) for name in list(os.environ) if _FOREIGN.fullmatch(name)}
-    os.environ.setdefault(ASIDE, json.dumps(removed))
+    os.environ.setdefault(SHELL_VARIABLE, json.dumps(removed))
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.dont_write_bytecode = False
 
@@ -35,7 +35,7 @@ def isolate() -> None:
 def of_the_shell(*names: str) -> dict[str, str]:
     """Return the variables of ``names``, in upper or lower case, from the user's shell."""
     wanted = {name.lower() for name in names}
-    removed: dict[str, str] = json.loads(os.environ[ASIDE])
+    removed: dict[str, str] = json.loads(os.environ[SHELL_VARIABLE])
     return {name: value for name, value in removed.items() if name.lower() in wanted}
 
 

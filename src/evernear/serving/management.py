@@ -65,10 +65,6 @@ class Management:
         path = f"/models/{model}/{version}" if version else f"/models/{model}"
         return RegisteredVersion.model_validate(self._call("GET", path)[0])
 
-    def default_version(self, model: str) -> str | None:
-        """The default version of ``model``; None if the model is not registered."""
-        return self.describe(model).version if model in self.list_models() else None
-
     def register(self, archive: str, settings: ServingSettings) -> None:
         """Load ``archive``, a file name in the model store, and wait for its workers.
 
