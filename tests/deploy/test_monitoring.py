@@ -137,3 +137,39 @@ def test_queries_of_the_dashboard_are_valid(tmp_path: Path) -> None:
     rules = [{"record": f"panel:query:{number}", "expr": query} for number, query in enumerate(queries)]
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
     assert f"SUCCESS: {len(rules)} rules found" in promtool(tmp_path, "check", "rules", "rules.yaml")
+
+
+def test_agreement_and_drift_of_live_queries_are_computed_from_the_series(tmp_path: Path) -> None:
+    """60% of the live distances are within 0.1 and all within 0.2; of the reference, 90% and 100%."""
+    panels = {panel["title"]: panel["targets"][0]["expr"].replace("$namespace", "evernear") for panel in PANELS}
+    rules = {"agreement": panels["Agreement of neighbors"], "drift": panels["Drift of distances"]}
+    series = {
+        'distance_bucket{le="0.1"': "0+6x600",
+        'distance_bucket{le="0.2"': "0+10x600",
+        'distance_bucket{le="+Inf"': "0+10x600",
+        "distance_count{": "0+10x600",
+        'reference_distance_ratio{le="0.1"': "0.9x600",
+        'reference_distance_ratio{le="0.2"': "1x600",
+        'neighbors_total{agrees="true"': "0+40x600",
+        'neighbors_total{agrees="false"': "0+10x600",
+    }
+    labels = 'version="v",namespace="evernear"'
+    test = {
+        "interval": "1m",
+        "input_series": [
+            {"series": f"evernear_{name}{'' if name.endswith('{') else ','}{labels}}}", "values": values}
+            for name, values in series.items()
+        ],
+        "promql_expr_test": [
+            {
+                "expr": f"round({name}, 0.01)",
+                "eval_time": "8h",
+                "exp_samples": [{"labels": '{version="v"}', "value": value}],
+            }
+            for name, value in (("agreement", 0.8), ("drift", 0.3))
+        ],
+    }
+    recorded = [{"record": name, "expr": expression} for name, expression in rules.items()]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": recorded}]}))
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": [test]}))
+    assert "SUCCESS" in promtool(tmp_path, "test", "rules", "test.yaml")

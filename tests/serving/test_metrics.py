@@ -36,8 +36,7 @@ def test_server_exports_metrics_of_its_requests(served: Served) -> None:
 
     time.sleep(2 * FLUSH_EVERY_S)  # by then, the requests of earlier tests are counted
     before = scrape(served)
-    for _ in range(3):
-        served.client().predict(image)
+    answer, *_ = [served.client().predict(image) for _ in range(3)]
     with pytest.raises(PredictionRejectedError):
         served.client().predict(b"no image")
     _await(lambda: value(scrape(served), "evernear_batch_size_sum") == value(before, "evernear_batch_size_sum") + 4)
@@ -58,6 +57,11 @@ def test_server_exports_metrics_of_its_requests(served: Served) -> None:
         assert 0 < more("evernear_stage_seconds_total", f'stage="{stage}"') < 60
     assert value(after, "evernear_unknown_threshold") == pytest.approx(served.manifest.threshold, abs=1e-6)
     assert value(after, "evernear_release_info", f'network="{served.manifest.network_sha256[:12]}"') == 1
+    agreeing = sum(near.label == answer.pred for near in answer.neighbors)
+    known = 0 if answer.unknown else 3
+    assert more("evernear_neighbors_total", 'agrees="true"') == known * agreeing
+    assert more("evernear_neighbors_total", 'agrees="false"') == known * (len(answer.neighbors) - agreeing)
+    assert value(after, "evernear_test_accuracy") == pytest.approx(served.manifest.metrics["accuracy"], abs=1e-6)
     age_s = time.time() - served.manifest.created.timestamp()
     assert value(after, "evernear_index_age_seconds") == pytest.approx(age_s, abs=120)
 
@@ -91,6 +95,23 @@ def test_histogram_buckets_are_cumulative(batches: list[list[float]]) -> None:
     assert sink.values["evernear_predictions_total", ("v", "true")] == sum(d > 0.5 for d in everything)
     assert sink.values["evernear_stage_seconds_total", ("v", "decode")] == 0.25 * len(batches)
     assert sink.values["evernear_batch_size_count", ("v",)] == len(batches)
+
+
+def test_reference_is_emitted_as_a_cumulative_distribution() -> None:
+    sink = Sink()
+    Meter(sink.emit, "v", "0" * 64, 0.0, 0.5, test_accuracy=0.9, reference=[0.05, 0.1, 0.25, 1.9])
+    shares = {bound: sink.values["evernear_reference_distance_ratio", ("v", str(bound))] for bound in DISTANCE_BOUNDS}
+    assert (shares[0.1], shares[0.2], shares[0.3], shares[1.4], shares[2.0]) == (0.5, 0.5, 0.75, 0.75, 1.0)
+    assert sink.values["evernear_test_accuracy", ("v",)] == 0.9
+
+
+def test_neighbors_are_counted_by_agreement() -> None:
+    sink = Sink()
+    meter = Meter(sink.emit, "v", "0" * 64, 0.0, 0.5)
+    meter.record_batch(["ok"], [0.1], 0, {}, neighbors=[True, True, False])
+    meter.flush()
+    assert sink.values["evernear_neighbors_total", ("v", "true")] == 2
+    assert sink.values["evernear_neighbors_total", ("v", "false")] == 1
 
 
 def _await(condition: Callable[[], bool], timeout_s: float = 30) -> None:

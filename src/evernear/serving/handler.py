@@ -17,8 +17,9 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evernear.release.archive_reader import open_parts
-from evernear.release.manifest import ReleaseManifest
+from evernear.release.archive_reader import ReleaseParts, open_parts
+from evernear.release.drift_baseline import DriftBaseline
+from evernear.release.manifest import DRIFT_BASELINE_FILE
 from evernear.serving.core import BatchResult, Predictor
 from evernear.serving.metrics import METRICS, Emit, Labels, Meter
 from evernear.serving.query_log import QueryLog
@@ -45,7 +46,7 @@ class EmbeddingHandler:
         # TorchServe logs a line for each batch, through a pipe and two regular expressions.
         logging.getLogger().setLevel(logging.WARNING)
         logging.getLogger(_METRICS_LOGGER).setLevel(logging.INFO)
-        self._meter = _meter(parts.manifest)
+        self._meter = _meter(parts)
         self._meter.start()
         self._version = parts.manifest.version
         self._tracer = tracer("evernear-serving")
@@ -88,6 +89,7 @@ class EmbeddingHandler:
             distances=[prediction.dist for prediction in predictions],
             unknown=sum(prediction.unknown for prediction in predictions),
             stages_s=_stages_s(result),
+            neighbors=[near.label == p.pred for p in predictions if not p.unknown for near in p.neighbors],
         )
 
 
@@ -99,9 +101,20 @@ def _stages_s(result: BatchResult) -> dict[str, float]:
     return {"decode": result.decode_s, "network": result.network_s, "search": result.search_s}
 
 
-def _meter(manifest: ReleaseManifest) -> Meter:
-    created_s = manifest.created.timestamp()
-    return Meter(_torchserve_emit(), manifest.version, manifest.network_sha256, created_s, manifest.threshold)
+def _meter(parts: ReleaseParts) -> Meter:
+    manifest = parts.manifest
+    reference: list[float] = []
+    if DRIFT_BASELINE_FILE in manifest.parts:
+        reference = DriftBaseline.parse(parts.read(DRIFT_BASELINE_FILE), DRIFT_BASELINE_FILE).distances.tolist()
+    return Meter(
+        _torchserve_emit(),
+        manifest.version,
+        manifest.network_sha256,
+        manifest.created.timestamp(),
+        manifest.threshold,
+        manifest.metrics.get("accuracy"),
+        reference,
+    )
 
 
 def _torchserve_emit() -> Emit:

@@ -39,12 +39,15 @@ def _histogram(name: str, unit: str) -> dict[str, Metric]:
 METRICS: Mapping[str, Metric] = {
     "evernear_requests_total": Metric("counter", "Count", ("version", "outcome")),
     "evernear_predictions_total": Metric("counter", "Count", ("version", "unknown")),
+    "evernear_neighbors_total": Metric("counter", "Count", ("version", "agrees")),
     "evernear_stage_seconds_total": Metric("counter", "Seconds", ("version", "stage")),
     **_histogram("evernear_batch_size", "Images"),
     **_histogram("evernear_distance", "L2"),
     "evernear_release_info": Metric("gauge", "Count", ("version", "network")),
     "evernear_index_age_seconds": Metric("gauge", "Seconds", ("version",)),
     "evernear_unknown_threshold": Metric("gauge", "L2", ("version",)),
+    "evernear_test_accuracy": Metric("gauge", "Count", ("version",)),
+    "evernear_reference_distance_ratio": Metric("gauge", "Count", ("version", "le")),
 }
 
 _HOST: Labels = ("Level", "Hostname")
@@ -81,10 +84,21 @@ def _by_kind(metrics: Mapping[str, Metric]) -> dict[str, list[dict[str, Any]]]:
 class Meter:
     """Records the batches of one release. `flush` passes the increments to ``emit``.
 
-    ``created_s`` is the release's Unix time, ``threshold`` the distance beyond which an image is unknown.
+    ``created_s`` is the release's Unix time, ``threshold`` the distance beyond which an image is unknown. What live
+    queries are compared with is optional: ``test_accuracy`` of the release, and the distances of its drift baseline,
+    ``reference``, which are emitted as their cumulative distribution at `DISTANCE_BOUNDS`.
     """
 
-    def __init__(self, emit: Emit, version: str, network_sha256: str, created_s: float, threshold: float) -> None:
+    def __init__(
+        self,
+        emit: Emit,
+        version: str,
+        network_sha256: str,
+        created_s: float,
+        threshold: float,
+        test_accuracy: float | None = None,
+        reference: Sequence[float] = (),
+    ) -> None:
         # Only workers need it; `metrics_file` also runs where it is not installed.
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -94,6 +108,7 @@ class Meter:
         self._registry = registry = CollectorRegistry()
         self._requests = Counter("evernear_requests", "", ("version", "outcome"), registry=registry)
         self._predictions = Counter("evernear_predictions", "", ("version", "unknown"), registry=registry)
+        self._neighbors = Counter("evernear_neighbors", "", ("version", "agrees"), registry=registry)
         self._stage_seconds = Counter("evernear_stage_seconds", "", ("version", "stage"), registry=registry)
         self._batch_size = Histogram(
             "evernear_batch_size", "", ("version",), buckets=BATCH_SIZE_BOUNDS, registry=registry
@@ -105,18 +120,29 @@ class Meter:
         age.labels(version).set_function(lambda: round(time.time() - created_s))
         emit("evernear_release_info", 1, (version, network_sha256[:12]))
         emit("evernear_unknown_threshold", threshold, (version,))
+        if test_accuracy is not None:
+            emit("evernear_test_accuracy", test_accuracy, (version,))
+        for bound in DISTANCE_BOUNDS if reference else ():
+            share = sum(distance <= bound for distance in reference) / len(reference)
+            emit("evernear_reference_distance_ratio", share, (version, str(bound)))
 
     def start(self) -> None:
         """Flush once a second, in a daemon thread."""
         threading.Thread(target=self._flush_forever, name="metrics", daemon=True).start()
 
     def record_batch(
-        self, outcomes: Sequence[str], distances: Sequence[float], unknown: int, stages_s: Mapping[str, float]
+        self,
+        outcomes: Sequence[str],
+        distances: Sequence[float],
+        unknown: int,
+        stages_s: Mapping[str, float],
+        neighbors: Sequence[bool] = (),
     ) -> None:
         """Record a batch.
 
         ``outcomes`` has an entry for each request. ``distances`` and ``unknown`` are those of the images with a
-        prediction, ``stages_s`` the seconds of each stage.
+        prediction, ``stages_s`` the seconds of each stage. ``neighbors`` has an entry for each neighbor of a known
+        image: whether its label is the predicted one.
         """
         self._batch_size.observe(len(outcomes))
         for outcome in outcomes:
@@ -125,6 +151,9 @@ class Meter:
             self._stage_seconds.labels(self._version, stage).inc(seconds)
         for distance in distances:
             self._distance.observe(distance)
+        if neighbors:
+            self._neighbors.labels(self._version, "true").inc(sum(neighbors))
+            self._neighbors.labels(self._version, "false").inc(len(neighbors) - sum(neighbors))
         if distances:
             self._predictions.labels(self._version, "true").inc(unknown)
             self._predictions.labels(self._version, "false").inc(len(distances) - unknown)
