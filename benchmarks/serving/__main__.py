@@ -75,7 +75,7 @@ def main() -> None:
     machine_info = machine.describe()
     with tempfile.TemporaryDirectory() as scratch:
         served = prepare(settings_of(arguments.source, arguments.set, Path(scratch)), Path(scratch))
-        print(f"{served.gallery_size:,} vectors, {len(served.images)} images to ask", flush=True)
+        print(f"{served.gallery_size:,} vectors, {len(served.images)} query images", flush=True)
         with servers.trivial(served, Path(scratch) / "trivial") as running:
             ceiling = measure_server(running.targets["trivial"], running, arguments, CONCURRENCIES[-1]).rps
         cells: Cells = {}

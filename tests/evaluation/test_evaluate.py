@@ -196,7 +196,7 @@ def test_labels_are_called_shuffled_where_pixels_are_at_chance_too(system: Syste
 
 
 def test_a_weak_network_is_not_blamed_on_the_labels(system: System, collapsed: Recognizer):
-    """It loses against pixels, but is far better than chance."""
+    """It is worse than pixels, but far better than chance."""
     evaluation = evaluate(collapsed, None, system.dataset, PROBED, SETTINGS)
     reason = reason_of(evaluation, "beats_baselines", GateSettings())
     assert "the nearest gallery image by 8x8 pixels" in reason

@@ -19,7 +19,7 @@ IMAGE = "registry.example/evernear-serve@sha256:" + 64 * "a"
 
 
 def uploaded(**pinned: Any) -> Any:
-    """The newest version as KFP describes it, with what the upload pinned."""
+    """The newest version as KFP describes it, with the defaults that the upload pinned."""
     compiled = with_defaults((GOLDEN / "continuous_training.yaml").read_bytes(), pinned)
     return SimpleNamespace(pipeline_spec=next(yaml.load_all(compiled, yaml.CSafeLoader)))
 

@@ -17,7 +17,7 @@ from evernear.data.preprocess import Resize, choose_resize
 from evernear.data.sources import FileEntry
 from evernear.errors import StoreError
 
-# Most problems of a kind in a manifest. Those that stop a run must be fixed one by one.
+# Maximum number of problems of a kind in a manifest. Those that stop a run must be fixed one by one.
 _MAX_LISTED = {"undecodable": 1000, "conflicting_labels": 1000}
 _MAX_LISTED_OF_OTHERS = 20
 _MAX_NAMES = 5
@@ -75,7 +75,7 @@ WHERE digest IN (SELECT digest FROM files WHERE digest IS NOT NULL GROUP BY dige
 GROUP BY digest
 """
 
-# One call of the function for each size, because most images have the same.
+# Called once per size, because most images have the same size.
 _SIZES = """
 CREATE TEMP TABLE sizes AS
 SELECT width, height, resized(width, height) AS resize FROM (SELECT DISTINCT width, height FROM images)
@@ -252,7 +252,7 @@ class Ledger:
         return {row[0] for row in self._of_digests("SELECT digest FROM images", digests)}
 
     def removed_splits(self, digests: Sequence[bytes]) -> dict[bytes, Split]:
-        """The earlier splits of those of ``digests`` whose images were removed."""
+        """The former split of each of ``digests`` whose image was removed."""
         return dict(self._of_digests("SELECT digest, split FROM removed", digests))
 
     def add_images(self, images: Iterable[NewImage]) -> None:

@@ -235,5 +235,5 @@ def _over_white(band: Image.Image) -> Image.Image:
 
 
 def _as_mode(image: Image.Image, mode: str) -> Image.Image:
-    """`Image.convert` without the copy of an image that already has the mode."""
+    """Like `Image.convert`, but without a copy if the image already has the mode."""
     return image if image.mode == mode else image.convert(mode)

@@ -203,7 +203,7 @@ class Answers:
         self.recover()
 
     def recover(self) -> None:
-        """Complete the changes of the source that a killed process has recorded but maybe not made.
+        """Complete the changes of the source that a killed process recorded but may not have made.
 
         Raises:
             DataError: a relabeled file cannot be moved back, because another file has its name.

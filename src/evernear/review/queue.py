@@ -30,7 +30,7 @@ class Item(NamedTuple):
 
 
 class Queue:
-    """The queue of a store. It remembers the ids in each log file, which never changes, to read few files again."""
+    """The queue of a store. It caches the ids in each log file, since log files never change."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

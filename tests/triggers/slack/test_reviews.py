@@ -1,4 +1,4 @@
-"""Live queries in Slack: images with a class picker, and answers that take the path of the review."""
+"""Live queries in Slack: images with a class picker, and answers handled as on the review page."""
 
 import base64
 import time
