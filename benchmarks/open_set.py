@@ -176,11 +176,19 @@ DETECTORS: dict[str, Detector] = {
     "centered nearest": centered(nearest),
     "centered mean of k = 5": centered(mean_of(5)),
     "centered centroid": centered(centroid),
+    "centered softmax": centered(softmax(1)),
+    "centered ViM": centered(vim),
     "Mahalanobis": mahalanobis,
     "relative Mahalanobis": relative_mahalanobis,
     "ViM": vim,
 }
-COMBINED = {"nearest + energy": ("nearest", "energy"), "mean of k = 5 + softmax": ("mean of k = 5", "softmax")}
+COMBINED = {
+    "nearest + energy": ("nearest", "energy"),
+    "mean of k = 5 + softmax": ("mean of k = 5", "softmax"),
+    "centered nearest + softmax": ("centered nearest", "softmax"),
+    "centered nearest + relative Mahalanobis": ("centered nearest", "relative Mahalanobis"),
+    "centered nearest + ViM": ("centered nearest", "ViM"),
+}
 NEW_CLASS_IMAGES = 100
 FIGURES = {"auroc": "AUROC", "fpr_at_95_tpr": "FPR at 95% TPR", "new_class_rejected": "new class rejected"}
 
