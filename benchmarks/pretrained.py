@@ -131,7 +131,9 @@ def vectors(trained_dir: Path, dataset: Dataset) -> Iterator[tuple[Labeled, Labe
 
 def regression_accuracy(learned: Labeled, test: Labeled) -> float:
     """Test accuracy of a logistic regression."""
-    regression = LogisticRegressionCV(cv=5, max_iter=2000, scoring="accuracy", use_legacy_attributes=False)
+    regression = LogisticRegressionCV(
+        cv=5, max_iter=2000, scoring="accuracy", l1_ratios=(0,), use_legacy_attributes=False
+    )
     return float(make_pipeline(StandardScaler(), regression).fit(*learned).score(*test))
 
 

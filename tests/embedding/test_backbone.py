@@ -164,7 +164,7 @@ def test_features_of_one_image_per_class_are_only_centered(digits: Dataset, weig
 
     network = build(choose_architecture(digits, settings(weights=str(weights), frozen=True, backbone_size_px=16)))
     images = to_tensor(next(digits.blocks("train", 4)).images)
-    whiten(network, [(images, torch.arange(4))])
+    whiten(network, [(images, torch.arange(4))], 4)
     standardize = network.members[0].get_submodule("standardize")
     assert torch.equal(standardize.get_buffer("matrix"), torch.eye(96))
     assert standardize.get_buffer("mean").abs().max() > 0

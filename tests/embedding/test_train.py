@@ -1,6 +1,5 @@
 """Training learns, is reproducible, and resumes after a kill."""
 
-import math
 import os
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from PIL import Image
 from evernear import threads
 from evernear.data.ingest import ingest
 from evernear.data.shards import Dataset
-from evernear.embedding import data_loader, distributed
+from evernear.embedding import distributed
 from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.artifact import Epoch, TrainingResult, load_trained
 from evernear.embedding.data_loader import TrainingImages
@@ -210,21 +209,6 @@ def test_excluded_labels_are_not_trained_or_validated_on(digits: Dataset) -> Non
     batches = list(islice(images.batches(50, seed=0, epoch=0, rank=0, world_size=1), 60))
     assert all(pixels.shape == (50, 1, 8, 8) and len(classes) == 50 for pixels, classes in batches)
     assert {c for _, classes in batches for c in classes.tolist()} == set(range(8))
-
-
-@pytest.mark.parametrize("limit", [1, 30, 500, 10**6])
-def test_evenly_spaced_images_come_from_all_over_a_split(
-    digits: Dataset, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(data_loader, "BLOCK_SIZE_BYTES", 50 * 64)
-    images = TrainingImages(digits, frozenset({"3", "8"}))
-    (every, classes), (chosen, chosen_classes) = (
-        [torch.cat(parts) for parts in zip(*batches, strict=True)]
-        for batches in (images.in_order("train"), images.evenly_spaced("train", limit))
-    )
-    stride = math.ceil(images.count / limit)
-    assert torch.equal(chosen, every[::stride])
-    assert torch.equal(chosen_classes, classes[::stride])
 
 
 def test_batches_pair_each_image_with_its_class(digits: Dataset) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import timm
 import torch
 from huggingface_hub import hf_hub_download
-from sklearn.covariance import ledoit_wolf
+from numpy.typing import NDArray
 from timm.data.config import resolve_data_config
 from timm.models import PretrainedCfg, get_pretrained_cfg, load_state_dict
 from torch import Tensor, nn
@@ -32,12 +32,17 @@ from evernear.store import open_store
 HUB = "hub"
 AUTO_PRETRAINED = "resnet18"
 """The backbone that ``auto`` means with weights: small, in every collection of weights, and fast on a CPU."""
-WHITENING_IMAGES = 10_000
-"""Images that determine the whitening of a frozen network: 160 MB of features at 2,048 dimensions."""
-SMALLEST_VARIANCE = 1e-8
-"""Lower bound of a variance, relative to the largest one."""
+PRIOR_IMAGES = 0.5
+"""Weight of equal variances in the covariance of frozen features, in images per dimension."""
+SMALLEST_GAIN = 0.4
+"""Weight of directions in which classes do not differ: classes that are added later may differ there."""
+ROUNDING = 1e-9
+"""Variances below it, relative to all others, are rounding errors."""
 _OWN_PREFIX = "members.0.backbone."
 _REASON_MAX_CHARACTERS = 200
+
+
+Floats = NDArray[np.float64]
 
 
 class _Backbone(Protocol):
@@ -230,35 +235,58 @@ def load_weights(network: EmbeddingNetwork, architecture: Architecture, weights:
 
 
 @torch.inference_mode()
-def whiten(network: EmbeddingNetwork, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Make the features of a frozen network vary alike in all directions within the classes of ``batches``.
+def whiten(network: EmbeddingNetwork, batches: Iterable[tuple[Tensor, Tensor]], classes: int) -> None:
+    """Fit the whitening of a frozen network to ``batches`` of images (N, C, H, W) and classes (N,)."""
+    module = cast(Whitening, cast(TimmMember, network.members[0]).standardize)
+    dim = len(module.mean)
+    counts, sums = np.zeros(classes), np.zeros((classes, dim))
+    products = np.zeros((dim, dim))
+    features: list[Tensor] = []
+    handle = module.register_forward_hook(lambda _, inputs, __: features.append(inputs[0]))
+    for images, owners in batches:
+        features.clear()
+        network.eval()(images)
+        batch = torch.cat(features).double().numpy()
+        np.add.at(sums, owners.numpy(), batch)
+        counts += np.bincount(owners.numpy(), minlength=classes)
+        products += batch.T @ batch
+    handle.remove()
+    present = counts > 0
+    mean, matrix = discriminant(counts[present], sums[present], products)
+    module.mean.copy_(torch.from_numpy(mean))
+    module.matrix.copy_(torch.from_numpy(matrix))
 
-    Features of a pretrained network vary most in what its own classes differ by. Divided by the deviation within
-    classes, they are compared by what tells these classes apart, as in linear discriminant analysis (Fukunaga 1990,
-    "Introduction to Statistical Pattern Recognition", section 10.2). The covariance is the one of Ledoit and Wolf 2004,
-    "A Well-Conditioned Estimator for Large-Dimensional Covariance Matrices", because there are often fewer images than
-    features. If each class has one image, the features are only centered.
+
+def discriminant(counts: Floats, sums: Floats, products: Floats) -> tuple[Floats, Floats]:
+    """The mean (D,) and the matrix (D, D) that whiten features and weight what tells classes apart.
+
+    Features of a pretrained network vary most in what its own classes differ by. As in linear discriminant analysis
+    (Fukunaga 1990, "Introduction to Statistical Pattern Recognition", section 10.2), they are divided by their
+    deviation within classes. A direction in which the class means then have a variance of v, of which u is the error of
+    the means, is multiplied by 1 - u / v, but by at least `SMALLEST_GAIN`. The covariance is shrunk as if
+    `PRIOR_IMAGES` per dimension varied alike in all directions, because there are often fewer images than features.
 
     Args:
-        batches: images (N, C, H, W) and classes (N,).
+        counts: (C,), images of each class.
+        sums: (C, D), sum of the features of each class.
+        products: (D, D), sum of the outer products of all features.
+
+    Returns:
+        The identity matrix if all images of each class have the same features, or each class has one image.
     """
-    module = cast(Whitening, cast(TimmMember, network.members[0]).standardize)
-    seen: list[Tensor] = []
-    handle = module.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0]))
-    labels: list[Tensor] = []
-    for images, classes in batches:
-        network.eval()(images)
-        labels.append(classes)
-    handle.remove()
-    features, (_, owners) = torch.cat(seen).double().numpy(), np.unique(torch.cat(labels).numpy(), return_inverse=True)
-    module.mean.copy_(torch.from_numpy(features.mean(axis=0)))
-    means = np.zeros((owners.max() + 1, features.shape[1]))
-    np.add.at(means, owners, features)
-    residuals = features - (means / np.bincount(owners)[:, None])[owners]
-    if residuals.any():
-        variances, axes = np.linalg.eigh(ledoit_wolf(residuals, assume_centered=True)[0])
-        scales = np.maximum(variances, SMALLEST_VARIANCE * variances[-1]) ** -0.5
-        module.matrix.copy_(torch.from_numpy(axes * scales))
+    means, dim = sums / counts[:, None], len(products)
+    mean, within = means.mean(axis=0), products - sums.T @ means
+    degrees, total = counts.sum() - len(counts), np.trace(within)
+    if degrees < 1 or total <= ROUNDING * np.trace(products):
+        return mean, np.eye(dim)
+    prior = PRIOR_IMAGES * dim
+    covariance = (within + prior * total / degrees / dim * np.eye(dim)) / (degrees + prior)
+    variances, axes = np.linalg.eigh(covariance)
+    whitening = axes / np.sqrt(variances)
+    shown = (means - mean) @ whitening
+    between, directions = np.linalg.eigh(shown.T @ shown / max(1, len(counts) - 1))
+    gains = 1 - (1 / counts).mean() / np.maximum(between, ROUNDING)
+    return mean, whitening @ (directions * np.maximum(gains, SMALLEST_GAIN))
 
 
 def _pretrained(architecture: Architecture, weights: Weights) -> nn.Module:

@@ -84,14 +84,6 @@ class TrainingImages:
             if len(classes):
                 yield to_tensor(images), torch.from_numpy(classes)
 
-    def evenly_spaced(self, split: Split, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield up to ``limit`` images (N, C, H, W) and classes (N,) from all over a split."""
-        stride, first = math.ceil(self._counts(split).sum() / limit), 0
-        for pixels, classes in self.in_order(split):
-            if first < len(classes):
-                yield pixels[first::stride], classes[first::stride]
-            first = (first - len(classes)) % stride
-
     def _included(self, block: Block) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         classes = self._class_of_label[block.labels]
         if (classes >= 0).all():

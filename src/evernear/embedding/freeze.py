@@ -78,14 +78,14 @@ def freeze(dataset: Dataset, settings: TrainSettings, out_dir: Path, exclude_lab
         TrainingError: as `choose_architecture` and `initialize`; or there are too few images.
         StoreError: the weights cannot be fetched or ``out_dir`` cannot be written.
     """
-    from evernear.embedding.backbone import WHITENING_IMAGES, whiten
+    from evernear.embedding.backbone import whiten
 
     images = TrainingImages(dataset, exclude_labels)
     torch.manual_seed(settings.seed)
     architecture = choose_architecture(dataset, settings)
     network = build(architecture)
     pretrained_sha256 = initialize(network, architecture, settings)
-    whiten(network, images.evenly_spaced("train", WHITENING_IMAGES))
+    whiten(network, images.in_order("train"), images.classes)
     trained = TrainedNetwork(
         architecture=architecture,
         dataset_digest=dataset.digest,
