@@ -12,7 +12,7 @@ from no_files import NO_FILES
 
 from evernear.disk import disk_errors, sha256_bytes, sha256_file, write_atomically
 from evernear.errors import ConflictError, IntegrityError, SettingsError, StoreError
-from evernear.store import Store, open_store
+from evernear.store import Store, open_store, s3_connection
 
 
 @pytest.fixture(params=["file", "s3", "swift"])
@@ -72,6 +72,21 @@ def test_listing_returns_full_keys_with_each_folder_sorted(store: Store) -> None
     assert sorted(info.key for info in store.list("a/b")) == ["a/b.c", "a/b/c"]
     assert list(store.list("nothing/")) == []
     assert sorted(store.folders()) == ["a", "a.b", "ab"]
+
+
+@pytest.mark.parametrize("folders", [3, 30])
+def test_large_buckets_are_listed_completely(bucket: str, monkeypatch: pytest.MonkeyPatch, folders: int) -> None:
+    store = open_store(f"s3://{bucket}/prefix")
+    keys = [f"{n % folders} +/{'sub/' * (n % 2)}{n:02}.png" for n in range(60)] + ["top.png", "0 +.png"]
+    for key in keys:
+        store.put(key, key.encode())
+    whole = sorted(store.list(""), key=lambda info: info.key)
+    assert [info.key for info in whole] == sorted(keys)
+    monkeypatch.setattr(s3_connection, "_PAGE_OBJECTS", 9)
+    monkeypatch.setattr(s3_connection, "_FOLDERS_AT_ONCE", 2)
+    assert sorted(store.list(""), key=lambda info: info.key) == whole
+    assert [info.key for info in store.list("1 +/")] == [info.key for info in whole if info.key.startswith("1 +/")]
+    assert next(iter(store.list("1"))).key.startswith("1")
 
 
 def test_fetch_verifies_the_hash_and_is_atomic(store: Store, tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 """The connection to S3: endpoint, keys, proxy, certificates, retries, and the meaning of its errors."""
 
 import os
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import unquote, unquote_plus, urlsplit
 from urllib.request import getproxies, proxy_bypass
 from xml.etree import ElementTree
@@ -29,6 +32,8 @@ CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 60.0
 TRIES = 4
 BACKOFF_S = 0.5
+_PAGE_OBJECTS = 1000
+_FOLDERS_AT_ONCE = 8
 
 # Codes for a missing object; a missing bucket is an error.
 MISSING_OBJECT = frozenset({"NoSuchKey", "NoSuchObject"})
@@ -46,6 +51,22 @@ _BAD_KEYS = frozenset(
 )
 _DAMAGED = frozenset({"BadDigest", "IncompleteBody", "InvalidDigest", "XAmzContentSHA256Mismatch"})
 _OTHER_REGION = frozenset({"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"})
+
+
+class ListedObject(NamedTuple):
+    """An object in a listing."""
+
+    name: str
+    size_bytes: int
+    etag: str
+
+
+class _Page(NamedTuple):
+    """A page of a listing; ``next_token`` is empty on the last one."""
+
+    objects: list[ListedObject]
+    folders: list[str]
+    next_token: str
 
 
 @dataclass(frozen=True)
@@ -124,27 +145,56 @@ class S3Connection:
             retries=_retries(only_unexecuted=True),
         )
 
-    def list(self, bucket: str, prefix: str) -> Iterator[tuple[str, int, str]]:
-        """Yield name, size and etag of the objects whose names start with ``prefix``.
+    def list(self, bucket: str, prefix: str) -> Iterator[ListedObject]:
+        """Yield the objects whose names start with ``prefix``, each folder in the server's order.
 
-        `Minio.list_objects` parses 1,000 objects in 60 ms of CPU time, this in 8 ms.
+        More than a page are listed folder by folder, some of them at once, with the next pages in memory. More than
+        1,000 folders are listed one page after the other.
         """
-        query: DictType = {"list-type": "2", "encoding-type": "url", "delimiter": "", "prefix": prefix}
-        query["max-keys"] = "1000"
-        truncated = True
-        while truncated:
-            response = self.client._execute("GET", bucket, query_params=query)  # pyright: ignore[reportPrivateUsage]
-            page = ElementTree.fromstring(response.data)  # noqa: S314 - as minio does; expat limits expansion
-            namespace = page.tag[: page.tag.rfind("}") + 1]
-            decode = unquote_plus if page.findtext(f"{namespace}EncodingType") == "url" else str
-            for item in page.iterfind(f"{namespace}Contents"):
-                name = decode(item.findtext(f"{namespace}Key", ""))
-                size_bytes = int(item.findtext(f"{namespace}Size", ""))
-                yield name, size_bytes, item.findtext(f"{namespace}ETag", "").strip('"')
-            truncated = page.findtext(f"{namespace}IsTruncated") == "true"
-            query["continuation-token"] = page.findtext(f"{namespace}NextContinuationToken", "")
-            if truncated and not query["continuation-token"]:
-                raise ValueError("a page without NextContinuationToken")
+        first = self._page(bucket, prefix)
+        top = self._page(bucket, prefix, delimiter="/") if first.next_token else first
+        folders = [prefix] if top.next_token else top.folders
+        if not top.next_token:
+            yield from top.objects
+        with ThreadPoolExecutor(_FOLDERS_AT_ONCE) as pool:
+            waiting, pages = deque(folders), deque[tuple[str, Future[_Page]]]()
+            while waiting or pages:
+                while waiting and len(pages) < _FOLDERS_AT_ONCE:
+                    pages.append((waiting[0], pool.submit(self._page, bucket, waiting.popleft())))
+                name, future = pages.popleft()
+                page = future.result()
+                if page.next_token:
+                    pages.appendleft((name, pool.submit(self._page, bucket, name, page.next_token)))
+                yield from page.objects
+
+    def _page(self, bucket: str, prefix: str, token: str = "", delimiter: str = "") -> "_Page":
+        """At most 1,000 objects. `Minio.list_objects` parses them in 60 ms of CPU time, this in 8 ms."""
+        query: DictType = {"list-type": "2", "encoding-type": "url", "delimiter": delimiter, "prefix": prefix}
+        query["max-keys"] = str(_PAGE_OBJECTS)
+        if token:
+            query["continuation-token"] = token
+        response = self.client._execute("GET", bucket, query_params=query)  # pyright: ignore[reportPrivateUsage]
+        page = ElementTree.fromstring(response.data)  # noqa: S314 - as minio does; expat limits expansion
+        namespace = page.tag[: page.tag.rfind("}") + 1]
+        decode = unquote_plus if page.findtext(f"{namespace}EncodingType") == "url" else str
+        next_token = page.findtext(f"{namespace}NextContinuationToken", "")
+        truncated = page.findtext(f"{namespace}IsTruncated") == "true"
+        if truncated and not next_token:
+            raise ValueError("a page without NextContinuationToken")
+        return _Page(
+            objects=[
+                ListedObject(
+                    name=decode(item.findtext(f"{namespace}Key", "")),
+                    size_bytes=int(item.findtext(f"{namespace}Size", "")),
+                    etag=item.findtext(f"{namespace}ETag", "").strip('"'),
+                )
+                for item in page.iterfind(f"{namespace}Contents")
+            ],
+            folders=[
+                decode(item.findtext(f"{namespace}Prefix", "")) for item in page.iterfind(f"{namespace}CommonPrefixes")
+            ],
+            next_token=next_token if truncated else "",
+        )
 
     @contextmanager
     def errors(self, permission: str, bucket: str, name: str = "") -> Generator[None]:
