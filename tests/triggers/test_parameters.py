@@ -68,6 +68,7 @@ def test_settings_are_validated_together_over_the_defaults_of_the_pipeline() -> 
     single = {"kubernetes": {"replicas_min": 1}}
     pinned = [p.model_copy(update={"default": single}) if p.name == "settings" else p for p in known]
     assert from_words(["kubernetes.replicas_max=1"], pinned) == {"settings": {"kubernetes": {"replicas_max": 1}}}
+    assert single == {"kubernetes": {"replicas_min": 1}}, "the defaults are not changed"
 
 
 def test_pipeline_of_another_version_is_named() -> None:

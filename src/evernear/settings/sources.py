@@ -137,11 +137,12 @@ def assignments(model: type[BaseModel], words: Iterable[str]) -> Tree:
 def merge(into: Tree, tree: Mapping[str, Any]) -> None:
     """Write ``tree`` over ``into``, key by key; a nested mapping keeps the keys that ``tree`` lacks."""
     for key, value in tree.items():
-        current = into.get(key)
-        if isinstance(value, Mapping) and isinstance(current, dict):
-            merge(current, value)
+        if isinstance(value, Mapping):
+            current = into.get(key)
+            into[key] = dict(current) if isinstance(current, dict) else {}  # a copy: others may share the nested dict
+            merge(into[key], value)
         else:
-            into[key] = dict(value) if isinstance(value, Mapping) else value
+            into[key] = value
 
 
 def parse(model: type[Model], tree: Mapping[str, Any]) -> Model:
