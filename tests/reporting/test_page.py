@@ -183,6 +183,20 @@ def test_held_page_begins_with_the_failed_rules(
     assert f"evernear inspect run {CANDIDATE} --image IMAGE --workdir &#39;my work&#39;" in words
 
 
+def test_many_failed_rules_do_not_push_the_next_command_down(
+    record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
+) -> None:
+    save(record, system, measured, floor=1.0)
+    record.save(outcome=record.load("outcome") | {"reasons": [f"Rule {n} failed." for n in range(6)]})
+    html = run_page(record)
+    check(html)
+    top = html[html.index("<h1>") : html.index("<nav>")]
+    visible, folded = top.split("<details>")
+    assert re.findall(r"Rule \d", visible) == [f"Rule {n}" for n in range(4)]
+    assert re.findall(r"Rule \d", folded) == ["Rule 4", "Rule 5"]
+    assert "2 more reasons" in folded
+
+
 @pytest.mark.parametrize(
     ("open_set", "explanation"),
     [
