@@ -1,5 +1,6 @@
 """Behavior of the steps beyond the functions that they call."""
 
+import json
 import os
 import re
 import socket
@@ -21,7 +22,7 @@ from evernear.errors import TrainingError
 from evernear.progress import step
 from evernear.release.registry import Registry
 from evernear.run_record import RunRecord
-from evernear.settings import DataSettings, RunSettings
+from evernear.settings import DataSettings, RunSettings, of_run, parse
 from evernear.store import open_store
 
 
@@ -125,6 +126,20 @@ def run_ingest(tmp_path: Path, **parameters: str) -> int:
     assert not (tmp_path / "store" / "datasets").exists(), "no image was decoded"
     assert isinstance(stopped.value.code, int)
     return stopped.value.code
+
+
+def test_ingest_passes_on_only_the_settings_that_differ_from_the_defaults(tmp_path: Path) -> None:
+    store = (tmp_path / "store").as_uri()
+    parameters = {"source": "digits", "preset": "best", "target": "registry", "serving_image": ""}
+    changed = {"train": {"seed": 1, "margin": 0.3}, "classes": {"renamed": {"7": "seven"}}}
+    _, settings = steps.ingest("run", store, parameters, changed, str(tmp_path / "dataset"))
+    chosen = of_run(changed, **parameters, store=store)
+    assert parse(RunSettings, settings) == chosen
+    assert settings["classes"] == {"renamed": {"7": "seven"}}
+    assert "margin" not in settings["train"], "0.3 is the default"
+    assert len(json.dumps(settings)) < 1000
+    recorded = RunRecord(open_store(store), "run").load("settings")
+    assert recorded == chosen.model_dump(mode="json"), "the run page lists all of them"
 
 
 def test_ingest_rejects_a_run_that_cannot_deploy(

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from evernear.evaluation.evaluate import Evaluation
 
 Tree = dict[str, Any]
-"""The settings of a run (`evernear.settings.RunSettings`) as JSON: `ingest` returns them, all others take them."""
+"""The settings of a run (`evernear.settings.RunSettings`) as JSON, without defaults: `ingest` returns them, all others
+take them."""
 PRETRAINED_SIZE_PX = 224
 """Largest automatic size of images for a pretrained backbone: that of most pretrainings."""
 UNKNOWN_CAUSE = "the Kubeflow Pipelines UI or API"
@@ -56,7 +57,9 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         per_split = [manifest.label_counts(split) for split in SPLITS]
         classes = sum(any(count[label] for count in per_split) for label in manifest.labels)
         running.summary = f"{counts}; {classes} classes, {height}x{width}x{channels}"
-    return manifest.digest, chosen.model_dump(mode="json")
+    # Argo copies them several times per step. All settings would make it compress the status of the workflow, and KFP's
+    # API server does not read a compressed status: it would no longer report the last steps.
+    return manifest.digest, chosen.model_dump(mode="json", exclude_defaults=True)
 
 
 def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
