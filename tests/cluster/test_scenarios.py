@@ -65,7 +65,7 @@ def test_failed_release_is_replaced_by_the_previous_one(site: Site, make_release
 
 @pytest.mark.slow  # tests/deployment/kubernetes covers it on loopback
 def test_failed_first_release_leaves_no_objects(site: Site, make_release: MakeRelease) -> None:
-    with pytest.raises(ClusterError, match="all that was made for it was removed"):
+    with pytest.raises(ClusterError, match="its objects were removed"):
         deploy(make_release(), site.settings(image=MISSING_IMAGE))
     assert (champion(site), live_release(site)) == (None, "down")
     with pytest.raises(ApiException) as exc_info:

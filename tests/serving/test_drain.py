@@ -110,6 +110,7 @@ def test_drain_times_out_on_an_endless_request(release: PackedRelease, tmp_path:
     with serving(release, tmp_path, drain_timeout_s=1) as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.settings.serving.inference_port, timeout=30)
         connection.putrequest("POST", "/predictions/embedding")
+        connection.putheader("Authorization", f"Bearer {read_key(server.home, 'inference')}")
         connection.putheader("Content-Length", "10")
         connection.endheaders(b"begin")
         assert torchserve.stop(server.home)

@@ -485,7 +485,7 @@ def test_startup_errors_are_one_sentence_and_the_transformer_needs_no_torch(
     port = str(running.http_port)
     starts = [
         (5, "has 0 release archives", ["predictor", "--model_dir", str(empty)]),
-        (5, "cannot be read as a release", ["predictor", "--model_dir", str(broken)]),
+        (5, "release.mar is not a release", ["predictor", "--model_dir", str(broken)]),
         (4, "has no champion yet", ["predictor", "--store", empty.as_uri()]),
         (4, f"Release {version} does not exist", ["predictor", "--store", store, "--release", version]),
         (2, "needs --predictor_host", ["transformer", "--model_dir", directory]),
