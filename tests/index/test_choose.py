@@ -68,11 +68,18 @@ def test_more_exact_index_is_chosen_if_compression_loses_too_much(embeddings, tm
     assert "too few for index.recall = 0.9" in described.reason
 
 
-def test_gallery_is_searched_exactly_if_no_index_reaches_the_recall(embeddings, tmp_path, large):
-    described = build(embeddings, LABELS, IndexSettings(recall=1.0), tmp_path)
+def test_gallery_is_searched_exactly_if_no_index_reaches_the_recall(embeddings, tmp_path, large, monkeypatch):
+    monkeypatch.setattr(choose, "CODES", ("PQ2x4",))
+    described = build(embeddings, LABELS, IndexSettings(recall=0.9), tmp_path)
     assert (described.factory, described.search) == ("Flat", "")
     assert described.reason.endswith("exact search remains")
     assert recall(described) == 1
+
+
+def test_gallery_is_searched_exactly_if_the_queries_cannot_show_the_recall(embeddings, tmp_path, large):
+    described = build(embeddings, LABELS, IndexSettings(recall=0.999), tmp_path)
+    assert described.factory == "Flat"
+    assert described.reason == "1,500 queries are too few to show a recall of 0.999, so the search is exact"
 
 
 def test_indexes_above_the_memory_limit_are_not_built(make_embeddings, tmp_path, large):

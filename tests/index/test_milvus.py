@@ -8,7 +8,7 @@ import pytest
 from pymilvus import MilvusClient
 
 from evernear.errors import IntegrityError, SettingsError, TransientStoreError
-from evernear.index import milvus, milvus_client
+from evernear.index import choose, milvus, milvus_client
 from evernear.index.build import build
 from evernear.index.description import Collection, IndexDescription
 from evernear.index.search import Gallery
@@ -76,7 +76,7 @@ def test_build_continues_after_a_kill(embeddings, settings, tmp_path, monkeypatc
 
 
 def test_large_gallery_gets_a_graph_that_reaches_the_recall(embeddings, settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(milvus, "FLAT_BYTES", 1)
+    monkeypatch.setattr(choose, "FLAT_BYTES", 1)
     described = build(embeddings, LABELS, settings, tmp_path)
     assert described.factory == milvus.GRAPH
     assert described.search in milvus.BEAMS
@@ -87,7 +87,7 @@ def test_large_gallery_gets_a_graph_that_reaches_the_recall(embeddings, settings
 
 
 def test_gallery_is_searched_exactly_if_no_graph_reaches_the_recall(embeddings, settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(milvus, "FLAT_BYTES", 1)
+    monkeypatch.setattr(milvus, "needs_exact_search", lambda *figures: "")
     described = build(embeddings, LABELS, settings.model_copy(update={"recall": 1.0}), tmp_path)
     assert (described.factory, described.search) == ("FLAT", "")
     assert described.reason.endswith("exact search remains")

@@ -292,7 +292,7 @@ class IndexSettings(Section):
     )
     type: str = Field(
         default="auto",
-        description="auto: chosen by size, recall and memory (Flat up to 64 MiB of vectors); or a faiss.index_factory "
+        description="auto: chosen by size, recall and memory (Flat up to 8 MiB of vectors); or a faiss.index_factory "
         "string: Flat, HNSW32, IVF256,Flat ...; or an index type of Milvus: FLAT, HNSW,M=32,efConstruction=360 ...",
     )
     search: str = Field(
