@@ -39,7 +39,7 @@ from evernear.settings import Settings, load
 CONCURRENCIES = (1, 8, 32)
 STARTED = (servers.naive, servers.evernear, servers.fastapi, servers.litserve)
 ROWS = ("naive", "evernear", "evernear gRPC", "fastapi", "litserve", "in-process")
-DISTANCE_TOLERANCE = 1e-3  # rounding differs with the batch; the square root is steep near zero
+DISTANCE_TOLERANCE = 5e-3  # the naive handler's vectors are not rounded to fp16; the square root is steep near zero
 TARGET_TIMES_RPS, TARGET_P99_SHARE = 15, 0.1
 
 

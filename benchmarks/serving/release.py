@@ -77,7 +77,7 @@ def prepare(settings: Settings, scratch: Path) -> Served:
     registry.publish(packed.archive)
     registry.set_champion(packed.manifest.version, None)
     open_release(packed.archive, scratch / "parts")
-    naive_store = _pack_naive(network_dir, index_dir, dataset, scratch / "naive")
+    naive_store = _pack_naive(network_dir, index_dir, gallery, dataset, scratch / "naive")
     images = tuple(_png(image) for image in next(dataset.blocks("test", QUERIES)).images)
     return Served(settings, scratch / "parts", naive_store, images, gallery.count("gallery"))
 
@@ -94,13 +94,13 @@ def _embed_all_as_gallery(network_dir: Path, dataset: Dataset, out_dir: Path) ->
     return Embeddings.open(out_dir)
 
 
-def _pack_naive(network_dir: Path, index_dir: Path, dataset: Dataset, directory: Path) -> Path:
+def _pack_naive(network_dir: Path, index_dir: Path, gallery: Embeddings, dataset: Dataset, directory: Path) -> Path:
     store = directory / "model-store"
     store.mkdir(parents=True)
     (directory / "naive.json").write_text(json.dumps({"labels": dataset.labels, "size": dataset.shape[:2]}))
-    index = faiss.read_index(str(index_dir / VECTORS_FILE))
-    flat = faiss.IndexFlatL2(index.d)
-    flat.add(index.reconstruct_n(0, index.ntotal))
+    flat = faiss.IndexFlatL2(gallery.dim)
+    for block in gallery.blocks("gallery"):
+        flat.add(block.embeddings)
     faiss.write_index(flat, str(directory / VECTORS_FILE))
     extra = (directory / VECTORS_FILE, index_dir / LABELS_FILE, directory / "naive.json")
     options = {

@@ -17,8 +17,9 @@ GALLERY, QUERIES = blobs(1, 6000, spread=0.2), blobs(2, 1500, spread=0.2)
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch):
-    """Every gallery counts as too large for exact search."""
+    """Every gallery counts as too large for exact search and for fp16."""
     monkeypatch.setattr(choose, "FLAT_BYTES", 1)
+    monkeypatch.setattr(choose, "COMPRESSED_FROM_BYTES", 1)
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,12 @@ def test_large_gallery_gets_the_smallest_index_that_reaches_the_recall(embedding
     exact = (QUERIES[0] @ GALLERY[0].T).max(axis=1)
     found = gallery.search(QUERIES[0], 1).distances[:, 0]
     assert (np.abs(2 - 2 * exact - found**2) < 1e-2).mean() > 0.9
+
+
+def test_gallery_of_medium_size_is_stored_as_fp16(embeddings, tmp_path, monkeypatch):
+    monkeypatch.setattr(choose, "FLAT_BYTES", 1)
+    described = build(embeddings, LABELS, IndexSettings(recall=0.9), tmp_path)
+    assert described.factory == "IVF153,SQfp16"
 
 
 def test_fewest_lists_are_probed(embeddings, tmp_path, large):

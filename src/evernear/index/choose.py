@@ -17,6 +17,8 @@ AUTO, FLAT = "auto", "Flat"
 FLAT_BYTES = 8 * 2**20
 """Largest gallery that is always searched exactly: 16,384 vectors of 128 dimensions. One search takes 0.3 ms, about as
 long as decoding an image and embedding it. Beyond that it would be most of the time of a request."""
+COMPRESSED_FROM_BYTES = 64 * 2**20
+"""Smaller galleries are not compressed below fp16, whose distances are more exact and found in half the time."""
 CODES = ("RaBitQ8", "SQfp16", "Flat")
 """Encodings of the vectors in an inverted file, from the smallest to the exact one.
 
@@ -52,15 +54,16 @@ def choose(
     """Choose an index for ``size`` vectors of ``dim`` dimensions; ``make`` builds and fills one from a factory string.
 
     A gallery is searched exactly if `needs_exact_search` says so. Otherwise inverted files are tried in the order of
-    `CODES`, without those that exceed ``settings.memory_mb``. The first is taken that reaches ``settings.recall`` on
-    ``queries`` (see `tune`). If none does, the index is Flat, even above ``settings.memory_mb``.
+    `CODES`, without those that exceed ``settings.memory_mb``, and below `COMPRESSED_FROM_BYTES` without the first. The
+    first is taken that reaches ``settings.recall`` on ``queries`` (see `tune`). If none does, the index is Flat, even
+    above ``settings.memory_mb``.
     """
     flat_bytes = _size_bytes(FLAT, size, dim)
     if reason := needs_exact_search(flat_bytes, len(queries.labels), settings.recall):
         return Choice(make(FLAT), FLAT, "", reason)
     rejected: list[str] = []
     lists = _number_of_lists(size)
-    for code in CODES:
+    for code in CODES if flat_bytes >= COMPRESSED_FROM_BYTES else CODES[1:]:
         factory = f"IVF{lists},{code}"
         size_bytes = _size_bytes(factory, size, dim)
         if size_bytes > settings.memory_mb * 10**6:
