@@ -3,7 +3,8 @@
 All serve one network (of the preset ``fast``, trained briefly: weights do not affect speed) and one gallery with
 every image outside the test split: 60,000 vectors of 128 dimensions for MNIST. A closed loop of 1, 8 and 32 keep-alive
 clients sends images of the test split to one server at a time, in rounds. The results are medians over the rounds, and
-every response is compared with that of the core called in process.
+every response is compared with that of the core called in process. The naive handler searches exactly, so
+a few of its answers differ.
 
 - ``naive``: TorchServe with its defaults around a handler in the style of the source document;
 - ``evernear``, ``evernear gRPC``: evernear with its defaults, as ``evernear serve`` starts it;
