@@ -28,6 +28,7 @@ HOST = "127.0.0.1"
 STARTUP_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 10
 APPS = Path(__file__).parent
+KSERVE_PYTHON = Path(sys.executable).parents[1] / "kserve/bin/python"
 CORE_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # evernear sets this in its worker; give the others the same advantage
 
 
@@ -82,6 +83,26 @@ def evernear(served: Served, directory: Path) -> Generator[Running]:
         yield Running({"evernear": rest, "evernear gRPC": rpc}, lambda: torchserve.processes(home))
     finally:
         local.stop(settings)
+
+
+@contextmanager
+def kserve(served: Served, directory: Path) -> Generator[Running]:
+    """KServe's predictor, which clients call without its transformer (bodies in JSON), from its own environment."""
+    directory.mkdir(exist_ok=True)
+    port, grpc_port = free_ports(2)
+    command = [str(KSERVE_PYTHON), "-m", "evernear.serving.kserve.predictor", "--store", served.settings.store_uri]
+    command += ["--http_port", str(port), "--grpc_port", str(grpc_port)]
+    with _process(command, directory, CORE_ENVIRONMENT) as processes:
+        path = f"/v1/models/{served.settings.serving.model_name}:predict"
+        bodies = [json.dumps({"instances": [{"data": base64.b64encode(i).decode()}]}).encode() for i in served.images]
+        target = Target(
+            HOST,
+            port,
+            tuple(_http(path, body, "Content-Type: application/json") for body in bodies),
+            prediction_of=lambda body: json.dumps(json.loads(body)["predictions"][0]).encode(),
+        )
+        _await_answer(target)
+        yield Running({"kserve": target}, processes)
 
 
 @contextmanager
