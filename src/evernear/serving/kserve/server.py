@@ -113,7 +113,8 @@ class _Server(ModelServer):
             )
             self.servers.append(self._grpc_server.start(self.max_threads))
         self.register_signal_handler()
-        asyncio.run(self._serve())
+        with asyncio.Runner(loop_factory=rest.config.get_loop_factory()) as runner:
+            runner.run(self._serve())
 
     def _add_infer_endpoint(self) -> None:
         """Replace KServe's v2 endpoint, whose parser needs 3 GB for a request with 6 MB of errors."""
