@@ -39,5 +39,5 @@ def test_openblas_of_faiss_uses_them():
     pools = [pool for pool in threadpool_info() if "faiss" in pool["filepath"]]
     found = [pool["architecture"] for pool in pools if pool["internal_api"] == "openblas"]
     if name is None or not found:
-        pytest.skip("not a processor of Intel with AVX2, or FAISS has no OpenBLAS of its own")
+        pytest.skip("not an Intel processor with AVX2, or FAISS does not bundle OpenBLAS")
     assert found == [{"SKYLAKEX": "SkylakeX", "HASWELL": "Haswell"}[name]]

@@ -87,7 +87,7 @@ def test_large_gallery_gets_a_graph_that_reaches_the_recall(embeddings, settings
 
 
 def test_gallery_is_searched_exactly_if_no_graph_reaches_the_recall(embeddings, settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(milvus, "needs_exact_search", lambda *figures: "")
+    monkeypatch.setattr(milvus, "exact_search_reason", lambda *figures: "")
     described = build(embeddings, LABELS, settings.model_copy(update={"recall": 1.0}), tmp_path)
     assert (described.factory, described.search) == ("FLAT", "")
     assert described.reason.endswith("exact search remains")

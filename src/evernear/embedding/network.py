@@ -40,7 +40,7 @@ class Architecture(Frozen):
     frozen: bool = False
     """Whether the backbone's features are the embedding, without a projection."""
     test_time_flip: bool = False
-    """Whether an image is embedded as the mean of its own embedding and that of its mirror image."""
+    """Whether to average the embeddings of an image and its mirror image."""
 
 
 class EmbeddingNetwork(nn.Module):

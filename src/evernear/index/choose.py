@@ -53,13 +53,13 @@ def choose(
 ) -> Choice:
     """Choose an index for ``size`` vectors of ``dim`` dimensions; ``make`` builds and fills one from a factory string.
 
-    A gallery is searched exactly if `needs_exact_search` says so. Otherwise inverted files are tried in the order of
-    `CODES`, without those that exceed ``settings.memory_mb``, and below `COMPRESSED_FROM_BYTES` without the first. The
-    first is taken that reaches ``settings.recall`` on ``queries`` (see `tune`). If none does, the index is Flat, even
-    above ``settings.memory_mb``.
+    A gallery is searched exactly if `exact_search_reason` gives a reason. Otherwise inverted files are tried in the
+    order of `CODES`, without those that exceed ``settings.memory_mb``, and below `COMPRESSED_FROM_BYTES` without the
+    first. The first is taken that reaches ``settings.recall`` on ``queries`` (see `tune`). If none does, the index is
+    Flat, even above ``settings.memory_mb``.
     """
     flat_bytes = _size_bytes(FLAT, size, dim)
-    if reason := needs_exact_search(flat_bytes, len(queries.labels), settings.recall):
+    if reason := exact_search_reason(flat_bytes, len(queries.labels), settings.recall):
         return Choice(make(FLAT), FLAT, "", reason)
     rejected: list[str] = []
     lists = _number_of_lists(size)
@@ -80,8 +80,8 @@ def choose(
     return Choice(make(FLAT), FLAT, "", "; ".join([*rejected, "exact search remains"]))
 
 
-def needs_exact_search(flat_bytes: int, queries: int, recall: float) -> str:
-    """Why no approximate index is tried, or an empty string: the gallery is small, or the queries are too few.
+def exact_search_reason(flat_bytes: int, queries: int, recall: float) -> str:
+    """Return why no approximate index is tried: the gallery is small, or the queries are too few. Otherwise "".
 
     ``flat_bytes`` is the size of the vectors as float32.
     """

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from evernear.disk import sha256_bytes
 from evernear.embedding.embeddings import EmbeddingBlock
 from evernear.errors import IntegrityError, SettingsError, TransientStoreError
-from evernear.index.choose import Choice, needs_exact_search, tune
+from evernear.index.choose import Choice, exact_search_reason, tune
 from evernear.index.description import Collection
 from evernear.index.exact import ExactNeighbors
 from evernear.index.milvus_client import (
@@ -176,7 +176,7 @@ def choose(gallery: GalleryVectors, settings: IndexSettings, queries: EmbeddingB
         SettingsError, TransientStoreError, StoreError: as `fill`.
     """
     size_bytes = gallery.size * gallery.embeddings.dim * 4
-    if reason := needs_exact_search(size_bytes, len(queries.labels), settings.recall):
+    if reason := exact_search_reason(size_bytes, len(queries.labels), settings.recall):
         return Choice(fill(gallery, settings, EXACT), EXACT, "", reason)
     index = fill(gallery, settings, GRAPH)
     tuned = tune(index, BEAMS, settings.recall, queries, exact)

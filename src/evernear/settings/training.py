@@ -209,7 +209,7 @@ class TrainSettings(Section):
     )
     test_time_flip: bool = Field(
         default=True,
-        description="Embed an image as the mean of its own embedding and that of its mirror image, if the training "
+        description="Average the embeddings of an image and its mirror image, if the training "
         "mirrors images from left to right; takes twice the time.",
     )
     seed: int = Field(default=0, description="Seed of weights, order and augmentation.")
