@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 from collector import Collector, collecting
-from inference_service import ENVIRONMENT, PROTOCOLS, TRACED, V1_UPLOAD_TIMEOUT_S, Server, open_inference_protocol
+from inference_service import (
+    ENVIRONMENT,
+    PROTOCOLS,
+    TRACED,
+    V1_LOGGING,
+    V1_UPLOAD_TIMEOUT_S,
+    Server,
+    open_inference_protocol,
+)
 from releases import MakeRelease, PackedRelease
 
 from evernear.release.archive_reader import ReleaseParts, open_release
@@ -67,7 +75,7 @@ def service(
             *("transformer", logs / f"{protocol}.log", "--store", store, "--release", release.version),
             *("--predictor_host", f"127.0.0.1:{port}", "--predictor_protocol", protocol),
             *("--predictor_request_timeout_seconds", "10"),
-            *(("--upload_timeout_seconds", str(V1_UPLOAD_TIMEOUT_S)) if protocol == "v1" else ()),
+            *((*V1_LOGGING, "--upload_timeout_seconds", str(V1_UPLOAD_TIMEOUT_S)) if protocol == "v1" else ()),
             environment=traced if protocol in TRACED else {},
         )
     try:

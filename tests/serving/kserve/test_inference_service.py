@@ -539,3 +539,12 @@ def test_predictor_alone_is_a_trace(predictor: Server, collector: Collector, ima
     assert predictor.predict([BAD], **parent(rejected)).status_code == 400
     (_, predict) = collector.wait_for(rejected, "predict")["predict"]
     assert predict.status.code == Status.STATUS_CODE_ERROR
+
+
+def test_requests_are_logged_only_if_asked_for(service: dict[str, Server], images: list[bytes]) -> None:
+    quiet, logging = service["v2"], service["v1"]  # see V1_LOGGING
+    for server in (quiet, logging):
+        assert server.predict(images[:1]).status_code == 200
+    lines = ("POST /", "predict_ms: ", "time:wall")
+    assert [line for line in lines if line in quiet.log.read_text()] == []
+    assert [line for line in lines if line in logging.log.read_text()] == [*lines]

@@ -85,11 +85,7 @@ class ReleaseModel(Model):
             ResourceExhausted: they have too many pixels together.
             Unavailable: too many large images of other requests are waiting.
         """
-        files = await self._decoding.run(_each, inspect_image, images, self._max_pixels)
-        limit = MAX_LARGEST_IMAGES * self._max_pixels
-        if sum(map(_pixel_count, files)) > limit:
-            raise ResourceExhausted(f"The images of the request have more than {limit} pixels together; send fewer.")
-        decoded: list[Pixels | Rejection] = []
+        files, decoded = await self._decoding.run(self._decode_if_small, images)
         try:
             for group in _groups(files):
                 pixels = sum(map(_pixel_count, group))
@@ -97,6 +93,19 @@ class ReleaseModel(Model):
         except OverloadedError as error:
             raise Unavailable(str(error)) from None
         return decoded
+
+    def _decode_if_small(
+        self, images: list[bytes | Rejection]
+    ) -> tuple[list[EncodedImage | Rejection], list[Pixels | Rejection]]:
+        """Inspect images. Decode them in this thread if they are small together; else return them as inspected files.
+
+        Passing a request to another thread takes longer than decoding a small image.
+        """
+        files = _each(inspect_image, images, self._max_pixels)
+        pixels, limit = sum(map(_pixel_count, files)), MAX_LARGEST_IMAGES * self._max_pixels
+        if pixels > limit:
+            raise ResourceExhausted(f"The images of the request have more than {limit} pixels together; send fewer.")
+        return ([], _each(decode_image, files, self.shape)) if pixels <= SMALL_PIXELS else (files, [])
 
     async def __call__(self, body: Any, headers: dict[str, str] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Answer a request in a span below the client's."""

@@ -6,6 +6,7 @@ By default, KServe 0.21 listens on all addresses, accepts bodies of any size, le
 
 import argparse
 import asyncio
+import logging
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from struct import error as StructError
@@ -16,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from grpc_interceptor.exceptions import GrpcException, InvalidArgument, PermissionDenied
 from kserve import ModelServer, model_server
 from kserve.errors import InferenceError
+from kserve.logging import trace_logger
 from kserve.protocol.dataplane import DataPlane
 from kserve.protocol.grpc.grpc_predict_v2_pb2 import ModelInferRequest
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
@@ -67,10 +69,15 @@ class _Server(ModelServer):
             http_port=args.http_port,
             grpc_port=args.grpc_port,
             enable_grpc=args.enable_grpc,
+            enable_latency_logging=args.enable_latency_logging,
             ssl_certfile=args.ssl_certfile,
             ssl_keyfile=args.ssl_keyfile,
             predictor_config=predictor_config(args),
         )
+        if not args.enable_latency_logging:
+            trace_logger.setLevel(logging.WARNING)  # the middleware for timing has no other switch
+        if not args.enable_access_log:
+            logging.getLogger("uvicorn.access").handlers.clear()  # uvicorn then does not format the lines either
         self._args = args
         self.dataplane = _DataPlane(self.registered_models)
         self.model_repository_extension = _SealedRepository(self.registered_models)
