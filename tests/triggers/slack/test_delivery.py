@@ -12,6 +12,7 @@ from slack_bolt import BoltRequest
 
 from evernear.kubeflow.runs import Parameter, Run, State
 from evernear.triggers.requests import Request, RequestStore
+from evernear.triggers.slack.client import Message, SlackClient, SlackUnavailableError
 from tests.loopback.slack import SlackServer, signed
 from tests.loopback.slack.server import SIGNING_SECRET, Fault
 
@@ -78,6 +79,86 @@ def test_retry_counts_if_the_first_delivery_was_lost(bot: Bot, slack: SlackServe
         bot.poll()
     helped = [posted for posted in slack.messages if "/retrain [name=value ...]" in posted.text]
     assert [posted.thread for posted in helped] == [payload["event"]["thread_ts"]]
+
+
+@pytest.mark.parametrize("is_response_lost", [False, True], ids=["recorded late", "never recorded"])
+@pytest.mark.parametrize(("button", "result"), [("Start training", "*Pending*"), ("Not now", "Declined by <@U0ADA>")])
+def test_click_before_the_prompt_is_recorded_counts(
+    bot: Bot,
+    slack: SlackServer,
+    runs: MemoryRuns,
+    monkeypatch: pytest.MonkeyPatch,
+    button: str,
+    result: str,
+    is_response_lost: bool,
+) -> None:
+    post = SlackClient.post
+
+    def post_and_be_clicked(client: SlackClient, channel: str, message: Message, thread: str = "") -> str:
+        place = post(client, channel, message, thread)
+        monkeypatch.undo()
+        bot.click(ADA, slack.messages[-1], button)
+        if is_response_lost:
+            raise SlackUnavailableError("The response is lost.")
+        return place
+
+    bot.command(ADA, "/retrain train.epochs=3")
+    monkeypatch.setattr(SlackClient, "post", post_and_be_clicked)
+    bot.poll()
+    bot.restart()
+    bot.poll()
+    (prompt,) = slack.messages
+    assert result in prompt.text
+    assert "Not now" not in prompt.buttons
+    assert slack.ephemeral == []
+    assert [run.parameters["settings"] for run in runs.started.values()] == (
+        [{"train": {"epochs": 3}}] if button == "Start training" else []
+    )
+
+
+def test_click_counts_while_the_prompt_is_recorded(
+    bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = bot.prompt()
+    (recorded,) = bot.requests.list()
+    bot.requests.change(recorded, message="")
+    find = RequestStore.find
+
+    def find_and_be_overtaken(requests: RequestStore, request_id: str) -> Request | None:
+        request = find(requests, request_id)
+        monkeypatch.undo()
+        assert request is not None
+        requests.change(request, message=recorded.message)
+        return request
+
+    monkeypatch.setattr(RequestStore, "find", find_and_be_overtaken)
+    bot.click(ADA, prompt, "Start training")
+    bot.poll()
+    assert slack.ephemeral == []
+    assert len(runs.started) == 1
+
+
+def test_crash_before_the_prompt_is_recorded_leaves_two_prompts_for_one_run(
+    bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post = SlackClient.post
+
+    def post_and_die(client: SlackClient, channel: str, message: Message, thread: str = "") -> str:
+        post(client, channel, message, thread)
+        raise SlackUnavailableError("The process died before the response.")
+
+    bot.command(ADA, "/retrain")
+    monkeypatch.setattr(SlackClient, "post", post_and_die)
+    bot.poll()
+    monkeypatch.undo()
+    bot.restart()
+    bot.poll()
+    first, second = slack.messages
+    bot.click(ADA, first, "Start training")
+    bot.click(ADA, second, "Start training")
+    bot.poll()
+    assert "*Pending*" in first.text, "the run is followed where the person clicked"
+    assert len(runs.started) == 1
 
 
 def test_copies_of_a_click_start_one_run(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:

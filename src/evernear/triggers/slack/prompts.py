@@ -70,10 +70,7 @@ def close(services: Services, request: Request) -> None:
 @on_click(ACCEPT, permission="start")
 def accept(call: Call) -> None:
     """Accept the request; the worker starts the run."""
-    request = _find(call)
-    if not request.message:
-        raise RequestRefusedError("This prompt is still being recorded; click again in a moment.")
-    _answer(call, request, "accepted")
+    _answer(call, _find(call), "accepted")
 
 
 @on_click(DECLINE)
@@ -158,6 +155,7 @@ def _post_prompt(services: Services, request: Request) -> None:
         services.notify(request, str(error))
         services.finish(request, "failed")
         return
+    request = services.requests.change(request, parameters=parameters)  # a click may come before the post returns
     defaults = combine(
         {parameter.name: parameter.default for parameter in known}, from_settings(services.settings, known)
     )
@@ -169,7 +167,7 @@ def _post_prompt(services: Services, request: Request) -> None:
         services.slack.post(request.asked_by.id, line(text))
         services.finish(request, "failed")
         return
-    services.requests.change(request, message=place, parameters=parameters)
+    services.requests.change(request, message=place)
 
 
 def _find(call: Call) -> Request:
@@ -180,16 +178,17 @@ def _find(call: Call) -> Request:
 
 
 def _answer(call: Call, request: Request, answer: State) -> None:
-    """Write the answer if the request is pending.
+    """Write the answer if the request is pending, and the place of the prompt, which `advance` may not have recorded.
 
     Raises:
         RequestRefusedError: the request has expired, or someone answered it differently first.
     """
-    services, person = call.services, call.caller.person
-    if request.state == "pending" and not request.is_expired(services.clock()):
+    services, person, channel = call.services, call.caller.person, call.caller.channel
+    while request.state == "pending" and not request.is_expired(services.clock()):
+        answered = {"state": answer, "answered_by": person, "answered": services.clock()}
         try:
-            request = services.requests.change(request, state=answer, answered_by=person, answered=services.clock())
-        except ConflictError:  # another click was faster
+            request = services.requests.change(request, **answered, channel=channel, message=f"{channel}/{call.thread}")
+        except ConflictError:  # another click or `advance` was faster
             request = _find(call)
         services.wake()
     if request.is_expired(services.clock()):
