@@ -22,7 +22,16 @@ from evernear.cli import run as run_command
 from evernear.errors import DataError, EvernearError
 from evernear.kubeflow.runs import Run, State, Step
 from evernear.local_run import RunResult
-from evernear.output import JsonFormatter, LogFormatter, log_fields, print_json, print_line, print_table, printable
+from evernear.output import (
+    JsonFormatter,
+    LogFormatter,
+    log_fields,
+    print_json,
+    print_line,
+    print_table,
+    printable,
+    quantity,
+)
 from evernear.progress import EVENTS_VARIABLE, Event, read_events, step
 from evernear.release.registry import Registry
 from evernear.reporting.notify import NextStep
@@ -68,6 +77,18 @@ def test_every_text_becomes_one_encodable_line(text: str) -> None:
     output = printable(text)
     assert output.isprintable()
     output.encode()  # fails for a surrogate
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (quantity(1, "image"), "1 image"),
+        (quantity(0, "image"), "0 images"),
+        (quantity(1200, "class", "classes"), "1,200 classes"),
+    ],
+)
+def test_quantity_agrees_with_its_noun(text: str, expected: str) -> None:
+    assert text == expected
 
 
 def test_line_and_json_output(capsys: pytest.CaptureFixture[str]) -> None:

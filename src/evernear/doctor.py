@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from evernear.errors import ConflictError, EvernearError, SlackError, StoreError
 from evernear.frozen import Frozen
+from evernear.output import quantity
 from evernear.settings import Settings
 
 Part = Literal["store", "cluster", "pipelines", "slack"]
@@ -79,7 +80,7 @@ def _store(settings: Settings) -> str:
     registry = Registry(store)
     champion, releases = registry.champion(), sum(1 for _ in registry.list())
     current = f"champion {champion.version}" if champion else "no champion yet"
-    return f"{store.uri} allows reads, writes and conditional writes; {releases} releases, {current}."
+    return f"{store.uri} allows reads, writes and conditional writes; {quantity(releases, 'release')}, {current}."
 
 
 def _cluster(settings: Settings) -> str:

@@ -30,6 +30,11 @@ def printable(text: str, limit: int | None = None) -> str:
     return f"{escaped}..." if len(shortened) < len(text) else escaped
 
 
+def quantity(count: int, noun: str, plural: str = "") -> str:
+    """``count`` and its noun, as in "1 image" and "1,200 images"; ``plural`` if it is not the noun with an s."""
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
 def print_line(text: str = "", file: TextIO | None = None) -> None:
     """Print ``text`` as one line to ``file`` (stdout by default)."""
     print(printable(text), file=file or sys.stdout, flush=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evernear.disk import write_atomically
+from evernear.output import quantity
 from evernear.progress import Countdown, Step, command_words, step
 from evernear.run_record import RunRecord
 from evernear.settings import RunSettings, of_run, parse
@@ -56,7 +57,7 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         height, width, channels = manifest.shape
         per_split = [manifest.label_counts(split) for split in SPLITS]
         classes = sum(any(count[label] for count in per_split) for label in manifest.labels)
-        running.summary = f"{counts}; {classes} classes, {height}x{width}x{channels}"
+        running.summary = f"{counts}; {quantity(classes, 'class', 'classes')}, {height}x{width}x{channels}"
     # Argo copies them several times per step. All settings would make it compress the status of the workflow, and KFP's
     # API server does not read a compressed status: it would no longer report the last steps.
     return manifest.digest, chosen.model_dump(mode="json", exclude_defaults=True)
@@ -131,7 +132,7 @@ def export(run: str, settings: Tree, dataset: str, trained: str, network: str) -
         tolerance = chosen.train.parity_tolerance
         result = export_network(Path(trained), Dataset.open(Path(dataset)), Path(network), tolerance)
         difference = result.parity_max_abs_difference
-        running.summary = f"TorchScript within {difference:.1e} of eager on {result.parity_images} images"
+        running.summary = f"TorchScript within {difference:.1e} of eager on {quantity(result.parity_images, 'image')}"
     return {"sha256": result.sha256, "parity_max_abs_difference": difference}
 
 
@@ -161,7 +162,9 @@ def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str)
         untrained = frozenset(data.labels).difference(trained)
         result = embed_dataset(Path(network), data, Path(embeddings), store=opened, untrained=untrained)
         computed = result.count - result.reused
-        running.summary = f"{computed:,} embeddings of {result.dim} dimensions computed, {result.reused:,} reused"
+        running.summary = (
+            f"{quantity(computed, 'embedding')} of {result.dim} dimensions computed, {result.reused:,} reused"
+        )
     return {"computed": computed, "reused": result.reused, "untrained_classes": sorted(untrained)}
 
 
@@ -366,7 +369,7 @@ def _in_words(report: "Report") -> str:
     if not count:
         return "no problems"
     messages = " ".join(finding.message for finding in report.findings)
-    return f"1 finding: {messages}" if count == 1 else f"{count} findings: {messages}"
+    return f"{quantity(count, 'finding')}: {messages}"
 
 
 @contextmanager

@@ -199,8 +199,9 @@ def test_false_rejects_hold_only_significantly_above_the_ceiling(passing: Evalua
 def test_reason_names_the_largest_class_regression(simulation: ModuleType):
     verdict = decide(simulation.evaluated(outcomes({1: 2, 8: 1}), outcomes({1: 1, 8: 1, 3: 9})), SETTINGS)
     assert verdict.promote
-    (reason,) = (rule.reason for rule in verdict.rules if rule.name == "class_recall_drop")
-    assert reason.endswith("the worst change is -1.0% for 1.")
+    reasons = {rule.name: rule.reason for rule in verdict.rules}
+    assert reasons["class_recall_drop"].endswith("the worst change is -1.0% for 1.")
+    assert "9 improvements and 1 regression, not significantly worse" in reasons["no_worse"]
 
 
 def test_single_error_in_a_small_class_is_not_a_collapse(simulation: ModuleType):

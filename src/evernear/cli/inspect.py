@@ -14,7 +14,7 @@ from evernear.cli.options import JsonOption, with_options
 from evernear.cli.releases import registry_of
 from evernear.disk import open_regular
 from evernear.errors import DataError, IntegrityError, PredictionRejectedError
-from evernear.output import print_json, print_line, printable
+from evernear.output import print_json, print_line, printable, quantity
 
 if TYPE_CHECKING:
     from evernear.release.describe import Description, Signature
@@ -141,7 +141,9 @@ def _print_description(description: "Description") -> None:
     )
     _heading("index")
     search = f" ({_safe(index.search)})" if index.search else ""
-    print_line(f"  {_safe(index.factory)}{search}, {index.size:,} vectors of {index.dim}, metric {index.metric}")
+    print_line(
+        f"  {_safe(index.factory)}{search}, {quantity(index.size, 'vector')} of {index.dim}, metric {index.metric}"
+    )
     if index.reason:
         print_line(f"  chosen because {_safe(index.reason)}")
     print_line(f"  label by {index.label_by} of {index.k}, {describe_threshold(index.threshold)}")

@@ -9,7 +9,7 @@ import typer
 
 from evernear.cli.options import JsonOption, run_settings, with_options
 from evernear.disk import disk_errors, write_atomically
-from evernear.output import print_json, print_line, print_table
+from evernear.output import print_json, print_line, print_table, quantity
 from evernear.settings import Settings
 
 app = typer.Typer(
@@ -33,7 +33,7 @@ def check(settings: Settings, as_json: JsonOption = False) -> None:
     if as_json:
         print_json(result.model_dump(mode="json"))
         return
-    print_line(f"{result.found:,} of {result.images:,} labels look wrong.")
+    print_line(f"{result.found:,} of {quantity(result.images, 'label')} suspected to be wrong.")
     rows = [
         [
             suspect.files[0],
@@ -71,7 +71,7 @@ def export(settings: Settings, file: FileArgument) -> None:
     write_atomically(file, json.dumps(tasks).encode())
     config = file.with_suffix(".xml")
     write_atomically(config, labeling_config(target.labels).encode())
-    print_line(f"{len(tasks)} tasks in {file}, the labeling config of the project in {config}.")
+    print_line(f"{quantity(len(tasks), 'task')} in {file}, the labeling config of the project in {config}.")
 
 
 @app.command(name="import")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from evernear.cli.options import local_settings, with_options
-from evernear.output import print_line
+from evernear.output import print_line, quantity
 from evernear.settings import Settings
 
 app = typer.Typer(
@@ -54,7 +54,7 @@ def ready(settings: Settings) -> None:
 
     with pod.client(settings) as client:
         queries = smoke(client, pod.release(settings))
-    print_line(f"Ready: {queries} stored queries passed.")
+    print_line(f"Ready: {quantity(queries, 'stored query', 'stored queries')} passed.")
 
 
 @app.command()

@@ -33,6 +33,7 @@ from evernear.data.splits import choose_split
 from evernear.data.writer import ShardWriter
 from evernear.disk import disk_errors
 from evernear.errors import DataError, SettingsError
+from evernear.output import quantity
 from evernear.settings import DataSettings
 from evernear.store import open_store
 from evernear.threads import available_cpus
@@ -367,7 +368,7 @@ class _Adder:
         now_s = time.monotonic()
         if now_s - self._reported_s >= _REPORT_INTERVAL_S:
             self._reported_s = now_s
-            self._report(f"{self._done:,} of {total:,} images" if total else f"{self._done:,} images")
+            self._report(f"{self._done:,} of {quantity(total, 'image')}" if total else quantity(self._done, "image"))
 
 
 def _batched(items: Iterable[_T], size: int) -> Iterator[list[_T]]:

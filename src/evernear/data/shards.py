@@ -17,6 +17,7 @@ from evernear.data.preprocess import Pixels
 from evernear.data.writer import Rows, check_header, row_dtype, shard_key
 from evernear.disk import disk_errors
 from evernear.errors import DataError, IntegrityError
+from evernear.output import quantity
 from evernear.store import FileStore, Store, open_store
 
 # A shuffle reads pieces of this size from a whole group of shards, and mixes them in a buffer.
@@ -129,7 +130,9 @@ class Dataset:
         """
         total = self.count(split) // world_size
         if total == 0:
-            raise DataError(f"The split {split!r} has {self.count(split)} images, too few for {world_size} processes.")
+            raise DataError(
+                f"The split {split!r} has {quantity(self.count(split), 'image')}, too few for {world_size} processes."
+            )
         batch_size = min(batch_size, total)
         whole_batch = batch_size * world_size
         rows = total // batch_size * whole_batch

@@ -9,7 +9,7 @@ from evernear.data.manifest import SPLITS, Manifest, Split
 from evernear.data.shards import Dataset
 from evernear.errors import DataValidationError
 from evernear.frozen import Frozen
-from evernear.output import printable
+from evernear.output import printable, quantity
 from evernear.settings import ClassSettings, ValidationSettings
 
 Counts = dict[Split, dict[str, int]]
@@ -163,7 +163,7 @@ def _problems(manifest: Manifest) -> Iterator[Finding]:
         if count:
             problems = [problem for problem in manifest.problems if problem.kind == rule]
             names = [name for problem in problems for name in problem.names]
-            message = f"{count:,} {one if count == 1 else several}; {mend} {_listed(names)}."
+            message = f"{quantity(count, one, several)}; {mend} {_listed(names)}."
             details = tuple(problem.detail for problem in problems)
             yield _finding(rule, message, names, count, details)
 
@@ -175,13 +175,13 @@ def _classes(manifest: Manifest, totals: dict[str, int], settings: ValidationSet
     tiny = empty + [label for label, count in present.items() if count < settings.min_class_images]
     if tiny:
         which = _listed([f"{name} ({present.get(name, 0)})" for name in tiny])
-        message = f"Classes need {settings.min_class_images} images, these have fewer: {which}; add some."
+        message = f"Classes need {quantity(settings.min_class_images, 'image')}, these have fewer: {which}; add some."
         yield _finding("tiny_class", message, tiny, len(tiny))
     if present and max(present.values()) > settings.max_imbalance * min(present.values()):
         large, small = max(present, key=present.__getitem__), min(present, key=present.__getitem__)
         message = (
-            f"Classes are out of balance: {present[large]:,} images of {large}, {present[small]:,} of {small};"
-            f" more than {settings.max_imbalance:g} to 1."
+            f"Classes are out of balance: {quantity(present[large], 'image')} of {large},"
+            f" {present[small]:,} of {small}; more than {settings.max_imbalance:g} to 1."
         )
         yield _finding("imbalance", message, [large, small], 1)
 

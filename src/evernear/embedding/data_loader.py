@@ -11,6 +11,7 @@ from torch import Tensor
 from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
 from evernear.errors import TrainingError
+from evernear.output import quantity
 
 BLOCK_SIZE_BYTES = 4 * 2**20
 """Upper bound of the pixels in a validation batch."""
@@ -37,8 +38,8 @@ class TrainingImages:
         self.count = int(self._counts("train").sum())
         if self.classes < 2 or self.count < 2:
             raise TrainingError(
-                f"Dataset {dataset.manifest.name} has {self.classes} labels and {self.count} images to train on; "
-                "add images until there are at least two of each."
+                f"Dataset {dataset.manifest.name} has {quantity(self.classes, 'label')} and"
+                f" {quantity(self.count, 'image')} to train on; add images until there are at least two of each."
             )
         gallery = self._counts("gallery")
         if gallery.sum() == 0:

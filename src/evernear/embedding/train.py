@@ -55,6 +55,7 @@ from evernear.embedding.freeze import choose_architecture, freeze, initialize
 from evernear.embedding.memory import training_batch
 from evernear.embedding.network import Architecture
 from evernear.errors import TrainingError
+from evernear.output import quantity
 from evernear.settings import TrainSettings
 from evernear.store import Store, open_store
 
@@ -154,7 +155,7 @@ def train(
     if elsewhere and not state.is_finished(settings):
         raise TrainingError(
             f"The training on {settings.nodes} nodes is not finished: it has {len(state.history)} of "
-            f"{settings.epochs} epochs. Only the train step of a pipeline starts it (train.nodes)."
+            f"{quantity(settings.epochs, 'epoch')}. Only the train step of a pipeline starts it (train.nodes)."
         )
 
     while not state.is_finished(settings):
@@ -294,7 +295,7 @@ def choose_device(settings: TrainSettings, rank: int) -> torch.device:
     gpus = torch.cuda.device_count() if settings.device != "cpu" else 0
     if settings.device == "cuda" and rank >= gpus:
         raise TrainingError(
-            f"train.device is cuda, but process {rank + 1} of {settings.processes} finds only {gpus} GPUs; "
+            f"train.device is cuda, but process {rank + 1} of {settings.processes} finds only {quantity(gpus, 'GPU')}; "
             "lower train.processes or set train.device=auto."
         )
     return torch.device("cuda", rank) if rank < gpus else torch.device("cpu")
@@ -542,7 +543,7 @@ def require_learned(result: TrainingResult, settings: TrainSettings) -> None:
     best = result.best
     if best.gallery_accuracy <= result.chance_accuracy + best.gallery_accuracy_error:
         raise TrainingError(
-            f"The network learned nothing: its best gallery accuracy in {len(result.epochs)} epochs is "
+            f"The network learned nothing: its best gallery accuracy in {quantity(len(result.epochs), 'epoch')} is "
             f"{best.gallery_accuracy:.1%}, and always answering the most frequent class gives "
             f"{result.chance_accuracy:.1%}. Lower train.learning_rate (it is {settings.learning_rate:g}), train more "
             f"epochs (train.epochs is {settings.epochs}), or check the labels."

@@ -54,12 +54,13 @@ import math
 from collections.abc import Iterator
 
 from evernear.evaluation.baselines import Baseline
-from evernear.evaluation.compare import mcnemar_worse
+from evernear.evaluation.compare import PairedCounts, mcnemar_worse
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.measure import Measurement
 from evernear.evaluation.statistics import p_by_chance
 from evernear.evaluation.verdict import Rule, System, Verdict
 from evernear.index.description import FARTHEST
+from evernear.output import quantity
 from evernear.settings import ClassSettings, GateSettings
 
 __all__ = ["Rule", "System", "Verdict", "decide"]
@@ -99,7 +100,7 @@ def _rules(evaluation: Evaluation, settings: GateSettings) -> Iterator[Rule]:
 def _accuracy_floor(candidate: Measurement, settings: GateSettings) -> Rule:
     accuracy, floor = candidate.accuracy, settings.accuracy_floor
     passed = accuracy.value >= floor
-    reason = f"Accuracy is {accuracy} on {accuracy.total:,} test images"
+    reason = f"Accuracy is {accuracy} on {quantity(accuracy.total, 'test image')}"
     if floor or not passed:
         reason += f", {'at least' if passed else 'below'} the floor of {floor:.2%}"
     return Rule(
@@ -145,9 +146,14 @@ def _is_beaten(baseline: Baseline, level: float) -> bool:
     return pairs.p_better <= level
 
 
+def _changes(pairs: PairedCounts) -> str:
+    improvements, regressions = quantity(pairs.improvements, "improvement"), quantity(pairs.regressions, "regression")
+    return f"{improvements} and {regressions}"
+
+
 def _p_of(baseline: Baseline) -> str:
     pairs = baseline.comparison
-    return f"{pairs.improvements:,} improvements and {pairs.regressions:,} regressions, p = {pairs.p_better:.2g}"
+    return f"{_changes(pairs)}, p = {pairs.p_better:.2g}"
 
 
 def _diagnosis(evaluation: Evaluation, level: float) -> str:
@@ -244,7 +250,7 @@ def _test_images_unseen(evaluation: Evaluation) -> Rule:
         reason = f"The candidate was built from test images: {where}." if where else "Test leakage was not measured."
     if evaluation.champion_leakage and sum(evaluation.champion_leakage.values()):
         known = sum(evaluation.champion_leakage.values())
-        reason += f" The champion was built from {known:,} test images, so its accuracy is overstated."
+        reason += f" The champion was built from {quantity(known, 'test image')}, so its accuracy is overstated."
     elif evaluation.champion and evaluation.champion_leakage is None:
         reason += " The champion's dataset is not in the store, so its leakage was not measured."
     return Rule(name="test_images_unseen", passed=passed, candidate=float(seen), bound=0.0, reason=reason)
@@ -276,7 +282,7 @@ def _same_queries(evaluation: Evaluation, champion: Measurement) -> Rule:
         and candidate.accuracy.total == champion.accuracy.total == pairs.overall.queries
     )
     reason = (
-        f"Candidate and champion answered the same {candidate.accuracy.total:,} queries."
+        f"Candidate and champion answered the same {quantity(candidate.accuracy.total, 'query', 'queries')}."
         if passed
         else "Candidate and champion were not measured on the same queries, so they cannot be compared."
     )
@@ -294,12 +300,12 @@ def _no_worse(evaluation: Evaluation, champion: Measurement, settings: GateSetti
     accuracy, champion_accuracy, where = evaluation.candidate.accuracy.value, champion.accuracy.value, ""
     if pairs.queries < evaluation.comparison.overall.queries:
         accuracy, champion_accuracy = _accuracy_within(evaluation.candidate, known), _accuracy_within(champion, known)
-        where = f" on the {pairs.queries:,} images of classes that it knows"
+        where = f" on the {quantity(pairs.queries, 'image')} of classes that it knows"
     p_worse = pairs.p_worse
     passed = p_worse > level
     reason = (
         f"Accuracy {accuracy:.2%} against the champion's {champion_accuracy:.2%}{where}: "
-        f"{pairs.improvements:,} improvements and {pairs.regressions:,} regressions, {'not ' if passed else ''}"
+        f"{_changes(pairs)}, {'not ' if passed else ''}"
         f"significantly worse (p = {p_worse:.2g}, level {level:g})."
     )
     return Rule(

@@ -28,6 +28,7 @@ from evernear.index.exact import ExactNeighbors, exact_neighbors, sample_queries
 from evernear.index.faiss_compat import FaissIndex, faiss
 from evernear.index.search import Gallery
 from evernear.index.vectors import GalleryVectors, VectorIndex
+from evernear.output import quantity
 from evernear.settings import IndexSettings
 
 
@@ -156,7 +157,7 @@ def _parameter_errors(settings: IndexSettings, embeddings: Embeddings) -> Genera
         search = f" with index.search = {settings.search!r}" if settings.search else ""
         raise SettingsError(
             f"index.type = {settings.type!r}{search} does not work on the gallery's "
-            f"{embeddings.count('gallery'):,} vectors; use Flat."
+            f"{quantity(embeddings.count('gallery'), 'vector')}; use Flat."
         ) from error
 
 

@@ -8,6 +8,7 @@ from pydantic import Field
 from evernear.disk import sha256_bytes, sha256_file
 from evernear.errors import IntegrityError
 from evernear.frozen import Frozen
+from evernear.output import quantity
 
 DESCRIPTION_FILE = "index.json"
 VECTORS_FILE = "index.faiss"
@@ -101,7 +102,7 @@ class IndexDescription(Frozen):
     def summary(self, wanted_recall: float) -> str:
         """Size, type and threshold, with a warning if the measured recall@1 is below ``wanted_recall``."""
         recall = self.calibration.nearest_found / self.calibration.queries
-        summary = f"{self.size:,} vectors, {self.factory}; {describe_threshold(self.threshold)}"
+        summary = f"{quantity(self.size, 'vector')}, {self.factory}; {describe_threshold(self.threshold)}"
         if recall >= wanted_recall:
             return summary
         return (

@@ -32,6 +32,7 @@ from evernear.index.milvus_client import (
     uri_of,
 )
 from evernear.index.vectors import GalleryVectors
+from evernear.output import quantity
 from evernear.settings import IndexSettings
 
 ROW, LABEL, IMAGE, EMBEDDING = "row", "label", "image", "embedding"
@@ -165,7 +166,7 @@ def fill(gallery: GalleryVectors, settings: IndexSettings, factory: str) -> Milv
         _await_index(client, name)
         actual = _count(client, name)
     if actual != gallery.size:
-        raise _damaged(collection, f"has {actual:,} vectors after {gallery.size:,} were written")
+        raise _damaged(collection, f"has {quantity(actual, 'vector')} after {gallery.size:,} were written")
     return MilvusIndex(collection, shape, fresh=True)
 
 

@@ -200,7 +200,7 @@ def test_drift_leads_to_a_training(watched: WatchedSystem) -> None:
 
 def test_too_few_and_old_queries_are_not_tested(watched: WatchedSystem) -> None:
     watched.ask(negatives(39))
-    assert watched.watcher().check().reasons[-1] == "Only 39 live queries were sampled, too few to test for drift."
+    assert watched.watcher().check().reasons[-1] == "Only 39 live queries sampled, too few to test for drift."
     watched.ask(negatives(39))
     assert watched.watcher().check().action == "retrain"
     watched.wait(days=2)

@@ -29,7 +29,7 @@ from pydantic import TypeAdapter
 
 from evernear.data.preprocess import Pixels
 from evernear.errors import SettingsError
-from evernear.output import printable
+from evernear.output import printable, quantity
 from evernear.release.manifest import ReleaseManifest
 from evernear.serving.decoding import encode_png
 from evernear.serving.kserve.command import arguments, predictor_config, release_source, run
@@ -155,7 +155,9 @@ class TransformerModel(ReleaseModel):
                 f"{version}; wait for the rollout to end, or deploy the same release to both."
             )
         if len(predictions) != count:
-            raise Unavailable(f"The predictor returned {len(predictions)} predictions for {count} images.")
+            raise Unavailable(
+                f"The predictor returned {quantity(len(predictions), 'prediction')} for {quantity(count, 'image')}."
+            )
 
 
 def _trace_headers() -> dict[str, str]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from evernear.errors import ConflictError, DataError, SettingsError
+from evernear.output import quantity
 from evernear.review.answers import Answer, Answers, open_target
 from evernear.review.queue import Item, Queue
 from evernear.triggers.requests import Request, request_id
@@ -98,7 +99,7 @@ def review_message(items: Sequence[Item], files: Sequence[str], labels: Sequence
         ]
     if len(labels) > _OPTIONS_MAX:
         blocks.append(context(f"The pickers have {_OPTIONS_MAX} of {len(labels)} classes; `evernear review` has all."))
-    return Message(text=f"{len(items)} live queries to label", blocks=tuple(blocks))
+    return Message(text=f"{quantity(len(items), 'live query', 'live queries')} to label", blocks=tuple(blocks))
 
 
 def answer_message(given: Answer, request: Request) -> Message:

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from evernear.errors import SettingsError
 from evernear.evaluation.verdict import Rule
 from evernear.kubeflow.runs import Run, State, Step
-from evernear.output import printable
+from evernear.output import printable, quantity
 from evernear.release.registry import Champion
 from evernear.reporting.notify import Outcome, load_confusion_matrix, load_outcome, load_rules
 from evernear.run_record import RunRecord
@@ -212,7 +212,7 @@ def status(request: Request, run: Run, outcome: Outcome | None, can_stop: bool) 
 def progress(run: Run) -> Message:
     """The steps of the run."""
     lines = [_step(step) for step in run.steps[-STEPS_MAX:]] or ["No step has started yet."]
-    return Message(text=f"{len(run.steps)} steps so far", blocks=(section(join_lines(lines)),))
+    return Message(text=f"{quantity(len(run.steps), 'step')} so far", blocks=(section(join_lines(lines)),))
 
 
 def verdict(
@@ -305,7 +305,7 @@ def _accuracy(metrics: Mapping[str, float]) -> str:
     text = f"Accuracy {metrics['accuracy']:.2%}"
     if "accuracy_low" in metrics and "accuracy_high" in metrics:
         text += f" ({metrics['accuracy_low']:.2%} to {metrics['accuracy_high']:.2%})"
-    images = f"{metrics['test_images']:,.0f} test images" if "test_images" in metrics else "test images"
+    images = quantity(int(metrics["test_images"]), "test image") if "test_images" in metrics else "test images"
     if "champion_accuracy" in metrics:
         return f"{text}, the champion's {metrics['champion_accuracy']:.2%}, on the same {images}"
     return f"{text} on {images}"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from evernear.data.drift import Shift
+from evernear.output import quantity
 from evernear.settings import Settings
 from evernear.triggers.watch.observe import Drift, Observation, SourceChanges
 from evernear.triggers.watch.schedule_state import Action
@@ -58,15 +59,15 @@ def _reasons_to_train(observation: Observation, settings: Settings) -> list[str]
     watch, changes = settings.watch, observation.changes
     if changes and observation.champion is None and changes.listed_files:
         reasons.append(
-            f"No release has been promoted yet, and {observation.source} has {changes.listed_files:,} images."
+            f"No release has been promoted yet, and {observation.source} has {quantity(changes.listed_files, 'image')}."
         )
         if "source" not in settings.data.model_fields_set:
             reasons.append(f"{observation.source} is the default; set data.source to watch another source.")
     elif changes and changes.train_images >= max(watch.new_train_images, watch.new_train_share * changes.trained_on):
         share = f", {changes.train_images / changes.trained_on:.0%} of" if changes.trained_on else " in addition to"
         reasons.append(
-            f"About {changes.train_images:,.0f} new training images{share} the {changes.trained_on:,} that the network"
-            " was trained on."
+            f"About {quantity(round(changes.train_images), 'new training image')}{share} the {changes.trained_on:,}"
+            " that the network was trained on."
         )
     drifted = [shift for shift in observation.drift.shifts if shift.detected] if observation.drift else []
     if observation.drift:
@@ -82,16 +83,16 @@ def _reasons_to_index(observation: Observation, settings: Settings) -> list[str]
         return []
     reasons: list[str] = []
     if classes := _valid_classes(changes, settings):
-        named = ", ".join(f"{label} ({count:,} images)" for label, count in list(classes.items())[:5])
+        named = ", ".join(f"{label} ({quantity(count, 'image')})" for label, count in list(classes.items())[:5])
         more = f" and {len(classes) - 5:,} more" if len(classes) > 5 else ""
         reasons.append(f"{'A new class' if len(classes) == 1 else 'New classes'} in the source: {named}{more}.")
     if changes.gallery_images >= settings.watch.new_gallery_images:
-        reasons.append(f"About {changes.gallery_images:,.0f} new gallery images.")
+        reasons.append(f"About {quantity(round(changes.gallery_images), 'new gallery image')}.")
     return reasons
 
 
 def _drift_sentence(shift: Shift, drift: Drift) -> str:
-    certainty = f"p = {shift.p:.1g}, significant below {shift.level:.1g}; {drift.queries:,} queries"
+    certainty = f"p = {shift.p:.1g}, significant below {shift.level:.1g}; {quantity(drift.queries, 'query', 'queries')}"
     match shift.measure:
         case "unknown_rise":
             return (
@@ -113,13 +114,13 @@ def _drift_sentence(shift: Shift, drift: Drift) -> str:
 def _reasons_for_nothing(observation: Observation) -> list[str]:
     reasons: list[str] = []
     if changes := observation.changes:
-        new = "1 new file" if changes.new_files == 1 else f"{changes.new_files:,} new files"
+        new = quantity(changes.new_files, "new file")
         reasons.append(f"The source has {new}, below the thresholds." if changes.new_files else "Nothing is new.")
     if drift := observation.drift:
         reasons.append(
-            f"No drift in {drift.queries:,} live queries."
+            f"No drift in {quantity(drift.queries, 'live query', 'live queries')}."
             if drift.shifts
-            else f"Only {drift.sampled:,} live queries were sampled, too few to test for drift."
+            else f"Only {quantity(drift.sampled, 'live query', 'live queries')} sampled, too few to test for drift."
         )
     elif observation.champion:
         reasons.append("Drift was not tested.")
