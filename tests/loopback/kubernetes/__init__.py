@@ -7,9 +7,8 @@ subset of a real API server and adds nothing to it.
 ::
 
     from loopback.kubernetes import CrashLoop, Ready, LoopbackCluster, labeled, too_many_requests
-    from loopback.kubernetes.fixtures import cluster as cluster          # in a conftest.py
 
-    def test_a_rollout_that_crashes(cluster: LoopbackCluster) -> None:
+    with LoopbackCluster(tmp_path) as cluster:
         client = kubernetes.config.new_client_from_config(str(cluster.kubeconfig()))
         # or with the Roles of a service account only: cluster.kubeconfig("evernear/deployer", namespace="evernear")
         cluster.set_pod_behavior(Ready(serves={8080: ("127.0.0.1", port)}), labeled("app.kubernetes.io/version", "1"))
@@ -41,8 +40,6 @@ Less obvious behavior of real servers that it reproduces:
 
 from loopback.kubernetes.calls import Call
 from loopback.kubernetes.cluster import (
-    NEWEST,
-    OLDEST,
     LoopbackCluster,
     internal_error,
     labeled,
@@ -61,8 +58,6 @@ from loopback.kubernetes.pod_lifecycle import (
 from loopback.kubernetes.status import ApiError
 
 __all__ = [
-    "NEWEST",
-    "OLDEST",
     "ApiError",
     "Call",
     "CrashLoop",

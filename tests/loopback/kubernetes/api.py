@@ -1,7 +1,5 @@
 """The verbs create, get, list, replace, patch, apply and delete, without HTTP and authorization."""
 
-import base64
-import json
 import random
 import uuid
 from collections.abc import Iterable
@@ -24,7 +22,6 @@ class Api:
     """The objects of one server and the operations on them."""
 
     def __init__(self, version: str) -> None:
-        self.version = version
         self.schemas = schemas(version)
         self.store = Store()
         self._addresses, self._node_ports = iter(range(1, 250)), iter(range(30000, 32768))
@@ -49,28 +46,17 @@ class Api:
         *,
         label_selector: str = "",
         field_selector: str = "",
-        limit: int = 0,
-        continue_: str = "",
     ) -> Object:
-        """Return a list object; with ``limit``, one page of it and the token of the next page.
+        """Return a list object.
 
         Raises:
-            ApiError: 400 for an invalid selector, 410 for an expired token.
+            ApiError: 400 for an invalid selector.
         """
         chosen_by = (selectors.labels(label_selector), selectors.fields(kind, field_selector))
         with self.store.changed:
-            after = _read_token(continue_, self.store.oldest) if continue_ else None
-            subjects = [
-                subject
-                for subject in self.store.all(kind, namespace)
-                if all(chosen(subject) for chosen in chosen_by) and (after is None or _sort_key(subject) > after)
-            ]
+            found = self.store.all(kind, namespace)
+            subjects = [subject for subject in found if all(chosen(subject) for chosen in chosen_by)]
             metadata: Object = {"resourceVersion": str(self.store.version)}
-            if limit and len(subjects) > limit:
-                metadata["continue"] = _token(self.store.version, _sort_key(subjects[limit - 1]))
-                if not (label_selector or field_selector):
-                    metadata["remainingItemCount"] = len(subjects) - limit
-                subjects = subjects[:limit]
         items = [{k: v for k, v in item.items() if k not in ("kind", "apiVersion")} for item in subjects]
         return {"kind": f"{kind.name}List", "apiVersion": kind.api_version, "metadata": metadata, "items": items}
 
@@ -141,22 +127,18 @@ class Api:
         namespace: str,
         name: str,
         *,
-        strategic: bool,
         subresource: str = "",
         manager: Manager = _ANONYMOUS,
         dry_run: bool = False,
     ) -> Object:
-        """Apply a merge patch (RFC 7386) or a strategic merge patch.
+        """Apply a strategic merge patch.
 
         Raises:
             ApiError: as `replace`.
         """
         with self.store.changed:
             live = self.get(kind, namespace, name)
-            if strategic:
-                new = patches.strategic(self.schemas, self.schemas.of(kind), live, patch)
-            else:
-                new = patches.merge(live, patch)
+            new = patches.strategic(self.schemas, self.schemas.of(kind), live, patch)
             _check_preconditions(kind, live, new["metadata"])
             new = self._incoming(kind, new, namespace)
             return self._write(kind, live, new, manager, subresource=subresource, dry_run=dry_run)
@@ -219,28 +201,19 @@ class Api:
         name: str,
         *,
         propagation: str = "",
-        preconditions: Object | None = None,
         grace_period_s: int | None = None,
         dry_run: bool = False,
     ) -> Object:
         """Delete an object. Return a ``Status`` if it is gone, or the object if its deletion takes time.
 
         Raises:
-            ApiError: 404; 409 for a failed precondition.
+            ApiError: 404.
         """
         with self.store.changed:
             live = self.get(kind, namespace, name)
-            for field, label in (("uid", "UID"), ("resourceVersion", "ResourceVersion")):
-                expected = (preconditions or {}).get(field)
-                if expected and expected != live["metadata"][field]:
-                    have = live["metadata"][field]
-                    reason = f"Precondition failed: {label} in precondition: {expected}, {label} in object meta: {have}"
-                    raise status.conflict(kind, name, reason)
             metadata = live["metadata"]
             if propagation == "Foreground" and "foregroundDeletion" not in metadata.get("finalizers", []):
                 metadata.setdefault("finalizers", []).append("foregroundDeletion")
-            if propagation == "Orphan":
-                self._orphan(metadata["uid"])
             graceful = kind is POD and grace_period_s != 0
             if not (graceful or kind is NAMESPACE or metadata.get("finalizers")):
                 return status.success(kind, live if dry_run else self.store.remove(kind, live))
@@ -383,13 +356,6 @@ class Api:
             reason = f'violates PodSecurity "{level}:latest": {", ".join(violations)}'
             raise status.forbidden(kind, metadata["name"], reason)
 
-    def _orphan(self, uid: str) -> None:
-        for kind, subject in self.store.everything():
-            owners = subject["metadata"].get("ownerReferences") or []
-            if any(owner["uid"] == uid for owner in owners):
-                subject["metadata"]["ownerReferences"] = [owner for owner in owners if owner["uid"] != uid]
-                self.store.put(kind, subject)
-
 
 def now() -> str:
     """Return the current time in the format of object metadata, in whole seconds."""
@@ -467,28 +433,6 @@ def _managers(entries: Iterable[Object]) -> dict[Manager, Fields]:
 
 def _manager(entry: Object) -> Manager:
     return Manager(entry["manager"], entry["operation"], entry["apiVersion"], entry.get("subresource", ""))
-
-
-def _sort_key(subject: Object) -> list[str]:
-    return [subject["metadata"].get("namespace", ""), subject["metadata"]["name"]]
-
-
-def _token(version: int, after: list[str]) -> str:
-    return base64.urlsafe_b64encode(json.dumps({"rv": version, "start": after}).encode()).decode()
-
-
-def _read_token(token: str, oldest: int) -> list[str]:
-    try:
-        decoded = json.loads(base64.urlsafe_b64decode(token))
-        version, after = decoded["rv"], decoded["start"]
-    except (ValueError, KeyError, TypeError):
-        raise status.bad_request("continue key is not valid: " + token) from None
-    if version < oldest:
-        raise status.expired(
-            "The provided continue parameter is too old to display a consistent list result. You can start a new list "
-            "without the continue parameter."
-        )
-    return after
 
 
 def _without_nulls(value: Any) -> Any:

@@ -18,7 +18,7 @@ class Call:
 
     method: str
     path: str
-    verb: str = ""  # an RBAC verb: get list watch create update patch delete deletecollection
+    verb: str = ""  # an RBAC verb: get list watch create update patch delete
     kind: Kind | None = None
     namespace: str = ""
     name: str = ""
@@ -79,8 +79,8 @@ def _verb(method: str, name: str, subresource: str, query: dict[str, str]) -> st
         if name:
             return "get"
         return "watch" if query.get("watch", "").lower() in ("true", "1") else "list"
-    if method == "DELETE":
-        return "delete" if name else "deletecollection"
+    if method == "DELETE" and name:
+        return "delete"
     if method not in _VERBS or (method != "POST" and not name) or (method == "POST" and name and not subresource):
         raise status.method_not_allowed()
     return _VERBS[method]

@@ -26,19 +26,19 @@ from loopback.kubernetes.server import Fault, Server
 from loopback.kubernetes.status import ApiError
 
 Object = dict[str, Any]
-OLDEST, NEWEST = "1.30", "1.34"
+VERSION = "1.34"
 
 
 class LoopbackCluster:
-    """One Kubernetes cluster of version ``version`` on loopback; a context manager.
+    """One Kubernetes cluster on loopback; a context manager.
 
     ``second_s`` is the real duration of one second of ``progressDeadlineSeconds``: by default, 600 s pass in 0.6 s.
     """
 
-    def __init__(self, directory: Path, *, version: str = NEWEST, second_s: float = 0.001) -> None:
+    def __init__(self, directory: Path, *, second_s: float = 0.001) -> None:
         self._directory = directory
         self._behaviors: list[tuple[Callable[[Object], bool], Callable[[Object], PodBehavior]]] = []
-        self.api = Api(version)
+        self.api = Api(VERSION)
         self._node = Node(self.api, self._behavior)
         self._controllers = Controllers(self.api, self._node, second_s)
         self._server = Server(self.api, self._node, _tls())

@@ -1,13 +1,20 @@
 """Fixtures for the tests of the loopback API server."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from kubernetes import config
 
 from loopback.kubernetes import LoopbackCluster
-from loopback.kubernetes.fixtures import cluster as cluster
 from loopback.kubernetes.kubectl import NAMESPACE, Kubectl, until
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[LoopbackCluster]:
+    """An empty cluster on loopback."""
+    with LoopbackCluster(tmp_path) as running:
+        yield running
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ class Kind:
 
 
 NAMESPACE = Kind("", "v1", "Namespace", "namespaces", namespaced=False, has_status=True)
-POD = Kind("", "v1", "Pod", "pods", has_status=True, subresources=("log", "proxy"))
+POD = Kind("", "v1", "Pod", "pods", has_status=True, subresources=("log",))
 SERVICE = Kind("", "v1", "Service", "services", has_status=True, subresources=("proxy",))
 CONFIG_MAP = Kind("", "v1", "ConfigMap", "configmaps")
 SECRET = Kind("", "v1", "Secret", "secrets")
@@ -44,7 +44,6 @@ DEPLOYMENT = Kind(
     "deployments",
     has_status=True,
     counts_generations=True,
-    subresources=("scale",),
 )
 REPLICA_SET = Kind("apps", "v1", "ReplicaSet", "replicasets", has_status=True, counts_generations=True)
 BUDGET = Kind(

@@ -1,4 +1,4 @@
-"""Addresses of the services and pods that the API server proxies to."""
+"""Addresses of the services that the API server proxies to."""
 
 import random
 from typing import Any
@@ -7,7 +7,7 @@ from loopback.kubernetes import status
 from loopback.kubernetes.api import Api
 from loopback.kubernetes.calls import Call
 from loopback.kubernetes.endpoints import is_endpoint, selected, target_port
-from loopback.kubernetes.kinds import POD, SERVICE
+from loopback.kubernetes.kinds import SERVICE
 from loopback.kubernetes.kubelet import Node
 from loopback.kubernetes.pod_lifecycle import Address
 
@@ -15,17 +15,13 @@ Object = dict[str, Any]
 
 
 def address(api: Api, node: Node, call: Call) -> Address:
-    """Resolve /services/[SCHEME:]NAME[:PORT]/proxy or /pods/... to an address.
+    """Resolve /services/[SCHEME:]NAME[:PORT]/proxy to an address.
 
     Raises:
-        ApiError: 404, the service or pod does not exist; 503, nothing listens there.
+        ApiError: 404, the service does not exist; 503, nothing listens there.
     """
     parts = call.name.split(":")
     name, port = (parts[1], parts[2]) if len(parts) == 3 else (*parts, "")[:2]
-    if call.kind is POD:
-        pod = api.get(POD, call.namespace, name)
-        container_ports = pod["spec"]["containers"][0].get("ports") or [{"containerPort": 80}]
-        return _endpoint(node, pod, int(port or container_ports[0]["containerPort"]))
     service = api.get(SERVICE, call.namespace, name)
     ports = service["spec"].get("ports") or []
     if port.isdigit():

@@ -9,9 +9,7 @@ from loopback.kubernetes.status import ApiError, bad_request
 
 Object = dict[str, Any]
 Predicate = Callable[[Object], bool]
-_SET = re.compile(r"^(?P<key>[^\s!=,()]+)\s+(?P<how>in|notin)\s*\((?P<values>[^)]*)\)$")
 _EQUAL = re.compile(r"^(?P<key>[^\s!=,()]+)\s*(?P<how>==|=|!=)\s*(?P<value>[^\s!=,()]*)$")
-_EXISTS = re.compile(r"^(?P<absent>!?)\s*(?P<key>[^\s!=,()]+)$")
 # In addition to metadata.name and metadata.namespace, which every kind supports.
 _FIELDS = {
     POD: ("spec.nodeName", "spec.restartPolicy", "spec.serviceAccountName", "status.phase", "status.podIP"),
@@ -31,12 +29,12 @@ _FIELDS = {
 
 
 def labels(text: str) -> Predicate:
-    """Parse ``labelSelector=``.
+    """Parse ``labelSelector=`` with equalities.
 
     Raises:
         ApiError: 400, the selector is invalid.
     """
-    tests = [_label_test(part.strip()) for part in re.split(r",(?![^(]*\))", text) if part.strip()]
+    tests = [_label_test(part.strip()) for part in text.split(",") if part.strip()]
     return lambda subject: all(test(subject["metadata"].get("labels") or {}) for test in tests)
 
 
@@ -77,13 +75,8 @@ def _requirement(having: dict[str, str], key: str, operator: str, values: tuple[
 
 
 def _label_test(part: str) -> Callable[[dict[str, str]], bool]:
-    if match := _SET.match(part):
-        values = [value.strip() for value in match["values"].split(",")]
-        return lambda have: (have.get(match["key"]) in values) is (match["how"] == "in")
     if match := _EQUAL.match(part):
         return lambda have: (have.get(match["key"]) == match["value"]) is (match["how"] != "!=")
-    if match := _EXISTS.match(part):
-        return lambda have: (match["key"] in have) is not bool(match["absent"])
     raise bad_request(f'unable to parse requirement: found "{part}"')
 
 

@@ -17,21 +17,16 @@ from typing import Any
 
 import yaml
 
-from loopback.kubernetes import discovery, proxy, rbac, status, watches
+from loopback.kubernetes import proxy, rbac, status, watches
 from loopback.kubernetes.api import Api
 from loopback.kubernetes.calls import HEALTH, REVIEW, Call, name_selected, parse
 from loopback.kubernetes.fields import Manager
 from loopback.kubernetes.kinds import POD, SERVICE_ACCOUNT
 from loopback.kubernetes.kubelet import Node
-from loopback.kubernetes.scale import scale_of, write_scale
 from loopback.kubernetes.status import ApiError
 
 Object = dict[str, Any]
-_PATCHES = (
-    "application/merge-patch+json",
-    "application/strategic-merge-patch+json",
-    "application/apply-patch+yaml",
-)
+_PATCHES = ("application/strategic-merge-patch+json", "application/apply-patch+yaml")
 _MAX_BODY_BYTES = 3 * 2**20  # the limit of a real server
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "upgrade", "te", "trailer"}
 
@@ -174,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif call.path == REVIEW:
             self._respond_json(201, rbac.review(self.server.api.store, call.user, _decode(body, "application/json")))
         else:
-            self._respond_json(200, discovery.document(call.path, self.server.api.version))
+            self._respond_error(status.no_such_path())
 
     def _inject(self, fault: Fault) -> None:
         if fault.error:
@@ -212,7 +207,7 @@ class _Handler(BaseHTTPRequestHandler):
         if call.verb in ("get", "list"):
             return 200, _read(self.server.api, call)
         dry_run = _dry_run(call)
-        if call.verb in ("delete", "deletecollection"):
+        if call.verb == "delete":
             return 200, _delete(self.server.api, call, _options(call, body), dry_run=dry_run)
         return self._write(call, body, dry_run=dry_run)
 
@@ -223,8 +218,6 @@ class _Handler(BaseHTTPRequestHandler):
         manager = self._manager(call)
         if call.subresource == "token":
             return 201, self.server.issue_token(call, subject)
-        if call.subresource == "scale":
-            return 200, write_scale(api, call, subject, manager, dry_run=dry_run)
         common: dict[str, Any] = {"manager": manager, "dry_run": dry_run}
         if call.verb == "create":
             return 201, api.create(call.kind, subject, call.namespace, **common)
@@ -239,8 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
                     "force", "Forbidden: may not be specified for non-apply patch", "FieldValueForbidden"
                 )
                 raise status.invalid("PatchOptions", "meta.k8s.io", "", [cause])
-            strategic = media_type == "application/strategic-merge-patch+json"
-            return 200, api.patch(call.kind, subject, call.namespace, call.name, strategic=strategic, **common)
+            return 200, api.patch(call.kind, subject, call.namespace, call.name, **common)
         if not call.query.get("fieldManager"):
             cause = status.Cause("fieldManager", "Required value: is required for apply patch", "FieldValueRequired")
             raise status.invalid("PatchOptions", "meta.k8s.io", "", [cause])
@@ -354,33 +346,26 @@ class _Handler(BaseHTTPRequestHandler):
 def _read(api: Api, call: Call) -> Object:
     assert call.kind is not None
     if call.verb == "get":
-        subject = api.get(call.kind, call.namespace, call.name)
-        return scale_of(subject) if call.subresource == "scale" else subject
+        return api.get(call.kind, call.namespace, call.name)
     return api.list_objects(
         call.kind,
         call.namespace,
         label_selector=call.query.get("labelSelector", ""),
         field_selector=call.query.get("fieldSelector", ""),
-        limit=int(call.query.get("limit") or 0),
-        continue_=call.query.get("continue", ""),
     )
 
 
 def _delete(api: Api, call: Call, options: Object, *, dry_run: bool) -> Object:
     assert call.kind is not None
     grace = options.get("gracePeriodSeconds")
-    common: dict[str, Any] = {
-        "propagation": options.get("propagationPolicy", ""),
-        "preconditions": options.get("preconditions"),
-        "grace_period_s": None if grace is None else int(grace),
-        "dry_run": dry_run or bool(options.get("dryRun")),
-    }
-    if call.verb == "delete":
-        return api.delete(call.kind, call.namespace, call.name, **common)
-    subjects = _read(api, call)
-    for subject in subjects["items"]:
-        api.delete(call.kind, call.namespace, subject["metadata"]["name"], *common)
-    return subjects
+    return api.delete(
+        call.kind,
+        call.namespace,
+        call.name,
+        propagation=options.get("propagationPolicy", ""),
+        grace_period_s=None if grace is None else int(grace),
+        dry_run=dry_run or bool(options.get("dryRun")),
+    )
 
 
 def _options(call: Call, body: bytes) -> Object:

@@ -7,7 +7,7 @@ import pytest
 from kubernetes.client import ApiException
 
 from loopback.kubernetes.fields import decode, encode, text
-from loopback.kubernetes.kubectl import Kubectl, config_map, deployment, error_of
+from loopback.kubernetes.kubectl import Kubectl, config_map, deployment, error_of, until
 
 APPLY = "application/apply-patch+yaml"
 
@@ -60,7 +60,7 @@ def test_conflict_with_an_updater_names_the_api_version(kubectl: Kubectl) -> Non
     kubectl.apply(deployment())
     kubectl.patch(
         {"kind": "Deployment", "metadata": {"name": "serve"}, "spec": {"replicas": 3}},
-        "application/merge-patch+json",
+        "application/strategic-merge-patch+json",
         fieldManager="kubectl-edit",
     )
     with pytest.raises(ApiException) as exc_info:
@@ -129,13 +129,10 @@ def test_apply_without_replicas_preserves_the_autoscaler_value(kubectl: Kubectl)
     without = deployment()
     del without["spec"]["replicas"]
     kubectl.apply(without)
-    kubectl.call(
-        "PATCH",
-        "/apis/apps/v1/namespaces/recognizers/deployments/serve/scale",
-        {"spec": {"replicas": 4}},
-        "application/merge-patch+json",
-        fieldManager="kube-controller-manager",
-    )
+    target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "serve"}
+    spec = {"scaleTargetRef": target, "minReplicas": 4, "maxReplicas": 5}
+    kubectl.create({"kind": "HorizontalPodAutoscaler", "metadata": {"name": "serve"}, "spec": spec})
+    until(lambda: kubectl.get("Deployment", "serve")["spec"]["replicas"] == 4)
     without["spec"]["template"]["metadata"]["labels"]["version"] = "2"
     assert kubectl.apply(without)["spec"]["replicas"] == 4
     with pytest.raises(ApiException) as exc_info:

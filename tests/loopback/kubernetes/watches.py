@@ -7,7 +7,6 @@ from typing import Any
 
 from loopback.kubernetes import selectors, status
 from loopback.kubernetes.calls import Call
-from loopback.kubernetes.kinds import Kind
 from loopback.kubernetes.store import Change, Store
 
 Object = dict[str, Any]
@@ -24,12 +23,7 @@ def events(store: Store, call: Call, is_cut: Callable[[], bool]) -> Iterator[lis
     assert call.kind is not None
     chosen = _chosen_by(call)
     end_s = time.monotonic() + float(call.query.get("timeoutSeconds") or _DEFAULT_S)
-    version = int(call.query.get("resourceVersion") or 0)
-    if not version:
-        with store.changed:
-            version = store.version
-            initial = [("ADDED", item) for item in store.all(call.kind, call.namespace) if chosen(item)]
-        yield initial
+    version = int(call.query["resourceVersion"])
     while not is_cut():
         with store.changed:
             if version < store.oldest:
@@ -43,8 +37,6 @@ def events(store: Store, call: Call, is_cut: Callable[[], bool]) -> Iterator[lis
                 store.changed.wait(min(left_s, _LOOK_S))
         yield events_
         if left_s <= 0:
-            if call.query.get("allowWatchBookmarks", "").lower() == "true":
-                yield [("BOOKMARK", _bookmark(call.kind, version))]
             return
 
 
@@ -70,8 +62,3 @@ def _event(change: Change, chosen: Callable[[Object], bool]) -> tuple[str, Objec
         return None
     before["metadata"]["resourceVersion"] = str(change.version)
     return ("DELETED", before)
-
-
-def _bookmark(kind: Kind, version: int) -> Object:
-    metadata = {"resourceVersion": str(version), "creationTimestamp": None}
-    return {"kind": kind.name, "apiVersion": kind.api_version, "metadata": metadata}
