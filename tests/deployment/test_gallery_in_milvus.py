@@ -62,7 +62,8 @@ def collection_of(release: PackedRelease) -> Collection:
 
 
 def alias_target(release: PackedRelease) -> str | None:
-    return milvus_client.alias_target(collection_of(release))
+    collection = collection_of(release)
+    return milvus_client.alias_target(milvus_client.connect(collection.uri), collection)
 
 
 def test_release_has_no_vectors_but_names_their_collection(make: Make, settings, tmp_path, make_release: MakeRelease):

@@ -16,20 +16,7 @@ from evernear.errors import DataError
 from evernear.review.answers import Answers, open_target
 from evernear.review.label_studio import labeling_config
 from evernear.review.suspects import SUSPECTS, Suspect, Suspects
-from evernear.store import Store, open_store
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store((tmp_path / "store").as_uri())
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    for number, label in enumerate(["cat", "dog"]):
-        (tmp_path / "source" / label).mkdir(parents=True)
-        (tmp_path / "source" / label / "a.png").write_bytes(png(100 + number))
-    return tmp_path / "source"
+from evernear.store import Store
 
 
 def invoke(store: Store, source: Path, command: str, *arguments: str) -> Any:

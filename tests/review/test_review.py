@@ -42,19 +42,6 @@ def log_queries(store: Store, *images: bytes, candidates: tuple[str, ...] = ("ca
     store.put(f"queries/{at:%Y%m%d}/{at:%Y%m%dT%H%M%SZ}-v-host-1-{day}.jsonl", lines.encode())
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store((tmp_path / "store").as_uri())
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    for number, label in enumerate(["cat", "dog"]):
-        (tmp_path / "source" / label).mkdir(parents=True)
-        (tmp_path / "source" / label / "a.png").write_bytes(png(100 + number))
-    return tmp_path / "source"
-
-
 def answer(item: Item, action: str = "label", label: str = "") -> Answer:
     return Answer.model_validate({"image": item.id, "action": action, "label": label, "who": "ann", "at": NOW})
 

@@ -71,11 +71,6 @@ def test_near_duplicates_with_different_labels_come_first() -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store((tmp_path / "store").as_uri())
-
-
-@pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Digits 0 to 3 as files, of which every thirtieth has the next label."""
     pixels, labels = load_digits(n_class=4, return_X_y=True)

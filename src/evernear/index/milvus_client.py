@@ -133,20 +133,10 @@ def point_alias(collection: Collection) -> None:
     """
     client = connect(collection.uri)
     with milvus_errors(collection.uri):
-        if _target(client, collection) is None:
+        if alias_target(client, collection) is None:
             client.create_alias(collection.name, collection.alias, timeout=TIMEOUT_S)
         else:
             client.alter_alias(collection.name, collection.alias, timeout=TIMEOUT_S)
-
-
-def alias_target(collection: Collection) -> str | None:
-    """The name of the collection at which the alias of ``collection`` points; None without an alias.
-
-    Raises:
-        TransientStoreError: Milvus cannot be reached.
-    """
-    with milvus_errors(collection.uri):
-        return _target(connect(collection.uri), collection)
 
 
 def drop_alias(collection: Collection) -> None:
@@ -157,7 +147,7 @@ def drop_alias(collection: Collection) -> None:
     """
     client = connect(collection.uri)
     with milvus_errors(collection.uri):
-        if _target(client, collection) is not None:
+        if alias_target(client, collection) is not None:
             client.drop_alias(collection.alias, timeout=TIMEOUT_S)
 
 
@@ -172,7 +162,8 @@ def drop(collection: Collection) -> None:
         client.drop_collection(collection.name, timeout=TIMEOUT_S)
 
 
-def _target(client: Client, collection: Collection) -> str | None:
+def alias_target(client: Client, collection: Collection) -> str | None:
+    """The name of the collection at which the alias of ``collection`` points; None without an alias."""
     for name in client.list_collections(timeout=TIMEOUT_S):
         is_ours = name.startswith(f"{collection.alias}_")
         if is_ours and collection.alias in client.list_aliases(name, timeout=TIMEOUT_S)["aliases"]:
