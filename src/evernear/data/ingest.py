@@ -11,20 +11,18 @@ import statistics
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import islice
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from PIL import Image
 
 from evernear.data.decoding import DecodedImage, DecodeFailure, Decoder, read_image
-from evernear.data.ledger import Ledger, NewImage
+from evernear.data.ledger import Ledger, NewImage, batched
 from evernear.data.manifest import SPLITS, Manifest, Split
 from evernear.data.preprocess import Pixels, Resize, decode_inspected, is_gray, pixels_digest, to_array
 from evernear.data.snapshots import Snapshots
@@ -39,7 +37,6 @@ from evernear.store import open_store
 from evernear.threads import available_cpus
 
 Shape = tuple[int, int, int]
-_T = TypeVar("_T")
 
 # Images that are written to a shard together: few large ones or many small ones.
 _BATCH_IMAGES = 256
@@ -106,8 +103,8 @@ def ingest(settings: DataSettings, store_uri: str, report: Callable[[str], None]
 
     Without changes that is the previous snapshot. Readers see nothing before the last write, which moves
     ``head.json``. An ingest of files that was killed and is run again continues at its last checkpoint, and ends with
-    the same digest. Memory does not grow with the
-    number of images. ``report`` receives progress messages about once a second.
+    the same digest. Memory does not grow with the number of images. ``report`` receives progress messages about once a
+    second.
 
     Raises:
         DataError: there are no images, there is one class only, or the images do not match the earlier ones.
@@ -322,7 +319,7 @@ class _Adder:
         lookahead = max(requests, batch_size)
         decoder = Decoder(source, shape, self._settings.max_pixels, self._resize)
         with closing(decoder.decode_all(self._ledger.pending(page=1024), requests, threads, lookahead)) as results:
-            for part in _batched(results, batch_size):
+            for part in batched(results, batch_size):
                 images = [result for result in part if isinstance(result, DecodedImage)]
                 failures = [result for result in part if isinstance(result, DecodeFailure)]
                 self._ledger.settle([(image.entry.name, image.digest, None) for image in images])
@@ -369,13 +366,6 @@ class _Adder:
         if now_s - self._reported_s >= _REPORT_INTERVAL_S:
             self._reported_s = now_s
             self._report(f"{self._done:,} of {quantity(total, 'image')}" if total else quantity(self._done, "image"))
-
-
-def _batched(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
-    """`itertools.batched` of Python 3.12."""
-    iterator = iter(items)
-    while batch := list(islice(iterator, size)):
-        yield batch
 
 
 def _manifest(

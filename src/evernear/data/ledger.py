@@ -8,8 +8,9 @@ import hashlib
 import sqlite3
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from evernear.data import ledger_changes
 from evernear.data.manifest import Problem, Shard, Split
@@ -17,13 +18,17 @@ from evernear.data.preprocess import Resize, choose_resize
 from evernear.data.sources import FileEntry
 from evernear.errors import StoreError
 
+_T = TypeVar("_T")
+# Rows of one query: SQLite limits the parameters of a statement.
+_PAGE = 500
 # Maximum number of problems of a kind in a manifest. Those that stop a run must be fixed one by one.
 _MAX_LISTED = {"undecodable": 1000, "conflicting_labels": 1000}
 _MAX_LISTED_OF_OTHERS = 20
 _MAX_NAMES = 5
 _RESIZED = {"cropped": "crop", "letterboxed": "letterbox", "stretched": "stretch"}
 
-# Published ledgers have these columns: a new name would need a migration.
+# Published ledgers have these columns: a new name would need a migration. Only earlier versions read ``state`` and
+# ``seen``.
 _SCHEMA = """
 CREATE TABLE state (run INTEGER NOT NULL);
 INSERT INTO state VALUES (0);
@@ -39,7 +44,7 @@ CREATE TABLE files (
   given TEXT,                -- the explicit split; NULL: ingest chooses one
   size_bytes INTEGER NOT NULL,
   turn INTEGER NOT NULL,     -- the order of decoding
-  seen INTEGER NOT NULL,     -- the last ingest that listed it
+  seen INTEGER NOT NULL,
   pending INTEGER NOT NULL,  -- 1: to be decoded
   digest BLOB,               -- of its image; NULL while pending or broken
   fault TEXT,                -- why it cannot be decoded
@@ -109,12 +114,11 @@ class Ledger:
             _add_missing_tables(self._db)
             if not is_new:
                 ledger_changes.track(self._db)
-            self._db.execute("UPDATE state SET run = run + 1")
-            self._run = cast(int, self._db.execute("SELECT run FROM state").fetchone()[0])
             self._db.execute("INSERT OR IGNORE INTO sources (uri) VALUES (?)", (_source_uri(source),))
             row = self._db.execute("SELECT id FROM sources WHERE uri = ?", (_source_uri(source),)).fetchone()
             self._source = cast(int, row[0])
             self._db.execute(_NAMED)
+            self._db.execute("CREATE TEMP TABLE listed (name TEXT PRIMARY KEY) WITHOUT ROWID")
 
     def save(self, path: Path) -> None:
         """Write a compact copy to ``path``."""
@@ -147,30 +151,43 @@ class Ledger:
     # Files
 
     def list_files(self, entries: Iterable[FileEntry]) -> None:
-        """Record files of the source; new, changed and broken ones become pending."""
-        rows = ((self._source, *entry, _decode_order(entry), self._run) for entry in entries)
-        self._many(
-            "INSERT INTO files (source, name, etag, label, given, size_bytes, turn, seen, pending)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, 1) ON CONFLICT (source, name) DO UPDATE SET"
-            " pending = pending OR fault IS NOT NULL OR etag != excluded.etag,"
-            " digest = CASE WHEN etag = excluded.etag THEN digest END,"
-            " fault = NULL, etag = excluded.etag, label = excluded.label, given = excluded.given,"
-            " size_bytes = excluded.size_bytes, turn = excluded.turn, seen = excluded.seen",
-            rows,
-        )
+        """Record files of the source; new, changed and broken ones become pending.
+
+        Unchanged files are only read, because most files of a large source are unchanged.
+        """
+        for page in batched(entries, _PAGE):
+            names = [entry.name for entry in page]
+            self._note_listed(names)
+            query = "SELECT name, etag, label, given, size_bytes FROM files WHERE source = ? AND fault IS NULL"
+            unchanged = set(self._all(f"{query} AND name IN ({_marks(names)})", self._source, *names))
+            self._many(
+                "INSERT INTO files (source, name, etag, label, given, size_bytes, turn, seen, pending)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, 0, 1) ON CONFLICT (source, name) DO UPDATE SET"
+                " pending = pending OR fault IS NOT NULL OR etag != excluded.etag,"
+                " digest = CASE WHEN etag = excluded.etag THEN digest END,"
+                " fault = NULL, etag = excluded.etag, label = excluded.label, given = excluded.given,"
+                " size_bytes = excluded.size_bytes, turn = excluded.turn",
+                ((self._source, *entry, _decode_order(entry)) for entry in page if entry not in unchanged),
+            )
 
     def list_decoded(self, rows: Iterable[tuple[str, str, Split | None, bytes]]) -> None:
         """Record decoded images: (name, label, explicit split, digest)."""
-        self._many(
-            "INSERT OR REPLACE INTO files"
-            " (source, name, etag, label, given, size_bytes, turn, seen, pending, digest)"
-            " VALUES (?, ?, '', ?, ?, 0, 0, ?, 0, ?)",
-            ((self._source, name, label, split, self._run, digest) for name, label, split, digest in rows),
-        )
+        for page in batched(rows, _PAGE):
+            self._note_listed(name for name, *_ in page)
+            self._many(
+                "INSERT OR REPLACE INTO files"
+                " (source, name, etag, label, given, size_bytes, turn, seen, pending, digest)"
+                " VALUES (?, ?, '', ?, ?, 0, 0, 0, 0, ?)",
+                ((self._source, *row) for row in page),
+            )
 
     def forget_unlisted(self) -> None:
         """Delete files that the source no longer lists."""
-        self._all("DELETE FROM files WHERE source = ? AND seen != ?", self._source, self._run)
+        query = "DELETE FROM files WHERE source = ? AND name NOT IN (SELECT name FROM listed)"
+        self._all(query, self._source)
+
+    def _note_listed(self, names: Iterable[str]) -> None:
+        self._many("INSERT OR IGNORE INTO listed VALUES (?)", ((name,) for name in names))
 
     def note_empty_folders(self, names: Iterable[str]) -> None:
         """Replace the list of class folders without an image."""
@@ -363,9 +380,8 @@ class Ledger:
             return self._db.execute(query, values).fetchall()
 
     def _of_digests(self, query: str, digests: Sequence[bytes]) -> Iterator[tuple[Any, ...]]:
-        for start in range(0, len(digests), 500):
-            part = digests[start : start + 500]
-            yield from self._all(f"{query} WHERE digest IN ({','.join('?' * len(part))})", *part)
+        for page in batched(digests, _PAGE):
+            yield from self._all(f"{query} WHERE digest IN ({_marks(page)})", *page)
 
     def _int(self, query: str, *values: object) -> int:
         return cast(int, self._all(query, *values)[0][0])
@@ -443,20 +459,30 @@ class PublishedLedger:
 
     def etags(self, names: Sequence[str]) -> dict[str, str]:
         """The etags of those of ``names``, at most 500, that are in the ledger, including broken files."""
-        marks = ",".join("?" * len(names))
-        query = f"SELECT name, etag FROM files WHERE source = ? AND name IN ({marks})"  # noqa: S608 - question marks only
+        query = f"SELECT name, etag FROM files WHERE source = ? AND name IN ({_marks(names)})"  # noqa: S608 - question marks only
         with _sqlite_errors():
             return dict(self._db.execute(query, (self._source, *names)).fetchall())
 
     def names(self, digests: Sequence[bytes]) -> dict[bytes, tuple[str, ...]]:
         """The files of each of ``digests``, at most 500, by name."""
-        marks = ",".join("?" * len(digests))
-        query = f"SELECT digest, name FROM files WHERE source = ? AND digest IN ({marks}) ORDER BY name"  # noqa: S608 - question marks only
+        query = f"SELECT digest, name FROM files WHERE source = ? AND digest IN ({_marks(digests)}) ORDER BY name"  # noqa: S608 - question marks only
         names: dict[bytes, tuple[str, ...]] = {}
         with _sqlite_errors():
             for digest, name in self._db.execute(query, (self._source, *digests)):
                 names[digest] = (*names.get(digest, ()), name)
         return names
+
+
+def batched(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
+    """`itertools.batched` of Python 3.12."""
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
+        yield batch
+
+
+def _marks(values: Sequence[object]) -> str:
+    """One question mark for each of ``values`` in a query."""
+    return ",".join("?" * len(values))
 
 
 def _source_uri(source: str) -> str:
