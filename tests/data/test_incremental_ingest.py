@@ -214,6 +214,7 @@ def test_later_ingests_store_only_the_changes_of_the_ledger(
     def size_bytes(sha256: str) -> int:
         return (tmp_path / "store" / ledger_key("tree", sha256)).stat().st_size
 
+    monkeypatch.setattr("evernear.data.snapshots._MAX_CHANGED_PART", 0.5)
     add(2000)
     ingest()
     for step in range(3):
@@ -227,8 +228,10 @@ def test_later_ingests_store_only_the_changes_of_the_ledger(
         assert size_bytes(manifest.ledger_changes[-1]) < 0.2 * size_bytes(manifest.ledger_sha256)
         assert ledger(manifest) == ledger(whole)
 
-    monkeypatch.setattr("evernear.data.snapshots._MAX_CHANGES", 3)
-    add(1)
-    manifest, whole = ingest()
-    assert manifest.ledger_changes == (), "after several changes, the ledger is stored whole again"
+    limits = [("_MAX_CHANGED_PART", 0.25, "the changes together are large"), ("_MAX_CHANGES", 0, "they are many")]
+    for limit, value, reason in limits:
+        monkeypatch.setattr(f"evernear.data.snapshots.{limit}", value)
+        add(1)
+        manifest, whole = ingest()
+        assert manifest.ledger_changes == (), f"the ledger is stored whole again if {reason}"
     assert ledger(manifest) == ledger(whole)

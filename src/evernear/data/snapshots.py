@@ -12,7 +12,7 @@ from evernear.frozen import Frozen
 from evernear.settings import DataSettings
 from evernear.store import Store
 
-# A ledger is stored whole again after this many changes, or if one of them is larger than this part of it.
+# A ledger is stored whole again after this many changes, or if together they are larger than this part of it.
 _MAX_CHANGES = 20
 _MAX_CHANGED_PART = 0.25
 
@@ -44,6 +44,7 @@ class Snapshots:
         self._head_etag: str | None = None
         self._checkpoint_key = f"{DATASETS}{name}/checkpoint.json"
         self._ledger: tuple[str, ...] = ()
+        self._changes_bytes = 0
 
     def head(self) -> Manifest | None:
         """The newest snapshot."""
@@ -61,11 +62,12 @@ class Snapshots:
 
     def fetch_ledger(self, manifest: Manifest, path: Path) -> None:
         """Copy the ledger of a snapshot to ``path``; `publish` and `checkpoint` then store only its changes."""
-        self._ledger = (manifest.ledger_sha256, *manifest.ledger_changes)
+        self._ledger, self._changes_bytes = (manifest.ledger_sha256, *manifest.ledger_changes), 0
         self._fetch(manifest.ledger_sha256, path)
         for sha256 in manifest.ledger_changes:
             changes = path.with_suffix(".changes")
             self._fetch(sha256, changes)
+            self._changes_bytes += changes.stat().st_size
             apply_changes(path, changes)
             changes.unlink()
 
@@ -148,12 +150,13 @@ class Snapshots:
         path = scratch / "saved.sqlite"
         if 0 < len(self._ledger) <= _MAX_CHANGES:
             ledger.save_changes(path)
-        if path.exists() and path.stat().st_size < _MAX_CHANGED_PART * ledger.size_bytes():
+            self._changes_bytes += path.stat().st_size
+        if path.exists() and self._changes_bytes < _MAX_CHANGED_PART * ledger.size_bytes():
             self._ledger = (*self._ledger, sha256_file(path))
         else:
             path.unlink(missing_ok=True)
             ledger.save(path)
-            self._ledger = (sha256_file(path),)
+            self._ledger, self._changes_bytes = (sha256_file(path),), 0
         self.store.put(ledger_key(self.name, self._ledger[-1]), path)
         path.unlink()
         sha256, *changes = self._ledger

@@ -51,8 +51,7 @@ class _ClassFolders(FileSource):
         parts = [part for part in path.split("/") if part]
         split = self._splits.get(parts[0])
         folders = parts[1:-1] if split else parts[:-1]
-        hidden = any(part.startswith(".") for part in parts)
-        if hidden or not folders or not (_is_image_name(path) or _has_no_suffix(path)):
+        if not folders or "/." in f"/{path}" or not _may_be_image(path):
             return None
         return FileEntry(path, etag, folders[0], None if split in self.chosen_splits else split, size_bytes)
 
@@ -181,9 +180,10 @@ def _is_image_name(name: str) -> bool:
     return _suffix(name) in _IMAGE_SUFFIXES
 
 
-def _has_no_suffix(name: str) -> bool:
+def _may_be_image(name: str) -> bool:
+    suffix = _suffix(name)
     # A key that ends in a slash marks a folder of a bucket.
-    return not _suffix(name) and not name.endswith("/")
+    return suffix in _IMAGE_SUFFIXES or not (suffix or name.endswith("/"))
 
 
 def _suffix(name: str) -> str:
