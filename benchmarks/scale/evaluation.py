@@ -21,7 +21,7 @@ from evernear.evaluation.measure import RECALL_AT
 from evernear.index.calibrate import calibrate
 from evernear.index.description import VECTORS_FILE
 from evernear.index.exact import exact_neighbors, sample_queries
-from evernear.index.faiss_compat import FaissIndex, faiss, open_index
+from evernear.index.faiss_compat import FaissIndex, faiss
 from evernear.index.search import Gallery
 from evernear.settings import EvaluationSettings, IndexSettings
 
@@ -44,7 +44,7 @@ def main() -> None:
         queries = sample_queries(embeddings, np.ones(len(gallery.labels), np.bool_))
         exact = exact_neighbors(queries, embeddings.blocks("gallery"))
     with timed(phases, "calibration"):
-        index = FaissIndex(open_index(arguments.directory / "auto" / VECTORS_FILE))
+        index = FaissIndex.open(arguments.directory / "auto" / VECTORS_FILE)
         calibrate(queries, exact, index, IndexSettings())
     with timed(phases, "search and classification"):
         for block in test_blocks(embeddings, arguments.queries, EvaluationSettings().batch_size):

@@ -15,13 +15,13 @@ import numpy as np
 from benchmarks import machine
 from benchmarks.scale.vectors import embedded
 from evernear.data.manifest import Split, load_manifest
-from evernear.disk import atomic_file, sha256_file
+from evernear.disk import sha256_file
 from evernear.embedding.embeddings import EmbeddingBlock, Embeddings
 from evernear.index.build import build
 from evernear.index.calibrate import is_nearest
 from evernear.index.description import DESCRIPTION_FILE, PARTS, VECTORS_FILE, IndexDescription
 from evernear.index.exact import exact_neighbors
-from evernear.index.faiss_compat import faiss, nearest_rows, write_index
+from evernear.index.faiss_compat import FaissIndex, faiss
 from evernear.index.search import Gallery
 from evernear.settings import IndexSettings
 
@@ -79,8 +79,7 @@ def build_flat(embeddings: Embeddings, described: IndexDescription, directory: P
     for block in embeddings.blocks("gallery"):
         index.add(block.embeddings)
     flat = directory / "flat"
-    with atomic_file(flat / VECTORS_FILE) as file:
-        write_index(index, file)
+    FaissIndex(index).save(flat)
     for name in PARTS:
         if name != VECTORS_FILE:
             (flat / name).write_bytes((directory / "auto" / name).read_bytes())
@@ -114,8 +113,8 @@ def batch_seconds(galleries: dict[str, Gallery], queries: EmbeddingBlock) -> dic
 
 
 def recall_at_1(directory: Path, queries: EmbeddingBlock, exact: Any) -> float:
-    index = faiss.read_index(str(directory / VECTORS_FILE))
-    distances, rows = nearest_rows(index, queries.embeddings, 1)
+    index = FaissIndex(faiss.read_index(str(directory / VECTORS_FILE)))
+    distances, rows = index.search(queries.embeddings, 1)
     return float(is_nearest(rows[:, 0], distances[:, 0], exact).mean())
 
 

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from evernear.evaluation.baselines import Baseline, measure_baselines
 from evernear.evaluation.compare import PairedCounts
 from evernear.evaluation.evaluate import Evaluation, evaluate
-from evernear.evaluation.gate import Rule, decide
+from evernear.evaluation.gate import decide
 from evernear.evaluation.measure import Outcomes
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.statistics import p_by_chance, proportion
+from evernear.evaluation.verdict import Rule
 from evernear.settings import EvaluationSettings, GateSettings
 from tests.conftest import System
 

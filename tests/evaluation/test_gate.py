@@ -16,9 +16,10 @@ from scipy.stats import binom
 
 from evernear.errors import IntegrityError
 from evernear.evaluation.evaluate import Evaluation
-from evernear.evaluation.gate import Rule, Verdict, decide
+from evernear.evaluation.gate import decide
 from evernear.evaluation.measure import Outcomes
 from evernear.evaluation.statistics import Proportion, proportion
+from evernear.evaluation.verdict import Rule, Verdict
 from evernear.settings import GateSettings
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

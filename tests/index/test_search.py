@@ -14,7 +14,7 @@ from evernear.disk import sha256_file
 from evernear.errors import IntegrityError
 from evernear.index.build import build
 from evernear.index.description import DESCRIPTION_FILE, describe_index
-from evernear.index.faiss_compat import faiss, nearest_rows
+from evernear.index.faiss_compat import FaissIndex, faiss
 from evernear.index.search import FARTHEST, NO_LABEL, Gallery, vote
 from evernear.settings import IndexSettings
 
@@ -232,8 +232,8 @@ def test_index_is_mapped_into_memory_with_the_same_results(make_embeddings: Make
     size_bytes = (tmp_path / "index.faiss").stat().st_size
     assert grown_bytes < size_bytes / 4 + (60_000 * 8) + 2**20, f"{grown_bytes:,} private of {size_bytes:,}"
 
-    in_memory = faiss.read_index(str(tmp_path / "index.faiss"))
-    distances, rows = nearest_rows(in_memory, queries[0], 5)
+    in_memory = FaissIndex(faiss.read_index(str(tmp_path / "index.faiss")))
+    distances, rows = in_memory.search(queries[0], 5)
     found = opened.search(queries[0], 5)
     np.testing.assert_array_equal(found.distances, distances)
     np.testing.assert_array_equal(found.labels, gallery[1][rows])

@@ -67,11 +67,11 @@ def _baseline(name: str, predictions: NDArray[np.integer], candidate: Outcomes, 
 
 
 def _nearest(gallery: NDArray[np.float32], queries: NDArray[np.float32]) -> NDArray[np.int64]:
-    from evernear.index.faiss_compat import faiss, nearest_rows
+    from evernear.index.faiss_compat import FaissIndex, faiss
 
     index = faiss.IndexFlatL2(gallery.shape[1])
     index.add(gallery)
-    return nearest_rows(index, queries, 1)[1][:, 0]
+    return FaissIndex(index).search(queries, 1)[1][:, 0]
 
 
 def _pixels(

@@ -285,13 +285,7 @@ class ExampleCollector:
             embed_ms.append(1000 * (embedded_s - started_s))
             search_ms.append(1000 * (time.perf_counter() - embedded_s))
         return IndexFigures(
-            factory=described.factory,
-            search=described.search,
-            reason=described.reason,
-            size=described.size,
-            dim=described.dim,
-            k=described.k,
-            label_by=described.label_by,
+            **described.model_dump(include=set(IndexFigures.model_fields)),
             embed_ms=median(embed_ms),
             search_ms=median(search_ms),
         )

@@ -63,8 +63,6 @@ from evernear.index.description import FARTHEST
 from evernear.output import quantity
 from evernear.settings import ClassSettings, GateSettings
 
-__all__ = ["Rule", "System", "Verdict", "decide"]
-
 NAMED = 5
 """Most classes that a reason names."""
 

@@ -24,7 +24,7 @@ from evernear.disk import sha256_bytes
 from evernear.embedding.artifact import load_trained
 from evernear.embedding.embed import embed_images
 from evernear.embedding.export import center
-from evernear.embedding.train import OnStep, train
+from evernear.embedding.train import train
 from evernear.index.faiss_compat import faiss
 from evernear.settings import TrainSettings
 from evernear.store import open_store
@@ -59,7 +59,7 @@ class LabelError(NamedTuple):
     duplicate: int = -1
 
 
-def embed_folds(dataset: Dataset, settings: TrainSettings, on_step: OnStep | None = None) -> Iterator[Embedded]:
+def embed_folds(dataset: Dataset, settings: TrainSettings) -> Iterator[Embedded]:
     """Embed the images of all splits, fold by fold, by networks that have not seen them. Discards the networks.
 
     ``settings`` are those of each training; `evernear.evaluation.probe.probe_recipe` shortens them. A fold's images are
@@ -68,7 +68,7 @@ def embed_folds(dataset: Dataset, settings: TrainSettings, on_step: OnStep | Non
     for fold in range(FOLDS):
         with TemporaryDirectory(prefix="evernear-labels-") as scratch:
             others = _without_fold(dataset, fold, Path(scratch))
-            train(others, settings, Path(scratch) / "trained", on_step=on_step)
+            train(others, settings, Path(scratch) / "trained")
             network = center(load_trained(Path(scratch) / "trained")[1], others, frozenset())
         blocks = [_selected(block, _fold_of(block) == fold) for split in SPLITS for block in _blocks(dataset, split)]
         yield Embedded(

@@ -36,19 +36,6 @@ class Proportion(Frozen):
         return f"{self.value:.2%} ({self.low:.2%} to {self.high:.2%})"
 
 
-class Auroc(Frozen):
-    """Area under the ROC curve: how often an unknown image is farther away than a known one."""
-
-    value: float = Field(ge=0, le=1, allow_inf_nan=False)
-    low: float = Field(ge=0, le=1, allow_inf_nan=False)
-    high: float = Field(ge=0, le=1, allow_inf_nan=False)
-    known: int
-    unknown: int
-
-    def __str__(self) -> str:
-        return f"{self.value:.4f} ({self.low:.4f} to {self.high:.4f})"
-
-
 class Interval(Frozen):
     """An estimated proportion with its confidence interval."""
 
@@ -58,6 +45,16 @@ class Interval(Frozen):
 
     def __str__(self) -> str:
         return f"{self.value:.2%} ({self.low:.2%} to {self.high:.2%})"
+
+
+class Auroc(Interval):
+    """Area under the ROC curve: how often an unknown image is farther away than a known one."""
+
+    known: int
+    unknown: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.4f} ({self.low:.4f} to {self.high:.4f})"
 
 
 class Roc(Frozen):

@@ -195,9 +195,9 @@ class Gallery:
 
 def _open_vectors(directory: Path, described: IndexDescription) -> VectorIndex:
     if described.collection is None:
-        from evernear.index.faiss_compat import FaissIndex, open_index
+        from evernear.index.faiss_compat import FaissIndex
 
-        return FaissIndex(open_index(directory / VECTORS_FILE))
+        return FaissIndex.open(directory / VECTORS_FILE)
     from evernear.index.milvus import MilvusIndex
 
     return MilvusIndex.open(described.collection, (described.size, described.dim), described.search)

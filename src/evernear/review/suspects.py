@@ -3,7 +3,6 @@
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from pydantic import AwareDatetime, Field
 
@@ -18,9 +17,6 @@ from evernear.frozen import Frozen
 from evernear.settings import Settings
 from evernear.settings.section import MAX_PIXELS
 from evernear.store import Store
-
-if TYPE_CHECKING:
-    from evernear.embedding.train import OnStep
 
 SUSPECTS = "review/suspects.json"
 MAX_SUSPECTS = 500
@@ -80,7 +76,7 @@ def newest_dataset(store: Store, settings: Settings) -> Dataset:
     return Dataset(manifest, store)
 
 
-def check_labels(store: Store, settings: Settings, now: AwareDatetime, on_step: "OnStep | None" = None) -> Suspects:
+def check_labels(store: Store, settings: Settings, now: AwareDatetime) -> Suspects:
     """Look for wrong labels in the newest snapshot of the source, and save the result in the store.
 
     Raises:
@@ -97,7 +93,7 @@ def check_labels(store: Store, settings: Settings, now: AwareDatetime, on_step: 
         path = Path(scratch) / "ledger.sqlite"
         Snapshots(store, dataset.manifest.name).fetch_ledger(dataset.manifest, path)
         ledger = PublishedLedger(path, settings.data.source)
-        for embedded in embed_folds(dataset, recipe, on_step):
+        for embedded in embed_folds(dataset, recipe):
             errors = find_label_errors(embedded)
             found, images = found + len(errors), images + len(embedded.labels)
             for error in errors[:MAX_SUSPECTS]:
