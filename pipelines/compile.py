@@ -6,8 +6,8 @@ The golden files name a placeholder image; `evernear.kubeflow.compiled` puts a r
 import argparse
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from evernear.disk import write_atomically
 from evernear.kubeflow import GOLDEN, PIPELINES
@@ -31,22 +31,11 @@ def compile_all(directory: Path) -> list[Path]:
     """Write ``<pipeline>.yaml`` for every pipeline, the same bytes each time; returns the paths."""
     from kfp import compiler
 
-    from pipelines.continuous_training import continuous_training
-    from pipelines.promote import promote
-    from pipelines.reindex import reindex
-    from pipelines.rollback import rollback
-
-    functions: dict[str, Any] = {
-        "continuous_training": continuous_training,
-        "reindex": reindex,
-        "promote": promote,
-        "rollback": rollback,
-    }
     paths = [directory / f"{name}.yaml" for name in PIPELINES]
     with tempfile.TemporaryDirectory() as scratch:
         for name, path in zip(PIPELINES, paths, strict=True):
             compiled = Path(scratch) / path.name
-            compiler.Compiler().compile(functions[name], str(compiled))
+            compiler.Compiler().compile(getattr(import_module(f"pipelines.{name}"), name), str(compiled))
             # kfp's comment header lists defaults in the order of a hash map, which differs each time.
             lines = compiled.read_text().splitlines(keepends=True)
             write_atomically(path, "".join(line for line in lines if not line.startswith("#")))

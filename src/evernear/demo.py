@@ -12,12 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from evernear.data.shards import Dataset
-from evernear.deployment.local import stop
 from evernear.disk import disk_errors
 from evernear.local_run import RunResult, run
 from evernear.output import printable
 from evernear.progress import Event
 from evernear.serving.client import Client
+from evernear.serving.endpoints import home_of
+from evernear.serving.torchserve import stop
 from evernear.settings import Settings
 
 SHOWN_NEIGHBORS = 3
@@ -35,7 +36,7 @@ def demo(settings: Settings, console: Console, show: Callable[[Event], None], *,
         _print_next_steps(settings, result, console, keep=keep and result.promoted)
     finally:
         if not keep:
-            stop(settings)
+            stop(home_of(settings.workdir))
 
 
 def _print_verdict(result: RunResult, console: Console) -> None:

@@ -40,12 +40,12 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         from evernear.data.ingest import ingest as ingest_source
         from evernear.data.manifest import SPLITS, save_manifest
         from evernear.data.sources import open_source
-        from evernear.deployment import require_deployable
+        from evernear.deployment import open_target
         from evernear.index.milvus_client import require_reachable
 
         chosen = of_run(settings, **parameters, store=store)
         open_source(chosen.data.source)  # a mistyped directory is reported before a busy port
-        require_deployable(chosen)
+        open_target(chosen).require_deployable()  # before hours of training
         require_reachable(chosen.index)
         images = chosen.data
         if chosen.train.weights and not images.max_size_px:

@@ -30,7 +30,7 @@ def champion(site: Site) -> str | None:
 
 def live_release(site: Site) -> str | None:
     """The live release, or the server's state if it is not up."""
-    status = deployment.status(site.settings())
+    status = deployment.open_target(site.settings()).status()
     return status["release"] if status["server"] == "up" else status["server"]
 
 

@@ -32,6 +32,7 @@ from evernear.release.archive_reader import ReleaseParts, open_release
 from evernear.release.registry import Cause, Registry
 from evernear.serving import torchserve
 from evernear.serving.client import Client
+from evernear.serving.configuration import model_store
 from evernear.serving.endpoints import home_of, read_state
 from evernear.serving.management import Management
 from evernear.settings import Settings
@@ -118,15 +119,15 @@ def site(make_release: MakeRelease, tmp_path_factory: pytest.TempPathFactory) ->
     parts: ReleaseParts = open_release(first.archive, directory / "opened")
     site = Site(settings, make_release, parts.read("smoke-00.png"))
     try:
-        assert deployment.status(settings)["server"] == "down"
+        assert deployment.open_target(settings).status()["server"] == "down"
         deployed = site.deploy(first)
         assert (deployed.version, deployed.previous) == (first.version, None)
         assert deployed.smoke_queries == settings.serving.smoke_queries
         yield site
     finally:
-        local.stop(settings)
+        torchserve.stop(home_of(settings.workdir))
     assert torchserve.processes(site.home) == []
-    assert deployment.status(settings)["server"] == "down"
+    assert deployment.open_target(settings).status()["server"] == "down"
 
 
 def test_rollout_fails_no_request(site: Site) -> None:
@@ -137,7 +138,7 @@ def test_rollout_fails_no_request(site: Site) -> None:
     assert versions == {before, candidate.version}
     assert site.default == site.champion == candidate.version
     assert before in site.registered, "it stays registered for a rollback"
-    assert deployment.status(site.settings) == {
+    assert deployment.open_target(site.settings).status() == {
         "server": "up",
         "url": deployed.url,
         "default": candidate.version,
@@ -169,7 +170,7 @@ def test_failed_candidate_is_removed_and_the_champion_stays_live(site: Site, tmp
     assert site.champion == champion
     assert site.registered == registered
     assert candidate.version in list(site.registry.list()), "an operator may still promote it"
-    assert not list(torchserve.model_store(site.home).glob(f"*{candidate.version}*"))
+    assert not list(model_store(site.home).glob(f"*{candidate.version}*"))
 
 
 @pytest.mark.slow
@@ -220,7 +221,7 @@ def test_next_deployment_removes_the_files_of_a_killed_one(site: Site) -> None:
 
 
 def temporary_files(site: Site) -> list[Path]:
-    return [*site.home.glob(".*"), *torchserve.model_store(site.home).glob(".*")]
+    return [*site.home.glob(".*"), *model_store(site.home).glob(".*")]
 
 
 def test_release_that_passed_its_smoke_test_stays_loaded_if_the_store_is_unreachable(
@@ -247,7 +248,7 @@ def test_release_that_passed_its_smoke_test_stays_loaded_if_the_store_is_unreach
 
 def test_release_that_does_not_fit_on_the_disk_leaves_no_files(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     champion, candidate, registered = site.champion, site.candidate(), site.registered
-    before = sorted(torchserve.model_store(site.home).iterdir())
+    before = sorted(model_store(site.home).iterdir())
     full = shutil.disk_usage(site.home)._replace(free=candidate.archive.stat().st_size)
     with monkeypatch.context() as patched, site.hammered() as versions:
         patched.setattr(shutil, "disk_usage", lambda _: full)
@@ -255,12 +256,12 @@ def test_release_that_does_not_fit_on_the_disk_leaves_no_files(site: Site, monke
             site.deploy(candidate)
     assert versions == {champion}
     assert site.registered == registered
-    assert sorted(torchserve.model_store(site.home).iterdir()) == before
+    assert sorted(model_store(site.home).iterdir()) == before
 
 
 def test_next_deployment_unregisters_the_release_of_a_killed_one(site: Site) -> None:
     killed, candidate = site.candidate(), site.candidate()
-    shutil.copy(killed.archive, torchserve.model_store(site.home) / f"embedding-{killed.version}.mar")
+    shutil.copy(killed.archive, model_store(site.home) / f"embedding-{killed.version}.mar")
     Management(site.home).register(f"embedding-{killed.version}.mar", site.settings.serving)
     assert killed.version in site.registered
     serving = site.settings.serving.model_copy(update={"keep_registered": 1})
@@ -305,7 +306,7 @@ def test_unregistered_release_is_fetched_tested_and_promoted(site: Site) -> None
     oldest, before = next(site.registry.list()), site.champion
     if oldest in site.registered:
         Management(site.home).unregister("embedding", oldest)
-    (torchserve.model_store(site.home) / f"embedding-{oldest}.mar").unlink(missing_ok=True)
+    (model_store(site.home) / f"embedding-{oldest}.mar").unlink(missing_ok=True)
     with site.hammered() as versions:
         moved = promote(oldest, site.settings)
     assert versions == {before, oldest}
@@ -401,8 +402,8 @@ def test_candidate_replaces_a_champion_with_a_damaged_archive(site: Site) -> Non
     store = open_store(site.settings.store_uri)
     key = site.registry.get(champion).archive_key
     archive = store.get(key)
-    local.stop(site.settings)
-    for stored in torchserve.model_store(site.home).glob("*.mar"):
+    torchserve.stop(home_of(site.settings.workdir))
+    for stored in model_store(site.home).glob("*.mar"):
         stored.unlink()
     store.put(key, b"damaged")
     with pytest.raises(IntegrityError, match="is damaged"):
@@ -452,7 +453,7 @@ def test_server_killed_during_a_deployment_restarts_with_its_champion(
         with pytest.raises(ServingError, match="start it with `evernear serve`"):
             site.deploy(candidate)
     assert site.champion == champion
-    assert deployment.status(site.settings)["server"] == "died"
+    assert deployment.open_target(site.settings).status()["server"] == "died"
     with pytest.raises(ServerUnreachableError, match="start it with `evernear serve`"):
         Client.of(site.settings).predict(site.image)
 
@@ -464,8 +465,8 @@ def test_serve_requires_a_champion(tmp_path: Path) -> None:
     settings = Settings(workdir=tmp_path / "work", serving=settings_on_free_ports())
     with pytest.raises(ServingError, match="run `evernear run` first"):
         local.serve(settings)
-    assert deployment.status(settings)["server"] == "down"
-    assert not local.stop(settings)
+    assert deployment.open_target(settings).status()["server"] == "down"
+    assert not torchserve.stop(home_of(settings.workdir))
 
 
 def test_failed_first_release_leaves_no_server(make_release: MakeRelease, tmp_path: Path) -> None:
@@ -474,5 +475,5 @@ def test_failed_first_release_leaves_no_server(make_release: MakeRelease, tmp_pa
     with pytest.raises(ServingError):
         deployment.deploy(broken.archive, broken.verdict, settings)
     assert torchserve.processes(home_of(settings.workdir)) == []
-    assert deployment.status(settings)["server"] == "down"
-    assert deployment.status(settings)["champion"] is None
+    assert deployment.open_target(settings).status()["server"] == "down"
+    assert deployment.open_target(settings).status()["champion"] is None

@@ -12,6 +12,7 @@ from evernear.release.archive_reader import ReleaseParts, open_release
 from evernear.release.manifest import ReleaseManifest
 from evernear.serving import torchserve
 from evernear.serving.client import Client
+from evernear.serving.configuration import model_store
 from evernear.serving.endpoints import home_of
 from evernear.serving.management import Management
 from evernear.settings import Settings
@@ -47,7 +48,7 @@ def serving(release: PackedRelease, workdir: Path, **changes: object) -> Generat
     home = home_of(workdir)
     torchserve.start(settings.serving, home)
     try:
-        shutil.copy(release.archive, torchserve.model_store(home) / "release.mar")
+        shutil.copy(release.archive, model_store(home) / "release.mar")
         Management(home).register("release.mar", settings.serving)
         torchserve.await_ready(settings.serving, home, release.version)
         yield Served(settings, open_release(release.archive, workdir / "opened"))

@@ -12,7 +12,7 @@ import pytest
 from served import Served
 
 from evernear.release.registry import Registry
-from evernear.serving import torchserve
+from evernear.serving.configuration import model_store
 from evernear.serving.endpoints import read_key
 from evernear.store import open_store
 
@@ -133,7 +133,7 @@ def test_remote_server_receives_the_token_of_the_environment(
 
 def test_prints_metadata_of_the_local_server(served: Served) -> None:
     registry = Registry(open_store(served.settings.store_uri))
-    registry.publish(torchserve.model_store(served.home) / "release.mar")
+    registry.publish(model_store(served.home) / "release.mar")
     printed = lines(predict(served, "--metadata", "--json"))[0]
     assert printed["version"] == served.manifest.version
     assert printed["labels"] == list(served.manifest.labels)

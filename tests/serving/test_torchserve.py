@@ -20,6 +20,7 @@ from evernear.errors import BusyError, IntegrityError, PortInUseError, ServerUnr
 from evernear.release.archive_reader import open_release
 from evernear.serving import java, torchserve
 from evernear.serving.client import Client
+from evernear.serving.configuration import model_store
 from evernear.serving.endpoints import STATE_FILE, home_of, read_state
 from evernear.serving.management import Management
 from evernear.settings import ServingSettings, Settings
@@ -191,8 +192,8 @@ def test_without_the_model_api_only_the_model_store_is_loaded(make_release: Make
     release = make_release()
     settings = Settings(workdir=tmp_path, serving=settings_on_free_ports(model_api=False))
     home = home_of(tmp_path)
-    torchserve.model_store(home).mkdir(parents=True)
-    shutil.copy(release.archive, torchserve.model_store(home) / "embedding.mar")
+    model_store(home).mkdir(parents=True)
+    shutil.copy(release.archive, model_store(home) / "embedding.mar")
     torchserve.start(settings.serving, home)
     try:
         torchserve.await_ready(settings.serving, home, release.version)

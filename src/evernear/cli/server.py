@@ -14,10 +14,10 @@ from evernear.settings import Settings
 @with_options(settings=local_settings)
 def status(settings: Settings, as_json: JsonOption = False) -> None:
     """Show the run in progress, the server, its releases and the champion; with target kubernetes, the cluster's."""
-    from evernear import deployment
+    from evernear.deployment import open_target
     from evernear.local_run import progress
 
-    state = {"run": progress(settings.workdir)} | deployment.status(settings)
+    state = {"run": progress(settings.workdir)} | open_target(settings).status()
     if as_json:
         print_json(state)
     else:
@@ -70,11 +70,11 @@ def ready(settings: Settings) -> None:
 @with_options(settings=local_settings)
 def stop(settings: Settings) -> None:
     """Stop the local TorchServe after it has answered the requests in flight."""
-    from evernear.deployment.local import stop as stop_torchserve
     from evernear.serving.endpoints import home_of
+    from evernear.serving.torchserve import stop as stop_torchserve
 
-    stopped = stop_torchserve(settings)
-    print_line("TorchServe stopped." if stopped else f"TorchServe is not running in {home_of(settings.workdir)}.")
+    home = home_of(settings.workdir)
+    print_line("TorchServe stopped." if stop_torchserve(home) else f"TorchServe is not running in {home}.")
 
 
 @with_options(settings=local_settings)

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from evernear.deployment.alias import follow_alias
 from evernear.deployment.local import LocalTarget, serve
@@ -19,7 +18,7 @@ from evernear.release.registry import Cause, Registry
 from evernear.settings import RunSettings
 from evernear.store import open_store
 
-__all__ = ["Deployment", "DeploymentTarget", "deploy", "open_target", "promote", "require_deployable", "roll_back"]
+__all__ = ["Deployment", "DeploymentTarget", "deploy", "open_target", "promote", "roll_back"]
 
 
 def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Cause | None = None) -> Deployment:
@@ -38,9 +37,9 @@ def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Caus
     """
     registry = Registry(open_store(settings.store_uri))
     target = open_target(settings)
-    with target.exclusive(), _temporary_directory() as temporary:
+    with target.exclusive(), tempfile.TemporaryDirectory(prefix="evernear-release-") as temporary:
         champion = registry.champion()
-        parts = check_candidate(archive, verdict_file, champion, temporary / "release")
+        parts = check_candidate(archive, verdict_file, champion, Path(temporary) / "release")
         registry.publish(archive)
         with target.rollout(archive, parts) as rollout:
             version = parts.manifest.version
@@ -111,21 +110,6 @@ def forget_releases(settings: RunSettings) -> None:
         serve(settings)
 
 
-def status(settings: RunSettings) -> dict[str, Any]:
-    """The live release and the champion. Raises `StoreError` or `ClusterError`."""
-    return open_target(settings).status()
-
-
-def require_deployable(settings: RunSettings) -> None:
-    """Check before a run starts that it could deploy in the end: image, permissions, free ports.
-
-    Raises:
-        ServingError: TorchServe could not start here.
-        SettingsError, ClusterError: as `evernear.deployment.kubernetes.KubernetesTarget.require_deployable`.
-    """
-    open_target(settings).require_deployable()
-
-
 def open_target(settings: RunSettings, *, start_server: bool = True) -> DeploymentTarget:
     """The target that ``settings.target`` names.
 
@@ -158,12 +142,6 @@ def _fetched(
     """The target, locked, and a published release: its archive and its verified parts."""
     registry.get(version)
     target = open_target(settings, start_server=False)
-    with target.exclusive(), _temporary_directory() as temporary:
-        archive = target.fetch(version, temporary)
-        yield target, archive, open_release(archive, temporary / "release")
-
-
-@contextmanager
-def _temporary_directory() -> Generator[Path]:
-    with tempfile.TemporaryDirectory(prefix="evernear-release-") as name:
-        yield Path(name)
+    with target.exclusive(), tempfile.TemporaryDirectory(prefix="evernear-release-") as temporary:
+        archive = target.fetch(version, Path(temporary))
+        yield target, archive, open_release(archive, Path(temporary) / "release")

@@ -23,6 +23,7 @@ from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts
 from evernear.release.registry import Champion, Registry
 from evernear.serving import torchserve
 from evernear.serving.client import Client
+from evernear.serving.configuration import model_store
 from evernear.serving.endpoints import Endpoints, home_of, read_state
 from evernear.serving.management import Management, RegisteredVersion
 from evernear.settings import RunSettings
@@ -67,7 +68,7 @@ class LocalTarget:
         busy = f"Another deployment into {self._settings.workdir} is under way; wait for it and try again."
         with torchserve.exclusive_lock(self._home / "deploy.lock", busy):
             with disk_errors(self._home):
-                for staged in torchserve.model_store(self._home).glob(".*"):
+                for staged in model_store(self._home).glob(".*"):
                     staged.unlink()
             yield
 
@@ -248,7 +249,7 @@ class LocalTarget:
         return stored.is_file() and sha256_file(stored) == self._registry.get(version).archive_sha256
 
     def _stored(self, version: str) -> Path:
-        return torchserve.model_store(self._home) / f"{self._model}-{version}.mar"
+        return model_store(self._home) / f"{self._model}-{version}.mar"
 
 
 def serve(settings: RunSettings) -> str:
@@ -293,8 +294,3 @@ def follow(settings: RunSettings) -> None:
         ) from None
     if read_state(home) is not None:  # nobody stopped it
         raise ServingError(f"TorchServe died; see {home}/logs.")
-
-
-def stop(settings: RunSettings) -> bool:
-    """Stop the TorchServe of ``settings.workdir`` and all its workers; whether it was running."""
-    return torchserve.stop(home_of(settings.workdir))

@@ -58,9 +58,13 @@ class KfpRuns:
 
     def newest(self, pipeline: str) -> Any:
         """The newest version of ``pipeline``, as an object of the KFP API."""
-        pipeline_id = self._find_pipeline(pipeline).pipeline_id
+        by_name = {"name": pipeline, "namespace": self._namespace}
+        found = self._kfp.find("pipeline_service_get_pipeline_by_name", **by_name)
+        if found is None:
+            hint = "upload it with `evernear pipeline upload`"
+            raise PipelineServerError(f'No pipeline "{pipeline}" at {self._kfp.url}; {hint}.')
         sorting = {"sort_by": "created_at desc", "page_size": 1}
-        page = self._kfp.call("pipeline_service_list_pipeline_versions", pipeline_id=pipeline_id, **sorting)
+        page = self._kfp.call("pipeline_service_list_pipeline_versions", pipeline_id=found.pipeline_id, **sorting)
         if not page.pipeline_versions:
             raise PipelineServerError(f"The pipeline {pipeline} has no version; run `evernear pipeline upload`.")
         return page.pipeline_versions[0]
@@ -97,15 +101,15 @@ class KfpRuns:
 
     def show(self, run_id: str) -> Run:
         """A run with its steps. KFP's driver, executor and group nodes are left out."""
-        resource = self._call_for_run("run_service_get_run", run_id)
+        resource = self._get_run(run_id)
         return self._run_from(resource).model_copy(update={"steps": self._steps(resource)})
 
-    def list(self, pipeline: str | None = None, limit: int = 10, since: datetime | None = None) -> Sequence[Run]:
+    def list(self, pipeline: str | None = None, limit: int = 10) -> Sequence[Run]:
         """The runs of one pipeline or of all pipelines, newest first and without their steps."""
         runs: Any = []
         sorting = {"sort_by": "created_at desc", "namespace": self._namespace}
         for resource in self._kfp.pages("run_service_list_runs", "runs", **sorting):
-            if len(runs) == limit or (since is not None and resource.created_at < since):
+            if len(runs) == limit:
                 break
             run = self._run_from(resource)
             if pipeline in (None, run.pipeline):
@@ -117,7 +121,7 @@ class KfpRuns:
         if self._is_ending(run_id):
             return
         try:
-            self._call_for_run("run_service_terminate_run", run_id)
+            self._kfp.call("run_service_terminate_run", run_id=run_id)
         except ApiError:
             if not self._is_ending(run_id):  # it may have ended since the check above
                 raise
@@ -189,26 +193,14 @@ class KfpRuns:
         matches = self._kfp.find_by_name("run_service_list_runs", **arguments)
         return self._run_from(matches[0]) if matches else None
 
-    def _find_pipeline(self, name: str) -> Any:
-        try:
-            return self._kfp.call("pipeline_service_get_pipeline_by_name", name=name, namespace=self._namespace)
-        except ApiError as error:
-            if error.status != 404:
-                raise
-            hint = "upload it with `evernear pipeline upload`"
-            raise PipelineServerError(f'No pipeline "{name}" at {self._kfp.url}; {hint}.') from None
-
-    def _call_for_run(self, operation: str, run_id: str) -> Any:
-        try:
-            return self._kfp.call(operation, run_id=run_id)
-        except ApiError as error:
-            if error.status != 404:
-                raise
-            hint = "`evernear pipeline status` lists the runs"
-            raise PipelineServerError(f"No run {run_id} at {self._kfp.url}; {hint}.") from None
+    def _get_run(self, run_id: str) -> Any:
+        run = self._kfp.find("run_service_get_run", run_id=run_id)
+        if run is None:
+            raise PipelineServerError(f"No run {run_id} at {self._kfp.url}; `evernear pipeline status` lists the runs.")
+        return run
 
     def _is_ending(self, run_id: str) -> bool:
-        state = _state(self._call_for_run("run_service_get_run", run_id).state)
+        state = _state(self._get_run(run_id).state)
         return state.is_final or state is State.CANCELING
 
     def _run_from(self, run: Any) -> Run:
@@ -237,7 +229,7 @@ class KfpRuns:
             return spec.get("pipeline_spec", spec).get("pipelineInfo", {}).get("name", ""), ""
         pipeline_id, version_id = reference.pipeline_id, reference.pipeline_version_id
         if pipeline_id not in self._pipelines:
-            resource = self._unless_deleted("pipeline_service_get_pipeline", pipeline_id=pipeline_id)
+            resource = self._kfp.find("pipeline_service_get_pipeline", pipeline_id=pipeline_id)
             self._pipelines[pipeline_id] = (resource.name or resource.display_name) if resource else pipeline_id
         version = self._version(run)
         return self._pipelines[pipeline_id], version.display_name if version else version_id
@@ -247,16 +239,8 @@ class KfpRuns:
         ids = {"pipeline_id": reference.pipeline_id, "pipeline_version_id": reference.pipeline_version_id}
         key = (reference.pipeline_id, reference.pipeline_version_id)
         if key not in self._versions:
-            self._versions[key] = self._unless_deleted("pipeline_service_get_pipeline_version", **ids)
+            self._versions[key] = self._kfp.find("pipeline_service_get_pipeline_version", **ids)
         return self._versions[key]
-
-    def _unless_deleted(self, operation: str, **ids: str) -> Any:
-        try:
-            return self._kfp.call(operation, **ids)
-        except ApiError as error:
-            if error.status != 404:
-                raise
-            return None
 
     def _steps(self, run: Any) -> tuple[Step, ...]:
         """The run's tasks. KFP also lists drivers, executors and groups; the pipeline spec tells them apart."""

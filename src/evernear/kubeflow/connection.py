@@ -89,6 +89,15 @@ class Connection:
             time.sleep(min(BACKOFF_S * 2 ** (attempt - 1), BACKOFF_CAP_S))
         raise AssertionError("not reached")
 
+    def find(self, operation: str, **arguments: Any) -> Any:
+        """The result of `call`; None if the resource does not exist."""
+        try:
+            return self.call(operation, **arguments)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return None
+
     def pages(self, operation: str, field: str, **arguments: Any) -> Iterator[Any]:
         """The resources in ``field`` of every page of a list."""
         token = ""

@@ -140,11 +140,8 @@ class Publisher:
     def _pipeline_id(self, information: Mapping[str, str]) -> str:
         name, namespace = information["name"], self._namespace
         by_name = {"operation": "pipeline_service_get_pipeline_by_name", "name": name, "namespace": namespace}
-        try:
-            return self._kfp.call(**by_name).pipeline_id
-        except ApiError as error:
-            if error.status != 404:
-                raise
+        if (existing := self._kfp.find(**by_name)) is not None:
+            return existing.pipeline_id
         pipeline = {"name": name, "display_name": information.get("displayName", name), "namespace": namespace}
         pipeline["description"] = information.get("description", "")
         try:
@@ -176,11 +173,8 @@ class Publisher:
             self._update(recurring, "recurring_run_service_delete_recurring_run", propagation_policy="ORPHAN")
 
     def _update(self, recurring: Any, operation: str, **arguments: str) -> None:
-        try:
-            self._kfp.call(operation, recurring_run_id=recurring.recurring_run_id, **arguments)
-        except ApiError as error:
-            if error.status != 404:  # already deleted
-                raise
+        """Change a recurring run unless it is deleted already."""
+        self._kfp.find(operation, recurring_run_id=recurring.recurring_run_id, **arguments)
 
 
 def cron_with_seconds(cron: str) -> str:

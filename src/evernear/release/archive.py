@@ -25,20 +25,20 @@ from evernear.embedding.export import NETWORK_FILE, ExportedNetwork, describe_ne
 from evernear.errors import DataError, EvernearError, IntegrityError
 from evernear.index.description import DESCRIPTION_FILE as INDEX_DESCRIPTION
 from evernear.index.search import Gallery, Recognition
-from evernear.release.archive_reader import (
-    ARCHIVE_FILE,
+from evernear.release.archive_reader import ARCHIVE_FILE, MANIFEST_FILE, SmokeQuery, smoke_file
+from evernear.release.drift_baseline import DriftBaseline, evenly, random_projection
+from evernear.release.git import git_commit
+from evernear.release.manifest import (
+    DRIFT_BASELINE_FILE,
     HANDLER_FILE,
-    MANIFEST_FILE,
     MODEL_CONFIG_FILE,
     PREPROCESSING_FILE,
     SMOKE_FILE,
     VERDICT_FILE,
-    SmokeQuery,
-    smoke_file,
+    Part,
+    ReleaseManifest,
+    new_version,
 )
-from evernear.release.drift_baseline import DriftBaseline, evenly, random_projection
-from evernear.release.git import git_commit
-from evernear.release.manifest import DRIFT_BASELINE_FILE, Part, ReleaseManifest, new_version
 from evernear.settings import ServingSettings
 
 SMOKE_BLOCK = 512  # query images from which the smoke queries are chosen

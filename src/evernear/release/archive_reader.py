@@ -28,32 +28,11 @@ from evernear.release.manifest import (
     HANDLER_FILE,
     MODEL_CONFIG_FILE,
     NETWORK_FILE,
-    PREPROCESSING_FILE,
     QUOTED_MAX,
     SMOKE_FILE,
-    VERDICT_FILE,
     PartName,
     ReleaseManifest,
 )
-
-__all__ = [
-    "ARCHIVE_FILE",
-    "HANDLER_FILE",
-    "MANIFEST_FILE",
-    "MODEL_CONFIG_FILE",
-    "PREPROCESSING_FILE",
-    "SMOKE_FILE",
-    "TORCHSERVE_MANIFEST_FILE",
-    "VERDICT_FILE",
-    "ReleaseParts",
-    "SmokeQuery",
-    "open_parts",
-    "open_release",
-    "read_part",
-    "read_release",
-    "read_release_manifest",
-    "smoke_file",
-]
 
 ARCHIVE_FILE = "release.mar"
 MANIFEST_FILE = "manifest.json"

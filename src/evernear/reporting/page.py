@@ -30,6 +30,7 @@ from evernear.reporting.cost import cost
 from evernear.reporting.notify import EXIT_STEP, Outcome
 from evernear.run_record import RunRecord, StepRecord
 from evernear.settings import CostSettings, RunSettings
+from evernear.settings.sources import flat
 from evernear.store import Store
 
 FALSE_REJECT_RATES = (0.01, 0.02, 0.05, 0.10, 0.20)
@@ -103,7 +104,7 @@ class RunReport:
             examples=record.find("examples", Examples),
             validation=record.find("validation", Report),
             training=record.load("training"),
-            settings=_flat(record.load("settings")),
+            settings=flat(record.load("settings")),
             lineage=_lineage(record.store, outcome, evaluation),
         )
 
@@ -207,7 +208,7 @@ class RunReport:
 
     def changed_settings(self) -> list[tuple[str, Any, bool]]:
         """All settings, with whether each differs from the default."""
-        defaults = _flat(RunSettings().model_dump(mode="json"))
+        defaults = flat(RunSettings().model_dump(mode="json"))
         return [(key, value, value != defaults.get(key)) for key, value in self.settings.items()]
 
 
@@ -347,14 +348,6 @@ def _class_counts(validation: Report | None) -> dict[str, int]:
 
 def _recall(row: ClassRow | None) -> float:
     return row.recall.value if row and row.recall else 0.0
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"train": {"epochs": 3}}`` as ``{"train.epochs": 3}``."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
 
 
 @cache

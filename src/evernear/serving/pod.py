@@ -29,15 +29,8 @@ from typing import NoReturn
 from evernear.data.preprocess import decode_size_bytes
 from evernear.disk import disk_errors, sha256_file
 from evernear.errors import IntegrityError, ServingError, SettingsError
-from evernear.release.archive_reader import (
-    ARCHIVE_FILE,
-    MANIFEST_FILE,
-    PREPROCESSING_FILE,
-    SMOKE_FILE,
-    ReleaseParts,
-    open_release,
-)
-from evernear.release.manifest import ReleaseManifest
+from evernear.release.archive_reader import ARCHIVE_FILE, MANIFEST_FILE, ReleaseParts, open_release
+from evernear.release.manifest import PREPROCESSING_FILE, SMOKE_FILE, ReleaseManifest
 from evernear.release.registry import Registry
 from evernear.serving import torchserve
 from evernear.serving.client import Client, Target

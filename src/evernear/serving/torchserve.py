@@ -21,26 +21,11 @@ from filelock import Timeout as LockTimeout
 from evernear.disk import disk_errors, write_atomically
 from evernear.errors import BusyError, PortInUseError, ServingError
 from evernear.scratch import make_private, remove_own
-from evernear.serving.configuration import LOOPBACK, model_store, temporary_directory, write_configuration
+from evernear.serving.configuration import LOOPBACK, temporary_directory, write_configuration
 from evernear.serving.endpoints import KEY_FILE, OWNER_FILE, STATE_FILE, Endpoints, ServerState, bind_error, read_state
 from evernear.serving.java import find_java, java_command, java_environment
 from evernear.serving.management import Management
 from evernear.settings import ServingSettings
-
-__all__ = [
-    "adopt",
-    "await_ready",
-    "exclusive_lock",
-    "exec_torchserve",
-    "find_java",
-    "is_ready",
-    "is_running",
-    "model_store",
-    "processes",
-    "require_startable",
-    "start",
-    "stop",
-]
 
 POLL_S = 0.1
 CONNECT_TIMEOUT_S = 1.0

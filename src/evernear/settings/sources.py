@@ -145,6 +145,14 @@ def merge(into: Tree, tree: Mapping[str, Any]) -> None:
             into[key] = value
 
 
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Tree:
+    """``{"train": {"epochs": 3}}`` as ``{"train.epochs": 3}``."""
+    leaves: Tree = {}
+    for key, value in tree.items():
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return leaves
+
+
 def parse(model: type[Model], tree: Mapping[str, Any]) -> Model:
     """``tree`` as a ``model``.
 

@@ -12,13 +12,7 @@ from evernear.store.base import ObjectInfo, Store
 from evernear.store.files import FileStore
 from evernear.store.s3 import S3Store
 
-__all__ = [
-    "FileStore",
-    "ObjectInfo",
-    "S3Store",
-    "Store",
-    "open_store",
-]
+__all__ = ["FileStore", "ObjectInfo", "S3Store", "Store", "open_store"]
 
 
 def open_store(uri: str) -> Store:

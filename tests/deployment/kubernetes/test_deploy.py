@@ -147,7 +147,7 @@ def test_deploy_roll_back_and_promote(site: Site, releases: tuple[PackedRelease,
     assert site.deploy(second).previous == first.version
     assert site.deploy(second).previous == first.version, "a repeated deployment"
     assert site.live == ({second.version}, {IMAGE})
-    assert deployment.status(site.settings) == {
+    assert deployment.open_target(site.settings).status() == {
         "server": "up",
         "url": deployed.url,
         "release": second.version,
@@ -322,7 +322,7 @@ def test_failed_release_after_a_killed_deployment_is_replaced_by_the_champion(
         with pytest.raises(Killed):
             site.deploy(second)
     assert site.live[0] == {second.version}
-    assert deployment.status(site.settings)["champion"] == first.version
+    assert deployment.open_target(site.settings).status()["champion"] == first.version
     site.loopback.set_pod_behavior(CrashLoop("no"), labeled(RELEASE, rival.version))
     with pytest.raises(ClusterError, match=rf"Release {first.version} was restored and is live"):
         site.deploy(rival)

@@ -29,8 +29,8 @@ from served import Served
 
 from evernear.output import JsonFormatter
 from evernear.release.registry import Registry
-from evernear.serving import torchserve
 from evernear.serving.client import AsyncClient, Client, Target
+from evernear.serving.configuration import model_store
 from evernear.serving.prep.server import memory_size_bytes
 from evernear.serving.responses import Metadata
 from evernear.settings import Settings
@@ -44,7 +44,7 @@ PATHS = {"/health", "/metadata", "/label", "/predict/test", "/predict/test/label
 def published(served: Served) -> Settings:
     """Settings of a server whose release is the registry's champion."""
     registry = Registry(open_store(served.settings.store_uri))
-    registry.publish(torchserve.model_store(served.home) / "release.mar")
+    registry.publish(model_store(served.home) / "release.mar")
     make_champion(served.settings.store_uri, served.manifest.version)
     return served.settings
 

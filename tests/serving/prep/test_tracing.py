@@ -18,7 +18,7 @@ from served import serving
 
 from evernear.output import JsonFormatter
 from evernear.release.registry import Registry
-from evernear.serving import torchserve
+from evernear.serving.configuration import model_store
 from evernear.serving.endpoints import read_key
 from evernear.serving.tracing import trace_fields, tracer
 from evernear.store import open_store
@@ -59,7 +59,7 @@ def test_prediction_is_one_trace_through_both_servers(
 ) -> None:
     with serving(make_release(), tmp_path) as served:
         registry = Registry(open_store(served.settings.store_uri))
-        registry.publish(torchserve.model_store(served.home) / "release.mar")
+        registry.publish(model_store(served.home) / "release.mar")
         make_champion(served.settings.store_uri, served.manifest.version)
         image, _ = served.parts.smoke_queries()[0]
         body = {"data": base64.b64encode(image).decode()}

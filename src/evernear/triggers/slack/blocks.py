@@ -13,6 +13,7 @@ from typing import Any
 from evernear.errors import EvernearError
 from evernear.kubeflow.runs import State
 from evernear.output import printable
+from evernear.progress import duration as seconds_in_words
 from evernear.triggers.requests import Person
 from evernear.triggers.slack.client import Block, Message
 
@@ -66,11 +67,7 @@ def date(at: datetime) -> str:
 
 def duration(time: timedelta) -> str:
     """A duration in its two largest units."""
-    seconds = max(0, int(time.total_seconds()))
-    hours, minutes = seconds // 3600, seconds % 3600 // 60
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {seconds % 60} s" if minutes else f"{seconds} s"
+    return seconds_in_words(max(0.0, time.total_seconds()))
 
 
 def link(url: str, name: str) -> str:

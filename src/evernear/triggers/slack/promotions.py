@@ -3,7 +3,6 @@
 In a cluster a pipeline moves the champion, because the bot has no rights there; elsewhere the bot's process does it.
 """
 
-import json
 import logging
 from typing import Annotated, Literal
 
@@ -114,8 +113,8 @@ def not_moved(request: Request, error: str) -> Message:
 
 def _record(call: Call, kind: Literal["promote", "roll_back"]) -> None:
     try:
-        target = _Target.model_validate(json.loads(call.text))
-    except (ValueError, ValidationError):
+        target = _Target.model_validate_json(call.text)
+    except ValidationError:
         raise RequestRefusedError(
             "That button is of another version of the bot; /evernear champion shows the live release."
         ) from None

@@ -8,6 +8,7 @@ from evernear.errors import ConflictError, SettingsError
 from evernear.kubeflow.runs import Run
 from evernear.kubeflow.runs import State as RunState
 from evernear.settings import DataSettings
+from evernear.settings.sources import flat
 from evernear.triggers.parameters import combine, from_settings, from_words, split_words
 from evernear.triggers.requests import TEXT_MAX_CHARACTERS, TRAINING, Request, State, request_id
 from evernear.triggers.slack.access import RequestRefusedError
@@ -212,17 +213,10 @@ def _expiry(request: Request) -> str:
 
 def _changes(parameters: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The parameters and settings that differ from the defaults; settings by their full name."""
-    values, default_values = _flat(parameters), _flat(defaults)
+    values, default_values = flat(parameters), flat(defaults)
     return [
         (name.removeprefix("settings."), value) for name, value in values.items() if default_values.get(name) != value
     ]
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for name, value in tree.items():
-        leaves |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return leaves
 
 
 def _duration_of(run: Run | None) -> str:
