@@ -53,10 +53,13 @@ class Event(Frozen):
 class Step:
     """A running step. The step assigns its result in a few words to ``summary``."""
 
-    def __init__(self, name: str, recorder: "_Recorder") -> None:
+    def __init__(self, name: str, run: str, store_uri: str) -> None:
         self.name = name
         self.summary = ""
-        self._recorder = recorder
+        self._run = run
+        self._store_uri = store_uri
+        self._record: RunRecord | None = None
+        self._started = datetime.now(UTC)
         self._started_s = time.monotonic()
 
     def report(self, message: str) -> None:
@@ -78,7 +81,28 @@ class Step:
         if path := os.environ.get(EVENTS_VARIABLE):
             with suppress(OSError), Path(path).open("a") as file:  # a full disk must not hide the step's own error
                 file.write(event.model_dump_json() + "\n")
-        self._recorder.save(event)
+        self._save(event)
+        if kind == "failed":
+            _write_termination_message(message)
+
+    def _save(self, event: Event) -> None:
+        """Record the state of the step. Store errors are ignored: the step may not need the store otherwise."""
+        if event.kind == "progress":
+            return
+        step = StepRecord(
+            step=event.step,
+            state="running" if event.kind == "started" else event.kind,
+            message=event.message,
+            exit_code=event.exit_code,
+            started=self._started,
+        )
+        if event.kind != "started":
+            step = step.model_copy(update={"ended": event.at, **_resources()})
+        with suppress(EvernearError):
+            if event.kind == "started":
+                self._record = RunRecord(open_store(self._store_uri), self._run)
+            if self._record is not None:
+                self._record.save_step(step)
 
 
 @contextmanager
@@ -88,7 +112,7 @@ def step(name: str, run: str, store_uri: str) -> Generator[Step]:
     An `EvernearError` or a full disk ends the process with an error message and exit code. Any other exception is a
     bug: it propagates with its traceback.
     """
-    running = Step(name, _Recorder(run, store_uri))
+    running = Step(name, run, store_uri)
     running.emit("started", "")
     try:
         yield running
@@ -117,36 +141,6 @@ def _emit_bug(running: Step, error: Exception) -> None:
     running.emit(
         "failed", f"Unexpected {type(error).__name__}: {error} ({location}); see the log for the traceback.", 1
     )
-
-
-class _Recorder:
-    """Records the states of one step. Store errors are ignored: the step may not need the store otherwise."""
-
-    def __init__(self, run: str, store_uri: str) -> None:
-        self._run = run
-        self._store_uri = store_uri
-        self._record: RunRecord | None = None
-        self._started = datetime.now(UTC)
-
-    def save(self, event: Event) -> None:
-        if event.kind == "progress":
-            return
-        step = StepRecord(
-            step=event.step,
-            state="running" if event.kind == "started" else event.kind,
-            message=event.message,
-            exit_code=event.exit_code,
-            started=self._started,
-        )
-        if event.kind != "started":
-            step = step.model_copy(update={"ended": event.at, **_resources()})
-        with suppress(EvernearError):
-            if event.kind == "started":
-                self._record = RunRecord(open_store(self._store_uri), self._run)
-            if self._record is not None:
-                self._record.save_step(step)
-        if event.kind == "failed":
-            _write_termination_message(event.message)
 
 
 def _resources() -> dict[str, Any]:

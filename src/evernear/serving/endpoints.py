@@ -6,6 +6,7 @@
 
 import errno
 import json
+import socket
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -108,6 +109,18 @@ def endpoints(home: Path) -> Endpoints:
     if state is None:
         raise _not_running(home)
     return state.endpoints
+
+
+def bound(host: str, port: int, setting: str) -> socket.socket:
+    """A listening socket; port 0 is any free port. ``setting`` is as for `bind_error`.
+
+    Raises:
+        PortInUseError, ServingError: the address cannot be bound.
+    """
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise bind_error(error, host, port, setting) from None
 
 
 def bind_error(error: OSError, host: str, port: int, setting: str) -> ServingError:

@@ -1,11 +1,9 @@
 """The preprocessing server as a process."""
 
-import socket
-
 import uvicorn
 
 from evernear.serving.decoding import pool_size_bytes
-from evernear.serving.endpoints import bind_error
+from evernear.serving.endpoints import bound
 from evernear.serving.http_limits import HeadTimeoutProtocol
 from evernear.serving.prep.app import create_app
 from evernear.serving.prep.service import target_of
@@ -24,7 +22,7 @@ def serve(settings: Settings) -> None:
         ServerUnreachableError: the predictor is the server of the working directory, where none was started.
     """
     target_of(settings)
-    with bound(settings.prep.host, settings.prep.port) as listening:
+    with bound(settings.prep.host, settings.prep.port, "prep.port") as listening:
         server_of(settings).run(sockets=[listening])
 
 
@@ -50,15 +48,3 @@ def memory_size_bytes(settings: Settings) -> int:
     prep = settings.prep
     decoding = pool_size_bytes(prep.large_decodes, settings.serving.max_pixels)
     return PROCESS_SIZE_BYTES + decoding + 2 * prep.max_bodies_size_bytes
-
-
-def bound(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 is any free port.
-
-    Raises:
-        PortInUseError, ServingError: the address cannot be bound.
-    """
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise bind_error(error, host, port, "prep.port") from None

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -26,7 +25,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from evernear.errors import PortInUseError, SettingsError
+from evernear.errors import SettingsError
+from evernear.serving.endpoints import bound
 from evernear.settings import Settings, SlackSettings
 from evernear.store import open_store
 from evernear.triggers.slack import heartbeat
@@ -198,11 +198,7 @@ def _running(loops: list[_Loop]) -> Generator[None]:
 
 
 def _retry_until_available(connect: Callable[[], _T], stop: threading.Event) -> _T | None:
-    """The result of ``connect``, retried until Slack is available; None if ``stop`` is set first.
-
-    Raises:
-        SlackError: Slack refuses.
-    """
+    """The result of ``connect``, retried until Slack is available; None if ``stop`` is set first."""
     wait_s = 1.0
     while not stop.is_set():
         try:
@@ -237,7 +233,7 @@ def _http_mode(app: App, settings: SlackSettings) -> Generator[Callable[[], bool
         http_app(app, settings.max_request_size_bytes), log_level="warning", access_log=False, server_header=False
     )
     server = uvicorn.Server(config)
-    with _listen(settings.host, settings.port) as listening:
+    with bound(settings.host, settings.port, "slack.port") as listening:
         _log.info("Listening for Slack at http://%s:%d%s.", *listening.getsockname()[:2], EVENTS_PATH)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
@@ -270,12 +266,3 @@ def http_app(app: App, max_request_size_bytes: int) -> Starlette:
         return PlainTextResponse("ok")
 
     return Starlette(routes=[Route(EVENTS_PATH, events, methods=["POST"]), Route("/health", health)])
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise PortInUseError(
-            f"slack.port: {host}:{port} cannot be bound: {error.strerror}; choose another one."
-        ) from None
