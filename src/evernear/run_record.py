@@ -76,10 +76,6 @@ class RunRecord:
         """Record a request to stop the run. Call this before stopping it."""
         self.store.put(self._key("stop"), StopRecord(by=by, at=at).to_json())
 
-    def stop(self) -> StopRecord | None:
-        """The request to stop the run; None if there was none."""
-        return self.find("stop", StopRecord)
-
     def save(self, **documents: Mapping[str, Any]) -> None:
         """Record JSON documents by name."""
         for name, document in documents.items():
@@ -95,6 +91,15 @@ class RunRecord:
         key = self._key(name)
         entry = self.store.find(key)
         return model.from_json(entry[0], key) if entry else None
+
+    def put(self, name: str, data: bytes) -> None:
+        """Record a file."""
+        self.store.put(f"{RUNS}{self.run}/{name}", data)
+
+    def get(self, name: str) -> bytes | None:
+        """The file ``name``; None if it was not recorded."""
+        entry = self.store.find(f"{RUNS}{self.run}/{name}")
+        return entry[0] if entry else None
 
     def _key(self, name: str) -> str:
         return f"{RUNS}{self.run}/{name}.json"

@@ -243,7 +243,7 @@ def gate(run: str, settings: Tree, evaluation: str, verdict: str) -> bool:
     with _step("gate", run, settings) as (running, chosen):
         from evernear.evaluation.evaluate import Evaluation
         from evernear.evaluation.gate import decide
-        from evernear.reporting.notify import save_confusion_matrix
+        from evernear.reporting.notify import CONFUSION_MATRIX
         from evernear.reporting.plots import confusion_png
 
         measured = Evaluation.open(Path(evaluation))
@@ -251,7 +251,7 @@ def gate(run: str, settings: Tree, evaluation: str, verdict: str) -> bool:
         decision.save(Path(verdict))
         record = RunRecord(open_store(chosen.store_uri), run)
         record.save(verdict=decision.model_dump(mode="json"), metrics=measured.metrics())
-        save_confusion_matrix(record, confusion_png(measured))
+        record.put(CONFUSION_MATRIX, confusion_png(measured))
         running.summary = decision.summary()
     return decision.promote
 
@@ -337,7 +337,7 @@ def notify(run: str, store: str, pipeline: str, state: str, error_message: str, 
     """Record the outcome of the run, and write it as JSON and as the run page; return the metadata of its artifact."""
     with step("notify", run, store) as running:
         from evernear.reporting.notify import finalize
-        from evernear.reporting.page import run_page, save_page
+        from evernear.reporting.page import run_page
         from evernear.reporting.tracking import track
 
         record = RunRecord(open_store(store), run)
@@ -345,7 +345,7 @@ def notify(run: str, store: str, pipeline: str, state: str, error_message: str, 
         result.save(Path(outcome))
         html = run_page(record)
         write_atomically(Path(page), html)
-        save_page(record, html)
+        record.put("run.html", html.encode())
         warnings = "".join(f"; WARNING: {warning}" for warning in track(record, html))
         running.summary = result.headline() + warnings
     return {"state": result.state, "release": result.release or "", "summary": result.summary()}

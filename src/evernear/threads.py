@@ -1,16 +1,8 @@
 """Threads of the numerical libraries: one per CPU of the container, without busy waiting.
 
-torch and FAISS each load an OpenMP runtime (GNU's; LLVM's on macOS). torch's MKL and the OpenBLAS of FAISS and NumPy
-read OMP_NUM_THREADS as well. By default they start one thread per CPU of the node, regardless of the container's limit,
-and a waiting thread spins before it sleeps [1]. If another process needs the CPU, the spinning thread takes it from the
-very thread that it waits for: an epoch of 6 s took 164 s (docs/decisions/0026-threads.md, benchmarks/contention.py).
-OMP_WAIT_POLICY=PASSIVE prevents that in both runtimes [1, 2].
-
-The libraries read the environment when they are loaded, and child processes inherit it. Importing evernear therefore
-calls `configure` first.
-
-[1] https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
-[2] https://reviews.llvm.org/D18577: PASSIVE means KMP_BLOCKTIME=0.
+By default, the OpenMP runtimes of torch and FAISS start one thread per CPU of the node, and a waiting thread spins: see
+docs/decisions/0026-threads.md. The libraries read the environment when they are loaded, and child processes inherit it.
+Importing evernear therefore calls `configure` first.
 """
 
 import math

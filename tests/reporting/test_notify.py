@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 
 from evernear.reporting.notify import (
+    CONFUSION_MATRIX,
     NextStep,
     Outcome,
     finalize,
-    load_confusion_matrix,
     load_outcome,
     load_rules,
-    save_confusion_matrix,
 )
 from evernear.run_record import RunRecord, StepRecord
 from evernear.store import Store, open_store
@@ -120,7 +119,7 @@ def test_kfp_error_is_used_without_a_record(record: RunRecord) -> None:
 def test_held_release_can_be_loaded_with_its_figures(record: RunRecord) -> None:
     store = record.store
     record.save(verdict=HOLD, archived={"version": VERSION})
-    save_confusion_matrix(record, b"PNG")
+    record.put(CONFUSION_MATRIX, b"PNG")
     assert load_outcome(store, "run") is None
     outcome = finalize(record, "continuous-training", "SUCCEEDED", "")
     assert (outcome.state, outcome.release, outcome.candidate) == ("held", None, VERSION)
@@ -128,8 +127,8 @@ def test_held_release_can_be_loaded_with_its_figures(record: RunRecord) -> None:
     assert inspect.command == f"evernear inspect run {VERSION} --image IMAGE"
     assert promote.command == f"evernear registry promote {VERSION} --force --why REASON"
     assert load_outcome(store, "run") == outcome
-    assert load_confusion_matrix(store, "run") == b"PNG"
-    assert (load_confusion_matrix(store, "other"), load_rules(store, "other")) == (None, ())
+    assert record.get(CONFUSION_MATRIX) == b"PNG"
+    assert (RunRecord(store, "other").get(CONFUSION_MATRIX), load_rules(store, "other")) == (None, ())
 
 
 @pytest.mark.parametrize(

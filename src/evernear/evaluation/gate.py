@@ -7,15 +7,8 @@ class, and must be sound. The gate fails closed: a figure that is missing or NaN
 Paired test (`no_worse`)
     An exact one-sided McNemar test on the same queries (`evernear.evaluation.compare.mcnemar_worse`). The rule fails if
     p <= ``gate.significance``. It therefore holds an equally good candidate at most that often, for any size of the
-    test split. The test is exact because mid-p keeps the level only approximately. The default level is 0.10 instead of
-    the usual 0.05 because the two errors differ in cost: a good candidate that is held waits for the next run, but a
-    bad one that passes goes live.
-
-    Measured with simulated models on 10,000 queries at 99.6% accuracy (``benchmarks/gate.py``,
-    ``benchmarks/results/gate.md``): the rule holds a model 0.3 points worse 99.3% of the time if 60% of the errors are
-    shared, as between two seeds of one recipe, and 93.5% if none are (at 0.05: 98.6% and 88.4%). It holds equal models
-    7.5% and 9.0% of the time, and never held a model 0.3 points better. Without shared errors, no test on right and
-    wrong answers can do much better: the difference of two independent models varies by 0.1 points.
+    test split. The test is exact because mid-p keeps the level only approximately. Why the level is 0.10, and how
+    often the rule errs: docs/decisions/0007-the-gate-asks-not-worse.md.
 
     A non-inferiority test, which requires proof within a margin, would hold more bad models, but also every equal model
     on a small test split. On small splits this rule has less power, and the floors matter more.

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from evernear.evaluation.verdict import Rule
 from evernear.frozen import Frozen
 from evernear.release.registry import CHAMPION_ALONE
-from evernear.run_record import RunRecord, StepRecord
+from evernear.run_record import RunRecord, StepRecord, StopRecord
 from evernear.store import Store
 
 SUCCEEDED = ("SUCCEEDED", "COMPLETE")
@@ -19,6 +19,8 @@ EXIT_STEP = "notify"
 """The exit step. Its own record still says "running" when it derives the outcome."""
 
 
+CONFUSION_MATRIX = "confusion.png"
+"""The file of a run's record with the candidate's confusion matrix, for Slack."""
 SHARED_OPTIONS = ("--workdir", "--config", "--set")
 
 
@@ -120,17 +122,6 @@ class Outcome(Frozen):
         return f" Nevertheless, release {self.release} {self.release_state()}." if self.release else ""
 
 
-def save_confusion_matrix(record: RunRecord, png: bytes) -> None:
-    """Record the PNG of the candidate's confusion matrix, for Slack."""
-    record.store.put(_confusion_key(record.run), png)
-
-
-def load_confusion_matrix(store: Store, run: str) -> bytes | None:
-    """The PNG of the confusion matrix; None if the run recorded none."""
-    entry = store.find(_confusion_key(run))
-    return entry[0] if entry else None
-
-
 def load_outcome(store: Store, run: str) -> Outcome | None:
     """The outcome of ``run``; None before `finalize`."""
     return RunRecord(store, run).find("outcome", Outcome)
@@ -193,7 +184,7 @@ def _settings_of(rules: Iterable[dict[str, Any]]) -> tuple[str, ...]:
 
 def _failure(record: RunRecord, state: str, error_message: str) -> dict[str, object]:
     """The outcome fields of a run that failed or was stopped."""
-    if stop := record.stop():
+    if stop := record.find("stop", StopRecord):
         return {"state": "stopped", "reasons": (f"by {stop.by}.",)}
     unfinished = [step for step in record.steps() if step.step != EXIT_STEP and step.state != "finished"]
     if unfinished:
@@ -207,7 +198,3 @@ def _error_of(step: StepRecord) -> tuple[str, str]:
     if step.state == "failed":
         return step.step, step.message
     return step.step, "The step ended without recording an error: it was stopped, evicted or out of memory."
-
-
-def _confusion_key(run: str) -> str:
-    return f"runs/{run}/confusion.png"

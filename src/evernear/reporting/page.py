@@ -252,16 +252,6 @@ def page(title: str, *parts: Markup) -> str:
     return _render("plain.html.j2", title=title, parts=parts)
 
 
-def save_page(record: RunRecord, html: str) -> None:
-    """Store the page with the run's record."""
-    record.store.put(page_key(record.run), html.encode())
-
-
-def page_key(run: str) -> str:
-    """The key of a run's page."""
-    return f"runs/{run}/run.html"
-
-
 def find_run(store: Store, name: str) -> RunRecord:
     """The run ``name``, or the run that made the release ``name``.
 

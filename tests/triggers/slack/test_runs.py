@@ -13,7 +13,7 @@ from evernear.errors import StoreError
 from evernear.evaluation.verdict import Rule, System, Verdict
 from evernear.kubeflow.runs import State
 from evernear.output import JsonFormatter
-from evernear.reporting.notify import finalize, save_confusion_matrix
+from evernear.reporting.notify import CONFUSION_MATRIX, finalize
 from evernear.run_record import RunRecord
 from evernear.settings import DataSettings, IndexSettings
 from evernear.triggers.requests import RequestStore
@@ -83,7 +83,7 @@ def test_run_is_followed_in_one_message_and_ends_with_the_verdict(
 
     record = RunRecord(bot.store, run.id)
     record.save(verdict=HELD.model_dump(mode="json"), metrics={"accuracy": 0.97})
-    save_confusion_matrix(record, PNG)
+    record.put(CONFUSION_MATRIX, PNG)
     finalize(record, "continuous-training", "SUCCEEDED", "")
     runs.set(State.SUCCEEDED, ended=bot.clock(), ingest=State.SUCCEEDED, train=State.SUCCEEDED)
     bot.poll(5)

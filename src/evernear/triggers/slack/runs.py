@@ -8,7 +8,7 @@ from evernear.evaluation.verdict import Rule
 from evernear.kubeflow.runs import Run, State, Step
 from evernear.output import printable, quantity
 from evernear.release.registry import Champion
-from evernear.reporting.notify import Outcome, load_confusion_matrix, load_outcome, load_rules
+from evernear.reporting.notify import CONFUSION_MATRIX, Outcome, load_outcome, load_rules
 from evernear.run_record import RunRecord
 from evernear.triggers.parameters import combine, from_settings
 from evernear.triggers.requests import Request, request_id
@@ -144,7 +144,7 @@ class RunTracker:
             message = verdict(request, run, outcome, load_rules(services.store, run.id), current, buttons)
             request = services.requests.change(request, verdict=services.slack.post(channel, message, thread))
         self._edit(request.message, self._status(request, run, outcome), final=True)
-        picture = load_confusion_matrix(services.store, run.id)
+        picture = RunRecord(services.store, run.id).get(CONFUSION_MATRIX)
         if picture:
             title = "Confusion matrix of the candidate"
             alt_text = "Confusion matrix: true labels by predicted labels, mistakes in red"
