@@ -7,8 +7,9 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from evernear.settings import Settings, presets
+from evernear.settings import Settings
 from evernear.settings.section import Section
+from evernear.settings.sources import presets
 
 INTRODUCTION = """\
 # Settings

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from evernear.reporting.cost import cost
 from evernear.reporting.notify import finalize
-from evernear.reporting.page import RunReport, compare_page, run_page
+from evernear.reporting.page import RunReport, compare_page, cost, run_page
 from evernear.run_record import RunRecord, StepRecord
 from evernear.settings import CostSettings, RunSettings, TrainSettings
 from evernear.store import open_store

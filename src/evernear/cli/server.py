@@ -1,5 +1,6 @@
-"""``evernear status``, ``serve``, ``ready``, ``stop`` and ``token``: the local TorchServe server."""
+"""The local servers: ``evernear status``, ``serve``, ``ready``, ``stop`` and ``token`` of TorchServe, and ``prep``."""
 
+import logging
 import sys
 from typing import Annotated
 
@@ -7,7 +8,8 @@ import typer
 
 from evernear.cli.interrupts import message_on_interrupt
 from evernear.cli.options import JsonOption, local_settings, with_options
-from evernear.output import print_json, print_line
+from evernear.errors import ServingError
+from evernear.output import log_to_stderr, print_json, print_line
 from evernear.settings import Settings
 
 
@@ -83,3 +85,20 @@ def token(settings: Settings) -> None:
     from evernear.serving.endpoints import home_of, read_key
 
     print_line(read_key(home_of(settings.workdir), "inference"))
+
+
+@with_options(settings=local_settings)
+def prep(settings: Settings) -> None:
+    """Run the preprocessing server, which decodes images and forwards them to TorchServe."""
+    try:
+        from evernear.serving.prep.server import serve
+    except ModuleNotFoundError as error:
+        raise ServingError(f"{error.name} is not installed; run `pip install evernear[prep]`.") from None
+
+    log_to_stderr(logging.INFO if settings.log_format == "json" else logging.WARNING, settings.log_format)
+    url = f"http://{settings.prep.host}:{settings.prep.port}"
+    print_line(f"Send images to {url}/predict; {url}/openapi.json describes the API.")
+    with message_on_interrupt(
+        "Interrupted. All requests in flight were answered; `evernear prep` starts the server again."
+    ):
+        serve(settings)

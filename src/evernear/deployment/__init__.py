@@ -18,8 +18,6 @@ from evernear.release.registry import Cause, Registry
 from evernear.settings import RunSettings
 from evernear.store import open_store
 
-__all__ = ["Deployment", "DeploymentTarget", "deploy", "open_target", "promote", "roll_back"]
-
 
 def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Cause | None = None) -> Deployment:
     """Deploy an archived release to ``settings.target`` and make it the champion.

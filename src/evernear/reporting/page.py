@@ -26,7 +26,6 @@ from evernear.progress import duration
 from evernear.release.manifest import is_version
 from evernear.release.registry import Record, Registry
 from evernear.reporting import plots
-from evernear.reporting.cost import cost
 from evernear.reporting.notify import EXIT_STEP, Outcome
 from evernear.run_record import RunRecord, StepRecord
 from evernear.settings import CostSettings, RunSettings
@@ -35,6 +34,8 @@ from evernear.store import Store
 
 FALSE_REJECT_RATES = (0.01, 0.02, 0.05, 0.10, 0.20)
 """Points of the detection error trade-off that the page lists."""
+HOUR_S = 3600
+GIB_BYTES = 2**30
 CLASSES_MAX = 50
 CONFUSION_LABELS_MAX = 30
 REASONS_MAX = 4
@@ -245,6 +246,20 @@ def compare_page(first: RunRecord, second: RunRecord) -> str:
         classes=classes[:CLASSES_MAX],
         curves=[plots.training_curves(report.training.get("epochs", ())) for report in runs],
     )
+
+
+def cost(step: StepRecord, prices: CostSettings) -> float | None:
+    """The cost of ``step`` in the currency of ``prices``; None if it is unknown.
+
+    A container occupies the CPUs and the memory of its limits for the whole step, used or not. Without a limit, the CPU
+    time counts, and the peak memory for the whole step.
+    """
+    if step.ended is None or not step.cpu_s or (step.gpus and not prices.gpu_hour):
+        return None
+    hours = (step.ended - step.started).total_seconds() / HOUR_S
+    cpu_hours = step.cpu_s / HOUR_S if step.cpu_limit is None else step.cpu_limit * hours
+    memory_gib = (step.memory_limit_bytes or step.peak_memory_bytes) / GIB_BYTES
+    return cpu_hours * prices.cpu_hour + hours * (memory_gib * prices.memory_gib_hour + step.gpus * prices.gpu_hour)
 
 
 def page(title: str, *parts: Markup) -> str:

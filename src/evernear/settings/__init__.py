@@ -17,7 +17,7 @@ from evernear.errors import SettingsError
 from evernear.settings import sources
 from evernear.settings.section import Section
 from evernear.settings.serving import KubernetesSettings, PrepSettings, ServingSettings
-from evernear.settings.sources import Tree, known_keys, merge, parse, presets
+from evernear.settings.sources import Tree, merge, parse
 from evernear.settings.training import (
     ClassSettings,
     CostSettings,
@@ -30,34 +30,6 @@ from evernear.settings.training import (
     ValidationSettings,
 )
 from evernear.settings.triggers import PipelineSettings, SlackSettings, WatchSettings
-
-__all__ = [
-    "PARAMETERS",
-    "ClassSettings",
-    "CostSettings",
-    "DataSettings",
-    "EvaluationSettings",
-    "GateSettings",
-    "IndexSettings",
-    "KubernetesSettings",
-    "PipelineSettings",
-    "PrepSettings",
-    "RunSettings",
-    "ServingSettings",
-    "Settings",
-    "SlackSettings",
-    "TrainJobSettings",
-    "TrainSettings",
-    "ValidationSettings",
-    "WatchSettings",
-    "known_keys",
-    "load",
-    "merge",
-    "of_run",
-    "overrides_from",
-    "parse",
-    "presets",
-]
 
 PARAMETERS = {"source": "data.source", "serving_image": "kubernetes.image", "target": "target", "store": "store"}
 """The settings that are pipeline parameters in their own right, by the parameter's name."""

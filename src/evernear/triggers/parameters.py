@@ -15,7 +15,8 @@ from typing import Any
 from evernear.errors import SettingsError
 from evernear.kubeflow.runs import Parameter
 from evernear.release.registry import whoami
-from evernear.settings import PARAMETERS, RunSettings, Settings, known_keys, merge, of_run, overrides_from
+from evernear.settings import PARAMETERS, RunSettings, Settings, merge, of_run, overrides_from
+from evernear.settings.sources import known_keys
 
 _BY_KEY = {key: name for name, key in PARAMETERS.items()}
 _QUOTES = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'"})

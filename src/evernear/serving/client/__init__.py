@@ -12,8 +12,6 @@ from evernear.settings import RunSettings
 
 GRPC_FRAME_BYTES = 384  # more than names, lengths and a trace context take in a message, beside the image
 
-__all__ = ["AsyncClient", "Client", "Format", "Target"]
-
 
 class Client:
     """A client of one model, thread-safe and usable as a context manager.
