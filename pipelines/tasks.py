@@ -56,12 +56,7 @@ POLICIES = {
 }
 
 
-def configure_tasks(
-    tasks: Iterable[dsl.PipelineTask],
-    s3_secret: str,
-    cpu: str,
-    memory: str,
-) -> None:
+def configure_tasks(tasks: Iterable[dsl.PipelineTask], s3_secret: str, cpu: str, memory: str) -> None:
     """Set the Secrets, the CPU and memory limits and the policy of each task, and disable KFP's cache.
 
     The cache can never hit because each ingest makes a new artifact. Expensive steps keep checkpoints in the store.

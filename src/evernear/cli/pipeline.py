@@ -251,10 +251,7 @@ def status(
 
 @app.command()
 @with_options(server=server_settings)
-def stop(
-    server: PipelineSettings,
-    run_id: RunArgument,
-) -> None:
+def stop(server: PipelineSettings, run_id: RunArgument) -> None:
     """Stop a run. Its exit step still runs and records who stopped it."""
     from evernear.kubeflow.client import KfpRuns
     from evernear.triggers.parameters import caller

@@ -113,10 +113,7 @@ def _host(target: str) -> str:
 
 def _with_overrides(target: "Target", port: int | None, timeout_s: float | None, model: str | None) -> "Target":
     return replace(
-        target,
-        port=port or target.port,
-        timeout_s=timeout_s or target.timeout_s,
-        model=model or target.model,
+        target, port=port or target.port, timeout_s=timeout_s or target.timeout_s, model=model or target.model
     )
 
 

@@ -365,9 +365,7 @@ def _class_recall_drop(evaluation: Evaluation, champion: Measurement, settings: 
 
 def _system(measurement: Measurement) -> System:
     return System(
-        name=measurement.name,
-        network_sha256=measurement.network_sha256,
-        index_digest=measurement.index_digest,
+        name=measurement.name, network_sha256=measurement.network_sha256, index_digest=measurement.index_digest
     )
 
 

@@ -67,11 +67,7 @@ class Gallery:
     """An index that is open for search."""
 
     def __init__(
-        self,
-        description: IndexDescription,
-        index: VectorIndex,
-        numbers: NDArray[np.int32],
-        centroids: Embedded,
+        self, description: IndexDescription, index: VectorIndex, numbers: NDArray[np.int32], centroids: Embedded
     ) -> None:
         self.description = description
         self._index = index

@@ -26,9 +26,7 @@ _OUT_OF_TIME = Rejection(
     code=503, type="Overloaded", message="Large images took all the time for decoding; send the image again."
 )
 _NO_GALLERY = Rejection(
-    code=503,
-    type="GalleryUnavailable",
-    message="The gallery cannot be searched now; send the image again.",
+    code=503, type="GalleryUnavailable", message="The gallery cannot be searched now; send the image again."
 )
 _log = logging.getLogger(__name__)
 

@@ -14,13 +14,7 @@ from evernear.deployment.kubernetes.cluster import Cluster, Tree
 from evernear.deployment.kubernetes.lease import LeaseLock
 from evernear.deployment.kubernetes.objects import RELEASE, ServedRelease, serving_objects
 from evernear.deployment.kubernetes.rbac_check import check_permissions
-from evernear.deployment.kubernetes.revision import (
-    Revision,
-    apply,
-    load_last_known_good,
-    remove,
-    save_last_known_good,
-)
+from evernear.deployment.kubernetes.revision import Revision, apply, load_last_known_good, remove, save_last_known_good
 from evernear.deployment.kubernetes.rollout import await_rollout, is_complete
 from evernear.deployment.kubernetes.service import prove, service_client, service_url
 from evernear.deployment.target import VerifiedRollout, unrecorded

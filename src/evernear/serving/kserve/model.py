@@ -16,14 +16,7 @@ from evernear.data.preprocess import Pixels
 from evernear.errors import DataError
 from evernear.release.manifest import ReleaseManifest
 from evernear.serving.decoding import SMALL_PIXELS, DecodePool, OverloadedError, decode_image, inspect_image
-from evernear.serving.kserve.protocols import (
-    Images,
-    Tensors,
-    build_response,
-    input_types,
-    output_types,
-    parse_request,
-)
+from evernear.serving.kserve.protocols import Images, Tensors, build_response, input_types, output_types, parse_request
 from evernear.serving.responses import Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, request_span, span, tracer
 

@@ -16,13 +16,7 @@ from typing import Any
 import grpc
 import httpx
 import numpy as np
-from grpc_interceptor.exceptions import (
-    DeadlineExceeded,
-    GrpcException,
-    InvalidArgument,
-    ResourceExhausted,
-    Unavailable,
-)
+from grpc_interceptor.exceptions import DeadlineExceeded, GrpcException, InvalidArgument, ResourceExhausted, Unavailable
 from kserve import InferenceGRPCClient, InferResponse, Model
 from kserve import model as kserve_model
 from pydantic import TypeAdapter

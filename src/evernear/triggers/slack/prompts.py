@@ -106,10 +106,7 @@ def prompt(
             }
         ),
         *([section(f":warning: {_already_active(active)}")] if active else []),
-        *actions(
-            button(start, ACCEPT, request.id, style="primary"),
-            button("Not now", DECLINE, request.id),
-        ),
+        *actions(button(start, ACCEPT, request.id, style="primary"), button("Not now", DECLINE, request.id)),
         context("Nothing starts without confirmation." + _expiry(request)),
     ]
     name = escape(request.asked_by.name) or "Somebody"
