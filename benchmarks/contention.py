@@ -51,13 +51,13 @@ CODE = {
     "after": "import evernear; import contention; contention.child()",
     "before": "import faiss, numpy, torch; import contention; contention.child()",
 }
-Work = Callable[[], object]
+Workload = Callable[[], object]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", default="digits", help="a source of `evernear run`, as digits or mnist:DIRECTORY")
-    parser.add_argument("--works", nargs="+", choices=WORDS, default=list(WORDS))
+    parser.add_argument("--workloads", nargs="+", choices=WORDS, default=list(WORDS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--limit-s", type=float, default=8.0, help="time limit of a workload")
     parser.add_argument("--nice", type=int, default=0, help="nice value of the workloads while they are timed")
@@ -71,10 +71,10 @@ def main() -> None:
         export(Path(scratch) / "trained", dataset, Path(scratch) / "network", settings.train.parity_tolerance)
         bench = Bench(Path(scratch), arguments.limit_s, arguments.nice)
         for number in range(arguments.repeats):
-            bench.repeat(arguments.works)
+            bench.repeat(arguments.workloads)
             print(f"repeat {number + 1}: {dict(bench.seconds)}", flush=True)
-    works = {name: bench.ratios(name) for name in arguments.works}
-    result = {"works": works, "pair": bench.pair_ratios() if set(PAIR) <= set(arguments.works) else {}}
+    workloads = {name: bench.ratios(name) for name in arguments.workloads}
+    result = {"works": workloads, "pair": bench.pair_ratios() if set(PAIR) <= set(arguments.workloads) else {}}
     everything = {
         **vars(arguments),
         "cpus_of_others": round(median(bench.cpus_of_others), 2),
@@ -96,15 +96,15 @@ class Bench:
         self.cpu_s: dict[str, list[float]] = defaultdict(list)
         self.cpus_of_others: list[float] = []
 
-    def repeat(self, works: Sequence[str]) -> None:
+    def repeat(self, workloads: Sequence[str]) -> None:
         threads = str(TIMES_THREADS * available_cpus())
-        for name in works:
+        for name in workloads:
             for version in CODE:
                 self._run(f"{name} {version} quiet", version, name)
             for version in CODE:
                 self._run(f"{name} {version} busy", version, name, busy=True)
             self._run(f"{name} after busy, more threads", "after", name, busy=True, OMP_NUM_THREADS=threads)
-        if set(PAIR) <= set(works):
+        if set(PAIR) <= set(workloads):
             for version in CODE:
                 self._run(f"pair {version}", version, *PAIR)
 
@@ -129,20 +129,20 @@ class Bench:
         environment = {n: v for n, v in os.environ.items() if not n.startswith(("OMP_", "GOMP_", "KMP_", "_EVERNEAR_"))}
         command = [sys.executable, "-c", CODE[version]]
         with ExitStack() as stack:
-            works = [
+            workloads = [
                 stack.enter_context(started([*command, name, str(self._scratch)], environment | variables))
                 for name in names
             ]
-            for work in works:
-                assert work.stdout is not None
-                work.stdout.readline()  # the libraries are loaded
+            for workload in workloads:
+                assert workload.stdout is not None
+                workload.stdout.readline()  # the libraries are loaded
             if busy:
                 stack.enter_context(started([sys.executable, "-c", "while True: pass"], environment))
             stack.enter_context(favored(self._nice))
             before, began_s = own_and_all_cpu_s(), time.monotonic()
             taken_s = cpu_s = math.inf
             with suppress(subprocess.TimeoutExpired):
-                begins, ends, cpus = zip(*go_together(works, self._limit_s), strict=True)
+                begins, ends, cpus = zip(*start_together(workloads, self._limit_s), strict=True)
                 taken_s, cpu_s = max(ends) - min(begins), sum(cpus)
             after, span_s = own_and_all_cpu_s(), time.monotonic() - began_s
         self.seconds[key].append(taken_s)
@@ -181,19 +181,20 @@ def favored(nice: int) -> Generator[None]:
             os.setpriority(os.PRIO_PGRP, 0, 0)
 
 
-def go_together(works: Sequence[subprocess.Popen[str]], limit_s: float) -> list[tuple[float, ...]]:
+def start_together(workloads: Sequence[subprocess.Popen[str]], limit_s: float) -> list[tuple[float, ...]]:
     """Start the workloads together; return the start, end and CPU seconds that each reports.
 
     Raises:
         subprocess.TimeoutExpired: A workload takes longer than ``limit_s``.
     """
-    for work in works:
-        assert work.stdin is not None
-        work.stdin.write("go\n")
-        work.stdin.flush()
+    for workload in workloads:
+        assert workload.stdin is not None
+        workload.stdin.write("go\n")
+        workload.stdin.flush()
     until_s = time.monotonic() + limit_s
     return [
-        tuple(map(float, work.communicate(timeout=max(0.0, until_s - time.monotonic()))[0].split())) for work in works
+        tuple(map(float, workload.communicate(timeout=max(0.0, until_s - time.monotonic()))[0].split()))
+        for workload in workloads
     ]
 
 
@@ -208,9 +209,10 @@ def own_and_all_cpu_s() -> tuple[float, float]:
 
 def child() -> None:
     """Run one workload in this process; print its start and end on a shared clock, and its CPU seconds."""
-    work = {"train": train_work, "probe": probe_work, "embed": embed_work, "search": search_work}[sys.argv[1]]
+    workloads = {"train": train_workload, "probe": probe_workload, "embed": embed_workload, "search": search_workload}
+    workload = workloads[sys.argv[1]]
     with tempfile.TemporaryDirectory() as out:
-        run = work(Path(sys.argv[2]), Path(out))
+        run = workload(Path(sys.argv[2]), Path(out))
         print("ready", flush=True)
         sys.stdin.readline()
         begin_s, begin_cpu_s = time.monotonic(), time.process_time()
@@ -218,23 +220,23 @@ def child() -> None:
         print(begin_s, time.monotonic(), time.process_time() - begin_cpu_s)
 
 
-def train_work(scratch: Path, out: Path) -> Work:
+def train_workload(scratch: Path, out: Path) -> Workload:
     dataset, settings = Dataset.open(scratch), one_epoch()
     return lambda: train(dataset, settings.train, out)
 
 
-def probe_work(scratch: Path, _: Path) -> Work:
+def probe_workload(scratch: Path, _: Path) -> Workload:
     dataset, settings = Dataset.open(scratch), one_epoch()
     return lambda: probe(dataset, settings.train, settings.evaluation, settings.index)
 
 
-def embed_work(scratch: Path, out: Path) -> Work:
+def embed_workload(scratch: Path, out: Path) -> Workload:
     dataset = Dataset.open(scratch)
     times = math.ceil(IMAGES / dataset.count("train"))
     return lambda: [embed(scratch / "network", dataset, out, ("train",)) for _ in range(times)]
 
 
-def search_work(_: Path, __: Path) -> Work:
+def search_workload(_: Path, __: Path) -> Workload:
     randomness = np.random.default_rng(0)
     index = faiss.IndexFlatIP(DIM)
     for _ in range(10):

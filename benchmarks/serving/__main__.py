@@ -258,12 +258,12 @@ def bottleneck(cores: Mapping[str, float]) -> str:
 
 @contextmanager
 def busy() -> Generator[None]:
-    neighbour = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    neighbor = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         yield
     finally:
-        neighbour.kill()
-        neighbour.wait()
+        neighbor.kill()
+        neighbor.wait()
 
 
 if __name__ == "__main__":

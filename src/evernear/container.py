@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path("/")
 """The directory that holds ``proc`` and ``sys``."""
 UNLIMITED_BYTES = 2**62
-"""cgroups of version 1 report the absence of a memory limit as the largest number of whole pages, about 2**63 bytes."""
+"""Without a memory limit, cgroups v1 report the largest multiple of the page size, about 2**63 bytes."""
 
 
 def cpu_limit(root: Path = ROOT) -> float:

@@ -70,7 +70,7 @@ class _DatasetState:
     """A dataset in the store."""
 
     snapshots: Snapshots
-    present: Digests
+    current: Digests
     """Images of the newest snapshot, sorted."""
     clean: list[Manifest]
     """Snapshots without a removed image; the newest is one of them."""
@@ -180,7 +180,7 @@ class _Forgetting:
         with tempfile.TemporaryDirectory(prefix="evernear-forget-") as scratch:
             for info in self._store.list(EMBEDDINGS):
                 digests = cached_digests(self._store.fetch(info.key, Path(scratch) / "cached.npy"), info.key)
-                if not np.any([_contains(dataset.present, digests) for dataset in self._datasets], axis=0).all():
+                if not np.any([_contains(dataset.current, digests) for dataset in self._datasets], axis=0).all():
                     yield info.key
 
     def _stale_pages(self) -> Iterator[str]:
@@ -217,7 +217,7 @@ def _state(store: Store, name: str) -> _DatasetState:
     head = snapshots.head()
     if head is None:
         raise IntegrityError(f"The dataset {name} in {store.uri} has no snapshot; run the ingest step again.")
-    present = np.sort(np.array(snapshots.images(head), "S32"))
+    current = np.sort(np.array(snapshots.images(head), "S32"))
     folder = f"{DATASETS}{name}/"
     stored = {PurePosixPath(info.key).stem for info in store.list(f"{folder}shards/")}
     keys = [info.key for info in store.list(f"{folder}manifests/")]
@@ -231,25 +231,25 @@ def _state(store: Store, name: str) -> _DatasetState:
             if shard.sha256 in clean_shards | affected_shards:
                 continue
             # A shard may be missing because a `forget` was killed.
-            of_shard = _removed(dataset, shard, present) if shard.sha256 in stored else None
+            of_shard = _removed(dataset, shard, current) if shard.sha256 in stored else None
             (clean_shards if of_shard == {} else affected_shards).add(shard.sha256)
             removed |= of_shard or {}
     affected = [m for m in manifests if any(shard.sha256 in affected_shards for shard in m.shards)]
     clean = [manifest for manifest in manifests if manifest not in affected]
     used = {shard.sha256 for manifest in clean for shard in manifest.shards}
-    return _DatasetState(snapshots, present, clean, affected, stored - used, removed)
+    return _DatasetState(snapshots, current, clean, affected, stored - used, removed)
 
 
-def _removed(dataset: Dataset, shard: Shard, present: Digests) -> dict[bytes, str]:
-    """The images of a shard that are not ``present``, with their classes."""
+def _removed(dataset: Dataset, shard: Shard, current: Digests) -> dict[bytes, str]:
+    """The images of a shard that are not ``current``, with their classes."""
     removed: dict[bytes, str] = {}
     for block in dataset.shard_blocks(shard):
-        for row in np.flatnonzero(~_contains(present, np.ascontiguousarray(block.digests).view("S32").ravel())):
+        for row in np.flatnonzero(~_contains(current, np.ascontiguousarray(block.digests).view("S32").ravel())):
             removed[block.digests[row].tobytes()] = dataset.labels[block.labels[row]]
     return removed
 
 
-def _contains(present: Digests, digests: Digests) -> NDArray[np.bool_]:
-    """Which of ``digests`` (N,) are in ``present``, which is sorted and not empty."""
-    positions = np.minimum(np.searchsorted(present, digests), len(present) - 1)
-    return present[positions] == digests
+def _contains(current: Digests, digests: Digests) -> NDArray[np.bool_]:
+    """Which of ``digests`` (N,) are in ``current``, which is sorted and not empty."""
+    positions = np.minimum(np.searchsorted(current, digests), len(current) - 1)
+    return current[positions] == digests

@@ -23,7 +23,7 @@ SEEDS = 120
 MOST_ALARMS = int(stats.binom.isf(1e-4, SEEDS, LEVEL))
 BOUNDS: dict[Measure, float] = {"unknown_rise": 0.05, "distance_shift": 0.15, "embedding_shift": 0.02}
 NO_BOUNDS: dict[Measure, float] = dict.fromkeys(BOUNDS, -1.0)
-CENTRES = np.random.default_rng(99).standard_normal((10, 16)) * 0.3
+CENTERS = np.random.default_rng(99).standard_normal((10, 16)) * 0.3
 
 
 def drawn(
@@ -31,7 +31,7 @@ def drawn(
 ) -> Queries:
     """Queries near ten classes; ``farther`` shifts their distances, and ``one_class`` of them belong to one class."""
     labels = np.where(rng.random(sample) < one_class, 0, rng.integers(0, 10, sample))
-    points = CENTRES[labels] + rng.standard_normal((sample, 16)) * 0.1
+    points = CENTERS[labels] + rng.standard_normal((sample, 16)) * 0.1
     everything = rng.gamma(4.0, 0.08, total) + farther
     return Queries(
         total=total,

@@ -60,15 +60,15 @@ def test_transparent_palette_is_composited_over_white() -> None:
 
 
 def test_transparency_is_composited_over_white() -> None:
-    grey = Image.merge("LA", (Image.new("L", (3, 1), 0), Image.new("L", (3, 1))))
+    gray = Image.merge("LA", (Image.new("L", (3, 1), 0), Image.new("L", (3, 1))))
     for x, alpha in enumerate((0, 51, 255)):
-        grey.putpixel((x, 0), (0, alpha))
-    image = decode(saved(grey), LIMIT)
+        gray.putpixel((x, 0), (0, alpha))
+    image = decode(saved(gray), LIMIT)
     assert image.mode == "L"
     assert np.asarray(image).tolist() == [[255, 204, 0]]
 
-    colour = decode(saved(Image.new("RGBA", (1, 1), (255, 0, 0, 0))), LIMIT)
-    assert colour.getpixel((0, 0)) == (255, 255, 255)
+    color = decode(saved(Image.new("RGBA", (1, 1), (255, 0, 0, 0))), LIMIT)
+    assert color.getpixel((0, 0)) == (255, 255, 255)
 
 
 def test_cmyk_becomes_rgb() -> None:
@@ -188,8 +188,8 @@ def test_array_has_the_requested_shape() -> None:
             assert array.dtype == np.uint8
     same = to_array(noise("RGB"), 5, 7, 3)
     assert same.tobytes() == noise("RGB").tobytes()
-    grey = to_array(noise("L"), 5, 7, 3)
-    assert (grey[..., :1] == grey).all()
+    gray = to_array(noise("L"), 5, 7, 3)
+    assert (gray[..., :1] == gray).all()
 
 
 def test_downscaling_averages_pixels() -> None:

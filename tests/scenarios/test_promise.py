@@ -87,7 +87,7 @@ class Product:
     def status(self) -> dict[str, Any]:
         return json.loads(self.bench.command("status", "--json").stdout)
 
-    def recognises(self, digit: str) -> dict[str, Any]:
+    def recognize(self, digit: str) -> dict[str, Any]:
         """The response of the prediction API to an image of ``digit``."""
         image = next((self.bench.directory / "queries" / digit).iterdir())
         return json.loads(self.bench.command("predict", "--json", str(image)).stdout)
@@ -176,7 +176,7 @@ def test_new_class_is_proposed_trained_deployed_and_recognized(product: Product)
     assert status["default"] == status["champion"] != first
     assert status["champion"] in verdict.text
     assert product.slack.uploads, "the confusion matrix"
-    answer = product.recognises("9")
+    answer = product.recognize("9")
     assert (answer["pred"], answer["version"]) == ("9", status["champion"])
     assert product.watch()["action"] == "nothing", "the release records what it was trained on"
 
@@ -194,14 +194,14 @@ def test_held_model_can_be_promoted_by_an_authorized_person(product: Product) ->
     notice = product.reply(prompt, "Held")
     status = product.status()
     assert status["default"] == status["champion"] == first
-    assert product.recognises("7")["version"] == first
+    assert product.recognize("7")["version"] == first
 
     product.clicks(EVE, notice, "Promote anyway")
     until(lambda: product.slack.ephemeral)
     assert product.status()["champion"] == first
     product.clicks(ADA, notice, "Promote anyway")
     until(lambda: product.status()["champion"] != first)
-    assert product.recognises("7")["version"] == product.status()["default"] != first
+    assert product.recognize("7")["version"] == product.status()["default"] != first
 
 
 @pytest.mark.slow
@@ -220,7 +220,7 @@ def test_run_that_cannot_deploy_keeps_the_champion_and_is_reported(product: Prod
     assert re.search(r"ingest: Port \d+ on 127.0.0.1 is in use", product.reply(prompt, "ailed").text)
     status = product.status()
     assert status["default"] == status["champion"] == first
-    assert product.recognises("7")["version"] == first
+    assert product.recognize("7")["version"] == first
 
 
 def until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:

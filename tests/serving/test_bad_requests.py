@@ -1,4 +1,4 @@
-"""Every request gets a prediction or 4xx with a sentence, and does not affect the worker or other requests."""
+"""Every request gets a prediction, or 4xx with a message, and does not affect the worker or other requests."""
 
 import base64
 import json
@@ -40,21 +40,21 @@ def sixteen_bits() -> bytes:
     return buffer.getvalue()
 
 
-def with_header(image: bytes, width: int, height: int, depth: int = 8, colours: int = 0) -> bytes:
+def with_header(image: bytes, width: int, height: int, depth: int = 8, color_type: int = 0) -> bytes:
     """A PNG with a forged header and a matching checksum."""
-    header = struct.pack(">IIBBBBB", width, height, depth, colours, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", width, height, depth, color_type, 0, 0, 0)
     return image[:16] + header + struct.pack(">I", zlib.crc32(b"IHDR" + header)) + image[33:]
 
 
 PNG, JPEG = picture(), picture("RGB", "JPEG")
 ACCEPTED = {
-    "grey": Request(PNG),
-    "colour": Request(JPEG),
+    "gray": Request(PNG),
+    "color": Request(JPEG),
     "16 bits": Request(sixteen_bits()),
     "CMYK": Request(picture("CMYK", "JPEG")),
     "palette": Request(picture("P")),
     "alpha": Request(picture("RGBA")),
-    "alpha in grey": Request(picture("LA")),
+    "alpha in gray": Request(picture("LA")),
     "one bit": Request(picture("1")),
     "form": form(b"data", PNG),
     "JSON": json_request({"data": base64.b64encode(PNG).decode()}),

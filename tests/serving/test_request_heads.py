@@ -1,4 +1,4 @@
-"""Invalid request heads get 4xx with a sentence: no 5xx, no reset, no silence."""
+"""Invalid request heads get 4xx with a message: no 5xx, no reset, no silence."""
 
 from dataclasses import dataclass
 

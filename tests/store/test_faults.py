@@ -82,7 +82,7 @@ def test_interrupted_read_is_retried(front: FaultyServer, store: S3Store, tmp_pa
             refuse(503, "SlowDown"),
             r"http://.* is overloaded or broken \(503 SlowDown\) after 4 tries; run again later\.",
         ),
-        (page(502), r"http://.* does not answer as S3 does \(.*502.*\); check AWS_ENDPOINT_URL\."),
+        (page(502), r"http://.* does not behave like S3 \(.*502.*\); check AWS_ENDPOINT_URL\."),
         (flip, r"s3://bucket-\d+/prefix/x is damaged: its content does not have the sha256 [0-9a-f]{64}\."),
     ],
 )

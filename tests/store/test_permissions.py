@@ -133,7 +133,7 @@ def _refused(act: Callable[[], object], permission: str, place: str) -> None:
         act()
     sentence = str(raised.value)
     assert sentence.startswith(f"{permission} on {place}")
-    assert " is not permitted to these keys" in sentence
+    assert " is not permitted with these keys" in sentence
     assert sentence.endswith("; see docs/object-store.md.")
     assert raised.value.exit_code == 4
 

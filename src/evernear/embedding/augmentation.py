@@ -26,8 +26,8 @@ CONTROL_POINTS = 4
 class Draws(NamedTuple):
     """Random numbers per image, from a CPU generator, so that a GPU computes the same images.
 
-    With a ``batch_size``, the images are a part of a batch, from the image ``first`` on: the numbers are drawn for the
-    whole batch, so that an image gets the same numbers whichever process augments it.
+    With a ``batch_size``, the images are a part of a batch that starts at image ``first``. The numbers are drawn for
+    the whole batch, so that an image gets the same numbers whichever process augments it.
     """
 
     generator: torch.Generator

@@ -183,7 +183,7 @@ def _call(
 
 @contextmanager
 def _process_group(backend: str, node: Node, rank: int, processes: int) -> Generator[None]:
-    """Be process ``rank`` of the ``processes`` of this node."""
+    """Run as process ``rank`` of the ``processes`` on this node."""
     rendezvous = TCPStore(node.address, node.port, is_master=False, timeout=RENDEZVOUS_TIMEOUT)
     dist.init_process_group(
         backend, store=rendezvous, rank=node.rank * processes + rank, world_size=node.count * processes

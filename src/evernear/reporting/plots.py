@@ -26,7 +26,7 @@ mpl.rcParams["text.parse_math"] = False
 
 INK, GRID, FIRST, SECOND, LIMIT = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05"
 """Placeholders for the colors of the page."""
-VARIABLES = {INK: "--ink", GRID: "--line", FIRST: "--first", SECOND: "--second", LIMIT: "--limit"}
+CSS_VARIABLES = {INK: "--ink", GRID: "--line", FIRST: "--first", SECOND: "--second", LIMIT: "--limit"}
 SIZE_IN = (4.4, 2.7)
 LEGEND_ROOM = 1.5
 """Height of a histogram with its legend, relative to the histogram alone."""
@@ -155,7 +155,7 @@ def svg(figure: Figure, description: str) -> Markup:
     text = re.sub(r' id="[a-z0-9]+[_-][^"]*"', "", text)
     text = re.sub(r"font: ([0-9.]+px) [^;\"]*", r"font-size: \1", text)
     text = re.sub(r' width="[0-9.]+pt" height="[0-9.]+pt"| height="[0-9.]+pt"| width="[0-9.]+pt"', "", text, count=2)
-    for placeholder, variable in VARIABLES.items():
+    for placeholder, variable in CSS_VARIABLES.items():
         text = text.replace(placeholder, f"var({variable})")
     attributes = Markup('<svg role="img" aria-label="{}"').format(printable(description))
     return attributes + Markup(text.removeprefix("<svg"))  # noqa: S704 - matplotlib escapes text

@@ -330,7 +330,7 @@ def _end_processes(home: Path) -> bool:
         java = [process for process in running if process.pid == state.pid]
         _signal(java, psutil.Process.terminate)
         psutil.wait_procs(java, timeout=state.drain_timeout_s + JAVA_EXIT_TIMEOUT_S)
-    remaining = processes(home)  # workers end with their Java, unless it died before
+    remaining = processes(home)  # workers exit with their Java process, unless it died first
     _signal(remaining, psutil.Process.kill)
     psutil.wait_procs(remaining, timeout=KILL_TIMEOUT_S)
     if immortal := processes(home):

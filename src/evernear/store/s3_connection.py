@@ -215,7 +215,7 @@ class S3Connection:
             # Transient, because an ingress whose backend is down answers like this.
             text = " ".join(str(error).split())[:160]
             raise TransientStoreError(
-                f"{self.endpoint} does not answer as S3 does ({text}); check AWS_ENDPOINT_URL."
+                f"{self.endpoint} does not behave like S3 ({text}); check AWS_ENDPOINT_URL."
             ) from error
         except (MinioException, ParseError, ValueError) as error:
             raise TransientStoreError(
@@ -249,8 +249,8 @@ class S3Connection:
             return f"{self.endpoint} is overloaded or broken ({status} {code}) after {TRIES} tries; run again later."
         # An archived object (S3 Glacier) is 403 as well; the server's message explains it.
         if code == "AccessDenied" or (status == 403 and code != "InvalidObjectState"):
-            to_whom = self._credentials_hint(permission)
-            return f"{permission} on {place} is not permitted {to_whom}; see docs/object-store.md."
+            credentials = self._credentials_hint(permission)
+            return f"{permission} on {place} is not permitted {credentials}; see docs/object-store.md."
         return f"{self.endpoint} refused {permission} on {place}: {error.message or code}."
 
     def _credentials_hint(self, permission: str) -> str:
@@ -258,7 +258,7 @@ class S3Connection:
             return "without keys; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         # AWS answers 403 for a missing object to a user without s3:ListBucket.
         hint = " (or it is absent and s3:ListBucket not permitted)" if permission == "s3:GetObject" else ""
-        return f"to these keys{hint}"
+        return f"with these keys{hint}"
 
 
 def _clock_skew(error: S3Error, endpoint: str) -> str:

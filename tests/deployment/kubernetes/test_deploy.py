@@ -291,7 +291,7 @@ def test_killed_deployment_can_be_repeated(
             "before it is remembered": (kubernetes, "save_last_known_good"),
         }[when]
         patched.setattr(*target, kill)
-        patched.setattr(kubernetes.KubernetesTarget, "_put_back", kill)
+        patched.setattr(kubernetes.KubernetesTarget, "_restore_previous", kill)
         patched.setattr(kubernetes.LeaseLock, "release", lambda lease: lease._released.set())
         with pytest.raises(Killed):
             site.deploy(second)
@@ -318,7 +318,7 @@ def test_failed_release_after_a_killed_deployment_is_replaced_by_the_champion(
 
     with monkeypatch.context() as patched:
         patched.setattr(kubernetes, "prove", kill)
-        patched.setattr(kubernetes.KubernetesTarget, "_put_back", kill)
+        patched.setattr(kubernetes.KubernetesTarget, "_restore_previous", kill)
         with pytest.raises(Killed):
             site.deploy(second)
     assert site.live[0] == {second.version}

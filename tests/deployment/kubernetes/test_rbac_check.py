@@ -51,7 +51,7 @@ def test_each_missing_right_is_reported(loopback: LoopbackCluster, make_settings
             assert not result.ok, right
             messages[right] = result.message
     for right, message in messages.items():
-        sentence = f"The credentials may not, in namespace evernear: {right}. docs/kubernetes.md has the Role"
+        sentence = f"The credentials lack permissions in namespace evernear: {right}. docs/kubernetes.md has the Role"
         assert message.startswith(sentence), message
 
 
@@ -61,7 +61,7 @@ def test_service_proxy_right_is_needed_only_without_a_service_url(
     with config.new_client_from_config(str(loopback.kubeconfig())) as administrator:
         client.RbacAuthorizationV1Api(administrator).delete_namespaced_role("from-outside", "evernear")
     (result,) = check(make_settings(), ["cluster"])
-    assert "may not, in namespace evernear: create services/proxy evernear-serving:http." in result.message
+    assert "lack permissions in namespace evernear: create services/proxy evernear-serving:http." in result.message
     (result,) = check(make_settings(service_url="http://serving.example"), ["cluster"])
     assert result.ok, result.message
 

@@ -33,7 +33,7 @@ class Predictor:
     def __init__(self, version: str) -> None:
         self.version = version
         self.calls = 0
-        self.answer = self.recognise
+        self.answer = self.recognize
         self.lock = threading.Lock()
 
     def __call__(self, request: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
@@ -41,7 +41,7 @@ class Predictor:
             self.calls += 1
         return self.answer(request, context)
 
-    def recognise(self, request: PredictionsRequest, _: grpc.ServicerContext) -> bytes:
+    def recognize(self, request: PredictionsRequest, _: grpc.ServicerContext) -> bytes:
         width = Image.open(BytesIO(request.input["body"])).width
         return json.dumps(ANSWER | {"pred": str(width), "version": self.version}).encode()
 
@@ -172,7 +172,7 @@ def test_unavailable_predictor_is_retried(stored_releases: ReleaseStore, predict
     def hiccup(request: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
         if predictor.calls % 3:
             context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
-        return predictor.recognise(request, context)
+        return predictor.recognize(request, context)
 
     predictor.answer = hiccup
     with front(stored_releases.settings(port)) as client:
@@ -199,7 +199,7 @@ def test_consecutive_failures_open_the_circuit_breaker(
         assert answer.headers["retry-after"] == "1"
         assert "evernear_prep_breaker_open 1.0" in client.get("/metrics").text
         assert predictor.calls == 3
-        predictor.answer = predictor.recognise
+        predictor.answer = predictor.recognize
         time.sleep(1.1)
         assert client.post("/predict", json=png()).status_code == 200
         assert "evernear_prep_breaker_open 0.0" in client.get("/metrics").text
@@ -227,7 +227,7 @@ def test_concurrent_requests_to_the_predictor_are_limited(
         time.sleep(0.05)
         with predictor.lock:
             together -= 1
-        return predictor.recognise(request, context)
+        return predictor.recognize(request, context)
 
     predictor.answer = count
     with front(stored_releases.settings(port, in_flight=2)) as client, ThreadPoolExecutor(8) as pool:

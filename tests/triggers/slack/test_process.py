@@ -118,7 +118,7 @@ def test_process_prompts_with_kfp_and_ends_on_sigterm(slack: SlackServer, settin
             assert slack.deliver(ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL))) is not None
             until(lambda: slack.messages, timeout_s=30)
             assert heartbeat.is_recent(settings)
-        assert log[-1].endswith("The bot has ended.")
+        assert log[-1].endswith("The bot has stopped.")
         assert not [line for line in log if "Traceback" in line or BOT_TOKEN in line]
 
 

@@ -1,4 +1,4 @@
-"""Sources of labelled images. `open_source` is the only place that knows every kind."""
+"""Sources of labeled images. `open_source` is the only place that knows every kind."""
 
 from pathlib import Path
 

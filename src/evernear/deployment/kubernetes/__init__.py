@@ -94,9 +94,9 @@ class KubernetesTarget:
             raise unrecorded(revision.version, error) from None
         except EvernearError as error:
             reason = f"Release {revision.version} was not deployed: {str(error).rstrip('.')}."
-            raise type(error)(f"{reason} {self._put_back(revision)}") from None
+            raise type(error)(f"{reason} {self._restore_previous(revision)}") from None
         except BaseException:
-            self._put_back(revision)
+            self._restore_previous(revision)
             raise
         with contextlib.suppress(ClusterError):  # the saved revision is then older than the champion, and ignored
             save_last_known_good(self.cluster, self._kubernetes, revision)
@@ -145,8 +145,8 @@ class KubernetesTarget:
     def _apply(self, revision: Revision, *, dry_run: bool = False) -> None:
         apply(self.cluster, revision.objects, force=self._kubernetes.force_conflicts, dry_run=dry_run)
 
-    def _put_back(self, failed: Revision) -> str:
-        """Restore the previous revision, or remove a first release; the sentence that reports it."""
+    def _restore_previous(self, failed: Revision) -> str:
+        """Restore the previous revision, or remove a first release; return a sentence that says which."""
         try:
             self._lease.require()
             previous = self._previous()

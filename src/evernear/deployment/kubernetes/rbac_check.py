@@ -19,7 +19,7 @@ def check_permissions(cluster: Cluster, objects: Iterable[Tree], settings: RunSe
     """Ask the API server for every permission that a deployment of ``objects`` needs.
 
     Raises:
-        ClusterError: permissions are missing, all of them named; or the API server is unavailable.
+        ClusterError: Permissions are missing; the message names them all. Or the API server is unavailable.
     """
     missing: list[str] = []
     for verbs, kind, name in _needed(cluster, objects, settings):
@@ -28,7 +28,7 @@ def check_permissions(cluster: Cluster, objects: Iterable[Tree], settings: RunSe
             missing.append(f"{', '.join(denied)} {_resource(kind)} {name}".rstrip())
     if missing:
         raise ClusterError(
-            f"The credentials may not, in namespace {cluster.namespace}: {'; '.join(missing)}. "
+            f"The credentials lack permissions in namespace {cluster.namespace}: {'; '.join(missing)}. "
             "docs/kubernetes.md has the Role that is needed."
         )
 

@@ -114,7 +114,7 @@ class _ThroughApiServer:
         try:
             return Prediction.model_validate(content)
         except ValidationError:
-            raise ServingError(f"The Service {self._service} does not answer as an evernear release.") from None
+            raise ServingError(f"The Service {self._service} does not respond like an evernear release.") from None
 
 
 def _refusal(status: int, content: str) -> EvernearError:

@@ -132,7 +132,7 @@ def serve(settings: Settings, runs: "KfpRuns", stop: threading.Event, clock: Clo
     with connection as is_connected, _running(loops):
         _log.info("The bot is up, in mode %s.", settings.slack.mode)
         _beat(settings, is_connected, loops, stop)
-    _log.info("The bot has ended.")
+    _log.info("The bot has stopped.")
 
 
 def _beat(settings: Settings, is_connected: Callable[[], bool], loops: "list[_Loop]", stop: threading.Event) -> None:

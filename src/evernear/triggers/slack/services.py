@@ -32,7 +32,7 @@ class Services:
     access: Access
     clock: Clock
     wake: Callable[[], None]
-    """Let the worker poll at once."""
+    """Make the worker poll immediately."""
     requests: RequestStore = field(init=False)
     registry: Registry = field(init=False)
 
