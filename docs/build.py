@@ -94,13 +94,13 @@ def all_pages() -> dict[Path, str]:
 
 
 def page_text(source: Path) -> tuple[str, dict[str, bytes]]:
-    """The Markdown of a page, and its own pictures by file name: the outputs of a notebook."""
+    """The Markdown of a page, and its pictures by file name: the outputs of a notebook."""
     if source.suffix != ".ipynb":
         return source.read_text(), {}
     exporter = MarkdownExporter()
     exporter.register_preprocessor(CoalesceStreamsPreprocessor, enabled=True)
     text, resources = exporter.from_filename(str(source), {"unique_key": source.stem})
-    # As HTML, because the pictures are no files of the repository, which the target of a link must be.
+    # As HTML, because the pictures are not files of the repository, as the target of a link must be.
     return PICTURE.sub(r'<img alt="output of the cell above" src="\1">', text), resources["outputs"]
 
 
@@ -193,7 +193,7 @@ class _Resources(HTMLParser):
         self.urls: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note the address of a script, a style, an image or a frame."""
+        """Record the address of a script, a style, an image or a frame."""
         values = dict(attrs)
         if tag in ("script", "img", "iframe", "source", "video"):
             self.urls.append(values.get("src") or "")

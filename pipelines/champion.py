@@ -18,7 +18,7 @@ def move_champion(
     secrets: tuple[str, str],
     **parameters: Any,
 ) -> None:
-    """Add the step ``move``, which proves that the release answers before it becomes the champion, and notify.
+    """Add the step ``move``, which verifies that the release answers before it becomes the champion, and notify.
 
     ``limits`` are CPU and memory of each step, ``secrets`` the names of the Secrets of the store and of the inference
     token, and ``parameters`` those of the step.

@@ -306,7 +306,7 @@ def test_ingest_that_is_under_way_fails_and_can_be_repeated(prepared: Prepared, 
 
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "reconcile", reconcile)
-        with pytest.raises(ConflictError, match="finished meanwhile; run again"):
+        with pytest.raises(ConflictError, match="finished in the meantime; run again"):
             ingest(prepared.source, prepared.store.uri)
     manifest = ingest(prepared.source, prepared.store.uri)
     assert len(pixels_by_hash(prepared.store.uri, manifest)) == 111

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
-"""The directory that holds ``proc`` and ``sys``."""
+"""The directory that contains ``proc`` and ``sys``."""
 UNLIMITED_BYTES = 2**62
 """Without a memory limit, cgroups v1 report the largest multiple of the page size, about 2**63 bytes."""
 

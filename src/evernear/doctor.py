@@ -45,7 +45,7 @@ def configured(settings: Settings) -> list[Part]:
 
 
 def check(settings: Settings, parts: Sequence[Part]) -> Iterator[Finding]:
-    """Check ``parts`` and yield each result at once. An error becomes a finding."""
+    """Check ``parts`` and yield each result as soon as it is known. An error becomes a finding."""
     checks: dict[Part, Callable[[Settings], str]] = {
         "store": _store,
         "cluster": _cluster,
@@ -76,7 +76,9 @@ def _store(settings: Settings) -> str:
     except ConflictError:
         pass
     else:
-        raise StoreError(f"{store.uri} accepts a conditional write whose condition is false; use another object store.")
+        raise StoreError(
+            f"{store.uri} accepts a conditional write although its condition is false; use another object store."
+        )
     registry = Registry(store)
     champion, releases = registry.champion(), sum(1 for _ in registry.list())
     current = f"champion {champion.version}" if champion else "no champion yet"

@@ -92,10 +92,11 @@ def find(store: Store) -> Forgotten:
 
 
 def forget(store: Store) -> Forgotten:
-    """Delete removed images and all that was made from them. No ingest may run meanwhile. Safe to repeat after a kill.
+    """Delete removed images and all that was made from them. No ingest may run at the same time. Safe to repeat after a
+    kill.
 
     Raises:
-        ConflictError: the champion is affected, or it or a dataset changed meanwhile; repeat it.
+        ConflictError: the champion is affected, or it or a dataset changed in the meantime; repeat it.
         StoreError: the store or Milvus fails; repeat it.
         IntegrityError: an object in the store is damaged.
     """
@@ -148,7 +149,7 @@ class _Forgetting:
 
     def _delete_images(self, dataset: _DatasetState) -> None:
         name = dataset.snapshots.name
-        # An ingest that is under way would name shards that are deleted here. It fails at one of these two.
+        # An ingest in progress would name shards that are deleted here. It fails at one of these two.
         dataset.snapshots.interrupt_ingests()
         dataset.snapshots.compact_ledgers(dataset.clean)
         for sha256 in sorted(dataset.shards):

@@ -93,7 +93,7 @@ def run(
 ) -> RunResult:
     """Run ``pipeline`` with ``settings`` and call ``show`` with each event as it happens.
 
-    ``command`` are the arguments of the ``evernear`` command, for the next steps on the run page.
+    ``command`` has the arguments of the ``evernear`` command, for the next steps on the run page.
 
     Raises:
         BusyError: another run uses the working directory.
@@ -133,7 +133,7 @@ def progress(workdir: Path) -> RunProgress | None:
 
 
 def _prune(runs: Path, keep: int) -> None:
-    """Delete all runs but the newest ``keep``. What cannot be deleted stays for the next run to try again."""
+    """Delete all runs but the newest ``keep``. Directories that cannot be deleted are left to the next run."""
     directories = sorted(path for path in runs.iterdir() if _is_run(path))
     for directory in directories[:-keep]:
         shutil.rmtree(directory, ignore_errors=True)
@@ -277,7 +277,7 @@ def _pipeline_process(
             process.stdin.flush()
             yield process
         except KeyboardInterrupt:
-            wait = f"waiting up to {CLEAN_UP_S:.0f} s for the steps to clean up; Ctrl-C again ends them at once"
+            wait = f"waiting up to {CLEAN_UP_S:.0f} s for the steps to clean up; Ctrl-C again kills them"
             show(Event(at=datetime.now(UTC), step="interrupted", kind="progress", message=wait))
             _interrupt(process)
             raise
@@ -295,7 +295,7 @@ def _interrupt(process: "subprocess.Popen[str]") -> None:
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    """Kill whatever still runs after the run ended or was interrupted."""
+    """Kill all processes that still run after the run ended or was interrupted."""
     steps = _descendants(process)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -46,7 +46,7 @@ def print_json(value: object) -> None:
 
 
 def _without_del(text: str) -> str:
-    """JSON in which DEL, the only control character that JSON does not escape, is escaped, too."""
+    """JSON in which DEL, the only control character that JSON does not escape, is escaped as well."""
     return text.replace("\x7f", "\\u007f")
 
 
@@ -93,7 +93,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_to_stderr(level: int, log_format: Literal["text", "json"] = "text") -> None:
-    """Log to stderr from ``level`` on."""
+    """Log to stderr at ``level`` and above."""
     handler = logging.StreamHandler()
     lines = LogFormatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     handler.setFormatter(lines if log_format == "text" else JsonFormatter())

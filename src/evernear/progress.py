@@ -46,7 +46,7 @@ class Event(Frozen):
     kind: Literal["started", "progress", "finished", "failed"]
     message: str = ""
     duration_s: float = 0.0
-    """Time since the step started, without the start of its process."""
+    """Time since the step started, excluding the start of its process."""
     exit_code: int = 0
 
 
@@ -208,7 +208,7 @@ def duration(seconds: float) -> str:
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
-    """Read the complete event lines of ``path`` from byte ``offset`` on; also return the offset for the next call."""
+    """Read the complete event lines of ``path`` from byte ``offset``; also return the offset for the next call."""
     if not path.exists():
         return [], offset
     with path.open("rb") as file:

@@ -20,7 +20,7 @@ def scratch_name(owner: Path) -> str:
 def make_private(directory: Path) -> None:
     """Create ``directory`` empty, with access for this user only; an earlier one of this user is removed.
 
-    The name is predictable, so another user may have created it first, as a directory or a link; it is not used then.
+    The name is predictable, so another user may have created it first, as a directory or a link; then it is not used.
 
     Raises:
         StoreError: the path exists and cannot be removed, or the directory cannot be created.

@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from evernear.evaluation.evaluate import Evaluation
 
 Tree = dict[str, Any]
-"""The settings of a run (`evernear.settings.RunSettings`) as JSON, without defaults: `ingest` returns them, all others
-take them."""
+"""The settings of a run (`evernear.settings.RunSettings`) as JSON, without defaults, as `ingest` returns them."""
 PRETRAINED_SIZE_PX = 224
-"""Largest automatic size of images for a pretrained backbone: that of most pretrainings."""
+"""Largest automatic size of images for a pretrained backbone, as in most pretraining."""
 UNKNOWN_CAUSE = "the Kubeflow Pipelines UI or API"
 """The cause recorded for a run without ``started_by``."""
 

@@ -50,7 +50,7 @@ def available_cpus(root: Path = ROOT) -> int:
     """The number of CPUs that this process may use: those of its affinity, or fewer under a cgroup CPU limit.
 
     A limit of 1.5 CPUs counts as 2, because a single thread would leave a third of it unused. ``root`` is the directory
-    that holds ``proc`` and ``sys``.
+    that contains ``proc`` and ``sys``.
     """
     # os.process_cpu_count (Python 3.13) considers affinity only; joblib.cpu_count considers limits, but not those of
     # parent cgroups, and takes 0.2 s to import.

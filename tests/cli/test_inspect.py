@@ -170,7 +170,7 @@ def test_index_of_another_network_is_rejected(packed: PackedRelease, tmp_path: P
         index = json.loads(members.read("index.json"))
     other = json.dumps(index | {"network_sha256": "0" * 64}).encode()
     foreign = forge(packed, tmp_path / "foreign.mar", index_json=other)
-    assert "holds vectors of network 000000000000" in error_of(evernear("inspect", "show", foreign.archive), 5)
+    assert "contains vectors of network 000000000000" in error_of(evernear("inspect", "show", foreign.archive), 5)
 
 
 @pytest.mark.parametrize("change", ["threshold", "preprocessing", "verdict"])

@@ -40,7 +40,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Files that a server in memory answers."""
+    """Files that an in-memory server answers."""
 
     def predict_all(client: object, files: list[Path], version: str | None) -> Iterator[predict_command.Answer]:
         yield from ((file, {"pred": "7"}) for file in files)

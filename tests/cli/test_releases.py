@@ -140,5 +140,5 @@ def test_unreachable_model_registry_does_not_fail_promotion_and_rollback(
         result = CliRunner().invoke(app, ["registry", *command, "--store", store, "--json"])
         assert result.exit_code == 0
         assert json.loads(result.stdout)["version"] == (second if command == ("promote", second) else first)
-        warning = "WARNING: The model registry of MODEL_REGISTRY_BASE_URL did not take the champion: "
+        warning = "WARNING: The model registry of MODEL_REGISTRY_BASE_URL rejected the champion: "
         assert result.stderr.startswith(warning)

@@ -91,7 +91,7 @@ def test_second_concurrent_deployment_fails(site: Site, make_release: MakeReleas
     settings = site.settings()
     with (
         LeaseLock(Cluster.of(settings.kubernetes), NAME, settings.kubernetes.lease_s),
-        pytest.raises(BusyError, match="Another deployment into namespace"),
+        pytest.raises(BusyError, match="Another deployment to namespace"),
     ):
         deploy(make_release(), settings)
     assert (champion(site), live_release(site)) == (None, "down")

@@ -54,7 +54,7 @@ def test_false_alarm_rate_without_drift_is_bounded() -> None:
             alarms[shift.measure] += shift.detected
         looks += any(shift.detected for shift in shifts)
     assert looks <= MOST_ALARMS
-    assert looks > 0, "a test that never alarms finds nothing either"
+    assert looks > 0, "a test that never raises an alarm detects nothing"
     assert max(alarms.values()) <= stats.binom.isf(1e-4, SEEDS, LEVEL / 3)
 
 

@@ -472,7 +472,7 @@ def test_empty_source_is_reported(tmp_path: Path, run_ingest, make_image, source
 def test_single_class_is_reported(tmp_path: Path, run_ingest, make_image) -> None:
     (tmp_path / "tree" / "only").mkdir(parents=True)
     (tmp_path / "tree" / "only" / "0.png").write_bytes(make_image(0))
-    with pytest.raises(DataError, match=r"one class only \('only'\); a recognizer needs at least two"):
+    with pytest.raises(DataError, match=r"only one class \('only'\); a recognizer needs at least two"):
         run_ingest(tmp_path / "tree")
 
 

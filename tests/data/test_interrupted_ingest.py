@@ -101,7 +101,7 @@ def test_slower_of_two_concurrent_ingests_fails(tree, run_ingest, make_image, mo
         return real_put(store, key, data, etag)
 
     monkeypatch.setattr("evernear.store.FileStore.put_if", slow)
-    with pytest.raises(ConflictError, match="Another ingest of the dataset 'tree' finished meanwhile; run again"):
+    with pytest.raises(ConflictError, match="Another ingest of the dataset 'tree' finished in the meantime; run again"):
         run_ingest(tree)
     assert run_ingest(tree) == raced[1]
 

@@ -165,6 +165,6 @@ def test_failed_download_is_reported_and_leaves_no_files(
         monkeypatch.setattr("torchvision.datasets.MNIST.mirrors", ["http://127.0.0.1:9/"])
     else:
         (idx / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(b"something else"))
-    with pytest.raises(DataError, match=r"MNIST cannot be downloaded .* name a directory that holds it"):
+    with pytest.raises(DataError, match=r"MNIST cannot be downloaded .* pass a directory that contains it"):
         run_ingest("mnist")
     assert list((tmp_path / "cache" / "evernear").iterdir()) == []

@@ -68,14 +68,14 @@ def build(folder: Path) -> str:
 
 @cache
 def _kustomize() -> tuple[str, ...]:
-    """The build command that is installed: kustomize is fastest, and the copy in .venv starts 1 s slower."""
+    """The installed build command: kustomize is the fastest, and the copy in .venv takes 1 s longer to start."""
     if kustomize := shutil.which("kustomize"):
         return (kustomize, "build")
     if (kubectl := shutil.which("kubectl")) and _supports_components(kubectl):
         return (kubectl, "kustomize")
     if _BINARY.exists():
         return (str(_BINARY), "build")
-    pytest.skip("neither kustomize nor kubectl is here; `make .venv/kustomize/.installed` brings kustomize")
+    pytest.skip("neither kustomize nor kubectl is installed; `make .venv/kustomize/.installed` installs kustomize")
 
 
 def _supports_components(kubectl: str) -> bool:

@@ -25,7 +25,7 @@ KNATIVE_POD = {"containers", "volumes", "serviceAccountName", "automountServiceA
 def sdk_package() -> Path:
     packages = [*SDK.glob("lib/python*/site-packages/kserve")]
     if not packages:
-        pytest.skip("KServe's SDK is not installed; `make .venv/kserve/.installed` brings it")
+        pytest.skip("KServe's SDK is not installed; `make .venv/kserve/.installed` installs it")
     return packages[0]
 
 

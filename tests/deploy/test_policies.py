@@ -16,7 +16,7 @@ CONFIG = Path(__file__).with_name("checkov.yaml")
 @pytest.mark.slow
 def test_checkov_finds_only_the_planted_violation(tmp_path: Path) -> None:
     if not CHECKOV.exists():
-        pytest.skip("checkov is not installed; `make .venv/checkov/.installed` brings it")
+        pytest.skip("checkov is not installed; `make .venv/checkov/.installed` installs it")
     for number, part in enumerate(PARTS):
         rendered = objects(part)
         (tmp_path / f"{number}.yaml").write_text(yaml.safe_dump_all([*rendered, *serving(rendered)]))

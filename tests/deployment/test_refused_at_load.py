@@ -47,7 +47,7 @@ def test_index_of_another_network_is_rejected(packed: PackedRelease, tmp_path: P
         index = json.loads(members.read("index.json"))
     stamped = json.dumps(index | {"network_sha256": "0" * 64}).encode()
     foreign = forge(packed, tmp_path / "foreign.mar", index_json=stamped)
-    with pytest.raises(IntegrityError, match="holds vectors of network 000000000000"):
+    with pytest.raises(IntegrityError, match="contains vectors of network 000000000000"):
         load(foreign.archive, tmp_path / "unpacked")
 
 
@@ -56,5 +56,5 @@ def test_replaced_network_is_rejected(packed: PackedRelease, tmp_path: Path) -> 
     with zipfile.ZipFile(packed.archive) as members:
         network = members.read("network.pt")
     replaced = forge(packed, tmp_path / "replaced.mar", network_pt=network + b" ")
-    with pytest.raises(IntegrityError, match="holds vectors of network"):
+    with pytest.raises(IntegrityError, match="contains vectors of network"):
         load(replaced.archive, tmp_path / "unpacked")

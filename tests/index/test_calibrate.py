@@ -95,7 +95,7 @@ def test_missing_queries_or_impostors_are_reported(
     with pytest.raises(DataError, match="query_fraction"):
         build(make_embeddings({"gallery": (vectors, labels)}), LABELS, index_settings(), tmp_path)
     one_class = (vectors, np.zeros_like(labels))
-    with pytest.raises(DataError, match="one class only"):
+    with pytest.raises(DataError, match="only one class"):
         build(make_embeddings({"gallery": one_class, "query": one_class}), LABELS, index_settings(), tmp_path)
     assert not (tmp_path / "index.json").exists()
 

@@ -169,8 +169,8 @@ def test_secrets_are_no_parameters_and_every_step_has_store_credentials(compiled
     for name in compiled.tasks:
         variables = {key["envVar"] for secret in compiled.pod(name)["secretAsEnv"] for key in secret["keyToEnv"]}
         assert {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= variables
-        proves = name in ("deploy", "rollback", "promote")
-        assert ("EVERNEAR_TOKEN" in variables) == proves, "only tasks that request predictions get the token"
+        verifies = name in ("deploy", "rollback", "promote")
+        assert ("EVERNEAR_TOKEN" in variables) == verifies, "only tasks that request predictions get the token"
     suspicious = [name for name in compiled.parameters if "key" in name or "password" in name or "token" in name]
     assert suspicious == ["task_token_secret"], "the name of a Secret is none"
 

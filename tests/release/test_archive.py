@@ -100,7 +100,7 @@ def test_index_of_another_network_is_not_packed(system: System, tmp_path: Path) 
     verdict.write_text("{}")
 
     candidate = Candidate(system.dataset, system.network_dir, index_dir, verdict, metrics={}, parent=None)
-    with pytest.raises(IntegrityError, match="holds vectors of network 000000000000"):
+    with pytest.raises(IntegrityError, match="contains vectors of network 000000000000"):
         archive(candidate, ServingSettings(), HANDLER, tmp_path / "release")
     assert not (tmp_path / "release").exists()
 

@@ -512,7 +512,7 @@ def test_concurrent_promotion_aborts_a_prune(
 
     with monkeypatch.context() as patched:
         patched.setattr(store, "put_if", promote_first)
-        with pytest.raises(ConflictError, match="champion changed meanwhile"):
+        with pytest.raises(ConflictError, match="champion changed in the meantime"):
             registry.prune(1)
     assert list(registry.list()) == before
     champion = registry.champion()

@@ -225,8 +225,8 @@ def test_unreachable_systems_are_warnings_of_a_run_that_succeeds(
     steps.notify("run-1", record.store.uri, "continuous-training", "SUCCEEDED", "", *files)
     (message,) = [step.message for step in record.steps() if step.step == "notify"]
     assert message.startswith("held:")
-    assert "; WARNING: MLflow of MLFLOW_TRACKING_URI did not take the run: [Errno 111] Connection refused." in message
-    assert "; WARNING: The model registry of MODEL_REGISTRY_BASE_URL did not take the run: [Errno 111]" in message
+    assert "; WARNING: MLflow of MLFLOW_TRACKING_URI rejected the run: [Errno 111] Connection refused." in message
+    assert "; WARNING: The model registry of MODEL_REGISTRY_BASE_URL rejected the run: [Errno 111]" in message
     assert "secret" not in message
 
 

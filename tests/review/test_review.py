@@ -81,7 +81,7 @@ def test_label_is_an_image_of_the_source_and_undo_removes_it(store: Store, sourc
     answers.label(item.image, answer(item, label="bird"))
     assert names(source) - before == {(f"bird/review-{item.id[:16]}.png", "bird")}
     assert Queue(store).pending(answers.latest().keys(), 10) == []
-    with pytest.raises(ConflictError, match="answered meanwhile"):
+    with pytest.raises(ConflictError, match="answered in the meantime"):
         answers.label(item.image, answer(item, label="cat"))
     answers.undo(answer(item, "undo"))
     assert names(source) == before
@@ -205,7 +205,7 @@ def test_page_labels_and_undoes(store: Store, source: Path) -> None:
     path = source / "dog" / f"review-{image[:16]}.png"
     assert path.exists()
     again = client.post("/?token=secret", data={"image": image, "action": "label", "label": "cat"})
-    assert (again.status_code, "was answered meanwhile" in again.text) == (409, True)
+    assert (again.status_code, "was answered in the meantime" in again.text) == (409, True)
     client.post("/?token=secret", data={"image": image, "action": "undo"})
     assert not path.exists()
     client.post("/?token=secret", data={"image": image, "action": "skip"})

@@ -148,7 +148,7 @@ def test_relabel_of_a_missing_file_is_refused_and_not_recorded(store: Store, sou
     assert answers.latest() == {}
 
 
-def test_name_that_was_taken_meanwhile_is_reported_once(store: Store, source: Path) -> None:
+def test_name_that_was_taken_in_the_meantime_is_reported_once(store: Store, source: Path) -> None:
     suspect = suspect_of(source, "1/000-is-0.png", "0")
     answers = Answers(store, open_target(f"folder:{source}"))
     answers.label(b"", answer(suspect, label="0"))
@@ -179,7 +179,7 @@ def test_page_relabels_keeps_and_undoes(store: Store, source: Path) -> None:
     def post(action: str, label: str = "") -> str:
         return client.post("/?token=secret", data={"image": suspect.image, "action": action, "label": label}).text
 
-    assert "has the label 1 already" in post("label", "1")
+    assert "already has the label 1" in post("label", "1")
     assert "kept its label" in post("keep")
     assert 'class="pair"' in post("undo")
     assert "relabeled <b>0</b>" in post("label", "0")

@@ -106,7 +106,7 @@ def test_small_images_are_decoded_first_and_none_after_the_timeout(
     answers = core.predict_batch(batch, decode_timeout_s=10).responses
     assert widths == [8, 8, 500, 700]
     assert answers[0] == Rejection(
-        code=503, type="Overloaded", message="Large images took all the time for decoding; send the image again."
+        code=503, type="Overloaded", message="Decoding large images took too long; send the image again."
     )
     assert isinstance(answers[1], Rejection)
     assert answers[1].code == 400

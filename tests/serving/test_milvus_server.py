@@ -65,7 +65,7 @@ def test_release_is_served_and_survives_a_restart_of_milvus(
 
         milvus.kill()
         milvus.wait()
-        with pytest.raises(ServingError, match="The gallery cannot be searched now"):
+        with pytest.raises(ServingError, match="The gallery cannot be searched at the moment"):
             served.client().predict(served.parts.smoke_queries()[0][0])
 
         start_milvus()

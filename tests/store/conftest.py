@@ -29,7 +29,7 @@ def front(s3_endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 @pytest.fixture
-def altering_front(front: FaultyServer) -> FaultyServer:
+def altering_proxy(front: FaultyServer) -> FaultyServer:
     """The proxy, if it may change requests; real servers verify signatures."""
     if "TEST_S3_URL" in os.environ:
         pytest.skip("the server at TEST_S3_URL verifies signatures")

@@ -36,17 +36,17 @@ def atomic(front: FaultyServer) -> FaultyServer:
 
 
 @pytest.fixture
-def ignoring(altering_front: FaultyServer) -> FaultyServer:
+def ignoring(altering_proxy: FaultyServer) -> FaultyServer:
     """A server that ignores conditions, like SeaweedFS before 3.97."""
-    altering_front.ignored_headers = frozenset({"If-Match", "If-None-Match"})
-    return altering_front
+    altering_proxy.ignored_headers = frozenset({"If-Match", "If-None-Match"})
+    return altering_proxy
 
 
 @pytest.fixture
-def early(altering_front: FaultyServer) -> FaultyServer:
+def early(altering_proxy: FaultyServer) -> FaultyServer:
     """A server that rejects a failed conditional write before reading its body, then resets, like MinIO."""
-    altering_front.refuses_early = True
-    return altering_front
+    altering_proxy.refuses_early = True
+    return altering_proxy
 
 
 @pytest.fixture(params=SERVERS)

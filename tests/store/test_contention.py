@@ -30,7 +30,7 @@ def contended_store(request: pytest.FixtureRequest) -> tuple[str, int]:
         if "TEST_S3_URL" not in os.environ:
             pytest.skip("TEST_S3_URL is not set")
         return f"s3://{request.getfixturevalue('bucket')}/team", 1000
-    front: FaultyServer = request.getfixturevalue("altering_front")
+    front: FaultyServer = request.getfixturevalue("altering_proxy")
     front.refuses_early = True
     return f"s3://{request.getfixturevalue('bucket')}/team", 8
 

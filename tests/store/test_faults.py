@@ -76,8 +76,8 @@ def test_interrupted_read_is_retried(front: FaultyServer, store: S3Store, tmp_pa
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
-        (truncate, r"The transfer of s3://bucket-\d+/prefix/x broke off \(.*\); run again\."),
-        (reset_download, r"The transfer of s3://bucket-\d+/prefix/x broke off \(.*\); run again\."),
+        (truncate, r"The transfer of s3://bucket-\d+/prefix/x was interrupted \(.*\); run again\."),
+        (reset_download, r"The transfer of s3://bucket-\d+/prefix/x was interrupted \(.*\); run again\."),
         (
             refuse(503, "SlowDown"),
             r"http://.* is overloaded or broken \(503 SlowDown\) after 4 tries; run again later\.",

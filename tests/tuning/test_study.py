@@ -81,7 +81,7 @@ def test_a_killed_study_continues(digits: Dataset, simulated: Trials, tmp_path: 
 
 def test_a_study_of_other_settings_is_not_continued(digits: Dataset, simulated: Trials, tmp_path: Path) -> None:
     tune(digits, RunSettings(), SPACE, 1, tmp_path, ignore)
-    with pytest.raises(SettingsError, match="holds a study of other images, settings or parameters"):
+    with pytest.raises(SettingsError, match="has a study of other images, settings or parameters"):
         tune(digits, load(environment={}, overrides=["train.epochs=3"]), SPACE, 1, tmp_path, ignore)
 
 

@@ -156,7 +156,7 @@ def promote(
 @app.command()
 @with_options(settings=registry_settings)
 def rollback(settings: Settings, why: WhyOption = "", as_json: JsonOption = False) -> None:
-    """Make the previous champion the champion again. Repeat to go further back."""
+    """Make the previous champion the champion again. Repeat the command to go further back."""
     from evernear.deployment import roll_back
     from evernear.release.registry import Cause
 

@@ -32,7 +32,7 @@ def status(settings: Settings, as_json: JsonOption = False) -> None:
 def serve(
     settings: Settings,
     foreground: Annotated[
-        bool, typer.Option("--foreground", help="Stay in the foreground; the server ends with this process.")
+        bool, typer.Option("--foreground", help="Stay in the foreground; the server stops with this process.")
     ] = False,
 ) -> None:
     """Start TorchServe with the champion, unless it is already running."""

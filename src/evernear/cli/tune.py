@@ -23,12 +23,12 @@ SpaceOption = Annotated[
 @with_options(settings=run_settings)
 def tune(
     settings: Settings,
-    trials: Annotated[int, typer.Option("--trials", min=1, help="Trials that the study is to have.")] = 20,
+    trials: Annotated[int, typer.Option("--trials", min=1, help="Total number of trials in the study.")] = 20,
     space: SpaceOption = None,
     study: Annotated[Path | None, typer.Option("--study", help="Directory of the study. [WORKDIR/study]")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Search for better settings of the training on this machine; a killed study goes on where it stopped."""
+    """Search for better settings of the training on this machine; a killed study continues where it stopped."""
     from evernear.tuning.space import BUILT_IN, load_space
     from evernear.tuning.study import BEST_FILE
     from evernear.tuning.study import tune as run_study
@@ -39,7 +39,7 @@ def tune(
     if as_json:
         print_json(result)
         return
-    failed = f", and {result.failed} that could not be trained with" if result.failed else ""
+    failed = f", and {result.failed} that failed to train" if result.failed else ""
     print_line(f"{result.trials} trials{failed}. Accuracy on the query split, which chose the settings:")
     print_line(f"  unchanged settings  {result.baseline}")
     if not result.settings:

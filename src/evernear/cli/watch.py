@@ -106,7 +106,7 @@ def start(config: ConfigOption = None, overrides: SetOption = None, workdir: Wor
 
 @app.command()
 def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
-    """Pause the watcher; its process stays and does nothing until `start`."""
+    """Pause the watcher; its process keeps running but does nothing until `start`."""
     from evernear.release.registry import whoami
 
     _schedule(config, overrides, workdir).switch(False, whoami())

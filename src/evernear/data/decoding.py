@@ -14,7 +14,7 @@ from evernear.data.preprocess import Pixels, Resize, decode_inspected, image_dig
 from evernear.data.sources import FileEntry, FileSource
 from evernear.errors import DataError
 
-# Images of the maximum size that are decoded at once, whatever the number of threads.
+# Images of the maximum size that are decoded at the same time, regardless of the number of threads.
 _MAX_CONCURRENT_LARGEST = 4
 
 
@@ -31,7 +31,7 @@ class DecodedImage:
 
 @dataclass(frozen=True)
 class DecodeFailure:
-    """A file that cannot be decoded, and the reason as a sentence."""
+    """A file that cannot be decoded, and the reason."""
 
     entry: FileEntry
     reason: str

@@ -42,7 +42,7 @@ Shape = tuple[int, int, int]
 _BATCH_IMAGES = 256
 _BATCH_BYTES = 16 * 2**20
 _REPORT_INTERVAL_S = 1.0
-# An ingest that is killed loses at most this time, or this part of its time if that is longer.
+# A killed ingest loses at most this much time, or this fraction of its run time if that is longer.
 _CHECKPOINT_INTERVAL_S = 10.0
 _CHECKPOINT_PART = 0.1
 MAX_SIZE_PX = 128
@@ -107,9 +107,9 @@ def ingest(settings: DataSettings, store_uri: str, report: Callable[[str], None]
     second.
 
     Raises:
-        DataError: there are no images, there is one class only, or the images do not match the earlier ones.
+        DataError: there are no images, there is only one class, or the images do not match the earlier ones.
         StoreError: the store or the disk fails.
-        ConflictError: another ingest of this dataset finished meanwhile.
+        ConflictError: another ingest of this dataset finished in the meantime.
     """
     if settings.test_fraction + settings.gallery_fraction + settings.query_fraction >= 1:
         raise SettingsError("data.test_fraction, gallery_fraction and query_fraction leave nothing to train on.")
@@ -185,14 +185,14 @@ def _list_source(source: ArraySource | FileSource, ledger: Ledger, uri: str) -> 
         ledger.note_hidden_folders(source.hidden_folders)
         if not ledger.count_listed():
             raise DataError(
-                f"{uri} holds no image in a class folder; put PNG, JPEG or WebP files under <class>/ or "
+                f"{uri} contains no image in a class folder; put PNG, JPEG or WebP files under <class>/ or "
                 "<split>/<class>/."
             )
     else:
         labels.update(entry.label for entry in source.entries())
     labels.update(ledger.labels_listed())
     if len(labels) < 2:
-        raise DataError(f"{uri} holds images of one class only ({min(labels)!r}); a recognizer needs at least two.")
+        raise DataError(f"{uri} contains images of only one class ({min(labels)!r}); a recognizer needs at least two.")
     ledger.add_labels(sorted(labels.difference(ledger.labels()), key=_natural_order))
 
 
@@ -216,13 +216,14 @@ def _shape(settings: DataSettings, source: ArraySource | FileSource, ledger: Led
     shape = (settings.size_px or default[0], settings.size_px or default[1], channels or default[2])
     if parent is not None and shape != parent.shape:
         raise DataError(
-            f"The dataset {parent.name!r} holds images of {_times(parent.shape)}, the settings (data.size_px,"
-            f" data.channels) ask for {_times(shape)}; leave them out, or start over with another --workdir or store."
+            f"The dataset {parent.name!r} contains images of {_dimensions(parent.shape)}, but the settings"
+            f" (data.size_px, data.channels) ask for {_dimensions(shape)}; leave them out, or start over with"
+            " another --workdir or store."
         )
     return shape
 
 
-def _times(shape: Shape) -> str:
+def _dimensions(shape: Shape) -> str:
     return " x ".join(str(n) for n in shape)
 
 
@@ -322,8 +323,8 @@ class _Adder:
             for part in batched(results, batch_size):
                 images = [result for result in part if isinstance(result, DecodedImage)]
                 failures = [result for result in part if isinstance(result, DecodeFailure)]
-                self._ledger.settle([(image.entry.name, image.digest, None) for image in images])
-                self._ledger.settle([(failure.entry.name, None, failure.reason) for failure in failures])
+                self._ledger.record_results([(image.entry.name, image.digest, None) for image in images])
+                self._ledger.record_results([(failure.entry.name, None, failure.reason) for failure in failures])
                 if images:
                     self._add(Batch.of_files(images))
                 self._progress(len(part), total)

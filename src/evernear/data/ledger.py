@@ -240,7 +240,7 @@ class Ledger:
         step = max(1, self.count_listed() // count)
         return [FileEntry(*row) for row in self._all(query, self._source, step, count)]
 
-    def settle(self, decoded: Iterable[tuple[str, bytes | None, str | None]]) -> None:
+    def record_results(self, decoded: Iterable[tuple[str, bytes | None, str | None]]) -> None:
         """Record results of decoding: (name, digest or None, fault or None)."""
         self._many(
             "UPDATE files SET pending = 0, digest = ?, fault = ? WHERE source = ? AND name = ?",
@@ -351,12 +351,12 @@ class Ledger:
     def _problem_queries(self, height_px: int, width_px: int) -> Iterator[tuple[str, str, tuple[object, ...]]]:
         """Kind, query for (name, digest if several files share it, description), values of the query."""
         yield "undecodable", "SELECT name, NULL, fault FROM named WHERE fault IS NOT NULL", ()
-        yield "tiny_class", "SELECT name, NULL, 'holds no image' FROM empty_folders", ()
+        yield "tiny_class", "SELECT name, NULL, 'contains no image' FROM empty_folders", ()
         hidden = "'begins with a dot, so its images were left out'"
         yield "hidden_folder", f"SELECT name, NULL, {hidden} FROM hidden_folders", ()  # noqa: S608 - our own words
         twins = "SELECT name, digest, {} FROM twins WHERE {}"
-        yield "conflicting_labels", twins.format("'are one image under several labels'", "labels > 1"), ()
-        across = twins.format("'are one image given in several splits'", "labels = 1 AND splits > 1")
+        yield "conflicting_labels", twins.format("'are copies of one image under several labels'", "labels > 1"), ()
+        across = twins.format("'are copies of one image in several splits'", "labels = 1 AND splits > 1")
         yield "duplicate_across_splits", across, ()
         yield "duplicate", twins.format("'are one image'", "labels = 1 AND splits = 1"), ()
         name = "(SELECT MIN(name) FROM named WHERE named.digest = images.digest)"

@@ -79,15 +79,15 @@ class Dataset:
         """Images of a split."""
         return self.manifest.count(split)
 
-    def require_shape(self, shape: tuple[int, int, int], taker: str) -> None:
-        """Check that ``taker``, a release or the candidate, takes images of this dataset's shape.
+    def require_shape(self, shape: tuple[int, int, int], recognizer: str) -> None:
+        """Check that ``recognizer``, a release or the candidate, accepts images of this dataset's shape.
 
         Raises:
             DataError: it takes images of another ``shape``.
         """
         if shape != self.shape:
             raise DataError(
-                f"{taker} takes images of {shape} and cannot be measured on those of {self.manifest.name}, "
+                f"{recognizer} takes images of {shape} and cannot be measured on those of {self.manifest.name}, "
                 f"{self.shape}; start over with another --workdir or store."
             )
 
@@ -314,7 +314,7 @@ class _ShardFiles:
         return _opened(path)
 
     def _make_room(self, size_bytes: int) -> None:
-        """Evict the least recently used copies; a process that reads one can go on until it closes the file."""
+        """Evict the least recently used copies; a process that is reading one can continue until it closes the file."""
         with disk_errors(self._cache):
             self._cache.mkdir(parents=True, exist_ok=True)
             copies: list[tuple[int, int, Path]] = []

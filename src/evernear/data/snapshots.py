@@ -12,7 +12,7 @@ from evernear.frozen import Frozen
 from evernear.settings import DataSettings
 from evernear.store import Store
 
-# A ledger is stored whole again after this many changes, or if together they are larger than this part of it.
+# A ledger is stored whole again after this many sets of changes, or if together they exceed this fraction of its size.
 _MAX_CHANGES = 20
 _MAX_CHANGED_PART = 0.25
 
@@ -56,7 +56,7 @@ class Snapshots:
         manifest = self._manifest(digest)
         if manifest.digest != digest:
             raise IntegrityError(
-                f"{self.store.uri}/{manifest_key(self.name, digest)} does not hold the snapshot of that digest."
+                f"{self.store.uri}/{manifest_key(self.name, digest)} does not contain the snapshot with that digest."
             )
         return manifest
 
@@ -72,7 +72,7 @@ class Snapshots:
             changes.unlink()
 
     def resume(self, settings: DataSettings, parent: Manifest | None) -> Manifest | None:
-        """What an earlier ingest after ``parent`` stored before it was killed; None without one of equal settings."""
+        """The checkpoint of a killed ingest after ``parent``; None if there is none with the same settings."""
         stored = self.store.find(self._checkpoint_key)
         if stored is None:
             return None
@@ -93,7 +93,7 @@ class Snapshots:
         """Make ``manifest`` the newest snapshot, unless the newest one has the same content.
 
         Raises:
-            ConflictError: another ingest moved the head meanwhile.
+            ConflictError: another ingest moved the head in the meantime.
         """
         if manifest.digest == manifest.parent:
             head = self.head()
@@ -115,10 +115,10 @@ class Snapshots:
             return stored_digests(path)
 
     def interrupt_ingests(self) -> None:
-        """Make an ingest that is under way fail, and the next one start over.
+        """Make an ingest in progress fail, so that the next one starts over.
 
         Raises:
-            ConflictError: an ingest finished meanwhile.
+            ConflictError: an ingest finished in the meantime.
         """
         data, etag = self.store.find(self._head_key) or (b"", None)
         head = DatasetHead.from_json(data, f"{self.store.uri}/{self._head_key}")
@@ -171,7 +171,7 @@ class Snapshots:
         except ConflictError:
             if DatasetHead.from_json(self.store.get(self._head_key), self._head_key) != head:
                 raise ConflictError(
-                    f"Another ingest of the dataset {self.name!r} finished meanwhile; run again."
+                    f"Another ingest of the dataset {self.name!r} finished in the meantime; run again."
                 ) from None
 
     def _manifest(self, digest: str) -> Manifest:

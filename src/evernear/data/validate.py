@@ -206,7 +206,7 @@ def _vanished(totals: dict[str, int], champion_labels: Sequence[str], classes: C
 def _splits(counts: Counts, totals: dict[str, int]) -> Iterator[Finding]:
     empty = [split for split in SPLITS if not any(counts[split].values())]
     if empty:
-        message = f"No image is in the split {_listed(empty)}; add images or raise its share (data.*_fraction)."
+        message = f"There is no image in the split {_listed(empty)}; add images or raise its share (data.*_fraction)."
         yield _finding("empty_split", message, empty, len(empty))
     present = [label for label, count in totals.items() if count]
     unknown = [label for label in present if not counts["gallery"][label]]

@@ -42,7 +42,9 @@ def check_header(file: BinaryIO, dtype: np.dtype[np.void], shard: Shard) -> int:
     except ValueError:
         header = None
     if header != ((shard.count,), False, dtype):
-        raise IntegrityError(f"The shard {shard.sha256} does not hold {shard.count} images of {dtype['image'].shape}.")
+        raise IntegrityError(
+            f"The shard {shard.sha256} does not contain {shard.count} images of {dtype['image'].shape}."
+        )
     return file.tell()
 
 

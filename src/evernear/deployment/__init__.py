@@ -1,4 +1,4 @@
-"""Deploy releases: check the policy, publish, bring up, prove, move the champion.
+"""Deploy releases: check the policy, publish, bring up, verify, move the champion.
 
 `open_target` chooses where; `evernear.deployment.target` has the interface of a target.
 """
@@ -22,14 +22,14 @@ from evernear.store import open_store
 def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Cause | None = None) -> Deployment:
     """Deploy an archived release to ``settings.target`` and make it the champion.
 
-    Deploying the champion again repeats the proof and changes nothing else. ``cause`` (default: this process) is
+    Deploying the champion again repeats the verification and changes nothing else. ``cause`` (default: this process) is
     recorded in the history.
 
     Raises:
-        IntegrityError, ConflictError: the policy rejects it, see `promotion_policy.check_candidate`.
-        ServingError, ClusterError: it does not come up, or answers wrongly; the previous release is live.
-        StoreError: the registry is unreachable, or the champion changed meanwhile.
-        TransientStoreError: the release is live and proved, but may not be recorded as the champion.
+        IntegrityError, ConflictError: the policy rejects it, see `promotion_policy.check_candidate`. ServingError,
+        ClusterError: it does not come up, or answers wrongly; the previous release is live. StoreError: the registry is
+        unreachable, or the champion changed in the meantime.
+        TransientStoreError: the release is live and verified, but may not be recorded as the champion.
         BusyError: another deployment to the same target is in progress.
         SettingsError: a setting that the target needs is missing.
     """

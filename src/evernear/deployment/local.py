@@ -65,7 +65,7 @@ class LocalTarget:
         Raises:
             BusyError: another deployment does not end.
         """
-        busy = f"Another deployment into {self._settings.workdir} is under way; wait for it and try again."
+        busy = f"Another deployment to {self._settings.workdir} is in progress; wait for it and try again."
         with torchserve.exclusive_lock(self._home / "deploy.lock", busy):
             with disk_errors(self._home):
                 for staged in model_store(self._home).glob(".*"):
@@ -81,10 +81,10 @@ class LocalTarget:
 
     @contextlib.contextmanager
     def rollout(self, archive: Path, parts: ReleaseParts) -> Generator[VerifiedRollout]:
-        """Load a release beside the live one and prove it on its own URL; make it the default after the body.
+        """Load a release beside the live one and verify it on its own URL; make it the default after the body.
 
-        The live release answers throughout. TorchServe is started if it is down. A champion that cannot be brought up,
-        for example because its archive is damaged, does not prevent the rollout of another release.
+        The live release keeps serving. TorchServe is started if it is down. A champion that cannot be brought up, for
+        example because its archive is damaged, does not prevent the rollout of another release.
 
         Raises:
             ServingError: TorchServe or the release does not come up, or the smoke test fails; the release is unloaded.
@@ -178,7 +178,7 @@ class LocalTarget:
             self._unload(version)
 
     def _try_to_follow_champion(self, candidate: str) -> str | None:
-        """Make the champion the default; the reason if it cannot be brought up."""
+        """Make the champion the default; return the reason if it cannot be brought up."""
         champion = self._registry.champion()
         if champion is None or champion.version == candidate:
             return None
@@ -189,7 +189,7 @@ class LocalTarget:
         return None
 
     def _ensure_loaded(self, archive: Path, version: str) -> bool:
-        """Load a release unless the same archive is loaded and ready; whether it had to be loaded."""
+        """Load a release unless the same archive is loaded and ready; return whether it had to be loaded."""
         registered, stored = self._registered(), self._stored(version)
         if version in registered:
             same = stored.is_file() and (archive == stored or sha256_file(archive) == sha256_file(stored))
@@ -272,7 +272,7 @@ def serve(settings: RunSettings) -> str:
 
 
 def follow(settings: RunSettings) -> None:
-    """Stay until the server ends. SIGTERM and Ctrl-C drain the server and end both.
+    """Wait until the server exits. SIGTERM and Ctrl-C drain the server and end both.
 
     Raises:
         ServingError: the server died.
@@ -290,7 +290,7 @@ def follow(settings: RunSettings) -> None:
     except KeyboardInterrupt:
         torchserve.stop(home)
         raise UserInterruptError(
-            "Interrupted. TorchServe answered the requests in flight and ended; `evernear serve` starts it again."
+            "Interrupted. TorchServe answered the requests in flight and stopped; `evernear serve` starts it again."
         ) from None
     if read_state(home) is not None:  # nobody stopped it
         raise ServingError(f"TorchServe died; see {home}/logs.")

@@ -9,7 +9,7 @@ from evernear.serving.responses import Prediction
 DISTANCE_TOLERANCE = 1e-3  # float32 rounding differs between machines; the square root is steep near zero
 
 
-class Predicts(Protocol):
+class PredictionClient(Protocol):
     """A client: `evernear.serving.client.Client`, or one with another transport."""
 
     def predict(self, image: bytes, version: str | None = None) -> Prediction:
@@ -17,8 +17,8 @@ class Predicts(Protocol):
         ...
 
 
-def smoke(client: Predicts, parts: ReleaseParts) -> int:
-    """Send the stored queries to the release's own URL; the number that were answered.
+def smoke(client: PredictionClient, parts: ReleaseParts) -> int:
+    """Send the stored queries to the release's own URL; return how many were answered.
 
     Raises:
         ServingError: an answer is missing or differs from the stored one, or no query is stored.

@@ -64,7 +64,7 @@ class DeploymentTarget(Protocol):
         ...
 
     def rollout(self, archive: Path, parts: ReleaseParts) -> AbstractContextManager[VerifiedRollout]:
-        """Bring a published release up and prove it; the body of the context then records it as the champion.
+        """Bring a published release up and verify it; the body of the context then records it as the champion.
 
         If anything fails, the body included, the previous release is live again. The exception is a
         `TransientStoreError` of the body: the release stays live, see `unrecorded`.
@@ -95,7 +95,7 @@ class RegistryTarget:
         return directory / ARCHIVE_FILE
 
     def rollout(self, archive: Path, parts: ReleaseParts) -> AbstractContextManager[VerifiedRollout]:
-        """No server, no proof."""
+        """Nothing to verify without a server."""
         return nullcontext(VerifiedRollout())
 
     def status(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class RegistryTarget:
 
 
 def unrecorded(version: str, error: TransientStoreError) -> TransientStoreError:
-    """The error for a release that is proved and stays live although the store did not record it as the champion.
+    """The error for a release that is verified and stays live although the store did not record it as the champion.
 
     Putting the previous release back could fail, since its archive comes from the same store; and the pointer may have
     moved already.

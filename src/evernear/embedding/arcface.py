@@ -12,7 +12,7 @@ from evernear.embedding.network import Architecture, build
 HIGHEST_PROBABILITY = 1 - 1e-7
 """Probability of the true class that the softmax must be able to reach."""
 SAMPLED_FROM = 10_000
-"""Number of classes from which on a training step compares images with a random sample of the classes."""
+"""From this number of classes, a training step compares images with a random sample of the classes."""
 SAMPLED_SHARE = 0.1
 """Size of the sample: the rate at which Partial FC keeps the accuracy of all classes."""
 
@@ -71,9 +71,10 @@ def sample_classes(labels: Tensor, classes: int, batch_labels: Tensor) -> tuple[
 
     ``batch_labels`` are those of the whole batch, of which ``labels`` may be the part of one process.
 
-    From `SAMPLED_FROM` classes on, these are the classes of the batch and `SAMPLED_SHARE` of all classes at random
-    (An et al. 2022, "Killing Two Birds with One Stone: Efficient and Robust Training of Face Recognition CNNs by
-    Partial FC", arXiv:2203.15565), so that the time of a step is that of the network. Below, the sample is None: all.
+    From `SAMPLED_FROM` classes on, these are the classes of the batch and `SAMPLED_SHARE` of all classes at random (An
+    et al. 2022, "Killing Two Birds with One Stone: Efficient and Robust Training of Face Recognition CNNs by Partial
+    FC", arXiv:2203.15565), so that the time of a step is that of the network. Below that number, the sample is None,
+    which means all classes.
     """
     if classes < SAMPLED_FROM:
         return None, labels

@@ -260,11 +260,12 @@ def whiten(network: EmbeddingNetwork, batches: Iterable[tuple[Tensor, Tensor]], 
 def discriminant(counts: Floats, sums: Floats, products: Floats) -> tuple[Floats, Floats]:
     """The mean (D,) and the matrix (D, D) that whiten features and weight what tells classes apart.
 
-    Features of a pretrained network vary most in what its own classes differ by. As in linear discriminant analysis
-    (Fukunaga 1990, "Introduction to Statistical Pattern Recognition", section 10.2), they are divided by their
-    deviation within classes. A direction in which the class means then have a variance of v, of which u is the error of
-    the means, is multiplied by 1 - u / v, but by at least `SMALLEST_GAIN`. The covariance is shrunk as if
-    `PRIOR_IMAGES` per dimension varied alike in all directions, because there are often fewer images than features.
+    Features of a pretrained network vary most in the directions in which its own classes differ. As in linear
+    discriminant analysis (Fukunaga 1990, "Introduction to Statistical Pattern Recognition", section 10.2), they are
+    divided by their deviation within classes. A direction in which the class means then have a variance of v, of which
+    u is the error of the means, is multiplied by 1 - u / v, but by at least `SMALLEST_GAIN`. The covariance is shrunk
+    as if `PRIOR_IMAGES` per dimension varied alike in all directions, because there are often fewer images than
+    features.
 
     Args:
         counts: (C,), images of each class.
@@ -292,7 +293,7 @@ def discriminant(counts: Floats, sums: Floats, products: Floats) -> tuple[Floats
 def _pretrained(architecture: Architecture, weights: Weights) -> nn.Module:
     """A model with ``weights``, which timm adapts to its number of channels and its size.
 
-    Without a classifier on either side (``num_classes``), timm wants every other key, and no more.
+    Without a classifier on either side (``num_classes``), timm requires exactly the other keys.
     """
     own = {key.removeprefix(_OWN_PREFIX): value for key, value in weights.state.items() if key.startswith(_OWN_PREFIX)}
     state = own or dict(weights.state)

@@ -44,7 +44,7 @@ class TrainingImages:
         gallery = self._counts("gallery")
         if gallery.sum() == 0:
             raise TrainingError(
-                f"Dataset {dataset.manifest.name} has no image in its gallery split, which training is validated on; "
+                f"Dataset {dataset.manifest.name} has no image in its gallery split, on which training is validated; "
                 "raise data.gallery_fraction or add images."
             )
         self.chance_accuracy = float(gallery.max() / gallery.sum())

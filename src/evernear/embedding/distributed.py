@@ -88,7 +88,7 @@ def run(
         ProcessFailedError: a process failed in another way or was killed.
     """
     messages: SimpleQueue[Message | EvernearError] = multiprocessing.get_context("spawn").SimpleQueue()
-    rendezvous = _serve_rendezvous(node) if node.rank == 0 else None  # serves as long as this object lives
+    rendezvous = _serve_rendezvous(node) if node.rank == 0 else None  # the server runs as long as this object exists
     if rendezvous is not None:
         node = replace(node, port=rendezvous.port, address=LOOPBACK)
     if processes == 1:
@@ -195,7 +195,7 @@ def _process_group(backend: str, node: Node, rank: int, processes: int) -> Gener
 
 
 def _exit_with_parent() -> None:
-    """End this process when its parent is gone, also on systems without the parent-death signal of Linux."""
+    """End this process when its parent has exited, also on systems without the parent-death signal of Linux."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

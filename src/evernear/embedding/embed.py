@@ -91,7 +91,7 @@ def embed_images(network: nn.Module, images: NDArray[np.uint8]) -> NDArray[np.fl
 
 @contextmanager
 def _one_torch_thread() -> Generator[int]:
-    """Compute each batch in one thread. Yields how many batches to compute at once, which is faster than one in all."""
+    """Compute each batch in one thread, which is faster. Yields how many batches to compute concurrently."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -53,8 +53,8 @@ class ExportedNetwork(Frozen):
 class CenteredNetwork(nn.Module):
     """A network whose unit vectors are centered and normalized again (Wang et al. 2019, arXiv:1911.04623).
 
-    ArcFace separates classes by angle, but lets all of them share a direction, in which images of unseen classes lie,
-    too. Without that direction they are farther from the known ones (``benchmarks/open_set.py``).
+    ArcFace separates classes by angle, but lets all of them share a direction, in which images of unseen classes lie as
+    well. Without that direction they are farther from the known ones (``benchmarks/open_set.py``).
     """
 
     def __init__(self, network: EmbeddingNetwork, center: Tensor) -> None:

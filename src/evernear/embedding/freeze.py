@@ -1,4 +1,4 @@
-"""The network that a training begins with, and a frozen one, which is not trained at all."""
+"""The initial network of a training, and a frozen one, which is not trained at all."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ def choose_architecture(dataset: Dataset, settings: TrainSettings) -> Architectu
     The standard deviation has a lower bound, for channels without contrast.
 
     Raises:
-        TrainingError: ``train.backbone`` names no network, or one that cannot be used so.
+        TrainingError: ``train.backbone`` names no network, or one that cannot be used this way.
     """
     options = _timm_options(dataset, settings)
     if "mean" not in options:

@@ -1,4 +1,4 @@
-"""The memory of a network's activations, which bounds how many images it processes at once."""
+"""The memory of a network's activations, which limits how many images it processes together."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 INFERENCE_BYTES = 128 * 2**20
-"""Bound of the activations that exist at once without gradients, per thread that embeds."""
+"""Maximum size of the activations that exist at the same time without gradients, per embedding thread."""
 TRAINING_BYTES = 2**30
 """Bound of the activations that a training step keeps for its gradients, on a CPU."""
 GPU_SHARE = 0.5
@@ -19,7 +19,7 @@ TRAINING_FACTOR = 2.0
 
 
 def inference_batch(network: nn.Module, image: Tensor) -> int:
-    """Images that ``network`` may process at once without gradients. ``image`` (1, C, H, W) is an example of one."""
+    """Images that ``network`` may process together without gradients; ``image`` (1, C, H, W) is an example."""
     largest = max(_layer_bytes(network, image, lambda inputs, output: inputs + output), default=1)
     return max(1, int(INFERENCE_BYTES / (largest * INFERENCE_FACTOR)))
 

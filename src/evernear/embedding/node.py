@@ -2,7 +2,7 @@
 
 The train step writes the `NodeTask` of the run to the store, and reads the `NodeLog` of each node from there. The
 result is the last checkpoint. A lost node ends the others. The JobSet then starts all of them again, and they resume
-from the last checkpoint. A `TrainingError`, such as a loss that is not finite, would only repeat itself: its exit code
+from the last checkpoint. A `TrainingError`, such as a loss that is not finite, would only occur again, so its exit code
 ends the TrainJob (``podFailurePolicy`` in ``deploy/components/multi-node-training``).
 """
 
@@ -101,7 +101,7 @@ def main() -> int:
     try:
         run_node(open_store(store_uri), run, distributed.Node.from_environment(os.environ))
     except distributed.ProcessFailedError:
-        return 1  # in its log already; unlike a `TrainingError`, worth another start
+        return 1  # already in the log; unlike after a `TrainingError`, another start may succeed
     except EvernearError as error:
         print_line(f"evernear: {error}", sys.stderr)
         return error.exit_code

@@ -64,7 +64,7 @@ WARM_UP = 0.2
 MARGIN_WARM_UP = 0.5
 """Fraction of all steps in which the margin rises from 0 to `TrainSettings.margin`.
 
-With the whole margin from the first step on, training on images harder than digits stays at chance. The annealing of
+With the full margin from the first step, training on images harder than digits stays at chance. The annealing of
 SphereFace (Liu et al. 2017, arXiv:1704.08063) begins without a margin for the same reason.
 """
 PRETRAINED_RATE_FACTOR = 0.1
@@ -72,7 +72,7 @@ PRETRAINED_RATE_FACTOR = 0.1
 FLIP_TOLERANCE = 0.1
 """Largest loss of accuracy under a harmless flip, as a fraction of the accuracy above chance."""
 SEEN = 8
-"""Standard errors above chance from which on the accuracy is high enough to compare flips."""
+"""Standard errors above chance at which the accuracy is high enough to compare flips."""
 CHECKPOINT_FORMAT = 4
 WITHOUT_EFFECT = {"parity_tolerance", "checkpoint_every_epochs", "test_time_flip"}
 """Settings that do not affect the weights."""
@@ -131,7 +131,7 @@ def train(
     rank, world_size = distributed.place()
     device = torch.device("cpu") if elsewhere else choose_device(settings, rank % settings.processes)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # which `distributed.from_rank_0` communicates by
+        torch.cuda.set_device(device)  # the device for `distributed.from_rank_0`
     settings = with_defaults(settings, dataset)
     precision = choose_precision(settings, device)
     images = TrainingImages(dataset, exclude_labels)

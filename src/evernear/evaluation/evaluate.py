@@ -58,7 +58,7 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     champion_test_overlap: float | None = None
     """Proportion of the champion's test images that are in the test split; None as for ``champion_leakage``."""
     classes: ClassSettings = NO_CHANGES
-    """Classes of the champion that were removed or renamed on purpose; its measurement uses their present names."""
+    """Classes of the champion that were removed or renamed on purpose; its measurement uses their current names."""
     outcomes: dict[str, SkipValidation[Outcomes]] = Field(default={}, exclude=True, repr=False)
     """By "candidate" and "champion"; stored in `OUTCOMES_FILE`."""
 

@@ -116,7 +116,7 @@ class LiveDistances(Frozen):
 
 
 class Examples(Frozen):
-    """Everything that the run page shows of single images. Histograms have `BINS` equal bins from 0 to `FARTHEST`."""
+    """What the run page shows about individual images. Histograms have `BINS` equal bins from 0 to `FARTHEST`."""
 
     remedy = "run the evaluate step again"
 
@@ -205,7 +205,7 @@ class ExampleCollector:
             )
 
     def finish(self, champion_dataset: Dataset | None = None) -> Examples:
-        """The examples, with sample images and, if the champion's dataset is available, what is new since then."""
+        """The examples, with sample images and, if the champion's dataset is available, the images added since then."""
         tiles = _Tiles(self._dataset.shape, TILE_PX)
         mistakes = self._with_neighbors(tiles)
         map_tiles = _Tiles(self._dataset.shape, MAP_TILE_PX)

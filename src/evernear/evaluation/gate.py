@@ -10,8 +10,8 @@ Paired test (`no_worse`)
     test split. The test is exact because mid-p keeps the level only approximately. Why the level is 0.10, and how
     often the rule errs: docs/decisions/0007-the-gate-asks-not-worse.md.
 
-    A non-inferiority test, which requires proof within a margin, would hold more bad models, but also every equal model
-    on a small test split. On small splits this rule has less power, and the floors matter more.
+    A non-inferiority test, which requires evidence within a margin, would hold more bad models, but also every equal
+    model on a small test split. On small splits this rule has less power, and the floors matter more.
 
     Queries of classes that the champion does not know are excluded. The champion is always wrong on them, so the gain
     from a new class would hide losses on the others. The floors decide whether a new class is recognized well enough.
@@ -108,7 +108,7 @@ def _beats_baselines(evaluation: Evaluation, settings: GateSettings) -> Rule:
     name, baselines = "beats_baselines", evaluation.baselines
     if not baselines:
         return Rule(name=name, passed=False, reason="The trivial baselines were not measured.")
-    # One that leaves no room for a significant gain needs only be matched.
+    # The candidate only has to match a baseline that leaves no room for a significant gain.
     missed = [each for each in baselines if not _is_beaten(each, settings.significance)]
     strongest = max(baselines, key=lambda baseline: baseline.accuracy.value)
     shown = missed or baselines
@@ -233,7 +233,7 @@ def _parity(candidate: Measurement, settings: GateSettings) -> Rule:
 
 def _test_images_unseen(evaluation: Evaluation) -> Rule:
     seen = sum(evaluation.leakage.values())
-    # An empty mapping proves nothing.
+    # An empty mapping shows nothing.
     passed = bool(evaluation.leakage) and seen == 0
     where = ", ".join(f"{count:,} in {split}" for split, count in evaluation.leakage.items() if count)
     reason = "The candidate was not built from any test image."

@@ -60,7 +60,7 @@ class LabelError(NamedTuple):
 
 
 def embed_folds(dataset: Dataset, settings: TrainSettings) -> Iterator[Embedded]:
-    """Embed the images of all splits, fold by fold, by networks that have not seen them. Discards the networks.
+    """Embed the images of all splits, fold by fold, with networks that were not trained on them. Discards the networks.
 
     ``settings`` are those of each training; `evernear.evaluation.probe.probe_recipe` shortens them. A fold's images are
     in memory, and the images of the other folds in a temporary directory.

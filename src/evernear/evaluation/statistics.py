@@ -124,7 +124,7 @@ def roc(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Roc:
 
 
 def p_by_chance(confusions: Iterable[tuple[object, object, int]]) -> float:
-    """Probability of at least this accuracy if predictions were dealt to the images at random.
+    """Probability of at least this accuracy if predictions were assigned to the images at random.
 
     ``confusions`` are (label, prediction, count). The number of correct predictions has the exact mean and variance of
     a permutation test; its distribution is approximated by a normal one, with continuity correction. Predictions that
@@ -156,7 +156,7 @@ def false_accepts_at(
 
     The interval is the hull of two. The percentile bootstrap (Efron 1979) covers the chance in the threshold: in a
     resample of the known, its rank is a Beta variable, and the accepted unknown are a Binomial one, so no resample has
-    to be drawn. It collapses at 0 and 1, where Wilson's interval, at the threshold that was found, does not.
+    to be drawn. It collapses at 0 and 1, where Wilson's interval, at the chosen threshold, does not.
     """
     known, unknown = np.sort(known), np.sort(unknown)
     n, m = len(known), len(unknown)

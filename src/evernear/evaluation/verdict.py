@@ -10,7 +10,7 @@ from evernear.frozen import Frozen
 
 
 class Rule(Frozen):
-    """The result of one rule. ``reason`` is a sentence, whether the rule passed or not."""
+    """The result of one rule. ``reason`` is a sentence, both when the rule passed and when it failed."""
 
     name: str
     passed: bool

@@ -96,10 +96,10 @@ def build(
 
 
 def choose_rule(gallery: Gallery, queries: EmbeddingBlock) -> Rule:
-    """Centroid, if it labels more ``queries`` right than the vote by more than one standard error, otherwise vote.
+    """Centroid, if it labels more ``queries`` correctly than the vote by more than one standard error, otherwise vote.
 
     Neighbors vote best for classes of several clusters. Of classes that overlap, the few nearest vectors are a noisy
-    sample, which the centroid averages: on CIFAR-10 it labels 1.1 points more images right than five neighbors do.
+    sample, which the centroid averages: on CIFAR-10 it labels 1.1 points more images correctly than five neighbors do.
     """
     neighbors = gallery.search(queries.embeddings, gallery.description.k)
     by_vote = gallery.label(queries.embeddings, neighbors, "vote") == queries.labels
@@ -138,7 +138,7 @@ def _make(gallery: GalleryVectors, factory: str) -> FaissIndex:
         index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError:
         raise SettingsError(
-            f"index.type = {factory!r} is not an index type of FAISS at {dim} "
+            f"index.type = {factory!r} is not an index type of FAISS for {dim} "
             "dimensions; use auto, Flat, HNSW32 or IVF256,Flat, for example."
         ) from None
     if not index.is_trained:

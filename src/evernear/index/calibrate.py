@@ -44,7 +44,7 @@ def calibrate(
     """
     impostor_distances = _root(exact.squared_to_others)
     if not np.isfinite(impostor_distances).all():
-        raise DataError("The gallery has one class only, so no query has an impostor; raise data.gallery_fraction.")
+        raise DataError("The gallery has only one class, so no query has an impostor; raise data.gallery_fraction.")
     nearest, rows = index.search(queries.embeddings, 1)
     distances = nearest[:, 0]
     found_by = "impostors" if threshold is None and reject_rate is None else "unseen classes"

@@ -16,7 +16,7 @@ from evernear.settings import IndexSettings
 AUTO, FLAT = "auto", "Flat"
 FLAT_BYTES = 8 * 2**20
 """Largest gallery that is always searched exactly: 16,384 vectors of 128 dimensions. One search takes 0.3 ms, about as
-long as decoding an image and embedding it. Beyond that it would be most of the time of a request."""
+long as decoding an image and embedding it. Beyond that, it would dominate the time of a request."""
 COMPRESSED_FROM_BYTES = 64 * 2**20
 """Smaller galleries are not compressed below fp16, whose distances are more exact and found in half the time."""
 CODES = ("RaBitQ8", "SQfp16", "Flat")
@@ -35,7 +35,7 @@ LARGEST_PROBED_SHARE = 1 / 8
 
 @dataclass(frozen=True)
 class Choice:
-    """An index that holds the gallery, its factory and search strings, and why it was chosen."""
+    """An index of the gallery, its factory and search strings, and why it was chosen."""
 
     index: VectorIndex
     factory: str

@@ -46,7 +46,7 @@ class Calibration(Frozen):
     found_by: Literal["unseen classes", "impostors"]
     stated_false_accept_rate: float
     stated_false_reject_rate: float | None = None
-    """None in releases from before this setting."""
+    """None in releases that predate this setting."""
     threshold: float = Field(ge=0.0, le=FARTHEST, allow_inf_nan=False)
     queries: int = Field(ge=1)
     false_accepts: int
@@ -112,7 +112,7 @@ class IndexDescription(Frozen):
 
     @property
     def digest(self) -> str:
-        """sha256 that identifies the index and its settings. Descriptions from before a field keep theirs."""
+        """sha256 that identifies the index and its settings. Descriptions that predate a field keep their hash."""
         later = {"reason"} if self.collection else {"reason", "collection"}
         return sha256_bytes(self.model_dump_json(exclude=later).encode())
 

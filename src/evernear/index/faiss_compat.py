@@ -20,7 +20,7 @@ AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 def core_type(root: Path = ROOT) -> str | None:
     """The name that OpenBLAS gives to the vector instructions of this processor; None if it is not one of Intel.
 
-    ``root`` is the directory that holds ``proc``.
+    ``root`` is the directory that contains ``proc``.
     """
     try:
         lines = (root / "proc/cpuinfo").read_text().splitlines()
@@ -38,8 +38,8 @@ def core_type(root: Path = ROOT) -> str | None:
 def _newer_processors() -> Generator[None]:
     """Tell the OpenBLAS that FAISS loads in the body which instructions the processor has, unless the user did.
 
-    The wheels of FAISS 1.15 contain OpenBLAS 0.3.15 of 2021, which takes later processors of Intel, such as Sapphire
-    Rapids, for a Prescott of 2004 without AVX. Assigning vectors to 4,096 lists then takes 3.2 times as long.
+    The wheels of FAISS 1.15 contain OpenBLAS 0.3.15 of 2021, which treats later Intel processors, such as Sapphire
+    Rapids, as a Prescott of 2004 without AVX. Assigning vectors to 4,096 lists then takes 3.2 times as long.
     """
     name = core_type()
     if name is None or CORE_TYPE in os.environ:

@@ -1,7 +1,7 @@
 """Galleries in Milvus: one collection per index, and an alias for that of the champion.
 
-The same code talks to a cluster, to a standalone server and to Milvus Lite, a file on this machine. A collection is
-named by the hash of its content and never changed after it is filled, so a release that names it names its vectors.
+The same code works with a cluster, a standalone server and Milvus Lite, which is a file on this machine. A collection
+is named by the hash of its content and never changed after it is filled, so a release that names it names its vectors.
 """
 
 import json
@@ -55,16 +55,16 @@ class MilvusIndex:
     """A collection that is open for search. It implements `evernear.index.vectors.VectorIndex`."""
 
     def __init__(
-        self, collection: Collection, shape: tuple[int, int], search: str = "", *, fresh: bool = False
+        self, collection: Collection, shape: tuple[int, int], search: str = "", *, strongly_consistent: bool = False
     ) -> None:
         """Connect to an existing collection.
 
-        ``fresh`` makes every search wait for all writes that precede it, which costs up to 0.2 s on a cluster.
+        ``strongly_consistent`` makes every search wait for all earlier writes, which costs up to 0.2 s on a cluster.
         """
         self.collection = collection
         self.shape = shape
         self._client = connect(collection.uri)
-        self._consistency = "Strong" if fresh else "Bounded"
+        self._consistency = "Strong" if strongly_consistent else "Bounded"
         self.set_search(search)
 
     @staticmethod
@@ -167,7 +167,7 @@ def fill(gallery: GalleryVectors, settings: IndexSettings, factory: str) -> Milv
         actual = _count(client, name)
     if actual != gallery.size:
         raise _damaged(collection, f"has {quantity(actual, 'vector')} after {gallery.size:,} were written")
-    return MilvusIndex(collection, shape, fresh=True)
+    return MilvusIndex(collection, shape, strongly_consistent=True)
 
 
 def choose(gallery: GalleryVectors, settings: IndexSettings, queries: EmbeddingBlock, exact: ExactNeighbors) -> Choice:
@@ -259,7 +259,7 @@ def _dim(client: Client, name: str) -> int:
 
 
 def _await_index(client: Client, name: str) -> None:
-    """Wait until Milvus has indexed every vector. It would search the others exactly, and recall would be flattered."""
+    """Wait until Milvus has indexed every vector: it searches the others exactly, so recall would seem higher."""
     deadline_s = time.monotonic() + INDEX_TIMEOUT_S
     while client.describe_index(name, EMBEDDING, timeout=TIMEOUT_S)["pending_index_rows"]:
         if time.monotonic() > deadline_s:

@@ -77,7 +77,7 @@ def address(uri: str) -> str:
 def _token() -> str:
     """The token of the environment; empty without one.
 
-    It is sent to the address of the environment only, because a release could name a server of someone else.
+    It is sent to the address of the environment only, because a release could name someone else's server.
     """
     token, file = os.environ.get(MILVUS_TOKEN_VARIABLE, ""), os.environ.get(MILVUS_TOKEN_FILE_VARIABLE)
     if file and not token:

@@ -88,7 +88,7 @@ class Gallery:
         described = describe_index(directory)
         if described.network_sha256 != network_sha256:
             raise IntegrityError(
-                f"The index in {directory} holds vectors of network {described.network_sha256[:12]}, not of "
+                f"The index in {directory} contains vectors of network {described.network_sha256[:12]}, not of "
                 f"{network_sha256[:12]}: distances between them are meaningless; run embed and index again."
             )
         check_parts(directory, described)

@@ -142,7 +142,7 @@ class KfpRuns:
             else:
                 return created.experiment_id
         raise PipelineServerError(
-            f"The experiment {name} exists at {self._kfp.url} but is not listed, perhaps under a name in other case; "
+            f"The experiment {name} exists at {self._kfp.url} but is not listed, maybe in another case; "
             "set pipeline.experiment to another name."
         )
 

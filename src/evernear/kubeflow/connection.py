@@ -27,7 +27,7 @@ BACKOFF_S = 0.5
 BACKOFF_CAP_S = 8.0
 PAGE_SIZE = 100
 MAX_PAGES = 20
-"""Limit on the pages read of a list."""
+"""Maximum number of pages that are read from a list."""
 
 
 class ApiError(PipelineServerError):

@@ -66,7 +66,7 @@ def run_train_job(
         _follow(cluster, name, record, settings, chosen.train_job, on_epoch, report)
     finally:
         signal.signal(signal.SIGTERM, handler)
-        with suppress(ClusterError):  # must not hide an error above; the TrainJob has a deadline
+        with suppress(ClusterError):  # it must not hide an earlier error, and the TrainJob has a deadline
             cluster.delete("TrainJob", name)
         for rank in range(settings.nodes):
             for line in NodeLog.of(record, rank).lines:
@@ -76,8 +76,8 @@ def run_train_job(
 def train_job(run: str, settings: TrainSettings, chosen: RunSettings) -> Tree:
     """The manifest of the TrainJob of ``run``.
 
-    The name is an RFC 1035 label of at most 63 characters, as the CustomResourceDefinition requires, of which the names
-    of the pods need some.
+    The name is an RFC 1035 label of at most 63 characters, as the CustomResourceDefinition requires, and the names of
+    the pods need some of them.
 
     Raises:
         SettingsError: no image is known.

@@ -88,7 +88,7 @@ def archive(
     ``handler`` is the module that TorchServe runs (`evernear.serving.HANDLER`); ``created`` defaults to now.
 
     Raises:
-        IntegrityError: network, index and dataset do not belong together, or a file changed.
+        IntegrityError: network, index and dataset do not match, or a file changed.
         DataError: the query split is empty, so there are no smoke queries.
         EvernearError: torch-model-archiver fails.
         StoreError: ``out_dir`` cannot be written.
@@ -227,7 +227,7 @@ def _drift_baseline(dataset: Dataset, network_dir: Path, gallery: Gallery) -> Dr
 
 
 def _clearest(labels: NDArray[np.int64], answers: list[Recognition], names: tuple[str, ...]) -> Iterator[int]:
-    """Rows, one class after another in turn; in each class, correct and near ones first, which no rounding can flip."""
+    """Rows, one class after another in turn; in each class, correct and near ones first, which rounding cannot flip."""
     of_class: dict[int, list[int]] = {}
     for row in sorted(range(len(labels)), key=lambda row: (answers[row].pred != names[labels[row]], answers[row].dist)):
         of_class.setdefault(int(labels[row]), []).append(row)

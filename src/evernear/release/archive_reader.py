@@ -174,7 +174,7 @@ def _checked(archive: Path, max_size_bytes: int) -> Generator[tuple[zipfile.ZipF
 
 
 class _BoundedReader(BufferedReader):
-    """A file that limits each read: `zipfile` reads the list of members at once, and then needs 20 times its size."""
+    """A file that limits each read: `zipfile` reads the whole list of members, and then needs 20 times its size."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > MAX_READ_BYTES:
@@ -235,7 +235,7 @@ def _check_layout(members: zipfile.ZipFile, archive: Path) -> None:
     `zipfile` finds members by the list at the end of the file. TorchServe (Java's ZipInputStream) reads them in
     sequence by their local headers, so it would also unpack a member that is not listed.
     """
-    scattered = IntegrityError(f"{archive} does not consist of its listed members alone, one after another.")
+    scattered = IntegrityError(f"{archive} contains more than its listed members, or contains them in another order.")
     end = 0
     with open_regular(archive) as file:
         for info in members.infolist():

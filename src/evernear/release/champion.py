@@ -20,7 +20,7 @@ from evernear.store import Store
 def open_champion(store: Store, classes: ClassSettings = NO_CHANGES) -> Generator[Champion | None]:
     """The champion of a store, if there is one, with its removed and renamed ``classes``.
 
-    The recognizer is named by the champion's version. Its files are in a temporary directory, deleted on exit.
+    The recognizer is named after the champion's version. Its files are in a temporary directory, deleted on exit.
 
     Raises:
         IntegrityError: the champion's archive is damaged.

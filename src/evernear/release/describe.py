@@ -123,11 +123,11 @@ def _require_agreement(
     network = manifest.network_sha256
     if index.network_sha256 != network:
         raise IntegrityError(
-            f"The index in {archive} holds vectors of network {index.network_sha256[:12]}, not of {network[:12]}: "
+            f"The index in {archive} contains vectors of network {index.network_sha256[:12]}, not of {network[:12]}: "
             "distances between them are meaningless."
         )
     if verdict.candidate.network_sha256 != network:
-        raise IntegrityError(f"The verdict in {archive} is about another network than the one in the archive.")
+        raise IntegrityError(f"The verdict in {archive} is about a different network than the one in the archive.")
     stamps = {name: manifest.parts[name].sha256 for name in index.parts if name in manifest.parts}
     described = (index.parts, index.dim, index.threshold, index.known_labels, index.dataset_digest, preprocessing)
     stated = (

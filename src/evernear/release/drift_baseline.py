@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from evernear.errors import IntegrityError
 
 SIZE = 1000
-"""Most queries in a baseline, spaced evenly over the split: 80 kB."""
+"""Maximum number of queries in a baseline, spaced evenly over the split: 80 kB."""
 PROJECTED_DIM = 16
 _SEED = 0
 _NAMES = ("projection", "coordinates", "distances", "unknown")
@@ -41,7 +41,7 @@ class DriftBaseline:
 
     @staticmethod
     def parse(data: bytes, place: str) -> "DriftBaseline":
-        """Parse the output of `to_bytes`. Errors name ``place``, the source of ``data``.
+        """Parse the output of `to_bytes`. Error messages name ``place``, the source of ``data``.
 
         Raises:
             IntegrityError: ``data`` is not a drift baseline.

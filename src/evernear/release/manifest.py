@@ -13,7 +13,7 @@ from evernear.index.description import PARTS as INDEX_PARTS
 from evernear.index.description import Collection, index_parts
 
 QUOTED_MAX = 100
-"""Most characters that an error quotes from an archive or a manifest."""
+"""Maximum number of characters that an error quotes from an archive or a manifest."""
 VERSION_PATTERN = r"^\d{8}\.\d{6}\.[0-9a-f]{8}$"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Version = Annotated[str, Field(pattern=VERSION_PATTERN)]
@@ -58,9 +58,9 @@ class ReleaseManifest(Frozen):
     ``network_sha256`` is the hash of the TorchScript file, which also computed the vectors of the index. ``threshold``
     is the L2 distance beyond which an image is unknown. ``parent`` is the champion that this release was measured
     against, and ``metrics`` are those of that measurement. ``source`` and ``training`` are the settings ``data.source``
-    and ``train.*`` behind the dataset and the network; None in releases of evernear 0.1.0.
-    ``pretrained_sha256`` is the hash of the file of weights that the backbone began with.
-    ``collection`` has the vectors of the index; None if they are in the archive.
+    and ``train.*`` behind the dataset and the network; None in releases of evernear 0.1.0. ``pretrained_sha256`` is the
+    hash of the file of weights with which the backbone was initialized. ``collection`` has the vectors of the index;
+    None if they are in the archive.
     """
 
     format: Literal[1] = 1

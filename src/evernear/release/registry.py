@@ -237,7 +237,7 @@ class Registry:
         return record
 
     def explain_no_champion(self) -> str:
-        """Say that there is no champion, and which command changes that."""
+        """Explain that there is no champion, and which command changes that."""
         versions = [*self.list()]
         if not versions:
             return f"No release has been promoted in {self.uri} yet; run `evernear run` first."
@@ -269,7 +269,7 @@ class Registry:
         ``cause`` (default: this process) is recorded in the history. An unreachable store is retried for 5 minutes.
 
         Raises:
-            ConflictError: the pointer moved meanwhile; nothing was changed.
+            ConflictError: the pointer moved in the meantime; nothing was changed.
             TransientStoreError: the store cannot be reached; the pointer may have moved.
             StoreError: the release does not exist, or is being pruned.
         """
@@ -291,7 +291,7 @@ class Registry:
         just left. An unreachable store is retried for 5 minutes.
 
         Raises:
-            ConflictError: the pointer moved meanwhile; nothing was changed.
+            ConflictError: the pointer moved in the meantime; nothing was changed.
             TransientStoreError: the store cannot be reached; the pointer may have moved.
             StoreError: no previous champion exists, or it was pruned.
         """
@@ -327,7 +327,7 @@ class Registry:
         remaining release names are deleted.
 
         Raises:
-            ConflictError: the champion changed meanwhile; nothing was removed.
+            ConflictError: the champion changed in the meantime; nothing was removed.
             StoreError: Milvus cannot be reached; repeat it.
         """
         champion = self.champion()
@@ -342,14 +342,14 @@ class Registry:
         """Remove releases as `prune`, even targets of a rollback, but not the champion; returns the removed versions.
 
         Raises:
-            ConflictError: the champion is one of them, or changed meanwhile; nothing was removed.
+            ConflictError: the champion is one of them, or changed in the meantime; nothing was removed.
             StoreError: there is no champion, or the store or Milvus fails; repeat it.
         """
         champion = self.champion()
         if not versions:
             return ()
         if champion is None:
-            raise StoreError(f"Releases are removed only while another is live. {self.explain_no_champion()}")
+            raise StoreError(f"Releases are removed only while another one is live. {self.explain_no_champion()}")
         if champion.version in versions:
             raise ConflictError(f"Release {champion.version} is the champion; promote another one first.")
         return self._prune(versions, champion)
@@ -369,7 +369,7 @@ class Registry:
                 milvus_client.drop(collection)
             self._remove(version, archive_sha256 if archive_sha256 not in shared else None)
         changes: dict[str, object] = {"pruning": {}, "prunes": champion.pointer.prunes + 1}
-        with suppress(ConflictError):  # a move meanwhile copied the list; the next prune has nothing left to remove
+        with suppress(ConflictError):  # a concurrent move copied the list; the next prune has nothing left to remove
             self._write(champion.pointer.model_copy(update=changes), champion)
         return tuple(sorted(pruning))
 
@@ -402,7 +402,7 @@ class Registry:
             if promotion.version in expected.pointer.pruning:
                 raise StoreError(f"Release {promotion.version} is being pruned from {self._store.uri}.")
             # The current state is added to the history before the pointer moves, so that a kill leaves no gap.
-            with suppress(ConflictError):  # another process that wants to move it was faster
+            with suppress(ConflictError):  # another process moved it first
                 self._store.put_if(_past_key(expected.pointer.number), expected.promotion.to_json(), None)
             prune_state = {"pruning": expected.pointer.pruning, "prunes": expected.pointer.prunes}
             pointer = pointer.model_copy(update=prune_state)
@@ -427,7 +427,8 @@ class Registry:
             etag = self._store.put_if(CHAMPION, pointer.to_json(), expected.etag if expected else None)
         except ConflictError:
             raise ConflictError(
-                "The champion changed meanwhile, so nothing was done; see `evernear registry history` and run again."
+                "The champion changed in the meantime, so nothing was done;"
+                " see `evernear registry history` and run again."
             ) from None
         return Champion(pointer, etag)
 

@@ -32,7 +32,7 @@ _PASSWORD = re.compile(r"//[^/@\s]+@")
 
 
 def register(store: Store, version: str, description: str, facts: dict[str, str]) -> list[str]:
-    """Enter a release and mark the champion, if a model registry is configured; return a warning if that failed.
+    """Register a release and mark the champion, if a model registry is configured; return a warning if that failed.
 
     ``facts`` are properties of the entry. A release that was not published, because its deployment failed, gets none.
     """
@@ -58,10 +58,10 @@ def follow_champion(store: Store) -> list[str]:
 
 def warning(system: str, variable: str, error: BaseException, item: str = "run") -> str:
     """A sentence about a system that rejected an item or could not be reached."""
-    while error.__context__:  # the first error says most: connection refused, name not known, timed out
+    while error.__context__:  # the first error is the most specific: connection refused, name not known, timed out
         error = error.__context__
     reason = _PASSWORD.sub("//", printable(" ".join(str(error).split())) or type(error).__name__)
-    return f"{system} of {variable} did not take the {item}: {reason[:REASON_MAX_CHARACTERS].rstrip('.')}."
+    return f"{system} of {variable} rejected the {item}: {reason[:REASON_MAX_CHARACTERS].rstrip('.')}."
 
 
 def _register(store: Store, version: str, description: str, facts: dict[str, str]) -> None:
@@ -135,7 +135,7 @@ def _artifact(store: Store, release: Record) -> dict[str, Any]:
 
 
 def _properties(texts: dict[str, str], numbers: dict[str, float]) -> dict[str, dict[str, Any]]:
-    """Custom properties as the model registry takes them."""
+    """Custom properties in the format of the model registry."""
     properties: dict[str, dict[str, Any]] = {
         key: {"metadataType": "MetadataStringValue", "string_value": value} for key, value in texts.items()
     }

@@ -105,7 +105,7 @@ class Outcome(Frozen):
         return shlex.join(["evernear", *(self.command or ("pipeline", "run", self.pipeline)), *options])
 
     def _command(self, *words: str) -> str:
-        """A command on the run's store, with those options of the run that every such command takes."""
+        """A command on the run's store, with the options of the run that all such commands accept."""
         shared: list[str] = []
         for word, value in zip(self.command, (*self.command[1:], ""), strict=False):
             if word in SHARED_OPTIONS:
@@ -115,7 +115,7 @@ class Outcome(Frozen):
         return shlex.join(["evernear", *words, *shared])
 
     def release_state(self, again: str = "") -> str:
-        """What became of the release that the run deployed, as in "is live"."""
+        """The current state of the release that the run deployed, as in "is live"."""
         return f"is live{again}" if self.url else CHAMPION_ALONE
 
     def _live_despite_failure(self) -> str:

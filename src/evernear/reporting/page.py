@@ -41,7 +41,7 @@ CONFUSION_LABELS_MAX = 30
 REASONS_MAX = 4
 """So that the next command stays above the fold in the Kubeflow Pipelines UI, whose frame is about 430 x 600 px."""
 KEY_RULES = ("no_worse", "beats_baselines", "accuracy_floor")
-"""The rules that say most about a promoted candidate."""
+"""The most informative rules for a promoted candidate."""
 
 
 class Figure(NamedTuple):
@@ -123,7 +123,7 @@ class RunReport:
 
     @property
     def reasons(self) -> list[str]:
-        """The reasons to read first: those of failed rules, or of the most telling ones."""
+        """The reasons to read first: those of failed rules, or of the most informative ones."""
         if self.outcome.state == "promoted" and self.verdict:
             by_rule = {rule.name: rule.reason for rule in self.verdict.rules}
             return [by_rule[name] for name in KEY_RULES if name in by_rule]
@@ -208,7 +208,7 @@ class RunReport:
         return self.evaluation.candidate.confusion_matrix(CONFUSION_LABELS_MAX)
 
     def changed_settings(self) -> list[tuple[str, Any, bool]]:
-        """All settings, with whether each differs from the default."""
+        """All settings, and whether each differs from the default."""
         defaults = flat(RunSettings().model_dump(mode="json"))
         return [(key, value, value != defaults.get(key)) for key, value in self.settings.items()]
 
@@ -251,8 +251,8 @@ def compare_page(first: RunRecord, second: RunRecord) -> str:
 def cost(step: StepRecord, prices: CostSettings) -> float | None:
     """The cost of ``step`` in the currency of ``prices``; None if it is unknown.
 
-    A container occupies the CPUs and the memory of its limits for the whole step, used or not. Without a limit, the CPU
-    time counts, and the peak memory for the whole step.
+    A container occupies the CPUs and the memory of its limits for the whole step, used or not. Without a limit, the
+    estimate uses the CPU time, and the peak memory for the whole step.
     """
     if step.ended is None or not step.cpu_s or (step.gpus and not prices.gpu_hour):
         return None
@@ -263,7 +263,7 @@ def cost(step: StepRecord, prices: CostSettings) -> float | None:
 
 
 def page(title: str, *parts: Markup) -> str:
-    """A self-contained page of one's own. ``title`` is text, which is escaped; ``parts`` are HTML."""
+    """A self-contained page with other content. ``title`` is text, which is escaped; ``parts`` are HTML."""
     return _render("plain.html.j2", title=title, parts=parts)
 
 

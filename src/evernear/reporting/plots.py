@@ -175,7 +175,7 @@ def _confusion(evaluation: Evaluation) -> Figure:
     side = min(12.0, max(4.0, 0.5 * len(labels) + 1.5 + max(map(len, names)) / 12))
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.subplots()
-    # Only mistakes are colored, so that a single one among thousands of right answers is visible.
+    # Only mistakes are colored, so that a single one among thousands of correct answers is visible.
     mistakes = [[0 if i == j else count for j, count in enumerate(row)] for i, row in enumerate(rows)]
     highest = max(1, *(max(row) for row in mistakes))
     axes.imshow(mistakes, cmap="Reds", vmin=0, vmax=highest)

@@ -19,7 +19,7 @@ EXPERIMENT = "evernear"
 STATES = {"failed": "FAILED", "stopped": "KILLED"}
 """The MLflow status of a run's state; FINISHED for all others."""
 PARAMETERS_MAX, METRICS_MAX = 100, 1000
-"""Most entries of one request to MLflow."""
+"""Maximum number of entries in one request to MLflow."""
 PARAMETER_MAX_CHARACTERS = 6000
 _MLFLOW_DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -30,7 +30,7 @@ _MLFLOW_DEFAULTS = {
 
 
 def track(record: RunRecord, page: str) -> list[str]:
-    """Send a run that has ended to the configured systems; return a warning for each that did not take it.
+    """Send a run that has ended to the configured systems; return a warning for each that failed.
 
     ``page`` is the HTML of the run page.
     """

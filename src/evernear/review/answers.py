@@ -6,8 +6,9 @@
     review/pending/<image>                    in the store: the answer is recorded, but maybe not yet in the source
     <class>/review-<first 16 of sha256>.png   in the source (``train/<class>/...`` if the source has split folders)
 
-The last answer about an image counts. Appending is a compare-and-swap, so of two people who answer at once the second
-is refused. Changes of the source can be repeated: `Answers.recover` completes those of a process that was killed.
+The last answer about an image counts. Appending is a compare-and-swap, so if two people answer at the same time, the
+second answer is refused. Changes of the source can be repeated: `Answers.recover` completes those of a process that was
+killed.
 """
 
 from collections.abc import Iterator
@@ -63,7 +64,7 @@ class LabelTarget(Protocol):
         ...
 
     def remove(self, name: str, prune: bool) -> None:
-        """Remove an image, and with ``prune`` its folder if it is empty then; a missing image is no error."""
+        """Remove an image, and with ``prune`` its folder if that is then empty; a missing image is not an error."""
         ...
 
     def read(self, name: str) -> bytes | None:
@@ -113,7 +114,7 @@ class BucketTarget:
         self._store = open_store(uri)
 
     def has_folder(self, name: str) -> bool:
-        """True: no folder has to be removed."""
+        """True, because no folder has to be removed."""
         return True
 
     def add(self, name: str, image: bytes) -> None:
@@ -169,7 +170,7 @@ class Answers:
 
         Raises:
             SettingsError: the label is not a usable folder name.
-            ConflictError: the image is answered already.
+            ConflictError: the image already has an answer.
             DataError: a file to move is gone.
         """
         self.recover()
@@ -214,13 +215,13 @@ class Answers:
             if labeled and history[-1].action == "undo":
                 try:
                     self._revert(labeled[-1])
-                except DataError:  # a file with the name came meanwhile; reported once, it must not block other answers
+                except DataError:  # a new file has that name; it must not block other answers
                     self._store.delete(info.key)
                     raise
             elif labeled and labeled[-1] is history[-1]:
                 image = self._store.get(info.key)
-                if image or labeled[-1].files:  # without either it is an undo that was not recorded
-                    with suppress(DataError):  # the file was removed meanwhile
+                if image or labeled[-1].files:  # if both are missing, it is an undo that was not recorded
+                    with suppress(DataError):  # the file was removed in the meantime
                         self._apply(labeled[-1], image)
             self._store.delete(info.key)
 
@@ -244,7 +245,7 @@ class Answers:
         """Move a file of the source. A repeated move changes nothing."""
         image, present = self._target.read(old), self._target.read(new)
         if image is None and present is None:
-            raise DataError(f"{old} is not in the source any more; run `evernear labels check` again.")
+            raise DataError(f"{old} is no longer in the source; run `evernear labels check` again.")
         if image is None:
             return
         if present not in (None, image):
@@ -266,7 +267,7 @@ class Answers:
         for attempt in range(_ATTEMPTS):
             answers, data, etag = self._read()
             if (answer.image in _fold(answers)) != expects_answer:
-                state = "has no answer to undo" if expects_answer else "was answered meanwhile"
+                state = "has no answer to undo" if expects_answer else "was answered in the meantime"
                 raise ConflictError(f"The image {state}; reload the page.")
             try:
                 self._store.put_if(ANSWERS, data + answer.model_dump_json().encode() + b"\n", etag)
@@ -286,7 +287,7 @@ def _fold(answers: list[Answer]) -> dict[str, Answer]:
 
 
 def _moves(answer: Answer, prefix: str) -> Iterator[tuple[str, str]]:
-    """The present and the new name of each file of an answer with a label."""
+    """The current and the new name of each file of an answer with a label."""
     label = answer.label
     unusable = not label or len(label.encode()) > 200 or label != label.strip() or label.startswith(".")
     if unusable or not label.isprintable() or "/" in label or "\\" in label or label.lower() in _SPLITS:

@@ -96,12 +96,12 @@ def create_app(
             answers.undo(answer)
         elif suspect is not None:
             if label == suspect.label:
-                raise ServingError(f"The image has the label {label} already; choose another, or keep it.")
+                raise ServingError(f"The image already has the label {label}; choose another, or keep it.")
             answers.label(b"", answer)
         else:
             item = queue.find(image)
             if item is None:
-                raise ServingError("The image is not in the queue any more; its log file was removed.")
+                raise ServingError("The image is no longer in the queue; its log file was removed.")
             answers.label(item.image, answer)
 
     async def get(request: Request) -> Response:
@@ -136,7 +136,7 @@ def create_app(
 
 
 def serve(app: Starlette, port: int, on_bound: Callable[[int], None]) -> None:
-    """Serve on 127.0.0.1 until Ctrl-C. ``port`` 0 takes a free one; ``on_bound`` receives the port.
+    """Serve on 127.0.0.1 until Ctrl-C. ``port`` 0 chooses a free one; ``on_bound`` receives the port.
 
     Raises:
         ServingError: the port is in use.

@@ -54,7 +54,7 @@ class Queue:
         return list(items.values())
 
     def find(self, image: str) -> Item | None:
-        """The item with the id ``image``; None if the log has none any more."""
+        """The item with the id ``image``; None if it is no longer in the log."""
         for key in self._keys():
             if key not in self._ids or image in self._ids[key]:
                 for item in self._read(key):

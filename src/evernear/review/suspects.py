@@ -40,7 +40,7 @@ class Suspect(Frozen):
 
 
 class Suspects(Frozen):
-    """The result of a check, the most suspect first; ``found`` counts those beyond `MAX_SUSPECTS`, too."""
+    """The result of a check, the most suspect first; ``found`` also counts those beyond `MAX_SUSPECTS`."""
 
     remedy = "run `evernear labels check` again"
 

@@ -1,4 +1,4 @@
-"""The handler in every archive. It only names the installed one, so an archive outlives changes of the package."""
+"""The handler in every archive. It refers to the installed one, so an archive survives changes of the package."""
 
 from evernear.serving.handler import EmbeddingHandler
 

@@ -23,10 +23,10 @@ from evernear.serving.responses import Neighbor, Prediction, Rejection
 
 WARM_UP_BATCHES = (1, 1, 32, 32)
 _OUT_OF_TIME = Rejection(
-    code=503, type="Overloaded", message="Large images took all the time for decoding; send the image again."
+    code=503, type="Overloaded", message="Decoding large images took too long; send the image again."
 )
 _NO_GALLERY = Rejection(
-    code=503, type="GalleryUnavailable", message="The gallery cannot be searched now; send the image again."
+    code=503, type="GalleryUnavailable", message="The gallery cannot be searched at the moment; send the image again."
 )
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,8 @@ class Predictor:
     def predict_batch(self, images: Sequence[bytes | Rejection], decode_timeout_s: float = math.inf) -> BatchResult:
         """Recognize as `predict`, and measure.
 
-        Small images are decoded first. Those not begun after ``decode_timeout_s`` get a `Rejection` with code 503.
+        Small images are decoded first. Those that have not started after ``decode_timeout_s`` get a `Rejection` with
+        code 503.
         """
         start_s = time.perf_counter()
         pixels_or_rejections = self._decode_all(images, start_s + decode_timeout_s)

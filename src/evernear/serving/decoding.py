@@ -104,7 +104,7 @@ class DecodePool:
         if not self._places.acquire(blocking=False):
             raise OverloadedError("Too many large images are waiting to be decoded; try again in a second.")
         future = self._large.submit(function, *args, **kwargs)
-        # The place is taken until the decode ends, even if the caller is cancelled: a thread cannot be.
+        # The slot stays taken until the decode ends, even if the caller is cancelled: a thread cannot be cancelled.
         future.add_done_callback(lambda _: self._places.release())
         return await asyncio.wrap_future(future)
 
@@ -115,5 +115,5 @@ class DecodePool:
 
 
 def pool_size_bytes(large: int, max_pixels: int) -> int:
-    """The most memory in which a `DecodePool` decodes."""
+    """Maximum memory that a `DecodePool` uses for decoding."""
     return large * decode_size_bytes(max_pixels) + SMALL_THREADS * decode_size_bytes(SMALL_PIXELS)

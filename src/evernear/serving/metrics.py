@@ -1,7 +1,7 @@
 """Metrics of the workers: Prometheus metrics in each worker, whose increments TorchServe collects once a second.
 
 TorchServe's own histograms have fixed buckets up to 10, and take one value per line of a worker's output. Exported as
-counters by upper bound (``le``), ours look the same to Prometheus, have suitable bounds, and cost a batch nothing.
+counters by upper bound (``le``), ours look the same to Prometheus, have suitable bounds, and add no cost to a batch.
 """
 
 import threading

@@ -175,7 +175,7 @@ def _remove_leftovers(home: Path) -> None:
 
 
 def _remove_all_but_probe_files(parts: ReleaseParts) -> None:
-    """Keep the files that probes and people read; TorchServe unpacks the archive for itself."""
+    """Keep the files that probes and people read; TorchServe unpacks the archive itself."""
     needed = {MANIFEST_FILE, PREPROCESSING_FILE, SMOKE_FILE, *(query.file for _, query in parts.smoke_queries())}
     for file in parts.directory.iterdir():
         if file.name not in needed:

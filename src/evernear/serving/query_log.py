@@ -45,7 +45,7 @@ QUERIES = "queries/"
 MAX_FILE_BYTES = 8 * 2**20
 SHIP_EVERY_S = 60.0
 _TIME = "%Y%m%dT%H%M%SZ"
-_IMAGE_BYTES = MAX_FILE_BYTES // 2  # of images in a file, before base64 makes them 4/3
+_IMAGE_BYTES = MAX_FILE_BYTES // 2  # of images in a file, before base64 makes them a third larger
 UNCERTAIN_SHARE = 0.9
 _log = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class QueryLog:
                 self.write_file()
             except EvernearError as error:
                 _log.warning("Some queries were not logged: %s", error)
-            except Exception:  # predictions must go on, and so must this thread
+            except Exception:  # neither predictions nor this thread must stop
                 _log.exception("Some queries were not logged")
 
 
@@ -268,7 +268,7 @@ def _remove_oldest(directory: Path, size_bytes: int) -> None:
     """Remove the oldest files until the others take at most ``size_bytes``."""
     files: list[tuple[str, Path, int]] = []
     for path in directory.glob("*.jsonl"):
-        with suppress(FileNotFoundError):  # shipped meanwhile
+        with suppress(FileNotFoundError):  # already shipped
             files.append((path.name, path, path.stat().st_size))
     remaining = sum(size for _, _, size in files)
     for _, path, size in sorted(files):

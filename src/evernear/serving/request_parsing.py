@@ -71,8 +71,8 @@ def image_from_json(body: bytes) -> bytes:
 def image_from_fields(fields: Mapping[str, bytes]) -> bytes | Rejection:
     """Extract the image file from the fields of a TorchServe request, in which a plain body is named ``body``.
 
-    JSON is recognized by its first byte, with which no image file begins, so a wrong content type does no harm.
-    Unknown fields of the JSON are ignored.
+    JSON is recognized by its first byte, with which no image file begins, so a wrong content type is harmless. Unknown
+    fields of the JSON are ignored.
     """
     data = next((bytes(fields[name]) for name in FIELDS if name in fields), None)
     if data is None:

@@ -251,7 +251,7 @@ def _require_free_ports(requested: Endpoints) -> None:
 
 def _spawn_detached(command: list[str], settings: ServingSettings, home: Path) -> int:
     make_private(temporary_directory(home))
-    # The shell exits at once, so Java has no parent that would wait for it or take it down.
+    # The shell exits immediately, so Java has no parent that waits for it or takes it down.
     script = 'umask 077; "$@" </dev/null >logs/console.log 2>&1 & echo $!'
     shell = subprocess.run(
         ["/bin/sh", "-c", script, "sh", *command],

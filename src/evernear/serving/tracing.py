@@ -2,7 +2,7 @@
 
 Off unless ``OTEL_EXPORTER_OTLP_ENDPOINT`` is set. Then the SDK of the extra ``tracing`` is imported, and its other
 variables apply as well: ``OTEL_TRACES_SAMPLER``, ``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_SERVICE_NAME`` ... Spans are
-exported by a thread. If the collector is down they are dropped, and predictions go on.
+exported by a thread. If the collector is down, they are dropped, and predictions continue.
 """
 
 import logging
@@ -49,7 +49,7 @@ def tracer(service: str) -> "Tracer | None":
 def request_span(
     tracer: "Tracer | None", parent: str, name: str = "request", **attributes: str
 ) -> "Generator[Span | None]":
-    """A span around a request, below the client's if ``parent`` is its `TRACE_FIELD`; None if tracing is off."""
+    """A span around a request, a child of the client's if ``parent`` is its `TRACE_FIELD`; None if tracing is off."""
     if tracer is None:
         yield None
         return
@@ -103,7 +103,7 @@ def trace_fields() -> dict[str, bytes]:
 def record_prediction(
     tracer: "Tracer", parent: str, started_ns: int, stages_s: Mapping[str, float], **attributes: str | int
 ) -> None:
-    """Record a prediction that was made in a batch, below the span of ``parent``, with a span for each stage.
+    """Record a prediction that was made in a batch as a child of ``parent``'s span, with a span for each stage.
 
     ``stages_s`` are the seconds of each stage of the batch, in their order. ``started_ns`` is Unix time.
     """

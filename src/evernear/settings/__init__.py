@@ -72,7 +72,7 @@ class Settings(RunSettings):
 
     log_format: Literal["text", "json"] = Field(
         default="text",
-        description="Log of the preprocessing server, the Slack bot and the watcher. As JSON, one object a line, the "
+        description="Log of the preprocessing server, the Slack bot and the watcher. As JSON, one object per line, the "
         "preprocessing server also logs every prediction.",
     )
     keep_runs: int = Field(

@@ -95,9 +95,9 @@ class PrepSettings(Section):
     max_bodies_size_bytes: int = Field(
         default=64 * 2**20, ge=1024, description="Total size of the bodies in flight; further requests get 503."
     )
-    upload_timeout_s: float = Field(default=10.0, gt=0.0, description="Time for the body of a request to arrive.")
+    upload_timeout_s: float = Field(default=10.0, gt=0.0, description="Time limit for receiving the body of a request.")
     large_decodes: int = Field(
-        default=1, ge=1, description="Images of more than a megapixel to decode at once; each needs memory."
+        default=1, ge=1, description="Images of more than a megapixel to decode concurrently; each needs memory."
     )
 
     @model_validator(mode="after")

@@ -35,7 +35,7 @@ Tree = dict[str, Any]
 _FORMS = {
     "tuple_type": 'it is a list, as in ["a", "b"]',
     "dict_type": 'it is a table, as in {"key": "value"}',
-    "model_type": "it is a section, whose settings are given as section.key=value",
+    "model_type": "it is a section; write its settings as section.key=value",
 }
 """How to write a value of a type; pydantic names the type only."""
 _RENAMED = {

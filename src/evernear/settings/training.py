@@ -44,7 +44,7 @@ class DataSettings(Section):
         default=25_000_000, description="Largest width times height of an image; larger images are rejected."
     )
     requests_in_flight: int = Field(
-        default=32, ge=1, le=64, description="Files that are read at once, from a bucket or a folder."
+        default=32, ge=1, le=64, description="Files that are read concurrently, from a bucket or a folder."
     )
     decode_threads: int = Field(default=0, ge=0, description="Threads that decode images; 0: one per available CPU.")
 
@@ -73,11 +73,11 @@ class ClassSettings(Section):
         return self
 
     def current(self, label: str) -> str | None:
-        """Today's name of a class of the champion; None if it was retired."""
+        """The current name of a class of the champion; None if it was retired."""
         return None if label in self.retired else self.renamed.get(label, label)
 
     def current_labels(self, labels: Iterable[str]) -> tuple[str, ...]:
-        """Today's names of ``labels``, without retired classes and duplicates."""
+        """The current names of ``labels``, without retired classes and duplicates."""
         return tuple(dict.fromkeys(name for name in map(self.current, labels) if name is not None))
 
     @property
@@ -90,7 +90,7 @@ class ValidationSettings(Section):
     """Severity of each validation rule: an error stops the run, a warning does not."""
 
     undecodable: Severity = Field(
-        default="error", description="A file is no image, is damaged, or exceeds a limit; it is left out."
+        default="error", description="A file is not an image, is damaged, or exceeds a limit; it is left out."
     )
     cropped: Severity = Field(
         default="warn", description="Images of another aspect ratio were cropped to their centers."
@@ -171,7 +171,7 @@ class TrainSettings(Section):
     )
     weights: str = Field(
         default="",
-        description="Weights of the backbone to begin with: a file (safetensors or torch), file:///path, "
+        description="Initial weights of the backbone: a file (safetensors or torch), file:///path, "
         "s3://bucket/key, or hub to download those of timm; if empty, random ones.",
     )
     backbone_size_px: int = Field(
@@ -288,7 +288,7 @@ class IndexSettings(Section):
     collection: str = Field(
         default="evernear",
         pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$",
-        description="Milvus: alias of the champion's collection, and start of all names; another one for each store.",
+        description="Milvus: alias of the champion's collection, and prefix of all names; use one per store.",
     )
     type: str = Field(
         default="auto",
@@ -307,7 +307,7 @@ class IndexSettings(Section):
     label_by: Literal["auto", "vote", "centroid"] = Field(
         default="auto",
         description="vote: the majority of the k nearest neighbors; centroid: the nearest class centroid; "
-        "auto: vote, unless the centroids label clearly more images of the query split right.",
+        "auto: vote, unless the centroids label clearly more images of the query split correctly.",
     )
     k: int = Field(default=5, ge=1, le=1000, description="Number of neighbors that vote.")
     false_accept_rate: float = Field(
@@ -373,7 +373,7 @@ class GateSettings(Section):
 
 
 class CostSettings(Section):
-    """Prices for the [cost of a run](run-page.md#cost), by default AWS Fargate's, on demand, us-east-1, Linux/x86."""
+    """Prices for the [cost of a run](run-page.md#cost), by default of AWS Fargate, on demand, us-east-1, Linux/x86."""
 
     currency: str = Field(default="USD", max_length=8, description="Currency of the prices.")
     cpu_hour: float = Field(default=0.04048, ge=0.0, description="Price of a CPU for an hour.")

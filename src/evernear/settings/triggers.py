@@ -18,7 +18,7 @@ class PipelineSettings(Section):
     endpoint: str = Field(
         default="",
         pattern=r"^(https?://[^\s]+)?$",
-        description="URL of the KFP API; if empty, ml-pipeline.kubeflow of the cluster this runs in.",
+        description="URL of the KFP API; if empty, ml-pipeline.kubeflow of the cluster that this process runs in.",
     )
     namespace: str = Field(default="", description="The user's namespace, on a multi-user KFP.")
     ui_url: str = Field(default="", description="URL of the KFP UI, for links; if empty, the endpoint.")
@@ -62,8 +62,8 @@ class SlackSettings(Section):
             "index.label_by",
             "index.k",
         ),
-        description="Settings and pipeline parameters that /retrain may set, by full name. With settings of the gate "
-        "or of the data among them, whoever may start a run also decides what is promoted.",
+        description="Settings and pipeline parameters that /retrain may set, by full name. If they include "
+        "settings of the gate or of the data, anyone who may start a run also decides what is promoted.",
     )
     prompt_timeout_s: int = Field(default=4 * 3600, ge=60, description="Seconds before an unanswered prompt expires.")
     start_timeout_s: int = Field(
@@ -84,10 +84,10 @@ class SlackSettings(Section):
 
 
 class WatchSettings(Section):
-    """When the watcher proposes to train or to index again."""
+    """When the watcher proposes to retrain or to reindex."""
 
     interval_s: int = Field(default=3600, ge=1, description="Time between two checks of the source and live queries.")
-    policy: Literal["ask", "start"] = Field(default="ask", description="Ask in Slack, or start the run at once.")
+    policy: Literal["ask", "start"] = Field(default="ask", description="Ask in Slack, or start the run immediately.")
     cooldown_s: int = Field(
         default=6 * 3600, ge=0, description="Time after an answer or a start before the same run is proposed again."
     )
@@ -105,7 +105,7 @@ class WatchSettings(Section):
     drift_window_s: int = Field(default=24 * 3600, ge=1, description="Age of the live queries that a check reads.")
     min_queries: int = Field(default=200, ge=20, description="Smallest sample of live queries to test for drift.")
     false_alarm_rate: float = Field(
-        default=0.001, ge=1e-4, lt=0.5, description="Largest share of checks that report drift without any."
+        default=0.001, ge=1e-4, lt=0.5, description="Largest share of checks that report drift where there is none."
     )
     unknown_rise: Fraction = Field(
         default=0.05, description="Smallest rise of the unknown rate to report, as a share of all queries."

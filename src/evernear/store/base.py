@@ -120,7 +120,7 @@ def check_key(key: str) -> None:
 
 def conflict(uri: str, key: str) -> ConflictError:
     """The error for a failed compare-and-swap."""
-    return ConflictError(f"Another writer changed {uri}/{key} meanwhile; nothing was overwritten, run again.")
+    return ConflictError(f"Another writer changed {uri}/{key} in the meantime; nothing was overwritten, run again.")
 
 
 def missing_object(uri: str, key: str) -> StoreError:

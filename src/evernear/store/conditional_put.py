@@ -2,7 +2,7 @@
 
 AWS, MinIO and newer SeaweedFS support ``If-None-Match`` and ``If-Match``. Other servers reject these headers (OpenStack
 Swift), ignore them (SeaweedFS before 3.97), or check and write in two steps, so that several concurrent writers succeed
-(SeaweedFS 4.16, Swift). evernear therefore tests the server first, by a race between writers of its own; unless exactly
+(SeaweedFS 4.16, Swift). evernear therefore tests the server first, with a race between its own writers; unless exactly
 one of them wins, writers take a lease. docs/decisions/0011-object-store.md describes the guarantees of both.
 
 A connection that breaks before the response arrives does not leave the outcome open: each write has an id, and reading
@@ -99,7 +99,7 @@ class ConditionalWriter:
     def _put(
         self, name: str, data: bytes, etag: str | None, headers: dict[str, str], send_before: float = math.inf
     ) -> str | None:
-        """Write conditionally; the new etag, or None if the condition failed or is not supported.
+        """Write conditionally; return the new etag, or None if the condition failed or is not supported.
 
         If the response is lost, the object is read back. If it is unchanged, the write is sent again, but not after
         ``send_before`` (`time.monotonic`): the condition admits at most one of the two.
@@ -131,7 +131,7 @@ class ConditionalWriter:
         )
 
     def _send(self, name: str, data: bytes, headers: dict[str, str]) -> str | None:
-        """Send one conditional PUT; the new etag, or None if the condition failed or is not supported.
+        """Send one conditional PUT; return the new etag, or None if the condition failed or is not supported.
 
         Raises:
             _ResponseLostError: the server may have executed it, or may still execute it.
@@ -174,14 +174,14 @@ class ConditionalWriter:
         return str(info.etag), info.metadata.get(_WRITE_ID) if info.metadata else None
 
     def _put_under_lease(self, name: str, data: bytes, etag: str | None, headers: dict[str, str]) -> str | None:
-        """Write under a lease; the new etag, or None if the current one is not ``etag``."""
+        """Write under a lease; return the new etag, or None if the current one is not ``etag``."""
         client = self._connection.client
         with self._lease(name) as since:
             if self._stat(name)[0] != etag:
                 return None
             if time.monotonic() - since > _LEASE_WRITE_WINDOW_S:
                 raise TransientStoreError(
-                    f"{self._connection.endpoint} is too slow to hold a lease there; nothing was written."
+                    f"{self._connection.endpoint} is too slow to hold a lease; nothing was written."
                 )
             if all(self.race_winners):
                 # A server that at least checks the condition rejects writers that consider it atomic.

@@ -148,8 +148,8 @@ class S3Connection:
     def list(self, bucket: str, prefix: str) -> Iterator[ListedObject]:
         """Yield the objects whose names start with ``prefix``, each folder in the server's order.
 
-        More than a page are listed folder by folder, some of them at once, with the next pages in memory. More than
-        1,000 folders are listed one page after the other.
+        More than a page are listed folder by folder, several of them concurrently, with the next pages in memory. More
+        than 1,000 folders are listed one page after the other.
         """
         first = self._page(bucket, prefix)
         top = self._page(bucket, prefix, delimiter="/") if first.next_token else first
@@ -228,7 +228,9 @@ class S3Connection:
                 ) from error
             raise TransientStoreError(f"{self.endpoint} cannot be reached: {_reason(error.reason)}.") from error
         except urllib3.exceptions.HTTPError as error:
-            raise TransientStoreError(f"The transfer of {place} broke off ({_reason(error)}); run again.") from error
+            raise TransientStoreError(
+                f"The transfer of {place} was interrupted ({_reason(error)}); run again."
+            ) from error
 
     def _explain(self, error: S3Error, permission: str, bucket: str, place: str) -> str:
         code, status = error.code or "", error.response.status
@@ -270,7 +272,7 @@ def _clock_skew(error: S3Error, endpoint: str) -> str:
 
 
 def _reason(error: Exception | None) -> str:
-    """urllib3's message without the object in front of it."""
+    """urllib3's message without the object that precedes it."""
     return str(error).rpartition(": ")[2].rstrip(".") or type(error).__name__
 
 

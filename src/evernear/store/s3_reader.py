@@ -1,7 +1,8 @@
 """Read many small objects from S3 with little CPU time.
 
-A GET by minio's client takes 0.6 ms of CPU time, most of it with Python's global lock. The client of this module is
-compiled and takes 0.15 ms (`benchmarks.scale.ingest`). It only reads; minio's client does everything else.
+A GET by minio's client takes 0.6 ms of CPU time, most of it while holding Python's global interpreter lock. The client
+of this module is compiled and takes 0.15 ms (`benchmarks.scale.ingest`). It only reads; minio's client does everything
+else.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ _AWS = "https://s3.amazonaws.com"
 
 
 def object_reader(connection: S3Connection, bucket: str) -> Callable[[str], bytes | None]:
-    """Return a function that reads the object of a name, or returns None if anything at all fails.
+    """Return a function that reads the object of a name, or returns None if anything fails.
 
     It makes one attempt, so the caller repeats a failed read with the other client, which explains errors.
     """

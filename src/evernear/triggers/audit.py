@@ -38,7 +38,7 @@ class AuditEvent(Frozen):
 
 
 def write(store: Store, event: AuditEvent) -> None:
-    """Log ``event`` and store it; an event that is already stored stays unchanged.
+    """Log ``event`` and store it; an event that is already stored is not overwritten.
 
     Raises:
         StoreError: the store is unavailable.

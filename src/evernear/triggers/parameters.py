@@ -115,7 +115,7 @@ def caller() -> str:
 def _validated(arguments: Mapping[str, Any], by_name: Mapping[str, Parameter]) -> dict[str, Any]:
     """The argument ``settings``, if there is one, with values of the settings' types.
 
-    A setting may be valid only together with others, so all are validated at once, over the defaults of the pipeline.
+    A setting may be valid only together with others, so all are validated together, on top of the pipeline's defaults.
     """
     defaults = {name: by_name[name].default for name in ("preset", "settings") if name in by_name}
     combined = combine(defaults, arguments)

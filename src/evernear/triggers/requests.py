@@ -9,10 +9,10 @@
        ├──────> expired         │
        └───────────┴────────────┴──────> failed
 
-A request to run a pipeline is pending until a person answers its prompt in Slack; the other kinds are accepted from
-the beginning. The id of a request says what is requested, so that copies of a delivery, double clicks and concurrent
-watchers meet in one conditional write. It is also the idempotency key of the run at KFP (`Request.key`): a process
-that stops between two states leaves a request that the next process continues.
+A request to run a pipeline is pending until a person answers its prompt in Slack; the other kinds are accepted from the
+beginning. The id of a request is derived from what is requested, so that copies of a delivery, double clicks and
+concurrent watchers compete for one conditional write. It is also the idempotency key of the run at KFP (`Request.key`):
+a process that stops between two states leaves a request that the next process continues.
 """
 
 import logging
@@ -83,7 +83,7 @@ class Request(Frozen):
     parameters: dict[str, Any] = Field(default={})
     """Arguments of the run, which take precedence over the settings of the process that starts it."""
     reasons: tuple[str, ...] = ()
-    """The watcher's reasons, a sentence each."""
+    """The watcher's reasons, one sentence each."""
     figures: dict[str, float] = Field(default={})
     """The watcher's measurements at the time of the request."""
     run: str = ""
@@ -160,7 +160,7 @@ class RequestStore:
         return [info.key.removeprefix(REQUESTS).removesuffix(".json") for info in self._store.list(REQUESTS)]
 
     def list(self) -> Iterator[Request]:
-        """All requests by id. One that is damaged or of another version is logged once and skipped."""
+        """All requests by id. A damaged request, or one of another version, is logged once and skipped."""
         for info in list(self._store.list(REQUESTS)):
             etag, request = self._cache.get(info.key, ("", None))
             if etag != info.etag:
@@ -182,7 +182,7 @@ class RequestStore:
 
         Raises:
             ConflictError: somebody else changed it.
-            ValueError: the new state does not follow from the present one.
+            ValueError: the new state does not follow from the current one.
         """
         key = _key(request.id)
         etag, current = self._read(key)
@@ -195,7 +195,7 @@ class RequestStore:
         return changed
 
     def remove_old(self, now: datetime) -> None:
-        """Remove finished requests of people after `RETENTION`; the watcher needs its own to propose nothing twice."""
+        """Remove finished requests of people after `RETENTION`; the watcher keeps its own, to propose nothing twice."""
         for request in self.list():
             if not request.is_open and not request.is_proposal and now - request.created > RETENTION:
                 self._store.delete(_key(request.id))

@@ -22,7 +22,7 @@ class Range(Frozen):
     low: int | float
     high: int | float
     log: bool = False
-    """Whether a factor counts, as for a learning rate, and not a difference."""
+    """Whether to sample on a logarithmic scale, as for a learning rate."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

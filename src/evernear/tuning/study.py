@@ -29,12 +29,12 @@ Report = Callable[[str], None]
 
 
 class StudyResult(Frozen):
-    """The best trial of a study, beside the settings without any change."""
+    """The best trial of a study, compared with the unchanged settings."""
 
     trials: int
-    """Trials with a result, without the one of the unchanged settings."""
+    """Trials with a result, except the one of the unchanged settings."""
     failed: int
-    """Trials whose settings could not be trained with."""
+    """Trials that failed to train."""
     baseline: Proportion
     """Accuracy of the unchanged settings on the query split."""
     best: Proportion
@@ -45,13 +45,13 @@ class StudyResult(Frozen):
 def tune(
     dataset: Dataset, settings: RunSettings, space: SearchSpace, trials: int, directory: Path, report: Report
 ) -> StudyResult:
-    """Run trials until ``directory`` holds ``trials`` of them; write the best settings to `BEST_FILE`.
+    """Run trials until ``directory`` contains ``trials`` of them; write the best settings to `BEST_FILE`.
 
     The unchanged settings are measured first, as trial 0.
 
     Raises:
-        SettingsError: ``directory`` holds a study of other images, settings or parameters.
-        TrainingError: the unchanged settings cannot be trained with.
+        SettingsError: ``directory`` contains a study of other images, settings or parameters.
+        TrainingError: training fails with the unchanged settings.
     """
     directory.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -125,13 +125,13 @@ def _require_same(study: optuna.Study, expected: str, directory: Path) -> None:
     actual = study.user_attrs.setdefault("identity", expected)
     if actual != expected:
         raise SettingsError(
-            f"{directory} holds a study of other images, settings or parameters; choose another directory with --study."
+            f"{directory} has a study of other images, settings or parameters; choose another directory with --study."
         )
     study.set_user_attr("identity", expected)
 
 
 def _finished(study: optuna.Study) -> list[FrozenTrial]:
-    """Trials with an outcome, which those of a killed process lack."""
+    """Trials with an outcome; those of a killed process have none."""
     return study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.FAIL))
 
 

@@ -18,12 +18,13 @@ from evernear.settings import RunSettings
 def measure_trial(
     dataset: Dataset, settings: RunSettings, directory: Path, report: Callable[[str], None] = lambda _: None
 ) -> Proportion:
-    """Accuracy on the query split, which neither the network nor the index has seen; artifacts go to ``directory``.
+    """Accuracy on the query split, which neither the network nor the index was built from; artifacts go to
+    ``directory``.
 
     The test split is not read: the gate judges the chosen settings on images that were not used to choose them.
 
     Raises:
-        TrainingError: the settings cannot be trained with.
+        TrainingError: training fails with these settings.
     """
     trained, network, embeddings, index = (directory / name for name in ("trained", "network", "embeddings", "index"))
     recipe = with_defaults(settings.train, dataset)

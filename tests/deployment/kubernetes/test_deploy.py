@@ -317,7 +317,7 @@ def test_failed_release_after_a_killed_deployment_is_replaced_by_the_champion(
         raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr(kubernetes, "prove", kill)
+        patched.setattr(kubernetes, "verify", kill)
         patched.setattr(kubernetes.KubernetesTarget, "_restore_previous", kill)
         with pytest.raises(Killed):
             site.deploy(second)
@@ -333,18 +333,18 @@ def test_one_of_two_concurrent_deployments_fails(
     site: Site, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     under_way, proceed = threading.Event(), threading.Event()
-    prove = kubernetes.prove
+    verify = kubernetes.verify
 
-    def prove_later(*arguments: Any) -> int:
+    def verify_later(*arguments: Any) -> int:
         under_way.set()
         assert proceed.wait(60)
-        return prove(*arguments)
+        return verify(*arguments)
 
-    monkeypatch.setattr(kubernetes, "prove", prove_later)
+    monkeypatch.setattr(kubernetes, "verify", verify_later)
     first = threading.Thread(target=site.deploy, args=(releases[0],))
     first.start()
     assert under_way.wait(60)
-    with pytest.raises(BusyError, match="is under way, by "):
+    with pytest.raises(BusyError, match="is in progress, by "):
         site.deploy(releases[0])
     proceed.set()
     first.join()
@@ -357,15 +357,17 @@ def test_champion_changed_during_a_deployment_stays_live(
     first, second, _ = releases
     site.deploy(first)
     rival = make_release(parent=first.version)
-    prove = kubernetes.prove
+    verify = kubernetes.verify
 
-    def prove_and_lose(*arguments: Any) -> int:
+    def verify_and_lose(*arguments: Any) -> int:
         site.registry.publish(rival.archive)
         site.registry.set_champion(rival.version, site.registry.champion())
-        return prove(*arguments)
+        return verify(*arguments)
 
-    monkeypatch.setattr(kubernetes, "prove", prove_and_lose)
-    with pytest.raises(ConflictError, match=rf"champion changed meanwhile.* Release {rival.version} was restored"):
+    monkeypatch.setattr(kubernetes, "verify", verify_and_lose)
+    with pytest.raises(
+        ConflictError, match=rf"champion changed in the meantime.* Release {rival.version} was restored"
+    ):
         site.deploy(second)
     assert site.champion == rival.version
     assert site.live[0] == {rival.version}
@@ -453,16 +455,16 @@ def test_lost_lease_stops_the_deployment(
     site: Site, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.deploy(releases[0])
-    prove = kubernetes.prove
+    verify = kubernetes.verify
 
-    def prove_and_lose(*arguments: Any) -> int:
+    def verify_and_lose(*arguments: Any) -> int:
         manifest = site.cluster.get("Lease", NAME)
         assert manifest is not None
         site.cluster.replace(manifest | {"spec": {**manifest["spec"], "holderIdentity": "somebody else"}})
         threading.Event().wait(site.settings.kubernetes.lease_s)
-        return prove(*arguments)
+        return verify(*arguments)
 
-    monkeypatch.setattr(kubernetes, "prove", prove_and_lose)
+    monkeypatch.setattr(kubernetes, "verify", verify_and_lose)
     with pytest.raises(BusyError, match=r"lost the Lease evernear-serving .*The previous release was not restored"):
         site.deploy(releases[1])
     assert site.champion == releases[0].version

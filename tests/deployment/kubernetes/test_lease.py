@@ -36,7 +36,7 @@ def die(lease: LeaseLock) -> None:
 def test_second_deployment_fails_naming_the_holder_and_the_start(cluster: Cluster) -> None:
     with LeaseLock(cluster, NAME, 1) as first:
         sentence = (
-            rf"into namespace evernear is under way, by {whoami()} \w{{8}} since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
+            rf"to namespace evernear is in progress, by {whoami()} \w{{8}} since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
         )
         with pytest.raises(BusyError, match=sentence), LeaseLock(cluster, NAME, 1):
             pass

@@ -77,7 +77,7 @@ def test_deployment_scaled_to_zero_fails(loopback: LoopbackCluster, make_setting
         (
             CrashLoop("line 1\nline 2\nTraceback\nOSError: no Java\n"),
             r"container torchserve of pod \S+ keeps "
-            r"crashing \(exit code 1\); its last words were 'line 2 / Traceback / OSError: no Java'",
+            r"crashing \(exit code 1\); its log ends with 'line 2 / Traceback / OSError: no Java'",
         ),
         (
             CrashLoop("killed\n", exit_code=137, reason="OOMKilled"),
@@ -86,7 +86,7 @@ def test_deployment_scaled_to_zero_fails(loopback: LoopbackCluster, make_setting
         (
             CrashLoop("evernear: Release x does not exist\n", container="fetch"),
             r"init container fetch of pod \S+ keeps "
-            r"crashing \(exit code 1\); its last words were 'evernear: Release x does not exist'",
+            r"crashing \(exit code 1\); its log ends with 'evernear: Release x does not exist'",
         ),
     ],
 )

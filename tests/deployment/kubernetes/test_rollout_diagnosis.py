@@ -25,7 +25,7 @@ class FakeCluster:
 
     def log(self, pod: str, container: str, *, previous: bool, lines: int) -> Any:
         self.previous.append(previous)
-        return ["last words"]
+        return ["last line"]
 
 
 CRASHED = {"terminated": {"exitCode": 1}}

@@ -46,7 +46,7 @@ def deployer(cluster: LoopbackCluster, kubectl: Kubectl) -> Iterator[Kubectl]:
 
 @pytest.fixture
 def recognizer() -> Iterator[Any]:
-    """A server that echoes its requests, as the process in a pod."""
+    """A server that echoes its requests, acting as the process in a pod."""
 
     class Echo(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

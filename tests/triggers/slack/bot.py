@@ -48,7 +48,7 @@ class Clock:
 
 
 class MemoryRuns:
-    """A pipeline server in memory, with the interface of `evernear.kubeflow.client.KfpRuns`."""
+    """An in-memory pipeline server with the interface of `evernear.kubeflow.client.KfpRuns`."""
 
     def __init__(self) -> None:
         self.started: dict[str, Run] = {}

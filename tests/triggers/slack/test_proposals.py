@@ -160,7 +160,7 @@ def test_person_who_declines_during_anothers_acceptance_is_told(
     monkeypatch.setattr(RequestStore, "find", find_and_be_overtaken)
     bot.deliver(decline)
     monkeypatch.undo()
-    assert "bob (U0BOB in Slack) was faster and accepted this." in slack.ephemeral[-1].text
+    assert "bob (U0BOB in Slack) has already accepted this." in slack.ephemeral[-1].text
     bot.poll()
     assert len(runs.started) == 1
     assert [line["what"] for line in bot.audit()] == ["start"]

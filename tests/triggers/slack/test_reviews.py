@@ -84,7 +84,7 @@ def test_picked_class_is_an_image_of_the_source_and_undo_removes_it(bot: Bot, sl
 
     picks(bot, slack, ADA, posted, "cat")
     bot.poll()
-    assert "was answered meanwhile" in slack.ephemeral[-1].text
+    assert "was answered in the meantime" in slack.ephemeral[-1].text
 
     bot.click(ADA, reply, "Undo")
     bot.poll()

@@ -56,7 +56,7 @@ def noise(number: int) -> bytes:
 
 
 class MemoryRuns:
-    """A pipeline server in memory, with the interface of `evernear.kubeflow.client.KfpRuns`."""
+    """An in-memory pipeline server with the interface of `evernear.kubeflow.client.KfpRuns`."""
 
     def __init__(self) -> None:
         self.runs: list[Run] = []

@@ -33,7 +33,7 @@ class _ClassFolders(FileSource):
         splits = _splits_of(folders)
         if folders and len(set(splits.values())) == len(folders):
             if "train" not in splits.values():
-                raise DataError(f"{self.name} has given splits ({', '.join(sorted(folders))}) but no train folder.")
+                raise DataError(f"{self.name} has split folders ({', '.join(sorted(folders))}) but no train folder.")
             self._splits = splits
             self.chosen_splits = ("train", *(split for split in SPLITS[1:] if split not in splits.values()))
         elif len(splits) > 1:
@@ -142,7 +142,7 @@ class Bucket(_ClassFolders):
 
 
 def _splits_of(folders: set[str]) -> dict[str, Split]:
-    """The splits that ``folders`` name, in any case; a validation folder is the gallery, or the test split without one.
+    """The splits that ``folders`` name, ignoring case; a validation folder is the gallery, or else the test split.
 
     Training is validated on the gallery. A dataset with nothing but train and validation reports its results on the
     latter.

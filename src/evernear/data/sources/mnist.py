@@ -47,10 +47,10 @@ class Mnist(ArraySource):
             labels_path = self._find(f"{part}-labels", "idx1-ubyte")
             with _open_idx(images_path) as images, _open_idx(labels_path) as labels:
                 if len(images.shape) != 3 or 0 in images.shape:
-                    raise DataError(f"{images_path} holds no images; download it again.")
+                    raise DataError(f"{images_path} contains no images; download it again.")
                 if labels.shape != images.shape[:1]:
                     raise DataError(
-                        f"{images_path} and {labels_path} do not belong together: they hold arrays of shape"
+                        f"{images_path} and {labels_path} do not match: their arrays have the shapes"
                         f" {images.shape} and {labels.shape}; download both again."
                     )
                 for start in range(0, images.shape[0], _BLOCK_IMAGES):
@@ -64,7 +64,9 @@ class Mnist(ArraySource):
                 for name in (f"{stem}-{kind}", f"{stem}-{kind}.gz", f"{stem}.{kind}", f"{stem}.{kind}.gz"):
                     if (directory / name).is_file():
                         return directory / name
-        raise DataError(f"{self._directory} holds no {stem}-{kind}, plain or .gz; name a directory with the IDX files.")
+        raise DataError(
+            f"{self._directory} contains no {stem}-{kind}, plain or .gz; pass a directory with the IDX files."
+        )
 
 
 class _IdxReader:
@@ -122,7 +124,7 @@ def download_mnist() -> Path:
                 except (URLError, RuntimeError) as error:
                     reason = " ".join(str(error).split())
                     raise DataError(
-                        f"MNIST cannot be downloaded ({reason}); name a directory that holds it: mnist:DIRECTORY."
+                        f"MNIST cannot be downloaded ({reason}); pass a directory that contains it: mnist:DIRECTORY."
                     ) from error
                 (Path(partial) / "MNIST" / "raw").rename(directory)
     return directory

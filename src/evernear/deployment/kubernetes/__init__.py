@@ -16,7 +16,7 @@ from evernear.deployment.kubernetes.objects import RELEASE, ServedRelease, servi
 from evernear.deployment.kubernetes.rbac_check import check_permissions
 from evernear.deployment.kubernetes.revision import Revision, apply, load_last_known_good, remove, save_last_known_good
 from evernear.deployment.kubernetes.rollout import await_rollout, is_complete
-from evernear.deployment.kubernetes.service import prove, service_client, service_url
+from evernear.deployment.kubernetes.service import service_client, service_url, verify
 from evernear.deployment.target import VerifiedRollout, unrecorded
 from evernear.errors import ClusterError, EvernearError, StoreError, TransientStoreError
 from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts
@@ -58,7 +58,7 @@ class KubernetesTarget:
         """The Lease of the Deployment.
 
         Raises:
-            BusyError: another deployment holds it; the sentence names its holder.
+            BusyError: another deployment holds it; the message names its holder.
         """
         return self._lease
 
@@ -69,7 +69,7 @@ class KubernetesTarget:
 
     @contextlib.contextmanager
     def rollout(self, archive: Path, parts: ReleaseParts) -> Generator[VerifiedRollout]:
-        """Roll a release out and prove it through its Service; save the revision as last known good after the body.
+        """Roll a release out and verify it through its Service; save the revision as last known good after the body.
 
         The previous pods answer until the new ones are ready. If anything fails, the body included, the previous
         revision is restored and the error says so.
@@ -87,7 +87,7 @@ class KubernetesTarget:
         try:
             self._apply(revision)
             await_rollout(self.cluster, self._kubernetes)
-            queries = prove(client, self._kubernetes, parts)
+            queries = verify(client, self._kubernetes, parts)
             self._lease.require()
             yield VerifiedRollout(service_url(self._settings), queries)
         except TransientStoreError as error:
@@ -160,7 +160,7 @@ class KubernetesTarget:
         return f"Release {previous.version} was restored and is live."
 
     def _previous(self) -> Revision | None:
-        """The last known good revision if it is of the champion, otherwise the champion with today's settings."""
+        """The last known good revision if it is of the champion, otherwise the champion with the current settings."""
         saved = load_last_known_good(self.cluster, self._kubernetes)
         champion = self._registry.champion()
         if champion is None or (saved is not None and saved.version == champion.version):

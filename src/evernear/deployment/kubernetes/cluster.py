@@ -88,7 +88,7 @@ class Cluster:
             allowed_methods=None,  # an apply is idempotent; other writes carry a resourceVersion
             backoff_factor=BACKOFF_S,
             raise_on_status=False,
-            respect_retry_after_header=False,  # an hour is too long for a pipeline step
+            respect_retry_after_header=False,  # the server may ask for an hour, too long for a pipeline step
         )
         return cls(ApiClient(configuration), settings.namespace, inside=inside)
 
@@ -120,7 +120,7 @@ class Cluster:
         kind, name = manifest["kind"], manifest["metadata"]["name"]
         try:
             return self._call("PATCH", self._path(kind, name), manifest, query)
-        except ObjectConflictError as error:  # which does not name the object
+        except ObjectConflictError as error:  # its message does not name the object
             raise ObjectConflictError(f"{kind} {name}: {error}") from None
 
     def create(self, manifest: Tree) -> Tree:
@@ -201,7 +201,7 @@ class Cluster:
         return bool(self._call("POST", path, review)["status"]["allowed"])
 
     def post_to_service(self, service: str, port: str, path: str, body: bytes, timeout_s: float) -> tuple[int, Any]:
-        """POST ``body`` to a Service through the API server's proxy; status and content of the response.
+        """POST ``body`` to a Service through the API server's proxy; return status and content of the response.
 
         Raises:
             ClusterError: the API server does not reach the Service.
@@ -236,7 +236,7 @@ class Cluster:
         timeout_s: float = TIMEOUT_S[1],
         stream: bool = False,
     ) -> Any:
-        """Send a request, with retries; the parsed content, or with ``stream`` the unread response."""
+        """Send a request, with retries; return the parsed content, or with ``stream`` the unread response."""
         content_type = "application/apply-patch+yaml" if method == "PATCH" else "application/json"
         if isinstance(body, bytes):
             content_type = "application/octet-stream"
@@ -314,7 +314,7 @@ def _status(error: ApiException) -> Tree | None:
 
 
 def _conflict(status: Tree, message: str) -> str:
-    """The sentence of a 409; for an apply it names the managers and their fields."""
+    """The message for a 409; for an apply it names the managers and their fields."""
     details: Tree = status.get("details") or {}
     fields_of: dict[str, list[str]] = {}
     for cause in details.get("causes") or []:

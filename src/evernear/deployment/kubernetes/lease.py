@@ -43,7 +43,7 @@ class LeaseLock:
         """Take the Lease, and renew it in the background.
 
         Raises:
-            BusyError: another deployment holds it; the sentence names the holder and the time.
+            BusyError: another deployment holds it; the message names the holder and the time.
             ClusterError: it cannot be read or written.
         """
         self._manifest = self._take_when_free()
@@ -63,7 +63,7 @@ class LeaseLock:
             raise BusyError(f"This deployment lost the Lease {self._name} ({self._lost}), so it changes nothing more.")
 
     def release(self) -> None:
-        """Give the Lease up, so that the next deployment need not wait for it to expire."""
+        """Release the Lease, so that the next deployment does not have to wait until it expires."""
         self._released.set()
         self._thread.join()
         if self._lost is None:
@@ -82,7 +82,7 @@ class LeaseLock:
             if lease is None or not holder or expired:
                 with suppress(ObjectConflictError):
                     return self._take(lease)
-                continue  # another process was faster
+                continue  # another process took it first
             if holder == self._identity:  # an earlier attempt succeeded, but its response was lost
                 return lease
             if observed is None:
@@ -90,7 +90,7 @@ class LeaseLock:
             elif spec != observed:
                 since = str(spec.get("acquireTime"))[:19].replace("T", " ")
                 raise BusyError(
-                    f"Another deployment into namespace {self._cluster.namespace} is under way, by {holder} since "
+                    f"Another deployment to namespace {self._cluster.namespace} is in progress, by {holder} since "
                     f"{since} UTC; wait for it and try again."
                 )
             time.sleep(self._duration_s / OBSERVATIONS)

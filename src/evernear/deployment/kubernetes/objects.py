@@ -39,7 +39,7 @@ TOKEN_DIR = "/var/run/evernear"  # noqa: S105 - a directory, not a token
 PROBE_S = 5
 PROBE_TIMEOUT_S = 5
 MEMORY_STEP_BYTES = 256 * 2**20  # so that small differences between releases do not change the pod
-START_PROBE_TIMEOUT_S = 30  # Python starts, and asks all stored queries
+START_PROBE_TIMEOUT_S = 30  # Python starts and sends all stored queries
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _require_usable(settings: RunSettings) -> None:
     if local and not claim:
         raise SettingsError(
             f"Pods cannot read the store {settings.store_uri}; use s3://bucket/prefix, "
-            "or name the PersistentVolumeClaim that holds it with --set kubernetes.store_claim=NAME."
+            "or set the PersistentVolumeClaim that contains it with --set kubernetes.store_claim=NAME."
         )
     if claim and not local:
         raise SettingsError(
@@ -143,7 +143,9 @@ def _require_usable(settings: RunSettings) -> None:
 def _config(settings: RunSettings) -> str:
     """The pod's settings file, without defaults: the image may contain another version of evernear."""
     serving = settings.serving.model_dump(mode="json", exclude_defaults=True) | {"threads": _threads(settings)}
-    lines = (f"{name} = {json.dumps(value)}" for name, value in sorted(serving.items()))  # of scalars, JSON is TOML
+    lines = (
+        f"{name} = {json.dumps(value)}" for name, value in sorted(serving.items())
+    )  # a scalar in JSON is valid TOML
     return "\n".join(["[serving]", *lines, ""])
 
 

@@ -1,4 +1,4 @@
-"""A revision: the objects that serve one release. It is applied as a whole, and saved once it is proved.
+"""A revision: the objects that serve one release. It is applied as a whole, and saved once it is verified.
 
 The registry knows the last champion, but not the image and the settings that it was live with. Those are in the last
 known good revision, a ConfigMap of the cluster, which a failed deployment restores.
@@ -44,7 +44,7 @@ def remove(cluster: Cluster, objects: Iterable[Tree]) -> None:
 
 
 def load_last_known_good(cluster: Cluster, settings: KubernetesSettings) -> Revision | None:
-    """The revision that was proved last; None if there is none or it is unreadable.
+    """The revision that was verified last; None if there is none or it is unreadable.
 
     Raises:
         ClusterError: the API server is unavailable.

@@ -8,7 +8,7 @@ from evernear.errors import ClusterError
 from evernear.settings import KubernetesSettings
 
 DIAGNOSIS_INTERVAL_S = 2
-"""Between two diagnoses of the pods; the Deployment is watched in between."""
+"""Interval between diagnoses of the pods; the Deployment is watched in between."""
 PAUSE_S = 0.2
 
 
@@ -29,7 +29,7 @@ def await_rollout(cluster: Cluster, settings: KubernetesSettings) -> None:
             if is_complete(deployment):
                 return
             diagnosis = diagnose(cluster, settings, deployment)
-        except ApiUnavailableError as error:  # pods go on answering without their control plane
+        except ApiUnavailableError as error:  # pods keep serving without their control plane
             diagnosis = Diagnosis(str(error).rstrip("."))
         now_s = time.monotonic()
         if diagnosis is None or not diagnosis.persistent:
@@ -41,7 +41,7 @@ def await_rollout(cluster: Cluster, settings: KubernetesSettings) -> None:
             raise ClusterError(f"it is not up after {settings.rollout_timeout_s} s: {reason}.")
         if deployment is not None and any(map(is_complete, cluster.changes(deployment, DIAGNOSIS_INTERVAL_S))):
             return
-        time.sleep(PAUSE_S)  # a watch that fails at once must not become a busy loop
+        time.sleep(PAUSE_S)  # a watch that fails immediately must not become a busy loop
 
 
 def is_complete(deployment: Tree) -> bool:

@@ -76,7 +76,7 @@ def _of_container(cluster: Cluster, pod: str, container: Tree, role: str) -> Dia
     if ended.get("reason") == "OOMKilled":
         how = "it needs more memory than its limit; raise kubernetes.memory"
     fate = "keeps crashing" if restarts else "failed"
-    words = _last_words(cluster, pod, container["name"], ended, previous="terminated" not in state)
+    words = _log_end(cluster, pod, container["name"], ended, previous="terminated" not in state)
     return Diagnosis(f"{name} {fate} ({how}){words}", persistent=True)
 
 
@@ -89,11 +89,11 @@ def _of_probe(cluster: Cluster, pod: str, container: Tree) -> Diagnosis | None:
     return Diagnosis(f"the {probe} probe of pod {pod} fails" + (f": {warning}" if warning else ""))
 
 
-def _last_words(cluster: Cluster, pod: str, container: str, ended: Tree, *, previous: bool) -> str:
+def _log_end(cluster: Cluster, pod: str, container: str, ended: Tree, *, previous: bool) -> str:
     """The end of the container's log, or of the termination message that the kubelet saved."""
     lines = cluster.log(pod, container, previous=previous, lines=LOG_LINES)
     lines = lines or [line.strip() for line in str(ended.get("message") or "").splitlines() if line.strip()]
-    return f"; its last words were {' / '.join(lines[-LOG_LINES:])!r}" if lines else ""
+    return f"; its log ends with {' / '.join(lines[-LOG_LINES:])!r}" if lines else ""
 
 
 def _newest_warning(cluster: Cluster, pod: str, reason: str | None = None) -> str | None:

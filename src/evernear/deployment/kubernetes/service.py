@@ -1,4 +1,4 @@
-"""Prove a release through its Service, on the path of its clients."""
+"""Verify a release through its Service, on the path of its clients."""
 
 import time
 from urllib.parse import urlsplit
@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from evernear.deployment.kubernetes.cluster import Cluster
-from evernear.deployment.smoke import Predicts, smoke
+from evernear.deployment.smoke import PredictionClient, smoke
 from evernear.errors import ClusterError, EvernearError, PredictionRejectedError, ServingError, SettingsError
 from evernear.release.archive_reader import ReleaseParts
 from evernear.serving.client import Client, Target
@@ -17,8 +17,8 @@ from evernear.settings import KubernetesSettings, RunSettings
 PAUSE_S = 0.5
 
 
-def prove(client: Predicts, settings: KubernetesSettings, parts: ReleaseParts) -> int:
-    """Send the stored queries to the Service; the number that were answered.
+def verify(client: PredictionClient, settings: KubernetesSettings, parts: ReleaseParts) -> int:
+    """Send the stored queries to the Service; return how many were answered.
 
     Endpoints lag behind a rollout, so for ``convergence_timeout_s`` the Service may still answer with another release.
     The test starts after as many consecutive answers of this release as there are stored queries.
@@ -36,7 +36,7 @@ def service_url(settings: RunSettings) -> str:
     return f"http://{_host(settings)}:{settings.serving.inference_port}/predictions/{settings.serving.model_name}"
 
 
-def service_client(cluster: Cluster, settings: RunSettings) -> Predicts:
+def service_client(cluster: Cluster, settings: RunSettings) -> PredictionClient:
     """A client of the Service: by ``service_url`` if set, by its DNS name from inside, else through the API server.
 
     Raises:
@@ -53,7 +53,7 @@ def service_client(cluster: Cluster, settings: RunSettings) -> Predicts:
             "The API server does not forward a token to a Service; deploy from inside the cluster, or set the "
             "URL of the Service with --set kubernetes.service_url=http://HOST:PORT."
         )
-    return _ThroughApiServer(cluster, settings)
+    return _ApiServerProxyClient(cluster, settings)
 
 
 def _host(settings: RunSettings) -> str:
@@ -73,7 +73,7 @@ def _target(settings: RunSettings, host: str, port: int, *, tls: bool = False) -
     )
 
 
-def _await_release(client: Predicts, settings: KubernetesSettings, parts: ReleaseParts) -> None:
+def _await_release(client: PredictionClient, settings: KubernetesSettings, parts: ReleaseParts) -> None:
     version = parts.manifest.version
     queries = parts.smoke_queries()
     deadline_s = time.monotonic() + settings.convergence_timeout_s
@@ -96,7 +96,7 @@ def _await_release(client: Predicts, settings: KubernetesSettings, parts: Releas
         time.sleep(PAUSE_S)
 
 
-class _ThroughApiServer:
+class _ApiServerProxyClient:
     """The ``proxy`` subresource of a Service: reachable wherever the API server is, but without a token."""
 
     def __init__(self, cluster: Cluster, settings: RunSettings) -> None:

@@ -10,7 +10,7 @@ from evernear.serving.client.target import Format, Target
 from evernear.serving.responses import Metadata, Prediction
 from evernear.settings import RunSettings
 
-GRPC_FRAME_BYTES = 384  # more than names, lengths and a trace context take in a message, beside the image
+GRPC_FRAME_BYTES = 384  # more than a message needs besides the image: names, lengths and a trace context
 
 
 class Client:
@@ -47,8 +47,8 @@ class Client:
         Raises:
             ServerUnreachableError: no server answers.
             ServerTimeoutError: there is no response within the target's ``timeout_s``.
-            PredictionRejectedError: the image or the request is at fault.
-            ServingError: the server is at fault.
+            PredictionRejectedError: the image or the request is invalid.
+            ServingError: the server failed.
         """
         _require_bounded(image, self._target)
         return self._transport.predict(image, version)
@@ -120,7 +120,7 @@ class AsyncClient:
 
 
 def _require_bounded(image: bytes, target: Target) -> None:
-    """Reject here an upload that the server would break off."""
+    """Reject an upload here that the server would abort."""
     limit = target.max_size_bytes - (GRPC_FRAME_BYTES if target.format == "grpc" else 0)
     if len(image) > limit:
         raise PredictionRejectedError(f"The image has {len(image)} bytes; the server's limit is {limit}.")

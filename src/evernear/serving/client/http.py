@@ -80,7 +80,7 @@ def _request(target: Target, image: bytes, version: str | None) -> dict[str, Any
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     if target.format == "prep":
         if version:
-            raise SettingsError("The preprocessing server uses the live release; do not name a version.")
+            raise SettingsError("The preprocessing server uses the live release; do not specify a version.")
         body = json.dumps({"data": base64.b64encode(image).decode()}).encode()
         return {"url": "/predict", "content": body, "headers": headers | {"Content-Type": "application/json"}}
     path = f"/predictions/{target.model}/{version}" if version else f"/predictions/{target.model}"

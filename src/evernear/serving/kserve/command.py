@@ -40,9 +40,9 @@ def arguments(description: str) -> argparse.ArgumentParser:
     add("--max_images", type=int, default=MAX_IMAGES, help="Images in one request.")
     add("--max_pixels", type=int, default=serving.max_pixels, help="Pixels of an image; the release may allow fewer.")
     add("--max_bodies_size_bytes", type=int, default=prep.max_bodies_size_bytes, help="Size of all bodies in flight.")
-    add("--upload_timeout_seconds", type=float, default=prep.upload_timeout_s, help="Time for a body to arrive.")
+    add("--upload_timeout_seconds", type=float, default=prep.upload_timeout_s, help="Time limit for receiving a body.")
     add("--enable_access_log", action="store_true", help="Log each request, which delays its answer by 0.2 ms.")
-    add("--large_decodes", type=int, default=prep.large_decodes, help="Images above a megapixel to decode at once.")
+    add("--large_decodes", type=int, default=prep.large_decodes, help="Concurrent decodes of images above a megapixel.")
     return parser
 
 

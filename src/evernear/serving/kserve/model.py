@@ -46,7 +46,7 @@ class ReleaseModel(Model):
         self.manifest = manifest
         self.shape = manifest.preprocessing
         self._max_images: int = args.max_images
-        # The release has a limit, and this server's memory another.
+        # The release has a limit, and the memory of this server sets another one.
         self._max_pixels = min(manifest.max_pixels, args.max_pixels)
         self._decoding = DecodePool(args.large_decodes)
         # One batch at a time has the cores to itself, and the event loop stays free for probes.
@@ -101,7 +101,7 @@ class ReleaseModel(Model):
         return ([], _each(decode_image, files, self.shape)) if pixels <= SMALL_PIXELS else (files, [])
 
     async def __call__(self, body: Any, headers: dict[str, str] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Answer a request in a span below the client's."""
+        """Answer a request in a child span of the client's."""
         parent, attributes = (headers or {}).get(TRACE_FIELD, ""), {"evernear.release": self.manifest.version}
         with request_span(self._tracer, parent, self.spans[0], **attributes):
             return await super().__call__(body, headers, *args, **kwargs)

@@ -49,7 +49,7 @@ class PredictorModel(ReleaseModel):
             predictions = iter(self._predictor.predict_pixels(np.stack(pixels)) if pixels else [])
         except StoreError as error:  # the vectors are on a server
             _log.error("%s", error)
-            raise Unavailable("The gallery cannot be searched now; send the image again.") from None
+            raise Unavailable("The gallery cannot be searched at the moment; send the image again.") from None
         return [image if isinstance(image, Rejection) else next(predictions) for image in prepared]
 
 

@@ -186,7 +186,7 @@ class _DataPlane(DataPlane):
 
     async def model_ready(self, model_name: str, disable_predictor_health_check: bool = False) -> bool:
         model = cast(ReleaseModel, self.get_model_from_registry(model_name))
-        # KServe also calls this before each request, which itself will show.
+        # KServe also calls this before each request, but the request itself shows whether the model works.
         return model.ready if disable_predictor_health_check else await model.can_predict()
 
 

@@ -81,8 +81,8 @@ class TransformerModel(ReleaseModel):
 
     @property
     def _grpc_client(self) -> InferenceGRPCClient:
-        """KServe's client on a channel that reconnects quickly. By default a returned predictor is unreachable for up
-        to two minutes more.
+        """KServe's client on a channel that reconnects quickly. By default, a predictor that is back remains
+        unreachable for up to two more minutes.
         """
         if self._client is None:
             self._client = InferenceGRPCClient(
@@ -161,7 +161,7 @@ def _trace_headers() -> dict[str, str]:
 def _rejected(too_large: bool, reason: str) -> GrpcException:
     """A rejection by the predictor. The client's images are not at fault, since they were prepared here."""
     if too_large:
-        return ResourceExhausted("The prepared images are too large for the predictor; send fewer at once.")
+        return ResourceExhausted("The prepared images are too large for the predictor; send fewer per request.")
     return Unavailable(f"The predictor rejects prepared images ({reason}).")
 
 

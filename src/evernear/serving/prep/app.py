@@ -171,7 +171,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _made(request: Request, prediction: Prediction) -> Prediction:
-    """Note the release of a prediction for the log."""
+    """Record the release of a prediction for the log."""
     request.state.release = prediction.version
     return prediction
 

@@ -11,7 +11,7 @@ from evernear.settings import Settings
 
 SHUTDOWN_TIMEOUT_S = 30
 PROCESS_SIZE_BYTES = 128 * 2**20
-"""The process before its first request: 97 MiB, rounded up (``benchmarks/hostile.py``)."""
+"""Memory of the process before its first request: 97 MiB, rounded up (``benchmarks/hostile.py``)."""
 
 
 def serve(settings: Settings) -> None:
@@ -41,7 +41,7 @@ def server_of(settings: Settings) -> uvicorn.Server:
 
 
 def memory_size_bytes(settings: Settings) -> int:
-    """The most memory that the server takes, and so the least limit of its pod.
+    """Maximum memory that the server uses, and therefore the lowest limit for its pod.
 
     Each body is in memory twice: as received, and as decoded from base64.
     """

@@ -123,7 +123,7 @@ class Service:
         return await self._in_time(predict_stored())
 
     async def live_release(self) -> ReleaseManifest:
-        """Recognize a blank image, which works only if everything does; returns the release that did it.
+        """Recognize a blank image, which works only if everything does; returns the release that recognized it.
 
         Raises as `predict`.
         """
@@ -161,7 +161,7 @@ class Service:
             if actual.preprocessing == expected.preprocessing:
                 return prediction
             expected = actual
-        raise ReleaseMismatchError("The predictor changes its release faster than an image can be prepared; try again.")
+        raise ReleaseMismatchError("The predictor's release changes faster than an image can be prepared; try again.")
 
     async def _expected_release(self) -> ReleaseManifest:
         """The release of the latest prediction; before the first, the champion."""
@@ -205,8 +205,8 @@ class Service:
 def prepare(file: EncodedImage, manifest: ReleaseManifest) -> bytes:
     """Prepare an inspected file as the release prescribes, as a PNG file.
 
-    The predictor accepts PNG from everyone. It is lossless, and the predictor changes no pixel of an image that already
-    has the release's size and channels.
+    The predictor accepts PNG from any client. PNG is lossless, and the predictor changes no pixel of an image that
+    already has the release's size and channels.
 
     Raises:
         DataError: the image is broken.

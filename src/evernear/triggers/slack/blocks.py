@@ -35,12 +35,12 @@ EMOJI = {
 
 
 def line(text: str) -> Message:
-    """A message of one line; ``text`` is plain, whatever its origin."""
+    """A message of one line; ``text`` is plain text of any origin."""
     return Message(text=escape(text), blocks=(section(escape(text)),))
 
 
 def error_text(error: Exception) -> str:
-    """The sentence of an expected error, or the type of an unexpected one, whose text may hold anything."""
+    """The message of an expected error, or the type of an unexpected one, whose text may contain anything."""
     if isinstance(error, EvernearError):
         return str(error)
     return f"An internal error occurred ({type(error).__name__}); the bot's log has the details."

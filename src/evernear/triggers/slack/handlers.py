@@ -117,8 +117,8 @@ def create_app(client: WebClient, signing_secret: str, handlers: Handlers) -> Ap
         OSError: Slack is unreachable.
     """
     quiet = logging.getLogger("evernear.slack.bolt")
-    quiet.setLevel(logging.WARNING)  # below, Bolt logs the bodies of unsigned requests
-    # Listeners run before the response, so that whatever is acknowledged is stored.
+    quiet.setLevel(logging.WARNING)  # at lower levels, Bolt logs the bodies of unsigned requests
+    # Listeners run before the response, so that everything that is acknowledged is stored.
     app = App(client=client, signing_secret=signing_secret, process_before_response=True, logger=quiet)
     handlers.register(app)
     return app

@@ -116,7 +116,7 @@ def _record(call: Call, kind: Literal["promote", "roll_back"]) -> None:
         target = _Target.model_validate_json(call.text)
     except ValidationError:
         raise RequestRefusedError(
-            "That button is of another version of the bot; /evernear champion shows the live release."
+            "That button is from another version of the bot; /evernear champion shows the live release."
         ) from None
     call.record(kind, request_id(kind, target.release, target.move), release=target.release, move=target.move)
 
@@ -124,7 +124,7 @@ def _record(call: Call, kind: Literal["promote", "roll_back"]) -> None:
 def _try_move(services: Services, request: Request) -> str:
     """Promote or roll back; returns the error, or an empty string."""
     cause = Cause(by=str(request.by), why=_reason(request))
-    try:  # the bot's image lacks the packages that serve; there a pipeline does this
+    try:  # the bot's image lacks the serving packages; there, a pipeline does this
         from evernear.deployment import promote, roll_back
         from evernear.reporting.model_registry import follow_champion
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Prompts: ask in the channel whether to start a run, and take the answer."""
+"""Prompts: ask in the channel whether to start a run, and record the answer."""
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -186,7 +186,7 @@ def _answer(call: Call, request: Request, answer: State) -> None:
         answered = {"state": answer, "answered_by": person, "answered": services.clock()}
         try:
             request = services.requests.change(request, **answered, channel=channel, message=f"{channel}/{call.thread}")
-        except ConflictError:  # another click or `advance` was faster
+        except ConflictError:  # another click or `advance` wrote first
             request = _find(call)
         services.wake()
     if request.is_expired(services.clock()):
@@ -194,7 +194,7 @@ def _answer(call: Call, request: Request, answer: State) -> None:
     was_declined = request.state == "declined"
     by_caller = request.answered_by is not None and request.answered_by.id == person.id
     if was_declined != (answer == "declined") or not by_caller:
-        raise RequestRefusedError(f"{request.by} was faster and {'declined' if was_declined else 'accepted'} this.")
+        raise RequestRefusedError(f"{request.by} has already {'declined' if was_declined else 'accepted'} this.")
 
 
 def _with_reasons(request: Request, *more: Block) -> Message:

@@ -117,5 +117,5 @@ def _record(services: Services, given: Answer) -> None:
         return
     item = Queue(services.store).find(given.image)
     if item is None:
-        raise DataError("The image is not in the queue any more; its log file was removed.")
+        raise DataError("The image is no longer in the queue; its log file was removed.")
     answers.label(item.image, given)

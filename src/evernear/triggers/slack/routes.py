@@ -136,7 +136,7 @@ def button(
 
 
 def find(slash: str, text: str) -> tuple[Command, str] | None:
-    """The command that a person typed, the longest name that fits, and its arguments."""
+    """The command that a person typed (the longest name that matches), and its arguments."""
     words = text.split()
     for count in range(min(2, len(words)), -1, -1):
         command = COMMANDS.get(" ".join([slash, *words[:count]]))

@@ -95,7 +95,7 @@ def _secret(name: str, prefix: str) -> str:
 
 
 def serve(settings: Settings, runs: "KfpRuns", stop: threading.Event, clock: Clock = lambda: datetime.now(UTC)) -> None:
-    """Run the bot until ``stop`` is set; acknowledged requests that are open then are left to the next process.
+    """Run the bot until ``stop`` is set; acknowledged requests that are still open are left to the next process.
 
     Raises:
         SettingsError: a token is missing.
@@ -121,7 +121,7 @@ def serve(settings: Settings, runs: "KfpRuns", stop: threading.Event, clock: Clo
 
     def sign_in() -> App:
         slack.sign_in()
-        # The token is valid, so that a BoltError from here on is an outage.
+        # The token is valid, so from here on a BoltError is an outage.
         return create_app(client, secrets.signing_secret, Handlers(services))
 
     app = _retry_until_available(sign_in, stop)
@@ -148,7 +148,7 @@ def _beat(settings: Settings, is_connected: Callable[[], bool], loops: "list[_Lo
 
 
 class _Loop:
-    """A thread that polls every ``poll_s``, and at once when it is woken."""
+    """A thread that polls every ``poll_s``, and immediately when it is woken."""
 
     def __init__(self, name: str, poll: Callable[[], None], poll_s: float, poll_max_s: float) -> None:
         self._poll = poll

@@ -47,7 +47,7 @@ class Services:
             self.requests.change(current, state=state, **fields)
 
     def notify(self, request: Request, text: str) -> None:
-        """Tell the person responsible for ``request``, or the channel if that is not a person."""
+        """Notify the person responsible for ``request``, or the channel if that is not a person."""
         if request.by.id:
             self.slack.post_ephemeral(request.channel, request.by.id, line(text))
         else:

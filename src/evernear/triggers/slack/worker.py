@@ -1,6 +1,6 @@
 """The worker: advances every open request by one state per poll.
 
-A failed step is retried with exponential backoff. Every completed step is stored at once, and repeating it has no
+A failed step is retried with exponential backoff. Every completed step is stored immediately, and repeating it has no
 effect, so that a new process continues where the last one stopped.
 """
 
@@ -22,7 +22,7 @@ BACKOFF_S, BACKOFF_MAX_S = 5.0, 300.0
 FAILURES_MAX = 300
 """Consecutive failures before a request is given up: about a day at `BACKOFF_MAX_S`."""
 FOLLOWED_FOR = timedelta(days=1)
-"""Age up to which a run that the watcher started by itself is reported."""
+"""Maximum age at which a run that the watcher started by itself is reported."""
 _log = logging.getLogger(__name__)
 
 
@@ -67,7 +67,7 @@ class Worker:
         try:
             step()
         except ConflictError:
-            pass  # a click was faster; the next poll reads it
+            pass  # a click changed it first; the next poll reads it
         except RateLimitedError as error:
             _log.warning("%s: %s Retrying in %.0f s.", name, error, error.retry_after_s)
             self._backoff.delay(name, error.retry_after_s)

@@ -44,7 +44,8 @@ def listen(source: str, on_change: Callable[[], None]) -> None:
         raise _unsupported(connection.endpoint)
     filters: dict[str, Any] = {"prefix": f"{folder}/" if folder else "", "suffix": "", "events": EVENTS}
     with connection.errors("s3:ListenBucketNotification", bucket, folder):
-        # Not minio's `listen_bucket_notification`, which repeats the request at once and forever when a stream ends.
+        # Not minio's `listen_bucket_notification`, which repeats the request immediately and forever when a stream
+        # ends.
         response = connection.http.request("GET", _url(connection, bucket, filters), preload_content=False)
         try:
             if response.status == 501:

@@ -17,8 +17,8 @@ class Decision:
     reasons: tuple[str, ...]
     figures: dict[str, float] = field(default_factory=dict[str, float])
     for_a_person: bool = False
-    """Whether a person has to decide, whatever the policy: there is nothing new to train on, or the source could not
-    be listed.
+    """Whether a person has to decide regardless of the policy: there is nothing new to train on, or the source could
+    not be listed.
     """
 
     def has_grown_since(self, earlier: dict[str, float], settings: Settings) -> bool:
@@ -36,7 +36,7 @@ class Decision:
 def decide(observation: Observation, settings: Settings) -> Decision:
     """Choose retrain for many new training images or drift, and reindex for new classes or gallery images.
 
-    Retrain takes precedence because it builds an index, too.
+    Retrain takes precedence because it also builds an index.
     """
     figures = _figures(observation, settings)
     if retrain := _reasons_to_train(observation, settings):

@@ -1,8 +1,8 @@
 """Observe what changed: images that are new to the champion, and how live queries differ from its reference.
 
 The images that the network was trained on and those in the gallery are read from releases. The champion names the
-snapshot of its gallery. The oldest release in its line with the same network names the snapshot of the training,
-because a reindex keeps the network. The watcher keeps no state about either, so that a restart changes nothing.
+snapshot of its gallery. The oldest of its ancestors with the same network names the snapshot of the training, because a
+reindex keeps the network. The watcher keeps no state about either, so that a restart changes nothing.
 
 The snapshot also names the source that it was ingested from. That source is watched unless the settings name one.
 """
@@ -60,7 +60,7 @@ class Drift:
 
 @dataclass(frozen=True)
 class Observation:
-    """The input of a decision. A part that could not be observed is None, with a sentence in ``faults``."""
+    """The input of a decision. A part that could not be observed is None, with a message in ``faults``."""
 
     champion: str | None
     source: str
@@ -185,7 +185,7 @@ class Observer:
 
 
 def _first_with_network(registry: Registry, champion: ReleaseManifest) -> ReleaseManifest:
-    """The oldest release in the champion's line with its network; the network was trained on its snapshot."""
+    """The oldest ancestor of the champion with its network; the network was trained on its snapshot."""
     release = champion
     while release.parent is not None:
         parent = registry.get(release.parent, include_pruned=True).manifest

@@ -1,6 +1,6 @@
 """Propose or start what was decided, once.
 
-The memory of the watcher are its requests in the store. The id of the next one follows from theirs, so that of two
+The watcher's only memory is its requests in the store. The id of the next one is derived from them, so that of two
 concurrent watchers one creates it and the other gets a conflict.
 """
 
@@ -27,7 +27,7 @@ _PIPELINES = {"retrain": TRAINING, "reindex": "reindex"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """The request that a decision led to, or the reason why it led to none."""
+    """The request that resulted from a decision, or the reason why there is none."""
 
     request: Request | None = None
     reason: str = ""
@@ -44,7 +44,7 @@ class ProposalService:
         self._cooldown = timedelta(seconds=settings.watch.cooldown_s)
 
     def act(self, decision: Decision, observation: Observation, watcher_id: str, now: datetime) -> Outcome:
-        """Propose the decision or start its run, unless something holds it back; ``watcher_id`` is the store's.
+        """Propose the decision or start its run, unless something prevents it; ``watcher_id`` is the store's.
 
         Raises:
             StoreError: the store is unavailable.
@@ -117,11 +117,11 @@ class ProposalService:
                 " or earlier if the figures grow."
             )
         if self._was_held(last, observation):
-            return f"The gate held the run of proposal {last.id}, and the source has too few new images since."
+            return f"The gate held the run of proposal {last.id}, and too few new images have been added since."
         return ""
 
     def _was_held(self, request: Request, observation: Observation) -> bool:
-        """Whether the run ended without a release, and no release went live since."""
+        """Whether the run ended without a release, and no release has gone live since."""
         if not request.run or (observation.champion_since and observation.champion_since > request.created):
             return False
         outcome = load_outcome(self._store, request.run)
@@ -139,7 +139,7 @@ class ProposalService:
     def _change(self, request: Request, **fields: object) -> Request:
         try:
             return self._requests.change(request, **fields)
-        except ConflictError:  # an answer or another watcher was faster
+        except ConflictError:  # an answer or another watcher changed it first
             return self._requests.find(request.id) or request
 
 

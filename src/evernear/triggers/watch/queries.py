@@ -19,7 +19,7 @@ MAX_FILES = 200
 
 
 def live_queries(store: Store, version: str, since: datetime, until: datetime) -> tuple[Queries, list[str]]:
-    """The queries that ``version`` answered in a time window, and a sentence for each damaged file.
+    """The queries that ``version`` answered in a time window, and a message for each damaged file.
 
     The sample is uniform over all queries of the files read: a file that sampled a larger share of its period's
     queries is thinned.

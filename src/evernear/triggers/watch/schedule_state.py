@@ -31,7 +31,7 @@ class CheckReport(Frozen):
     """The reasons for the action, and for not proposing it now."""
     figures: dict[str, float] = {}
     faults: tuple[str, ...] = ()
-    """The parts of the check that failed, a sentence each."""
+    """The parts of the check that failed, one message each."""
     proposal: str | None = None
     """Id of the request that the check created."""
 

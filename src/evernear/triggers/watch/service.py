@@ -99,7 +99,7 @@ class Service:
         self._check_in(max(0.0, min(debounce_s, left_s)))
 
     def health(self) -> tuple[bool, dict[str, object]]:
-        """Whether checks come to an end, and details."""
+        """Whether checks complete, with details."""
         since_s = time.monotonic() - self._ended_s
         is_healthy = self._scheduler.running and since_s < self._settings.watch.interval_s + STUCK_AFTER_S
         return is_healthy, {

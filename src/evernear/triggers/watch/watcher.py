@@ -24,7 +24,7 @@ Clock = Callable[[], datetime]
 
 
 class Watcher:
-    """Checks one source for one store. ``cache`` is a directory that holds only copies."""
+    """Checks one source for one store. ``cache`` is a directory for copies."""
 
     def __init__(
         self,
