@@ -1,8 +1,8 @@
 """Accuracy of the system as it is served, over seeds: ``python benchmarks/accuracy.py --source mnist``.
 
-Each run goes through the functions of the pipeline's steps: ingest, train, export, embed, index, measure.
-Settings were chosen with ``--split query``, which no network and no index has seen; ``--split test``, the
-default, is for the figures of the README.
+Each run goes through the functions of the pipeline's steps: ingest, train, export, embed, index, measure. Settings were
+chosen with ``--split query``, which no network or index was built from; ``--split test``, the default, is for the
+figures of the README.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from evernear.settings import Settings, load
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", default="mnist", help="a source of `evernear run`, as mnist or mnist:DIRECTORY")
+    parser.add_argument("--source", default="mnist", help="a source of `evernear run`: mnist or mnist:DIRECTORY")
     parser.add_argument("--presets", nargs="+", default=["default", "best"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--split", choices=["test", "query"], default="test")
@@ -103,7 +103,7 @@ def figures(measured: Measurement) -> dict[str, Any]:
 
 
 def mean_interval(values: list[float]) -> tuple[float, float, float]:
-    """The mean over seeds, and its 95% interval by Student's t; the mean twice more for a single seed."""
+    """The mean over seeds, and its 95% interval by Student's t; for a single seed, the interval is the mean itself."""
     mean = statistics.mean(values)
     if len(values) == 1:
         return mean, mean, mean

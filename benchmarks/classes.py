@@ -2,7 +2,7 @@
 
 A step of the head is its forward and backward pass and that of the optimizer, on embeddings of a batch: with all
 classes, and with the sample of `evernear.embedding.arcface.sample_classes`. The gate decides on an evaluation with ten
-test images a class, in which candidate and champion know every class.
+test images per class, in which candidate and champion know every class.
 """
 
 import statistics

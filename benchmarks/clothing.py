@@ -4,10 +4,10 @@
 alexeygrigorev/clothing-dataset-small: 3,781 photographs of ten kinds of clothes, about 400 px wide, in train/,
 validation/ and test/.
 
-The other side is what tutorials of torchvision show: resnet18, random resized crops and flips, SGD with one cycle of
+The other side is the recipe of torchvision tutorials: resnet18, random resized crops and flips, SGD with one cycle of
 the learning rate, cross-entropy. It decodes the images once, trains on images of the same size and in the same
-precision, and stops after the CPU seconds that evernear's training took. Each training is a process of its own, of
-which the peak memory is measured.
+precision, and stops after the CPU seconds that evernear's training took. Each training runs in a separate process,
+whose peak memory is measured.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call ``function`` in a new process, so that its peak memory is its own."""
+    """Call ``function`` in a new process, so that its peak memory can be measured separately."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 

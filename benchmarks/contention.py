@@ -56,7 +56,7 @@ Workload = Callable[[], object]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", default="digits", help="a source of `evernear run`, as digits or mnist:DIRECTORY")
+    parser.add_argument("--source", default="digits", help="a source of `evernear run`: digits or mnist:DIRECTORY")
     parser.add_argument("--workloads", nargs="+", choices=WORDS, default=list(WORDS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--limit-s", type=float, default=8.0, help="time limit of a workload")

@@ -30,7 +30,7 @@ GALLERY_FRACTION = 0.8
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", default="mnist", help="a source of `evernear run`, as mnist or mnist:DIRECTORY")
+    parser.add_argument("--source", default="mnist", help="a source of `evernear run`: mnist or mnist:DIRECTORY")
     parser.add_argument("--presets", nargs="+", default=["default", "best"])
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()

@@ -52,7 +52,7 @@ class Case:
         champion_errs = 1 - self.champion_accuracy
         challenger_errs = champion_errs - self.difference_points / 100
         if challenger_errs < 0:
-            raise ValueError(f"{self} would be right more often than always")
+            raise ValueError(f"{self} would be correct more than 100% of the time")
         both = self.shared * min(champion_errs, challenger_errs)
         if not self.shared:
             both = champion_errs * challenger_errs
@@ -63,7 +63,7 @@ class Case:
         else:
             counts = (chances * self.queries).round().astype(int)
             counts[3] = self.queries - counts[:3].sum()
-        # Both wrong, champion wrong, challenger wrong, both right.
+        # Both wrong, champion wrong, challenger wrong, both correct.
         kind = rng.permutation(np.repeat(np.arange(4), counts))
         labels = rng.integers(0, len(LABELS), self.queries, dtype=np.int32)
         return Outcomes((kind == 1) | (kind == 3), labels), Outcomes((kind == 2) | (kind == 3), labels)

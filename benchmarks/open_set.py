@@ -63,7 +63,7 @@ Vectors = dict[Split, tuple[Floats, NDArray[np.int64]]]
 
 @dataclass(frozen=True)
 class Gallery:
-    """Unit vectors (N, D) and class numbers (N,) from 0 on."""
+    """Unit vectors (N, D) and class numbers (N,), starting at 0."""
 
     vectors: Floats
     classes: NDArray[np.int64]

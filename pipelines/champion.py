@@ -1,4 +1,4 @@
-"""What the pipelines `promote` and `rollback` share: one step moves the champion, then the outcome is recorded."""
+"""The common part of `promote` and `rollback`: one step moves the champion, then the outcome is recorded."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,6 +1,6 @@
 """Compile the pipelines to ``pipelines/golden/``; ``--check`` compares instead of writing.
 
-The golden files name a placeholder image; `evernear.kubeflow.compiled` puts a real one in.
+The golden files name a placeholder image; `evernear.kubeflow.compiled` replaces it with a real one.
 """
 
 import argparse

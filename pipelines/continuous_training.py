@@ -1,8 +1,8 @@
 """The main job: from new labeled images to a gated, deployed release. Start reading here.
 
 Each step is a component of the same name in ``components/``. It calls the function of the same name in
-``evernear.steps``, which calls the package that does the work. The first step resolves the settings of the run, and
-the other steps take its result.
+``evernear.steps``, which calls the package that does the work. The first step resolves the settings of the run, and the
+other steps receive its result.
 """
 
 from typing import Any

@@ -43,7 +43,7 @@ def _for_this_machine(compiled: str) -> str:
     """A compiled pipeline without retries, whose delays would only defer the error message."""
     documents = list(yaml.load_all(compiled, yaml.CSafeLoader))
     spec = documents[0]
-    # kfp would take a component of the pipeline's own name, as in rollback, for the pipeline.
+    # kfp would mistake a component with the pipeline's name, as in rollback, for the pipeline.
     spec["pipelineInfo"]["name"] += "-local"
     for component in (spec["root"], *spec["components"].values()):
         for task in component.get("dag", {}).get("tasks", {}).values():

@@ -48,7 +48,7 @@ POLICIES = {
     "evaluate": TaskPolicy(4 * HOUR_S, reads_images=True, searches_gallery=True),
     "gate": TaskPolicy(HOUR_S),
     "archive": TaskPolicy(HOUR_S, reads_images=True, searches_gallery=True),
-    # A retry would roll out a failed release again, or roll back one release further.
+    # A retry would roll out a failed release again, or roll back one more release.
     "deploy": TaskPolicy(2 * HOUR_S, retries=0, queries_release=True, searches_gallery=True),
     "rollback": TaskPolicy(2 * HOUR_S, retries=0, queries_release=True, searches_gallery=True),
     "promote": TaskPolicy(2 * HOUR_S, retries=0, queries_release=True, searches_gallery=True),

@@ -50,12 +50,10 @@ def experiment(options: argparse.Namespace, space: SearchSpace) -> dict[str, Any
     """The Experiment (kubeflow.org/v1beta1), for ``kubectl create``.
 
     Raises:
-        SettingsError: the image is not named by its digest.
+        SettingsError: the image has no digest.
     """
     if "@sha256:" not in options.image:
-        raise SettingsError(
-            f"--image {options.image} names no digest; use REF@sha256:..., so that all trials are equal."
-        )
+        raise SettingsError(f"--image {options.image} has no digest; use REF@sha256:..., so that all trials are equal.")
     return {
         "apiVersion": "kubeflow.org/v1beta1",
         "kind": "Experiment",
@@ -66,7 +64,7 @@ def experiment(options: argparse.Namespace, space: SearchSpace) -> dict[str, Any
             "metricsCollectorSpec": {"collector": {"kind": "StdOut"}},
             "maxTrialCount": options.trials,
             "parallelTrialCount": options.parallel,
-            "maxFailedTrialCount": options.trials,  # settings that cannot be trained with are a result, too
+            "maxFailedTrialCount": options.trials,  # a failed training is also a result
             "parameters": [_parameter(name, parameter) for name, parameter in space.parameters.items()],
             "trialTemplate": {
                 "primaryContainerName": CONTAINER,

@@ -20,7 +20,7 @@ _bucket_numbers = itertools.count(time.time_ns())
 
 
 LONGEST_FIRST = ("scenarios", "deployment", "kserve", "serving", "triggers")
-"""Directories whose tests take longest: started last, they would keep one of two cores busy alone at the end."""
+"""Directories whose tests take longest: if started last, they would run alone at the end, on one of two cores."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

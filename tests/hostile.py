@@ -1,6 +1,6 @@
 """Hand-crafted PNG, JPEG and WebP files that cost a decoder time or memory, which no library would write.
 
-`REFUSED` must be rejected by their structure; `largest_valid_files` just meet every limit.
+`REFUSED` must be rejected by their structure; `largest_valid_files` are just within every limit.
 """
 
 import random
@@ -259,7 +259,7 @@ def code_groups(side: int, groups: int) -> bytes:
 
 
 def forged_webp(width: int, height: int) -> bytes:
-    """A lossy WebP file of 8 x 8 pixels whose header says otherwise."""
+    """A lossy WebP file of 8 x 8 pixels whose header declares another size."""
     whole = webp()
     at = whole.index(b"\x9d\x01\x2a") + 3
     return whole[:at] + struct.pack("<HH", width, height) + whole[at + 4 :]

@@ -61,7 +61,7 @@ def seaweedfs(directory: Path, config: Path) -> Iterator[SeaweedFS]:
     if "TEST_WEED" not in os.environ:
         pytest.skip("TEST_WEED does not name a SeaweedFS binary")
     binary = Path(os.environ["TEST_WEED"])
-    assert binary.name == "weed", "TEST_WEED has to end in /weed"
+    assert binary.name == "weed", "TEST_WEED must end in /weed"
     (container,) = SERVER["containers"]
     names = (*PORTS, *S3_PORTS)
     with ExitStack() as stack:

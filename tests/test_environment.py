@@ -48,4 +48,4 @@ def test_shell_variables_do_not_reach_tests() -> None:
     assert {name: value for name, value in variables["here"].items() if name in HOSTILE} == {"OMP_NUM_THREADS": "1"}
     assert OPTS_IN.items() <= variables["here"].items()
     proxies = {name: HOSTILE[name] for name in ("HTTP_PROXY", "https_proxy")}
-    assert variables["child"] == [{"KUBECONFIG": "/nowhere"}, proxies], "put aside, also for workers that inherit"
+    assert variables["child"] == [{"KUBECONFIG": "/nowhere"}, proxies], "saved, also for workers that inherit them"

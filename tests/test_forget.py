@@ -44,7 +44,7 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True)
 class Prepared:
-    """A store with three snapshots' worth of history, and the source that it mirrors."""
+    """A store with the history of three snapshots, and its source."""
 
     root: Path
     images: Path
@@ -246,7 +246,7 @@ def returned(prepared: Prepared):
     path.unlink()
 
 
-def test_dataset_goes_on_and_takes_an_image_back(prepared: Prepared, request: pytest.FixtureRequest):
+def test_dataset_can_grow_again_even_by_a_removed_image(prepared: Prepared, request: pytest.FixtureRequest):
     promote(prepared, prepared.retrained)
     forget(prepared.store)
     assert ingest(prepared.source, prepared.store.uri).digest == prepared.after.digest

@@ -48,7 +48,7 @@ def test_ended_and_killed_runs_are_not_in_progress(run: Path, tmp_path: Path) ->
     (tmp_path / "run.pid").write_text(str(os.getpid()))
     assert progress(tmp_path)
     os.utime(tmp_path / "run.pid", (0, 0))
-    assert progress(tmp_path) is None, "this process began later, so it has reused the number of a killed one"
+    assert progress(tmp_path) is None, "this process started later, so it has reused the ID of a killed one"
 
     with local_run._lock(tmp_path):
         assert progress(tmp_path)

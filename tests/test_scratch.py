@@ -16,7 +16,7 @@ from evernear.serving import torchserve
 from evernear.serving.configuration import temporary_directory
 
 SOMEBODY, ANOTHER = 12345, 23456
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")
 
 
 @contextmanager

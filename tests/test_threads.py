@@ -99,7 +99,7 @@ def many_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
             },
             id="v1, no limit",
         ),
-        pytest.param(64, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "?"}, id="a kernel that is none"),
+        pytest.param(64, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "?"}, id="an unreadable kernel file"),
     ],
 )
 def test_cpu_count_follows_the_limit(tmp_path: Path, cpus: int, contents: dict[str, str]) -> None:
@@ -142,7 +142,7 @@ def cgroup_of_one_cpu() -> Iterator[Path]:
     try:
         cgroup.mkdir()
     except OSError as error:
-        pytest.skip(f"no cgroup can be made here: {error.strerror}")
+        pytest.skip(f"no cgroup can be created here: {error.strerror}")
     try:
         try:
             if v1.is_dir():

@@ -73,7 +73,7 @@ def timed(phases: dict[str, Seconds], name: str) -> Iterator[None]:
 
 
 def test_blocks(embeddings: Embeddings, count: int, size: int) -> Iterator[np.ndarray]:
-    """``count`` vectors of the test split in blocks of ``size``, from the start again at its end."""
+    """``count`` vectors of the test split in blocks of ``size``, starting over at its end."""
     blocks: list[EmbeddingBlock] = list(embeddings.blocks("test"))
     vectors = np.concatenate([block.embeddings for block in blocks])
     vectors = vectors[np.random.default_rng(0).permutation(len(vectors))]

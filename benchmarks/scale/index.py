@@ -34,7 +34,7 @@ ROUNDS = 4
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", default="mnist", help="a source of `evernear run`, as mnist or mnist:DIRECTORY")
+    parser.add_argument("--source", default="mnist", help="a source of `evernear run`: mnist or mnist:DIRECTORY")
     parser.add_argument("--directory", type=Path, required=True, help="embeddings and indexes, made if missing")
     arguments = parser.parse_args()
 

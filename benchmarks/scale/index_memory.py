@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def repeated(embeddings: Embeddings, count: int) -> Embeddings:
-    """The same queries, and the gallery's shards from the first again until they have ``count`` vectors."""
+    """The same queries, and the gallery's shards, repeated until they have ``count`` vectors."""
     shards = embeddings.description.shards
     gallery: list[EmbeddingShard] = []
     total = 0

@@ -1,9 +1,9 @@
 """Ingest of a bucket with 20 ms per request: ``MINIO=PATH/minio python -m benchmarks.scale.ingest``.
 
-A MinIO server on loopback holds class folders of PNG files, 28 x 28 gray, behind a proxy that delays each request by
+A MinIO server on loopback contains class folders of PNG files, 28 x 28 gray, behind a proxy that delays each request by
 20 ms. The store of the dataset is in the same bucket, behind the same proxy. The rows are measured one after the other:
 
-- ``2 in flight``: as many requests as this machine has cores, as in earlier versions, on a part of the images;
+- ``2 in flight``: as many requests as this machine has cores, as in earlier versions, with some of the images;
 - ``32 in flight``: the default;
 - ``killed``, ``continued``: the same, killed with SIGKILL halfway and run again;
 - ``unchanged``, ``+1%``: ingests again, without new images and with 1% more.

@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.scale.pipeline --source DIRECTORY --counts 10000 100000 1000000``, with a directory of MNIST's
 files. The larger sets are random affine variations of its digits; a seventh of each is the test split, as in MNIST. The
-training and the probe are one pass, so that every step does work in proportion to its images. The growth of a step is
-the exponent p of time ~ images^p between the two largest sets: 1 is linear.
+training and the probe are one pass, so that the work of every step is proportional to its images. The growth of a step
+is the exponent p of time ~ images^p between the two largest sets: 1 is linear.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def write_digits(source: Path, directory: Path, count: int) -> None:
-    """Write ``count`` digits to ``directory`` in MNIST's format; those beyond MNIST's own are variations of them."""
+    """Write ``count`` digits to ``directory`` in MNIST's format; those beyond MNIST's own are variations of MNIST's."""
     directory.mkdir(parents=True)
     blocks = list(Mnist(source).blocks())
     generator = torch.Generator().manual_seed(0)

@@ -120,7 +120,7 @@ def progress(workdir: Path) -> RunProgress | None:
     """The run that uses ``workdir`` now; None if there is none."""
     try:
         process = int((workdir / "run.pid").read_text())
-        # A process that started later has reused the number of a killed run.
+        # A process that started later has reused the process ID of a killed run.
         if psutil.Process(process).create_time() > (workdir / "run.pid").stat().st_mtime:
             return None
         directory = max((workdir.resolve() / "runs").iterdir())

@@ -69,7 +69,7 @@ class Contents:
             for block in dataset.blocks(split, 7):
                 for image, label, digest in zip(block.images, block.labels, block.digests, strict=True):
                     key = digest.tobytes()
-                    assert key not in self.split, "an image stands twice"
+                    assert key not in self.split, "an image occurs twice"
                     self.split[key] = split
                     self.label[key] = manifest.labels[label]
                     self.image[key] = image

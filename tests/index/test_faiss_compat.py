@@ -34,7 +34,7 @@ def test_openblas_is_left_alone_without_a_description_of_the_processor(tmp_path:
 
 
 def test_openblas_of_faiss_uses_them():
-    """OpenBLAS 0.3.15 takes a Sapphire Rapids for a Prescott, and uses SSE3."""
+    """OpenBLAS 0.3.15 treats a Sapphire Rapids as a Prescott, and uses SSE3."""
     name = core_type()
     pools = [pool for pool in threadpool_info() if "faiss" in pool["filepath"]]
     found = [pool["architecture"] for pool in pools if pool["internal_api"] == "openblas"]

@@ -27,7 +27,7 @@ def embeddings(make_embeddings: MakeEmbeddings):
 
 @pytest.fixture
 def settings(milvus_uri: str, request: pytest.FixtureRequest) -> IndexSettings:
-    """Settings with an alias of this test alone."""
+    """Settings with an alias that only this test uses."""
     return IndexSettings(backend="milvus", uri=milvus_uri, collection=request.node.originalname)
 
 

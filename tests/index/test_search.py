@@ -240,6 +240,6 @@ def test_index_is_mapped_into_memory_with_the_same_results(make_embeddings: Make
 
 
 def _private_bytes() -> int:
-    """Memory of this process that no other can share."""
+    """Memory that this process shares with no other."""
     rollup = Path("/proc/self/smaps_rollup").read_text()
     return 1024 * sum(int(kib) for kib in re.findall(r"^Private_Dirty: +(\d+) kB", rollup, re.M))

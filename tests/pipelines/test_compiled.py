@@ -215,7 +215,7 @@ def test_every_task_has_resource_limits_and_only_training_requests_accelerators(
         )
     if compiled.module == "continuous_training":
         count = compiled.parameters["train_accelerators"]
-        # KFP reads a count that is no text as none at all.
+        # KFP ignores a count that is not text.
         assert (count["parameterType"], count["defaultValue"]) == ("STRING", "0")
 
 

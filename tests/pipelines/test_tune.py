@@ -75,4 +75,4 @@ def test_pods_have_few_privileges_and_read_the_keys_from_a_secret(capsys: pytest
 
 def test_an_image_without_a_digest_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--image", "evernear-train:latest", "--source", "mnist"]) == 2
-    assert "names no digest; use REF@sha256:..." in capsys.readouterr().err
+    assert "has no digest; use REF@sha256:..." in capsys.readouterr().err

@@ -231,7 +231,7 @@ def test_member_that_ends_early_for_torchserve_is_rejected(packed: PackedRelease
 
 
 def test_member_header_with_extra_field_sizes_opens(packed: PackedRelease, tmp_path: Path) -> None:
-    """Members over 2 GB store their sizes in an extra field; smaller members may do so, too."""
+    """Members over 2 GB store their sizes in an extra field; smaller members may also do so."""
     with zipfile.ZipFile(packed.archive) as old, zipfile.ZipFile(tmp_path / "large.mar", "w") as new:
         for name in old.namelist():
             with new.open(name, "w", force_zip64=True) as member:
@@ -249,7 +249,7 @@ def test_excessive_member_count_is_rejected_before_listing(tmp_path: Path) -> No
 
 
 def test_zip64_archive_opens(packed: PackedRelease, tmp_path: Path) -> None:
-    """Archives over 4 GB have zip64 records; smaller archives may have them, too."""
+    """Archives over 4 GB have zip64 records; smaller archives may also have them."""
     original = packed.archive.read_bytes()
     with zipfile.ZipFile(packed.archive) as members:
         count, start = len(members.namelist()), members.start_dir

@@ -135,7 +135,7 @@ def test_held_release_can_be_loaded_with_its_figures(record: RunRecord) -> None:
     ("settings", "offered"),
     [
         (("gate.accuracy_floor=0.8", "gate.beat_baseline=false"), True),
-        (("gate.accuracy_floor=0.8", ""), False),  # a rule that no setting should overrule
+        (("gate.accuracy_floor=0.8", ""), False),  # a rule that no setting should override
     ],
 )
 def test_held_run_offers_the_settings_that_would_promote_it(

@@ -41,7 +41,7 @@ VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
 class WellFormed(HTMLParser):
-    """Fails at an element that is not closed in order, and collects what a page must not have twice or at all."""
+    """Fails at an element that is not closed in order, and collects what a page must not contain, or only once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ def test_unknown_run_is_an_error(record: RunRecord) -> None:
 
 
 def renamed(value: Any, old: str, new: str) -> Any:
-    """``value`` with the label ``old`` replaced, in keys too."""
+    """``value`` with the label ``old`` replaced, also in keys."""
     if isinstance(value, dict):
         return {new if key == old else key: renamed(each, old, new) for key, each in value.items()}
     if isinstance(value, list):

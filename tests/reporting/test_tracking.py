@@ -197,7 +197,7 @@ def test_entry_of_the_champion_is_marked_after_promotion_and_rollback(
     assert marked(registry) == {first}
     changes = len(registry.updated)
     assert follow_champion(record.store) == []
-    assert len(registry.updated) == changes, "nothing is written that is already so"
+    assert len(registry.updated) == changes, "values that are already correct are not written"
 
 
 @pytest.mark.skipif("TEST_MODEL_REGISTRY" not in os.environ, reason="TEST_MODEL_REGISTRY has no address")

@@ -96,7 +96,7 @@ def test_temporary_files_are_removed_even_after_a_kill(bench: Bench) -> None:
     bench.environment["TMPDIR"] = str(temporary)
     kill_at(bench, "ingest", "command")
     assert list(temporary.rglob("tmp.*"))
-    # The next run ends early, too: cleanup does not depend on the outcome.
+    # The next run also ends early: cleanup does not depend on the outcome.
     shutil.rmtree(bench.directory / "images")
     assert bench.process("run", "--preset", "quick").returncode != 0
     assert list(temporary.iterdir()) == []

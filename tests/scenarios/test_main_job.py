@@ -54,7 +54,7 @@ def test_invalid_image_does_not_affect_others(
 ) -> None:
     bench, _ = served
     bad = bench.directory / "note.png"
-    bad.write_text("this is no picture")
+    bad.write_text("not a picture")
     good = str(next((bench.directory / "images/3").iterdir()))
     completed = bench.command("predict", good, str(bad), good)
     assert completed.returncode == 9
@@ -106,27 +106,27 @@ def test_reindex_adds_a_class_and_rollback_removes_it(served: tuple[Bench, dict]
     assert [answer["pred"] for answer in answers(bench, strangers)] == ["negative"] * 10
     assert "Rules of the gate" in Path(result["page"]).read_text()
 
-    arguments = pipeline_arguments(bench) | {"reason": "negatives are no digits", "release": result["release"]}
+    arguments = pipeline_arguments(bench) | {"reason": "negatives are not digits", "release": result["release"]}
     outcome = bench.pipeline("rollback", **arguments)
     assert (outcome["state"], outcome["release"]) == ("rolled back", before["version"])
-    assert outcome["reasons"] == ["negatives are no digits"]
+    assert outcome["reasons"] == ["negatives are not digits"]
     again = answers(bench, strangers)
     assert {answer["version"] for answer in again} == {before["version"]}
     assert "negative" not in {answer["pred"] for answer in again}
     move = json.loads(bench.command("registry", "history", "--json").stdout)[-1]
-    assert (move["how"], move["why"], move["version"]) == ("rollback", "negatives are no digits", before["version"])
+    assert (move["how"], move["why"], move["version"]) == ("rollback", "negatives are not digits", before["version"])
 
     refused = bench.pipeline("rollback", **arguments)  # the same rollback again: that release is no longer live
     assert refused["state"] == "failed"
     assert f"The champion is now {before['version']}, not {result['release']}" in refused["reasons"][0]
     assert champion_of(bench) == before["version"]
 
-    arguments |= {"reason": "negatives are wanted after all", "started_by": "ada"}
+    arguments |= {"reason": "negatives are needed after all", "started_by": "ada"}
     outcome = bench.pipeline("promote", **arguments)
     assert (outcome["state"], outcome["release"]) == ("promoted", result["release"])
     assert [answer["pred"] for answer in answers(bench, strangers)] == ["negative"] * 10
     move = json.loads(bench.command("registry", "history", "--json").stdout)[-1]
-    assert (move["how"], move["why"], move["by"]) == ("force", "negatives are wanted after all", "ada")
+    assert (move["how"], move["why"], move["by"]) == ("force", "negatives are needed after all", "ada")
     assert bench.command("registry", "rollback").returncode == 0
     assert champion_of(bench) == before["version"]
 
@@ -153,7 +153,7 @@ def test_model_trained_on_shuffled_labels_is_not_promoted(served: tuple[Bench, d
     write_digits(bench.directory / "shuffled", labels="0123456789", shuffle_labels=True)
     source = ("--source", f"folder:{bench.directory / 'shuffled'}", "--set", "data.dataset=shuffled")
     completed = bench.process("run", "--preset", "quick", *source)
-    # The training usually finds out; if an epoch is above chance by luck, the gate does.
+    # The training usually detects this; if an epoch is above chance by luck, the gate does.
     assert re.search("The network learned nothing|labels had been shuffled", completed.stdout + completed.stderr)
     status = json.loads(bench.command("status", "--json").stdout)
     assert (status["champion"], status["default"]) == (champion, champion)

@@ -68,7 +68,7 @@ class Product:
         return next(posted for posted in self.slack.messages if "Train" in posted.buttons)
 
     def clicks(self, person: Person, posted: PostedMessage, button: str) -> int:
-        """Deliver a click as Slack does, signed; the status that Slack gets."""
+        """Deliver a click as Slack does, signed; return the status that Slack gets."""
         body, headers = signed(self.slack.button(posted, button).by(person), SIGNING_SECRET)
         return httpx.post(f"{self.bot_url}/slack/events", content=body, headers=headers).status_code
 
@@ -164,7 +164,7 @@ def test_new_class_is_proposed_trained_deployed_and_recognized(product: Product)
 
     assert product.clicks(EVE, prompt, "Train") == 200
     until(lambda: product.slack.ephemeral)
-    assert product.kfp.runs == [], "an unauthorized person starts no run"
+    assert product.kfp.runs == [], "an unauthorized person cannot start a run"
     for _ in range(2):
         assert product.clicks(ADA, prompt, "Train") == 200
 
@@ -216,7 +216,7 @@ def test_run_that_cannot_deploy_keeps_the_champion_and_is_reported(product: Prod
     product.clicks(ADA, prompt, "Train")
 
     assert product.run_to_its_end().state == "FAILED"
-    # The first step finds out, before anything is trained.
+    # The first step detects this, before anything is trained.
     assert re.search(r"ingest: Port \d+ on 127.0.0.1 is in use", product.reply(prompt, "ailed").text)
     status = product.status()
     assert status["default"] == status["champion"] == first

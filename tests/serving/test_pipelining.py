@@ -1,4 +1,4 @@
-"""Pipelined requests are answered in order, whatever each costs and returns."""
+"""Pipelined requests are answered in order, regardless of their cost and result."""
 
 import itertools
 import json

@@ -22,7 +22,7 @@ class Case:
 
 # Request lines, for any API.
 LINES = {
-    "all of the server": Case(b"OPTIONS *", 400, "has no path"),
+    "the whole server": Case(b"OPTIONS *", 400, "has no path"),
     "a tunnel": Case(b"CONNECT example.org:443", 405, "must be one of DELETE, GET"),
     "a trace": Case(b"TRACE /", 405, "must be one of"),
     "an unknown method": Case(b"BREW /ping", 405, "must be one of"),
@@ -35,7 +35,7 @@ LINES = {
     "a bad escape in the query": Case(b"GET /ping?a=%zz", 400, "an invalid escape"),
     "HTTP/0.9": Case(b"GET /ping ", 400, "is not HTTP/1.1"),
     "HTTP/1.7": Case(b"GET /ping HTTP/1.7", 400, "requires HTTP/1.1"),
-    "HTTP/2, as if known before": Case(b"PRI * HTTP/2.0", 400, "requires HTTP/1.1"),
+    "HTTP/2 with prior knowledge": Case(b"PRI * HTTP/2.0", 400, "requires HTTP/1.1"),
     "no HTTP": Case(b"\x16\x03\x01\x02\x00\x01\x00\x01 \xfc\x03\x03 x", 400, "is not HTTP/1.1"),
     "an endless target": Case(b"GET /" + b"a" * 5000, 414, "request line is too long"),
     "the root": Case(b"GET /", 405, "not allowed"),
@@ -44,15 +44,15 @@ LINES = {
 }
 # Headers, for the inference API; they precede the body of CHUNKED or LENGTH.
 HEADERS = {
-    "two ways to tell the length": Case(LENGTH + CHUNKED, 400, "both Content-Length and Transfer-Encoding"),
+    "two ways to state the length": Case(LENGTH + CHUNKED, 400, "both Content-Length and Transfer-Encoding"),
     "the same, the other way round": Case(CHUNKED + LENGTH, 400, "both Content-Length and Transfer-Encoding"),
     "two lengths": Case(LENGTH + b"Content-Length: 4\r\n", 400, "Content-Length"),
     "a length twice": Case(LENGTH + LENGTH, 400, "Content-Length"),
     "a list of lengths": Case(b"Content-Length: 3, 3\r\n", 400, "Content-Length"),
     "a length with a sign": Case(b"Content-Length: +3\r\n", 400, "Content-Length must be one number"),
     "a negative length": Case(b"Content-Length: -3\r\n", 400, "Content-Length must be one number"),
-    "a length that is no number": Case(b"Content-Length: 0x3\r\n", 400, "0x3"),
-    "a length beyond all numbers": Case(b"Content-Length: 99999999999999999999\r\n", 400, "99999999999999999999"),
+    "a length that is not a number": Case(b"Content-Length: 0x3\r\n", 400, "0x3"),
+    "a length that is too large": Case(b"Content-Length: 99999999999999999999\r\n", 400, "99999999999999999999"),
     "a length on the next line": Case(b"Content-Length:\r\n 3\r\n", 400, "is not HTTP/1.1"),
     "an unknown coding": Case(b"Transfer-Encoding: xchunked\r\n", 400, "Transfer-Encoding must be chunked"),
     "two codings": Case(b"Transfer-Encoding: gzip, chunked\r\n", 400, "Transfer-Encoding must be chunked"),
@@ -66,14 +66,14 @@ HEADERS = {
     "a header that is too large": Case(b"X: " + b"a" * 9000 + b"\r\n", 431, "too large or too many"),
     "too many headers": Case(b"a:b\r\n" * 1000 + LENGTH, 431, "too large or too many"),
     "an unknown expectation": Case(b"Expect: nonsense\r\n" + LENGTH, 417, "Expect must be 100-continue"),
-    "a large body to be allowed": Case(b"Expect: 100-continue\r\nContent-Length: 7000000\r\n", 413, "is larger than"),
+    "an announced large body": Case(b"Expect: 100-continue\r\nContent-Length: 7000000\r\n", 413, "is larger than"),
     "two tokens": Case(b"Authorization: Bearer x\r\n" + LENGTH, 401, "Token Authorization failed"),
 }
 # Bodies of CHUNKED, for the inference API.
 CHUNKED_BODIES = {
-    "a chunk's size that is no number": Case(b"zz\r\n", 400, "cannot be read"),
-    "a chunk's size below zero": Case(b"-3\r\nabc\r\n0\r\n\r\n", 400, "cannot be read"),
-    "a chunk's size beyond all numbers": Case(b"fffffffff\r\n", 400, "cannot be read"),
+    "a chunk size that is not a number": Case(b"zz\r\n", 400, "cannot be read"),
+    "a negative chunk size": Case(b"-3\r\nabc\r\n0\r\n\r\n", 400, "cannot be read"),
+    "a chunk size that is too large a number": Case(b"fffffffff\r\n", 400, "cannot be read"),
 }
 
 

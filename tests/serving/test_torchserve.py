@@ -1,4 +1,4 @@
-"""Lifecycle of a TorchServe: obstacles to its start, and its end."""
+"""Lifecycle of a TorchServe: what prevents its start, and how it stops."""
 
 import os
 import shutil

@@ -272,7 +272,7 @@ class Killed(BaseException):
     [
         pytest.param("before the rollout", marks=SLOW),
         "before the pointer moves",
-        pytest.param("before it is remembered", marks=SLOW),
+        pytest.param("before it is saved", marks=SLOW),
     ],
 )
 def test_killed_deployment_can_be_repeated(
@@ -288,7 +288,7 @@ def test_killed_deployment_can_be_repeated(
         target = {
             "before the rollout": (kubernetes, "await_rollout"),
             "before the pointer moves": (Registry, "set_champion"),
-            "before it is remembered": (kubernetes, "save_last_known_good"),
+            "before it is saved": (kubernetes, "save_last_known_good"),
         }[when]
         patched.setattr(*target, kill)
         patched.setattr(kubernetes.KubernetesTarget, "_restore_previous", kill)

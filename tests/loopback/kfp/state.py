@@ -22,7 +22,7 @@ FINAL = ("SUCCEEDED", "SKIPPED", "FAILED", "CANCELED")
 
 
 class State:
-    """Pipelines, versions, experiments, runs and recurring runs. Methods take the lock; readers must take it, too."""
+    """Pipelines, versions, experiments, runs and recurring runs. Methods take the lock; readers must also take it."""
 
     def __init__(self, now: Callable[[], datetime], namespaces: frozenset[str]) -> None:
         self.lock = threading.RLock()

@@ -1,4 +1,4 @@
-"""Kubeflow Trainer and JobSet in small: the nodes of a TrainJob run as processes of this machine.
+"""A small version of Kubeflow Trainer and JobSet: the nodes of a TrainJob run as processes of this machine.
 
 A node gets the command of the TrainJob and the ``PET_`` variables of Trainer's torch plugin. As JobSet with
 ``backoffLimit: 0`` and the runtime's failure policy does, a failed node ends the others, and all start again up to
@@ -50,7 +50,7 @@ class TrainJobs(Controller):
         return sum([self._advance(job) for job in jobs if not job.get("status", {}).get("conditions")]) > 0
 
     def due_in_s(self) -> float | None:
-        """Processes end without notice."""
+        """Processes may exit at any time."""
         return POLL_S if any(nodes.processes for nodes in self._nodes.values()) else None
 
     def processes(self, name: str) -> list[subprocess.Popen[bytes]]:

@@ -12,7 +12,7 @@ def faults(blocks: object) -> list[str]:
     """Return the reasons why Slack would reject the blocks with ``invalid_blocks``; empty if they are valid."""
     result: list[str] = []
     if not isinstance(blocks, list):
-        return ["blocks is no list"]
+        return ["blocks is not a list"]
     if len(blocks) > 50:
         result.append(f"{len(blocks)} blocks, at most 50")
     ids = [block["block_id"] for block in blocks if "block_id" in block]
@@ -49,7 +49,7 @@ def visible(blocks: list[Block]) -> str:
 def _section(block: Block) -> list[str]:
     result = _keys(block, {"type", "text", "fields", "block_id", "accessory", "expand"})
     if "text" not in block and "fields" not in block:
-        result.append("a section without text and fields")
+        result.append("a section without text or fields")
     if "text" in block:
         result += _text(block["text"], 3000)
     fields = block.get("fields", [])
@@ -79,7 +79,7 @@ def _actions(block: Block) -> list[str]:
         result.append(f"{len(block['elements'])} elements, 1 to 25")
     ids = [element.get("action_id") for element in block["elements"]]
     if len(set(ids)) < len(ids):
-        result.append("an action_id twice")
+        result.append("a duplicate action_id")
     for element in block["elements"]:
         result += _select(element) if element.get("type") == "static_select" else _button(element)
     return result

@@ -26,7 +26,7 @@ from evernear.store import open_store
 @pytest.fixture(scope="session", autouse=True)
 def sdk() -> None:
     if open_inference_protocol() is None:
-        reason = f"KServe's SDK is not installed in {ENVIRONMENT}; `make test` does it, for Python below 3.14"
+        reason = f"KServe's SDK is not installed in {ENVIRONMENT}; `make test` installs it, for Python below 3.14"
         if os.environ.get("CI"):
             pytest.fail(reason)
         pytest.skip(reason)
@@ -88,7 +88,7 @@ def service(
         started = [server for server in servers.values() if server.process is not None]
         with ThreadPoolExecutor() as pool:
             ended = [*pool.map(Server.stop, started)]
-    assert ended == [0] * len(servers), "SIGTERM is a clean end"
+    assert ended == [0] * len(servers), "SIGTERM is a clean shutdown"
 
 
 @pytest.fixture(params=("predictor", *PROTOCOLS))

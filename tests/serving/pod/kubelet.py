@@ -22,7 +22,7 @@ from evernear.settings import ServingSettings, Settings
 EVERNEAR = str(Path(sys.executable).with_name("evernear"))
 CONTAINER = str(Path(__file__).with_name("container.sh"))
 NAMESPACES = ["--user", "--map-user=65532", "--map-group=65532", "--keep-caps", "--mount", "--pid", "--fork"]
-PERIOD_S = 3  # of the startup probe, whose process takes a core for a second
+PERIOD_S = 3  # of the startup probe, whose process uses a core for a second
 STORE_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION")
 
 

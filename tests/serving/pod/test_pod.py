@@ -185,7 +185,7 @@ def test_replacing_a_pod_fails_no_request(pod: Pod, start_pod: StartPod, shipped
 def test_replacements_under_load_fail_no_request_of_5000_unless_prestop_is_too_short(
     start_pod: StartPod, shipped: Shipped, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The endpoint is removed at once, then late, then later than the preStop delay, which must fail requests."""
+    """The endpoint is removed immediately, then late, then later than the preStop delay, which must fail requests."""
     pods = [start_pod(endpoint_removal_s=3)]
     rest, grpc = Service("inference_port"), Service("grpc_inference_port")
     for service in (rest, grpc):
@@ -210,7 +210,7 @@ def test_replacements_under_load_fail_no_request_of_5000_unless_prestop_is_too_s
         replace([rest, grpc], pods[-2], pods[-1], 3)
         time.sleep(3)  # until the endpoint of a deleted pod is removed
     with capsys.disabled():
-        print(f"endpoint removed after 3 s, for which nothing waited: {summary(calls, grpc_calls)}")
+        print(f"endpoint removed after 3 s, without a preStop delay: {summary(calls, grpc_calls)}")
     assert calls.failures
 
 

@@ -1,4 +1,4 @@
-"""A bot between a Slack on loopback and runs in memory, with a clock that the test moves."""
+"""A bot between a loopback Slack and in-memory runs, with a clock that the test advances."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -194,7 +194,7 @@ def test_concurrent_clicks_start_one_run(bot: Bot, slack: SlackServer, runs: Mem
 def test_double_click_is_not_reported_as_refused(
     bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two handlers that both found the question open: the one whose write loses must not say that nothing happens."""
+    """Two handlers both read the prompt as pending: the one whose write loses must not report that nothing happened."""
     prompt = bot.prompt()
     click = slack.button(prompt, "Start training").by(ADA)
     find, overtaken = RequestStore.find, threading.Event()

@@ -69,7 +69,7 @@ def all_messages() -> Iterator[tuple[str, Message]]:
         yield "not_started", runs.not_started(pending, HOSTILE)
         yield "proposal", prompts.proposal(request(by=WATCHER, pipeline=pipeline))
         for state, asked_by in itertools.product(("declined", "expired"), (person, WATCHER)):
-            yield "closed", prompts.closed(request(state=state, by=asked_by, pipeline=pipeline))
+            yield "closed", prompts.closed_prompt(request(state=state, by=asked_by, pipeline=pipeline))
         for kind in ("promote", "roll_back"):
             yield "moved", promotions.moved(request(kind, by=person), champion().promotion)
             yield "not_moved", promotions.not_moved(request(kind, by=person), HOSTILE)

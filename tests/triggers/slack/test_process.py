@@ -62,7 +62,7 @@ def serving(settings: Settings, runs: MemoryRuns) -> Iterator[None]:
 
 @contextmanager
 def ended(process: "subprocess.Popen[str]") -> Iterator[list[str]]:
-    """A process that SIGTERM ends as it should; the lines of its log, once it has."""
+    """A process that SIGTERM must end cleanly; yields a function that returns the lines of its log."""
     log: list[str] = []
     try:
         yield log
@@ -92,7 +92,7 @@ def test_socket_mode_from_command_to_run(slack: SlackServer, settings: Settings,
         until(lambda: slack.links == 2)
         click = slack.button(prompt, "Start training").by(ADA)
         assert slack.deliver(click) is not None
-        assert slack.deliver(click) is not None, "copies are acknowledged, too"
+        assert slack.deliver(click) is not None, "copies are also acknowledged"
         until(lambda: runs.started)
         until(lambda: "*Pending*" in prompt.text)
 

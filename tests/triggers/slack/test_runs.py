@@ -104,7 +104,7 @@ def test_run_is_followed_in_one_message_and_ends_with_the_verdict(
 
     calls = list(slack.calls)
     bot.poll(3600)
-    assert slack.calls == calls, "a run that has ended is not touched again"
+    assert slack.calls == calls, "a run that has ended is not updated again"
 
 
 def test_settings_of_the_bot_replace_the_defaults_of_the_pipeline(
@@ -176,7 +176,7 @@ def test_run_without_an_outcome_is_not_called_promoted(bot: Bot, slack: SlackSer
     bot.poll()
     runs.set(State.SUCCEEDED, ended=bot.clock(), ingest=State.SUCCEEDED)
     bot.poll(5)
-    assert slack.messages == [prompt], "the outcome may be a moment late"
+    assert slack.messages == [prompt], "the outcome may appear a moment later"
     bot.poll(120)
     assert "Ended without a verdict" in slack.messages[-1].text
 
@@ -221,7 +221,7 @@ def test_prompt_whose_expiry_cannot_be_stored_stays_unchanged(
     prompt = bot.prompt()
 
     def refuse(*_: object, **__: object) -> None:
-        raise StoreError("The store takes nothing at present.")
+        raise StoreError("The store accepts no writes at the moment.")
 
     monkeypatch.setattr(RequestStore, "change", refuse)
     bot.poll(4 * 3600 + 1)

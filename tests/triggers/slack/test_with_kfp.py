@@ -128,11 +128,11 @@ def test_failed_step_is_shown_with_its_error(bot: Bot, slack: SlackServer, kfp: 
     bot.poll()
     run = kfp.wait_for_run()
     run.begin()
-    run.task("train", "FAILED", error="Training cannot go on: the loss is not finite.")
+    run.task("train", "FAILED", error="Training cannot continue: the loss is not finite.")
     run.end("FAILED")
     bot.poll(20)
     assert "*Failed*" in prompt.text
-    assert "train: Training cannot go on: the loss is not finite." in slack.messages[-1].text
+    assert "train: Training cannot continue: the loss is not finite." in slack.messages[-1].text
 
 
 def test_status_and_runs_are_read_from_kfp(bot: Bot, slack: SlackServer, kfp: KfpServer) -> None:
@@ -166,10 +166,10 @@ def test_rollback_in_a_cluster_is_a_pipeline_run(
     assert (sent["release"], sent["started_by"]) == (champion.version, "ada (U0ADA in Slack)")
     assert (sent["target"], sent["store"]) == ("kubernetes", bot.settings.store_uri)
     run.begin()
-    run.task("rollback", "FAILED", error="The rollout did not come up.")
+    run.task("rollback", "FAILED", error="The rollout did not complete.")
     run.end("FAILED")
     bot.poll(20)
-    assert "The rollout did not come up." in slack.messages[-1].text
+    assert "The rollout did not complete." in slack.messages[-1].text
 
     bot.deliver(click)  # a copy of the click
     bot.poll()

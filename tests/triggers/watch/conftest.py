@@ -12,7 +12,7 @@ from evernear.store import open_store
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, System]:
-    """A folder of the digits but for the nines, and a directory whose ``store`` has a champion made of them."""
+    """A folder of the digits except the nines, and a directory whose ``store`` has a champion trained on them."""
     directory = tmp_path_factory.mktemp("watched")
     images = directory / "images"
     for label in range(TRAINED_LABELS):
@@ -29,7 +29,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, System]:
 
 @pytest.fixture
 def watched(trained: tuple[Path, System], tmp_path: Path) -> Iterator[WatchedSystem]:
-    """A copy of that store, and the folder, which is as it was afterwards."""
+    """A copy of that store, and the folder, which is restored afterwards."""
     directory, _ = trained
     shutil.copytree(directory / "store", tmp_path / "store")
     watched = WatchedSystem(directory / "images", tmp_path)

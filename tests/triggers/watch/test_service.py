@@ -51,7 +51,7 @@ def make_settings(directory: Path, **watch: object) -> Settings:
 
 
 class CountedWatcher(Watcher):
-    """A watcher that notes the times of its checks."""
+    """A watcher that records the times of its checks."""
 
     def __init__(self, settings: Settings, directory: Path) -> None:
         super().__init__(settings, open_store(settings.store_uri), None, directory)
@@ -142,7 +142,7 @@ def test_change_during_a_check_leads_to_another(
     with running(settings, tmp_path) as (service, watcher):
         assert entered.wait(20)
         service.changed()
-        time.sleep(0.5)  # the check falls into the active one
+        time.sleep(0.5)  # the check coincides with the active one
         go_on.set()
         await_(lambda: len(watcher.checks_s) == 2)
 

@@ -208,7 +208,7 @@ def test_too_few_and_old_queries_are_not_tested(watched: WatchedSystem) -> None:
 
 
 def test_queries_of_busy_and_quiet_periods_have_equal_weight(watched: WatchedSystem) -> None:
-    """The sample of a period of 900 keeps 100 and that of one of 100 all: unthinned, the quiet one would weigh nine."""
+    """A period of 900 queries keeps 100, and one of 100 keeps all: unthinned, the quiet one would count nine times."""
     known, unusual = stored(watched, "train")[:100], digits(9)[:100]
     watched.ask(known)
     watched.wait(minutes=10)
@@ -314,7 +314,7 @@ def test_active_run_of_others_holds_a_proposal_back(watched: WatchedSystem) -> N
     report = watched.watcher().check()
     assert report.reasons[-1] == f"Run {run.name} of continuous-training is running."
     assert watched.proposals == []
-    for number in range(60):  # others use this server too
+    for number in range(60):  # others also use this server
         watched.runs.end(watched.runs.start("translation", {}, f"theirs {number}").id)
     assert watched.watcher().check().proposal is None
     watched.runs.end(run.id, State.FAILED)

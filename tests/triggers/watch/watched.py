@@ -45,7 +45,7 @@ def digits(label: int | None = None) -> list[bytes]:
 
 
 def negatives(count: int) -> list[bytes]:
-    """Digits in black on white: every network trained on white on black is far off, however it was initialized."""
+    """Digits in black on white: any network trained on white on black places them far away, however initialized."""
     pixels, _ = load_digits(return_X_y=True)
     images = np.rint(np.reshape(pixels[:count], (-1, 8, 8)) * (255 / 16)).astype(np.uint8)
     return [png(255 - image) for image in images]

@@ -64,7 +64,7 @@ def advance(services: Services, request: Request) -> None:
 
 def close(services: Services, request: Request) -> None:
     """Show in the prompt that the request was declined or has expired."""
-    services.slack.edit(request.message, closed(request))
+    services.slack.edit(request.message, closed_prompt(request))
     services.requests.change(request, is_closed=True)
 
 
@@ -121,7 +121,7 @@ def proposal(request: Request) -> Message:
     return _with_reasons(request, *actions(*buttons), context(origin + _expiry(request)))
 
 
-def closed(request: Request) -> Message:
+def closed_prompt(request: Request) -> Message:
     """The prompt of a request that was declined or has expired."""
     if request.is_proposal:
         ending = "*Expired:* nobody answered in time."

@@ -77,7 +77,7 @@ def remove_before(store: Store, before: datetime) -> int:
     """Remove query logs that were closed before ``before`` and return their number.
 
     Raises:
-        StoreError: the store refuses.
+        StoreError: the store rejects the request.
     """
     old = [info.key for info in store.list(QUERIES) if (at := closed_at(info.key)) is not None and at < before]
     for key in old:
