@@ -220,7 +220,7 @@ def test_nothing_in_the_store_has_a_removed_image(prepared: Prepared, milvus_uri
     }
 
 
-def test_what_has_no_removed_image_remains(prepared: Prepared):
+def test_objects_without_removed_images_remain(prepared: Prepared):
     promote(prepared, prepared.trained, prepared.retrained)
     forget(prepared.store)
     registry = Registry(prepared.store)
@@ -246,7 +246,7 @@ def returned(prepared: Prepared):
     path.unlink()
 
 
-def test_dataset_can_grow_again_even_by_a_removed_image(prepared: Prepared, request: pytest.FixtureRequest):
+def test_removed_image_can_be_added_again(prepared: Prepared, request: pytest.FixtureRequest):
     promote(prepared, prepared.retrained)
     forget(prepared.store)
     assert ingest(prepared.source, prepared.store.uri).digest == prepared.after.digest
@@ -297,7 +297,7 @@ def test_killed_forget_is_completed_by_the_next_one(prepared: Prepared, monkeypa
 
 
 @pytest.mark.usefixtures("returned")
-def test_ingest_that_is_under_way_fails_and_can_be_repeated(prepared: Prepared, monkeypatch):
+def test_ingest_in_progress_fails_and_can_be_repeated(prepared: Prepared, monkeypatch):
     promote(prepared, prepared.retrained)
 
     def reconcile(self: Ledger, reconcile: Callable[[Ledger], list[int]] = Ledger.reconcile) -> list[int]:

@@ -38,7 +38,7 @@ def test_settings_are_frozen() -> None:
         ("train.members=3", "embedding_dim is 128, not a multiple of the 3 members; try 129."),
         (
             "train=3",
-            "Invalid setting train = 3: it is a section, whose settings are given as section.key=value.",
+            "Invalid setting train = 3: it is a section; write its settings as section.key=value.",
         ),
         ("slack.may_start=U1", 'Invalid setting slack.may_start = U1: it is a list, as in ["a", "b"].'),
         ("kubernetes.node_selector=a=b", 'it is a table, as in {"key": "value"}.'),

@@ -91,7 +91,7 @@ def test_significant_but_small_difference_is_ignored() -> None:
         assert not shift.detected
 
 
-def test_decrease_of_the_unknown_rate_is_no_drift() -> None:
+def test_decrease_of_the_unknown_rate_is_not_drift() -> None:
     rng = np.random.default_rng(1)
     effect, p = unknown_rise(drawn(rng, 500, 500, farther=0.2), drawn(rng, 500, 500))
     assert effect < 0

@@ -155,7 +155,9 @@ def test_image_moved_to_another_split_keeps_its_split(
 
 def test_changed_image_shape_requires_another_store(tree, run_ingest, tmp_path: Path) -> None:
     before = run_ingest(tree)
-    advice = r"5 x 6 x 1, the settings .* 8 x 8 x 1; leave them out, or start over with another --workdir or store\.$"
+    advice = (
+        r"5 x 6 x 1, but the settings .* 8 x 8 x 1; leave them out, or start over with another --workdir or store\.$"
+    )
     with pytest.raises(DataError, match=advice):
         run_ingest(tree, size_px=8)
     assert run_ingest(tree) == before

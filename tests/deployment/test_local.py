@@ -91,7 +91,7 @@ class Site:
 
         def await_one_more_request_of_each() -> None:
             before, deadline_s = list(requests), time.monotonic() + 240
-            # The first may be under way.
+            # The first may be in progress.
             while any(now < earlier + 2 for now, earlier in zip(requests, before, strict=True)):
                 assert time.monotonic() < deadline_s
                 time.sleep(0.01)

@@ -170,7 +170,7 @@ def test_features_of_one_image_per_class_are_only_centered(digits: Dataset, weig
     assert standardize.get_buffer("mean").abs().max() > 0
 
 
-def test_weights_of_another_architecture_are_rejected_in_one_sentence(
+def test_weights_of_another_architecture_are_rejected_in_one_message(
     digits: Dataset, weights: Path, tmp_path: Path
 ) -> None:
     mismatched = settings(backbone="test_vit", weights=str(weights))

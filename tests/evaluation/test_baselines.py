@@ -48,7 +48,7 @@ def test_baselines_are_the_most_common_class_and_nearest_pixels(system: System, 
     assert pixels.name == "the nearest gallery image by 8x8 pixels"
 
 
-def test_a_sample_of_queries_is_compared_with_the_candidate_on_the_same(
+def test_a_sample_of_queries_is_compared_with_the_candidate_on_the_same_queries(
     system: System, evaluation: Evaluation, monkeypatch: pytest.MonkeyPatch
 ):
     outcomes = evaluation.outcomes["candidate"]

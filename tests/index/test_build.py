@@ -47,7 +47,7 @@ def test_index_build_is_deterministic(make_embeddings: MakeEmbeddings, index_set
     assert build(embeddings, LABELS, index_settings(k=1), tmp_path / "c").digest not in digests
 
 
-def test_recall_below_the_wanted_one_is_a_warning(make_embeddings: MakeEmbeddings, tmp_path):
+def test_recall_below_the_required_one_is_a_warning(make_embeddings: MakeEmbeddings, tmp_path):
     embeddings = make_embeddings({"gallery": blobs(1, 300), "query": blobs(2, 130)})
     exact = build(embeddings, LABELS, IndexSettings(type="Flat"), tmp_path)
     assert exact.summary(1.0) == f"300 vectors, Flat; unknown beyond {exact.threshold:.3f}"

@@ -145,7 +145,7 @@ def test_known_images_take_precedence_over_impostors(
     assert (result.stated_false_accept_rate, result.stated_false_reject_rate) == (0.001, 0.05)
 
 
-def test_the_share_that_a_probe_rejects_is_taken_of_the_releases_own_queries(make_embeddings: MakeEmbeddings, tmp_path):
+def test_the_share_that_a_probe_rejects_applies_to_the_releases_own_queries(make_embeddings: MakeEmbeddings, tmp_path):
     embeddings = make_embeddings({"gallery": blobs(1, 300), "query": blobs(2, 130)})
     result = build(embeddings, LABELS, IndexSettings(), tmp_path, reject_rate=0.1).calibration
     assert result.found_by == "unseen classes"

@@ -33,7 +33,7 @@ def test_openblas_is_left_alone_without_a_description_of_the_processor(tmp_path:
     assert core_type(tmp_path) is None
 
 
-def test_openblas_of_faiss_uses_them():
+def test_openblas_of_faiss_uses_these_instructions():
     """OpenBLAS 0.3.15 treats a Sapphire Rapids as a Prescott, and uses SSE3."""
     name = core_type()
     pools = [pool for pool in threadpool_info() if "faiss" in pool["filepath"]]

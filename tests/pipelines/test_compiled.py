@@ -165,7 +165,7 @@ def test_deployment_depends_on_the_boolean_of_the_gate() -> None:
         }
 
 
-def test_secrets_are_no_parameters_and_every_step_has_store_credentials(compiled: Compiled) -> None:
+def test_secrets_are_not_parameters_and_every_step_has_store_credentials(compiled: Compiled) -> None:
     for name in compiled.tasks:
         variables = {key["envVar"] for secret in compiled.pod(name)["secretAsEnv"] for key in secret["keyToEnv"]}
         assert {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= variables

@@ -143,7 +143,7 @@ def test_relabel_of_a_bucket_stays_in_its_split(store: Store, bucket: str) -> No
 
 def test_relabel_of_a_missing_file_is_refused_and_not_recorded(store: Store, source: Path) -> None:
     answers = Answers(store, open_target(f"folder:{source}"))
-    with pytest.raises(DataError, match="not in the source any more"):
+    with pytest.raises(DataError, match="no longer in the source"):
         answers.label(b"", answer(suspect_of(source, "1/gone.png", "0"), label="0"))
     assert answers.latest() == {}
 

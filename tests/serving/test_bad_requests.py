@@ -121,7 +121,7 @@ def test_accepts_every_kind_of_png_and_jpeg(sender: Front, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_bad_request_is_rejected_alone_with_a_sentence(served: Served, sender: Front, name: str) -> None:
+def test_bad_request_is_rejected_alone_with_a_message(served: Served, sender: Front, name: str) -> None:
     request, status, sentence = REFUSED[name]
     image, query = served.parts.smoke_queries()[0]
     answers = sender.send([Request(image), request, Request(image)] * 4)

@@ -43,7 +43,7 @@ def test_multipart_field_is_the_image(field: str) -> None:
         ({"body": b'{"a":' * 100_000}, "not JSON with base64"),
     ],
 )
-def test_request_without_an_image_is_rejected_with_a_sentence(fields: dict[str, bytes], sentence: str) -> None:
+def test_request_without_an_image_is_rejected_with_a_message(fields: dict[str, bytes], sentence: str) -> None:
     refusal = image_from_fields(fields)
     assert isinstance(refusal, Rejection)
     assert refusal.code == 400

@@ -73,7 +73,7 @@ def test_body_multipart_and_json_give_the_same_prediction(served: Served) -> Non
     ("body", "sentence"),
     [(b"", "is empty"), (b"text", "not a PNG, JPEG or WebP"), (b'{"data": 1}', 'under "data"')],
 )
-def test_bad_input_is_400_with_a_sentence(served: Served, body: bytes, sentence: str) -> None:
+def test_bad_input_is_400_with_a_message(served: Served, body: bytes, sentence: str) -> None:
     response = requests.post(
         url(served), data=body, headers=headers(served) | {"Content-Type": "image/png"}, timeout=10
     )

@@ -159,7 +159,7 @@ def test_lease_of_a_killed_writer_expires(ignoring: FaultyServer, bucket: str, m
 def test_frozen_holder_does_not_write(ignoring: FaultyServer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conditional_put, "_LEASE_WRITE_WINDOW_S", 0.0)
     store = S3Store(bucket, "prefix")
-    with pytest.raises(StoreError, match="too slow to hold a lease there; nothing was written"):
+    with pytest.raises(StoreError, match="too slow to hold a lease; nothing was written"):
         store.put_if("head", b"1", None)
     assert store.find("head") is None
 

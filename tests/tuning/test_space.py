@@ -39,7 +39,7 @@ def test_a_parameter_is_a_range_or_choices(tmp_path: Path) -> None:
         ("[train.margin\n", "cannot be read"),
     ],
 )
-def test_an_invalid_space_is_rejected_in_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+def test_an_invalid_space_is_rejected_in_one_message(tmp_path: Path, text: str, sentence: str) -> None:
     with pytest.raises(SettingsError, match=sentence) as raised:
         load_space(write(tmp_path, text))
     assert "\n" not in str(raised.value)

@@ -85,7 +85,7 @@ def test_a_study_of_other_settings_is_not_continued(digits: Dataset, simulated: 
         tune(digits, load(environment={}, overrides=["train.epochs=3"]), SPACE, 1, tmp_path, ignore)
 
 
-def test_unchanged_settings_that_cannot_be_trained_with_are_an_error(
+def test_failed_training_with_the_unchanged_settings_is_an_error(
     digits: Dataset, simulated: Trials, tmp_path: Path
 ) -> None:
     bad = load(environment={}, overrides=["train.margin=1.5"])

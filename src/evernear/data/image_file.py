@@ -325,7 +325,7 @@ def _vp8l_size(stream: bytes, name: str) -> tuple[int, int]:
 
 
 def _max_code_groups(width_px: int, height_px: int, lossless_bytes: int) -> int:
-    """The most groups of prefix codes that a lossless stream of ``lossless_bytes`` can have; 0 without one.
+    """Maximum number of groups of prefix codes in a lossless stream of ``lossless_bytes``; 0 without one.
 
     The stream must be decoded to count them, so this assumes one for each block, as far as its bits suffice.
     """

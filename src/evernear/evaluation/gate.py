@@ -57,7 +57,7 @@ from evernear.output import quantity
 from evernear.settings import ClassSettings, GateSettings
 
 NAMED = 5
-"""Most classes that a reason names."""
+"""Maximum number of classes that a reason names."""
 
 
 def decide(evaluation: Evaluation, settings: GateSettings) -> Verdict:

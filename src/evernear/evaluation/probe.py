@@ -26,7 +26,7 @@ Distances = NDArray[np.float32]
 PROBE_SHARE = 0.25
 """Epochs of the probe as a share of those of the training, so that color images, which need more, get more."""
 FEWEST_KNOWN = 2
-"""Fewest classes to train on; calibration needs two in the gallery."""
+"""Minimum number of classes to train on; calibration needs two in the gallery."""
 
 
 def probe(

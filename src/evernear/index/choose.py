@@ -26,7 +26,7 @@ RaBitQ (Gao et al. 2024, arXiv:2409.09913) with 8 bits scales each vector separa
 deformed digits it found 99.4% of 512 nearest vectors; SQ8, of nearly the same size, found at most 91%.
 """
 TRAINING_VECTORS = 163_840
-"""Most vectors to train an index with a trained part (IVF, PQ) on: 84 MB at 128 dimensions."""
+"""Maximum number of vectors to train an index with a trained part (IVF, PQ) on: 84 MB at 128 dimensions."""
 VECTORS_PER_LIST = 39
 """Training vectors that k-means needs for each list, below which FAISS warns."""
 LARGEST_PROBED_SHARE = 1 / 8
@@ -105,9 +105,9 @@ class Tuned:
 
 
 def tune(
-    index: VectorIndex, candidates: Sequence[str], wanted: float, queries: EmbeddingBlock, exact: ExactNeighbors
+    index: VectorIndex, candidates: Sequence[str], target_recall: float, queries: EmbeddingBlock, exact: ExactNeighbors
 ) -> Tuned:
-    """Set the first of ``candidates`` whose recall@1 against exact search is at least ``wanted`` at 95% confidence.
+    """Set the first of ``candidates`` whose recall@1 against exact search reaches ``target_recall`` at 95% confidence.
 
     ``candidates`` are search parameters, such as ``nprobe=16``, from the fastest to the most exact. The lower end of
     the interval decides, so that neither the sampling error nor the choice among several candidates makes the measured
@@ -122,7 +122,7 @@ def tune(
         found[search] = int(is_nearest(rows[:, 0], distances[:, 0], exact).sum())
         return _lower_bound(found[search], total)
 
-    position = bisect_left(candidates, wanted, key=low)
+    position = bisect_left(candidates, target_recall, key=low)
     best = candidates[min(position, len(candidates) - 1)]
     index.set_search(best)
     return Tuned(best, found[best], total, _lower_bound(found[best], total), suffices=position < len(candidates))

@@ -99,14 +99,14 @@ class IndexDescription(Frozen):
         """The labels that the index can predict."""
         return tuple(label for label, count in zip(self.labels, self.counts, strict=True) if count)
 
-    def summary(self, wanted_recall: float) -> str:
-        """Size, type and threshold, with a warning if the measured recall@1 is below ``wanted_recall``."""
+    def summary(self, target_recall: float) -> str:
+        """Size, type and threshold, with a warning if the measured recall@1 is below ``target_recall``."""
         recall = self.calibration.nearest_found / self.calibration.queries
         summary = f"{quantity(self.size, 'vector')}, {self.factory}; {describe_threshold(self.threshold)}"
-        if recall >= wanted_recall:
+        if recall >= target_recall:
             return summary
         return (
-            f"{summary}; WARNING: recall@1 is {recall:.2%}, less than index.recall = {wanted_recall:.2%}; set another "
+            f"{summary}; WARNING: recall@1 is {recall:.2%}, less than index.recall = {target_recall:.2%}; set another "
             "index.type or index.search, or index.type = auto"
         )
 

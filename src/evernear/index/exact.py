@@ -10,8 +10,8 @@ from evernear.embedding.embeddings import EmbeddingBlock, Embeddings
 from evernear.errors import DataError
 
 SAMPLE_SIZE = 8192
-"""Most queries to calibrate an index on. At this size, the 95% interval of a share of 1% is 0.8% to 1.2%, and of 5%
-4.6% to 5.5% (Wilson)."""
+"""Maximum number of queries to calibrate an index on. At this size, the 95% interval of a share of 1% is 0.8% to 1.2%,
+and of 5% 4.6% to 5.5% (Wilson)."""
 QUERY_BLOCK_SIZE, VECTOR_BLOCK_SIZE = 512, 1024
 """Size of a block of scores: 2 MB, which stays in the cache of a core."""
 Floats = NDArray[np.float32]

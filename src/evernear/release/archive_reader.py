@@ -235,7 +235,7 @@ def _check_layout(members: zipfile.ZipFile, archive: Path) -> None:
     `zipfile` finds members by the list at the end of the file. TorchServe (Java's ZipInputStream) reads them in
     sequence by their local headers, so it would also unpack a member that is not listed.
     """
-    scattered = IntegrityError(f"{archive} contains more than its listed members, or contains them in another order.")
+    scattered = IntegrityError(f"{archive} must consist of its listed members only, one after another.")
     end = 0
     with open_regular(archive) as file:
         for info in members.infolist():

@@ -296,7 +296,7 @@ class Registry:
             StoreError: no previous champion exists, or it was pruned.
         """
         undo_to = expected.pointer.undo_to
-        restored = self._past(undo_to) if undo_to is not None else None
+        restored = self._history_entry(undo_to) if undo_to is not None else None
         promotion = Promotion(
             version=expected.rollback_target(),
             previous=restored.previous if restored else None,
@@ -315,7 +315,7 @@ class Registry:
             return
         for entry in self._store.list(HISTORY):
             # The current state is also listed once another move was attempted.
-            if entry.key < _past_key(champion.pointer.number):
+            if entry.key < _history_key(champion.pointer.number):
                 yield Promotion.from_json(self._store.get(entry.key), f"{entry.key} in {self._store.uri}")
         yield champion.promotion
 
@@ -403,7 +403,7 @@ class Registry:
                 raise StoreError(f"Release {promotion.version} is being pruned from {self._store.uri}.")
             # The current state is added to the history before the pointer moves, so that a kill leaves no gap.
             with suppress(ConflictError):  # another process moved it first
-                self._store.put_if(_past_key(expected.pointer.number), expected.promotion.to_json(), None)
+                self._store.put_if(_history_key(expected.pointer.number), expected.promotion.to_json(), None)
             prune_state = {"pruning": expected.pointer.pruning, "prunes": expected.pointer.prunes}
             pointer = pointer.model_copy(update=prune_state)
         try:
@@ -414,10 +414,10 @@ class Registry:
             champion = self.champion()
             if champion is not None and champion.promotion == promotion:
                 return champion
-            past = self._store.find(_past_key(promotion.number))
+            past = self._store.find(_history_key(promotion.number))
             if (
                 past
-                and Promotion.from_json(past[0], f"{_past_key(promotion.number)} in {self._store.uri}") == promotion
+                and Promotion.from_json(past[0], f"{_history_key(promotion.number)} in {self._store.uri}") == promotion
             ):
                 return Champion(pointer, _SUPERSEDED)
             raise
@@ -432,8 +432,10 @@ class Registry:
             ) from None
         return Champion(pointer, etag)
 
-    def _past(self, number: int) -> Promotion:
-        return Promotion.from_json(self._store.get(_past_key(number)), f"{_past_key(number)} in {self._store.uri}")
+    def _history_entry(self, number: int) -> Promotion:
+        return Promotion.from_json(
+            self._store.get(_history_key(number)), f"{_history_key(number)} in {self._store.uri}"
+        )
 
     def _record(self, folder: str, version: str) -> Record | None:
         entry = self._store.find(_key(folder, version)) if is_version(version) else None
@@ -444,5 +446,5 @@ def _key(folder: str, version: str) -> str:
     return f"{folder}{version}.json"
 
 
-def _past_key(number: int) -> str:
+def _history_key(number: int) -> str:
     return f"{HISTORY}{number:08d}.json"

@@ -332,18 +332,18 @@ def test_failed_release_after_a_killed_deployment_is_replaced_by_the_champion(
 def test_one_of_two_concurrent_deployments_fails(
     site: Site, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    under_way, proceed = threading.Event(), threading.Event()
+    in_progress, proceed = threading.Event(), threading.Event()
     verify = kubernetes.verify
 
     def verify_later(*arguments: Any) -> int:
-        under_way.set()
+        in_progress.set()
         assert proceed.wait(60)
         return verify(*arguments)
 
     monkeypatch.setattr(kubernetes, "verify", verify_later)
     first = threading.Thread(target=site.deploy, args=(releases[0],))
     first.start()
-    assert under_way.wait(60)
+    assert in_progress.wait(60)
     with pytest.raises(BusyError, match="is in progress, by "):
         site.deploy(releases[0])
     proceed.set()

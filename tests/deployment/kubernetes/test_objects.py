@@ -220,7 +220,7 @@ def test_claim_is_mounted_at_the_path_of_the_store() -> None:
         (["kubernetes.service_url=evernear.example"], "kubernetes.service_url"),
     ],
 )
-def test_invalid_settings_are_rejected_with_a_sentence(overrides: list[str], sentence: str) -> None:
+def test_invalid_settings_are_rejected_with_a_message(overrides: list[str], sentence: str) -> None:
     with pytest.raises(SettingsError, match=sentence):
         serving_objects(settings(*overrides), RELEASE)
 

@@ -77,10 +77,10 @@ def _passes(resource: Mapping[str, Any], encoded: str, fields: Sequence[str]) ->
         predicate["operation"] = NUMBERS.get(predicate["operation"], predicate["operation"])
     if faults := contract.faults("V2beta1Filter", tree):
         raise invalid(f'failed to parse valid filter from "{encoded}": {faults[0]}')
-    return all(_holds(resource, predicate, fields) for predicate in tree.get("predicates", []))
+    return all(_matches(resource, predicate, fields) for predicate in tree.get("predicates", []))
 
 
-def _holds(resource: Mapping[str, Any], predicate: Mapping[str, Any], fields: Sequence[str]) -> bool:
+def _matches(resource: Mapping[str, Any], predicate: Mapping[str, Any], fields: Sequence[str]) -> bool:
     if predicate["key"] not in fields:
         raise invalid(f'no support for filtering on unrecognized field "{predicate["key"]}"')
     operand = next(predicate[key] for key in VALUE_KEYS if key in predicate)

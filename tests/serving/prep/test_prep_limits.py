@@ -58,7 +58,7 @@ def refusal(answer: httpx.Response, status: int) -> str:
 
 
 @pytest.mark.parametrize("name", hostile.REFUSED)
-def test_decompression_bomb_is_rejected_with_a_sentence(prep: httpx.Client, name: str) -> None:
+def test_decompression_bomb_is_rejected_with_a_message(prep: httpx.Client, name: str) -> None:
     bomb = hostile.REFUSED[name]
     assert bomb.sentence in refusal(prep.post("/predict", json=encoded(bomb.make())), 400)
 

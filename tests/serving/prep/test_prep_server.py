@@ -141,7 +141,7 @@ def test_predict_test_recognizes_a_stored_query(served: Served, prep: httpx.Clie
         ([], 422, "Expected `object`, got `array`."),
     ],
 )
-def test_bad_request_gets_one_sentence(prep: httpx.Client, body: object, status: int, sentence: str) -> None:
+def test_bad_request_gets_one_message(prep: httpx.Client, body: object, status: int, sentence: str) -> None:
     for path in ("/predict", "/predict/label"):
         answer = prep.post(path, json=body)
         assert answer.status_code == status
@@ -150,7 +150,7 @@ def test_bad_request_gets_one_sentence(prep: httpx.Client, body: object, status:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[" * 100_000, b'{"data": "\xff"}', b'{"data": "\\ud800"}', b"null"])
-def test_invalid_json_gets_one_sentence(prep: httpx.Client, body: bytes) -> None:
+def test_invalid_json_gets_one_message(prep: httpx.Client, body: bytes) -> None:
     answer = prep.post("/predict", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code in (400, 422)
     assert answer.json()["message"]
@@ -310,7 +310,7 @@ def test_process_loads_no_torch_listens_on_loopback_and_exits_cleanly(
     assert running.wait(30) in (0, -signal.SIGTERM)
 
 
-def test_ctrl_c_exits_with_a_sentence(process: tuple[subprocess.Popen[str], int]) -> None:
+def test_ctrl_c_exits_with_a_message(process: tuple[subprocess.Popen[str], int]) -> None:
     running, _ = process
     running.send_signal(signal.SIGINT)
     _, received = running.communicate(timeout=60)

@@ -214,7 +214,7 @@ def test_double_click_is_not_reported_as_refused(
     assert len(runs.started) == 1
 
 
-def test_internal_error_is_reported_and_given_up(
+def test_request_is_abandoned_after_repeated_internal_errors(
     bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = bot.prompt()
@@ -232,7 +232,7 @@ def test_internal_error_is_reported_and_given_up(
     assert runs.started == {}
 
 
-def test_second_person_is_told_who_was_faster(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+def test_second_person_is_told_who_answered_first(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
     bot.restart(may_start=(ADA.id, BOB.id))
     prompt = bot.prompt()
     click = slack.button(prompt, "Start training")
@@ -267,7 +267,7 @@ def test_restart_continues_prompt_answer_and_run(bot: Bot, slack: SlackServer, r
     assert [posted.thread for posted in slack.messages] == [None, prompt.ts, prompt.ts]
 
 
-def test_crash_after_the_start_starts_no_second_run(
+def test_crash_after_the_start_does_not_start_a_second_run(
     bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = bot.prompt()
@@ -305,7 +305,7 @@ def test_start_is_retried_until_kfp_is_back(bot: Bot, slack: SlackServer, runs: 
     assert "*Pending*" in prompt.text
 
 
-def test_start_is_given_up_after_the_timeout(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+def test_start_is_abandoned_after_the_timeout(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
     prompt = bot.prompt()
     runs.is_down = True
     bot.click(ADA, prompt, "Start training")

@@ -195,7 +195,7 @@ def test_used_port_is_named(slack: SlackServer, settings: Settings) -> None:
             serve(used_port, MemoryRuns(), threading.Event())
 
 
-def test_ctrl_c_ends_the_process_with_a_sentence(slack: SlackServer, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_process_with_a_message(slack: SlackServer, tmp_path: Path) -> None:
     config = tmp_path / "evernear.toml"
     slack_settings = f'may_start = ["{ADA.id}"]\napi_url = "{slack.api_url}"'
     config.write_text(

@@ -107,7 +107,7 @@ def test_kfp_outage_during_the_run_of_a_proposal_is_reported_once(
     assert [("status of the run is unknown" in posted.text) for posted in slack.messages] == [False, True]
 
 
-def test_proposal_whose_start_was_given_up_is_not_started_later(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
+def test_proposal_with_an_abandoned_start_is_not_started_later(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
     prompt = prompted(bot, slack)
     runs.is_down = True
     bot.click(ADA, prompt, "Train")

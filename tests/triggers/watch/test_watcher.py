@@ -172,7 +172,7 @@ def reindexed(watched: WatchedSystem, system: System, directory: Path) -> None:
     registry.set_champion(release.version, champion)
 
 
-def test_queries_like_the_reference_are_no_drift(watched: WatchedSystem) -> None:
+def test_queries_like_the_reference_are_not_drift(watched: WatchedSystem) -> None:
     queries = stored(watched, "query")
     watched.ask(queries)
     report = watched.watcher().check()
@@ -308,7 +308,7 @@ def test_failed_start_is_repeated_by_the_next_check(watched: WatchedSystem, faul
     assert (proposal.run, run.key) == (run.id, proposal.id)
 
 
-def test_active_run_of_others_holds_a_proposal_back(watched: WatchedSystem) -> None:
+def test_active_run_of_others_blocks_a_proposal(watched: WatchedSystem) -> None:
     watched.add("3", MANY)
     run = watched.runs.start("continuous-training", {}, "by hand")
     report = watched.watcher().check()
