@@ -94,7 +94,7 @@ def import_(settings: Settings, file: FileArgument) -> None:
     print_line(f"Tasks: {', '.join(f'{count} {outcome}' for outcome, count in outcomes.items())}.")
 
 
-PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 takes a free one.")]
+PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 chooses a free one.")]
 
 
 @with_options(settings=run_settings)
