@@ -43,7 +43,7 @@ def embedded(source: str, directory: Path, counts: dict[Split, int]) -> Embeddin
 
 def _embed(network_dir: Path, dataset: Dataset, counts: dict[Split, int], out_dir: Path) -> None:
     described, network = describe_network(network_dir), load_network(network_dir)
-    dtype = np.dtype([("embedding", "<f4", (described.embedding_dim,)), ("label", "<i4"), ("digest", "u1", (32,))])
+    dtype = row_dtype(described.embedding_dim)
     generator = torch.Generator().manual_seed(0)
     shards: list[EmbeddingShard] = []
     for split, count in counts.items():
@@ -58,7 +58,7 @@ def _embed(network_dir: Path, dataset: Dataset, counts: dict[Split, int], out_di
                 part["embedding"] = embed_images(network, vary(block.images[:size], generator))
                 part["label"], part["digest"] = block.labels[:size], block.digests[:size]
                 filled += size
-            shards.append(_write(out_dir / f"{split}-{first // SHARD_SIZE:05d}.npy", split, rows))
+            shards.append(write_shard(out_dir / f"{split}-{first // SHARD_SIZE:05d}.npy", split, rows))
     EmbeddingsDescription(
         network_sha256=described.sha256,
         dataset_digest=dataset.digest,
@@ -78,7 +78,13 @@ def vary(images: NDArray[np.uint8], generator: torch.Generator) -> NDArray[np.ui
     return np.ascontiguousarray(varied.numpy().transpose(0, 2, 3, 1))
 
 
-def _write(path: Path, split: Split, rows: NDArray[np.void]) -> EmbeddingShard:
+def row_dtype(dim: int) -> np.dtype[np.void]:
+    """One embedding in a shard."""
+    return np.dtype([("embedding", "<f4", (dim,)), ("label", "<i4"), ("digest", "u1", (32,))])
+
+
+def write_shard(path: Path, split: Split, rows: NDArray[np.void]) -> EmbeddingShard:
+    """Write embeddings, labels and digests as the embed step does."""
     buffer = io.BytesIO()
     np.save(buffer, rows, allow_pickle=False)
     data = buffer.getvalue()

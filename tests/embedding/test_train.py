@@ -225,7 +225,7 @@ def test_batches_pair_each_image_with_its_class(digits: Dataset) -> None:
 
 
 def test_training_requires_two_labels(digits: Dataset) -> None:
-    with pytest.raises(TrainingError, match="has 1 labels"):
+    with pytest.raises(TrainingError, match="has 1 label and"):
         TrainingImages(digits, frozenset(digits.labels[1:]))
 
 
