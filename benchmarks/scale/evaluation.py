@@ -41,7 +41,7 @@ def main() -> None:
     phases: dict[str, Seconds] = {}
 
     with timed(phases, "exact neighbors of the sample"):
-        queries = sample_queries(embeddings, np.ones(len(gallery.labels), np.bool_))
+        queries = sample_queries(embeddings, np.ones(len(gallery.description.labels), np.bool_))
         exact = exact_neighbors(queries, embeddings.blocks("gallery"))
     with timed(phases, "calibration"):
         index = FaissIndex.open(arguments.directory / "auto" / VECTORS_FILE)

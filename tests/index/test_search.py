@@ -54,7 +54,7 @@ def test_recognize_matches_a_reference_implementation(
         by_centroid = int(np.linalg.norm(centroids - query, axis=1).argmin())
         assert result.pred == LABELS[by_vote if label_by == "vote" else by_centroid]
         assert result.dist == pytest.approx(distances.min(), abs=1e-5)
-        assert result.unknown == (result.dist > gallery.threshold)
+        assert result.unknown == (result.dist > gallery.description.threshold)
         assert [neighbor.label for neighbor in result.neighbors] == [LABELS[number] for number in numbers[nearest]]
         assert [neighbor.dist for neighbor in result.neighbors] == pytest.approx(distances[nearest], abs=1e-5)
         assert all(nearer.dist <= farther.dist for nearer, farther in pairwise(result.neighbors))

@@ -111,7 +111,7 @@ def measure(
     """
     dataset.require_shape(recognizer.shape, recognizer.name or "The candidate")
     gallery = recognizer.gallery
-    tally = _Tally(dataset.labels, tuple(classes.current(label) or ELSEWHERE for label in gallery.labels))
+    tally = _Tally(dataset.labels, tuple(classes.current(label) or ELSEWHERE for label in gallery.description.labels))
     known_labels = classes.current_labels(gallery.description.known_labels)
     for block in dataset.blocks(split, settings.batch_size):
         embeddings = recognizer.embed(block.images)
@@ -135,7 +135,7 @@ def measure(
         queries_sha256=tally.sha256.hexdigest(),
         labels=dataset.labels,
         known_labels=known_labels,
-        threshold=gallery.threshold,
+        threshold=gallery.description.threshold,
         parity_max_abs_difference=recognizer.parity_max_abs_difference,
         accuracy=of_all(int(tally.class_right.sum())),
         recall_at_1=of_all(tally.nearest_right),

@@ -105,26 +105,16 @@ class Gallery:
         return Gallery(described, index, numbers, centroids)
 
     @property
-    def labels(self) -> tuple[str, ...]:
-        """The dataset's labels, by number."""
-        return self.description.labels
-
-    @property
     def label_numbers(self) -> NDArray[np.int32]:
         """The label number of each row of the index."""
         return self._numbers
-
-    @property
-    def threshold(self) -> float:
-        """Distance to the nearest neighbor beyond which an image is unknown."""
-        return self.description.threshold
 
     def recognize(self, embeddings: Embedded, k: int | None = None) -> list[Recognition]:
         """Recognize unit vectors (N, D); list up to ``k`` neighbors of each (None: those that vote)."""
         listed = self.description.k if k is None else k
         neighbors = self.search(embeddings, max(listed, self.description.k))
         answers = self.classify(embeddings, neighbors)
-        names = (*self.labels, "")  # the last for NO_LABEL, which is dropped below
+        names = (*self.description.labels, "")  # the last for NO_LABEL, which is dropped below
         return [
             Recognition(
                 names[label],
@@ -166,7 +156,7 @@ class Gallery:
         labels = self.label(embeddings, neighbors, self.description.label_by)
         no_neighbors = neighbors.labels[:, 0] == NO_LABEL
         distances = np.where(no_neighbors, np.float32(FARTHEST), np.minimum(neighbors.distances[:, 0], FARTHEST))
-        return Classifications(labels, distances, (distances > self.threshold) | no_neighbors)
+        return Classifications(labels, distances, (distances > self.description.threshold) | no_neighbors)
 
     def label(self, embeddings: Embedded, neighbors: Neighbors, rule: Rule) -> NDArray[np.int32]:
         """Label numbers of unit vectors (N, D) by the neighbors that `search` found for them.

@@ -170,7 +170,7 @@ def _describe(
         max_pixels=settings.max_pixels,
         embedding_dim=network.embedding_dim,
         collection=gallery.description.collection,
-        threshold=gallery.threshold,
+        threshold=gallery.description.threshold,
         metrics=dict(candidate.metrics),
         verdict_sha256=described[VERDICT_FILE].sha256,
         parent=candidate.parent,

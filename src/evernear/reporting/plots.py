@@ -163,12 +163,6 @@ def svg(figure: Figure, description: str) -> Markup:
 
 def confusion_png(evaluation: Evaluation) -> bytes:
     """The candidate's confusion matrix as PNG, for clients that do not show HTML."""
-    buffer = io.BytesIO()
-    _confusion(evaluation).savefig(buffer, format="png", dpi=100, metadata={"Software": None})
-    return buffer.getvalue()
-
-
-def _confusion(evaluation: Evaluation) -> Figure:
     labels, rows = evaluation.candidate.confusion_matrix()
     names = [shorten(label) for label in labels]
     # In inches: 0.5 per cell and 1/12 per character of the labels, limited to the size of a screen.
@@ -189,7 +183,9 @@ def _confusion(evaluation: Evaluation) -> Figure:
                 if count:
                     color = "white" if mistakes[i][j] > 0.6 * highest else "black"
                     axes.text(j, i, str(count), ha="center", va="center", fontsize=8, color=color)
-    return figure
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=100, metadata={"Software": None})
+    return buffer.getvalue()
 
 
 def shorten(label: str) -> str:

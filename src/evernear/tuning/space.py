@@ -37,21 +37,11 @@ class Range(Frozen):
         """Whether the values are whole numbers."""
         return isinstance(self.low, int) and isinstance(self.high, int)
 
-    @property
-    def examples(self) -> tuple[int | float | str, ...]:
-        """Values that a setting must accept."""
-        return self.low, self.high
-
 
 class Choices(Frozen):
     """One of several values."""
 
     choices: tuple[int | float | str, ...] = Field(min_length=2)
-
-    @property
-    def examples(self) -> tuple[int | float | str, ...]:
-        """Values that a setting must accept."""
-        return self.choices
 
 
 Parameter = Range | Choices
@@ -81,7 +71,7 @@ def load_space(path: Path = BUILT_IN) -> SearchSpace:
     for name, parameter in space.parameters.items():
         if name.partition(".")[0] not in SECTIONS:
             raise SettingsError(f"{name} in {path} cannot be tuned; only settings of {' and '.join(SECTIONS)} can.")
-        for value in parameter.examples:
+        for value in (parameter.low, parameter.high) if isinstance(parameter, Range) else parameter.choices:
             load(environment={}, overrides=[f"{name}={value}"])
     return space
 

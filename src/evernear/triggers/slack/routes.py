@@ -108,19 +108,24 @@ BUTTONS: dict[str, Button] = {}
 
 
 def command(
-    name: str, help: str, *, usage: str = "", permission: Permission | None = None
+    name: str, help: str, *, usage: str = "", permission: Permission | None = None, is_query: bool = False
 ) -> Callable[[Handler], Handler]:
     """Register a command that changes something, as in ``@command("/evernear stop", "ends a run", usage="RUN")``.
 
     It runs before the acknowledgement, for which Slack waits 3 seconds: it may record a request for the worker, but not
     wait for KFP. A returned message is shown to the caller.
     """
-    return _register(name, help, usage, permission, is_query=False)
+
+    def register(run: Handler) -> Handler:
+        COMMANDS[name] = Command(name, usage, help, permission, is_query, run)
+        return run
+
+    return register
 
 
 def query(name: str, help: str, *, permission: Permission | None = None) -> Callable[[Handler], Handler]:
     """Register a command that changes nothing. It runs after the acknowledgement, so that it may take longer."""
-    return _register(name, help, "", permission, is_query=True)
+    return command(name, help, permission=permission, is_query=True)
 
 
 def button(
@@ -144,13 +149,3 @@ def find(slash: str, text: str) -> tuple[Command, str] | None:
             is_complete = count == len(words) or bool(command.usage)
             return (command, text.split(maxsplit=count)[count] if count < len(words) else "") if is_complete else None
     return None
-
-
-def _register(
-    name: str, help: str, usage: str, permission: Permission | None, is_query: bool
-) -> Callable[[Handler], Handler]:
-    def register(run: Handler) -> Handler:
-        COMMANDS[name] = Command(name, usage, help, permission, is_query, run)
-        return run
-
-    return register
