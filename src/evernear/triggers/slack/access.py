@@ -56,7 +56,12 @@ class Access:
 
     def __init__(self, settings: SlackSettings, slack: SlackClient, clock: Callable[[], datetime]) -> None:
         self._lists: dict[Permission, tuple[str, ...]] = {
-            permission: getattr(settings, f"may_{permission}") for permission in _VERBS
+            "start": settings.may_start,
+            "stop": settings.may_stop,
+            "promote": settings.may_promote,
+            "roll_back": settings.may_roll_back,
+            "schedule": settings.may_schedule,
+            "label": settings.may_label,
         }
         self._slack = slack
         self._clock = clock
