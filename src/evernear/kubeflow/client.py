@@ -18,14 +18,6 @@ from evernear.settings import PipelineSettings, merge
 from evernear.store import Store
 
 LOCK_POLL_S = 0.5
-KINDS: dict[str, tuple[type, ...]] = {
-    "STRING": (str,),
-    "NUMBER_INTEGER": (int,),
-    "NUMBER_DOUBLE": (int, float),
-    "BOOLEAN": (bool,),
-    "LIST": (list, tuple),
-    "STRUCT": (dict,),
-}
 UNSET_TIME = datetime(1970, 1, 1, tzinfo=UTC)
 """KFP's value for a time that is not set."""
 
@@ -296,9 +288,8 @@ def arguments_for(version: Any, values: Mapping[str, Any]) -> dict[str, Any]:
             matches = difflib.get_close_matches(name, declared, n=1, cutoff=0.0)
             hint = f"; did you mean {matches[0]!r}?" if matches else "."
             raise SettingsError(f"The pipeline has no parameter {name!r}{hint}")
-        kind = declared[name].type
-        if not isinstance(value, KINDS[kind]) or (isinstance(value, bool) and kind != "BOOLEAN"):
-            raise SettingsError(f"The pipeline parameter {name} must be a {kind}, not {value!r}.")
+        if not declared[name].accepts(value):
+            raise SettingsError(f"The pipeline parameter {name} must be a {declared[name].type}, not {value!r}.")
     if missing := [name for name, parameter in declared.items() if parameter.required and name not in values]:
         raise SettingsError(f"The pipeline parameter {missing[0]} has no default; set it.")
     arguments: dict[str, Any] = {name: declared[name].default for name in values if declared[name].type == "STRUCT"}

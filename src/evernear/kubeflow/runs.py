@@ -7,6 +7,16 @@ from pydantic import AwareDatetime
 
 from evernear.frozen import Frozen
 
+KINDS: dict[str, tuple[type, ...]] = {
+    "STRING": (str,),
+    "NUMBER_INTEGER": (int,),
+    "NUMBER_DOUBLE": (int, float),
+    "BOOLEAN": (bool,),
+    "LIST": (list, tuple),
+    "STRUCT": (dict,),
+}
+"""The types of the values of a parameter, by its type in KFP."""
+
 
 class State(StrEnum):
     """State of a run or step: KFP's runtime states in lower case."""
@@ -67,3 +77,7 @@ class Parameter(Frozen):
     description: str = ""
     required: bool = False
     """Whether a run must set it because it has no default."""
+
+    def accepts(self, value: object) -> bool:
+        """Whether ``value`` has the type of the parameter."""
+        return isinstance(value, KINDS.get(self.type, ())) and (self.type == "BOOLEAN" or not isinstance(value, bool))

@@ -156,14 +156,6 @@ def _value(parameter: Parameter, text: str) -> Any:
         json.dumps(value, allow_nan=False)  # NaN would be null by the time the run starts
     except (ValueError, RecursionError):
         value = None
-    match parameter.type, value:
-        case "BOOLEAN", bool():
-            return value
-        case "NUMBER_INTEGER", int() if not isinstance(value, bool):
-            return value
-        case "NUMBER_DOUBLE", int() | float() if not isinstance(value, bool):
-            return value
-        case ("STRUCT", dict()) | ("LIST", list()):
-            return value
-        case _:
-            raise SettingsError(f"{parameter.name} = {text!r} is not {_TYPES.get(parameter.type, parameter.type)}.")
+    if not parameter.accepts(value):
+        raise SettingsError(f"{parameter.name} = {text!r} is not {_TYPES.get(parameter.type, parameter.type)}.")
+    return value
