@@ -11,7 +11,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
-from evernear.errors import StoreError, no_space
+from evernear.errors import StoreError, disk_full_message
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -73,7 +73,7 @@ def disk_errors(path: Path | str) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        message = no_space(error, path) or f"{path} cannot be read or written: {error.strerror or error}."
+        message = disk_full_message(error, path) or f"{path} cannot be read or written: {error.strerror or error}."
         raise StoreError(message) from error
 
 

@@ -133,7 +133,7 @@ class UserInterruptError(EvernearError):
     exit_code = 130
 
 
-def no_space(error: OSError, path: Path | str) -> str | None:
+def disk_full_message(error: OSError, path: Path | str) -> str | None:
     """The message for a full disk, an exceeded quota or a file size limit at ``path``; None for any other error."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"The disk that holds {path} is full; free some space and run again."

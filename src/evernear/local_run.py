@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from pydantic import AwareDatetime
 
 from evernear.disk import disk_errors, write_atomically
-from evernear.errors import BusyError, EvernearError, SettingsError, StoreError, UserInterruptError, no_space
+from evernear.errors import BusyError, EvernearError, SettingsError, StoreError, UserInterruptError, disk_full_message
 from evernear.frozen import Frozen
 from evernear.progress import COMMAND_VARIABLE, EVENTS_VARIABLE, Event, read_events
 from evernear.release.registry import whoami
@@ -158,7 +158,7 @@ def _lock(workdir: Path) -> Generator[None]:
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        if full := no_space(error, workdir):
+        if full := disk_full_message(error, workdir):
             raise StoreError(full) from None
         raise SettingsError(f"Cannot create the working directory {workdir}: {error.strerror}.") from None
     pid_file = workdir / "run.pid"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from evernear.container import cpu_limit, memory_limit_bytes
-from evernear.errors import EvernearError, StoreError, no_space
+from evernear.errors import EvernearError, StoreError, disk_full_message
 from evernear.frozen import Frozen
 from evernear.output import print_line, printable
 from evernear.run_record import RunRecord, StepRecord
@@ -121,7 +121,7 @@ def step(name: str, run: str, store_uri: str) -> Generator[Step]:
         print_line(f"evernear: {error}", sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
-        sentence = no_space(error, error.filename or os.environ.get("TMPDIR", "/tmp"))  # noqa: S108 - only named
+        sentence = disk_full_message(error, error.filename or os.environ.get("TMPDIR", "/tmp"))  # noqa: S108 - only named
         if sentence is None:
             _emit_bug(running, error)
             raise

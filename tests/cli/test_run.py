@@ -59,7 +59,7 @@ def test_retired_and_renamed_classes_are_settings_of_the_run() -> None:
     assert settings.classes.renamed == {"old": "new", "a": "b=c"}
     assert settings.classes.current_labels(["cat", "old", "new", "dog"]) == ("new", "dog")
     assert of_run({"classes": settings.classes.model_dump()}).classes == settings.classes
-    assert run_settings().classes.gone == ()
+    assert run_settings().classes.former_names == ()
 
 
 @pytest.mark.parametrize(

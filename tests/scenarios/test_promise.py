@@ -72,7 +72,7 @@ class Product:
         body, headers = signed(self.slack.button(posted, button).by(person), SIGNING_SECRET)
         return httpx.post(f"{self.bot_url}/slack/events", content=body, headers=headers).status_code
 
-    def run_to_its_end(self) -> RunControl:
+    def run_to_end(self) -> RunControl:
         """Wait until the started run ends, and return it."""
         run = self.kfp.wait_for_run(timeout_s=TIMEOUT_S)
         assert run.ended.wait(RUN_TIMEOUT_S), run.state
@@ -168,7 +168,7 @@ def test_new_class_is_proposed_trained_deployed_and_recognized(product: Product)
     for _ in range(2):
         assert product.clicks(ADA, prompt, "Train") == 200
 
-    run = product.run_to_its_end()
+    run = product.run_to_end()
     assert run.state == "SUCCEEDED", (run.resource, product.slack.messages[-1].text)
     verdict = product.reply(prompt, "Promoted")
     assert [other.id for other in product.kfp.runs] == [run.id], "two clicks, one run"
@@ -190,7 +190,7 @@ def test_held_model_can_be_promoted_by_an_authorized_person(product: Product) ->
     prompt = product.question()
     product.clicks(ADA, prompt, "Train")
 
-    assert product.run_to_its_end().state == "SUCCEEDED"
+    assert product.run_to_end().state == "SUCCEEDED"
     notice = product.reply(prompt, "Held")
     status = product.status()
     assert status["default"] == status["champion"] == first
@@ -215,7 +215,7 @@ def test_run_that_cannot_deploy_keeps_the_champion_and_is_reported(product: Prod
     prompt = product.question()
     product.clicks(ADA, prompt, "Train")
 
-    assert product.run_to_its_end().state == "FAILED"
+    assert product.run_to_end().state == "FAILED"
     # The first step detects this, before anything is trained.
     assert re.search(r"ingest: Port \d+ on 127.0.0.1 is in use", product.reply(prompt, "ailed").text)
     status = product.status()

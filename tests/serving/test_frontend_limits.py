@@ -128,7 +128,7 @@ def test_queued_requests_of_disconnected_clients_count(small: Served) -> None:
             assert all(is_admitted(client, small) for client in clients)
             for client in clients:
                 client.send(bytes(LARGEST))
-            await_true(lambda: requests_received(small) == before + len(clients))
+            wait_until(lambda: requests_received(small) == before + len(clients))
             for client in clients:
                 client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
         for _ in range(10):
@@ -136,7 +136,7 @@ def test_queued_requests_of_disconnected_clients_count(small: Served) -> None:
             time.sleep(0.1)
     finally:
         worker.send_signal(signal.SIGCONT)
-    await_true(lambda: has_room(small))
+    wait_until(lambda: has_room(small))
     assert predicts(small)
 
 
@@ -153,7 +153,7 @@ def has_room(served: Served) -> bool:
 
 
 def test_grpc_calls_count_toward_the_limit(small: Served) -> None:
-    await_true(lambda: has_room(small))
+    wait_until(lambda: has_room(small))
     with connections(small, most_uploads(small)) as clients, Client.of(small.settings, "grpc") as grpc:
         assert all(is_admitted(client, small) for client in clients)
         with pytest.raises(ServingError, match="reached the server's limit in bytes"):
@@ -239,7 +239,7 @@ def test_connections_beyond_the_limit_wait(hasty: Served) -> None:
             assert late.answer().status == 200
 
 
-def await_true(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s

@@ -50,7 +50,7 @@ def answered(dist: float = 0.1, unknown: bool = False) -> Prediction:
 
 
 def test_file_contains_the_predictions(parts: ReleaseParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(query_log, "uncertain", lambda prediction, threshold: True)
+    monkeypatch.setattr(query_log, "is_uncertain", lambda prediction, threshold: True)
     core, log = Predictor.open(parts), QueryLog(configuration(tmp_path, images=True), parts)
     images = [image for image, _ in parts.smoke_queries()]
     batch = core.predict_batch([images[0], b"no image", *images[1:]])

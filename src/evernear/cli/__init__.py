@@ -26,7 +26,7 @@ from evernear.cli import (
     tune,
     watch,
 )
-from evernear.errors import EvernearError, StoreError, UserInterruptError, no_space
+from evernear.errors import EvernearError, StoreError, UserInterruptError, disk_full_message
 from evernear.output import print_line, printable
 
 OWN_PACKAGES = ("evernear", "pipelines", "components")
@@ -98,7 +98,7 @@ def main() -> None:
             raise
         _fail(f"{package} is not installed; run `pip install 'evernear[{EXTRAS}]'`.", EvernearError.exit_code)
     except OSError as error:
-        disk_full = no_space(error, error.filename or Path.cwd())
+        disk_full = disk_full_message(error, error.filename or Path.cwd())
         if disk_full is None and error.filename is None:
             raise
         _fail(disk_full or f"{error.filename} cannot be read or written: {error.strerror}.", StoreError.exit_code)

@@ -181,8 +181,8 @@ def _list_source(source: ArraySource | FileSource, ledger: Ledger, uri: str) -> 
     if isinstance(source, FileSource):
         ledger.list_files(source.entries())
         ledger.forget_unlisted()
-        ledger.note_empty_folders(source.empty_folders)
-        ledger.note_hidden_folders(source.hidden_folders)
+        ledger.record_empty_folders(source.empty_folders)
+        ledger.record_hidden_folders(source.hidden_folders)
         if not ledger.count_listed():
             raise DataError(
                 f"{uri} contains no image in a class folder; put PNG, JPEG or WebP files under <class>/ or "

@@ -189,12 +189,12 @@ class Ledger:
     def _note_listed(self, names: Iterable[str]) -> None:
         self._many("INSERT OR IGNORE INTO listed VALUES (?)", ((name,) for name in names))
 
-    def note_empty_folders(self, names: Iterable[str]) -> None:
+    def record_empty_folders(self, names: Iterable[str]) -> None:
         """Replace the list of class folders without an image."""
         self._all("DELETE FROM empty_folders WHERE source = ?", self._source)
         self._many("INSERT INTO empty_folders VALUES (?, ?)", ((self._source, name) for name in names))
 
-    def note_hidden_folders(self, names: Iterable[str]) -> None:
+    def record_hidden_folders(self, names: Iterable[str]) -> None:
         """Replace the list of class folders that are ignored because their names begin with a dot."""
         self._all("DELETE FROM hidden_folders WHERE source = ?", self._source)
         self._many("INSERT INTO hidden_folders VALUES (?, ?)", ((self._source, name) for name in names))

@@ -206,7 +206,7 @@ def _eight_bit(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
         return _by_bands(image, mode, _upper_byte)
     if image.mode in ("LA", "RGBA", "PA") or "transparency" in image.info:
-        return _by_bands(image, mode, _over_white)
+        return _by_bands(image, mode, _composite_over_white)
     return _as_mode(image, mode)
 
 
@@ -229,7 +229,7 @@ def _upper_byte(band: Image.Image) -> Image.Image:
     return Image.fromarray((np.asarray(band).astype(np.uint32) >> 8).astype(np.uint8))
 
 
-def _over_white(band: Image.Image) -> Image.Image:
+def _composite_over_white(band: Image.Image) -> Image.Image:
     band = band.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", band.size, "white"), band)
 

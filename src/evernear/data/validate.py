@@ -187,7 +187,7 @@ def _classes(manifest: Manifest, totals: dict[str, int], settings: ValidationSet
 
 
 def _vanished(totals: dict[str, int], champion_labels: Sequence[str], classes: ClassSettings) -> Iterator[Finding]:
-    left = [label for label in classes.gone if totals.get(label)]
+    left = [label for label in classes.former_names if totals.get(label)]
     if left:
         message = (
             f"Images are left of classes that the settings (classes.retired, classes.renamed) call removed or renamed: "

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from evernear.deployment.smoke import smoke
-from evernear.deployment.target import VerifiedRollout, unrecorded
+from evernear.deployment.target import VerifiedRollout, unrecorded_error
 from evernear.disk import atomic_file, disk_errors, sha256_file
 from evernear.errors import IntegrityError, ServingError, StoreError, TransientStoreError, UserInterruptError
 from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts
@@ -97,7 +97,7 @@ class LocalTarget:
             try:
                 yield VerifiedRollout(self._url, smoke(Client.of(self._settings), parts), champion_fault)
             except TransientStoreError as error:  # the pointer may have moved
-                raise unrecorded(version, error) from None
+                raise unrecorded_error(version, error) from None
             except BaseException:
                 if loaded:
                     self._unload(version)

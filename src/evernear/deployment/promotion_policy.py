@@ -23,7 +23,7 @@ def check_candidate(archive: Path, verdict_file: Path, champion: Champion | None
     manifest = parts.manifest
     verdict = _read_verdict(verdict_file, parts)
     if not verdict.promote:
-        raise _hold(parts, verdict)
+        raise _hold_error(parts, verdict)
     current = champion.version if champion else None
     if current not in (manifest.parent, manifest.version):
         raise ConflictError(
@@ -43,7 +43,7 @@ def check_promotable(parts: ReleaseParts, *, force: bool) -> None:
     """
     verdict = Verdict.from_json(parts.read(VERDICT_FILE), f"{VERDICT_FILE} of release {parts.manifest.version}")
     if not verdict.promote and not force:
-        raise IntegrityError(f"{_hold(parts, verdict)} To promote it anyway, add --force and --why.")
+        raise IntegrityError(f"{_hold_error(parts, verdict)} To promote it anyway, add --force and --why.")
 
 
 def _read_verdict(path: Path, parts: ReleaseParts) -> Verdict:
@@ -69,6 +69,6 @@ def _read_verdict(path: Path, parts: ReleaseParts) -> Verdict:
     return verdict
 
 
-def _hold(parts: ReleaseParts, verdict: Verdict) -> IntegrityError:
+def _hold_error(parts: ReleaseParts, verdict: Verdict) -> IntegrityError:
     reasons = " ".join(verdict.reasons)
     return IntegrityError(f"The verdict on release {parts.manifest.version} is hold: {reasons}")

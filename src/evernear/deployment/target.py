@@ -67,7 +67,7 @@ class DeploymentTarget(Protocol):
         """Bring a published release up and verify it; the body of the context then records it as the champion.
 
         If anything fails, the body included, the previous release is live again. The exception is a
-        `TransientStoreError` of the body: the release stays live, see `unrecorded`.
+        `TransientStoreError` of the body: the release stays live, see `unrecorded_error`.
         """
         ...
 
@@ -104,7 +104,7 @@ class RegistryTarget:
         return {"champion": champion.version if champion else None, "store": self._registry.uri}
 
 
-def unrecorded(version: str, error: TransientStoreError) -> TransientStoreError:
+def unrecorded_error(version: str, error: TransientStoreError) -> TransientStoreError:
     """The error for a release that is verified and stays live although the store did not record it as the champion.
 
     Putting the previous release back could fail, since its archive comes from the same store; and the pointer may have

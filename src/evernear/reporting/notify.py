@@ -75,7 +75,7 @@ class Outcome(Frozen):
     def next_steps(self) -> tuple[NextStep, ...]:
         """Things to do after the run, the most likely first; empty if the run only moved the champion."""
         if self.state == "held" and self.candidate:
-            return self._after_holding(self.candidate)
+            return self._next_steps_after_hold(self.candidate)
         if self.state == "promoted" and self.candidate:
             return (
                 NextStep("recognize an image", self._command("inspect", "run", self.candidate, "--image", "IMAGE")),
@@ -85,7 +85,7 @@ class Outcome(Frozen):
             return (NextStep("run again", self._same_command()),)
         return ()
 
-    def _after_holding(self, candidate: str) -> tuple[NextStep, ...]:
+    def _next_steps_after_hold(self, candidate: str) -> tuple[NextStep, ...]:
         steps = [
             NextStep(
                 "recognize images without promoting it", self._command("inspect", "run", candidate, "--image", "IMAGE")

@@ -78,7 +78,7 @@ def read_state(home: Path) -> ServerState | None:
     except FileNotFoundError:
         return None
     except PermissionError:
-        raise _not_yours(home) from None
+        raise _other_user_error(home) from None
     return ServerState.from_json(data, home / STATE_FILE)
 
 
@@ -94,7 +94,7 @@ def read_key(home: Path, api: Literal["inference", "management"]) -> str:
     except FileNotFoundError:
         raise _not_running(home) from None
     except PermissionError:
-        raise _not_yours(home) from None
+        raise _other_user_error(home) from None
     except (ValueError, KeyError, TypeError):
         raise ServingError(f"{home / KEY_FILE} has no {api} key; run `evernear stop`, then `evernear serve`.") from None
 
@@ -111,7 +111,7 @@ def endpoints(home: Path) -> Endpoints:
     return state.endpoints
 
 
-def bound(host: str, port: int, setting: str) -> socket.socket:
+def listening_socket(host: str, port: int, setting: str) -> socket.socket:
     """A listening socket; port 0 is any free port. ``setting`` is as for `bind_error`.
 
     Raises:
@@ -137,5 +137,5 @@ def _not_running(home: Path) -> ServerUnreachableError:
     return ServerUnreachableError(f"No TorchServe runs in {home}; {START_HINT}.")
 
 
-def _not_yours(home: Path) -> ServingError:
+def _other_user_error(home: Path) -> ServingError:
     return ServingError(f"The TorchServe in {home} belongs to another user; its keys cannot be read.")

@@ -71,7 +71,7 @@ class LoggedQuery(Frozen, allow_inf_nan=False):
     coordinates: tuple[float, ...] = Field(default=(), max_length=PROJECTED_DIM)
     """The projected embedding, see `evernear.release.drift_baseline`; empty for a release without a reference."""
     image: str = ""
-    """The preprocessed image, PNG in base64, of an `uncertain` query; only with ``serving.query_log=images``."""
+    """The preprocessed image, PNG in base64, if the query `is_uncertain`; only with ``serving.query_log=images``."""
     candidates: tuple[str, ...] = ()
     """The labels of the nearest neighbors, nearest first; only with an image."""
 
@@ -156,7 +156,7 @@ class QueryLog:
     ) -> _Sample:
         coordinates = None if embeddings is None or self._projection is None else embeddings[row] @ self._projection
         # A copy: a view would keep the whole batch in memory.
-        wanted = self._configuration.images and uncertain(prediction, self._threshold)
+        wanted = self._configuration.images and is_uncertain(prediction, self._threshold)
         pixels = images[row].copy() if images is not None and wanted else None
         return _Sample(time.time(), prediction, coordinates, pixels)
 
@@ -176,7 +176,7 @@ class QueryLog:
                 _log.exception("Some queries were not logged")
 
 
-def uncertain(prediction: Prediction, threshold: float) -> bool:
+def is_uncertain(prediction: Prediction, threshold: float) -> bool:
     """Whether a person should look at a query: unknown, near the threshold, or near the boundary of two classes.
 
     Near means that the nearest neighbor's distance is more than `UNCERTAIN_SHARE` of the threshold, or of the distance

@@ -81,7 +81,7 @@ class ClassSettings(Section):
         return tuple(dict.fromkeys(name for name in map(self.current, labels) if name is not None))
 
     @property
-    def gone(self) -> tuple[str, ...]:
+    def former_names(self) -> tuple[str, ...]:
         """Names that images may no longer have."""
         return (*self.retired, *self.renamed)
 

@@ -13,8 +13,8 @@ import httpx
 from evernear.data.preprocess import Preprocessing
 from evernear.release.manifest import ReleaseManifest
 from evernear.release.registry import CHAMPION, MANIFESTS, Promotion, Record
-from evernear.serving.endpoints import bound
-from evernear.serving.prep.server import server_of
+from evernear.serving.endpoints import listening_socket
+from evernear.serving.prep.server import create_server
 from evernear.settings import PrepSettings, ServingSettings, Settings
 from evernear.store import open_store
 
@@ -22,8 +22,8 @@ from evernear.store import open_store
 @contextmanager
 def front(settings: Settings) -> Iterator[httpx.Client]:
     """A client of a preprocessing server with ``settings``, on a free port."""
-    server = server_of(settings)
-    with bound("127.0.0.1", 0, "prep.port") as listening:
+    server = create_server(settings)
+    with listening_socket("127.0.0.1", 0, "prep.port") as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:

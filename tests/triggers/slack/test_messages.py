@@ -71,8 +71,8 @@ def all_messages() -> Iterator[tuple[str, Message]]:
         for state, asked_by in itertools.product(("declined", "expired"), (person, WATCHER)):
             yield "closed", prompts.closed_prompt(request(state=state, by=asked_by, pipeline=pipeline))
         for kind in ("promote", "roll_back"):
-            yield "moved", promotions.moved(request(kind, by=person), champion().promotion)
-            yield "not_moved", promotions.not_moved(request(kind, by=person), HOSTILE)
+            yield "moved", promotions.moved_message(request(kind, by=person), champion().promotion)
+            yield "not_moved", promotions.not_moved_message(request(kind, by=person), HOSTILE)
     for started_run in all_runs:
         for result in (None, *(outcome(state) for state in ("promoted", "held", "rolled back", "failed"))):
             yield "status", runs.status(request(), started_run, result, can_stop=True)

@@ -17,7 +17,7 @@ from evernear.deployment.kubernetes.rbac_check import check_permissions
 from evernear.deployment.kubernetes.revision import Revision, apply, load_last_known_good, remove, save_last_known_good
 from evernear.deployment.kubernetes.rollout import await_rollout, is_complete
 from evernear.deployment.kubernetes.service import service_client, service_url, verify
-from evernear.deployment.target import VerifiedRollout, unrecorded
+from evernear.deployment.target import VerifiedRollout, unrecorded_error
 from evernear.errors import ClusterError, EvernearError, StoreError, TransientStoreError
 from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts
 from evernear.release.registry import Registry
@@ -91,7 +91,7 @@ class KubernetesTarget:
             self._lease.require()
             yield VerifiedRollout(service_url(self._settings), queries)
         except TransientStoreError as error:
-            raise unrecorded(revision.version, error) from None
+            raise unrecorded_error(revision.version, error) from None
         except EvernearError as error:
             reason = f"Release {revision.version} was not deployed: {str(error).rstrip('.')}."
             raise type(error)(f"{reason} {self._restore_previous(revision)}") from None

@@ -138,25 +138,25 @@ async def labels(service: CurrentService) -> Labels:
 @router.get("/predict/test", responses=PREDICTED)
 async def predict_test(request: Request, service: CurrentService) -> Prediction:
     """Recognize a test image that is stored in the release."""
-    return _made(request, await service.test())
+    return _record_release(request, await service.test())
 
 
 @router.get("/predict/test/label")
 async def predict_test_label(request: Request, service: CurrentService) -> Label:
     """Recognize a test image that is stored in the release; returns the label alone."""
-    return _label(_made(request, await service.test()))
+    return _label(_record_release(request, await service.test()))
 
 
 @router.post("/predict", responses=PREDICTED | REJECTED, openapi_extra=IMAGE_BODY)
 async def predict(request: Request, service: CurrentService) -> Prediction:
     """Recognize an image; returns its label and nearest neighbors."""
-    return _made(request, await service.predict(await _body(request)))
+    return _record_release(request, await service.predict(await _body(request)))
 
 
 @router.post("/predict/label", responses=REJECTED, openapi_extra=IMAGE_BODY)
 async def predict_label(request: Request, service: CurrentService) -> Label:
     """Recognize an image; returns the label alone."""
-    return _label(_made(request, await service.predict(await _body(request))))
+    return _label(_record_release(request, await service.predict(await _body(request))))
 
 
 @router.get("/metrics", include_in_schema=False)
@@ -170,7 +170,7 @@ async def _body(request: Request) -> bytes:
     return b"".join([part async for part in request.stream()])
 
 
-def _made(request: Request, prediction: Prediction) -> Prediction:
+def _record_release(request: Request, prediction: Prediction) -> Prediction:
     """Record the release of a prediction for the log."""
     request.state.release = prediction.version
     return prediction

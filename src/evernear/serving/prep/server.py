@@ -3,7 +3,7 @@
 import uvicorn
 
 from evernear.serving.decoding import pool_size_bytes
-from evernear.serving.endpoints import bound
+from evernear.serving.endpoints import listening_socket
 from evernear.serving.http_limits import HeadTimeoutProtocol
 from evernear.serving.prep.app import create_app
 from evernear.serving.prep.service import target_of
@@ -22,11 +22,11 @@ def serve(settings: Settings) -> None:
         ServerUnreachableError: the predictor is the server of the working directory, where none was started.
     """
     target_of(settings)
-    with bound(settings.prep.host, settings.prep.port, "prep.port") as listening:
-        server_of(settings).run(sockets=[listening])
+    with listening_socket(settings.prep.host, settings.prep.port, "prep.port") as listening:
+        create_server(settings).run(sockets=[listening])
 
 
-def server_of(settings: Settings) -> uvicorn.Server:
+def create_server(settings: Settings) -> uvicorn.Server:
     """The server, to run with listening sockets."""
     config = uvicorn.Config(
         create_app(settings),

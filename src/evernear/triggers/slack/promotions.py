@@ -56,7 +56,7 @@ def prepare_run(services: Services, request: Request) -> Request | None:
         return request
     current = services.registry.champion()
     if (current.promotion.number if current else 0) != request.move:
-        services.slack.post(request.channel, not_moved(request, _CHANGED), request.thread)
+        services.slack.post(request.channel, not_moved_message(request, _CHANGED), request.thread)
         services.audit(request, request.kind, "failed", detail=_CHANGED)
         services.finish(request, "failed")
         return None
@@ -74,7 +74,7 @@ def move(services: Services, request: Request) -> None:
     else:
         error = _CHANGED
     after = services.registry.champion()
-    message = not_moved(request, error) if error or after is None else moved(request, after.promotion)
+    message = not_moved_message(request, error) if error or after is None else moved_message(request, after.promotion)
     services.audit(request, request.kind, "failed" if error else "done", detail=error)
     services.slack.post(request.channel, message, request.thread)
     services.finish(request, "failed" if error else "ended")
@@ -96,7 +96,7 @@ def roll_back_buttons(current: Champion) -> list[Block]:
     return [danger_button("Roll back", ROLL_BACK, value, "Roll back?", explanation)]
 
 
-def moved(request: Request, promotion: Promotion) -> Message:
+def moved_message(request: Request, promotion: Promotion) -> Message:
     """Another release is live."""
     verb = {"promote": "promoted", "roll_back": "rolled back"}[request.kind]
     replaced = f" and replaces {escape(promotion.previous)}" if promotion.previous else ""
@@ -104,7 +104,7 @@ def moved(request: Request, promotion: Promotion) -> Message:
     return Message(text=text, blocks=(section(text),))
 
 
-def not_moved(request: Request, error: str) -> Message:
+def not_moved_message(request: Request, error: str) -> Message:
     """The champion is unchanged."""
     result = {"promote": "Not promoted", "roll_back": "Not rolled back"}[request.kind]
     text = f":x: {mention(request.by)} *{result}.* {escape(error)}"

@@ -26,7 +26,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from evernear.errors import SettingsError
-from evernear.serving.endpoints import bound
+from evernear.serving.endpoints import listening_socket
 from evernear.settings import Settings, SlackSettings
 from evernear.store import open_store
 from evernear.triggers.slack import heartbeat
@@ -233,7 +233,7 @@ def _http_mode(app: App, settings: SlackSettings) -> Generator[Callable[[], bool
         http_app(app, settings.max_request_size_bytes), log_level="warning", access_log=False, server_header=False
     )
     server = uvicorn.Server(config)
-    with bound(settings.host, settings.port, "slack.port") as listening:
+    with listening_socket(settings.host, settings.port, "slack.port") as listening:
         _log.info("Listening for Slack at http://%s:%d%s.", *listening.getsockname()[:2], EVENTS_PATH)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
