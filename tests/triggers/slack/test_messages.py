@@ -69,10 +69,10 @@ def all_messages() -> Iterator[tuple[str, Message]]:
         yield "not_started", runs.not_started(pending, HOSTILE)
         yield "proposal", prompts.proposal(request(by=WATCHER, pipeline=pipeline))
         for state, asked_by in itertools.product(("declined", "expired"), (person, WATCHER)):
-            yield "closed", prompts.closed_prompt(request(state=state, by=asked_by, pipeline=pipeline))
+            yield "closed_prompt", prompts.closed_prompt(request(state=state, by=asked_by, pipeline=pipeline))
         for kind in ("promote", "roll_back"):
-            yield "moved", promotions.moved_message(request(kind, by=person), champion().promotion)
-            yield "not_moved", promotions.not_moved_message(request(kind, by=person), HOSTILE)
+            yield "moved_message", promotions.moved_message(request(kind, by=person), champion().promotion)
+            yield "not_moved_message", promotions.not_moved_message(request(kind, by=person), HOSTILE)
     for started_run in all_runs:
         for result in (None, *(outcome(state) for state in ("promoted", "held", "rolled back", "failed"))):
             yield "status", runs.status(request(), started_run, result, can_stop=True)
