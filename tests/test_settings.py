@@ -6,6 +6,7 @@ import pytest
 
 from evernear import settings
 from evernear.errors import SettingsError
+from evernear.settings.sources import known_keys, presets
 
 
 def load(**arguments: object) -> settings.Settings:
@@ -67,8 +68,8 @@ def test_unreadable_file(tmp_path: Path, content: str, sentence: str) -> None:
 
 
 def test_every_preset_loads() -> None:
-    assert {"best", "quick"} <= set(settings.presets())
-    for name in settings.presets():
+    assert {"best", "quick"} <= set(presets())
+    for name in presets():
         load(preset=name)
     with pytest.raises(SettingsError, match=r"known: best, fast, frozen, quick"):
         load(preset="bset")
@@ -147,8 +148,8 @@ def test_renamed_setting_error_names_the_new_name() -> None:
     with pytest.raises(SettingsError, match=r"^Setting 'serving.keep' was renamed to 'serving.keep_registered'\.$"):
         load(overrides=["serving.keep=2"])
     for old, new in settings.sources._RENAMED.items():
-        assert old not in settings.known_keys(settings.Settings)
-        assert new in settings.known_keys(settings.Settings)
+        assert old not in known_keys(settings.Settings)
+        assert new in known_keys(settings.Settings)
 
 
 def test_unknown_section_in_the_environment_is_an_error() -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from evernear.evaluation.baselines import Baseline, measure_baselines
@@ -115,6 +115,7 @@ PAIRS = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("abcd"), st.i
 @given(PAIRS)
 def test_p_by_chance_is_close_to_a_permutation_test(pairs):
     labels, predictions = (np.repeat([pair[i] for pair in pairs], [pair[2] for pair in pairs]) for i in (0, 1))
+    assume(len(labels) >= 10)  # the normal distribution is a coarse approximation for fewer
     found = p_by_chance(pairs)
     rng = np.random.default_rng(0)
     right = (labels == predictions).sum()

@@ -32,7 +32,7 @@ import org.pytorch.serve.util.TokenAuthorization;
  *   <li>On SIGTERM it drains: it refuses new connections, responds to every request in flight, and exits.
  *   <li>Requests of one connection are answered in order, one after the other.
  *   <li>The token is checked before a body is stored; bytes in flight, connections and waits are limited.
- *   <li>Malformed requests get 4xx with a message, not a reset or a 500.
+ *   <li>Malformed requests get 4xx and a sentence, not a reset or a 500.
  *   <li>If a process owns the server (serve --foreground), the server ends with it, even if it is killed.
  *   <li>In a pod, inference requires the token that all replicas share, and GET /ready is a readiness probe.
  * </ul>
