@@ -8,6 +8,7 @@ import torch
 
 from evernear.embedding.arcface import (
     HIGHEST_PROBABILITY,
+    HIGHEST_SMOOTHED_PROBABILITY,
     SAMPLED_FROM,
     SAMPLED_SHARE,
     ArcFace,
@@ -66,13 +67,16 @@ def _with_centers(arcface: ArcFace, x: torch.Tensor, w: torch.Tensor, labels: to
 
 
 @pytest.mark.parametrize("classes", [2, 10, 1000])
-def test_scale_lets_the_softmax_reach_its_highest_probability(classes: int) -> None:
+@pytest.mark.parametrize(
+    ("label_smoothing", "highest"), [(0.0, HIGHEST_PROBABILITY), (0.1, HIGHEST_SMOOTHED_PROBABILITY)]
+)
+def test_scale_lets_the_softmax_reach_its_highest_probability(
+    classes: int, label_smoothing: float, highest: float
+) -> None:
     simplex = torch.eye(classes, dtype=torch.float64) - 1 / classes  # the class centers farthest from each other
     cosine = torch.nn.functional.normalize(simplex) @ torch.nn.functional.normalize(simplex).T
-    probability = (choose_scale(classes) * cosine).softmax(dim=1).diagonal()
-    torch.testing.assert_close(
-        1 - probability, torch.full_like(probability, 1 - HIGHEST_PROBABILITY), rtol=1e-6, atol=0
-    )
+    probability = (choose_scale(classes, label_smoothing) * cosine).softmax(dim=1).diagonal()
+    torch.testing.assert_close(1 - probability, torch.full_like(probability, 1 - highest), rtol=1e-6, atol=0)
 
 
 def test_sampled_logits_are_those_of_the_sampled_classes() -> None:

@@ -254,7 +254,7 @@ def test_weights_that_evernear_trained_are_weights_of_the_backbone(digits: Datas
 def test_a_pretrained_backbone_learns_at_a_tenth_of_the_rate(digits: Dataset, weights: Path) -> None:
     def factors(**changes: Any) -> dict[bool, set[float]]:
         chosen = settings(**changes)
-        module = TrainingModule(choose_architecture(digits, chosen), 10, chosen.scale, torch.float32)
+        module = TrainingModule(choose_architecture(digits, chosen), 10, chosen, torch.float32)
         backbone = {id(p) for p in module.network.members[0].get_submodule("backbone").parameters()}
         found: dict[bool, set[float]] = {True: set(), False: set()}
         for group in choose_optimizer(module, chosen).param_groups:

@@ -26,6 +26,7 @@ from evernear.embedding.artifact import Epoch, TrainingResult, load_trained
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.network import Architecture
 from evernear.embedding.train import (
+    DECAY,
     Steps,
     TrainingState,
     checkpoint_key,
@@ -67,20 +68,20 @@ def test_training_learns_and_reports_every_epoch(digits: Dataset, tiny: TrainSet
 def test_each_member_of_an_ensemble_learns_as_it_would_alone(
     digits: Dataset, tiny: TrainSettings, tmp_path: Path
 ) -> None:
-    settings = tiny.model_copy(update={"members": 2, "epochs": 8, "min_steps": 200})
+    settings = tiny.model_copy(update={"members": 2, "epochs": 8, "min_steps": 200, "label_smoothing": 0.1})
     assert train(digits, settings, tmp_path).epochs[-1].gallery_accuracy > 0.9
 
     architecture = load_trained(tmp_path)[0].architecture
     alone = architecture.model_copy(update={"members": 1, "embedding_dim": architecture.embedding_dim // 2})
     images = TrainingImages(digits, frozenset())
     pixels, classes = next(images.batches(32, 0, 0, 0, 1))
-    both = TrainingModule(architecture, images.classes, settings.scale, torch.float32)
-    (both(pixels, classes, settings.margin, 0.1, classes) * 2).backward()
+    both = TrainingModule(architecture, images.classes, settings, torch.float32)
+    (both(pixels, classes, settings.margin, classes) * 2).backward()
     for number in range(2):
-        member = TrainingModule(alone, images.classes, settings.scale, torch.float32)
+        member = TrainingModule(alone, images.classes, settings, torch.float32)
         member.network.members[0].load_state_dict(both.network.members[number].state_dict())
         member.heads[0].load_state_dict(both.heads[number].state_dict())
-        member(pixels, classes, settings.margin, 0.1, classes).backward()
+        member(pixels, classes, settings.margin, classes).backward()
         learned = [*both.network.members[number].parameters(), *both.heads[number].parameters()]
         for in_ensemble, alone_parameter in zip(learned, member.parameters(), strict=True):
             torch.testing.assert_close(in_ensemble.grad, alone_parameter.grad, atol=1e-4, rtol=1e-3)
@@ -280,7 +281,7 @@ def test_every_optimizer_and_schedule_learns(
 
 def state(tiny: TrainSettings) -> TrainingState:
     architecture = Architecture(shape=(8, 8, 1), mean=(0.5,), std=(0.5,), patch_px=1, width=4, embedding_dim=16)
-    module = TrainingModule(architecture, 10, tiny.scale, torch.float32)
+    module = TrainingModule(architecture, 10, tiny, torch.float32)
     return TrainingState(module, choose_optimizer(module, tiny), torch.GradScaler("cpu", enabled=False))
 
 
@@ -488,7 +489,8 @@ def test_a_bug_in_a_process_leaves_its_traceback_in_the_log(capfd: pytest.Captur
     assert "ZeroDivisionError: a bug" in capfd.readouterr().err
 
 
-def test_color_images_get_a_larger_network_and_more_steps(tmp_path: Path, digits: Dataset) -> None:
+@pytest.fixture
+def red_and_green(tmp_path: Path) -> Dataset:
     directory = tmp_path / "images"
     for label in ("red", "green"):
         (directory / label).mkdir(parents=True)
@@ -497,12 +499,28 @@ def test_color_images_get_a_larger_network_and_more_steps(tmp_path: Path, digits
                 directory / label / f"{number}.png"
             )
     manifest = ingest(DataSettings(source=f"folder:{directory}"), (tmp_path / "store").as_uri())
-    color = with_defaults(TrainSettings(), Dataset(manifest, open_store(manifest.store_uri)))
+    return Dataset(manifest, open_store(manifest.store_uri))
+
+
+def test_color_images_get_a_larger_network_and_more_steps(red_and_green: Dataset, digits: Dataset) -> None:
+    color = with_defaults(TrainSettings(), red_and_green)
     gray = with_defaults(TrainSettings(), digits)
     assert (gray.epochs, gray.min_steps, gray.width) == (12, 300, 16)
     assert color.epochs > gray.epochs
     assert color.min_steps > gray.min_steps
     assert color.width > gray.width
     assert (gray.augment, color.augment) == ("affine", "shift")
-    chosen = TrainSettings(epochs=2, min_steps=0, width=4, augment="none")
+    assert (gray.label_smoothing, color.label_smoothing) == (0.0, 0.1)
+    chosen = TrainSettings(epochs=2, min_steps=0, width=4, augment="none", label_smoothing=0.0, weight_decay=0.1)
     assert with_defaults(chosen, digits) == chosen
+    assert with_defaults(TrainSettings(scale=32.0), red_and_green).label_smoothing == 0.0
+
+
+def test_weight_decay_of_color_images_falls_with_the_number_of_steps(red_and_green: Dataset, digits: Dataset) -> None:
+    short, long, sgd = (
+        with_defaults(TrainSettings(epochs=2, learning_rate=0.02, **changes), red_and_green).weight_decay
+        for changes in ({"min_steps": 100}, {"min_steps": 200}, {"optimizer": "sgd"})
+    )
+    assert short * 0.02 * 100 == pytest.approx(DECAY)
+    assert long == pytest.approx(short / 2)
+    assert sgd == with_defaults(TrainSettings(), digits).weight_decay == 0.01

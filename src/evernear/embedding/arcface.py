@@ -8,9 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from evernear.embedding.network import Architecture, build
+from evernear.settings import TrainSettings
 
 HIGHEST_PROBABILITY = 1 - 1e-7
 """Probability of the true class that the softmax must be able to reach."""
+HIGHEST_SMOOTHED_PROBABILITY = 0.999
+"""The same with label smoothing, whose targets are far from 1: a lower scale makes the loss less steep."""
 SAMPLED_FROM = 10_000
 """From this number of classes, a training step compares images with a random sample of the classes."""
 SAMPLED_SHARE = 0.1
@@ -56,13 +59,14 @@ class ArcFace(nn.Module):
         return self.scale * cosine.scatter(1, labels[:, None], target)
 
 
-def choose_scale(classes: int) -> float:
-    """The smallest scale at which the softmax of ``classes`` classes can give the true class `HIGHEST_PROBABILITY`.
+def choose_scale(classes: int, label_smoothing: float = 0.0) -> float:
+    """The smallest scale at which the softmax of ``classes`` classes can give the true class a probability near 1.
 
-    It is the lower bound of Wang et al. 2018, "CosFace", arXiv:1801.09414, equation 6. A larger scale only sharpens the
-    loss of images that are hard.
+    It is the lower bound of Wang et al. 2018, "CosFace", arXiv:1801.09414, equation 6, for `HIGHEST_PROBABILITY`, or
+    `HIGHEST_SMOOTHED_PROBABILITY` with label smoothing. A larger scale only sharpens the loss of images that are hard.
     """
-    odds = HIGHEST_PROBABILITY / (1 - HIGHEST_PROBABILITY)
+    highest = HIGHEST_SMOOTHED_PROBABILITY if label_smoothing else HIGHEST_PROBABILITY
+    odds = highest / (1 - highest)
     return (classes - 1) / classes * math.log((classes - 1) * odds)
 
 
@@ -84,30 +88,30 @@ def sample_classes(labels: Tensor, classes: int, batch_labels: Tensor) -> tuple[
 
 
 class TrainingModule(nn.Module):
-    """The embedding network and one ArcFace head per member; a ``scale`` of 0 is that of `choose_scale`.
+    """The embedding network and one ArcFace head per member; a ``train.scale`` of 0 is that of `choose_scale`.
 
     Only the network runs in mixed precision.
     """
 
-    def __init__(self, architecture: Architecture, classes: int, scale: float, precision: torch.dtype) -> None:
+    def __init__(
+        self, architecture: Architecture, classes: int, settings: TrainSettings, precision: torch.dtype
+    ) -> None:
         super().__init__()
         self.network = build(architecture)
-        self.classes = classes
+        self.classes, self.label_smoothing = classes, settings.label_smoothing
         dim = architecture.embedding_dim // architecture.members
-        scale = scale or choose_scale(classes)
+        scale = settings.scale or choose_scale(classes, settings.label_smoothing)
         self.heads = nn.ModuleList(ArcFace(classes, dim, scale) for _ in range(architecture.members))
         self.precision = precision
 
-    def forward(
-        self, images: Tensor, labels: Tensor, margin: float, label_smoothing: float, batch_labels: Tensor
-    ) -> Tensor:
+    def forward(self, images: Tensor, labels: Tensor, margin: float, batch_labels: Tensor) -> Tensor:
         """Cross-entropy, mean over the members, of ``images`` (N, C, H, W) and their ``labels`` (N,).
 
         ``batch_labels`` are those of the whole batch: see `sample_classes`.
         """
         sampled, positions = sample_classes(labels, self.classes, batch_labels)
         losses = [
-            F.cross_entropy(head(part, positions, margin, sampled), positions, label_smoothing=label_smoothing)
+            F.cross_entropy(head(part, positions, margin, sampled), positions, label_smoothing=self.label_smoothing)
             for head, part in self._parts(images)
         ]
         return torch.stack(losses).mean()

@@ -67,6 +67,13 @@ MARGIN_WARM_UP = 0.5
 With the full margin from the first step, training on images harder than digits stays at chance. The annealing of
 SphereFace (Liu et al. 2017, arXiv:1704.08063) begins without a margin for the same reason.
 """
+DECAY = 1.8
+"""Default of learning rate x weight decay x steps for AdamW on color images.
+
+The weights then average the updates of the same share of every training, whatever its number of steps (Wang and
+Aitchison 2024, "How to set AdamW's weight decay as you scale model and dataset size", arXiv:2405.13698). The value is
+from docs/decisions/0035.
+"""
 PRETRAINED_RATE_FACTOR = 0.1
 """Learning rate of a pretrained backbone, relative to that of the new layers."""
 FLIP_TOLERANCE = 0.1
@@ -136,11 +143,11 @@ def train(
     precision = choose_precision(settings, device)
     images = TrainingImages(dataset, exclude_labels)
     batch_size = max(2, min(settings.batch_size, images.count) // world_size)
-    steps = max(images.count // (batch_size * world_size), math.ceil(settings.min_steps / settings.epochs))
+    steps = steps_per_epoch(settings, images.count, batch_size * world_size)
 
     torch.manual_seed(settings.seed)
     architecture = choose_architecture(dataset, settings)
-    module = TrainingModule(architecture, images.classes, settings.scale, precision)
+    module = TrainingModule(architecture, images.classes, settings, precision)
     pretrained_sha256 = initialize(module.network, architecture, settings)
     module = module.to(device)
     forward = DistributedDataParallel(module) if world_size > 1 else module
@@ -182,7 +189,7 @@ def train(
                 draws = Draws(generator.set_state(state_of_random), batch_size * world_size, first)
                 part = random_flips(augment(part, settings.augment, draws), flips, draws)
                 with GlobalBatchNorm():
-                    loss = forward(part, part_classes, margin, settings.label_smoothing, batch_classes)
+                    loss = forward(part, part_classes, margin, batch_classes)
                 loss = loss * (len(part) / len(pixels))
                 scaler.scale(loss * settings.members).backward()  # the sum: each member learns as it would alone
                 losses += loss.detach()
@@ -270,20 +277,35 @@ def _train_in_process(
 
 
 def with_defaults(settings: TrainSettings, dataset: Dataset) -> TrainSettings:
-    """``settings`` with the number of epochs and steps, the width of the network and the augmentation filled in.
+    """``settings`` with the values that depend on the images filled in.
 
-    Gray images are mostly drawings and scans. Color photographs vary more, and need a larger network and more steps.
+    Gray images are mostly drawings and scans. Color photographs vary more, and need a larger network, more steps and
+    more regularization.
     """
     color = dataset.shape[2] == 3
     epochs, min_steps, width = (24, 600, 32) if color else (12, 300, 16)
-    return settings.model_copy(
+    label_smoothing = 0.1 if color and not settings.scale else 0.0
+    filled = settings.model_copy(
         update={
             "epochs": settings.epochs or epochs,
             "min_steps": settings.min_steps if settings.min_steps >= 0 else min_steps,
             "width": settings.width or width,
             "augment": settings.augment if settings.augment != "auto" else "shift" if color else "affine",
+            "label_smoothing": settings.label_smoothing if settings.label_smoothing >= 0 else label_smoothing,
         }
     )
+    if filled.weight_decay >= 0:
+        return filled
+    if color and filled.optimizer == "adamw":
+        images = dataset.manifest.count("train")
+        steps = filled.epochs * steps_per_epoch(filled, images, min(filled.batch_size, images))
+        return filled.model_copy(update={"weight_decay": DECAY / (filled.learning_rate * steps)})
+    return filled.model_copy(update={"weight_decay": 0.01})
+
+
+def steps_per_epoch(settings: TrainSettings, images: int, batch_size: int) -> int:
+    """The steps that cover ``images`` once, or more if ``train.min_steps`` asks for them."""
+    return max(images // batch_size, math.ceil(settings.min_steps / settings.epochs))
 
 
 def choose_device(settings: TrainSettings, rank: int) -> torch.device:

@@ -140,19 +140,31 @@ class TrainSettings(Section):
     batch_size: int = Field(default=256, ge=2, description="Images in a step, of all processes together.")
     optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="AdamW, or SGD with Nesterov momentum.")
     learning_rate: float = Field(default=0.01, gt=0.0, description="Peak of the schedule.")
-    weight_decay: float = Field(default=0.01, ge=0.0, description="Decoupled for AdamW, an L2 penalty for SGD.")
+    weight_decay: float = Field(
+        default=-1.0,
+        ge=-1.0,
+        description="Decoupled for AdamW, an L2 penalty for SGD; -1: 0.01, or for AdamW on color images the more the "
+        "fewer the steps.",
+    )
     momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="Momentum of SGD.")
     schedule: Literal["triangular", "cosine", "constant"] = Field(
         default="triangular", description="Learning rate over the training."
     )
     label_smoothing: float = Field(
-        default=0.0, ge=0.0, lt=1.0, description="Share of the target that is spread over all classes."
+        default=-1.0,
+        ge=-1.0,
+        lt=1.0,
+        description="Share of the target that is spread over all classes; -1: 0.1 if the images are color and "
+        "train.scale is 0, otherwise 0.",
     )
     margin: float = Field(
         default=0.3, ge=0.0, lt=1.6, description="ArcFace margin m, in radians, from the middle of the training on."
     )
     scale: float = Field(
-        default=0.0, ge=0.0, description="ArcFace scale s; 0: from the number of classes (16.5 for 10, 20.5 for 100)."
+        default=0.0,
+        ge=0.0,
+        description="ArcFace scale s; 0: from the number of classes (16.5 for 10, 20.5 for 100; with label smoothing, "
+        "8.2 and 11.4).",
     )
     members: int = Field(
         default=1,
