@@ -13,7 +13,7 @@ _KEYS = {
     "shards": ("slot",),
 }
 _SMALL_TABLES = ("state", "sources", "empty_folders", "hidden_folders")
-# Rewritten rows of decoded images are no change.
+# An ingest of decoded images writes their rows again, which is no change.
 _FILE_COLUMNS = ("etag", "label", "given", "size_bytes", "pending", "digest", "fault")
 
 

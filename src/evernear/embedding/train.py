@@ -70,9 +70,9 @@ SphereFace (Liu et al. 2017, arXiv:1704.08063) begins without a margin for the s
 DECAY = 1.8
 """Default of learning rate x weight decay x steps for AdamW on color images.
 
-The weights then average the updates of the same share of every training, whatever its number of steps (Wang and
-Aitchison 2024, "How to set AdamW's weight decay as you scale model and dataset size", arXiv:2405.13698). The value is
-from docs/decisions/0035.
+AdamW's weights are a moving average of its updates, whose length is then the same fraction of every training (Wang and
+Aitchison 2024, "How to set AdamW's weight decay as you scale model and dataset size", arXiv:2405.13698). Measured in
+docs/decisions/0035-training-on-any-images.md.
 """
 PRETRAINED_RATE_FACTOR = 0.1
 """Learning rate of a pretrained backbone, relative to that of the new layers."""

@@ -143,8 +143,8 @@ class TrainSettings(Section):
     weight_decay: float = Field(
         default=-1.0,
         ge=-1.0,
-        description="Decoupled for AdamW, an L2 penalty for SGD; -1: 0.01, or for AdamW on color images the more the "
-        "fewer the steps.",
+        description="Decoupled for AdamW, an L2 penalty for SGD; -1: 0.01, but 1.8 / (learning rate x steps) for AdamW "
+        "on color images.",
     )
     momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="Momentum of SGD.")
     schedule: Literal["triangular", "cosine", "constant"] = Field(
