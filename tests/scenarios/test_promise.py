@@ -175,7 +175,7 @@ def test_new_class_is_proposed_trained_deployed_and_recognized(product: Product)
     status = product.status()
     assert status["default"] == status["champion"] != first
     assert status["champion"] in verdict.text
-    assert product.slack.uploads, "the confusion matrix"
+    until(lambda: product.slack.uploads)  # the confusion matrix, after the reply
     answer = product.recognize("9")
     assert (answer["pred"], answer["version"]) == ("9", status["champion"])
     assert product.watch()["action"] == "nothing", "the release records what it was trained on"

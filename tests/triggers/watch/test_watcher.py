@@ -1,6 +1,7 @@
 """Checks from end to end: a real folder, a real champion, real query logs; the pipeline server is in memory."""
 
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from evernear.embedding.embed import embed
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import SettingsError, StoreError
 from evernear.index.build import build
-from evernear.kubeflow.runs import State
+from evernear.kubeflow.runs import Run, State
 from evernear.release.registry import Registry
 from evernear.review.answers import Answer, Answers, open_target
 from evernear.serving.configuration import logged_queries
@@ -344,6 +345,23 @@ def test_failed_run_is_repeated_after_the_cooldown(watched: WatchedSystem) -> No
     watched.wait(hours=6)
     watched.watcher(policy="start").check()
     assert [run.id for run in watched.runs.runs] == ["run-1", "run-2"]
+
+
+def test_run_started_by_another_watcher_during_a_check_is_not_started_again(
+    watched: WatchedSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched.add("3", MANY)
+    first, second, list_runs = watched.watcher(policy="start"), watched.watcher(policy="start"), watched.runs.list
+
+    def list_before_the_other_starts(pipeline: str) -> Sequence[Run]:
+        monkeypatch.undo()
+        runs = list_runs(pipeline)
+        second.check()
+        return runs
+
+    monkeypatch.setattr(watched.runs, "list", list_before_the_other_starts)
+    assert first.check().reasons[-1] == "Another watcher proposed it first."
+    assert len(watched.proposals) == len(watched.runs.runs) == 1
 
 
 def test_concurrent_watchers_start_one_run(watched: WatchedSystem) -> None:

@@ -51,6 +51,8 @@ class ProposalService:
             PipelineServerError: the pipeline server is unavailable, so that active runs are unknown. An accepted
                 request stays accepted, and the next check starts its run.
         """
+        # Before the requests are read, so that a proposal that another watcher adds in the meantime has the same id.
+        request_id = _next_id(self._requests.ids(), watcher_id)
         requests = [request for request in self._requests.list() if request.is_proposal]
         requests = [self._expire(request, decision, observation, now) for request in requests]
         requests = [self._start(request) for request in requests]
@@ -62,7 +64,7 @@ class ProposalService:
             return Outcome(reason=reason)
         by_policy = self._settings.watch.policy == "start" and not decision.for_a_person
         request = Request(
-            id=_next_id(self._requests.ids(), watcher_id),
+            id=request_id,
             state="accepted" if by_policy else "pending",
             created=now,
             expires=now + self._cooldown,
