@@ -36,6 +36,13 @@ def test_bucket_and_tree_give_the_same_dataset(tree, run_ingest, bucket: str, co
     assert remote.problems[0].names == ("1/words.png",)
 
 
+def test_folder_objects_of_a_bucket_are_ignored(tree, run_ingest, bucket: str) -> None:
+    upload(bucket, tree, "images")
+    for key in ("images/", "images/1/"):  # as the S3 console creates them
+        client().put_object(bucket, key, BytesIO(), 0)
+    assert run_ingest(f"s3://{bucket}/images").digest == run_ingest(tree).digest
+
+
 def test_hidden_class_folders_of_a_bucket_are_named(tree, run_ingest, bucket: str, make_image) -> None:
     for name in (".net/1.png", ".net/deeper/2.png", "1/.thumbs/3.png", "1/._4.png", ".git/config"):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)

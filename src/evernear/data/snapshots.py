@@ -72,7 +72,7 @@ class Snapshots:
             changes.unlink()
 
     def resume(self, settings: DataSettings, parent: Manifest | None) -> Manifest | None:
-        """The checkpoint of a killed ingest after ``parent``; None if there is none with the same settings."""
+        """The checkpoint of an ingest with the same settings that was killed after ``parent`` was published, if any."""
         stored = self.store.find(self._checkpoint_key)
         if stored is None:
             return None

@@ -26,9 +26,9 @@ def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Caus
     recorded in the history.
 
     Raises:
-        IntegrityError, ConflictError: the policy rejects it, see `promotion_policy.check_candidate`. ServingError,
-        ClusterError: it does not come up, or answers wrongly; the previous release is live. StoreError: the registry is
-        unreachable, or the champion changed in the meantime.
+        IntegrityError, ConflictError: the policy rejects it, see `promotion_policy.check_candidate`.
+        ServingError, ClusterError: it does not come up, or answers wrongly; the previous release is live.
+        StoreError: the registry is unreachable, or the champion changed in the meantime.
         TransientStoreError: the release is live and verified, but may not be recorded as the champion.
         BusyError: another deployment to the same target is in progress.
         SettingsError: a setting that the target needs is missing.

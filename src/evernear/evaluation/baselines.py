@@ -36,8 +36,8 @@ def measure_baselines(outcomes: Outcomes, dataset: Dataset, confidence: float, b
     """Measure both baselines against the candidate's ``outcomes`` on the test split.
 
     Always predicting the most common class of the test split is the best that can be done without looking at the image.
-    The nearest gallery image by pixels (`SIDE_PX`, each image standardized) is the best that needs no training. Its
-    gallery and its queries are spread evenly over the splits, at most `GALLERY_MAX` and `QUERIES_MAX`.
+    The nearest gallery image by pixels (`SIDE_PX`, each image standardized) needs no training. Its gallery and its
+    queries are spread evenly over the splits, at most `GALLERY_MAX` and `QUERIES_MAX`.
     """
     most_common = np.full_like(outcomes.labels, np.bincount(outcomes.labels).argmax())
     baselines = [_baseline("the most common class", most_common, outcomes, confidence)]

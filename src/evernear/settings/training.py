@@ -245,6 +245,13 @@ class TrainSettings(Section):
         default=1e-4, gt=0.0, description="Largest difference between an eager and a TorchScript embedding."
     )
 
+    @field_validator("weight_decay", "label_smoothing")
+    @classmethod
+    def _not_between(cls, value: float) -> float:
+        if -1 < value < 0:
+            raise ValueError(f"{value:g} is negative; use 0 or more, or -1 to let the images decide")
+        return value
+
     @field_validator("weights")
     @classmethod
     def _absolute(cls, weights: str) -> str:

@@ -105,7 +105,7 @@ class WatchSettings(Section):
     drift_window_s: int = Field(default=24 * 3600, ge=1, description="Age of the live queries that a check reads.")
     min_queries: int = Field(default=200, ge=20, description="Smallest sample of live queries to test for drift.")
     false_alarm_rate: float = Field(
-        default=0.001, ge=1e-4, lt=0.5, description="Largest share of checks that report drift where there is none."
+        default=0.001, ge=1e-4, lt=0.5, description="Largest share of checks that may report drift by chance."
     )
     unknown_rise: Fraction = Field(
         default=0.05, description="Smallest rise of the unknown rate to report, as a share of all queries."

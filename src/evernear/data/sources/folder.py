@@ -49,7 +49,7 @@ class _ClassFolders(FileSource):
     def _entry(self, path: str, etag: str = "", size_bytes: int = 0) -> FileEntry | None:
         """The entry of a file by its path in the source; None unless it is an image in a class folder."""
         parts = [part for part in path.split("/") if part]
-        split = self._splits.get(parts[0])
+        split = self._splits.get(parts[0]) if parts else None
         folders = parts[1:-1] if split else parts[:-1]
         if not folders or "/." in f"/{path}" or not _may_be_image(path):
             return None

@@ -143,9 +143,8 @@ def _require_usable(settings: RunSettings) -> None:
 def _config(settings: RunSettings) -> str:
     """The pod's settings file, without defaults: the image may contain another version of evernear."""
     serving = settings.serving.model_dump(mode="json", exclude_defaults=True) | {"threads": _threads(settings)}
-    lines = (
-        f"{name} = {json.dumps(value)}" for name, value in sorted(serving.items())
-    )  # a scalar in JSON is valid TOML
+    # A scalar in JSON is valid TOML.
+    lines = (f"{name} = {json.dumps(value)}" for name, value in sorted(serving.items()))
     return "\n".join(["[serving]", *lines, ""])
 
 
