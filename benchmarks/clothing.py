@@ -89,7 +89,7 @@ def train_torchvision(source: Path, side: int, cpu_s: float, seed: int) -> dict[
         [v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])]
     )
     training, test = (ImageFolder(source / split, decode) for split in ("train", "test"))
-    network = resnet18(num_classes=len(training.classes)).to(memory_format=torch.channels_last)
+    network = resnet18(num_classes=len(training.classes)).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     optimizer = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE, momentum=0.9, nesterov=True, weight_decay=5e-4)
     precision = choose_precision(settings_of("default").train, torch.device("cpu"))
 

@@ -153,8 +153,8 @@ class Bench:
 @contextmanager
 def started(command: list[str], environment: dict[str, str]) -> Generator[subprocess.Popen[str]]:
     """Start a process and stop it on exit."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=Path(__file__).parent, env=environment, text=True, **pipes) as process:
+    folder, pipe = Path(__file__).parent, subprocess.PIPE
+    with subprocess.Popen(command, cwd=folder, env=environment, text=True, stdin=pipe, stdout=pipe) as process:
         try:
             yield process
         finally:

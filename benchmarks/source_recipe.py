@@ -69,13 +69,13 @@ def write_arrays(dataset: Dataset, directory: Path) -> None:
 def epochs(directory: Path, classes: int, seed: int) -> Iterator[Network]:
     """Train indefinitely; yield the network after each epoch."""
     torch.manual_seed(seed)
-    network, head = Network(), ArcFace(classes, 128, scale=32.0, margin=0.5)
+    network, head = Network(), ArcFace(classes, 128, scale=32.0)
     optimizer = torch.optim.SGD([*network.parameters(), *head.parameters()], lr=0.01)
     loader = DataLoader(Images(directory), batch_size=64, shuffle=True, num_workers=2)
     while True:
         network.train()
         for images, labels in loader:
-            loss = F.cross_entropy(head(network(images), labels), labels)
+            loss = F.cross_entropy(head(network(images), labels, margin=0.5), labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -38,7 +38,7 @@ class NaiveHandler(BaseHandler):
 
     def inference(self, data, *args, **kwargs):
         with torch.no_grad():
-            return self.model(data)
+            return self.model(data)  # pyright: ignore[reportCallIssue, reportOptionalCall]
 
     def postprocess(self, data):
         squared, rows = self.index.search(data.cpu().numpy(), K)

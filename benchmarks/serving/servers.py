@@ -82,7 +82,7 @@ def evernear(served: Served, directory: Path) -> Generator[Running]:
         )
         yield Running({"evernear": rest, "evernear gRPC": rpc}, lambda: torchserve.processes(home))
     finally:
-        local.stop(settings)
+        torchserve.stop(home)
 
 
 @contextmanager

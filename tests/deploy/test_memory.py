@@ -14,7 +14,7 @@ from evernear.serving.prep.server import memory_size_bytes
 from evernear.settings import PrepSettings, ServingSettings, Settings
 
 MIB = 2**20
-# Memory of a process before its first large image, with the network and index of the digits (benchmarks/hostile.py).
+# Memory of a process before its first large image, with the digits (benchmarks/hostile_traffic.py).
 PREDICTOR, TRANSFORMER = 720 * MIB, 220 * MIB
 
 

@@ -1,4 +1,4 @@
-"""Latency of valid requests next to hostile ones: ``python benchmarks/hostile.py``.
+"""Latency of valid requests next to hostile ones: ``python benchmarks/hostile_traffic.py``.
 
 Each server receives batches of concurrent requests: 8 valid ones with 8 generated bodies (hostile), 16 valid ones
 (quiet), and 8 valid ones (half). Blocks of these alternate, so other load affects all of them. Every valid request must
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # before this folder, whose hostile.py is this file
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.extend(f"{sys.path[0]}/serving{room}" for room in ("", "/prep", "/kserve"))
 
 import hostile
