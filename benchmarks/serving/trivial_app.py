@@ -10,11 +10,10 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 
 class Yes(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:  # a request is smaller than a segment of loopback
-        self.transport.write(ANSWER)
+        self.transport.write(ANSWER)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 async def main() -> None:
