@@ -65,6 +65,7 @@ class Folder(_ClassFolders):
             if not directory.is_dir():
                 raise DataError(f"There is no directory {directory} to read images from.")
         self._directory = directory
+        self._root = os.path.join(directory, "")  # noqa: PTH118 - a Path has no trailing slash
 
     def entries(self) -> Iterator[FileEntry]:
         """List the image files, class by class."""
@@ -89,7 +90,8 @@ class Folder(_ClassFolders):
     def _class_entries(self, folder: Path) -> Iterator[FileEntry]:
         empty = True
         for file in _walk(folder):
-            name = Path(file.path).relative_to(self._directory).as_posix()
+            # pathlib would take most of the time of listing a million files.
+            name = file.path.removeprefix(self._root)
             if entry := self._entry(name):
                 _check_utf8(name)
                 with disk_errors(file.path):
