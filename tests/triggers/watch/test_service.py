@@ -192,18 +192,24 @@ def test_failed_listener_reconnects(
 ) -> None:
     monkeypatch.setattr(service_module, "FIRST_RETRY_S", 0.1)
     listened: list[str] = []
+    stopped = threading.Event()
 
     def listen(source: str, on_change: Callable[[], None]) -> None:
         listened.append(source)
+        if len(listened) > 2:
+            stopped.wait(30)
         raise KeyError("Records")
 
     monkeypatch.setattr(service_module, "listen", listen)
     with running(settings, tmp_path):
-        await_(lambda: len(listened) >= 2)
-    assert (
-        "Bucket notifications are unavailable: internal error: KeyError: 'Records' Retrying in 0 s."
-        in capfd.readouterr().out
-    )
+        await_(lambda: len(listened) > 2)
+    output = capfd.readouterr().out
+    assert "Bucket notifications are unavailable: internal error: KeyError: 'Records' Retrying in 0 s." in output
+    listener = next(thread for thread in threading.enumerate() if thread.name == "bucket-events")
+    stopped.set()
+    listener.join(20)
+    assert not listener.is_alive()
+    assert "unavailable" not in capfd.readouterr().out, "a stopped watcher has nothing to report"
 
 
 def test_paused_watcher_checks_nothing(settings: Settings, tmp_path: Path) -> None:

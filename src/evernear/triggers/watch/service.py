@@ -143,6 +143,8 @@ class Service:
             except Exception as error:  # an internal error must not end the notifications
                 _log.exception("Listening for bucket notifications failed.")
                 reason = f"internal error: {type(error).__name__}: {error}"
+            if self.stopping.is_set():
+                return
             failures = 0 if time.monotonic() - begin_s > FIRST_RETRY_S else failures + 1
             wait_s = min(self._settings.watch.interval_s, FIRST_RETRY_S * 2 ** min(failures, 16))
             self._report(f"Bucket notifications are unavailable: {reason} Retrying in {wait_s:.0f} s.")
