@@ -46,6 +46,22 @@ def connections(served: Served, count: int) -> Iterator[list[Raw]]:
         yield [stack.enter_context(Raw.to(served.settings.serving.inference_port)) for _ in range(count)]
 
 
+@contextmanager
+def admitted_uploads(served: Served) -> Iterator[list[Raw]]:
+    """Connections that fill the server, once it has noticed that those of earlier tests are closed."""
+    clients: list[Raw] = []
+
+    def are_enough() -> bool:
+        client = stack.enter_context(Raw.to(served.settings.serving.inference_port))
+        if is_admitted(client, served):
+            clients.append(client)
+        return len(clients) == most_uploads(served)
+
+    with ExitStack() as stack:
+        wait_until(are_enough)
+        yield clients
+
+
 def upload(token: bytes, headers: bytes = b"") -> bytes:
     """The head of a prediction request with the largest body."""
     return request(b"POST /predictions/embedding", token + headers + b"Content-Length: %d\r\n" % LARGEST)
@@ -124,8 +140,7 @@ def test_queued_requests_of_disconnected_clients_count(small: Served) -> None:
     before = requests_received(small)
     worker.send_signal(signal.SIGSTOP)
     try:
-        with connections(small, most_uploads(small)) as clients:
-            assert all(is_admitted(client, small) for client in clients)
+        with admitted_uploads(small) as clients:
             for client in clients:
                 client.send(bytes(LARGEST))
             wait_until(lambda: requests_received(small) == before + len(clients))
@@ -153,11 +168,12 @@ def has_room(served: Served) -> bool:
 
 
 def test_grpc_calls_count_toward_the_limit(small: Served) -> None:
-    wait_until(lambda: has_room(small))
-    with connections(small, most_uploads(small)) as clients, Client.of(small.settings, "grpc") as grpc:
-        assert all(is_admitted(client, small) for client in clients)
-        with pytest.raises(ServingError, match="reached the server's limit in bytes"):
-            grpc.predict(bytes(LARGEST - 10_000))
+    with (
+        admitted_uploads(small),
+        Client.of(small.settings, "grpc") as grpc,
+        pytest.raises(ServingError, match="reached the server's limit in bytes"),
+    ):
+        grpc.predict(bytes(LARGEST - 10_000))
     assert predicts(small)
 
 
