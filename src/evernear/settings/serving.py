@@ -25,7 +25,10 @@ class ServingSettings(Section):
     )
     batch_size: int = Field(default=32, ge=1, le=1024, description="Largest number of requests in a batch.")
     max_batch_delay_ms: int = Field(
-        default=1, ge=1, le=10_000, description="Longest wait for a full batch. TorchServe reads 0 as 100 ms."
+        default=1,
+        ge=1,
+        le=10_000,
+        description="Longest wait for a full batch, if the previous batch had several requests.",
     )
     queue_size: int = Field(default=512, ge=1, description="Requests that may wait; further ones get 503.")
     response_timeout_s: int = Field(

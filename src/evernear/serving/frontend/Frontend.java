@@ -32,6 +32,7 @@ import org.pytorch.serve.util.TokenAuthorization;
  *   <li>On SIGTERM it drains: it refuses new connections, responds to every request in flight, and exits.
  *   <li>Requests of one connection are answered in order, one after the other.
  *   <li>The token is checked before a body is stored; bytes in flight, connections and waits are limited.
+ *   <li>A request that arrives alone does not wait for a batch.
  *   <li>Malformed requests get 4xx and a sentence, not a reset or a 500.
  *   <li>If a process owns the server (serve --foreground), the server ends with it, even if it is killed.
  *   <li>In a pod, inference requires the token that all replicas share, and GET /ready is a readiness probe.
@@ -82,6 +83,9 @@ public final class Frontend extends ModelServer {
             Connector connector, EventLoopGroup acceptors, EventLoopGroup workers, ConnectorType type)
             throws InterruptedException {
         boolean isInference = type == ConnectorType.INFERENCE_CONNECTOR;
+        if (isInference) {
+            Batching.install();
+        }
         Channel bound =
                 new ServerBootstrap()
                         .group(acceptors, workers)
