@@ -257,7 +257,7 @@ def test_a_pretrained_backbone_learns_at_a_tenth_of_the_rate(digits: Dataset, we
         module = TrainingModule(choose_architecture(digits, chosen), 10, chosen, torch.float32)
         backbone = {id(p) for p in module.network.members[0].get_submodule("backbone").parameters()}
         found: dict[bool, set[float]] = {True: set(), False: set()}
-        for group in choose_optimizer(module, chosen).param_groups:
+        for group in choose_optimizer(module, chosen, torch.float32).param_groups:
             for parameter in group["params"]:
                 found[id(parameter) in backbone].add(group["rate_factor"])
         return found

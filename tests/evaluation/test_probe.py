@@ -33,10 +33,18 @@ def open_set(system: System) -> OpenSet:
     return probe(system.dataset, TINY, settings, IndexSettings(false_accept_rate=0.05))
 
 
-@pytest.mark.parametrize(("epochs", "probe_epochs", "expected"), [(0, 0, 3), (30, 0, 8), (30, 2, 2)])
-def test_probe_trains_a_quarter_of_the_epochs(system: System, epochs: int, probe_epochs: int, expected: int):
+@pytest.mark.parametrize(
+    ("train", "probe_epochs", "expected"),
+    [
+        (TrainSettings(), 0, 3),
+        (TrainSettings(epochs=30), 0, 8),
+        (TrainSettings(epochs=30), 2, 2),
+        (TrainSettings(epochs=10, optimizer="muon"), 0, 6),
+    ],
+)
+def test_probe_trains_a_share_of_the_epochs(system: System, train: TrainSettings, probe_epochs: int, expected: int):
     settings = EvaluationSettings(probe_epochs=probe_epochs)
-    assert probe_recipe(system.dataset, TrainSettings(epochs=epochs), settings).epochs == expected
+    assert probe_recipe(system.dataset, train, settings).epochs == expected
 
 
 def test_probe_covers_every_test_image(system: System, open_set: OpenSet):

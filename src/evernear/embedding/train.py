@@ -53,7 +53,8 @@ from evernear.embedding.batch_norm import GlobalBatchNorm
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.freeze import choose_architecture, freeze, initialize
 from evernear.embedding.memory import training_batch
-from evernear.embedding.network import Architecture
+from evernear.embedding.muon import Muon
+from evernear.embedding.network import MEMBERS, Architecture
 from evernear.errors import TrainingError
 from evernear.output import quantity
 from evernear.settings import TrainSettings
@@ -68,11 +69,11 @@ With the full margin from the first step, training on images harder than digits 
 SphereFace (Liu et al. 2017, arXiv:1704.08063) begins without a margin for the same reason.
 """
 DECAY = 1.8
-"""Default of learning rate x weight decay x steps for AdamW on color images.
+"""Default of learning rate x weight decay x steps for Muon and AdamW on color images.
 
-AdamW's weights are a moving average of its updates, whose length is then the same fraction of every training (Wang and
-Aitchison 2024, "How to set AdamW's weight decay as you scale model and dataset size", arXiv:2405.13698). Measured in
-docs/decisions/0035-training-on-any-images.md.
+With decoupled weight decay, weights are a moving average of the updates, whose length is then the same fraction of
+every training (Wang and Aitchison 2024, "How to set AdamW's weight decay as you scale model and dataset size",
+arXiv:2405.13698). Measured in docs/decisions/0035-training-on-any-images.md.
 """
 PRETRAINED_RATE_FACTOR = 0.1
 """Learning rate of a pretrained backbone, relative to that of the new layers."""
@@ -152,7 +153,7 @@ def train(
     module = module.to(device)
     forward = DistributedDataParallel(module) if world_size > 1 else module
     parts = choose_parts(module, architecture, batch_size, device)
-    optimizer = choose_optimizer(module, settings)
+    optimizer = choose_optimizer(module, settings, precision)
     scaler = torch.GradScaler(device.type, enabled=precision == torch.float16)
 
     key = checkpoint_key(dataset.digest, settings, exclude_labels, pretrained_sha256)
@@ -283,10 +284,15 @@ def with_defaults(settings: TrainSettings, dataset: Dataset) -> TrainSettings:
     more regularization.
     """
     color = dataset.shape[2] == 3
-    epochs, min_steps, width = (24, 600, 32) if color else (12, 300, 16)
+    optimizer = settings.optimizer
+    if optimizer == "auto":
+        is_compact = settings.backbone in ("auto", *MEMBERS) and not settings.weights
+        optimizer = "muon" if color and is_compact else "adamw"
+    epochs, min_steps, width = (12, 300, 16) if not color else (10, 400, 48) if optimizer == "muon" else (24, 600, 32)
     label_smoothing = 0.1 if color and not settings.scale else 0.0
     filled = settings.model_copy(
         update={
+            "optimizer": optimizer,
             "epochs": settings.epochs or epochs,
             "min_steps": settings.min_steps if settings.min_steps >= 0 else min_steps,
             "width": settings.width or width,
@@ -296,7 +302,7 @@ def with_defaults(settings: TrainSettings, dataset: Dataset) -> TrainSettings:
     )
     if filled.weight_decay >= 0:
         return filled
-    if color and filled.optimizer == "adamw":
+    if color and filled.optimizer != "sgd":
         images = dataset.manifest.count("train")
         steps = filled.epochs * steps_per_epoch(filled, images, min(filled.batch_size, images))
         return filled.model_copy(update={"weight_decay": DECAY / (filled.learning_rate * steps)})
@@ -344,24 +350,34 @@ def choose_parts(module: TrainingModule, architecture: Architecture, batch_size:
     return max(1, min(parts, batch_size // 2))
 
 
-def choose_optimizer(module: TrainingModule, settings: TrainSettings) -> torch.optim.Optimizer:
-    """AdamW or SGD with Nesterov momentum, without weight decay for the scales and shifts of normalization layers.
+def choose_optimizer(module: TrainingModule, settings: TrainSettings, precision: torch.dtype) -> torch.optim.Optimizer:
+    """Muon, AdamW or SGD with Nesterov momentum, without weight decay for normalization layers and biases.
+
+    Muon moves the weights of convolutions and linear layers, except depthwise convolutions, which have one input.
 
     The learning rate of a group is that of the schedule times its ``rate_factor``.
     """
-    groups: list[dict[str, Any]] = []
-    parameters = list(module.named_parameters())
     backbone_factor = settings.backbone_learning_rate_factor or (PRETRAINED_RATE_FACTOR if settings.weights else 1.0)
-    for in_backbone, rate_factor in ((False, 1.0), (True, backbone_factor)):
-        part = [parameter for name, parameter in parameters if (".backbone." in name) == in_backbone]
-        if part:
-            decayed, others = [p for p in part if p.ndim > 1], [p for p in part if p.ndim <= 1]
-            groups.append({"params": decayed, "weight_decay": settings.weight_decay, "rate_factor": rate_factor})
-            groups.append({"params": others, "weight_decay": 0.0, "rate_factor": rate_factor})
-    if settings.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=settings.learning_rate, fused=True)
-    nesterov = settings.momentum > 0
-    return torch.optim.SGD(groups, lr=settings.learning_rate, momentum=settings.momentum, nesterov=nesterov, fused=True)
+    groups: dict[tuple[bool, bool, bool], list[Tensor]] = {}
+    for name, parameter in module.named_parameters():
+        decayed = parameter.ndim > 1
+        orthogonal = decayed and min(parameter.shape[:2]) > 1 and not name.startswith("heads.")
+        groups.setdefault((".backbone." in name, decayed, orthogonal), []).append(parameter)
+    options = [
+        {
+            "params": parameters,
+            "weight_decay": settings.weight_decay if decayed else 0.0,
+            "rate_factor": backbone_factor if in_backbone else 1.0,
+            "orthogonal": orthogonal,
+        }
+        for (in_backbone, decayed, orthogonal), parameters in groups.items()
+    ]
+    rate, momentum = settings.learning_rate, settings.momentum
+    if settings.optimizer == "muon":
+        return Muon(options, rate, momentum, precision)
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(options, lr=rate, momentum=momentum, nesterov=momentum > 0, fused=True)
+    return torch.optim.AdamW(options, lr=rate, fused=True)
 
 
 class TrainingState:

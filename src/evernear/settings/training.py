@@ -130,23 +130,31 @@ class ValidationSettings(Section):
 class TrainSettings(Section):
     """The embedding network, its ArcFace head and the training loop."""
 
-    epochs: int = Field(default=0, ge=0, description="Passes over the training images; 0: 12 if gray, 24 if color.")
+    epochs: int = Field(
+        default=0,
+        ge=0,
+        description="Passes over the training images; 0: 12 if gray, 10 if color with Muon, 24 if color otherwise.",
+    )
     min_steps: int = Field(
         default=-1,
         ge=-1,
         description="Smallest number of steps of a run; small datasets are repeated within an epoch. "
-        "-1: 300 if the images are gray, 600 if they are color.",
+        "-1: 300 if gray, 400 if color with Muon, 600 if color otherwise.",
     )
     batch_size: int = Field(default=256, ge=2, description="Images in a step, of all processes together.")
-    optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="AdamW, or SGD with Nesterov momentum.")
+    optimizer: Literal["auto", "muon", "adamw", "sgd"] = Field(
+        default="auto",
+        description="Muon, AdamW, or SGD with Nesterov momentum; auto: muon for color images in the compact backbone "
+        "without pretrained weights, otherwise adamw.",
+    )
     learning_rate: float = Field(default=0.01, gt=0.0, description="Peak of the schedule.")
     weight_decay: float = Field(
         default=-1.0,
         ge=-1.0,
-        description="Decoupled for AdamW, an L2 penalty for SGD; -1: 0.01, but 1.8 / (learning rate x steps) for AdamW "
-        "on color images.",
+        description="Decoupled for Muon and AdamW, an L2 penalty for SGD; -1: 0.01, but 1.8 / (learning rate x steps) "
+        "for color images with Muon or AdamW.",
     )
-    momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="Momentum of SGD.")
+    momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="Momentum of Muon and SGD.")
     schedule: Literal["triangular", "cosine", "constant"] = Field(
         default="triangular", description="Learning rate over the training."
     )
@@ -205,7 +213,7 @@ class TrainSettings(Section):
         ge=0,
         le=512,
         description="Channels of the first convolution; each stage doubles them. "
-        "0: 16 if the images are gray, 32 if they are color.",
+        "0: 16 if gray, 48 if color with Muon, 32 if color otherwise.",
     )
     patch_px: int = Field(
         default=0, ge=0, le=32, description="Side of the pixel squares that become channels; 0: from the image size."
@@ -356,7 +364,9 @@ class EvaluationSettings(Section):
     confidence: float = Field(default=0.95, gt=0.5, lt=1.0, description="Confidence level of every interval.")
     held_out_classes: int = Field(default=2, ge=1, description="Classes left out of the open-set probe's training.")
     probe_epochs: int = Field(
-        default=0, ge=0, description="Epochs of the open-set probe; 0: a quarter of those of the training."
+        default=0,
+        ge=0,
+        description="Epochs of the open-set probe; 0: a quarter of those of the training, 60% with Muon.",
     )
     batch_size: int = Field(default=512, ge=1, description="Images in a pass of the network.")
 

@@ -1,0 +1,77 @@
+import copy
+from typing import Any
+
+import pytest
+import torch
+from timm.optim.muon import Muon as MuonOfTimm
+from torch import Tensor
+
+from evernear.embedding.muon import Muon
+
+SHAPES = [(8, 4, 3, 3), (16, 8), (4, 16)]
+
+
+def weights() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, requires_grad=True) for shape in SHAPES]
+
+
+def optimize(optimizer: torch.optim.Optimizer, parameters: list[Tensor], steps: int = 5, seed: int = 1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+
+
+def muon(parameters: list[Tensor], precision: torch.dtype, orthogonal: bool = True) -> Muon:
+    group: dict[str, Any] = {"params": parameters, "weight_decay": 0.1, "orthogonal": orthogonal}
+    return Muon([group], learning_rate=0.01, momentum=0.9, precision=precision)
+
+
+def test_in_bfloat16_the_weights_are_those_of_timm() -> None:
+    ours, theirs = weights(), weights()
+    optimize(muon(ours, torch.bfloat16), ours)
+    optimize(MuonOfTimm(theirs, lr=0.01, weight_decay=0.1, momentum=0.9, nesterov=True), theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.float16])
+def test_in_other_precisions_an_update_is_nearly_orthogonal(precision: torch.dtype) -> None:
+    before, after = weights(), weights()
+    group = {"params": after, "weight_decay": 0.0, "orthogonal": True}
+    optimize(Muon([group], learning_rate=0.01, momentum=0.9, precision=precision), after, steps=1)
+    for old, new in zip(before, after, strict=True):
+        update = (old - new).detach().flatten(1)
+        assert update.dtype == torch.float32
+        singular_values = torch.linalg.svdvals(update / (0.01 * 0.2 * max(update.shape) ** 0.5))
+        assert 0.97 < singular_values.min() <= singular_values.max() < 1.04  # COEFFICIENTS reach 0.978 to 1.032
+
+
+def test_other_parameters_are_left_to_adamw() -> None:
+    ours, theirs = weights(), weights()
+    optimize(muon(ours, torch.float32, orthogonal=False), ours)
+    optimize(torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1), theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_restored_optimizer_continues_alike() -> None:
+    parameters = weights()
+    optimizer = muon(parameters, torch.float32)
+    optimize(optimizer, parameters)
+    copies = [parameter.detach().clone().requires_grad_() for parameter in parameters]
+    restored = muon(copies, torch.float32)
+    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimize(optimizer, parameters, seed=2)
+    optimize(restored, copies, seed=2)
+    for one, other in zip(parameters, copies, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_weight_without_a_gradient_does_not_change() -> None:
+    parameters = weights()
+    muon(parameters, torch.float32).step()
+    for parameter, initial in zip(parameters, weights(), strict=True):
+        assert torch.equal(parameter, initial)
