@@ -36,7 +36,7 @@ def serve(
     ] = False,
 ) -> None:
     """Start TorchServe with the champion, unless it is already running."""
-    from evernear.deployment.local import follow
+    from evernear.deployment.local import follow, stopped_by_signals
     from evernear.deployment.local import serve as start_torchserve
     from evernear.serving.endpoints import home_of
     from evernear.serving.torchserve import adopt, is_running
@@ -49,12 +49,13 @@ def serve(
     with message_on_interrupt(f"Interrupted. {state}; `evernear serve` tries again."):
         version = start_torchserve(settings)
     url = f"http://{settings.serving.host}:{settings.serving.inference_port}"
-    print_line(
-        f"Release {version} is live at {url}/predictions/{settings.serving.model_name}; `evernear stop` stops it."
-    )
-    if foreground:
-        adopt(home)
-        follow(settings)
+    live = f"Release {version} is live at {url}/predictions/{settings.serving.model_name}; `evernear stop` stops it."
+    if not foreground:
+        print_line(live)
+        return
+    with stopped_by_signals(home):  # before the line, after which a script may send SIGTERM
+        print_line(live)
+        follow(home)
 
 
 @with_options(settings=local_settings)

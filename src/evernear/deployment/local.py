@@ -271,19 +271,19 @@ def serve(settings: RunSettings) -> str:
     return champion.version
 
 
-def follow(settings: RunSettings) -> None:
-    """Wait until the server exits. SIGTERM and Ctrl-C drain the server and end both.
+@contextlib.contextmanager
+def stopped_by_signals(home: Path) -> Generator[None]:
+    """Bind the server in ``home`` to this process. In the body, SIGTERM and Ctrl-C drain the server and end both.
 
     Raises:
-        ServingError: the server died.
+        StoreError: ``home`` is not writable.
         SystemExit: SIGTERM, with exit code 0.
         UserInterruptError: Ctrl-C.
     """
-    home = home_of(settings.workdir)
+    torchserve.adopt(home)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        while torchserve.is_running(home):
-            time.sleep(FOLLOW_POLL_S)
+        yield
     except SystemExit:
         torchserve.stop(home)
         raise
@@ -292,5 +292,15 @@ def follow(settings: RunSettings) -> None:
         raise UserInterruptError(
             "Interrupted. TorchServe answered the requests in flight and stopped; `evernear serve` starts it again."
         ) from None
+
+
+def follow(home: Path) -> None:
+    """Wait until the server in ``home`` exits.
+
+    Raises:
+        ServingError: the server died.
+    """
+    while torchserve.is_running(home):
+        time.sleep(FOLLOW_POLL_S)
     if read_state(home) is not None:  # nobody stopped it
         raise ServingError(f"TorchServe died; see {home}/logs.")
