@@ -97,8 +97,8 @@ def evaluated(challenger: Outcomes, champion: Outcomes, labels: tuple[str, ...] 
 
 def measured(name: str, outcomes: Outcomes, labels: tuple[str, ...]) -> Measurement:
     totals = np.bincount(outcomes.labels, minlength=len(labels))
-    rights = np.bincount(outcomes.labels[outcomes.right], minlength=len(labels))
-    accuracy = proportion(int(outcomes.right.sum()), len(outcomes.right), CONFIDENCE)
+    rights = np.bincount(outcomes.labels[outcomes.correct], minlength=len(labels))
+    accuracy = proportion(int(outcomes.correct.sum()), len(outcomes.correct), CONFIDENCE)
     return Measurement(
         name=name,
         network_sha256=name,
@@ -115,8 +115,8 @@ def measured(name: str, outcomes: Outcomes, labels: tuple[str, ...]) -> Measurem
         false_rejects=proportion(0, accuracy.total, CONFIDENCE),
         index_recall=proportion(accuracy.total, accuracy.total, CONFIDENCE),
         class_recall={
-            label: proportion(int(right), int(total), CONFIDENCE)
-            for label, right, total in zip(labels, rights, totals, strict=True)
+            label: proportion(int(correct), int(total), CONFIDENCE)
+            for label, correct, total in zip(labels, rights, totals, strict=True)
             if total
         },
         confusions=(),

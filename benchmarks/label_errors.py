@@ -125,12 +125,12 @@ def trained_on(dataset: Dataset, recipe: TrainSettings, scratch: Path) -> Iterat
 def figures_of(folds: list[Embedded], planted: set[bytes]) -> dict[str, Any]:
     """The size of the list, its precision and its recall."""
     listed = [fold.digests[error.row].tobytes() for fold in folds for error in find_label_errors(fold)]
-    right = len(planted.intersection(listed))
+    correct = len(planted.intersection(listed))
     return {
         "planted": len(planted),
         "listed": len(listed),
-        "precision": proportion(right, max(1, len(listed)), CONFIDENCE).model_dump(),
-        "recall": proportion(right, len(planted), CONFIDENCE).model_dump(),
+        "precision": proportion(correct, max(1, len(listed)), CONFIDENCE).model_dump(),
+        "recall": proportion(correct, len(planted), CONFIDENCE).model_dump(),
     }
 
 

@@ -198,12 +198,12 @@ def command_words() -> tuple[str, ...]:
 
 def duration(seconds: float) -> str:
     """``seconds`` in its two largest units, such as ``45 s``, ``3 min 20 s`` or ``1 h 5 min``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
+    total_s = round(seconds)
+    if total_s < 60:
+        return f"{total_s} s"
+    minutes, seconds_left = divmod(total_s, 60)
     if minutes < 60:
-        return f"{minutes} min {rest} s"
+        return f"{minutes} min {seconds_left} s"
     return f"{minutes // 60} h {minutes % 60} min"
 
 

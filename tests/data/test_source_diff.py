@@ -35,7 +35,7 @@ def test_ingested_source_has_no_changes(tree: Path, run_ingest, count: Count) ->
     (tree / "1" / "broken.png").write_text("no image")
     (tree / "1" / "notes.txt").write_text("nor that")
     diff = count(tree, run_ingest(tree))
-    assert (diff.listed, diff.new, diff.gone) == (121, 0, 0)
+    assert (diff.listed, diff.new, diff.removed) == (121, 0, 0)
     assert diff.expected("train") == diff.expected("gallery") == 0
 
 
@@ -48,7 +48,7 @@ def test_new_changed_and_removed_files_are_distinguished(tree: Path, run_ingest,
     (tree / "1" / "003.png").write_bytes(make_image(3000))
     (tree / "1" / "000.png").unlink()
     diff = count(tree, manifest)
-    assert (diff.listed, diff.new, diff.gone) == (132, 14, 1)
+    assert (diff.listed, diff.new, diff.removed) == (132, 14, 1)
     assert diff.labels == {"1": 1, "2": 1, "3": 12}
 
 
@@ -103,12 +103,12 @@ def test_bucket_is_counted_from_its_listing(tree: Path, run_ingest, make_image, 
     images.put("1/000.png", make_image(1001))
     images.delete("1/003.png")
     diff = count(f"s3://{bucket}/images", manifest)
-    assert (diff.listed, diff.new, diff.gone) == (20, 2, 1)
+    assert (diff.listed, diff.new, diff.removed) == (20, 2, 1)
 
 
 def test_digits_never_change(run_ingest, count: Count) -> None:
     diff = count("digits", run_ingest("digits"))
-    assert (diff.listed, diff.new, diff.gone) == (1797, 0, 0)
+    assert (diff.listed, diff.new, diff.removed) == (1797, 0, 0)
 
 
 def test_grown_mnist_files_are_counted_by_their_labels(tmp_path: Path, run_ingest, count: Count) -> None:
@@ -124,14 +124,14 @@ def test_grown_mnist_files_are_counted_by_their_labels(tmp_path: Path, run_inges
     manifest = run_ingest(f"mnist:{tmp_path}")
     write({"train": 250, "t10k": 45})
     diff = count(f"mnist:{tmp_path}", manifest)
-    assert (diff.listed, diff.new, diff.gone) == (295, 55, 0)
+    assert (diff.listed, diff.new, diff.removed) == (295, 55, 0)
     assert diff.explicit == {"test": 5}
     assert diff.expected("train") == pytest.approx(50 * 0.85)
 
 
 def test_without_a_snapshot_of_the_source_everything_is_new(tree: Path, run_ingest, count: Count) -> None:
     manifest = run_ingest("digits")
-    assert (count(tree, manifest).new, count(tree, manifest).gone) == (120, 0)
+    assert (count(tree, manifest).new, count(tree, manifest).removed) == (120, 0)
     assert count(tree, None).new == 120
 
 

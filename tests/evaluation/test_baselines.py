@@ -59,8 +59,8 @@ def test_a_sample_of_queries_is_compared_with_the_candidate_on_the_same_queries(
         part = measure_baselines(outcomes, system.dataset, 0.95, batch_size)[1]
         assert part.comparison.queries == len(range(0, len(outcomes.labels), step))
         assert part.accuracy.value == pytest.approx(whole.accuracy.value, abs=0.15)
-        right = int(outcomes.right[::step].sum())
-        assert part.accuracy.count + part.comparison.improvements - part.comparison.regressions == right
+        correct = int(outcomes.correct[::step].sum())
+        assert part.accuracy.count + part.comparison.improvements - part.comparison.regressions == correct
 
 
 def test_constant_images_have_a_baseline(system: System, evaluation: Evaluation, monkeypatch: pytest.MonkeyPatch):
@@ -68,7 +68,7 @@ def test_constant_images_have_a_baseline(system: System, evaluation: Evaluation,
     blank = [(b.images * 0, b.labels, b.digests) for b in system.dataset.blocks("test")]
     blocks = [type(next(system.dataset.blocks("test")))(*columns) for columns in blank]
     monkeypatch.setattr(type(system.dataset), "blocks", lambda *_: iter(blocks))
-    (_, pixels) = measure_baselines(Outcomes(outcomes.right, outcomes.labels), system.dataset, 0.95, 512)
+    (_, pixels) = measure_baselines(Outcomes(outcomes.correct, outcomes.labels), system.dataset, 0.95, 512)
     assert pixels.p_by_chance > 0.1
 
 
@@ -77,11 +77,11 @@ def rule(evaluation: Evaluation, settings: GateSettings, *counts: tuple[int, int
     baselines = tuple(
         Baseline(
             name=f"baseline {number}",
-            accuracy=proportion(right, 100, 0.95),
+            accuracy=proportion(correct, 100, 0.95),
             comparison=PairedCounts(queries=100, regressions=regressions, improvements=improvements),
             p_by_chance=0.0,
         )
-        for number, (right, regressions, improvements) in enumerate(counts)
+        for number, (correct, regressions, improvements) in enumerate(counts)
     )
     verdict = decide(evaluation.model_copy(update={"baselines": baselines}), settings)
     return next(rule for rule in verdict.rules if rule.name == "beats_baselines")
@@ -118,6 +118,6 @@ def test_p_by_chance_is_close_to_a_permutation_test(pairs):
     assume(len(labels) >= 10)  # the normal distribution is a coarse approximation for fewer
     found = p_by_chance(pairs)
     rng = np.random.default_rng(0)
-    right = (labels == predictions).sum()
+    correct = (labels == predictions).sum()
     permuted = [(rng.permutation(labels) == predictions).sum() for _ in range(300)]
-    assert found == pytest.approx(np.mean(np.array(permuted) >= right), abs=0.15) or np.var(permuted) == 0
+    assert found == pytest.approx(np.mean(np.array(permuted) >= correct), abs=0.15) or np.var(permuted) == 0

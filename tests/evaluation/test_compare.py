@@ -60,8 +60,10 @@ def test_pairs_are_counted_overall_and_per_class(columns):
 
 
 def test_outcomes_of_different_queries_are_rejected():
-    right = np.ones(3, np.bool_)
+    correct = np.ones(3, np.bool_)
     with pytest.raises(IntegrityError, match="different queries"):
         compare(
-            Outcomes(right, np.array([0, 1, 1], np.int32)), Outcomes(right, np.array([0, 1, 0], np.int32)), ("a", "b")
+            Outcomes(correct, np.array([0, 1, 1], np.int32)),
+            Outcomes(correct, np.array([0, 1, 0], np.int32)),
+            ("a", "b"),
         )

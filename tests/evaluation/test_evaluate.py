@@ -59,7 +59,7 @@ def test_evaluation_survives_a_round_trip(system: System, full: Recognizer, coll
     loaded = Evaluation.open(tmp_path)
     assert loaded.model_dump() == evaluation.model_dump()
     for name, outcomes in evaluation.outcomes.items():
-        assert (loaded.outcomes[name].right == outcomes.right).all()
+        assert (loaded.outcomes[name].correct == outcomes.correct).all()
         assert (loaded.outcomes[name].labels == outcomes.labels).all()
     assert decide(loaded, LENIENT) == decide(evaluation, LENIENT)
 

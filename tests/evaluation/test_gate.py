@@ -80,10 +80,10 @@ def test_small_test_split_rarely_fails_equal_models_and_fails_a_bad_one(simulati
 def outcomes(errors: dict[int, int], queries: int = 100) -> Outcomes:
     """Ten classes of ``each`` queries with ``wrong`` errors per class, always in the same queries."""
     labels = np.repeat(np.arange(10, dtype=np.int32), queries)
-    right = np.ones(len(labels), np.bool_)
+    correct = np.ones(len(labels), np.bool_)
     for label, count in errors.items():
-        right[label * queries : label * queries + count] = False
-    return Outcomes(right, labels)
+        correct[label * queries : label * queries + count] = False
+    return Outcomes(correct, labels)
 
 
 @pytest.fixture

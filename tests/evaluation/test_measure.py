@@ -39,11 +39,11 @@ def one_by_one(system: System, recognizer: Recognizer) -> list[tuple[str, Recogn
 
 def test_metrics_match_individual_predictions(measured, one_by_one):
     measurement, outcomes = measured
-    right = [recognition.pred == label for label, recognition in one_by_one]
+    correct = [recognition.pred == label for label, recognition in one_by_one]
     near = [[neighbor.label == label for neighbor in recognition.neighbors] for label, recognition in one_by_one]
-    assert outcomes.right.tolist() == right
+    assert outcomes.correct.tolist() == correct
     assert 0 < measurement.accuracy.count < measurement.accuracy.total  # otherwise the test is too weak
-    assert (measurement.accuracy.count, measurement.accuracy.total) == (sum(right), len(right))
+    assert (measurement.accuracy.count, measurement.accuracy.total) == (sum(correct), len(correct))
     assert measurement.recall_at_1.count == sum(labels[0] for labels in near)
     assert measurement.recall_at_5.count == sum(map(any, near))
     assert measurement.false_rejects.count == sum(recognition.unknown for _, recognition in one_by_one)
@@ -58,7 +58,7 @@ def test_metrics_match_individual_predictions(measured, one_by_one):
 def test_batch_size_does_not_affect_metrics(system: System, recognizer: Recognizer, measured):
     measurement, outcomes = measure(recognizer, system.dataset, EvaluationSettings(batch_size=1000))
     assert measurement == measured[0]
-    assert (outcomes.right == measured[1].right).all()
+    assert (outcomes.correct == measured[1].correct).all()
 
 
 def test_measurement_records_its_subject(system: System, recognizer: Recognizer, measured):

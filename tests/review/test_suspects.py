@@ -40,12 +40,12 @@ def clusters(count: int = 200, classes: int = 4) -> Embedded:
 def test_planted_errors_are_found_and_nothing_else() -> None:
     embedded = clusters()
     wrong = {3: 1, 40: 2, 101: 3}
-    right = embedded.labels.copy()
+    correct = embedded.labels.copy()
     for row, label in wrong.items():
         assert embedded.labels[row] != label
         embedded.labels[row] = label
     errors = find_label_errors(embedded)
-    assert {error.row: error.suggested for error in errors} == {row: right[row] for row in wrong}
+    assert {error.row: error.suggested for error in errors} == {row: correct[row] for row in wrong}
     assert all(error.margin < -0.5 for error in errors)
 
 
@@ -108,9 +108,9 @@ def test_check_finds_wrong_labels_of_a_source_with_networks_that_have_not_seen_t
     listed = {suspect.files[0]: suspect.suggested for suspect in load_suspects(store, f"folder:{source}")}
     wrong = {name: name[-5] for name in names(source) if name[0] != name[-5]}
     assert len(wrong) == 24
-    right = [name for name, suggested in listed.items() if wrong.get(name) == suggested]
-    assert len(right) >= 0.8 * len(wrong)
-    assert len(right) >= 0.8 * len(listed)
+    correct = [name for name, suggested in listed.items() if wrong.get(name) == suggested]
+    assert len(correct) >= 0.8 * len(wrong)
+    assert len(correct) >= 0.8 * len(listed)
     assert load_suspects(store, "folder:other") == ()
 
 

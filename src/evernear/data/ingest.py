@@ -334,12 +334,12 @@ class _Adder:
                     checkpoint_s = now_s + max(_CHECKPOINT_INTERVAL_S, _CHECKPOINT_PART * (now_s - started_s))
 
     def _add(self, batch: Batch) -> None:
-        seen = self._ledger.stored_digests(batch.digests)
+        known = self._ledger.stored_digests(batch.digests)
         earlier_splits = self._ledger.removed_splits(batch.digests)
         rows_of: dict[Split, list[int]] = {split: [] for split in SPLITS}
         for row, digest in enumerate(batch.digests):
-            if digest not in seen:
-                seen.add(digest)
+            if digest not in known:
+                known.add(digest)
                 counts = self._counts[batch.labels[row]]
                 split = (
                     batch.explicit_splits[row]

@@ -32,7 +32,7 @@ class SourceDiff:
     listed: int = 0
     new: int = 0
     """Files that are not in the snapshot, or have other content there."""
-    gone: int = 0
+    removed: int = 0
     """Files of the snapshot that the source no longer lists."""
     explicit: Counter[Split] = field(default_factory=Counter[Split])
     """New files with an explicit split."""
@@ -66,7 +66,7 @@ def diff_source(settings: DataSettings, ledgers: Sequence[Path | None]) -> list[
             for ledger, diff in zip(opened, diffs, strict=True):
                 _add(diff, page, ledger.etags([entry.name for entry in page]) if ledger else {})
         for ledger, diff in zip(opened, diffs, strict=True):
-            diff.gone += ledger.count() if ledger else 0
+            diff.removed += ledger.count() if ledger else 0
             diff.fractions = split_fractions(source.chosen_splits, settings)  # final only after the listing
     return diffs
 
@@ -91,7 +91,7 @@ def fetch_ledger(store: Store, manifest: Manifest, directory: Path) -> Path:
 
 def _add(diff: SourceDiff, page: Sequence[FileEntry], etags: Mapping[str, str]) -> None:
     diff.listed += len(page)
-    diff.gone -= len(etags)
+    diff.removed -= len(etags)
     new = [entry for entry in page if etags.get(entry.name) != entry.etag]
     diff.new += len(new)
     diff.explicit.update(entry.explicit_split for entry in new if entry.explicit_split)

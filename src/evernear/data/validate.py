@@ -174,8 +174,8 @@ def _classes(manifest: Manifest, totals: dict[str, int], settings: ValidationSet
     present = {label: count for label, count in totals.items() if count}
     tiny = empty + [label for label, count in present.items() if count < settings.min_class_images]
     if tiny:
-        which = _listed([f"{name} ({present.get(name, 0)})" for name in tiny])
-        message = f"Classes need {quantity(settings.min_class_images, 'image')}, these have fewer: {which}; add some."
+        listed = _listed([f"{name} ({present.get(name, 0)})" for name in tiny])
+        message = f"Classes need {quantity(settings.min_class_images, 'image')}, these have fewer: {listed}; add some."
         yield _finding("tiny_class", message, tiny, len(tiny))
     if present and max(present.values()) > settings.max_imbalance * min(present.values()):
         large, small = max(present, key=present.__getitem__), min(present, key=present.__getitem__)
@@ -187,20 +187,20 @@ def _classes(manifest: Manifest, totals: dict[str, int], settings: ValidationSet
 
 
 def _vanished(totals: dict[str, int], champion_labels: Sequence[str], classes: ClassSettings) -> Iterator[Finding]:
-    left = [label for label in classes.former_names if totals.get(label)]
-    if left:
+    leftover = [label for label in classes.former_names if totals.get(label)]
+    if leftover:
         message = (
             f"Images are left of classes that the settings (classes.retired, classes.renamed) call removed or renamed: "
-            f"{_listed([f'{label} ({totals[label]:,})' for label in left])}; move the images or drop the setting."
+            f"{_listed([f'{label} ({totals[label]:,})' for label in leftover])}; move the images or drop the setting."
         )
-        yield _finding("vanished_class", message, left, len(left))
-    gone = [label for label in classes.current_labels(champion_labels) if not totals.get(label)]
-    if gone:
+        yield _finding("vanished_class", message, leftover, len(leftover))
+    missing = [label for label in classes.current_labels(champion_labels) if not totals.get(label)]
+    if missing:
         message = (
-            f"The live release has the classes {_listed(gone)}, but no image of them is left;"
+            f"The live release has the classes {_listed(missing)}, but no image of them is left;"
             " bring them back, or run with --retire CLASS or --rename OLD=NEW if that is on purpose."
         )
-        yield _finding("vanished_class", message, gone, len(gone))
+        yield _finding("vanished_class", message, missing, len(missing))
 
 
 def _splits(counts: Counts, totals: dict[str, int]) -> Iterator[Finding]:

@@ -44,7 +44,7 @@ def measure_baselines(outcomes: Outcomes, dataset: Dataset, confidence: float, b
     if dataset.count("gallery"):
         gallery, gallery_labels, _ = _pixels(dataset, "gallery", GALLERY_MAX, batch_size)
         queries, _, rows = _pixels(dataset, "test", QUERIES_MAX, batch_size)
-        some = Outcomes(outcomes.right[rows], outcomes.labels[rows])
+        some = Outcomes(outcomes.correct[rows], outcomes.labels[rows])
         nearest = gallery_labels[_nearest(gallery, queries)]
         height, width = (min(SIDE_PX, side) for side in dataset.shape[:2])
         name = f"the nearest gallery image by {height}x{width} pixels"
@@ -53,16 +53,16 @@ def measure_baselines(outcomes: Outcomes, dataset: Dataset, confidence: float, b
 
 
 def _baseline(name: str, predictions: NDArray[np.integer], candidate: Outcomes, confidence: float) -> Baseline:
-    right = predictions == candidate.labels
+    correct = predictions == candidate.labels
     return Baseline(
         name=name,
-        accuracy=proportion(int(right.sum()), len(right), confidence),
+        accuracy=proportion(int(correct.sum()), len(correct), confidence),
         comparison=PairedCounts(
-            queries=len(right),
-            regressions=int((right & ~candidate.right).sum()),
-            improvements=int((candidate.right & ~right).sum()),
+            queries=len(correct),
+            regressions=int((correct & ~candidate.correct).sum()),
+            improvements=int((candidate.correct & ~correct).sum()),
         ),
-        p_by_chance=p_by_chance(zip(candidate.labels.tolist(), predictions.tolist(), [1] * len(right), strict=True)),
+        p_by_chance=p_by_chance(zip(candidate.labels.tolist(), predictions.tolist(), [1] * len(correct), strict=True)),
     )
 
 

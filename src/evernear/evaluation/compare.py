@@ -73,15 +73,15 @@ def compare(candidate: Outcomes, champion: Outcomes, labels: tuple[str, ...]) ->
     truth = candidate.labels
     if not np.array_equal(truth, champion.labels):
         raise IntegrityError("Candidate and champion were measured on different queries; run the evaluate step again.")
-    regressed, improved = champion.right & ~candidate.right, candidate.right & ~champion.right
+    regressed, improved = champion.correct & ~candidate.correct, candidate.correct & ~champion.correct
     totals, lost, won = (
         np.bincount(numbers, minlength=len(labels)).tolist() for numbers in (truth, truth[regressed], truth[improved])
     )
     return Comparison(
         overall=PairedCounts(queries=len(truth), regressions=int(regressed.sum()), improvements=int(improved.sum())),
         classes={
-            label: PairedCounts(queries=total, regressions=less, improvements=more)
-            for label, total, less, more in zip(labels, totals, lost, won, strict=True)
+            label: PairedCounts(queries=total, regressions=regressions, improvements=improvements)
+            for label, total, regressions, improvements in zip(labels, totals, lost, won, strict=True)
             if total
         },
     )

@@ -97,7 +97,7 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
         """Write `EVALUATION_FILE` and `OUTCOMES_FILE`."""
         systems = [self.outcomes[name] for name in SYSTEMS if name in self.outcomes]
         buffer = io.BytesIO()
-        np.savez(buffer, labels=systems[0].labels, right=np.stack([system.right for system in systems]))
+        np.savez(buffer, labels=systems[0].labels, right=np.stack([system.correct for system in systems]))
         write_atomically(directory / OUTCOMES_FILE, buffer.getvalue())
         self.save(directory / EVALUATION_FILE)
 
@@ -112,7 +112,7 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
             evaluation = Evaluation.load(directory / EVALUATION_FILE)
             archive = io.BytesIO((directory / OUTCOMES_FILE).read_bytes())
             with np.load(archive, allow_pickle=False) as columns:
-                systems = (Outcomes(right, columns["labels"]) for right in columns["right"])
+                systems = (Outcomes(correct, columns["labels"]) for correct in columns["right"])
                 outcomes = dict(zip(SYSTEMS, systems, strict=False))
         except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
             raise IntegrityError(f"{directory / OUTCOMES_FILE} cannot be read; {Evaluation.remedy}.") from error
@@ -126,7 +126,7 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     def _is_consistent(self) -> bool:
         """Whether the stored counts match the outcomes."""
         measured = [measurement for measurement in (self.candidate, self.champion) if measurement]
-        counts = [(int(system.right.sum()), len(system.right)) for system in self.outcomes.values()]
+        counts = [(int(system.correct.sum()), len(system.correct)) for system in self.outcomes.values()]
         return (
             counts == [(each.accuracy.count, each.accuracy.total) for each in measured]
             and _compare(self.outcomes, self.candidate.labels) == self.comparison

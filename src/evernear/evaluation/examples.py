@@ -173,8 +173,8 @@ class ExampleCollector:
         self, block: Block, embeddings: NDArray[np.float32], neighbors: "Neighbors", answers: "Classifications"
     ) -> None:
         """Add a block of queries with their results."""
-        right = answers.labels == block.labels
-        for group, selected in enumerate((right, ~right)):
+        correct = answers.labels == block.labels
+        for group, selected in enumerate((correct, ~correct)):
             self._histograms[group] += histogram(answers.distances[selected])
         self._mistakes += [
             _Query(
@@ -187,7 +187,7 @@ class ExampleCollector:
                 neighbors.labels[row, :NEIGHBORS],
                 neighbors.distances[row, :NEIGHBORS],
             )
-            for row in np.flatnonzero(~right)[np.lexsort((answers.distances[~right], answers.unknown[~right]))][
+            for row in np.flatnonzero(~correct)[np.lexsort((answers.distances[~correct], answers.unknown[~correct]))][
                 :MISTAKES
             ]
         ]

@@ -232,19 +232,19 @@ def _parity(candidate: Measurement, settings: GateSettings) -> Rule:
 
 
 def _test_images_unseen(evaluation: Evaluation) -> Rule:
-    seen = sum(evaluation.leakage.values())
+    leaked = sum(evaluation.leakage.values())
     # An empty mapping shows nothing.
-    passed = bool(evaluation.leakage) and seen == 0
-    where = ", ".join(f"{count:,} in {split}" for split, count in evaluation.leakage.items() if count)
+    passed = bool(evaluation.leakage) and leaked == 0
+    splits = ", ".join(f"{count:,} in {split}" for split, count in evaluation.leakage.items() if count)
     reason = "The candidate was not built from any test image."
     if not passed:
-        reason = f"The candidate was built from test images: {where}." if where else "Test leakage was not measured."
+        reason = f"The candidate was built from test images: {splits}." if splits else "Test leakage was not measured."
     if evaluation.champion_leakage and sum(evaluation.champion_leakage.values()):
         known = sum(evaluation.champion_leakage.values())
         reason += f" The champion was built from {quantity(known, 'test image')}, so its accuracy is overstated."
     elif evaluation.champion and evaluation.champion_leakage is None:
         reason += " The champion's dataset is not in the store, so its leakage was not measured."
-    return Rule(name="test_images_unseen", passed=passed, candidate=float(seen), bound=0.0, reason=reason)
+    return Rule(name="test_images_unseen", passed=passed, candidate=float(leaked), bound=0.0, reason=reason)
 
 
 def _same_test_set(evaluation: Evaluation, champion: Measurement, settings: GateSettings) -> Rule:
@@ -311,11 +311,11 @@ def _accuracy_within(measurement: Measurement, labels: tuple[str, ...]) -> float
 
 def _classes_kept(candidate: Measurement, champion: Measurement, classes: ClassSettings) -> Rule:
     known, known_before = set(candidate.known_labels), set(champion.known_labels)
-    gone = [label for label in champion.known_labels if label not in known]
+    missing = [label for label in champion.known_labels if label not in known]
     new = [_class_figures(label, candidate) for label in candidate.known_labels if label not in known_before]
     reason = "The candidate knows every class of the champion."
-    if gone:
-        reason = f"The candidate lacks classes of the champion: {_some(gone)}."
+    if missing:
+        reason = f"The candidate lacks classes of the champion: {_some(missing)}."
     if new:
         reason += f" New: {_some(new)}."
     if classes.retired:
@@ -324,7 +324,7 @@ def _classes_kept(candidate: Measurement, champion: Measurement, classes: ClassS
         reason += f" Renamed: {_some([f'{old} to {new}' for old, new in classes.renamed.items()])}."
     return Rule(
         name="classes_kept",
-        passed=not gone and bool(candidate.known_labels),
+        passed=not missing and bool(candidate.known_labels),
         candidate=len(candidate.known_labels),
         champion=len(champion.known_labels),
         reason=reason,

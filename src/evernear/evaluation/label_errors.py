@@ -95,15 +95,15 @@ def nearest_others(vectors: NDArray[np.float32], neighbors: int) -> NDArray[np.i
     index = faiss.IndexFlatIP(vectors.shape[1])
     index.add(vectors)
     wanted = min(2 * neighbors + 1, len(vectors))
-    found = np.full((len(vectors), neighbors), -1, np.int64)
+    neighbors_of = np.full((len(vectors), neighbors), -1, np.int64)
     for start in range(0, len(vectors), _BATCH_IMAGES):
         cosines, rows = index.search(vectors[start : start + _BATCH_IMAGES], wanted)
-        own = np.arange(start, start + len(rows))[:, None]
-        is_other = (rows != own) & (cosines < EXACT)
+        own_rows = np.arange(start, start + len(rows))[:, None]
+        is_other = (rows != own_rows) & (cosines < EXACT)
         order = np.argsort(~is_other, axis=1, kind="stable")[:, :neighbors]
-        kept = np.where(np.take_along_axis(is_other, order, 1), np.take_along_axis(rows, order, 1), -1)
-        found[start : start + len(rows), : kept.shape[1]] = kept
-    return found
+        chosen = np.where(np.take_along_axis(is_other, order, 1), np.take_along_axis(rows, order, 1), -1)
+        neighbors_of[start : start + len(rows), : chosen.shape[1]] = chosen
+    return neighbors_of
 
 
 def by_votes(labels: NDArray[np.int64], rows: NDArray[np.int64]) -> list[LabelError]:
@@ -114,9 +114,9 @@ def by_votes(labels: NDArray[np.int64], rows: NDArray[np.int64]) -> list[LabelEr
     images with its label, is not its label.
     """
     votes = np.where(rows >= 0, labels[rows], -1)
-    given = (votes == labels[:, None]).mean(axis=1)
+    own_shares = (votes == labels[:, None]).mean(axis=1)
     count = np.bincount(labels)
-    thresholds = np.bincount(labels, given) / np.maximum(count, 1)
+    thresholds = np.bincount(labels, own_shares) / np.maximum(count, 1)
     errors: list[LabelError] = []
     for start in range(0, len(labels), _BATCH_IMAGES):
         part = votes[start : start + _BATCH_IMAGES]
@@ -127,7 +127,7 @@ def by_votes(labels: NDArray[np.int64], rows: NDArray[np.int64]) -> list[LabelEr
         suggested, share = part[places, best], shares[places, best]
         for place in np.flatnonzero((share > 0) & (suggested != labels[start : start + len(part)])):
             row = start + int(place)
-            errors.append(LabelError(row, int(suggested[place]), float(given[row] - share[place])))
+            errors.append(LabelError(row, int(suggested[place]), float(own_shares[row] - share[place])))
     return sorted(errors, key=lambda error: error.margin)
 
 

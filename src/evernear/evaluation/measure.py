@@ -88,7 +88,7 @@ class Measurement(Frozen):
 class Outcomes:
     """Outcome of each query, in the order of the split."""
 
-    right: NDArray[np.bool_]
+    correct: NDArray[np.bool_]
     labels: NDArray[np.int32]
     """Label numbers of the queries."""
 
@@ -137,12 +137,12 @@ def measure(
         known_labels=known_labels,
         threshold=gallery.description.threshold,
         parity_max_abs_difference=recognizer.parity_max_abs_difference,
-        accuracy=of_all(int(tally.class_right.sum())),
-        recall_at_1=of_all(tally.nearest_right),
+        accuracy=of_all(int(tally.class_correct.sum())),
+        recall_at_1=of_all(tally.nearest_correct),
         recall_at_5=of_all(tally.among_nearest),
         false_rejects=tally.false_rejects(known_labels, settings.confidence),
         index_recall=proportion(calibration.nearest_found, calibration.queries, settings.confidence),
-        class_recall=tally.by_class(tally.class_right, settings.confidence),
+        class_recall=tally.by_class(tally.class_correct, settings.confidence),
         class_rejects=tally.by_class(tally.class_unknown, settings.confidence),
         confusions=tally.confusions(),
     )
@@ -159,28 +159,28 @@ class _Tally:
         # The last entry is for NO_LABEL (-1).
         self._as_label = np.array([number.get(answer, elsewhere) for answer in answers] + [elsewhere])
         self._pairs: Counter[int] = Counter()
-        self._right: list[NDArray[np.bool_]] = []
+        self._correct: list[NDArray[np.bool_]] = []
         self._labels: list[NDArray[np.int32]] = []
-        self.class_right = np.zeros(elsewhere, np.int64)
+        self.class_correct = np.zeros(elsewhere, np.int64)
         self.class_unknown = np.zeros(elsewhere, np.int64)
         self.class_total = np.zeros(elsewhere, np.int64)
-        self.queries = self.nearest_right = self.among_nearest = 0
+        self.queries = self.nearest_correct = self.among_nearest = 0
         self.sha256 = hashlib.sha256()
 
     def add(self, block: Block, neighbors: "Neighbors", answers: "Classifications") -> None:
         truth, classes = block.labels, len(self.class_total)
         answered = self._as_label[answers.labels]
         matches = self._as_label[neighbors.labels[:, :RECALL_AT]] == truth[:, None]
-        right = answered == truth
+        correct = answered == truth
         self.queries += len(truth)
-        self.nearest_right += int(matches[:, 0].sum())
+        self.nearest_correct += int(matches[:, 0].sum())
         self.among_nearest += int(matches.any(axis=1).sum())
         self.class_total += np.bincount(truth, minlength=classes)
-        self.class_right += np.bincount(truth[right], minlength=classes)
+        self.class_correct += np.bincount(truth[correct], minlength=classes)
         self.class_unknown += np.bincount(truth[answers.unknown], minlength=classes)
         pairs, counts = np.unique(truth * (classes + 1) + answered, return_counts=True)
         self._pairs.update(dict(zip(pairs.tolist(), counts.tolist(), strict=True)))
-        self._right.append(right)
+        self._correct.append(correct)
         self._labels.append(truth.astype(np.int32))
         # Digest and label alternate, so that the hash does not depend on the block size.
         numbers = truth.astype("<i8")[:, None].view(np.uint8)
@@ -200,7 +200,7 @@ class _Tally:
         return proportion(int(self.class_unknown[known].sum()), total, confidence) if total else None
 
     def outcomes(self) -> Outcomes:
-        return Outcomes(np.concatenate(self._right), np.concatenate(self._labels))
+        return Outcomes(np.concatenate(self._correct), np.concatenate(self._labels))
 
     def confusions(self) -> tuple[tuple[str, str, int], ...]:
         base = len(self._names)

@@ -70,20 +70,20 @@ class Roc(Frozen):
         """The smallest rate of false accepts at a false-reject rate of at most ``false_reject_rate``."""
         pairs = zip(self.false_accepts, self.true_accepts, strict=True)
         # Rounded, because 1 - 0.95 is slightly more than 0.05.
-        return min(accepted for accepted, kept in pairs if round(1 - kept, 9) <= false_reject_rate)
+        return min(accepted for accepted, true_accepts in pairs if round(1 - true_accepts, 9) <= false_reject_rate)
 
 
 def proportion(count: int, total: int, confidence: float) -> Proportion:
     """``count`` of ``total`` (at least 1) with a two-sided interval."""
-    z, seen = _deviations(confidence), count / total
-    middle = (seen + z**2 / (2 * total)) / (1 + z**2 / total)
-    half = z * math.sqrt(seen * (1 - seen) / total + (z / total) ** 2 / 4) / (1 + z**2 / total)
+    z, share = _deviations(confidence), count / total
+    middle = (share + z**2 / (2 * total)) / (1 + z**2 / total)
+    half = z * math.sqrt(share * (1 - share) / total + (z / total) ** 2 / 4) / (1 + z**2 / total)
     # At 0 and 1, rounding may move an end past the value by 1e-17.
     return Proportion(
         count=count,
         total=total,
-        low=max(0.0, min(middle - half, seen)),
-        high=min(1.0, max(middle + half, seen)),
+        low=max(0.0, min(middle - half, share)),
+        high=min(1.0, max(middle + half, share)),
     )
 
 
@@ -132,11 +132,11 @@ def p_by_chance(confusions: Iterable[tuple[object, object, int]]) -> float:
     """
     labels: Counter[object] = Counter()
     predictions: Counter[object] = Counter()
-    right = total = 0
+    correct = total = 0
     for label, prediction, count in confusions:
         labels[label] += count
         predictions[prediction] += count
-        right += count if label == prediction else 0
+        correct += count if label == prediction else 0
         total += count
     products = [(labels[name] * predictions[name], labels[name], predictions[name]) for name in labels]
     matches = sum(product for product, _, _ in products)
@@ -145,7 +145,7 @@ def p_by_chance(confusions: Iterable[tuple[object, object, int]]) -> float:
     variance = sum(product * ((total - a) * (total - b) - product) for product, a, b in products) + matches**2
     if total < 2 or variance <= 0:
         return 1.0
-    z = (right - 0.5 - matches / total) / math.sqrt(variance / (total**2 * (total - 1)))
+    z = (correct - 0.5 - matches / total) / math.sqrt(variance / (total**2 * (total - 1)))
     return NormalDist().cdf(-z)
 
 

@@ -140,13 +140,13 @@ def _follow(
     last_epoch, last_state = 0, ""
     while True:
         try:
-            found = cluster.get("TrainJob", name)
+            resource = cluster.get("TrainJob", name)
         except ApiUnavailableError as error:
             report(str(error))
         else:
-            if found is None:
+            if resource is None:
                 raise TrainingError(f"The TrainJob {name} was deleted by someone else; run again to resume.")
-            state = _nodes_ready(found, settings.nodes)
+            state = _nodes_ready(resource, settings.nodes)
             if state != last_state:
                 report(state)
             last_state = state
@@ -154,9 +154,9 @@ def _follow(
                 if epoch.epoch > last_epoch:
                     on_epoch(epoch)
                     last_epoch = epoch.epoch
-            if _condition(found, "Complete"):
+            if _condition(resource, "Complete"):
                 return
-            if failed := _condition(found, "Failed"):
+            if failed := _condition(resource, "Failed"):
                 raise TrainingError(_cause(name, failed, record, settings.nodes))
         if time.monotonic() > deadline_s:
             raise TrainingError(
@@ -165,14 +165,14 @@ def _follow(
         time.sleep(POLL_S)
 
 
-def _condition(found: Tree, kind: str) -> Tree | None:
+def _condition(resource: Tree, kind: str) -> Tree | None:
     """A condition that is true."""
-    conditions: list[Tree] = found.get("status", {}).get("conditions") or []
+    conditions: list[Tree] = resource.get("status", {}).get("conditions") or []
     return next((item for item in conditions if item["type"] == kind and item["status"] == "True"), None)
 
 
-def _nodes_ready(found: Tree, nodes: int) -> str:
-    jobs: list[Tree] = found.get("status", {}).get("jobsStatus") or []
+def _nodes_ready(resource: Tree, nodes: int) -> str:
+    jobs: list[Tree] = resource.get("status", {}).get("jobsStatus") or []
     return f"{max((job['ready'] for job in jobs), default=0)} of {nodes} nodes ready"
 
 

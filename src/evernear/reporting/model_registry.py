@@ -109,10 +109,10 @@ def _mark_champion(registry: Registry) -> None:
 
 def _versions(client: httpx.Client, name: str) -> list[dict[str, Any]]:
     """All versions of the registered model ``name``; none if it does not exist."""
-    found = client.get("/registered_model", params={"name": name})
-    if found.status_code == HTTPStatus.NOT_FOUND.value:
+    response = client.get("/registered_model", params={"name": name})
+    if response.status_code == HTTPStatus.NOT_FOUND.value:
         return []
-    path = f"/registered_models/{quote(found.raise_for_status().json()['id'])}/versions"
+    path = f"/registered_models/{quote(response.raise_for_status().json()['id'])}/versions"
     versions: list[dict[str, Any]] = []
     token = None
     while token != "":
@@ -146,9 +146,9 @@ def _properties(texts: dict[str, str], numbers: dict[str, float]) -> dict[str, d
 
 def _find_or_create(client: httpx.Client, kind: str, body: dict[str, Any], **parent: str) -> dict[str, Any]:
     """The resource of that name below ``parent``, created if it is missing, so that a retried step changes nothing."""
-    found = client.get(f"/{kind}", params={"name": body["name"], **parent})
-    if found.status_code != HTTPStatus.NOT_FOUND.value:
-        return found.raise_for_status().json()
+    response = client.get(f"/{kind}", params={"name": body["name"], **parent})
+    if response.status_code != HTTPStatus.NOT_FOUND.value:
+        return response.raise_for_status().json()
     collection = f"/{kind}s"
     if kind == "model_artifact":
         collection = f"/model_versions/{quote(parent['parentResourceId'])}/artifacts"

@@ -114,9 +114,9 @@ class Outcome(Frozen):
                 shared.append(word)
         return shlex.join(["evernear", *words, *shared])
 
-    def release_state(self, again: str = "") -> str:
+    def release_state(self, suffix: str = "") -> str:
         """The current state of the release that the run deployed, as in "is live"."""
-        return f"is live{again}" if self.url else CHAMPION_ALONE
+        return f"is live{suffix}" if self.url else CHAMPION_ALONE
 
     def _live_despite_failure(self) -> str:
         return f" Nevertheless, release {self.release} {self.release_state()}." if self.release else ""
@@ -153,8 +153,8 @@ def finalize(
         metrics=record.load("metrics"),
         command=command,
     )
-    held = candidate is not None and verdict.get("promote") is False
-    if state not in SUCCEEDED and not held:
+    is_held = candidate is not None and verdict.get("promote") is False
+    if state not in SUCCEEDED and not is_held:
         fields = _failure(record, state, error_message) | {"release": deployed.get("version")}
     elif rollback:
         reasons = (rollback["why"],) if rollback["why"] else ()

@@ -56,9 +56,9 @@ def training_curves(history: Sequence[Mapping[str, float]]) -> Markup:
     return Markup('<div class="charts">{}</div>').format(Markup("").join(charts))
 
 
-def distances(right: Sequence[int], wrong: Sequence[int], threshold: float) -> Markup:
+def distances(correct: Sequence[int], incorrect: Sequence[int], threshold: float) -> Markup:
     """Histograms of the candidate's distances, for right and for wrong predictions."""
-    series = {"right predictions": right, "wrong predictions": wrong}
+    series = {"right predictions": correct, "wrong predictions": incorrect}
     return _histogram("Test images: distance to the nearest gallery image", series, threshold)
 
 

@@ -122,8 +122,8 @@ def create_app(
 
     def guarded(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def check(request: Request) -> Response:
-            given = request.query_params.get("token", "")
-            if not hmac.compare_digest(given.encode(), token.encode()):
+            presented = request.query_params.get("token", "")
+            if not hmac.compare_digest(presented.encode(), token.encode()):
                 return Response("Open the URL that `evernear review` printed; its token is missing or invalid.", 403)
             try:
                 return await endpoint(request)
@@ -227,10 +227,10 @@ def _picker(image: str, suggested: list[str], labels: list[str], action: str) ->
 
 def _row(answer: Answer, action: str) -> str:
     label = f"{'relabeled' if answer.files else 'labeled'} <b>{escape(answer.label)}</b>"
-    what = {"label": label, "keep": "kept its label"}.get(answer.action, "skipped")
+    action_taken = {"label": label, "keep": "kept its label"}.get(answer.action, "skipped")
     name = escape(answer.files[0]) if answer.files else answer.image[:8]
     return (
-        f'<div class="row"><span>{name} {what} <small>by {escape(answer.who)}, '
+        f'<div class="row"><span>{name} {action_taken} <small>by {escape(answer.who)}, '
         f"{answer.at:%Y-%m-%d %H:%M} UTC</small></span>"
         f'<form method="post" action="{action}"><input type="hidden" name="image" value="{answer.image}">'
         '<button name="action" value="undo">Undo</button></form></div>'

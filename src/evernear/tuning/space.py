@@ -84,5 +84,5 @@ def _settings(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _first(error: ValidationError) -> str:
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"][1:] if part not in ("Range", "Choices"))
-    return f"{where}: {first['msg']}" if where else first["msg"]
+    location = ".".join(str(part) for part in first["loc"][1:] if part not in ("Range", "Choices"))
+    return f"{location}: {first['msg']}" if location else first["msg"]

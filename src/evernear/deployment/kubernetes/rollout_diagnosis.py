@@ -72,12 +72,12 @@ def _of_container(cluster: Cluster, pod: str, container: Tree, role: str) -> Dia
     down = "running" not in state or (restarts > 1 and not container.get("ready"))
     if reason != "CrashLoopBackOff" and not (ended.get("exitCode") and down):
         return None
-    how = f"exit code {ended.get('exitCode', 'unknown')}"
+    cause = f"exit code {ended.get('exitCode', 'unknown')}"
     if ended.get("reason") == "OOMKilled":
-        how = "it needs more memory than its limit; raise kubernetes.memory"
-    fate = "keeps crashing" if restarts else "failed"
-    words = _log_end(cluster, pod, container["name"], ended, previous="terminated" not in state)
-    return Diagnosis(f"{name} {fate} ({how}){words}", persistent=True)
+        cause = "it needs more memory than its limit; raise kubernetes.memory"
+    outcome = "keeps crashing" if restarts else "failed"
+    log_end = _log_end(cluster, pod, container["name"], ended, previous="terminated" not in state)
+    return Diagnosis(f"{name} {outcome} ({cause}){log_end}", persistent=True)
 
 
 def _of_probe(cluster: Cluster, pod: str, container: Tree) -> Diagnosis | None:

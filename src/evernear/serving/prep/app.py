@@ -217,8 +217,8 @@ class RequestLog:
             return
         started_s = time.monotonic()
         headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        request_id = given if REQUEST_ID.fullmatch(given) else uuid4().hex
+        client_id = headers.get("x-request-id", "")
+        request_id = client_id if REQUEST_ID.fullmatch(client_id) else uuid4().hex
 
         async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start":

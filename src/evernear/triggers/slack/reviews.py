@@ -68,16 +68,16 @@ def answer(services: Services, request: Request) -> None:
     action, _, rest = request.text.partition(" ")
     image_id, _, chosen = rest.partition(" ")
     try:
-        given = Answer.model_validate(
+        recorded = Answer.model_validate(
             {"image": image_id, "action": action, "label": chosen, "who": str(request.by), "at": request.created}
         )
-        _record(services, given)
+        _record(services, recorded)
     except (ConflictError, DataError, SettingsError) as error:
         services.notify(request, str(error))
         services.finish(request, "failed")
         return
     services.audit(request, "label", "done", detail=f"{action} {image_id[:16]} {chosen}".strip())
-    services.slack.post(request.channel, answer_message(given, request), request.thread)
+    services.slack.post(request.channel, answer_message(recorded, request), request.thread)
     services.finish(request, "ended")
 
 

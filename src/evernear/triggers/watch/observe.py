@@ -203,7 +203,7 @@ def _source_changes(
         trained_on=trained_on,
         gallery_images=gallery.expected("gallery"),
         new_files=gallery.new,
-        gone_files=gallery.gone,
+        gone_files=gallery.removed,
         listed_files=gallery.listed,
         new_classes=dict(new_classes),
     )
