@@ -54,6 +54,25 @@ def test_second_ingest_adds_only_new_images(tree, run_ingest, make_image, conten
     assert [shard.split for shard in second.shards] == ["train", "test", "gallery", "query"]
 
 
+def test_large_shards_are_not_stored_again(tmp_path: Path, run_ingest, make_image) -> None:
+    """150 images fit into a shard: one with 19 or more stays as it is, others are filled."""
+
+    def with_more(numbers: range) -> Manifest:
+        for number in numbers:
+            path = tmp_path / "tree" / str(number % 2) / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(make_image(number, (20, 20)))
+        return run_ingest(tmp_path / "tree")
+
+    first, second, third = with_more(range(100)), with_more(range(100, 120)), with_more(range(120, 130))
+    assert [shard.split for shard in first.shards if shard.count >= 19] == ["train"]
+    assert second.shards[0] == first.shards[0]
+    assert [shard.split for shard in second.shards] == ["train", "train", "test", "gallery", "query"]
+    assert second.shards[1].count < 19
+    assert [shard.split for shard in third.shards] == ["train", "train", "test", "gallery", "query"]
+    assert third.shards[1].count > second.shards[1].count
+
+
 def test_only_affected_shards_change(tmp_path: Path, run_ingest, make_image, contents) -> None:
     root = tmp_path / "big"
     for number in range(60):

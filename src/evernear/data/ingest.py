@@ -130,8 +130,9 @@ def ingest(settings: DataSettings, store_uri: str, report: Callable[[str], None]
             _list_source(source, ledger, settings.source)
             shape = _shape(settings, source, ledger, stored)
             resize = _resize(settings, stored)
+            published = {shard.sha256 for shard in parent.shards} if parent else set[str]()
             writer = ShardWriter(
-                snapshots.store, snapshots.name, shape, settings.shard_size_bytes, ledger, Path(scratch)
+                snapshots.store, snapshots.name, shape, settings.shard_size_bytes, ledger, Path(scratch), published
             )
 
             def checkpoint() -> None:

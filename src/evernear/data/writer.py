@@ -1,7 +1,11 @@
-"""Write images into shards of bounded size; the last shard of a split is filled before a new one is started."""
+"""Write images into shards of bounded size.
+
+The last shard of a split is filled before a new one is started, unless an earlier snapshot has it and it is large: to
+store it again would cost more than the new images.
+"""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +22,8 @@ from evernear.store import Store
 
 Rows = NDArray[np.void]
 _BLOCK_BYTES = 2**20
+_LARGE_PART = 1 / 8
+"""A shard with at least this part of the images that fit is not filled by a later ingest."""
 
 
 def row_dtype(shape: tuple[int, int, int]) -> np.dtype[np.void]:
@@ -59,7 +65,9 @@ class ShardWriter:
         shard_size_bytes: int,
         ledger: Ledger,
         scratch: Path,
+        published: Collection[str] = (),
     ) -> None:
+        """Continue at the shards of ``ledger``. ``published`` are the sha256 of those in the parent snapshot."""
         self._store, self._dataset, self._ledger, self._scratch = store, dataset, ledger, scratch
         self._dtype = row_dtype(shape)
         self._capacity = (shard_size_bytes - len(_header(self._dtype, 0))) // self._dtype.itemsize
@@ -68,6 +76,7 @@ class ShardWriter:
                 f"One image takes {self._dtype.itemsize} bytes, more than a shard of"
                 f" data.shard_size_bytes={shard_size_bytes}; raise it or set a smaller data.size_px."
             )
+        self._published = published
         self._block_rows = max(1, _BLOCK_BYTES // self._dtype.itemsize)
         self._shards = ledger.shards()
         self._next_slot = max(self._shards, default=-1) + 1
@@ -108,7 +117,7 @@ class ShardWriter:
 
     def _begin(self, split: Split) -> "_OpenShard":
         last = max((slot for slot, shard in self._shards.items() if shard.split == split), default=None)
-        if last is None or self._shards[last].count >= self._capacity:
+        if last is None or self._is_closed(self._shards[last]):
             shard = _OpenShard(self._scratch, self._next_slot, self._dtype)
             self._next_slot += 1
         else:
@@ -117,6 +126,10 @@ class ShardWriter:
                 shard.write(rows)
         self._open[split] = shard
         return shard
+
+    def _is_closed(self, shard: Shard) -> bool:
+        part = _LARGE_PART if shard.sha256 in self._published else 1
+        return shard.count >= part * self._capacity
 
     def _finish(self, split: Split) -> None:
         self._publish(self._open.pop(split), split)
