@@ -84,6 +84,7 @@ def test_large_buckets_are_listed_completely(bucket: str, monkeypatch: pytest.Mo
     assert [info.key for info in whole] == sorted(keys)
     monkeypatch.setattr(s3_connection, "_PAGE_OBJECTS", 9)
     monkeypatch.setattr(s3_connection, "_FOLDERS_AT_ONCE", 2)
+    monkeypatch.setattr(s3_connection, "_PAGES_AT_ONCE", 2)
     assert sorted(store.list(""), key=lambda info: info.key) == whole
     assert [info.key for info in store.list("1 +/")] == [info.key for info in whole if info.key.startswith("1 +/")]
     assert next(iter(store.list("1"))).key.startswith("1")

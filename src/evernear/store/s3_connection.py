@@ -1,8 +1,9 @@
 """The connection to S3: endpoint, keys, proxy, certificates, retries, and the meaning of its errors."""
 
 import os
+import re
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from urllib.parse import unquote, unquote_plus, urlsplit
 from urllib.request import getproxies, proxy_bypass
 from xml.etree import ElementTree
 from xml.etree.ElementTree import ParseError
+from xml.sax.saxutils import unescape
 
 import certifi
 import urllib3
@@ -34,6 +36,8 @@ TRIES = 4
 BACKOFF_S = 0.5
 _PAGE_OBJECTS = 1000
 _FOLDERS_AT_ONCE = 8
+_PAGES_AT_ONCE = 4
+_NEXT_TOKEN = re.compile(rb"<NextContinuationToken>([^<]+)<")
 
 # Codes for a missing object; a missing bucket is an error.
 MISSING_OBJECT = frozenset({"NoSuchKey", "NoSuchObject"})
@@ -157,16 +161,29 @@ class S3Connection:
         if not top.next_token:
             yield from top.objects
         with ThreadPoolExecutor(_FOLDERS_AT_ONCE) as pool:
-            waiting, pages = deque(folders), deque[tuple[str, Future[bytes]]]()
-            while waiting or pages:
-                while waiting and len(pages) < _FOLDERS_AT_ONCE:
-                    pages.append((waiting[0], pool.submit(self._page, bucket, waiting.popleft())))
-                name, future = pages.popleft()
+            waiting, listings = deque(folders), deque[tuple[str, Future[Sequence[bytes]]]]()
+            while waiting or listings:
+                while waiting and len(listings) < _FOLDERS_AT_ONCE:
+                    listings.append((waiting[0], pool.submit(self._pages, bucket, waiting.popleft())))
+                name, future = listings.popleft()
                 # Parsed here: threads that hold the interpreter lock would slow down whoever takes the objects.
-                page = _parse_page(future.result())
-                if page.next_token:
-                    pages.appendleft((name, pool.submit(self._page, bucket, name, page.next_token)))
-                yield from page.objects
+                *earlier, last = future.result()
+                last_page = _parse_page(last)
+                if last_page.next_token:
+                    listings.appendleft((name, pool.submit(self._pages, bucket, name, last_page.next_token)))
+                for page in earlier:
+                    yield from _parse_page(page).objects
+                yield from last_page.objects
+
+    def _pages(self, bucket: str, prefix: str, token: str = "") -> Sequence[bytes]:
+        """Up to `_PAGES_AT_ONCE` consecutive pages, each requested as soon as its token is known."""
+        pages = [self._page(bucket, prefix, token)]
+        while len(pages) < _PAGES_AT_ONCE and b"<IsTruncated>true<" in pages[-1]:
+            match = _NEXT_TOKEN.search(pages[-1])
+            if not match:
+                break
+            pages.append(self._page(bucket, prefix, unescape(match[1].decode())))
+        return pages
 
     def _page(self, bucket: str, prefix: str, token: str = "", delimiter: str = "") -> bytes:
         """A page of a listing: XML with at most 1,000 objects."""
