@@ -4,7 +4,7 @@ import dataclasses
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -215,19 +215,28 @@ def test_replacements_under_load_fail_no_request_of_5000_unless_prestop_is_too_s
 
 
 @pytest.mark.slow
-def test_pod_is_unready_until_a_dead_worker_is_replaced(start_pod: StartPod, shipped: Shipped) -> None:
+def test_requests_wait_and_the_pod_is_unready_until_a_dead_worker_is_replaced(
+    start_pod: StartPod, shipped: Shipped
+) -> None:
+    """The successor is stopped, because it otherwise loads within the probe's timeout."""
     pod = start_pod()
-
-    def is_unready() -> bool:
-        for worker in workers(pod):  # also its successor, if that started before the probe ran
-            with suppress(psutil.NoSuchProcess):
-                worker.kill()
-        return pod.probe() != 200
-
-    _await(is_unready)
-    _await(lambda: pod.probe() == 200)
-    with Client(target(pod, TOKEN)) as client:
-        assert client.predict(shipped.image).version == shipped.version
+    (worker,) = workers(pod)
+    worker.kill()
+    worker.wait(timeout=60)
+    _await(lambda: len(workers(pod)) == 1)
+    (successor,) = workers(pod)
+    successor.send_signal(signal.SIGSTOP)
+    with Client(target(pod, TOKEN)) as client, ThreadPoolExecutor(1) as pool:
+        try:
+            _await(lambda: pod.probe() != 200)
+            answer = pool.submit(client.predict, shipped.image)
+            assert pod.probe() != 200
+            assert not answer.done()
+        finally:
+            successor.send_signal(signal.SIGCONT)
+        assert answer.result().version == shipped.version
+    assert pod.probe() == 200
+    assert workers(pod) == [successor]
 
 
 @pytest.mark.slow
