@@ -32,7 +32,7 @@ from evernear.store import open_store
 HUB = "hub"
 AUTO_PRETRAINED = "resnet18"
 """The backbone that ``auto`` selects if there are weights: small, in every collection of weights, and fast on a CPU."""
-PRIOR_IMAGES = 0.5
+PRIOR_IMAGES = 0.1
 """Weight of equal variances in the covariance of frozen features, in images per dimension."""
 SMALLEST_GAIN = 0.4
 """Weight of directions in which classes do not differ: classes that are added later may differ there."""
