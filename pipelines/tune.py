@@ -64,7 +64,7 @@ def experiment(options: argparse.Namespace, space: SearchSpace) -> dict[str, Any
             "metricsCollectorSpec": {"collector": {"kind": "StdOut"}},
             "maxTrialCount": options.trials,
             "parallelTrialCount": options.parallel,
-            "maxFailedTrialCount": options.trials,  # a failed training is also a result
+            "maxFailedTrialCount": options.trials,  # a failed trial is also a result
             "parameters": [_parameter(name, parameter) for name, parameter in space.parameters.items()],
             "trialTemplate": {
                 "primaryContainerName": CONTAINER,
