@@ -262,11 +262,11 @@ def table(result: dict[str, Any], limit_s: float) -> list[list[str]]:
     heading = [
         "work",
         "alone",
-        "beside a spinning process: before",
+        "with a spinning process: before",
         "after",
         f"after, {TIMES_THREADS} threads asked for per CPU",
         "alone: before",
-        "CPU seconds beside it: before",
+        "CPU seconds with it: before",
         "after",
     ]
     rows = [

@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-sys.path.extend(f"{sys.path[0]}/serving{room}" for room in ("", "/prep", "/kserve"))
+sys.path.extend(f"{sys.path[0]}/serving{folder}" for folder in ("", "/prep", "/kserve"))
 
 import hostile
 import httpx
 import machine
 import psutil
-from front import make_champion
-from hostile_requests import Answer, Front, Request, is_refusal, kserve, prep, torchserve, with_image
+from hostile_requests import Answer, Request, RequestTarget, is_refusal, kserve, prep, torchserve, with_image
 from inference_service import PYTHON, Server
+from prep_server import make_champion
 from releases import PackedRelease, build_system, release_maker, settings_on_free_ports
 from served import Served, serving
 
@@ -58,9 +58,9 @@ class Recorded:
     lost: int = 0
     faults: list[str] = field(default_factory=list[str])
 
-    def percentile_ms(self, kind: str, share: float) -> float:
+    def percentile_ms(self, kind: str, quantile: float) -> float:
         ordered = sorted(self.latencies_s[kind])
-        return round(1e3 * ordered[int(share * (len(ordered) - 1))], 1)
+        return round(1e3 * ordered[int(quantile * (len(ordered) - 1))], 1)
 
 
 def main() -> None:
@@ -75,11 +75,11 @@ def main() -> None:
         numbers = iter(range(100))
         release = release_maker(build_system(scratch / "system"), lambda: new_directory(scratch, next(numbers)))()
         served = stack.enter_context(serving(release, scratch / "served"))
-        for name, front, pids in fronts(stack, served, release, scratch):
-            rows.append({"server": name, **measure(front, pids, arguments)})
+        for name, target, pids in targets(stack, served, release, scratch):
+            rows.append({"server": name, **measure(target, pids, arguments)})
             print(rows[-1], flush=True)
             if name != "TorchServe, no forms":
-                heavy_rows += [{"server": name, **entry} for entry in beside_heavy_ones(front, pids, files)]
+                heavy_rows += [{"server": name, **entry} for entry in beside_heavy_ones(target, pids, files)]
     table = [
         [
             "server",
@@ -130,16 +130,16 @@ def new_directory(scratch: Path, number: int) -> Path:
     return directory
 
 
-def fronts(
+def targets(
     stack: ExitStack, served: Served, release: PackedRelease, scratch: Path
-) -> Iterator[tuple[str, Front, list[int]]]:
-    """Yield name, front and processes of each server."""
+) -> Iterator[tuple[str, RequestTarget, list[int]]]:
+    """Yield name, target and processes of each server."""
     image, query = served.parts.smoke_queries()[0]
     token = read_key(served.home, "inference")
     running = [process.pid for process in processes(served.home)]
-    front = torchserve(served.settings.serving.inference_port, token, image, query.pred)
-    yield "TorchServe", front, running
-    yield "TorchServe, no forms", replace(front, malformed=without_forms(front.malformed)), running
+    target = torchserve(served.settings.serving.inference_port, token, image, query.pred)
+    yield "TorchServe", target, running
+    yield "TorchServe, no forms", replace(target, malformed=without_forms(target.malformed)), running
     port, pid = stack.enter_context(prep_process(served))
     yield "preprocessing server", prep(port, image, query.pred), [pid]
     if PYTHON.exists():
@@ -180,17 +180,17 @@ def prep_process(served: Served) -> Iterator[tuple[int, int]]:
             process.terminate()
 
 
-def measure(front: Front, pids: list[int], arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(target: RequestTarget, pids: list[int], arguments: argparse.Namespace) -> dict[str, Any]:
     """Send batches of all kinds until every body has been sent."""
     rng, recorded, sent = random.Random(arguments.seed), Recorded(), 0
     for _ in range(BLOCK):
-        front.send([front.good] * GOOD)
+        target.send([target.good] * GOOD)
     while sent < arguments.bodies:
         for kind, others in (("hostile", GOOD), ("quiet", GOOD), ("half", 0)):
             for _ in range(BLOCK):
-                beside = [front.malformed(rng) for _ in range(others)] if kind == "hostile" else [front.good] * others
+                beside = [target.malformed(rng) for _ in range(others)] if kind == "hostile" else [target.good] * others
                 sent += len(beside) if kind == "hostile" else 0
-                send(front, kind, beside, rng, recorded)
+                send(target, kind, beside, rng, recorded)
     for fault in recorded.faults[:20]:
         print(fault, flush=True)
     p50 = {kind: recorded.percentile_ms(kind, 0.50) for kind in recorded.latencies_s}
@@ -211,14 +211,14 @@ def measure(front: Front, pids: list[int], arguments: argparse.Namespace) -> dic
     }
 
 
-def send(front: Front, kind: str, beside: list[Request], rng: random.Random, recorded: Recorded) -> None:
-    batch = [(False, request) for request in beside] + [(True, front.good)] * GOOD
+def send(target: RequestTarget, kind: str, beside: list[Request], rng: random.Random, recorded: Recorded) -> None:
+    batch = [(False, request) for request in beside] + [(True, target.good)] * GOOD
     rng.shuffle(batch)
-    answers = front.send([request for _, request in batch])
+    answers = target.send([request for _, request in batch])
     for (is_good, request), answer in zip(batch, answers, strict=True):
         if is_good:
             recorded.latencies_s[kind].append(answer.latency_s)
-            if not front.is_right(answer):
+            if not target.is_right(answer):
                 recorded.lost += 1
                 recorded.faults.append(f"lost: {answer}")
         elif kind == "hostile":
@@ -227,18 +227,18 @@ def send(front: Front, kind: str, beside: list[Request], rng: random.Random, rec
                 recorded.faults.append(f"{answer} for {request.body[:100]!r} {request.headers}")
 
 
-def beside_heavy_ones(front: Front, pids: list[int], files: dict[str, bytes]) -> Iterator[dict[str, Any]]:
+def beside_heavy_ones(target: RequestTarget, pids: list[int], files: dict[str, bytes]) -> Iterator[dict[str, Any]]:
     for name, image in files.items():
-        request = with_image(front, image)
+        request = with_image(target, image)
         if len(request.body) > 6_553_500:
             continue
         begin_s = time.perf_counter()
-        heavy, *good = front.send([request, *[front.good] * 15])
+        heavy, *good = target.send([request, *[target.good] * 15])
         yield {
             "file": name,
             "status": heavy.status,
             "slowest_s": round(max(answer.latency_s for answer in good), 3),
-            "lost": sum(not front.is_right(answer) for answer in good) + (not _is_answer(heavy)),
+            "lost": sum(not target.is_right(answer) for answer in good) + (not _is_answer(heavy)),
             "died": sum(not psutil.pid_exists(pid) for pid in pids),
             "all_s": round(time.perf_counter() - begin_s, 3),
             "peak_bytes": peak_bytes(pids),

@@ -102,11 +102,11 @@ def measure(kind: str, make: Callable[[Path, int], None], count: int) -> dict[st
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "images"
         make(source, count)
-        places = [f"{kind}:{source}", (Path(scratch) / "store").as_uri(), str(Path(scratch) / "artifact")]
+        arguments = [f"{kind}:{source}", (Path(scratch) / "store").as_uri(), str(Path(scratch) / "artifact")]
         for step, script in STEPS.items():
             started_s = time.monotonic()
             completed = subprocess.run(
-                [sys.executable, "-c", script + REPORT, *places], check=True, capture_output=True, text=True
+                [sys.executable, "-c", script + REPORT, *arguments], check=True, capture_output=True, text=True
             )
             wall_s = round(time.monotonic() - started_s, 2)
             result[step] = {"peak_bytes": int(completed.stdout) * 1024, "wall_s": wall_s}

@@ -116,20 +116,20 @@ def rewrite_links(source: Path, text: str, pages: dict[Path, str]) -> str:
         fenced ^= bool(FENCE.match(line))
 
         def resolved(link: re.Match[str], number: int = number) -> str:
-            place = f"{source.relative_to(ROOT)}:{number}"
-            target = _target(source, link["target"], pages, place)
+            location = f"{source.relative_to(ROOT)}:{number}"
+            target = _target(source, link["target"], pages, location)
             return link["before"] + target + (link["anchor"] or "") + link["after"]
 
         lines.append(line if fenced else LINK.sub(resolved, line))
     return "\n".join([*lines, ""])
 
 
-def _target(source: Path, target: str, pages: dict[Path, str], place: str) -> str:
+def _target(source: Path, target: str, pages: dict[Path, str], location: str) -> str:
     if re.match(r"[a-z]+:", target):
         return target
     path = (source.parent / target).resolve()
     if not path.exists():
-        raise DataError(f"{place} links to {target}, which does not exist; correct the link.")
+        raise DataError(f"{location} links to {target}, which does not exist; correct the link.")
     here = Path(pages[source]).parent
     if page := pages.get(path / "README.md" if path.is_dir() else path):
         return os.path.relpath(page, here)

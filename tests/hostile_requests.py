@@ -47,7 +47,7 @@ def is_chunked(request: Request) -> bool:
 
 
 @dataclass(frozen=True)
-class Front:
+class RequestTarget:
     """A server on loopback, a valid request for it, and a generator of malformed requests."""
 
     port: int
@@ -92,9 +92,9 @@ class Front:
                 await writer.wait_closed()
 
 
-def torchserve(port: int, token: str, image: bytes, pred: str) -> Front:
+def torchserve(port: int, token: str, image: bytes, pred: str) -> RequestTarget:
     """TorchServe's REST API."""
-    return Front(
+    return RequestTarget(
         port=port,
         path=b"/predictions/embedding",
         good=Request(image),
@@ -104,9 +104,9 @@ def torchserve(port: int, token: str, image: bytes, pred: str) -> Front:
     )
 
 
-def prep(port: int, image: bytes, pred: str) -> Front:
+def prep(port: int, image: bytes, pred: str) -> RequestTarget:
     """The preprocessing server."""
-    return Front(
+    return RequestTarget(
         port=port,
         path=b"/predict",
         good=json_request({"data": _base64(image)}),
@@ -115,9 +115,9 @@ def prep(port: int, image: bytes, pred: str) -> Front:
     )
 
 
-def kserve(port: int, image: bytes, pred: str) -> Front:
+def kserve(port: int, image: bytes, pred: str) -> RequestTarget:
     """KServe's predictor or transformer."""
-    return Front(
+    return RequestTarget(
         port=port,
         path=b"/v1/models/embedding:predict",
         good=json_request({"instances": [{"data": _base64(image)}]}),
@@ -128,12 +128,12 @@ def kserve(port: int, image: bytes, pred: str) -> Front:
     )
 
 
-def with_image(front: Front, image: bytes) -> Request:
+def with_image(target: RequestTarget, image: bytes) -> Request:
     """Return a valid request with another image."""
-    if front.good.body[:1] != b"{":
+    if target.good.body[:1] != b"{":
         return Request(image)
     value = {"data": _base64(image)}
-    return json_request(value if front.path == b"/predict" else {"instances": [value]})
+    return json_request(value if target.path == b"/predict" else {"instances": [value]})
 
 
 def is_refusal(answer: Answer) -> bool:
@@ -317,7 +317,7 @@ def malformed_instances(rng: random.Random) -> Request:
     return Request(body, ((b"Content-Type", rng.choice(CONTENT_TYPES[:6])), *rng.choice(ODD_HEADERS)), path)
 
 
-def fuzz(front: Front, seconds: float, batch: int = 24) -> int:
+def fuzz(target: RequestTarget, seconds: float, batch: int = 24) -> int:
     """Send new bodies for ``seconds``, each batch along with valid requests; return their number.
 
     A failure names the seed of its batch.
@@ -326,10 +326,10 @@ def fuzz(front: Front, seconds: float, batch: int = 24) -> int:
     while time.monotonic() < end_s:
         seed = random.SystemRandom().getrandbits(64)
         rng = random.Random(seed)
-        requests = [front.malformed(rng) for _ in range(batch)]
-        answers = front.send([*requests, *[front.good] * 8])
+        requests = [target.malformed(rng) for _ in range(batch)]
+        answers = target.send([*requests, *[target.good] * 8])
         for request, answer in zip(requests, answers, strict=False):
             assert is_refusal(answer), (seed, request, answer)
-        assert all(front.is_right(answer) for answer in answers[batch:]), seed
+        assert all(target.is_right(answer) for answer in answers[batch:]), seed
         sent += batch
     return sent

@@ -69,11 +69,11 @@ def seaweedfs(directory: Path, config: Path) -> Iterator[SeaweedFS]:
         for sock in sockets:
             sock.bind(("127.0.0.1", 0))
         ports = {name: sock.getsockname()[1] for name, sock in zip(names, sockets, strict=True)}
-    places = {"/usr/bin/weed": str(binary), "-dir=/data": f"-dir={directory}"}
-    places["-s3.config=/identities/s3.json"] = f"-s3.config={config}"
+    substitutions = {"/usr/bin/weed": str(binary), "-dir=/data": f"-dir={directory}"}
+    substitutions["-s3.config=/identities/s3.json"] = f"-s3.config={config}"
     words = [*container["command"], *container["args"]]
-    assert places.keys() <= {*words}, "the manifest has changed"
-    command = [*(places.get(word, word) for word in words), *(f"-{name}={port}" for name, port in ports.items())]
+    assert substitutions.keys() <= {*words}, "the manifest has changed"
+    command = [*(substitutions.get(word, word) for word in words), *(f"-{name}={port}" for name, port in ports.items())]
     environment = os.environ | {sock["name"]: sock["value"] for sock in container["env"]}
     directory.mkdir(exist_ok=True)
     log = directory.with_suffix(".log")

@@ -34,7 +34,7 @@ def rewritten(page: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("link", "in_the_site"),
+    ("link", "rewritten_link"),
     [
         ("other.md#part", "other.md#part"),
         ("../README.md", "index.md"),
@@ -45,8 +45,8 @@ def rewritten(page: Path, text: str) -> str:
         ("#here", "#here"),
     ],
 )
-def test_links_fit_the_site(page: Path, link: str, in_the_site: str) -> None:
-    assert rewritten(page, f"[text]({link})") == f"[text]({in_the_site})"
+def test_links_fit_the_site(page: Path, link: str, rewritten_link: str) -> None:
+    assert rewritten(page, f"[text]({link})") == f"[text]({rewritten_link})"
 
 
 def test_links_of_the_readme_lead_to_pages(page: Path) -> None:

@@ -23,14 +23,14 @@ HOSTILE = {
     "FORCE_COLOR": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
-OPTS_IN = {"EVERNEAR_TEST_IMAGE": "registry.example/image"}
-LOOK = """
+OPT_IN = {"EVERNEAR_TEST_IMAGE": "registry.example/image"}
+SCRIPT = """
 import json, os, subprocess, sys
 import environment
 inherited = subprocess.run([sys.executable, "-c", sys.argv[1]], capture_output=True, check=True, text=True).stdout
 print(json.dumps({"here": dict(os.environ), "child": json.loads(inherited)}))
 """
-LOOK_IN_CHILD = """
+CHILD_SCRIPT = """
 import json, environment
 print(json.dumps([environment.of_the_shell("KUBECONFIG"), environment.of_the_shell("http_proxy", "https_proxy")]))
 """
@@ -38,14 +38,14 @@ print(json.dumps([environment.of_the_shell("KUBECONFIG"), environment.of_the_she
 
 def test_shell_variables_do_not_reach_tests() -> None:
     completed = subprocess.run(
-        [sys.executable, "-c", LOOK, LOOK_IN_CHILD],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parent), **HOSTILE, **OPTS_IN},
+        [sys.executable, "-c", SCRIPT, CHILD_SCRIPT],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parent), **HOSTILE, **OPT_IN},
         capture_output=True,
         text=True,
         check=True,
     )
     variables = json.loads(completed.stdout)
     assert {name: value for name, value in variables["here"].items() if name in HOSTILE} == {"OMP_NUM_THREADS": "1"}
-    assert OPTS_IN.items() <= variables["here"].items()
+    assert OPT_IN.items() <= variables["here"].items()
     proxies = {name: HOSTILE[name] for name in ("HTTP_PROXY", "https_proxy")}
     assert variables["child"] == [{"KUBECONFIG": "/nowhere"}, proxies], "saved, also for workers that inherit them"

@@ -257,7 +257,7 @@ def test_removed_image_can_be_added_again(prepared: Prepared, request: pytest.Fi
 
 @pytest.mark.parametrize("live", ["trained", "reindexed"])
 def test_affected_champion_is_refused_and_nothing_is_deleted(prepared: Prepared, live: str):
-    """The reindexed release has no removed image in its gallery, but its network was trained on them."""
+    """The reindexed release has no removed images in its gallery, but its network was trained on them."""
     champion: str = getattr(prepared, live)
     promote(prepared, prepared.retrained, champion)
     before = content(prepared)

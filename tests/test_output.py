@@ -253,8 +253,8 @@ def test_registry_output_is_escaped(
 
 
 def test_server_responses_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
-    near = [{"label": HOSTILE, "dist": 0.5}]
-    response = {"pred": HOSTILE, "dist": 0.5, "unknown": False, "neighbors": near, "version": HOSTILE}
+    neighbors = [{"label": HOSTILE, "dist": 0.5}]
+    response = {"pred": HOSTILE, "dist": 0.5, "unknown": False, "neighbors": neighbors, "version": HOSTILE}
     files = [(Path(HOSTILE), response), (Path("b.png"), DataError(HOSTILE))]
     predict._print_table(iter(files), alone=False)
     output = capsys.readouterr().out

@@ -15,7 +15,7 @@ from evernear.scratch import make_private, scratch, scratch_name
 from evernear.serving import torchserve
 from evernear.serving.configuration import temporary_directory
 
-SOMEBODY, ANOTHER = 12345, 23456
+UID, OTHER_UID = 12345, 23456
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")
 
 
@@ -64,29 +64,29 @@ def fifo(directory: Path) -> None:
     os.mkfifo(directory)
 
 
-TRAPS = (plain, open_to_all, link, file, fifo)
+HOSTILE_PATHS = (plain, open_to_all, link, file, fifo)
 
 
 @as_root
-@pytest.mark.parametrize("trap", TRAPS)
-def test_directory_of_another_user_is_not_used(shared_directory: Path, trap: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("create", HOSTILE_PATHS)
+def test_directory_of_another_user_is_not_used(shared_directory: Path, create: Callable[[Path], None]) -> None:
     directory = shared_directory / "evernear-known"
-    with user(ANOTHER):
-        trap(directory)
-    with user(SOMEBODY), pytest.raises(StoreError, match="evernear-known is not a directory of this user"):
+    with user(OTHER_UID):
+        create(directory)
+    with user(UID), pytest.raises(StoreError, match="evernear-known is not a directory of this user"):
         make_private(directory)
 
 
 @as_root
-@pytest.mark.parametrize("trap", TRAPS)
-def test_server_does_not_start_in_a_directory_of_another_user(tmp_path: Path, trap: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("create", HOSTILE_PATHS)
+def test_server_does_not_start_in_a_directory_of_another_user(tmp_path: Path, create: Callable[[Path], None]) -> None:
     """Java would load a native library from such a directory."""
     home = tmp_path / ("d" * 100)
     directory = temporary_directory(home)
     assert directory.parent == Path("/tmp")
     try:
-        with user(ANOTHER):
-            trap(directory)
+        with user(OTHER_UID):
+            create(directory)
         with pytest.raises(StoreError, match=rf"{directory} is not a directory of this user; remove it"):
             torchserve.start(settings_on_free_ports(), home)
         assert not torchserve.processes(home)
@@ -102,12 +102,12 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("trap", TRAPS)
-def test_previous_content_is_removed(shared_directory: Path, trap: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("create", HOSTILE_PATHS)
+def test_previous_content_is_removed(shared_directory: Path, create: Callable[[Path], None]) -> None:
     """Applies only to directories of the same user, not to links or files."""
     directory = shared_directory / "evernear-known"
-    trap(directory)
-    if trap in (plain, open_to_all):
+    create(directory)
+    if create in (plain, open_to_all):
         make_private(directory)
         assert (stat.S_IMODE(directory.stat().st_mode), list(directory.iterdir())) == (0o700, [])
     else:

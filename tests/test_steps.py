@@ -156,8 +156,8 @@ def test_ingest_rejects_a_run_that_cannot_deploy(
 
 
 def test_steps_that_embed_nothing_start_without_torch_and_scipy() -> None:
-    rooms = ("index.build", "evaluation.evaluate", "evaluation.gate", "reporting.page", "release.reuse", "deployment")
-    script = "".join(f"import evernear.{room}\n" for room in rooms)
+    modules = ("index.build", "evaluation.evaluate", "evaluation.gate", "reporting.page", "release.reuse", "deployment")
+    script = "".join(f"import evernear.{module}\n" for module in modules)
     script += "import sys; print({'torch', 'scipy'} & set(sys.modules))"
     completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert completed.stdout == "set()\n"
@@ -170,7 +170,7 @@ def test_ingest_reports_a_missing_directory_before_a_busy_port(
         settings = {"workdir": str(tmp_path), "serving": {"inference_port": busy.getsockname()[1]}}
         parameters = {"source": f"folder:{tmp_path}/absent", "target": "local"}
         for source, exit_code, message in (
-            (f"folder:{tmp_path}/absent", 3, "There is no directory"),
+            (f"folder:{tmp_path}/absent", 3, "The image directory"),
             ("digits", 7, ""),
         ):
             with pytest.raises(SystemExit) as stopped:

@@ -108,8 +108,8 @@ def test_cpu_count_follows_the_limit(tmp_path: Path, cpus: int, contents: dict[s
 
 def test_limit_above_the_cpu_count_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5})
-    roomy = files(tmp_path, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "800000 100000"})
-    assert threads.available_cpus(roomy) == 2
+    larger = files(tmp_path, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "800000 100000"})
+    assert threads.available_cpus(larger) == 2
 
 
 def test_every_library_uses_one_thread_per_cpu_without_spinning() -> None:

@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=float, default=1.0, help="seconds before each measurement")
     parser.add_argument("--first", type=float, default=8.0, help="seconds before a server's first measurement")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--busy", action="store_true", help="with a process beside them that never sleeps")
+    parser.add_argument("--busy", action="store_true", help="with another process that never sleeps")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # also stops the running server

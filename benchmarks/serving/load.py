@@ -50,9 +50,9 @@ class Outcome:
     def rps(self) -> float:
         return len(self.latencies_s) / self.duration_s
 
-    def percentile_ms(self, share: float) -> float:
+    def percentile_ms(self, quantile: float) -> float:
         ordered = sorted(self.latencies_s)
-        return ordered[max(0, math.ceil(share * len(ordered)) - 1)] * 1e3 if ordered else math.nan
+        return ordered[max(0, math.ceil(quantile * len(ordered)) - 1)] * 1e3 if ordered else math.nan
 
 
 def measure(

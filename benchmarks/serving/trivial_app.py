@@ -8,7 +8,7 @@ import uvloop
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 
 
-class Yes(asyncio.Protocol):
+class ConstantResponse(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
 
@@ -17,7 +17,7 @@ class Yes(asyncio.Protocol):
 
 
 async def main() -> None:
-    server = await asyncio.get_running_loop().create_server(Yes, "127.0.0.1", int(sys.argv[2]))
+    server = await asyncio.get_running_loop().create_server(ConstantResponse, "127.0.0.1", int(sys.argv[2]))
     await server.serve_forever()
 
 

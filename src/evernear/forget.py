@@ -6,7 +6,7 @@ trained on one. `find` only reads. `forget` deletes
 
 - affected releases, with their archives and their collections in Milvus;
 - affected snapshots, the shards that no other snapshot has, and rows of removed images in ledgers;
-- cached embeddings of removed images, and the checkpoints of all trainings;
+- cached embeddings of removed images, and all training checkpoints;
 - sample images and pages of runs on affected snapshots, and the list of suspect labels in one;
 - logged queries whose image may show a class of a removed image.
 

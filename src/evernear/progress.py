@@ -168,7 +168,7 @@ class Countdown:
     """Reports the progress of work in equal units, and estimates the time left.
 
     The estimate is the mean duration of the units so far times the units left. The first unit is not timed, because it
-    also warms up libraries and caches, nor are units done before the first call, as in a resumed training.
+    also warms up libraries and caches, nor are units done before the first call, as after a resume.
     """
 
     def __init__(self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:

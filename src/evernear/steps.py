@@ -351,7 +351,7 @@ def notify(run: str, store: str, pipeline: str, state: str, error_message: str, 
 
 
 def _countdown(running: Step) -> "Callable[[Steps], None]":
-    """A callback of a training that reports its progress within an epoch and the time left."""
+    """A training callback that reports the progress within an epoch and the time left."""
     countdown = Countdown(running.report)
 
     def report(steps: "Steps") -> None:

@@ -40,7 +40,7 @@ def test_store_checks_are_repeatable(tmp_path: Path, bucket: str) -> None:
 def test_missing_bucket_is_reported(bucket: str) -> None:
     code, findings = run_doctor("--set", f"store=s3://{bucket}-other")
     assert code == 1
-    assert "There is no bucket" in str(findings["store"]["message"])
+    assert "does not exist" in str(findings["store"]["message"])
 
 
 def test_pipelines_check_covers_token_upload_and_connection(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -149,18 +149,20 @@ def test_consistent_forgery_runs_no_code_without_trust(
     packed: PackedRelease, registry: Registry, image: Path, tmp_path: Path
 ) -> None:
     marker = tmp_path / "proof"
-    evil = restamp(hostile(packed, tmp_path / "first.mar", marker), tmp_path / "evil.mar")
+    hostile_release = restamp(hostile(packed, tmp_path / "first.mar", marker), tmp_path / "evil.mar")
     registry.publish(packed.archive)  # the same version with other content
 
-    output = evernear("inspect", "show", evil.archive, "--json", store=registry.uri)
+    output = evernear("inspect", "show", hostile_release.archive, "--json", store=registry.uri)
     assert output.returncode == 0, output.stderr
     assert json.loads(output.stdout)["lineage"]["own_handler"] is False
-    rejected = evernear("inspect", "run", evil.archive, "--image", image, store=registry.uri, cwd=tmp_path)
+    rejected = evernear("inspect", "run", hostile_release.archive, "--image", image, store=registry.uri, cwd=tmp_path)
     assert "can run arbitrary code" in error_of(rejected, 5)
     assert not marker.exists()
 
     # Even with --trust, the handler does not run and a plain pickle is not accepted as a network.
-    trusted = evernear("inspect", "run", evil.archive, "--image", image, "--trust", store=registry.uri, cwd=tmp_path)
+    trusted = evernear(
+        "inspect", "run", hostile_release.archive, "--image", image, "--trust", store=registry.uri, cwd=tmp_path
+    )
     assert "is not a TorchScript network" in error_of(trusted, 5)
     assert not marker.exists()
 

@@ -10,10 +10,10 @@ from environment import of_the_shell
 from loopback.kubernetes import ImageMissing, LoopbackCluster
 
 from cluster.pods import Pods
-from cluster.site import (
+from cluster.sandbox import (
     MISSING_IMAGE,
-    Pace,
-    Site,
+    Sandbox,
+    Timeouts,
     administrator,
     install_deployer,
     install_store,
@@ -28,13 +28,13 @@ LOOPBACK_IMAGE = "registry.example/evernear-serve@sha256:" + "a" * 64
 
 
 @pytest.fixture(params=["loopback", pytest.param("real", marks=pytest.mark.cluster)])
-def site(request: pytest.FixtureRequest) -> Site:
+def sandbox(request: pytest.FixtureRequest) -> Sandbox:
     """A namespace to deploy into; the environment authenticates as the deployer of `deploy/base`."""
-    return request.getfixturevalue(f"{request.param}_site")
+    return request.getfixturevalue(f"{request.param}_sandbox")
 
 
 @pytest.fixture
-def loopback_site(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+def loopback_sandbox(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sandbox]:
     environment = {name: os.environ[name] for name in AWS}  # set by `bucket`
     store = f"s3://{bucket}/store"
     pods = Pods(lambda: store, tmp_path)
@@ -47,13 +47,13 @@ def loopback_site(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) 
             install_deployer(admin, namespace)
             install_store_secret(admin, namespace, environment)
             monkeypatch.setenv(KUBECONFIG, str(kubeconfig_of_deployer(admin, namespace, tmp_path)))
-            pace = Pace(rollout_timeout_s=60, failure_grace_s=1, convergence_timeout_s=5)
-            yield Site(namespace, LOOPBACK_IMAGE, store, (443,), admin, pace)
+            timeouts = Timeouts(rollout_timeout_s=60, failure_grace_s=1, convergence_timeout_s=5)
+            yield Sandbox(namespace, LOOPBACK_IMAGE, store, (443,), admin, timeouts)
     pods.stop()
 
 
 @pytest.fixture
-def real_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+def real_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sandbox]:
     """Only the nightly workflow, which has a kind cluster, has run this so far."""
     image, kubeconfig = os.environ.get(IMAGE), of_the_shell(KUBECONFIG).get(KUBECONFIG)
     if image and not kubeconfig:
@@ -68,7 +68,7 @@ def real_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]
             monkeypatch.setenv(name, value)
         endpoint = urlsplit(environment["AWS_ENDPOINT_URL"])
         monkeypatch.setenv(KUBECONFIG, str(kubeconfig_of_deployer(admin, namespace, tmp_path)))
-        pace = Pace(rollout_timeout_s=300, failure_grace_s=30, convergence_timeout_s=60)
+        timeouts = Timeouts(rollout_timeout_s=300, failure_grace_s=30, convergence_timeout_s=60)
         # SeaweedFS listens on 8333; the node forwards the other port to it.
         ports = (8333, endpoint.port or 443)
-        yield Site(namespace, image, "s3://evernear/store", ports, admin, pace)
+        yield Sandbox(namespace, image, "s3://evernear/store", ports, admin, timeouts)

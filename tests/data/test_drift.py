@@ -44,7 +44,7 @@ def drawn(
 def test_false_alarm_rate_without_drift_is_bounded() -> None:
     """The complete check, without the effect size bounds, which would reduce the alarm rate further."""
     alarms = dict.fromkeys(BOUNDS, 0)
-    looks = 0
+    datasets_with_alarms = 0
     for seed in range(SEEDS):
         rng = np.random.default_rng(seed)
         shifts = measure_drift(drawn(rng), drawn(rng), NO_BOUNDS, LEVEL, seed)
@@ -52,9 +52,9 @@ def test_false_alarm_rate_without_drift_is_bounded() -> None:
         for shift in shifts:
             assert shift.level == pytest.approx(LEVEL / 3)
             alarms[shift.measure] += shift.detected
-        looks += any(shift.detected for shift in shifts)
-    assert looks <= MOST_ALARMS
-    assert looks > 0, "a test that never raises an alarm detects nothing"
+        datasets_with_alarms += any(shift.detected for shift in shifts)
+    assert datasets_with_alarms <= MOST_ALARMS
+    assert datasets_with_alarms > 0, "a test that never raises an alarm detects nothing"
     assert max(alarms.values()) <= stats.binom.isf(1e-4, SEEDS, LEVEL / 3)
 
 

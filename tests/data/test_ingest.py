@@ -170,8 +170,8 @@ def test_validation_folder_is_the_gallery_or_the_test_split(
         path.write_bytes(make_image(number))
         expected[digest_of(path.read_bytes())] = splits[folder]
     chosen = contents(run_ingest(tmp_path / "given")).split
-    given = [split for split in splits.values() if split != "train"]
-    for split in given:
+    explicit = [split for split in splits.values() if split != "train"]
+    for split in explicit:
         assert {digest for digest, found in chosen.items() if found == split} == {
             digest for digest, named in expected.items() if named == split
         }
@@ -368,9 +368,9 @@ def test_broken_files_are_named_and_the_others_are_ingested(tree, run_ingest, co
     (tree / "1" / "cut.png").write_bytes(make_image(500))
     (tree / "2" / "words.png").unlink()
     (tree / "2" / "picture.gif").unlink()
-    mended = run_ingest(tree)
-    assert mended.problem_counts == {}
-    assert len(contents(mended)) == 121
+    repaired = run_ingest(tree)
+    assert repaired.problem_counts == {}
+    assert len(contents(repaired)) == 121
 
 
 def test_decompression_bomb_is_rejected_by_its_header(tree, run_ingest, make_image) -> None:
@@ -435,9 +435,9 @@ def test_image_with_conflicting_labels_is_excluded_until_they_agree(
 
     (tree / "1" / "000.png").unlink()
     (tree / "2" / "new.png").unlink()
-    settled = run_ingest(tree)
-    images = contents(settled)
-    assert settled.problem_counts == {}
+    resolved = run_ingest(tree)
+    images = contents(resolved)
+    assert resolved.problem_counts == {}
     assert images.label[digest_of(image)] == "2"
     assert images.split[digest_of(image)] == contents(clean).split[digest_of(image)]
     assert images.label[digest_of(make_image(900))] == "10"
@@ -464,7 +464,7 @@ def test_empty_source_is_reported(tmp_path: Path, run_ingest, make_image, source
     (tmp_path / "empty").mkdir()
     (tmp_path / "flat").mkdir()
     (tmp_path / "flat" / "0.png").write_bytes(make_image(0))
-    with pytest.raises(DataError, match=r"no image in a class folder|no directory"):
+    with pytest.raises(DataError, match=r"no image in a class folder|does not exist"):
         run_ingest(tmp_path / source)
     assert not list((tmp_path).glob("store/datasets/**/*.json"))
 
@@ -498,7 +498,7 @@ def test_folder_name_in_invalid_utf8_is_reported(tree, run_ingest) -> None:
 
 @pytest.mark.parametrize("source", ["", "digit", "folder:", "mnist:", "gs://bucket", "s3://", "s3:bucket"])
 def test_unknown_source_is_reported(run_ingest, source: str) -> None:
-    with pytest.raises(SettingsError, match=f"no source '{source}'; known: digits, mnist"):
+    with pytest.raises(SettingsError, match=f"Unknown source '{source}'; known: digits, mnist"):
         run_ingest(source)
 
 

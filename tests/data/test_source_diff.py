@@ -156,10 +156,10 @@ def test_ledger_is_fetched_once_and_not_modified(tree: Path, run_ingest, count: 
     assert count(tree, manifest).new == 0
     assert (cached.stat().st_mtime_ns, cached.read_bytes()) == before
     cached.unlink()
-    with pytest.raises(StoreError, match=r"There is no datasets/tree/ledgers/"):
+    with pytest.raises(StoreError, match=r"datasets/tree/ledgers/\S+ does not exist"):
         count(tree, manifest)
 
 
 def test_missing_source_is_reported(tree: Path, run_ingest, count: Count) -> None:
-    with pytest.raises(DataError, match="There is no directory"):
+    with pytest.raises(DataError, match="The image directory"):
         count(tree.parent / "elsewhere", run_ingest(tree))

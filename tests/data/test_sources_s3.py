@@ -112,5 +112,5 @@ def test_bucket_with_explicit_splits(tmp_path: Path, run_ingest, make_image, buc
 def test_empty_or_missing_bucket_is_reported(run_ingest, bucket: str) -> None:
     with pytest.raises(DataError, match=f"s3://{bucket}/images contains no image in a class folder"):
         run_ingest(f"s3://{bucket}/images")
-    with pytest.raises(StoreError, match="There is no bucket"):
+    with pytest.raises(StoreError, match=r"The bucket .* does not exist"):
         run_ingest(f"s3://{bucket}-missing")

@@ -159,7 +159,7 @@ def test_empty_split_and_missing_class_are_reported(tmp_path: Path, run_ingest, 
     assert messages == {
         "empty_split": (
             "error",
-            "There is no image in the split query; add images or raise its share (data.*_fraction).",
+            "No images in the split query; add images or raise its share (data.*_fraction).",
         ),
         "missing_in_gallery": (
             "error",

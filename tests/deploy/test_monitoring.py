@@ -87,9 +87,9 @@ def test_panels_do_not_overlap() -> None:
     boxes = [panel["gridPos"] for panel in PANELS]
     assert all(box["x"] + box["w"] <= 24 for box in boxes)
     for first, second in itertools.combinations(boxes, 2):
-        beside = first["x"] + first["w"] <= second["x"] or second["x"] + second["w"] <= first["x"]
+        side_by_side = first["x"] + first["w"] <= second["x"] or second["x"] + second["w"] <= first["x"]
         below = first["y"] + first["h"] <= second["y"] or second["y"] + second["h"] <= first["y"]
-        assert beside or below, (first, second)
+        assert side_by_side or below, (first, second)
 
 
 def test_dashboard_is_labeled_for_grafana_and_uses_the_chosen_datasource() -> None:

@@ -24,7 +24,7 @@ from evernear.settings import Settings
 LOCAL = objects("local")
 SECRETS = [*yaml.safe_load_all((DEPLOY / "secrets.example.yaml").read_text())]
 OLD, SLOW, NEW = (f"2026010{day}.000000.00000000" for day in (1, 2, 3))
-UP_WITHIN_S = 30
+READY_TIMEOUT_S = 30
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def _granted() -> set[tuple[str, ...]]:
 
 
 def _await(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + UP_WITHIN_S
+    deadline_s = time.monotonic() + READY_TIMEOUT_S
     while not condition():
-        assert time.monotonic() < deadline_s, f"the condition is not met within {UP_WITHIN_S} s"
+        assert time.monotonic() < deadline_s, f"the condition is not met within {READY_TIMEOUT_S} s"
         time.sleep(0.05)

@@ -42,7 +42,7 @@ BROKEN = b"class H:\n    def initialize(self, c): raise RuntimeError('no')\n    
 FAILING = b"class H:\n    def initialize(self, c): ...\n    def handle(self, d, c): raise RuntimeError('no')\n"
 
 
-class Site:
+class Sandbox:
     """A working directory with a live champion."""
 
     def __init__(self, settings: Settings, make_release: MakeRelease, image: bytes) -> None:
@@ -73,14 +73,14 @@ class Site:
         return deployment.deploy(release.archive, release.verdict, settings or self.settings)
 
     @contextmanager
-    def hammered(self) -> Iterator[set[str]]:
+    def under_load(self) -> Iterator[set[str]]:
         """Send requests continuously, all of which must succeed; yields the versions that answered."""
         failures: list[str] = []
         versions: set[str] = set()
         stop = threading.Event()
         requests = [0] * 4
 
-        def hammer(number: int) -> None:
+        def send_requests(number: int) -> None:
             client = Client.of(self.settings)
             while not stop.wait(0.03):
                 requests[number] += 1
@@ -89,20 +89,20 @@ class Site:
                 except EvernearError as error:
                     failures.append(str(error))
 
-        def await_one_more_request_of_each() -> None:
+        def await_request_of_each_client() -> None:
             before, deadline_s = list(requests), time.monotonic() + 240
             # The first may be in progress.
             while any(now < earlier + 2 for now, earlier in zip(requests, before, strict=True)):
                 assert time.monotonic() < deadline_s
                 time.sleep(0.01)
 
-        threads = [threading.Thread(target=hammer, args=(number,)) for number in range(4)]
+        threads = [threading.Thread(target=send_requests, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
         try:
-            await_one_more_request_of_each()
+            await_request_of_each_client()
             yield versions
-            await_one_more_request_of_each()
+            await_request_of_each_client()
         finally:
             stop.set()
             for thread in threads:
@@ -112,49 +112,49 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(make_release: MakeRelease, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    directory = tmp_path_factory.mktemp("site")
+def sandbox(make_release: MakeRelease, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
+    directory = tmp_path_factory.mktemp("sandbox")
     settings = Settings(workdir=directory / "work", serving=settings_on_free_ports())
     first = make_release()
     parts: ReleaseParts = open_release(first.archive, directory / "opened")
-    site = Site(settings, make_release, parts.read("smoke-00.png"))
+    sandbox = Sandbox(settings, make_release, parts.read("smoke-00.png"))
     try:
         assert deployment.open_target(settings).status()["server"] == "down"
-        deployed = site.deploy(first)
+        deployed = sandbox.deploy(first)
         assert (deployed.version, deployed.previous) == (first.version, None)
         assert deployed.smoke_queries == settings.serving.smoke_queries
-        yield site
+        yield sandbox
     finally:
         torchserve.stop(home_of(settings.workdir))
-    assert torchserve.processes(site.home) == []
+    assert torchserve.processes(sandbox.home) == []
     assert deployment.open_target(settings).status()["server"] == "down"
 
 
-def test_rollout_fails_no_request(site: Site) -> None:
-    before, candidate = site.champion, site.candidate()
-    with site.hammered() as versions:
-        deployed = site.deploy(candidate)
+def test_rollout_fails_no_request(sandbox: Sandbox) -> None:
+    before, candidate = sandbox.champion, sandbox.candidate()
+    with sandbox.under_load() as versions:
+        deployed = sandbox.deploy(candidate)
     assert (deployed.version, deployed.previous) == (candidate.version, before)
     assert versions == {before, candidate.version}
-    assert site.default == site.champion == candidate.version
-    assert before in site.registered, "it stays registered for a rollback"
-    assert deployment.open_target(site.settings).status() == {
+    assert sandbox.default == sandbox.champion == candidate.version
+    assert before in sandbox.registered, "it stays registered for a rollback"
+    assert deployment.open_target(sandbox.settings).status() == {
         "server": "up",
         "url": deployed.url,
         "default": candidate.version,
         "ready_workers": 1,
-        "registered": site.registered,
+        "registered": sandbox.registered,
         "champion": candidate.version,
-        "store": site.settings.store_uri,
+        "store": sandbox.settings.store_uri,
     }
     # A repeated deployment, as after a late kill, succeeds:
-    assert site.deploy(candidate).version == candidate.version
-    assert site.champion == candidate.version
+    assert sandbox.deploy(candidate).version == candidate.version
+    assert sandbox.champion == candidate.version
 
 
 @pytest.mark.parametrize("fault", ["wrong answer", "does not load", "fails at a request"])
-def test_failed_candidate_is_removed_and_the_champion_stays_live(site: Site, tmp_path: Path, fault: str) -> None:
-    good = site.candidate()
+def test_failed_candidate_is_removed_and_the_champion_stays_live(sandbox: Sandbox, tmp_path: Path, fault: str) -> None:
+    good = sandbox.candidate()
     queries = json.loads(open_release(good.archive, tmp_path / "opened").read("smoke.json"))
     queries[-1]["dist"] += 0.01
     faulty, sentence = {
@@ -163,37 +163,37 @@ def test_failed_candidate_is_removed_and_the_champion_stays_live(site: Site, tmp
         "fails at a request": ({"handler_py": FAILING}, "fails its smoke test with smoke-00.png"),
     }[fault]
     candidate = forge(good, tmp_path / "faulty.mar", **faulty)
-    champion, registered = site.champion, site.registered
-    with site.hammered() as versions, pytest.raises(ServingError, match=sentence):
-        site.deploy(candidate)
+    champion, registered = sandbox.champion, sandbox.registered
+    with sandbox.under_load() as versions, pytest.raises(ServingError, match=sentence):
+        sandbox.deploy(candidate)
     assert versions == {champion}
-    assert site.champion == champion
-    assert site.registered == registered
-    assert candidate.version in list(site.registry.list()), "an operator may still promote it"
-    assert not list(model_store(site.home).glob(f"*{candidate.version}*"))
+    assert sandbox.champion == champion
+    assert sandbox.registered == registered
+    assert candidate.version in list(sandbox.registry.list()), "an operator may still promote it"
+    assert not list(model_store(sandbox.home).glob(f"*{candidate.version}*"))
 
 
 @pytest.mark.slow
-def test_promotion_is_undone_if_the_champion_changes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_promotion_is_undone_if_the_champion_changes(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another release becomes champion while the candidate is being tested."""
-    candidate, rival = site.candidate(), site.candidate()
+    candidate, rival = sandbox.candidate(), sandbox.candidate()
 
     def smoke_and_lose(client: Client, parts: ReleaseParts) -> int:
-        site.registry.publish(rival.archive)
-        site.registry.set_champion(rival.version, site.registry.champion())
+        sandbox.registry.publish(rival.archive)
+        sandbox.registry.set_champion(rival.version, sandbox.registry.champion())
         return real_smoke(client, parts)
 
     real_smoke = local.smoke
-    with monkeypatch.context() as patched, site.hammered():
+    with monkeypatch.context() as patched, sandbox.under_load():
         patched.setattr(local, "smoke", smoke_and_lose)
         with pytest.raises(ConflictError, match="champion changed"):
-            site.deploy(candidate)
-    assert site.champion == rival.version
-    assert candidate.version not in site.registered
+            sandbox.deploy(candidate)
+    assert sandbox.champion == rival.version
+    assert candidate.version not in sandbox.registered
 
     # `serve` makes the server follow the registry, as after a kill before `set-default`:
-    assert local.serve(site.settings) == rival.version
-    assert site.default == rival.version
+    assert local.serve(sandbox.settings) == rival.version
+    assert sandbox.default == rival.version
 
 
 KILLED = """
@@ -211,64 +211,66 @@ deploy(Path(sys.argv[1]), Path(sys.argv[2]), Settings.model_validate_json(sys.ar
 """
 
 
-def test_next_deployment_removes_the_files_of_a_killed_one(site: Site) -> None:
-    killed, candidate = site.candidate(), site.candidate()
-    words = [sys.executable, "-c", KILLED, killed.archive, killed.verdict, site.settings.model_dump_json()]
+def test_next_deployment_removes_the_files_of_a_killed_one(sandbox: Sandbox) -> None:
+    killed, candidate = sandbox.candidate(), sandbox.candidate()
+    words = [sys.executable, "-c", KILLED, killed.archive, killed.verdict, sandbox.settings.model_dump_json()]
     assert subprocess.run(words, timeout=120).returncode == -signal.SIGKILL
-    assert temporary_files(site)
-    site.deploy(candidate)
-    assert temporary_files(site) == []
+    assert temporary_files(sandbox)
+    sandbox.deploy(candidate)
+    assert temporary_files(sandbox) == []
 
 
-def temporary_files(site: Site) -> list[Path]:
-    return [*site.home.glob(".*"), *model_store(site.home).glob(".*")]
+def temporary_files(sandbox: Sandbox) -> list[Path]:
+    return [*sandbox.home.glob(".*"), *model_store(sandbox.home).glob(".*")]
 
 
 def test_release_that_passed_its_smoke_test_stays_loaded_if_the_store_is_unreachable(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    champion, candidate = site.champion, site.candidate()
+    champion, candidate = sandbox.champion, sandbox.candidate()
 
     def unreachable(*_: object, **__: object) -> None:
         raise TransientStoreError("http://s3 cannot be reached.")
 
-    with monkeypatch.context() as patched, site.hammered() as versions:
+    with monkeypatch.context() as patched, sandbox.under_load() as versions:
         patched.setattr(Registry, "set_champion", unreachable)
         with pytest.raises(
             TransientStoreError, match=r"stays in place, but it may not be recorded .* cannot be reached"
         ):
-            site.deploy(candidate)
+            sandbox.deploy(candidate)
     assert versions == {champion}
-    assert candidate.version in site.registered
-    with no_registration(monkeypatch), site.hammered():
-        promote(candidate.version, site.settings)
-    assert site.default == site.champion == candidate.version
-    roll_back(site.settings)
+    assert candidate.version in sandbox.registered
+    with no_registration(monkeypatch), sandbox.under_load():
+        promote(candidate.version, sandbox.settings)
+    assert sandbox.default == sandbox.champion == candidate.version
+    roll_back(sandbox.settings)
 
 
-def test_release_that_does_not_fit_on_the_disk_leaves_no_files(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    champion, candidate, registered = site.champion, site.candidate(), site.registered
-    before = sorted(model_store(site.home).iterdir())
-    full = shutil.disk_usage(site.home)._replace(free=candidate.archive.stat().st_size)
-    with monkeypatch.context() as patched, site.hammered() as versions:
+def test_release_that_does_not_fit_on_the_disk_leaves_no_files(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    champion, candidate, registered = sandbox.champion, sandbox.candidate(), sandbox.registered
+    before = sorted(model_store(sandbox.home).iterdir())
+    full = shutil.disk_usage(sandbox.home)._replace(free=candidate.archive.stat().st_size)
+    with monkeypatch.context() as patched, sandbox.under_load() as versions:
         patched.setattr(shutil, "disk_usage", lambda _: full)
         with pytest.raises(StoreError, match=r"The disk that holds .* is full; free some space and run again\."):
-            site.deploy(candidate)
+            sandbox.deploy(candidate)
     assert versions == {champion}
-    assert site.registered == registered
-    assert sorted(model_store(site.home).iterdir()) == before
+    assert sandbox.registered == registered
+    assert sorted(model_store(sandbox.home).iterdir()) == before
 
 
-def test_next_deployment_unregisters_the_release_of_a_killed_one(site: Site) -> None:
-    killed, candidate = site.candidate(), site.candidate()
-    shutil.copy(killed.archive, model_store(site.home) / f"embedding-{killed.version}.mar")
-    Management(site.home).register(f"embedding-{killed.version}.mar", site.settings.serving)
-    assert killed.version in site.registered
-    serving = site.settings.serving.model_copy(update={"keep_registered": 1})
-    with site.hammered():
-        site.deploy(candidate, site.settings.model_copy(update={"serving": serving}))
-    assert site.registered == [candidate.version], "keep_registered=1 keeps only the champion"
-    assert site.default == candidate.version
+def test_next_deployment_unregisters_the_release_of_a_killed_one(sandbox: Sandbox) -> None:
+    killed, candidate = sandbox.candidate(), sandbox.candidate()
+    shutil.copy(killed.archive, model_store(sandbox.home) / f"embedding-{killed.version}.mar")
+    Management(sandbox.home).register(f"embedding-{killed.version}.mar", sandbox.settings.serving)
+    assert killed.version in sandbox.registered
+    serving = sandbox.settings.serving.model_copy(update={"keep_registered": 1})
+    with sandbox.under_load():
+        sandbox.deploy(candidate, sandbox.settings.model_copy(update={"serving": serving}))
+    assert sandbox.registered == [candidate.version], "keep_registered=1 keeps only the champion"
+    assert sandbox.default == candidate.version
 
 
 @contextmanager
@@ -281,20 +283,20 @@ def no_registration(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_rollback_and_promotion_reuse_registered_releases(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    good, bad = site.champion, site.candidate()
-    site.deploy(bad)
+def test_rollback_and_promotion_reuse_registered_releases(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = sandbox.champion, sandbox.candidate()
+    sandbox.deploy(bad)
     with no_registration(monkeypatch):
-        with site.hammered() as versions:
-            back = roll_back(site.settings, cause=Cause(by="ada", why="it confuses 3 and 8"))
+        with sandbox.under_load() as versions:
+            back = roll_back(sandbox.settings, cause=Cause(by="ada", why="it confuses 3 and 8"))
         assert versions == {good, bad.version}
-        assert (back.version, back.smoke_queries) == (good, site.settings.serving.smoke_queries)
-        assert site.default == site.champion == good
-        with site.hammered() as versions:
-            assert promote(bad.version, site.settings).previous == good
+        assert (back.version, back.smoke_queries) == (good, sandbox.settings.serving.smoke_queries)
+        assert sandbox.default == sandbox.champion == good
+        with sandbox.under_load() as versions:
+            assert promote(bad.version, sandbox.settings).previous == good
         assert versions == {good, bad.version}
-        assert site.default == site.champion == bad.version
-    history = [(move.version, move.how, move.why) for move in site.registry.history()][-3:]
+        assert sandbox.default == sandbox.champion == bad.version
+    history = [(move.version, move.how, move.why) for move in sandbox.registry.history()][-3:]
     assert history == [
         (bad.version, "deploy", ""),
         (good, "rollback", "it confuses 3 and 8"),
@@ -302,146 +304,146 @@ def test_rollback_and_promotion_reuse_registered_releases(site: Site, monkeypatc
     ]
 
 
-def test_unregistered_release_is_fetched_tested_and_promoted(site: Site) -> None:
-    oldest, before = next(site.registry.list()), site.champion
-    if oldest in site.registered:
-        Management(site.home).unregister("embedding", oldest)
-    (model_store(site.home) / f"embedding-{oldest}.mar").unlink(missing_ok=True)
-    with site.hammered() as versions:
-        moved = promote(oldest, site.settings)
+def test_unregistered_release_is_fetched_tested_and_promoted(sandbox: Sandbox) -> None:
+    oldest, before = next(sandbox.registry.list()), sandbox.champion
+    if oldest in sandbox.registered:
+        Management(sandbox.home).unregister("embedding", oldest)
+    (model_store(sandbox.home) / f"embedding-{oldest}.mar").unlink(missing_ok=True)
+    with sandbox.under_load() as versions:
+        moved = promote(oldest, sandbox.settings)
     assert versions == {before, oldest}
     assert (moved.version, moved.previous) == (oldest, before)
-    assert site.default == site.champion == oldest
-    assert before in site.registered
+    assert sandbox.default == sandbox.champion == oldest
+    assert before in sandbox.registered
     with pytest.raises(StoreError, match="is already the champion"):
-        promote(oldest, site.settings)
-    assert roll_back(site.settings).version == before
+        promote(oldest, sandbox.settings)
+    assert roll_back(sandbox.settings).version == before
 
 
-def test_failed_promotion_changes_nothing(site: Site, tmp_path: Path) -> None:
-    good = site.candidate()
+def test_failed_promotion_changes_nothing(sandbox: Sandbox, tmp_path: Path) -> None:
+    good = sandbox.candidate()
     queries = json.loads(open_release(good.archive, tmp_path / "opened").read("smoke.json"))
     queries[0]["dist"] += 0.01
     invalid = forge(good, tmp_path / "wrong.mar", smoke_json=json.dumps(queries).encode())
-    site.registry.publish(invalid.archive)
-    champion, registered = site.registry.champion(), site.registered
-    with site.hammered() as versions, pytest.raises(ServingError, match="fails its smoke test"):
-        promote(invalid.version, site.settings)
-    assert versions == {site.champion}
-    assert site.registry.champion() == champion
-    assert site.registered == registered
+    sandbox.registry.publish(invalid.archive)
+    champion, registered = sandbox.registry.champion(), sandbox.registered
+    with sandbox.under_load() as versions, pytest.raises(ServingError, match="fails its smoke test"):
+        promote(invalid.version, sandbox.settings)
+    assert versions == {sandbox.champion}
+    assert sandbox.registry.champion() == champion
+    assert sandbox.registered == registered
 
 
-def test_held_release_is_promoted_only_by_force_with_a_reason(site: Site, make_release: MakeRelease) -> None:
-    candidate, before = make_release(parent=site.champion, promote=False), site.champion
-    site.registry.publish(candidate.archive)
+def test_held_release_is_promoted_only_by_force_with_a_reason(sandbox: Sandbox, make_release: MakeRelease) -> None:
+    candidate, before = make_release(parent=sandbox.champion, promote=False), sandbox.champion
+    sandbox.registry.publish(candidate.archive)
     with pytest.raises(IntegrityError, match=r"is hold: A test says so\. To promote it anyway, add --force"):
-        promote(candidate.version, site.settings)
+        promote(candidate.version, sandbox.settings)
     with pytest.raises(SettingsError, match="needs a reason"):
-        promote(candidate.version, site.settings, force=True, cause=Cause(by="ada", why=" "))
-    assert site.default == site.champion == before
-    with site.hammered():
-        promote(candidate.version, site.settings, force=True, cause=Cause(by="ada", why="the floor was wrong"))
-    assert site.default == candidate.version
-    last = list(site.registry.history())[-1]
+        promote(candidate.version, sandbox.settings, force=True, cause=Cause(by="ada", why=" "))
+    assert sandbox.default == sandbox.champion == before
+    with sandbox.under_load():
+        promote(candidate.version, sandbox.settings, force=True, cause=Cause(by="ada", why="the floor was wrong"))
+    assert sandbox.default == candidate.version
+    last = list(sandbox.registry.history())[-1]
     assert (last.how, last.why, last.by) == ("force", "the floor was wrong", "ada")
-    roll_back(site.settings)
+    roll_back(sandbox.settings)
 
 
 @pytest.mark.slow
-def test_one_of_two_concurrent_promotions_fails(site: Site) -> None:
-    rivals = [site.candidate(), site.candidate()]
+def test_one_of_two_concurrent_promotions_fails(sandbox: Sandbox) -> None:
+    rivals = [sandbox.candidate(), sandbox.candidate()]
     for rival in rivals:
-        site.registry.publish(rival.archive)
+        sandbox.registry.publish(rival.archive)
     ready = threading.Barrier(2)
     outcomes: list[str] = []
 
     def compete(version: str) -> None:
         ready.wait()
         try:
-            outcomes.append(promote(version, site.settings).version)
+            outcomes.append(promote(version, sandbox.settings).version)
         except ConflictError:
             outcomes.append("lost")
 
-    with site.hammered() as versions:
+    with sandbox.under_load() as versions:
         threads = [threading.Thread(target=compete, args=(rival.version,)) for rival in rivals]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     assert outcomes.count("lost") == 1
-    assert site.default == site.champion == max(outcomes, key=lambda word: word != "lost")
+    assert sandbox.default == sandbox.champion == max(outcomes, key=lambda word: word != "lost")
     assert versions <= {
-        site.champion,
+        sandbox.champion,
         *(rival.version for rival in rivals),
-        site.registry.get(site.champion).manifest.parent,
+        sandbox.registry.get(sandbox.champion).manifest.parent,
     }
 
 
 @pytest.mark.slow
-def test_pruning_the_registry_fails_no_request(site: Site) -> None:
-    serving = site.settings.serving.model_copy(update={"keep_registered": 2})
+def test_pruning_the_registry_fails_no_request(sandbox: Sandbox) -> None:
+    serving = sandbox.settings.serving.model_copy(update={"keep_registered": 2})
     for _ in range(2):  # in addition to the champion and its parent, which a prune keeps
-        site.deploy(site.candidate())
-    candidate = site.candidate()
-    with site.hammered() as versions:
-        removed = site.registry.prune(1)
-        site.deploy(candidate, site.settings.model_copy(update={"serving": serving}))
+        sandbox.deploy(sandbox.candidate())
+    candidate = sandbox.candidate()
+    with sandbox.under_load() as versions:
+        removed = sandbox.registry.prune(1)
+        sandbox.deploy(candidate, sandbox.settings.model_copy(update={"serving": serving}))
     assert removed
-    previous = site.registry.champion()
+    previous = sandbox.registry.champion()
     assert previous is not None
     assert versions == {candidate.version, previous.previous}
-    assert site.registered == sorted([candidate.version, str(previous.previous)]), "the champion and its predecessor"
-    assert roll_back(site.settings).version == previous.previous
-    promote(candidate.version, site.settings)
+    assert sandbox.registered == sorted([candidate.version, str(previous.previous)]), "the champion and its predecessor"
+    assert roll_back(sandbox.settings).version == previous.previous
+    promote(candidate.version, sandbox.settings)
 
 
 @pytest.mark.slow
-def test_candidate_replaces_a_champion_with_a_damaged_archive(site: Site) -> None:
-    champion, candidate, broken = site.champion, site.candidate(), site.candidate()
-    store = open_store(site.settings.store_uri)
-    key = site.registry.get(champion).archive_key
+def test_candidate_replaces_a_champion_with_a_damaged_archive(sandbox: Sandbox) -> None:
+    champion, candidate, broken = sandbox.champion, sandbox.candidate(), sandbox.candidate()
+    store = open_store(sandbox.settings.store_uri)
+    key = sandbox.registry.get(champion).archive_key
     archive = store.get(key)
-    torchserve.stop(home_of(site.settings.workdir))
-    for stored in model_store(site.home).glob("*.mar"):
+    torchserve.stop(home_of(sandbox.settings.workdir))
+    for stored in model_store(sandbox.home).glob("*.mar"):
         stored.unlink()
     store.put(key, b"damaged")
     with pytest.raises(IntegrityError, match="is damaged"):
-        local.serve(site.settings)
-    assert not torchserve.is_running(site.home)
+        local.serve(sandbox.settings)
+    assert not torchserve.is_running(sandbox.home)
 
     faulty = forge(broken, candidate.archive.with_name("faulty.mar"), handler_py=BROKEN)
     with pytest.raises(ServingError, match="rejected POST /models"):
-        site.deploy(faulty)
-    assert site.champion == champion
+        sandbox.deploy(faulty)
+    assert sandbox.champion == champion
 
-    deployed = site.deploy(candidate)
+    deployed = sandbox.deploy(candidate)
     assert (deployed.version, deployed.previous) == (candidate.version, champion)
     assert "is damaged" in str(deployed.champion_fault)
-    assert site.default == site.champion == candidate.version
+    assert sandbox.default == sandbox.champion == candidate.version
     with pytest.raises(IntegrityError, match="is damaged"):
-        roll_back(site.settings)
-    assert site.default == site.champion == candidate.version
+        roll_back(sandbox.settings)
+    assert sandbox.default == sandbox.champion == candidate.version
     store.put(key, archive)
 
 
-def test_held_release_is_not_registered(site: Site, make_release: MakeRelease) -> None:
-    candidate = make_release(parent=site.champion, promote=False)
-    registered = site.registered
+def test_held_release_is_not_registered(sandbox: Sandbox, make_release: MakeRelease) -> None:
+    candidate = make_release(parent=sandbox.champion, promote=False)
+    registered = sandbox.registered
     with pytest.raises(IntegrityError, match="A test says so"):
-        site.deploy(candidate)
-    assert site.registered == registered
+        sandbox.deploy(candidate)
+    assert sandbox.registered == registered
 
 
 def test_server_killed_during_a_deployment_restarts_with_its_champion(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    champion, candidate = site.champion, site.candidate()
-    state = read_state(site.home)
+    champion, candidate = sandbox.champion, sandbox.candidate()
+    state = read_state(sandbox.home)
     assert state is not None
 
     def die_and_smoke(client: Client, parts: ReleaseParts) -> int:
-        workers = [process for process in torchserve.processes(site.home) if process.pid != state.pid]
+        workers = [process for process in torchserve.processes(sandbox.home) if process.pid != state.pid]
         os.kill(state.pid, signal.SIGKILL)
         _, alive = psutil.wait_procs(workers, timeout=20)
         assert alive == [], "workers end with their Java process"
@@ -451,14 +453,14 @@ def test_server_killed_during_a_deployment_restarts_with_its_champion(
     with monkeypatch.context() as patched:
         patched.setattr(local, "smoke", die_and_smoke)
         with pytest.raises(ServingError, match="start it with `evernear serve`"):
-            site.deploy(candidate)
-    assert site.champion == champion
-    assert deployment.open_target(site.settings).status()["server"] == "died"
+            sandbox.deploy(candidate)
+    assert sandbox.champion == champion
+    assert deployment.open_target(sandbox.settings).status()["server"] == "died"
     with pytest.raises(ServerUnreachableError, match="start it with `evernear serve`"):
-        Client.of(site.settings).predict(site.image)
+        Client.of(sandbox.settings).predict(sandbox.image)
 
-    assert local.serve(site.settings) == champion == site.default
-    assert site.registered == [champion]
+    assert local.serve(sandbox.settings) == champion == sandbox.default
+    assert sandbox.registered == [champion]
 
 
 def test_serve_requires_a_champion(tmp_path: Path) -> None:

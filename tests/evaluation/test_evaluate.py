@@ -246,8 +246,8 @@ def test_renamed_class_is_compared_under_its_new_name(
     candidate = Recognizer.open(system.network_dir, tmp_path)
     champion = Champion(full, system.dataset)
     unchanged = evaluate(candidate, champion, renamed, PROBED, SETTINGS)
-    ghost = {rule.name for rule in decide(unchanged, LENIENT).rules if not rule.passed}
-    assert "classes_kept" in ghost
+    failed = {rule.name for rule in decide(unchanged, LENIENT).rules if not rule.passed}
+    assert "classes_kept" in failed
     champion = champion._replace(classes=ClassSettings(renamed={"7": "seven"}))
     evaluation = evaluate(candidate, champion, renamed, PROBED, SETTINGS)
     assert evaluation.comparison is not None

@@ -66,9 +66,9 @@ def test_mistakes_are_the_wrong_predictions_with_their_gallery_neighbors(
         query = tile_of(examples.images, mistake.tile)
         assert test[query.tobytes()] == mistake.label
         neighbors = recognizer.gallery.recognize(recognizer.embed(query[None, :, :, None]), 4)[0].neighbors
-        assert [near.label for near in mistake.neighbors] == [near.label for near in neighbors]
-        for near in mistake.neighbors:
-            assert gallery[tile_of(examples.images, near.tile).tobytes()] == near.label
+        assert [neighbor.label for neighbor in mistake.neighbors] == [neighbor.label for neighbor in neighbors]
+        for neighbor in mistake.neighbors:
+            assert gallery[tile_of(examples.images, neighbor.tile).tobytes()] == neighbor.label
     ranks = [(mistake.unknown, mistake.distance) for mistake in examples.mistakes]
     assert ranks == sorted(ranks)
 

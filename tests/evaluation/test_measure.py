@@ -7,7 +7,7 @@ import pytest
 from evernear.embedding.embed import embed
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import DataError, IntegrityError
-from evernear.evaluation.measure import ELSEWHERE, Measurement, Outcomes, measure
+from evernear.evaluation.measure import OTHER_LABEL, Measurement, Outcomes, measure
 from evernear.evaluation.recognizer import Recognizer
 from evernear.index.build import build
 from evernear.index.search import Recognition
@@ -111,9 +111,9 @@ def test_labels_are_matched_by_name(system: System, index_without, measured):
     assert {label: recall for label, recall in measurement.class_recall.items() if label != "3"} == {
         label: recall for label, recall in measured[0].class_recall.items() if label != "3"
     }
-    assert sum(count for _, predicted, count in measurement.confusions if predicted == ELSEWHERE) > 0
+    assert sum(count for _, predicted, count in measurement.confusions if predicted == OTHER_LABEL) > 0
     labels, rows = measurement.confusion_matrix()
-    assert labels[-1] == ELSEWHERE
+    assert labels[-1] == OTHER_LABEL
     assert sum(map(sum, rows)) == measurement.accuracy.total
 
 

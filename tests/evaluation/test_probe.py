@@ -11,7 +11,7 @@ from evernear.data.ingest import ingest
 from evernear.data.shards import Dataset
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.probe import assess, choose_held_out, probe, probe_recipe
-from evernear.index.description import FARTHEST
+from evernear.index.description import MAX_DISTANCE
 from evernear.settings import DataSettings, EvaluationSettings, IndexSettings, TrainSettings
 from evernear.store import open_store
 from tests.conftest import System
@@ -98,7 +98,7 @@ def test_both_rates_are_met_if_possible():
 def test_unknown_is_disabled_if_distances_do_not_separate(shift: float):
     """As near as known images, or nearer: every threshold would reject known images first."""
     result = assess(NEAR, NEAR + shift, NEAR, NEAR + shift, IndexSettings(), 0.95)
-    assert result.threshold == FARTHEST
+    assert result.threshold == MAX_DISTANCE
     assert result.reject_rate is None
     assert result.false_rejects is not None
     assert result.false_rejects.count == 0

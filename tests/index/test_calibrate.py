@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from evernear.errors import DataError
 from evernear.index.build import build
 from evernear.index.calibrate import threshold_at, threshold_rejecting
-from evernear.index.description import FARTHEST, describe_threshold
+from evernear.index.description import MAX_DISTANCE, describe_threshold
 from evernear.settings import IndexSettings
 
 from .conftest import MakeEmbeddings, MakeSettings, blobs
@@ -150,6 +150,6 @@ def test_the_share_that_a_probe_rejects_applies_to_the_releases_own_queries(make
     result = build(embeddings, LABELS, IndexSettings(), tmp_path, reject_rate=0.1).calibration
     assert result.found_by == "unseen classes"
     assert result.false_rejects == 12
-    off = build(embeddings, LABELS, IndexSettings(), tmp_path, threshold=FARTHEST)
+    off = build(embeddings, LABELS, IndexSettings(), tmp_path, threshold=MAX_DISTANCE)
     assert off.calibration.false_rejects == 0
     assert describe_threshold(off.threshold) == "unknown switched off"

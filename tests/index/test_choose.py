@@ -50,8 +50,8 @@ def test_large_gallery_gets_the_smallest_index_that_reaches_the_recall(embedding
     # The index is saved with its search parameters.
     gallery = Gallery.open(tmp_path, NETWORK)
     exact = (QUERIES[0] @ GALLERY[0].T).max(axis=1)
-    found = gallery.search(QUERIES[0], 1).distances[:, 0]
-    assert (np.abs(2 - 2 * exact - found**2) < 1e-2).mean() > 0.9
+    hits = gallery.search(QUERIES[0], 1).distances[:, 0]
+    assert (np.abs(2 - 2 * exact - hits**2) < 1e-2).mean() > 0.9
 
 
 def test_gallery_of_medium_size_is_stored_as_fp16(embeddings, tmp_path, monkeypatch):
@@ -113,8 +113,8 @@ def test_lists_have_enough_training_vectors():
 def test_lower_bound_is_that_of_wilson():
     from evernear.evaluation.statistics import proportion
 
-    for found in (0, 90, 99, 100):
-        assert choose._lower_bound(found, 100) == pytest.approx(proportion(found, 100, 0.95).low, abs=1e-12)
+    for hits in (0, 90, 99, 100):
+        assert choose._lower_bound(hits, 100) == pytest.approx(proportion(hits, 100, 0.95).low, abs=1e-12)
 
 
 def test_every_encoding_of_an_inverted_file_is_known_to_faiss():

@@ -15,7 +15,7 @@ from evernear.errors import IntegrityError
 from evernear.index.build import build
 from evernear.index.description import DESCRIPTION_FILE, describe_index
 from evernear.index.faiss_compat import FaissIndex, faiss
-from evernear.index.search import FARTHEST, NO_LABEL, Gallery, vote
+from evernear.index.search import MAX_DISTANCE, NO_LABEL, Gallery, vote
 from evernear.settings import IndexSettings
 
 from .conftest import NETWORK, MakeEmbeddings, MakeSettings, blobs
@@ -129,7 +129,7 @@ def test_missing_neighbors_of_an_approximate_index_are_omitted(make_embeddings: 
     no_neighbors.labels[:], no_neighbors.distances[:] = NO_LABEL, np.inf
     answered = gallery.classify(vectors, no_neighbors)
     assert answered.unknown.all()
-    assert (answered.distances == FARTHEST).all()
+    assert (answered.distances == MAX_DISTANCE).all()
     assert answered.labels.tolist() == numbers.tolist()  # by the nearest centroid
 
 

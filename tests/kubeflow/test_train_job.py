@@ -251,7 +251,7 @@ def test_namespace_is_that_of_the_pod(
 ) -> None:
     outside = settings.model_copy(update={"train_job": settings.train_job.model_copy(update={"namespace": ""})})
     monkeypatch.setattr(train_job, "NAMESPACE_FILE", tmp_path / "namespace")
-    with pytest.raises(SettingsError, match=r"runs in no pod; set train_job\.namespace"):
+    with pytest.raises(SettingsError, match=r"does not run in a pod; set train_job\.namespace"):
         follow(digits, outside)
     (tmp_path / "namespace").write_text("mine\n")
     assert train_job._namespace(outside.train_job) == "mine"

@@ -144,8 +144,8 @@ def test_unreadable_champion_is_reported_with_a_remedy(make_release: MakeRelease
 
 
 def test_opening_a_release_imports_neither_torch_nor_faiss() -> None:
-    rooms = "evernear.release.archive_reader, evernear.release.registry"
-    script = f"import sys, {rooms}; print({{'torch', 'faiss'}} & set(sys.modules))"
+    modules = "evernear.release.archive_reader, evernear.release.registry"
+    script = f"import sys, {modules}; print({{'torch', 'faiss'}} & set(sys.modules))"
     completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert completed.stdout == "set()\n"
 

@@ -67,7 +67,7 @@ def test_invalid_baseline_is_rejected_with_its_path(reference: DriftBaseline) ->
         return buffer.getvalue()
 
     whole = reference.to_bytes()
-    odd = [
+    unusable = [
         b"",
         b"text",
         whole[:100],
@@ -77,7 +77,7 @@ def test_invalid_baseline_is_rejected_with_its_path(reference: DriftBaseline) ->
         packed(projection=np.array([{"a": "pickle"}], dtype=object)),
         packed(projection=reference.projection[0]),
     ]
-    for data in odd:
+    for data in unusable:
         with pytest.raises(IntegrityError, match="somewhere is not a drift baseline"):
             DriftBaseline.parse(data, "somewhere")
 

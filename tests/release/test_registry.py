@@ -332,7 +332,7 @@ def test_promotion_is_retried_during_an_outage_and_counts_once(
     assert [move.version for move in registry.history()] == [releases[n].version for n in (0, 1, 2, 1)]
 
     unreachable.fail(10**6, executed)
-    monkeypatch.setattr(registry_module, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(registry_module, "_RETRY_TIMEOUT_S", 0.0)
     with pytest.raises(TransientStoreError):
         registry.set_champion(releases[2].version, champion)
     assert unreachable.tries == 2, "one history entry and one pointer update"
@@ -369,7 +369,7 @@ def test_failed_promotion_is_not_in_the_history(
     registry = Registry(store)
     champion = champions(registry, releases[:2])
     ServerUnreachableError(store, monkeypatch).fail(1, executed=False)
-    monkeypatch.setattr(registry_module, "_PATIENCE_S", -1.0)
+    monkeypatch.setattr(registry_module, "_RETRY_TIMEOUT_S", -1.0)
     with pytest.raises(TransientStoreError):
         registry.set_champion(releases[0].version, champion)
     assert [move.number for move in registry.history()] == [1, 2]
@@ -447,11 +447,11 @@ def test_killed_prune_is_safe_and_completed_by_the_next(
 ) -> None:
     """Eight writes: the pointer; for each of two releases the tombstone, the record and the archive; the pointer."""
     registry = promoted_registry(store, six_releases)
-    left = iter(range(1, step))
+    remaining = iter(range(1, step))
 
-    def mortal(write: Callable[..., object]) -> Callable[..., object]:
+    def killed_at_step(write: Callable[..., object]) -> Callable[..., object]:
         def wrapped(*arguments: object) -> object:
-            if next(left, None) is None:
+            if next(remaining, None) is None:
                 raise KeyboardInterrupt
             return write(*arguments)
 
@@ -459,7 +459,7 @@ def test_killed_prune_is_safe_and_completed_by_the_next(
 
     with monkeypatch.context() as patched:
         for name in ("put", "put_if", "delete"):
-            patched.setattr(store, name, mortal(getattr(store, name)))
+            patched.setattr(store, name, killed_at_step(getattr(store, name)))
         with pytest.raises(KeyboardInterrupt):
             registry.prune(1)
 

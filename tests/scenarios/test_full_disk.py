@@ -42,9 +42,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 @pytest.mark.parametrize("step", STEPS)
 def test_step_reports_a_full_disk(bench: Bench, tmp_path: Path, step: str) -> None:
     script = ["-m", "tests.scenarios.on_small_disks", step]
-    places = [str(bench.directory / "result.json"), str(bench.directory / "images"), str(tmp_path)]
+    paths = [str(bench.directory / "result.json"), str(bench.directory / "images"), str(tmp_path)]
     completed = subprocess.run(
-        ["unshare", "--map-root-user", "--mount", sys.executable, *script, *places],
+        ["unshare", "--map-root-user", "--mount", sys.executable, *script, *paths],
         cwd=Path(__file__).parents[2],
         env=bench.environment,
         capture_output=True,

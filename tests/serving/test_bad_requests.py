@@ -9,7 +9,7 @@ from io import BytesIO
 
 import hostile
 import pytest
-from hostile_requests import Front, Request, form, fuzz, is_refusal, json_request, torchserve
+from hostile_requests import Request, RequestTarget, form, fuzz, is_refusal, json_request, torchserve
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -22,7 +22,7 @@ ROUNDS = 40
 
 
 @pytest.fixture(scope="module")
-def sender(served: Served) -> Front:
+def target(served: Served) -> RequestTarget:
     image, query = served.parts.smoke_queries()[0]
     token = read_key(served.home, "inference")
     return torchserve(served.settings.serving.inference_port, token, image, query.pred)
@@ -98,33 +98,33 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", hostile.REFUSED)
-def test_decompression_bomb_fails_alone_in_its_batch(served: Served, sender: Front, name: str) -> None:
+def test_decompression_bomb_fails_alone_in_its_batch(served: Served, target: RequestTarget, name: str) -> None:
     bomb = hostile.REFUSED[name]
     image, query = served.parts.smoke_queries()[0]
-    bomb_answer, *good = sender.send([Request(bomb.make()), *[Request(image)] * 15])
+    bomb_answer, *good = target.send([Request(bomb.make()), *[Request(image)] * 15])
     assert bomb_answer.status == 400, bomb_answer.body
     assert bomb.sentence in bomb_answer.sentence
     assert [json.loads(answer.body)["pred"] for answer in good] == [query.pred] * 15
 
 
-def test_json_without_an_image_is_rejected_cheaply(sender: Front) -> None:
+def test_json_without_an_image_is_rejected_cheaply(target: RequestTarget) -> None:
     bodies = [b'{"data": [' + b"{}," * 2_000_000 + b"{}]}", b'{"x": ' + b"[" * 6_000_000]
-    for answer in sender.send([Request(body) for body in bodies]):
+    for answer in target.send([Request(body) for body in bodies]):
         assert answer.status == 400, answer.body
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_accepts_every_kind_of_png_and_jpeg(sender: Front, name: str) -> None:
-    (answer,) = sender.send([ACCEPTED[name]])
+def test_accepts_every_kind_of_png_and_jpeg(target: RequestTarget, name: str) -> None:
+    (answer,) = target.send([ACCEPTED[name]])
     assert answer.status == 200, answer.body
     assert "pred" in json.loads(answer.body)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_bad_request_is_rejected_alone_with_a_message(served: Served, sender: Front, name: str) -> None:
+def test_bad_request_is_rejected_alone_with_a_message(served: Served, target: RequestTarget, name: str) -> None:
     request, status, sentence = REFUSED[name]
     image, query = served.parts.smoke_queries()[0]
-    answers = sender.send([Request(image), request, Request(image)] * 4)
+    answers = target.send([Request(image), request, Request(image)] * 4)
     for number, answer in enumerate(answers):
         if number % 3 == 1:
             assert answer.status == status, answer.body
@@ -135,15 +135,15 @@ def test_bad_request_is_rejected_alone_with_a_message(served: Served, sender: Fr
             assert json.loads(answer.body)["pred"] == query.pred
 
 
-def test_chunked_body_beyond_the_limit_is_rejected(sender: Front) -> None:
+def test_chunked_body_beyond_the_limit_is_rejected(target: RequestTarget) -> None:
     chunk = b"%x\r\n%s\r\n" % (1_000_000, bytes(1_000_000))
     request = Request(chunk * 7 + b"0\r\n\r\n", ((b"Transfer-Encoding", b"chunked"),))
-    (answer,) = sender.send([request])
+    (answer,) = target.send([request])
     assert answer.status == 413
     assert "is larger than" in answer.sentence
 
 
-def test_survives_two_thousand_malformed_requests_without_5xx(served: Served, sender: Front) -> None:
+def test_survives_two_thousand_malformed_requests_without_5xx(served: Served, target: RequestTarget) -> None:
     workers = served.management.describe("embedding").workers
     sent: set[Request] = set()
 
@@ -157,11 +157,11 @@ def test_survives_two_thousand_malformed_requests_without_5xx(served: Served, se
     @given(st.integers(0, 2**62))
     def throw(seed: int) -> None:
         rng = random.Random(seed)
-        requests = [sender.malformed(rng) for _ in range(IN_FLIGHT - 4)]
-        answers = sender.send([*requests, *[sender.good] * 4])
+        requests = [target.malformed(rng) for _ in range(IN_FLIGHT - 4)]
+        answers = target.send([*requests, *[target.good] * 4])
         for request, answer in zip(requests, answers, strict=False):
             assert is_refusal(answer), (request, answer)
-        assert all(sender.is_right(answer) for answer in answers[-4:])
+        assert all(target.is_right(answer) for answer in answers[-4:])
         sent.update(requests)
 
     throw()
@@ -170,7 +170,7 @@ def test_survives_two_thousand_malformed_requests_without_5xx(served: Served, se
 
 
 @pytest.mark.slow
-def test_survives_a_minute_of_fuzzing_without_5xx(served: Served, sender: Front) -> None:
+def test_survives_a_minute_of_fuzzing_without_5xx(served: Served, target: RequestTarget) -> None:
     workers = served.management.describe("embedding").workers
-    assert fuzz(sender, seconds=60) > 100
+    assert fuzz(target, seconds=60) > 100
     assert served.management.describe("embedding").workers == workers

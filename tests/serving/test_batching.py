@@ -26,28 +26,28 @@ BATCHES = re.compile(r"^evernear_batch_size_(count|sum)\{.*\} (\S+)$", re.MULTIL
 
 
 @pytest.fixture(scope="module")
-def patient(make_release: MakeRelease, tmp_path_factory: pytest.TempPathFactory) -> PackedRelease:
+def delayed_release(make_release: MakeRelease, tmp_path_factory: pytest.TempPathFactory) -> PackedRelease:
     config = f"batchSize: {QUEUED}\nmaxBatchDelay: {1000 * MAX_DELAY_S}\nresponseTimeout: 30\n".encode()
-    return forge(make_release(), tmp_path_factory.mktemp("patient") / "release.mar", **{MODEL_CONFIG_FILE: config})
+    return forge(make_release(), tmp_path_factory.mktemp("delayed") / "release.mar", **{MODEL_CONFIG_FILE: config})
 
 
 @pytest.fixture(scope="module", params=["registered while it runs", "loaded at startup"])
 def server(
-    request: pytest.FixtureRequest, patient: PackedRelease, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, delayed_release: PackedRelease, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     workdir = tmp_path_factory.mktemp("server")
     if request.param == "registered while it runs":
-        with serving(patient, workdir) as served:
+        with serving(delayed_release, workdir) as served:
             yield served
         return
     settings = Settings(workdir=workdir, serving=settings_on_free_ports(model_api=False))
     home = home_of(workdir)
     model_store(home).mkdir(parents=True)
-    shutil.copy(patient.archive, model_store(home) / "embedding.mar")
+    shutil.copy(delayed_release.archive, model_store(home) / "embedding.mar")
     torchserve.start(settings.serving, home)
     try:
-        torchserve.await_ready(settings.serving, home, patient.version)
-        yield Served(settings, open_release(patient.archive, workdir / "opened"))
+        torchserve.await_ready(settings.serving, home, delayed_release.version)
+        yield Served(settings, open_release(delayed_release.archive, workdir / "opened"))
     finally:
         torchserve.stop(home)
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import grpc
 import pytest
+from fake_servers import ANSWER, grpc_server, http_server
 from no_files import NO_FILES
 from served import Served
-from stand_ins import ANSWER, grpc_server, http_server
 
 from evernear.errors import (
     DataError,
@@ -283,7 +283,7 @@ def test_generated_protobuf_modules_match_the_proto_file(tmp_path: Path) -> None
         assert (tmp_path / name).read_text() == (source / name).read_text()
 
 
-class Several(Target):
+class SeveralAddresses(Target):
     """Several addresses of one name, as the pods of a headless Service have."""
 
     @property
@@ -299,7 +299,7 @@ def test_addresses_of_one_name_are_used_in_turn() -> None:
         return json.dumps(ANSWER).encode()
 
     with grpc_server(lambda *_: answer(0)) as first, grpc_server(lambda *_: answer(1)) as second:
-        target = Several(f"127.0.0.1:{first},127.0.0.1:{second}", first, "embedding", "grpc")
+        target = SeveralAddresses(f"127.0.0.1:{first},127.0.0.1:{second}", first, "embedding", "grpc")
         with Client(target) as client:
             client.predict(b"image")
             time.sleep(0.2)  # until both are connected

@@ -57,7 +57,7 @@ def test_server_exports_metrics_of_its_requests(served: Served) -> None:
         assert 0 < more("evernear_stage_seconds_total", f'stage="{stage}"') < 60
     assert value(after, "evernear_unknown_threshold") == pytest.approx(served.manifest.threshold, abs=1e-6)
     assert value(after, "evernear_release_info", f'network="{served.manifest.network_sha256[:12]}"') == 1
-    agreeing = sum(near.label == answer.pred for near in answer.neighbors)
+    agreeing = sum(neighbor.label == answer.pred for neighbor in answer.neighbors)
     known = 0 if answer.unknown else 3
     assert more("evernear_neighbors_total", 'agrees="true"') == known * agreeing
     assert more("evernear_neighbors_total", 'agrees="false"') == known * (len(answer.neighbors) - agreeing)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faulty import FaultyServer, start_front
+from faulty import FaultyProxy, start_faulty_proxy
 from minio import Minio
 from ports import free_ports, wait_for_port
 
@@ -21,19 +21,19 @@ _bucket_numbers = itertools.count()
 
 
 @pytest.fixture
-def front(s3_endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+def faulty_proxy(s3_endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     """A fault-injecting proxy for moto, configured in the environment; ``bucket`` exists."""
-    with start_front(s3_endpoint) as front:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", front.url)
-        yield front
+    with start_faulty_proxy(s3_endpoint) as faulty_proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", faulty_proxy.url)
+        yield faulty_proxy
 
 
 @pytest.fixture
-def altering_proxy(front: FaultyServer) -> FaultyServer:
+def altering_proxy(faulty_proxy: FaultyProxy) -> FaultyProxy:
     """The proxy, if it may change requests; real servers verify signatures."""
     if "TEST_S3_URL" in os.environ:
         pytest.skip("the server at TEST_S3_URL verifies signatures")
-    return front
+    return faulty_proxy
 
 
 @pytest.fixture

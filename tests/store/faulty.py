@@ -25,7 +25,7 @@ class Request:
 
 
 @dataclass
-class FaultyServer:
+class FaultyProxy:
     """The proxy: received requests and pending faults."""
 
     upstream: str
@@ -60,19 +60,19 @@ class FaultyServer:
 
 
 @contextmanager
-def start_front(upstream: str, tls: ssl.SSLContext | None = None) -> Iterator[FaultyServer]:
+def start_faulty_proxy(upstream: str, tls: ssl.SSLContext | None = None) -> Iterator[FaultyProxy]:
     """Start a reverse proxy, which also works as a forward proxy, for the server at ``upstream``."""
-    front = FaultyServer(upstream)
-    server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"front": front}))
+    faulty_proxy = FaultyProxy(upstream)
+    server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"faulty_proxy": faulty_proxy}))
     if tls:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
-    front.url = f"{'https' if tls else 'http'}://127.0.0.1:{server.server_address[1]}"
+    faulty_proxy.url = f"{'https' if tls else 'http'}://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
-        yield front
+        yield faulty_proxy
     finally:
-        front.closing.set()
+        faulty_proxy.closing.set()
         server.shutdown()
         thread.join()
         server.server_close()
@@ -89,15 +89,15 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    front: FaultyServer
+    faulty_proxy: FaultyProxy
     body: bytes
 
     def _handle(self) -> None:
         path = self.path[self.path.index("/", len("http://")) :] if self.path.startswith("http://") else self.path
         self.path = path
-        self.front.requests.append(Request(self.command, path, dict(self.headers)))
-        fault = self.front.fault(self.command)
-        if self.front.refuses_early and self.command == "PUT" and self._loses():
+        self.faulty_proxy.requests.append(Request(self.command, path, dict(self.headers)))
+        fault = self.faulty_proxy.fault(self.command)
+        if self.faulty_proxy.refuses_early and self.command == "PUT" and self._loses():
             fault = reject_early
         if fault is reset_upload:
             self.rfile.read(int(self.headers.get("Content-Length") or 0) // 2)
@@ -112,9 +112,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _loses(self) -> bool:
         """Whether the condition of this PUT currently fails."""
-        connection = http.client.HTTPConnection(urlsplit(self.front.upstream).netloc, timeout=30)
+        connection = http.client.HTTPConnection(urlsplit(self.faulty_proxy.upstream).netloc, timeout=30)
         try:
-            with self.front.lock:
+            with self.faulty_proxy.lock:
                 connection.request("HEAD", self.path, headers={"Authorization": self.headers["Authorization"]})
                 response = connection.getresponse()
         finally:
@@ -125,11 +125,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def forward(self) -> tuple[http.client.HTTPResponse, bytes]:
         """Return the response of the upstream server."""
-        headers = {name: value for name, value in self.headers.items() if name not in self.front.ignored_headers}
-        connection = http.client.HTTPConnection(urlsplit(self.front.upstream).netloc, timeout=30)
+        headers = {name: value for name, value in self.headers.items() if name not in self.faulty_proxy.ignored_headers}
+        connection = http.client.HTTPConnection(urlsplit(self.faulty_proxy.upstream).netloc, timeout=30)
         try:
             # One at a time, because moto's operations are not atomic.
-            with self.front.lock:
+            with self.faulty_proxy.lock:
                 connection.request(self.command, self.path, self.body, headers)
                 response = connection.getresponse()
                 return response, response.read()
@@ -148,11 +148,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(size_bytes))
         self.end_headers()
 
-    def hang_up(self, politely: bool = False) -> None:
+    def disconnect(self, graceful: bool = False) -> None:
         """Close the connection with FIN or RST."""
         self.close_connection = True
         self.wfile.flush()
-        if not politely:
+        if not graceful:
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.connection.close()
 
@@ -183,7 +183,7 @@ def truncate(handler: _Handler) -> None:
     response, body = handler.forward()
     handler.head(response, len(body))
     handler.wfile.write(body[: len(body) // 2])
-    handler.hang_up(politely=True)
+    handler.disconnect(graceful=True)
 
 
 def reset_download(handler: _Handler) -> None:
@@ -191,18 +191,18 @@ def reset_download(handler: _Handler) -> None:
     response, body = handler.forward()
     handler.head(response, len(body))
     handler.wfile.write(body[: len(body) // 2])
-    handler.hang_up()
+    handler.disconnect()
 
 
 def reset_upload(handler: _Handler) -> None:
     """Reset the connection after half of the body."""
-    handler.hang_up()
+    handler.disconnect()
 
 
 def reject_early(handler: _Handler) -> None:
     """Send a 412 before reading the body, then reset the connection."""
     _answer(handler, 412, "application/xml", b"<Error><Code>PreconditionFailed</Code></Error>", {})
-    handler.hang_up()
+    handler.disconnect()
 
 
 class DelayedRequest:
@@ -211,12 +211,12 @@ class DelayedRequest:
     def __init__(self) -> None:
         self._handler: _Handler | None = None
 
-    def hang_up(self, handler: _Handler) -> None:
+    def disconnect(self, handler: _Handler) -> None:
         """Fault of the first request."""
         self._handler = handler
-        handler.hang_up()
+        handler.disconnect()
 
-    def catch_up(self, handler: _Handler) -> None:
+    def execute(self, handler: _Handler) -> None:
         """Fault of the second request."""
         assert self._handler is not None
         self._handler.forward()
@@ -226,13 +226,13 @@ class DelayedRequest:
 def lose_response(handler: _Handler) -> None:
     """Execute the request and drop the response."""
     handler.forward()
-    handler.hang_up()
+    handler.disconnect()
 
 
 def hang(handler: _Handler) -> None:
     """Delay the response beyond the client's timeout."""
-    handler.front.closing.wait(30)
-    handler.hang_up()
+    handler.faulty_proxy.closing.wait(30)
+    handler.disconnect()
 
 
 def refuse(status: int, code: str, **headers: str) -> Fault:

@@ -11,14 +11,14 @@ import pytest
 from faulty import (
     DelayedRequest,
     Fault,
-    FaultyServer,
+    FaultyProxy,
     empty_listing,
     forward,
     lose_response,
     page,
     refuse,
     reset_upload,
-    start_front,
+    start_faulty_proxy,
 )
 
 from evernear.errors import ConflictError, StoreError, TransientStoreError
@@ -30,20 +30,20 @@ SERVERS = ["atomic", "ignoring", "swift"]
 
 
 @pytest.fixture
-def atomic(front: FaultyServer) -> FaultyServer:
+def atomic(faulty_proxy: FaultyProxy) -> FaultyProxy:
     """A server that checks and writes atomically, like AWS."""
-    return front
+    return faulty_proxy
 
 
 @pytest.fixture
-def ignoring(altering_proxy: FaultyServer) -> FaultyServer:
+def ignoring(altering_proxy: FaultyProxy) -> FaultyProxy:
     """A server that ignores conditions, like SeaweedFS before 3.97."""
     altering_proxy.ignored_headers = frozenset({"If-Match", "If-None-Match"})
     return altering_proxy
 
 
 @pytest.fixture
-def early(altering_proxy: FaultyServer) -> FaultyServer:
+def early(altering_proxy: FaultyProxy) -> FaultyProxy:
     """A server that rejects a failed conditional write before reading its body, then resets, like MinIO."""
     altering_proxy.refuses_early = True
     return altering_proxy
@@ -126,9 +126,7 @@ def _create_lease(store: S3Store) -> str:
     return name
 
 
-def test_active_lease_is_awaited_and_named(
-    ignoring: FaultyServer, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_active_lease_is_awaited_and_named(ignoring: FaultyProxy, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = S3Store(bucket, "prefix")
     name = _create_lease(store)
     monkeypatch.setattr(conditional_put, "_LEASE_TIMEOUT_S", 0.5)
@@ -148,7 +146,7 @@ def test_active_lease_is_awaited_and_named(
     assert store.get("a/head") == b"1"
 
 
-def test_lease_of_a_killed_writer_expires(ignoring: FaultyServer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_of_a_killed_writer_expires(ignoring: FaultyProxy, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = S3Store(bucket, "prefix")
     _create_lease(store)
     monkeypatch.setattr(conditional_put, "_STALE_AFTER", timedelta(seconds=1))
@@ -156,7 +154,7 @@ def test_lease_of_a_killed_writer_expires(ignoring: FaultyServer, bucket: str, m
     assert list(store._client.list_objects(bucket, "prefix/.swap/", recursive=True)) == []
 
 
-def test_frozen_holder_does_not_write(ignoring: FaultyServer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_holder_does_not_write(ignoring: FaultyProxy, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conditional_put, "_LEASE_WRITE_WINDOW_S", 0.0)
     store = S3Store(bucket, "prefix")
     with pytest.raises(StoreError, match="too slow to hold a lease; nothing was written"):
@@ -164,7 +162,7 @@ def test_frozen_holder_does_not_write(ignoring: FaultyServer, bucket: str, monke
     assert store.find("head") is None
 
 
-def test_stale_listing_is_rejected(ignoring: FaultyServer, bucket: str) -> None:
+def test_stale_listing_is_rejected(ignoring: FaultyProxy, bucket: str) -> None:
     store = S3Store(bucket, "prefix")
     assert store._conditional_writer.race_winners == (8, 8)
     ignoring.inject("GET", empty_listing)
@@ -180,7 +178,7 @@ def time_out(handler: Any) -> None:
 
 
 @pytest.mark.parametrize("fault", [lose_response, time_out])
-def test_write_with_a_lost_response_is_read_back(atomic: FaultyServer, bucket: str, fault: Fault) -> None:
+def test_write_with_a_lost_response_is_read_back(atomic: FaultyProxy, bucket: str, fault: Fault) -> None:
     store = S3Store(bucket, "prefix")
     first = store.put_if("head", b"1", None)
     atomic.forget()
@@ -191,7 +189,7 @@ def test_write_with_a_lost_response_is_read_back(atomic: FaultyServer, bucket: s
 
 
 @pytest.mark.parametrize("fault", [reset_upload, page(502)])
-def test_interrupted_write_is_retried(atomic: FaultyServer, bucket: str, fault: Fault) -> None:
+def test_interrupted_write_is_retried(atomic: FaultyProxy, bucket: str, fault: Fault) -> None:
     store = S3Store(bucket, "prefix")
     first = store.put_if("head", b"1", None)
     atomic.forget()
@@ -206,15 +204,15 @@ def test_interrupted_write_is_retried(atomic: FaultyServer, bucket: str, fault: 
     assert store.find("head") == (b"2" * 10**6, second)
 
 
-def test_delayed_write_is_recognized_as_own(atomic: FaultyServer, bucket: str) -> None:
+def test_delayed_write_is_recognized_as_own(atomic: FaultyProxy, bucket: str) -> None:
     store, late = S3Store(bucket, "prefix"), DelayedRequest()
     first = store.put_if("head", b"1", None)
-    atomic.inject("PUT", late.hang_up, late.catch_up)
+    atomic.inject("PUT", late.disconnect, late.execute)
     second = store.put_if("head", b"2", first)
     assert store.find("head") == (b"2", second)
 
 
-def test_one_of_two_identical_writes_succeeds_despite_a_lost_response(atomic: FaultyServer, bucket: str) -> None:
+def test_one_of_two_identical_writes_succeeds_despite_a_lost_response(atomic: FaultyProxy, bucket: str) -> None:
     first, second = S3Store(bucket, "prefix"), S3Store(bucket, "prefix")
     first.put_if("claim", b"mine", None)
     assert second._conditional_writer.race_winners
@@ -223,7 +221,7 @@ def test_one_of_two_identical_writes_succeeds_despite_a_lost_response(atomic: Fa
         second.put_if("claim", b"mine", None)
 
 
-def test_overtaken_writer_gets_a_conflict(atomic: FaultyServer, bucket: str) -> None:
+def test_overtaken_writer_gets_a_conflict(atomic: FaultyProxy, bucket: str) -> None:
     store, other = S3Store(bucket, "prefix"), S3Store(bucket, "prefix")
     first = store.put_if("head", b"1", None)
 
@@ -238,23 +236,23 @@ def test_overtaken_writer_gets_a_conflict(atomic: FaultyServer, bucket: str) -> 
     assert store.get("head") == b"3"
 
 
-def test_outcome_is_unknown_only_if_the_object_cannot_be_read_back(atomic: FaultyServer, bucket: str) -> None:
+def test_outcome_is_unknown_only_if_the_object_cannot_be_read_back(atomic: FaultyProxy, bucket: str) -> None:
     store = S3Store(bucket, "prefix")
     first = store.put_if("head", b"1", None)
     atomic.inject("PUT", lose_response)
-    atomic.inject("HEAD", *[lose_response] * s3_connection.TRIES)
+    atomic.inject("HEAD", *[lose_response] * s3_connection.MAX_ATTEMPTS)
     with pytest.raises(TransientStoreError, match=r"not known whether it was, since it cannot be read either: http://"):
         store.put_if("head", b"2", first)
 
 
-def test_probe_survives_broken_connections(atomic: FaultyServer, bucket: str) -> None:
+def test_probe_survives_broken_connections(atomic: FaultyProxy, bucket: str) -> None:
     atomic.inject("PUT", *[lose_response] * 12)
     assert S3Store(bucket, "prefix")._conditional_writer.race_winners == (1, 1)
-    atomic.inject("DELETE", *[lose_response] * s3_connection.TRIES)
+    atomic.inject("DELETE", *[lose_response] * s3_connection.MAX_ATTEMPTS)
     assert S3Store(bucket, "prefix")._conditional_writer.race_winners == (1, 1)
 
 
-def test_early_rejection_is_a_conflict(early: FaultyServer, bucket: str) -> None:
+def test_early_rejection_is_a_conflict(early: FaultyProxy, bucket: str) -> None:
     for _ in range(5):
         assert S3Store(bucket, "prefix")._conditional_writer.race_winners == (1, 1)
     store = S3Store(bucket, "prefix")
@@ -266,7 +264,7 @@ def test_early_rejection_is_a_conflict(early: FaultyServer, bucket: str) -> None
     assert store.find("head") == (b"1", first)
 
 
-def test_throttled_write_is_retried(atomic: FaultyServer, bucket: str) -> None:
+def test_throttled_write_is_retried(atomic: FaultyProxy, bucket: str) -> None:
     store = S3Store(bucket, "prefix")
     first = store.put_if("head", b"1", None)
     atomic.forget()
@@ -276,24 +274,24 @@ def test_throttled_write_is_retried(atomic: FaultyServer, bucket: str) -> None:
     assert store.get("head") == b"2"
 
     atomic.inject("PUT", *[refuse(503, "SlowDown")] * 4)
-    with pytest.raises(StoreError, match=r"overloaded or broken \(503 SlowDown\) after 4 tries; run again later"):
+    with pytest.raises(StoreError, match=r"overloaded or broken \(503 SlowDown\) after 4 attempts; run again later"):
         store.put_if("head", b"3", None)
     assert store.get("head") == b"2"
 
 
-def test_leased_write_with_a_lost_response_is_read_back(ignoring: FaultyServer, bucket: str) -> None:
+def test_leased_write_with_a_lost_response_is_read_back(ignoring: FaultyProxy, bucket: str) -> None:
     store = S3Store(bucket, "prefix")
     first = store.put_if("head", b"1", None)
-    ignoring.inject("PUT", forward, *[lose_response] * s3_connection.TRIES)  # after the lease
+    ignoring.inject("PUT", forward, *[lose_response] * s3_connection.MAX_ATTEMPTS)  # after the lease
     second = store.put_if("head", b"2", first)
     assert store.find("head") == (b"2", second)
-    ignoring.inject("PUT", forward, *[reset_upload] * s3_connection.TRIES)
+    ignoring.inject("PUT", forward, *[reset_upload] * s3_connection.MAX_ATTEMPTS)
     with pytest.raises(TransientStoreError):
         store.put_if("head", b"3" * 10**6, second)
     assert store.find("head") == (b"2", second)
 
 
-def test_concurrent_increments_are_not_lost_without_conditional_writes(ignoring: FaultyServer, bucket: str) -> None:
+def test_concurrent_increments_are_not_lost_without_conditional_writes(ignoring: FaultyProxy, bucket: str) -> None:
     def count(_: int) -> None:
         store = S3Store(bucket, "prefix")
         for _ in range(3):
@@ -311,8 +309,8 @@ def test_concurrent_increments_are_not_lost_without_conditional_writes(ignoring:
 
 
 def test_unsupported_server_is_not_reported_as_a_conflict(s3_endpoint: str, bucket: str, monkeypatch) -> None:
-    with start_front(s3_endpoint) as front:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", front.url)
-        front.inject("PUT", *[refuse(403, "AccessDenied")] * 8)
+    with start_faulty_proxy(s3_endpoint) as faulty_proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", faulty_proxy.url)
+        faulty_proxy.inject("PUT", *[refuse(403, "AccessDenied")] * 8)
         with pytest.raises(StoreError, match=r"s3:PutObject on s3://bucket-\d+/prefix/.swap/probe-"):
             S3Store(bucket, "prefix").put_if("head", b"1", None)

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 from contender import compete
-from faulty import FaultyServer
+from faulty import FaultyProxy
 from releases import MakeRelease, PackedRelease
 
 from evernear.release.registry import Registry
@@ -30,8 +30,8 @@ def contended_store(request: pytest.FixtureRequest) -> tuple[str, int]:
         if "TEST_S3_URL" not in os.environ:
             pytest.skip("TEST_S3_URL is not set")
         return f"s3://{request.getfixturevalue('bucket')}/team", 1000
-    front: FaultyServer = request.getfixturevalue("altering_proxy")
-    front.refuses_early = True
+    faulty_proxy: FaultyProxy = request.getfixturevalue("altering_proxy")
+    faulty_proxy.refuses_early = True
     return f"s3://{request.getfixturevalue('bucket')}/team", 8
 
 

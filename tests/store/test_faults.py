@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from faulty import (
     Fault,
-    FaultyServer,
+    FaultyProxy,
     flip,
     flip_upload,
     hang,
@@ -24,7 +24,7 @@ from faulty import (
     refuse,
     reset_download,
     reset_upload,
-    start_front,
+    start_faulty_proxy,
     truncate,
 )
 
@@ -40,10 +40,10 @@ UPLOAD_FAULTS = [reset_upload, lose_response, refuse(503, "SlowDown"), page(504)
 
 
 @pytest.fixture
-def store(front: FaultyServer, bucket: str) -> S3Store:
+def store(faulty_proxy: FaultyProxy, bucket: str) -> S3Store:
     store = S3Store(bucket, "prefix")
     store.put("x", DATA)
-    front.forget()
+    faulty_proxy.forget()
     return store
 
 
@@ -54,23 +54,23 @@ def _sentence(error: EvernearError) -> str:
     return text
 
 
-def by_reader(front: FaultyServer) -> list[bool]:
+def by_reader(faulty_proxy: FaultyProxy) -> list[bool]:
     """For each received request, whether it came from the client that `Store.reader` prefers."""
-    return [any("object_store" in value for value in request.headers.values()) for request in front.requests]
+    return [any("object_store" in value for value in request.headers.values()) for request in faulty_proxy.requests]
 
 
 @pytest.mark.parametrize("fault", DOWNLOAD_FAULTS)
-def test_interrupted_read_is_retried(front: FaultyServer, store: S3Store, tmp_path: Path, fault: Fault) -> None:
-    front.inject("GET", fault)
+def test_interrupted_read_is_retried(faulty_proxy: FaultyProxy, store: S3Store, tmp_path: Path, fault: Fault) -> None:
+    faulty_proxy.inject("GET", fault)
     assert store.get("x") == DATA
-    front.inject("GET", fault)
+    faulty_proxy.inject("GET", fault)
     assert store.fetch("x", tmp_path / "x", sha256_bytes(DATA)).read_bytes() == DATA
     assert [info.key for info in store.list("")] == ["x"]
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
-    front.forget()
-    front.inject("GET", fault)
+    faulty_proxy.forget()
+    faulty_proxy.inject("GET", fault)
     assert store.reader()("x") == DATA
-    assert by_reader(front) == [True, False]
+    assert by_reader(faulty_proxy) == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -80,60 +80,60 @@ def test_interrupted_read_is_retried(front: FaultyServer, store: S3Store, tmp_pa
         (reset_download, r"The transfer of s3://bucket-\d+/prefix/x was interrupted \(.*\); run again\."),
         (
             refuse(503, "SlowDown"),
-            r"http://.* is overloaded or broken \(503 SlowDown\) after 4 tries; run again later\.",
+            r"http://.* is overloaded or broken \(503 SlowDown\) after 4 attempts; run again later\.",
         ),
         (page(502), r"http://.* does not behave like S3 \(.*502.*\); check AWS_ENDPOINT_URL\."),
         (flip, r"s3://bucket-\d+/prefix/x is damaged: its content does not have the sha256 [0-9a-f]{64}\."),
     ],
 )
 def test_failed_read_leaves_the_existing_file(
-    front: FaultyServer, store: S3Store, tmp_path: Path, fault: Fault, sentence: str
+    faulty_proxy: FaultyProxy, store: S3Store, tmp_path: Path, fault: Fault, sentence: str
 ) -> None:
     (tmp_path / "x").write_bytes(b"old")
-    front.inject("GET", *[fault] * 8)
+    faulty_proxy.inject("GET", *[fault] * 8)
     with pytest.raises((StoreError, IntegrityError), match=sentence) as raised:
         store.fetch("x", tmp_path / "x")
     assert raised.value.exit_code == (5 if fault is flip else 4)
-    assert front.count("GET") <= s3_connection.TRIES
+    assert faulty_proxy.count("GET") <= s3_connection.MAX_ATTEMPTS
     assert (tmp_path / "x").read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 @pytest.mark.parametrize("fault", UPLOAD_FAULTS)
-def test_failed_write_is_retried(front: FaultyServer, store: S3Store, fault: Fault) -> None:
-    front.inject("PUT", fault)
+def test_failed_write_is_retried(faulty_proxy: FaultyProxy, store: S3Store, fault: Fault) -> None:
+    faulty_proxy.inject("PUT", fault)
     store.put("x", DATA[::-1])
-    assert front.count("PUT") == 2
+    assert faulty_proxy.count("PUT") == 2
     assert store.get("x") == DATA[::-1]
 
 
 @pytest.mark.parametrize("fault", [reset_upload, refuse(503, "SlowDown"), page(504)])
-def test_failed_write_leaves_the_old_object(front: FaultyServer, store: S3Store, fault: Fault) -> None:
-    front.inject("PUT", *[fault] * 8)
+def test_failed_write_leaves_the_old_object(faulty_proxy: FaultyProxy, store: S3Store, fault: Fault) -> None:
+    faulty_proxy.inject("PUT", *[fault] * 8)
     with pytest.raises(StoreError) as raised:
         store.put("x", b"new")
     _sentence(raised.value)
-    assert front.count("PUT") == s3_connection.TRIES
-    front.forget()
+    assert faulty_proxy.count("PUT") == s3_connection.MAX_ATTEMPTS
+    faulty_proxy.forget()
     assert store.get("x") == DATA
 
 
-def test_large_file_upload_is_atomic(front: FaultyServer, store: S3Store, tmp_path: Path) -> None:
+def test_large_file_upload_is_atomic(faulty_proxy: FaultyProxy, store: S3Store, tmp_path: Path) -> None:
     large = tmp_path / "large"
     large.write_bytes(os.urandom(11 * 2**20))
-    front.inject("PUT", reset_upload, refuse(503, "SlowDown"))
+    faulty_proxy.inject("PUT", reset_upload, refuse(503, "SlowDown"))
     store.put("large", large)
     assert store.get("large") == large.read_bytes()
 
-    front.inject("PUT", *[reset_upload] * 40)
+    faulty_proxy.inject("PUT", *[reset_upload] * 40)
     with pytest.raises(StoreError):
         store.put("other", large)
     assert store.find("other") is None
     # The uploaded parts were removed.
-    assert front.count("DELETE") == 1
+    assert faulty_proxy.count("DELETE") == 1
 
 
-def test_object_damaged_at_rest_is_rejected(front: FaultyServer, store: S3Store, tmp_path: Path) -> None:
+def test_object_damaged_at_rest_is_rejected(faulty_proxy: FaultyProxy, store: S3Store, tmp_path: Path) -> None:
     # The content changes, but the recorded hash does not.
     metadata = {"sha256": sha256_bytes(DATA)}
     store._client.put_object(store.bucket, "prefix/y", BytesIO(b"other"), 5, metadata=metadata)
@@ -143,18 +143,18 @@ def test_object_damaged_at_rest_is_rejected(front: FaultyServer, store: S3Store,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unresponsive_server_times_out(front: FaultyServer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_server_times_out(faulty_proxy: FaultyProxy, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_connection, "READ_TIMEOUT_S", 0.2)
     store = S3Store(bucket, "prefix")
-    front.inject("GET", *[hang] * 4)
+    faulty_proxy.inject("GET", *[hang] * 4)
     with pytest.raises(StoreError, match=r"cannot be reached: .*[Rr]ead timed out"):
         store.get("x")
-    assert front.count("GET") == s3_connection.TRIES
+    assert faulty_proxy.count("GET") == s3_connection.MAX_ATTEMPTS
 
 
-def test_clock_skew_is_named(front: FaultyServer, store: S3Store) -> None:
+def test_clock_skew_is_named(faulty_proxy: FaultyProxy, store: S3Store) -> None:
     late = (datetime.now(UTC) + timedelta(hours=2)).strftime("%a, %d %b %Y %H:%M:%S GMT")
-    front.inject("GET", refuse(403, "RequestTimeTooSkewed", Date=late))
+    faulty_proxy.inject("GET", refuse(403, "RequestTimeTooSkewed", Date=late))
     with pytest.raises(
         StoreError, match=r"clock and that of http://.* differ by (7199|7200) s.*set this machine's clock"
     ):
@@ -178,30 +178,30 @@ def test_swift_rejects_wrong_keys(swift_bucket: str, monkeypatch: pytest.MonkeyP
 
 
 def test_swift_rejects_damaged_uploads(swift_endpoint: str, swift_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with start_front(swift_endpoint) as front:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", front.url)
+    with start_faulty_proxy(swift_endpoint) as faulty_proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", faulty_proxy.url)
         store = S3Store(swift_bucket, "")
-        front.inject("PUT", flip_upload)
+        faulty_proxy.inject("PUT", flip_upload)
         with pytest.raises(StoreError, match=r"upload of s3://.*/x was damaged in transit .*nothing was stored"):
             store.put("x", DATA)
         assert store.find("x") is None
 
 
-def test_invalid_listing_is_reported(front: FaultyServer, store: S3Store) -> None:
-    front.inject("GET", *[flip] * 4)
+def test_invalid_listing_is_reported(faulty_proxy: FaultyProxy, store: S3Store) -> None:
+    faulty_proxy.inject("GET", *[flip] * 4)
     with pytest.raises(StoreError, match="sent an invalid response about s3://"):
         list(store.list(""))
 
 
 @pytest.fixture
-def proxy(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+def proxy(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     for name in ("http_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    with start_front(s3_endpoint) as front:
-        yield front
+    with start_faulty_proxy(s3_endpoint) as faulty_proxy:
+        yield faulty_proxy
 
 
-def test_proxy_from_the_environment_is_used(proxy: FaultyServer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_from_the_environment_is_used(proxy: FaultyProxy, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", proxy.url.replace("//", "//me:p%40ss@"))
     store = open_store(f"s3://{bucket}/prefix")
     store.put_if("x", b"1", None)
@@ -220,21 +220,23 @@ def test_proxy_from_the_environment_is_used(proxy: FaultyServer, bucket: str, mo
 
 
 def test_urls_are_path_style_and_signed_for_the_region(
-    front: FaultyServer, bucket: str, monkeypatch: pytest.MonkeyPatch
+    faulty_proxy: FaultyProxy, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for variables, region in (({"AWS_REGION": "eu-west-3"}, "eu-west-3"), ({"AWS_REGION": ""}, "us-east-1")):
-        front.forget()
+        faulty_proxy.forget()
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         store = open_store(f"s3://{bucket}/prefix")
         store.find("x")
         store.put_if(f"y-{region}", b"1", None)
-        assert all(request.path.startswith(f"/{bucket}") for request in front.requests)
-        assert all(f"/{region}/s3/aws4_request" in request.headers["Authorization"] for request in front.requests)
+        assert all(request.path.startswith(f"/{bucket}") for request in faulty_proxy.requests)
+        assert all(
+            f"/{region}/s3/aws4_request" in request.headers["Authorization"] for request in faulty_proxy.requests
+        )
 
 
-def test_wrong_region_is_named(front: FaultyServer, store: S3Store) -> None:
-    front.inject("GET", refuse(400, "AuthorizationHeaderMalformed"))
+def test_wrong_region_is_named(faulty_proxy: FaultyProxy, store: S3Store) -> None:
+    faulty_proxy.inject("GET", refuse(400, "AuthorizationHeaderMalformed"))
     with pytest.raises(StoreError, match=r"bucket 'bucket-\d+' is not in the region us-east-1 .*set AWS_REGION"):
         store.get("x")
 
@@ -262,21 +264,21 @@ def test_https_requires_a_trusted_certificate(
 ) -> None:
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(authority)
-    with start_front(s3_endpoint, tls) as front:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", front.url)
+    with start_faulty_proxy(s3_endpoint, tls) as faulty_proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", faulty_proxy.url)
         with pytest.raises(StoreError, match=r"https://.* cannot be trusted: .*certificate.*; AWS_CA_BUNDLE may name"):
             S3Store(bucket, "prefix").put("x", DATA)
         with pytest.raises(StoreError, match="cannot be trusted"):
             S3Store(bucket, "prefix").reader()("x")
-        assert front.requests == []
+        assert faulty_proxy.requests == []
         monkeypatch.setenv("AWS_CA_BUNDLE", str(authority))
         store = S3Store(bucket, "prefix")
         store.put("x", DATA)
         store.put_if("y", DATA, None)
         assert store.get("x") == store.get("y") == store.reader()("x") == DATA
-        assert by_reader(front)[-3:] == [False, False, True]
+        assert by_reader(faulty_proxy)[-3:] == [False, False, True]
     monkeypatch.setenv("AWS_CA_BUNDLE", str(authority.with_name("absent.pem")))
-    with pytest.raises(SettingsError, match=r"There are no certificates at .*absent\.pem"):
+    with pytest.raises(SettingsError, match=r"The certificate file .*absent\.pem .* does not exist"):
         S3Store(bucket, "prefix")
 
 
@@ -298,20 +300,20 @@ def test_invalid_environment_is_named(
         S3Store(bucket, "prefix")
 
 
-def test_archived_object_is_not_reported_as_forbidden(front: FaultyServer, store: S3Store) -> None:
-    front.inject("GET", refuse(403, "InvalidObjectState"))
+def test_archived_object_is_not_reported_as_forbidden(faulty_proxy: FaultyProxy, store: S3Store) -> None:
+    faulty_proxy.inject("GET", refuse(403, "InvalidObjectState"))
     with pytest.raises(StoreError, match=r"refused s3:GetObject on s3://.*/prefix/x: InvalidObjectState, sorry\."):
         store.get("x")
 
 
-def test_missing_keys_are_reported(front: FaultyServer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_keys_are_reported(faulty_proxy: FaultyProxy, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     store = S3Store(bucket, "prefix")
-    front.inject("GET", refuse(403, "AccessDenied"))
+    faulty_proxy.inject("GET", refuse(403, "AccessDenied"))
     with pytest.raises(
         StoreError, match=r"not permitted without keys; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
     ):
         store.get("x")
-    with pytest.raises(StoreError, match="There is no absent"):
+    with pytest.raises(StoreError, match="absent does not exist"):
         store.reader()("absent")
-    assert all("authorization" not in map(str.lower, request.headers) for request in front.requests)
+    assert all("authorization" not in map(str.lower, request.headers) for request in faulty_proxy.requests)

@@ -33,11 +33,11 @@ OBJECTS = {
     "evernear-store": ["prod/releases/champion.json", "prod/datasets/digits/head", "elsewhere/secret"],
 }
 
-Enter = Callable[[str], None]
+UseKeys = Callable[[str], None]
 
 
 @dataclass
-class Guarded:
+class SecuredServer:
     """An S3 server with authorization."""
 
     endpoint: str
@@ -45,14 +45,14 @@ class Guarded:
 
 
 @pytest.fixture(scope="module", params=["moto", "seaweedfs"])
-def guarded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+def secured_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredServer]:
     start = moto_with_users if request.param == "moto" else seaweedfs_with_users
     with start(tmp_path_factory.mktemp(request.param)) as running:
         yield running
 
 
 @contextmanager
-def moto_with_users(directory: Path) -> Iterator[Guarded]:
+def moto_with_users(directory: Path) -> Iterator[SecuredServer]:
     (port,) = free_ports(1)
     # A separate process, because authorization is global state in moto.
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
@@ -66,7 +66,7 @@ def moto_with_users(directory: Path) -> Iterator[Guarded]:
             endpoint = f"http://127.0.0.1:{port}"
             keys = _create_users(endpoint)
             requests.post(f"{endpoint}/moto-api/reset-auth", data="0", timeout=10).raise_for_status()
-            yield Guarded(endpoint, keys)
+            yield SecuredServer(endpoint, keys)
         finally:
             server.terminate()
 
@@ -90,7 +90,7 @@ def _create_users(endpoint: str) -> dict[str, tuple[str, str]]:
 
 
 @contextmanager
-def seaweedfs_with_users(directory: Path) -> Iterator[Guarded]:
+def seaweedfs_with_users(directory: Path) -> Iterator[SecuredServer]:
     policies = published_policies()
     keys = {user: (f"{user}-key", f"{user}-secret") for user in (*policies, "admin")}
     rights = {user: {"policyNames": [user]} for user in policies} | {"admin": {"actions": ["Admin"]}}
@@ -106,7 +106,7 @@ def seaweedfs_with_users(directory: Path) -> Iterator[Guarded]:
             admin.make_bucket(bucket)
             for name in names:
                 admin.put_object(bucket, name, BytesIO(b"content"), 7)
-        yield Guarded(server.endpoint, keys)
+        yield SecuredServer(server.endpoint, keys)
 
 
 def published_policies() -> dict[str, str]:
@@ -116,23 +116,23 @@ def published_policies() -> dict[str, str]:
 
 
 @pytest.fixture
-def enter(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> Enter:
+def use_keys(secured_server: SecuredServer, monkeypatch: pytest.MonkeyPatch) -> UseKeys:
     """``enter(user)`` sets the environment to the keys of that user."""
 
-    def enter(user: str) -> None:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", guarded.endpoint)
+    def use_keys(user: str) -> None:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", secured_server.endpoint)
         monkeypatch.setenv("AWS_REGION", "us-east-1")
-        for name, value in zip(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), guarded.keys[user], strict=True):
+        for name, value in zip(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), secured_server.keys[user], strict=True):
             monkeypatch.setenv(name, value)
 
-    return enter
+    return use_keys
 
 
-def _refused(act: Callable[[], object], permission: str, place: str) -> None:
+def _refused(act: Callable[[], object], permission: str, location: str) -> None:
     with pytest.raises(StoreError) as raised:
         act()
     sentence = str(raised.value)
-    assert sentence.startswith(f"{permission} on {place}")
+    assert sentence.startswith(f"{permission} on {location}")
     assert " is not permitted with these keys" in sentence
     assert sentence.endswith("; see docs/object-store.md.")
     assert raised.value.exit_code == 4
@@ -144,8 +144,8 @@ def _cannot_write(store: Store, uri: str) -> None:
     _refused(lambda: store.delete("releases/champion.json"), "s3:DeleteObject", f"{uri}/releases/champion.json")
 
 
-def test_reader_policy_allows_only_reading_images(enter: Enter, tmp_path: Path) -> None:
-    enter("reader")
+def test_reader_policy_allows_only_reading_images(use_keys: UseKeys, tmp_path: Path) -> None:
+    use_keys("reader")
     images = open_store(IMAGES)
     assert list(images.folders()) == ["1"]
     assert [info.key for info in images.list("")] == ["1/a.png"]
@@ -160,9 +160,9 @@ def test_reader_policy_allows_only_reading_images(enter: Enter, tmp_path: Path) 
 
 
 def test_writer_policy_allows_only_writing_the_store(
-    enter: Enter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    use_keys: UseKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    enter("writer")
+    use_keys("writer")
     store = S3Store("evernear-store", "prod")
     (tmp_path / "large").write_bytes(os.urandom(6 * 2**20))
     store.put("datasets/large", tmp_path / "large")
@@ -184,8 +184,8 @@ def test_writer_policy_allows_only_writing_the_store(
     _refused(lambda: open_store(IMAGES).get("1/a.png"), "s3:GetObject", f"{IMAGES}/1/a.png")
 
 
-def test_server_policy_allows_only_reading_releases(enter: Enter, tmp_path: Path) -> None:
-    enter("server")
+def test_server_policy_allows_only_reading_releases(use_keys: UseKeys, tmp_path: Path) -> None:
+    use_keys("server")
     store = open_store(STORE)
     assert store.get("releases/champion.json") == b"content"
     assert store.find("releases/absent.json") is None
@@ -196,8 +196,8 @@ def test_server_policy_allows_only_reading_releases(enter: Enter, tmp_path: Path
     _refused(lambda: list(open_store(IMAGES).list("")), "s3:ListBucket", IMAGES)
 
 
-def test_shipper_policy_allows_only_uploading_query_logs(enter: Enter, tmp_path: Path) -> None:
-    enter("shipper")
+def test_shipper_policy_allows_only_uploading_query_logs(use_keys: UseKeys, tmp_path: Path) -> None:
+    use_keys("shipper")
     store = open_store(STORE)
     (tmp_path / "20270301T120000Z-v-host-1-a.jsonl").write_text("{}")
     assert ship(tmp_path, store) == 1
@@ -206,8 +206,8 @@ def test_shipper_policy_allows_only_uploading_query_logs(enter: Enter, tmp_path:
     _refused(lambda: list(store.list("")), "s3:ListBucket", STORE)
 
 
-def test_watcher_policy_allows_only_proposals_and_query_cleanup(enter: Enter, tmp_path: Path) -> None:
-    enter("watcher")
+def test_watcher_policy_allows_only_proposals_and_query_cleanup(use_keys: UseKeys, tmp_path: Path) -> None:
+    use_keys("watcher")
     store = open_store(STORE)
     assert ScheduleStore(store).switch(False, "U1").by == "U1"
     assert store.get("datasets/digits/head") == b"content"
@@ -218,8 +218,10 @@ def test_watcher_policy_allows_only_proposals_and_query_cleanup(enter: Enter, tm
     _refused(lambda: store.put("queries/20270301/x", b"1"), "s3:PutObject", f"{STORE}/queries/20270301/x")
 
 
-def test_wrong_and_unknown_keys_differ(enter: Enter, guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
-    enter("server")
+def test_wrong_and_unknown_keys_differ(
+    use_keys: UseKeys, secured_server: SecuredServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_keys("server")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "guessed")
     with pytest.raises(StoreError, match=r"does not accept the keys \(SignatureDoesNotMatch\)"):
         open_store(STORE).get("releases/champion.json")

@@ -39,9 +39,9 @@ def test_object_round_trip(store: Store, tmp_path: Path) -> None:
 
 
 def test_missing_object_is_named(store: Store, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"There is no a/b in .*(store|prefix)"):
+    with pytest.raises(StoreError, match=r"a/b does not exist in .*(store|prefix)"):
         store.get("a/b")
-    with pytest.raises(StoreError, match="There is no a/b in"):
+    with pytest.raises(StoreError, match="a/b does not exist in"):
         store.fetch("a/b", tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
@@ -148,7 +148,7 @@ def test_missing_bucket_is_reported(bucket: str) -> None:
     writes = (lambda: store.put("x", b""), lambda: store.put_if("x", b"", None))
     # With an administrator's keys, SeaweedFS creates missing buckets.
     for act in reads if "TEST_S3_URL" in os.environ else (*reads, *writes):
-        with pytest.raises(StoreError, match=f"There is no bucket '{bucket}-missing'"):
+        with pytest.raises(StoreError, match=f"The bucket '{bucket}-missing' does not exist"):
             act()
 
 

@@ -1,4 +1,4 @@
-"""``evernear watch``: check for new images and drift, and propose or start a training or a reindex."""
+"""``evernear watch``: check for new images and drift, and propose or start training or a reindex."""
 
 import logging
 import os
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     rich_markup_mode="markdown",
     no_args_is_help=True,
-    help="Check for new images and for drift, and propose or start a training or a reindex.",
+    help="Check for new images and for drift, and propose or start training or a reindex.",
 )
 
 

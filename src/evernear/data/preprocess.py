@@ -166,8 +166,8 @@ def _letterbox(image: Image.Image, target: tuple[int, int]) -> Image.Image:
     scale = min(target[0] / image.width, target[1] / image.height)
     size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
     boxed = Image.new(image.mode, target, BAR_VALUE if image.mode == "L" else (BAR_VALUE,) * 3)
-    place = (target[0] - size[0]) // 2, (target[1] - size[1]) // 2
-    boxed.paste(image.resize(size, Image.Resampling.BILINEAR), place)
+    offset = (target[0] - size[0]) // 2, (target[1] - size[1]) // 2
+    boxed.paste(image.resize(size, Image.Resampling.BILINEAR), offset)
     return boxed
 
 

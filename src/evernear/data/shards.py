@@ -142,13 +142,13 @@ class Dataset:
         space = np.empty(min(buffer_rows, rows) // world_size, self._dtype)
         for start in range(0, rows, buffer_rows):
             order = mixer.permutation(min(buffer_rows, rows - start))
-            mine = order.reshape(-1, world_size, batch_size)[:, rank]
+            own_rows = order.reshape(-1, world_size, batch_size)[:, rank]
             wanted = np.zeros(len(order), np.bool_)
-            wanted[mine] = True
-            buffer = space[: mine.size]
+            wanted[own_rows] = True
+            buffer = space[: own_rows.size]
             self._fill(buffer, pieces, wanted)
             position = np.cumsum(wanted) - 1
-            for numbers in position[mine]:
+            for numbers in position[own_rows]:
                 yield _block(buffer[numbers])
 
     def mean_std(self, split: Split = "train") -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -197,9 +197,9 @@ class Dataset:
                 continue
             with self._files.open(piece.shard, piece.start) as file:
                 first = file.tell()
-                for place, number in enumerate(numbers.tolist()):
+                for row, number in enumerate(numbers.tolist()):
                     file.seek(first + number * self._dtype.itemsize)
-                    part[place] = self._read(file, piece.shard, 1)[0]
+                    part[row] = self._read(file, piece.shard, 1)[0]
 
     def _read(self, file: FileIO, shard: Shard, count: int) -> Rows:
         rows = np.fromfile(file, self._dtype, count)
@@ -244,8 +244,8 @@ class _Window:
         while rows:
             piece = self._rest or next(self._pieces)
             count = min(rows, piece.count)
-            left = piece.count - count
-            self._rest = _Piece(piece.shard, piece.start + count, left) if left else None
+            remaining = piece.count - count
+            self._rest = _Piece(piece.shard, piece.start + count, remaining) if remaining else None
             rows -= count
             yield _Piece(piece.shard, piece.start, count)
 
@@ -309,11 +309,11 @@ class _ShardFiles:
         return None
 
     def _fetched(self, key: str, path: Path, shard: Shard) -> FileIO | None:
-        self._make_room(shard.size_bytes)
+        self._evict(shard.size_bytes)
         self._store.fetch(key, path, shard.sha256)
         return _opened(path)
 
-    def _make_room(self, size_bytes: int) -> None:
+    def _evict(self, size_bytes: int) -> None:
         """Evict the least recently used copies; a process that is reading one can continue until it closes the file."""
         with disk_errors(self._cache):
             self._cache.mkdir(parents=True, exist_ok=True)
@@ -322,12 +322,12 @@ class _ShardFiles:
                 with suppress(FileNotFoundError):
                     stat = path.stat()
                     copies.append((stat.st_atime_ns, stat.st_size, path))
-            room = _CACHE_BYTES - size_bytes - sum(size for _, size, _ in copies)
+            free_bytes = _CACHE_BYTES - size_bytes - sum(size for _, size, _ in copies)
             for _, size, path in sorted(copies):
-                if room >= 0:
+                if free_bytes >= 0:
                     return
                 path.unlink(missing_ok=True)
-                room += size
+                free_bytes += size
 
 
 def _opened(path: Path) -> FileIO | None:

@@ -158,12 +158,12 @@ def require_valid(report: Report) -> None:
 
 def _problems(manifest: Manifest) -> Iterator[Finding]:
     """Problems that ingest found."""
-    for rule, (one, several, mend) in _PROBLEMS.items():
+    for rule, (singular, plural, remedy) in _PROBLEMS.items():
         count = manifest.problem_counts.get(rule, 0)
         if count:
             problems = [problem for problem in manifest.problems if problem.kind == rule]
             names = [name for problem in problems for name in problem.names]
-            message = f"{quantity(count, one, several)}; {mend} {_listed(names)}."
+            message = f"{quantity(count, singular, plural)}; {remedy} {_listed(names)}."
             details = tuple(problem.detail for problem in problems)
             yield _finding(rule, message, names, count, details)
 
@@ -206,7 +206,7 @@ def _vanished(totals: dict[str, int], champion_labels: Sequence[str], classes: C
 def _splits(counts: Counts, totals: dict[str, int]) -> Iterator[Finding]:
     empty = [split for split in SPLITS if not any(counts[split].values())]
     if empty:
-        message = f"There is no image in the split {_listed(empty)}; add images or raise its share (data.*_fraction)."
+        message = f"No images in the split {_listed(empty)}; add images or raise its share (data.*_fraction)."
         yield _finding("empty_split", message, empty, len(empty))
     present = [label for label, count in totals.items() if count]
     unknown = [label for label in present if not counts["gallery"][label]]

@@ -38,7 +38,7 @@ def point_alias(registry: Registry, before: Champion | None = None) -> Collectio
             milvus_client.drop_alias(left)
         if collection is not None:
             milvus_client.point_alias(collection)
-        if registry.champion() == champion:  # of two concurrent moves, the later one wins
+        if registry.champion() == champion:  # of two concurrent promotions, the later one wins
             return collection
 
 

@@ -81,7 +81,7 @@ class LocalTarget:
 
     @contextlib.contextmanager
     def rollout(self, archive: Path, parts: ReleaseParts) -> Generator[VerifiedRollout]:
-        """Load a release beside the live one and verify it on its own URL; make it the default after the body.
+        """Load a release alongside the live one and verify it on its own URL; make it the default after the body.
 
         The live release keeps serving. TorchServe is started if it is down. A champion that cannot be brought up, for
         example because its archive is damaged, does not prevent the rollout of another release.
@@ -302,5 +302,5 @@ def follow(home: Path) -> None:
     """
     while torchserve.is_running(home):
         time.sleep(FOLLOW_POLL_S)
-    if read_state(home) is not None:  # nobody stopped it
+    if read_state(home) is not None:  # it was not stopped
         raise ServingError(f"TorchServe died; see {home}/logs.")

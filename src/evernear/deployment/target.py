@@ -17,7 +17,7 @@ from evernear.store import open_store
 class VerifiedRollout:
     """The outcome of a rollout: where the release is live, and how many of its stored queries it answered.
 
-    ``champion_fault`` is the reason why the previous champion could not be brought up beside it, if it could not.
+    ``champion_fault`` is the reason why the previous champion could not be brought up; None if it could.
     """
 
     url: str | None = None

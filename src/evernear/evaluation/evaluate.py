@@ -30,7 +30,7 @@ SYSTEMS = ("candidate", "champion")
 
 
 class Champion(NamedTuple):
-    """The live release, which is measured beside the candidate."""
+    """The live release, which is measured together with the candidate."""
 
     recognizer: "Recognizer"
     dataset: Dataset | None = None

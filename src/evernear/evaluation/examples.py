@@ -20,6 +20,7 @@ from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.preprocess import Pixels
 from evernear.data.shards import Block, Dataset
 from evernear.frozen import Frozen
+from evernear.index.description import MAX_DISTANCE
 
 if TYPE_CHECKING:  # reading examples must not import torch or FAISS
     from evernear.evaluation.recognizer import Recognizer
@@ -39,8 +40,6 @@ LOSSLESS_BELOW_PX = 32
 """WebP's blocks would blur neighboring tiles that are smaller."""
 TIMED_QUERIES = 30
 BINS = 50
-FARTHEST = 2.0
-"""The largest distance between two unit vectors: the upper end of the histograms."""
 
 
 class Sheet(Frozen):
@@ -116,7 +115,7 @@ class LiveDistances(Frozen):
 
 
 class Examples(Frozen):
-    """What the run page shows about individual images. Histograms have `BINS` equal bins from 0 to `FARTHEST`."""
+    """What the run page shows about individual images. Histograms have `BINS` equal bins from 0 to `MAX_DISTANCE`."""
 
     remedy = "run the evaluate step again"
 
@@ -296,7 +295,7 @@ class ExampleCollector:
 
 def histogram(distances: NDArray[np.float32]) -> NDArray[np.int64]:
     """Counts (`BINS`,) of distances."""
-    return np.histogram(distances, bins=BINS, range=(0.0, FARTHEST))[0]
+    return np.histogram(distances, bins=BINS, range=(0.0, MAX_DISTANCE))[0]
 
 
 def project(embeddings: NDArray[np.float32]) -> NDArray[np.float32]:

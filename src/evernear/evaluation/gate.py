@@ -52,7 +52,7 @@ from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.measure import Measurement
 from evernear.evaluation.statistics import p_by_chance
 from evernear.evaluation.verdict import Rule, System, Verdict
-from evernear.index.description import FARTHEST
+from evernear.index.description import MAX_DISTANCE
 from evernear.output import quantity
 from evernear.settings import ClassSettings, GateSettings
 
@@ -199,7 +199,7 @@ def _false_rejects(evaluation: Evaluation, settings: GateSettings) -> Rule:
         reason = "No test image is of a class that the candidate knows, so false rejects were not measured."
         return Rule(name=name, passed=False, bound=ceiling, reason=reason)
     passed = rejected.low <= ceiling
-    if evaluation.candidate.threshold >= FARTHEST:
+    if evaluation.candidate.threshold >= MAX_DISTANCE:
         reason = evaluation.open_set.summary() or "Unknown is switched off: every image counts as known."
     else:
         reason = (

@@ -123,11 +123,11 @@ def by_votes(labels: NDArray[np.int64], rows: NDArray[np.int64]) -> list[LabelEr
         shares = (part[:, :, None] == part[:, None, :]).mean(axis=2)
         shares[(part < 0) | (shares < thresholds[part])] = 0
         best = shares.argmax(axis=1)
-        places = np.arange(len(part))
-        suggested, share = part[places, best], shares[places, best]
-        for place in np.flatnonzero((share > 0) & (suggested != labels[start : start + len(part)])):
-            row = start + int(place)
-            errors.append(LabelError(row, int(suggested[place]), float(own_shares[row] - share[place])))
+        indices = np.arange(len(part))
+        suggested, share = part[indices, best], shares[indices, best]
+        for index in np.flatnonzero((share > 0) & (suggested != labels[start : start + len(part)])):
+            row = start + int(index)
+            errors.append(LabelError(row, int(suggested[index]), float(own_shares[row] - share[index])))
     return sorted(errors, key=lambda error: error.margin)
 
 
@@ -135,11 +135,11 @@ def _near_duplicates(embedded: Embedded, rows: NDArray[np.int64]) -> list[LabelE
     """Pairs of neighbors with different labels and nearly the same pixels; either label may be wrong."""
     votes = embedded.labels[rows]
     errors: dict[int, LabelError] = {}
-    for row, place in np.argwhere((rows >= 0) & (votes != embedded.labels[:, None])):
-        other = int(rows[row, place])
+    for row, column in np.argwhere((rows >= 0) & (votes != embedded.labels[:, None])):
+        other = int(rows[row, column])
         if _correlation(embedded.images[row], embedded.images[other]) >= NEAR_DUPLICATE:
-            for each, twin in ((int(row), other), (other, int(row))):
-                errors.setdefault(each, LabelError(each, int(embedded.labels[twin]), 0.0, twin))
+            for image, neighbor in ((int(row), other), (other, int(row))):
+                errors.setdefault(image, LabelError(image, int(embedded.labels[neighbor]), 0.0, neighbor))
     return list(errors.values())
 
 

@@ -26,8 +26,8 @@ def count_leakage(dataset: Dataset, training_dataset: Dataset, splits: Sequence[
         test.sort()
         for split in splits:
             for seen in _digests(training_dataset, split):
-                places = np.minimum(np.searchsorted(test, seen), len(test) - 1)
-                leakage[split] += int((test[places] == seen).sum())
+                positions = np.minimum(np.searchsorted(test, seen), len(test) - 1)
+                leakage[split] += int((test[positions] == seen).sum())
     return {str(split): count for split, count in leakage.items()}
 
 

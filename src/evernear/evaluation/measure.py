@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
 
 RECALL_AT = 5
 NO_CHANGES = ClassSettings()
-ELSEWHERE = "(a label that the dataset does not have)"
+OTHER_LABEL = "(a label that the dataset does not have)"
 Observer = Callable[[Block, NDArray[np.float32], "Neighbors", "Classifications"], None]
 
 
@@ -74,7 +74,7 @@ class Measurement(Frozen):
         for label, answer, count in self.confusions:
             wrong.update({label: count, answer: count} if label != answer else {label: 0, answer: 0})
         shown = {label for label, _ in wrong.most_common(max_labels)}
-        labels = [label for label in (*self.labels, ELSEWHERE) if label in shown]
+        labels = [label for label in (*self.labels, OTHER_LABEL) if label in shown]
         if len(wrong) > len(labels):
             labels.append("(others)")
         position = {label: labels.index(label) if label in shown else len(labels) - 1 for label in wrong}
@@ -111,7 +111,7 @@ def measure(
     """
     dataset.require_shape(recognizer.shape, recognizer.name or "The candidate")
     gallery = recognizer.gallery
-    tally = _Tally(dataset.labels, tuple(classes.current(label) or ELSEWHERE for label in gallery.description.labels))
+    tally = _Tally(dataset.labels, tuple(classes.current(label) or OTHER_LABEL for label in gallery.description.labels))
     known_labels = classes.current_labels(gallery.description.known_labels)
     for block in dataset.blocks(split, settings.batch_size):
         embeddings = recognizer.embed(block.images)
@@ -154,7 +154,7 @@ class _Tally:
 
     def __init__(self, labels: tuple[str, ...], answers: tuple[str, ...]) -> None:
         number = {label: position for position, label in enumerate(labels)}
-        self._names = (*labels, ELSEWHERE)
+        self._names = (*labels, OTHER_LABEL)
         elsewhere = len(labels)
         # The last entry is for NO_LABEL (-1).
         self._as_label = np.array([number.get(answer, elsewhere) for answer in answers] + [elsewhere])

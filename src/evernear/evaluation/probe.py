@@ -19,14 +19,14 @@ from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.statistics import auroc, false_accepts_at, proportion, roc
 from evernear.index.build import build
 from evernear.index.calibrate import threshold_at, threshold_rejecting
-from evernear.index.description import FARTHEST
+from evernear.index.description import MAX_DISTANCE
 from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
 
 Distances = NDArray[np.float32]
 PROBE_SHARE = 0.25
 """Epochs of the probe as a share of those of the training."""
 PROBE_SHARE_WITH_MUON = 0.6
-"""Muon's trainings are short. After three of ten epochs on CIFAR-10, unseen classes are not yet as well separated."""
+"""Training with Muon is short. After three of ten epochs on CIFAR-10, unseen classes are not yet as well separated."""
 FEWEST_KNOWN = 2
 """Minimum number of classes to train on; calibration needs two in the gallery."""
 
@@ -96,8 +96,8 @@ def assess(
         threshold = threshold_rejecting(known_for_calibration, reject_rate)
         choice = {"reject_rate": reject_rate}
     else:
-        threshold = FARTHEST
-        choice = {"threshold": FARTHEST}
+        threshold = MAX_DISTANCE
+        choice = {"threshold": MAX_DISTANCE}
     return measured.model_copy(
         update={
             **choice,

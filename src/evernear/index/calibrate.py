@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from evernear.embedding.embeddings import EmbeddingBlock
 from evernear.errors import DataError
-from evernear.index.description import FARTHEST, Calibration
+from evernear.index.description import MAX_DISTANCE, Calibration
 from evernear.index.exact import ExactNeighbors, Floats
 from evernear.index.vectors import VectorIndex
 from evernear.settings import IndexSettings
@@ -82,7 +82,7 @@ def threshold_at(unknown_distances: Floats, false_accept_rate: float) -> float:
     """
     allowed = int(np.floor(false_accept_rate * len(unknown_distances)))
     first_refused = np.partition(unknown_distances, allowed)[allowed]
-    return float(np.clip(np.nextafter(np.float32(first_refused), np.float32(-1)), 0, FARTHEST))
+    return float(np.clip(np.nextafter(np.float32(first_refused), np.float32(-1)), 0, MAX_DISTANCE))
 
 
 def threshold_rejecting(known_distances: Floats, false_reject_rate: float) -> float:
@@ -95,7 +95,7 @@ def threshold_rejecting(known_distances: Floats, false_reject_rate: float) -> fl
     count = len(known_distances)
     # Rounded, because (1 - 0.05) * 20 is slightly more than 19.
     rank = min(count, math.ceil(round((count + 1) * (1 - false_reject_rate), 9)))
-    return float(np.clip(np.partition(known_distances, rank - 1)[rank - 1], 0, FARTHEST))
+    return float(np.clip(np.partition(known_distances, rank - 1)[rank - 1], 0, MAX_DISTANCE))
 
 
 def _root(squared: Floats) -> Floats:

@@ -72,7 +72,7 @@ def choose(
         index = make(factory)
         probes = [f"nprobe={number}" for number in _probes(lists)]
         tuned = tune(index, probes, settings.recall, queries, exact)
-        reached = f"{factory} takes {_mb(size_bytes)} and finds {tuned.found:,} of {tuned.queries:,} nearest vectors"
+        reached = f"{factory} takes {_mb(size_bytes)} and finds {tuned.hits:,} of {tuned.queries:,} nearest vectors"
         if tuned.suffices:
             reason = f"{reached}; recall is at least {tuned.low:.4f} at 95% confidence; Flat takes {_mb(flat_bytes)}"
             return Choice(index, factory, tuned.search, "; ".join([*rejected, reason]))
@@ -97,7 +97,7 @@ class Tuned:
     """The first search parameters that reach a recall; if none does, the last."""
 
     search: str
-    found: int
+    hits: int
     """Queries whose nearest vector was found."""
     queries: int
     low: float
@@ -114,18 +114,18 @@ def tune(
     recall look sufficient. Recall grows along the candidates: bisection tries a few only.
     """
     total = len(queries.labels)
-    found: dict[str, int] = {}
+    hits: dict[str, int] = {}
 
     def low(search: str) -> float:
         index.set_search(search)
         distances, rows = index.search(queries.embeddings, 1)
-        found[search] = int(is_nearest(rows[:, 0], distances[:, 0], exact).sum())
-        return _lower_bound(found[search], total)
+        hits[search] = int(is_nearest(rows[:, 0], distances[:, 0], exact).sum())
+        return _lower_bound(hits[search], total)
 
     position = bisect_left(candidates, target_recall, key=low)
     best = candidates[min(position, len(candidates) - 1)]
     index.set_search(best)
-    return Tuned(best, found[best], total, _lower_bound(found[best], total), suffices=position < len(candidates))
+    return Tuned(best, hits[best], total, _lower_bound(hits[best], total), suffices=position < len(candidates))
 
 
 def _lower_bound(count: int, total: int) -> float:

@@ -14,7 +14,7 @@ DESCRIPTION_FILE = "index.json"
 VECTORS_FILE = "index.faiss"
 LABELS_FILE = "labels.npy"
 CENTROIDS_FILE = "centroids.npy"
-FARTHEST = 2.0
+MAX_DISTANCE = 2.0
 """The largest distance between two unit vectors."""
 Rule = Literal["vote", "centroid"]
 """Whether the nearest neighbors or the nearest centroid of a class decide the label."""
@@ -47,7 +47,7 @@ class Calibration(Frozen):
     stated_false_accept_rate: float
     stated_false_reject_rate: float | None = None
     """None in releases that predate this setting."""
-    threshold: float = Field(ge=0.0, le=FARTHEST, allow_inf_nan=False)
+    threshold: float = Field(ge=0.0, le=MAX_DISTANCE, allow_inf_nan=False)
     queries: int = Field(ge=1)
     false_accepts: int
     """Queries whose nearest vector of another class is within the threshold."""
@@ -59,7 +59,7 @@ class Calibration(Frozen):
 
 def describe_threshold(threshold: float) -> str:
     """When an image is unknown, for a summary."""
-    return "unknown switched off" if threshold >= FARTHEST else f"unknown beyond {threshold:.3f}"
+    return "unknown switched off" if threshold >= MAX_DISTANCE else f"unknown beyond {threshold:.3f}"
 
 
 class IndexDescription(Frozen):
@@ -91,7 +91,7 @@ class IndexDescription(Frozen):
 
     @property
     def threshold(self) -> float:
-        """The largest distance to the nearest neighbor at which an image counts as known; `FARTHEST`: any distance."""
+        """The largest distance to the nearest neighbor of a known image; `MAX_DISTANCE` accepts every image."""
         return self.calibration.threshold
 
     @property

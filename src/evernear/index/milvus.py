@@ -181,7 +181,7 @@ def choose(gallery: GalleryVectors, settings: IndexSettings, queries: EmbeddingB
         return Choice(fill(gallery, settings, EXACT), EXACT, "", reason)
     index = fill(gallery, settings, GRAPH)
     tuned = tune(index, BEAMS, settings.recall, queries, exact)
-    reached = f"{GRAPH} finds {tuned.found:,} of {tuned.queries:,} nearest vectors"
+    reached = f"{GRAPH} finds {tuned.hits:,} of {tuned.queries:,} nearest vectors"
     if tuned.suffices:
         reason = f"{reached}; recall is at least {tuned.low:.4f} at 95% confidence"
         return Choice(index, GRAPH, tuned.search, reason)

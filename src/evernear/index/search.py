@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from evernear.errors import IntegrityError
 from evernear.index.description import (
     CENTROIDS_FILE,
-    FARTHEST,
     LABELS_FILE,
+    MAX_DISTANCE,
     VECTORS_FILE,
     IndexDescription,
     Rule,
@@ -151,11 +151,13 @@ class Gallery:
         """Classify unit vectors (N, D) by the neighbors that `search` found for them.
 
         The distance is always that to the nearest neighbor, which rejects unknown images better than the distance to a
-        centroid. A query without neighbors is unknown at distance `FARTHEST`.
+        centroid. A query without neighbors is unknown at distance `MAX_DISTANCE`.
         """
         labels = self.label(embeddings, neighbors, self.description.label_by)
         no_neighbors = neighbors.labels[:, 0] == NO_LABEL
-        distances = np.where(no_neighbors, np.float32(FARTHEST), np.minimum(neighbors.distances[:, 0], FARTHEST))
+        distances = np.where(
+            no_neighbors, np.float32(MAX_DISTANCE), np.minimum(neighbors.distances[:, 0], MAX_DISTANCE)
+        )
         return Classifications(labels, distances, (distances > self.description.threshold) | no_neighbors)
 
     def label(self, embeddings: Embedded, neighbors: Neighbors, rule: Rule) -> NDArray[np.int32]:

@@ -51,12 +51,12 @@ class KfpRuns:
     def newest(self, pipeline: str) -> Any:
         """The newest version of ``pipeline``, as an object of the KFP API."""
         by_name = {"name": pipeline, "namespace": self._namespace}
-        found = self._kfp.find("pipeline_service_get_pipeline_by_name", **by_name)
-        if found is None:
+        existing = self._kfp.find("pipeline_service_get_pipeline_by_name", **by_name)
+        if existing is None:
             hint = "upload it with `evernear pipeline upload`"
             raise PipelineServerError(f'No pipeline "{pipeline}" at {self._kfp.url}; {hint}.')
         sorting = {"sort_by": "created_at desc", "page_size": 1}
-        page = self._kfp.call("pipeline_service_list_pipeline_versions", pipeline_id=found.pipeline_id, **sorting)
+        page = self._kfp.call("pipeline_service_list_pipeline_versions", pipeline_id=existing.pipeline_id, **sorting)
         if not page.pipeline_versions:
             raise PipelineServerError(f"The pipeline {pipeline} has no version; run `evernear pipeline upload`.")
         return page.pipeline_versions[0]
@@ -159,7 +159,7 @@ class KfpRuns:
         except ApiError:
             store.delete(key)
             raise
-        with suppress(StoreError):  # the run has started, so a remaining lock delays nobody
+        with suppress(StoreError):  # the run has started, so a remaining lock delays no one
             store.delete(key)
 
     def _acquire(self, store: Store, key: str, name: str) -> Run | None:

@@ -59,7 +59,7 @@ def run_train_job(
     cluster = Cluster.of(chosen.kubernetes.model_copy(update={"namespace": _namespace(chosen.train_job)}))
     manifest = train_job(run, settings, chosen)
     name = manifest["metadata"]["name"]
-    # Kubeflow Pipelines sends SIGTERM when someone stops the run; nobody else would stop the TrainJob.
+    # Kubeflow Pipelines sends SIGTERM when someone stops the run; nothing else would stop the TrainJob.
     handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         _create(cluster, manifest)
@@ -188,5 +188,7 @@ def _namespace(settings: TrainJobSettings) -> str:
     if settings.namespace:
         return settings.namespace
     if not NAMESPACE_FILE.is_file():
-        raise SettingsError("This process runs in no pod; set train_job.namespace to the namespace of the TrainJob.")
+        raise SettingsError(
+            "This process does not run in a pod; set train_job.namespace to the namespace of the TrainJob."
+        )
     return NAMESPACE_FILE.read_text().strip()

@@ -74,7 +74,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Release:
-    """An archived release: the ``.mar``, and ``manifest.json`` beside it."""
+    """An archived release: the ``.mar``, and ``manifest.json`` next to it."""
 
     manifest: ReleaseManifest
     archive: Path

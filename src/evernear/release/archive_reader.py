@@ -213,8 +213,8 @@ def _check_members(members: zipfile.ZipFile, manifest: ReleaseManifest, archive:
     expected = {*manifest.parts, MANIFEST_FILE, TORCHSERVE_MANIFEST_FILE}
     names = [info.filename for info in infos]
     if sorted(names) != sorted(expected):
-        odd = sorted(expected.symmetric_difference(names)) or ["a duplicate name"]
-        quoted = ", ".join(printable(name, QUOTED_MAX) for name in odd[:3])
+        mismatched = sorted(expected.symmetric_difference(names)) or ["a duplicate name"]
+        quoted = ", ".join(printable(name, QUOTED_MAX) for name in mismatched[:3])
         raise IntegrityError(f"{archive} does not contain the files that its manifest names: {quoted}.")
     for info in infos:
         _require_plain(info, archive)
@@ -296,5 +296,5 @@ def _content(members: zipfile.ZipFile, name: str, manifest: ReleaseManifest, arc
         raise _corrupt(name, archive)
 
 
-def _corrupt(name: str, place: Path) -> IntegrityError:
-    return IntegrityError(f"{name} in {place} is missing or does not match the manifest.")
+def _corrupt(name: str, path: Path) -> IntegrityError:
+    return IntegrityError(f"{name} in {path} is missing or does not match the manifest.")

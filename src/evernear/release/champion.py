@@ -1,4 +1,4 @@
-"""Open the live release to measure it beside a candidate."""
+"""Open the live release to measure it together with a candidate."""
 
 import tempfile
 from collections.abc import Generator

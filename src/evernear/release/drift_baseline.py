@@ -40,8 +40,8 @@ class DriftBaseline:
         return buffer.getvalue()
 
     @staticmethod
-    def parse(data: bytes, place: str) -> "DriftBaseline":
-        """Parse the output of `to_bytes`. Error messages name ``place``, the source of ``data``.
+    def parse(data: bytes, source: str) -> "DriftBaseline":
+        """Parse the output of `to_bytes`. Error messages name ``source``, the source of ``data``.
 
         Raises:
             IntegrityError: ``data`` is not a drift baseline.
@@ -50,12 +50,12 @@ class DriftBaseline:
             with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
                 projection, coordinates, distances, unknown = (arrays[name] for name in _NAMES)
         except (ValueError, KeyError, OSError, EOFError, TypeError, BadZipFile) as error:
-            raise IntegrityError(f"{place} is not a drift baseline ({error}).") from None
+            raise IntegrityError(f"{source} is not a drift baseline ({error}).") from None
         count, dim = len(distances), projection.shape[-1]
         shapes = (projection.ndim, coordinates.shape, distances.shape, unknown.shape)
         kinds = (projection.dtype, coordinates.dtype, distances.dtype, unknown.dtype)
         if shapes != (2, (count, dim), (count,), (count,)) or kinds != (*(np.dtype(np.float32),) * 3, np.dtype(bool)):
-            raise IntegrityError(f"{place} is not a drift baseline: the shapes or types of its arrays do not match.")
+            raise IntegrityError(f"{source} is not a drift baseline: the shapes or types of its arrays do not match.")
         return DriftBaseline(projection, coordinates, distances, unknown)
 
 

@@ -90,9 +90,9 @@ class ReleaseManifest(Frozen):
     def _agree_with_itself(self) -> Self:
         named = {name for name in self.parts if not SMOKE_IMAGE.fullmatch(name)}
         expected = PARTS.difference(INDEX_PARTS).union(index_parts(self.collection))
-        odd = expected.symmetric_difference(named - LATER_PARTS)
-        if odd:
-            raise ValueError(f"parts are missing or unknown: {', '.join(sorted(odd)[:3])}")
+        mismatched = expected.symmetric_difference(named - LATER_PARTS)
+        if mismatched:
+            raise ValueError(f"parts are missing or unknown: {', '.join(sorted(mismatched)[:3])}")
         for name, sha256 in ((NETWORK_FILE, self.network_sha256), (VERDICT_FILE, self.verdict_sha256)):
             if self.parts[name].sha256 != sha256:
                 raise ValueError(f"{name} has the sha256 {self.parts[name].sha256[:12]}, but should have {sha256[:12]}")

@@ -42,9 +42,9 @@ CHAMPION_ALONE = "is the champion; servers load it when they start"
 How = Literal["deploy", "promote", "force", "rollback"]
 
 # The release is live before the pointer moves, and a store may take minutes to restart.
-_PATIENCE_S = 300.0
+_RETRY_TIMEOUT_S = 300.0
 _PAUSE_S = (1.0, 15.0)
-# The etag of a superseded state of the pointer: no move from it can succeed.
+# The etag of a superseded state of the pointer: no update from it can succeed.
 _SUPERSEDED = "superseded"
 _log = logging.getLogger(__name__)
 
@@ -92,9 +92,9 @@ class Promotion(Frozen):
     previous: Version | None
     since: AwareDatetime
     number: int = Field(default=1, ge=1)
-    """The sequence number of the move, from 1."""
+    """The sequence number of the promotion, from 1."""
     undo_to: int | None = None
-    """The number of the move that a rollback restores; None if none exists."""
+    """The number of the promotion that a rollback restores; None if there is none."""
     how: How = "deploy"
     by: str = ""
     why: str = ""
@@ -103,7 +103,7 @@ class Promotion(Frozen):
 
 
 class _Pointer(Promotion):
-    """The object at `CHAMPION`: the last move, and the releases that are being pruned.
+    """The object at `CHAMPION`: the last promotion, and the releases that are being pruned.
 
     A prune writes them here before it removes anything. A process that read the pointer earlier then loses the
     compare-and-swap, so it cannot promote a release that is about to be removed. The next prune finishes a killed one.
@@ -117,7 +117,7 @@ class _Pointer(Promotion):
 
 @dataclass(frozen=True)
 class Champion:
-    """The champion. ``etag`` identifies the state of the pointer that the next move starts from."""
+    """The champion. ``etag`` identifies the state of the pointer that the next update replaces."""
 
     pointer: _Pointer
     etag: str
@@ -287,8 +287,8 @@ class Registry:
     def roll_back(self, expected: Champion, cause: Cause | None = None) -> Champion:
         """Restore the champion before ``expected``, if the champion is still ``expected``.
 
-        A rollback undoes the last move, and a second one the move before that: it never returns to the release that it
-        just left. An unreachable store is retried for 5 minutes.
+        A rollback undoes the last promotion, and a second one the promotion before it: it never returns to the release
+        that it just left. An unreachable store is retried for 5 minutes.
 
         Raises:
             ConflictError: the pointer moved in the meantime; nothing was changed.
@@ -309,12 +309,12 @@ class Registry:
         return self._move_pointer(promotion, expected)
 
     def history(self) -> Iterator[Promotion]:
-        """All moves of the champion's pointer, oldest first; the last one is the current state."""
+        """All promotions and rollbacks, oldest first; the last one is the current state."""
         champion = self.champion()
         if champion is None:
             return
         for entry in self._store.list(HISTORY):
-            # The current state is also listed once another move was attempted.
+            # The current state is also listed once another promotion has been attempted.
             if entry.key < _history_key(champion.pointer.number):
                 yield Promotion.from_json(self._store.get(entry.key), f"{entry.key} in {self._store.uri}")
         yield champion.promotion
@@ -328,7 +328,7 @@ class Registry:
 
         Raises:
             ConflictError: the champion changed in the meantime; nothing was removed.
-            StoreError: Milvus cannot be reached; repeat it.
+            StoreError: Milvus is unreachable; run it again.
         """
         champion = self.champion()
         if champion is None:
@@ -369,7 +369,7 @@ class Registry:
                 milvus_client.drop(collection)
             self._remove(version, archive_sha256 if archive_sha256 not in shared else None)
         changes: dict[str, object] = {"pruning": {}, "prunes": champion.pointer.prunes + 1}
-        with suppress(ConflictError):  # a concurrent move copied the list; the next prune has nothing left to remove
+        with suppress(ConflictError):  # a concurrent promotion copied the list; the next prune finds nothing to remove
             self._write(champion.pointer.model_copy(update=changes), champion)
         return tuple(sorted(pruning))
 
@@ -383,8 +383,8 @@ class Registry:
             self._store.delete(f"{ARCHIVES}{archive_sha256}.mar")
 
     def _move_pointer(self, promotion: Promotion, expected: Champion | None) -> Champion:
-        """Retry `_try_move_pointer` until the store can be reached, for at most `_PATIENCE_S`."""
-        deadline_s, (pause_s, longest_s) = time.monotonic() + _PATIENCE_S, _PAUSE_S
+        """Retry `_try_move_pointer` until the store can be reached, for at most `_RETRY_TIMEOUT_S`."""
+        deadline_s, (pause_s, longest_s) = time.monotonic() + _RETRY_TIMEOUT_S, _PAUSE_S
         while True:
             try:
                 return self._try_move_pointer(promotion, expected)
@@ -409,7 +409,7 @@ class Registry:
         try:
             return self._write(pointer, expected)
         except ConflictError:
-            # An earlier attempt may have moved the pointer although its response was lost. A later move by another
+            # An earlier attempt may have moved the pointer although its response was lost. A later update by another
             # process has then added this one to the history.
             champion = self.champion()
             if champion is not None and champion.promotion == promotion:

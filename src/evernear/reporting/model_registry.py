@@ -91,15 +91,15 @@ def _mark_champion(registry: Registry) -> None:
     """Set the property `PROMOTED` of the champion's entry, and clear it where it was set before.
 
     The entries are those of the datasets of the champion and its predecessor. They are compared with the champion, not
-    with the last move, so that a later call repairs a missed one.
+    with the last promotion, so that a later call repairs a missed one.
     """
-    moves = deque(registry.history(), maxlen=2)
-    releases = [registry.get(move.version, include_pruned=True) for move in moves]
+    promotions = deque(registry.history(), maxlen=2)
+    releases = [registry.get(promotion.version, include_pruned=True) for promotion in promotions]
     with _model_registry() as client:
         for name in {release.manifest.dataset_name for release in releases}:
             for version in _versions(client, name):
                 properties = version.get("customProperties", {})
-                promoted = version["name"] == moves[-1].version
+                promoted = version["name"] == promotions[-1].version
                 if properties.get(PROMOTED, {}).get("bool_value", False) == promoted:
                     continue
                 value = {"metadataType": "MetadataBoolValue", "bool_value": promoted}

@@ -51,7 +51,7 @@ class Figure(NamedTuple):
     candidate: Proportion | None
     champion: Proportion | None
 
-    def place(self, value: float) -> float:
+    def position(self, value: float) -> float:
         """Where ``value`` is between the ends of both intervals, in percent."""
         both = [share for share in (self.candidate, self.champion) if share]
         low, high = min(share.low for share in both), max(share.high for share in both)

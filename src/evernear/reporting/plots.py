@@ -13,9 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from evernear.evaluation.evaluate import Evaluation
-from evernear.evaluation.examples import BINS, FARTHEST, LiveDistances
+from evernear.evaluation.examples import BINS, LiveDistances
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.statistics import Roc
+from evernear.index.description import MAX_DISTANCE
 from evernear.output import printable
 
 # Text instead of paths is smaller, searchable and accessible. A fixed salt makes the SVG reproducible.
@@ -33,7 +34,7 @@ LEGEND_ROOM = 1.5
 DET_LIMITS = (0.005, 0.995)
 DET_TICKS = (0.01, 0.05, 0.2, 0.5, 0.8, 0.95)
 MAX_LABEL_CHARACTERS = 30
-"""Longest class name beside the confusion matrix; longer names are shortened."""
+"""Maximum length of a class name next to the confusion matrix; longer names are shortened."""
 
 
 def training_curves(history: Sequence[Mapping[str, float]]) -> Markup:
@@ -64,11 +65,11 @@ def distances(correct: Sequence[int], incorrect: Sequence[int], threshold: float
 
 def probe_distances(probe: OpenSet, curve: Roc) -> Markup:
     """Histograms of the open-set probe's distances, from its ROC curve, and the threshold if the probe has one."""
-    edges = np.linspace(0, FARTHEST, BINS + 1)
+    edges = np.linspace(0, MAX_DISTANCE, BINS + 1)
     thresholds, known, unknown = (
         np.array(column) for column in (curve.thresholds, curve.true_accepts, curve.false_accepts)
     )
-    threshold = FARTHEST
+    threshold = MAX_DISTANCE
     if probe.separates and probe.false_rejects:
         threshold = float(thresholds[np.abs(1 - known - probe.false_rejects.value).argmin()])
     series = {
@@ -93,8 +94,8 @@ def trade_off(probe: OpenSet, curve: Roc) -> Markup:
     axes.plot(*(ndtri(np.clip(rates, low, high)) for rates in (curve.false_accepts, rejected)), color=FIRST)
     if probe.false_accepts and probe.false_rejects:
         point = (probe.false_accepts.value, probe.false_rejects.value)
-        places = (ndtri(np.clip([rate], low, high)) for rate in point)
-        axes.plot(*places, "o", color=LIMIT, label="operating point")
+        coordinates = (ndtri(np.clip([rate], low, high)) for rate in point)
+        axes.plot(*coordinates, "o", color=LIMIT, label="operating point")
         _legend(axes)
     for set_ticks in (axes.set_xticks, axes.set_yticks):
         set_ticks(ndtri(np.array(DET_TICKS)), [f"{rate:.0%}" for rate in DET_TICKS])
@@ -104,14 +105,14 @@ def trade_off(probe: OpenSet, curve: Roc) -> Markup:
 
 def _histogram(title: str, series: Mapping[str, Sequence[float]], threshold: float) -> Markup:
     figure, axes = _chart("distance", "share of images")
-    edges = np.linspace(0, FARTHEST, BINS + 1)
+    edges = np.linspace(0, MAX_DISTANCE, BINS + 1)
     for color, (name, counts) in zip((FIRST, SECOND), series.items(), strict=False):
         total = sum(counts)
         if total:
             shares = np.array(counts) / total
             axes.stairs(shares, edges, fill=True, alpha=0.35, color=color, label=name)
             axes.stairs(shares, edges, color=color)
-    if threshold < FARTHEST:
+    if threshold < MAX_DISTANCE:
         axes.axvline(
             threshold, ymax=1 / LEGEND_ROOM, color=LIMIT, linestyle="--", label=f"unknown beyond {threshold:.2f}"
         )
@@ -125,7 +126,7 @@ def _histogram(title: str, series: Mapping[str, Sequence[float]], threshold: flo
 def _largest(series: Mapping[str, Sequence[float]]) -> float:
     """The upper edge of the last bin in use."""
     used = [index for counts in series.values() for index, count in enumerate(counts) if count]
-    return (max(used, default=0) + 1) * FARTHEST / BINS
+    return (max(used, default=0) + 1) * MAX_DISTANCE / BINS
 
 
 def _chart(x: str, y: str) -> tuple[Figure, Axes]:

@@ -127,8 +127,8 @@ class BucketTarget:
 
     def read(self, name: str) -> bytes | None:
         """Get the object."""
-        found = self._store.find(name)
-        return found[0] if found else None
+        stored = self._store.find(name)
+        return stored[0] if stored else None
 
 
 def open_target(source: str) -> LabelTarget:
@@ -158,7 +158,7 @@ class Answers:
         self._target = target
 
     def latest(self) -> dict[str, Answer]:
-        """The answer that counts for each image; undone ones are absent. Oldest first.
+        """The effective answer for each image; undone ones are absent. Oldest first.
 
         Raises:
             IntegrityError: the audit log is damaged.
@@ -254,10 +254,10 @@ class Answers:
         self._target.remove(old, prune)
 
     def _read(self) -> tuple[list[Answer], bytes, str | None]:
-        found = self._store.find(ANSWERS)
-        if found is None:
+        stored = self._store.find(ANSWERS)
+        if stored is None:
             return [], b"", None
-        data, etag = found
+        data, etag = stored
         try:
             return [Answer.model_validate_json(line) for line in data.splitlines()], data, etag
         except ValueError:

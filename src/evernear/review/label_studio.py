@@ -67,7 +67,7 @@ def import_tasks(
 ) -> dict[str, int]:
     """Record the annotations of a JSON export; return the number of tasks by outcome.
 
-    ``answered``: recorded. ``before``: somebody answered the image already. ``open``: not annotated. ``disagreeing``:
+    ``answered``: recorded. ``before``: the image already had an answer. ``open``: not annotated. ``disagreeing``:
     annotators chose different classes. ``unknown``: the image is no longer in the query log or among the suspects.
     Import the same file again to continue after an error.
 
@@ -78,9 +78,9 @@ def import_tasks(
     try:
         tasks = TypeAdapter(list[_Task]).validate_json(data)
     except ValidationError as error:
-        place = ".".join(map(str, error.errors()[0]["loc"]))
+        field = ".".join(map(str, error.errors()[0]["loc"]))
         raise DataError(
-            f"The file is not a JSON export of tasks that `evernear labels export` wrote (at {place or 'its start'});"
+            f"The file is not a JSON export of tasks that `evernear labels export` wrote (at {field or 'its start'});"
             " choose the format JSON in Label Studio, not JSON-MIN."
         ) from None
     outcomes: dict[str, int] = dict.fromkeys(("answered", "before", "open", "disagreeing", "unknown"), 0)

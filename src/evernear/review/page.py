@@ -184,10 +184,10 @@ def _page(
 def _card(item: Item, labels: list[str], action: str) -> str:
     suggested = [label for label in item.candidates if label in labels]
     verdict = "unknown" if item.unknown else "near a boundary"
-    near = escape(", ".join(item.candidates[:3]))
+    nearest = escape(", ".join(item.candidates[:3]))
     return (
         f'<div class="card">{_picture(item.image, "query")}'
-        f"<small>{verdict}, distance {item.dist:.2f}<br>nearest: {near}</small>"
+        f"<small>{verdict}, distance {item.dist:.2f}<br>nearest: {nearest}</small>"
         f"{_picker(item.id, suggested, labels, action)}"
         '<input name="new" placeholder="or a new class" maxlength="100" aria-label="New class" autocomplete="off">'
         '<button class="main" name="action" value="label">Label</button>'

@@ -76,8 +76,8 @@ class Queue:
 
 def _queries(store: Store, key: str) -> list[LoggedQuery]:
     try:
-        found = store.find(key)  # the watcher may have removed it
-        return parse_file(found[0], key)[1] if found else []
+        stored = store.find(key)  # the watcher may have removed it
+        return parse_file(stored[0], key)[1] if stored else []
     except IntegrityError:  # the watcher reports it
         return []
 

@@ -28,7 +28,7 @@ class Suspect(Frozen):
 
     ``image`` is the sha256 of its pixels, ``files`` are its names in the source. ``margin`` is the share of neighbors
     with its label minus that with the label ``suggested``. ``duplicate`` is a file with nearly the same pixels and the
-    label ``suggested``; empty if the neighbors speak against the label.
+    label ``suggested``; empty if the neighbors contradict the label.
     """
 
     image: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -97,8 +97,8 @@ def check_labels(store: Store, settings: Settings, now: AwareDatetime) -> Suspec
             errors = find_label_errors(embedded)
             found, images = found + len(errors), images + len(embedded.labels)
             for error in errors[:MAX_SUSPECTS]:
-                digest, twin = (embedded.digests[row].tobytes() for row in (error.row, error.duplicate))
-                names = ledger.names([digest, twin])
+                digest, duplicate = (embedded.digests[row].tobytes() for row in (error.row, error.duplicate))
+                names = ledger.names([digest, duplicate])
                 suspects.append(
                     Suspect(
                         image=digest.hex(),
@@ -106,7 +106,7 @@ def check_labels(store: Store, settings: Settings, now: AwareDatetime) -> Suspec
                         label=dataset.labels[int(embedded.labels[error.row])],
                         suggested=dataset.labels[error.suggested],
                         margin=error.margin,
-                        duplicate=names[twin][0] if error.duplicate >= 0 and twin in names else "",
+                        duplicate=names[duplicate][0] if error.duplicate >= 0 and duplicate in names else "",
                     )
                 )
         ledger.close()

@@ -89,7 +89,7 @@ class EmbeddingHandler:
             distances=[prediction.dist for prediction in predictions],
             unknown=sum(prediction.unknown for prediction in predictions),
             stages_s=_stages_s(result),
-            neighbors=[near.label == p.pred for p in predictions if not p.unknown for near in p.neighbors],
+            neighbors=[neighbor.label == p.pred for p in predictions if not p.unknown for neighbor in p.neighbors],
         )
 
 

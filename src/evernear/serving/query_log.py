@@ -1,4 +1,4 @@
-"""Log of sampled live queries, from which the watcher detects drift: written beside the server, shipped to the store.
+"""Log of sampled live queries, from which the watcher detects drift: written next to the server, shipped to the store.
 
 ::
 
@@ -123,11 +123,11 @@ class QueryLog:
             for row, prediction in enumerate(predictions):
                 self._queries += 1
                 self._unknown += prediction.unknown
-                place = len(self._samples)
-                if place >= size:
-                    place = self._random.randrange(self._queries)
-                if place < size:
-                    self._samples[place : place + 1] = [self._sample(prediction, row, embeddings, images)]
+                slot = len(self._samples)
+                if slot >= size:
+                    slot = self._random.randrange(self._queries)
+                if slot < size:
+                    self._samples[slot : slot + 1] = [self._sample(prediction, row, embeddings, images)]
 
     def write_file(self) -> Path | None:
         """Write the queries since the last file; returns its path, or None without queries.
@@ -182,7 +182,7 @@ def is_uncertain(prediction: Prediction, threshold: float) -> bool:
     Near means that the nearest neighbor's distance is more than `UNCERTAIN_SHARE` of the threshold, or of the distance
     to the nearest neighbor with another label.
     """
-    others = [near.dist for near in prediction.neighbors if near.label != prediction.pred]
+    others = [neighbor.dist for neighbor in prediction.neighbors if neighbor.label != prediction.pred]
     return prediction.unknown or prediction.dist > UNCERTAIN_SHARE * min([threshold, *others])
 
 
@@ -261,7 +261,7 @@ def _lines(period: Period, samples: list[_Sample]) -> Generator[str]:
 
 
 def _labels(prediction: Prediction) -> tuple[str, ...]:
-    return tuple(dict.fromkeys([prediction.pred, *(near.label for near in prediction.neighbors)]))
+    return tuple(dict.fromkeys([prediction.pred, *(neighbor.label for neighbor in prediction.neighbors)]))
 
 
 def _remove_oldest(directory: Path, size_bytes: int) -> None:

@@ -333,8 +333,8 @@ def _end_processes(home: Path) -> bool:
     remaining = processes(home)  # workers exit with their Java process, unless it died first
     _signal(remaining, psutil.Process.kill)
     psutil.wait_procs(remaining, timeout=KILL_TIMEOUT_S)
-    if immortal := processes(home):
-        raise ServingError(f"Processes {', '.join(str(p.pid) for p in immortal)} of TorchServe do not end.")
+    if survivors := processes(home):
+        raise ServingError(f"Processes {', '.join(str(p.pid) for p in survivors)} of TorchServe do not end.")
     return bool(running)
 
 

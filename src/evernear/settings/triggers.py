@@ -34,7 +34,7 @@ class SlackSettings(Section):
     """The Slack bot. Tokens come from the environment: SLACK_BOT_TOKEN, SLACK_APP_TOKEN, SLACK_SIGNING_SECRET.
 
     Permissions are lists of ids, as shown by Slack's "Copy member ID" and "Copy link": users (U..., W...), user groups
-    (S...) and channels (C..., G...: all members). An empty list permits nobody. Reading needs no permission.
+    (S...) and channels (C..., G...: all members). An empty list permits no one. Reading needs no permission.
     """
 
     channel: str = Field(default="", description="Id of the channel for proposals and for outcomes of other runs.")
@@ -92,11 +92,12 @@ class WatchSettings(Section):
         default=6 * 3600, ge=0, description="Time after an answer or a start before the same run is proposed again."
     )
     bucket_events: bool = Field(
-        default=True, description="Check as soon as MinIO reports a change in the bucket, besides ``interval_s``."
+        default=True,
+        description="Also check as soon as MinIO reports a change in the bucket.",
     )
     debounce_s: float = Field(default=60.0, gt=0.0, description="Quiet time after the last change before a check.")
     new_train_images: int = Field(
-        default=100, ge=1, description="New training images that propose a training, with new_train_share."
+        default=100, ge=1, description="New training images from which training is proposed, with new_train_share."
     )
     new_train_share: float = Field(
         default=0.05, ge=0.0, description="The same, as a share of the images that the network was trained on."

@@ -125,4 +125,4 @@ def conflict(uri: str, key: str) -> ConflictError:
 
 def missing_object(uri: str, key: str) -> StoreError:
     """The error for an object that does not exist."""
-    return StoreError(f"There is no {key} in {uri}.")
+    return StoreError(f"{key} does not exist in {uri}.")

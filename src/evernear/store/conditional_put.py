@@ -27,7 +27,7 @@ from minio.error import S3Error
 
 from evernear.errors import StoreError, TransientStoreError
 from evernear.store.base import conflict
-from evernear.store.s3_connection import BACKOFF_S, MISSING_OBJECT, TRIES, S3Connection
+from evernear.store.s3_connection import BACKOFF_S, MAX_ATTEMPTS, MISSING_OBJECT, S3Connection
 
 # Probes and leases are below this prefix, which no key can start with.
 OWN_PREFIX = ".swap/"
@@ -110,7 +110,7 @@ class ConditionalWriter:
             **(_CREATE if etag is None else {"If-Match": f'"{etag}"'}),
             _WRITE_ID: write_id,
         }
-        for attempt in range(TRIES):
+        for attempt in range(MAX_ATTEMPTS):
             time.sleep(BACKOFF_S * attempt)
             if attempt and time.monotonic() > send_before:
                 break
@@ -229,15 +229,15 @@ class ConditionalWriter:
         Each writer creates its flag before it lists, so at least one of two sees the other, and a writer that sees none
         is alone. This requires that a listing shows all earlier writes.
         """
-        client, mine = self._connection.client, folder + uuid4().hex
-        with self._connection.errors("s3:PutObject", self._bucket, mine):
-            written = client.put_object(self._bucket, mine, BytesIO(b""), 0)
+        client, own_flag = self._connection.client, folder + uuid4().hex
+        with self._connection.errors("s3:PutObject", self._bucket, own_flag):
+            written = client.put_object(self._bucket, own_flag, BytesIO(b""), 0)
         try:
             date = written.http_headers.get("date") if written.http_headers else None
             now = parsedate_to_datetime(date) if date else datetime.now(UTC)
             with self._connection.errors("s3:ListBucket", self._bucket, folder):
                 flags = {str(flag.object_name): flag for flag in client.list_objects(self._bucket, folder)}
-            if flags.pop(mine, None) is None:
+            if flags.pop(own_flag, None) is None:
                 raise StoreError(
                     f"{self._connection.endpoint} does not list an object right after its write; no pointer can move."
                 )
@@ -249,7 +249,7 @@ class ConditionalWriter:
             yield [name for name in flags if name not in stale]
         finally:
             with suppress(TransientStoreError):  # the write is done, and the lease expires
-                self._remove(mine)
+                self._remove(own_flag)
 
     def _remove(self, name: str) -> None:
         with self._connection.errors("s3:DeleteObject", self._bucket, name):

@@ -14,7 +14,7 @@ from evernear.disk import disk_errors, open_regular, sha256_bytes, sha256_file
 from evernear.errors import IntegrityError, SettingsError
 from evernear.store.base import CHUNK_BYTES, ObjectInfo, Store, check_key, check_sha256, missing_object, write_chunks
 from evernear.store.conditional_put import OWN_PREFIX, ConditionalWriter
-from evernear.store.s3_connection import BACKOFF_S, MISSING_OBJECT, TRIES, S3Connection
+from evernear.store.s3_connection import BACKOFF_S, MAX_ATTEMPTS, MISSING_OBJECT, S3Connection
 from evernear.store.s3_reader import SHA256, object_reader
 
 # A multipart ETag is not a hash of the content, so each object has its hash in its metadata.
@@ -118,7 +118,7 @@ class S3Store(Store):
     def _get(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T | None:
         """The result of ``read``, which starts over if a transfer breaks; None if the object does not exist."""
         with self._connection.errors("s3:GetObject", self.bucket, self._prefix + key):
-            for attempt in range(1, TRIES + 1):
+            for attempt in range(1, MAX_ATTEMPTS + 1):
                 try:
                     return self._get_once(key, read)
                 except S3Error as error:
@@ -127,7 +127,7 @@ class S3Store(Store):
                     raise
                 except _RETRIED as error:
                     # Content with a wrong hash is read once more: the transfer may have corrupted it, but rarely twice.
-                    if attempt == TRIES or (isinstance(error, IntegrityError) and attempt > 1):
+                    if attempt == MAX_ATTEMPTS or (isinstance(error, IntegrityError) and attempt > 1):
                         raise
                 time.sleep(BACKOFF_S * (attempt - 1))
         return None

@@ -32,7 +32,7 @@ from evernear.errors import SettingsError, StoreError, TransientStoreError
 CONNECT_TIMEOUT_S = 10.0
 # Between two packets, not for the whole transfer.
 READ_TIMEOUT_S = 60.0
-TRIES = 4
+MAX_ATTEMPTS = 4
 BACKOFF_S = 0.5
 _PAGE_OBJECTS = 1000
 _FOLDERS_AT_ONCE = 8
@@ -202,13 +202,13 @@ class S3Connection:
             TransientStoreError: the server is unreachable or overloaded, or the connection broke.
             StoreError: the server rejected the request.
         """
-        place = f"s3://{bucket}/{name}".rstrip("/")
+        location = f"s3://{bucket}/{name}".rstrip("/")
         try:
             yield
         except S3Error as error:
             transient = error.response.status in _OVERLOADED or error.code in _DAMAGED
             kind = TransientStoreError if transient else StoreError
-            raise kind(self._explain(error, permission, bucket, place)) from error
+            raise kind(self._explain(error, permission, bucket, location)) from error
         except InvalidResponseError as error:
             # Transient, because an ingress whose backend is down answers like this.
             text = " ".join(str(error).split())[:160]
@@ -217,7 +217,7 @@ class S3Connection:
             ) from error
         except (MinioException, ParseError, ValueError) as error:
             raise TransientStoreError(
-                f"{self.endpoint} sent an invalid response about {place} ({error}); run again."
+                f"{self.endpoint} sent an invalid response about {location} ({error}); run again."
             ) from error
         except urllib3.exceptions.MaxRetryError as error:
             if isinstance(error.reason, urllib3.exceptions.SSLError):
@@ -227,13 +227,13 @@ class S3Connection:
             raise TransientStoreError(f"{self.endpoint} cannot be reached: {_reason(error.reason)}.") from error
         except urllib3.exceptions.HTTPError as error:
             raise TransientStoreError(
-                f"The transfer of {place} was interrupted ({_reason(error)}); run again."
+                f"The transfer of {location} was interrupted ({_reason(error)}); run again."
             ) from error
 
-    def _explain(self, error: S3Error, permission: str, bucket: str, place: str) -> str:
+    def _explain(self, error: S3Error, permission: str, bucket: str, location: str) -> str:
         code, status = error.code or "", error.response.status
         if code == "NoSuchBucket":
-            return f"There is no bucket {bucket!r} at {self.endpoint}."
+            return f"The bucket {bucket!r} does not exist at {self.endpoint}."
         if code in _BAD_KEYS:
             return (
                 f"{self.endpoint} does not accept the keys ({code});"
@@ -244,14 +244,15 @@ class S3Connection:
         if code in _OTHER_REGION:
             return f"The bucket {bucket!r} is not in the region {self.region} ({error.message}); set AWS_REGION."
         if code in _DAMAGED:
-            return f"The upload of {place} was damaged in transit ({code}); nothing was stored, run again."
+            return f"The upload of {location} was damaged in transit ({code}); nothing was stored, run again."
         if status in _OVERLOADED:
-            return f"{self.endpoint} is overloaded or broken ({status} {code}) after {TRIES} tries; run again later."
+            fault = f"is overloaded or broken ({status} {code}) after {MAX_ATTEMPTS} attempts"
+            return f"{self.endpoint} {fault}; run again later."
         # An archived object (S3 Glacier) is 403 as well; the server's message explains it.
         if code == "AccessDenied" or (status == 403 and code != "InvalidObjectState"):
             credentials = self._credentials_hint(permission)
-            return f"{permission} on {place} is not permitted {credentials}; see docs/object-store.md."
-        return f"{self.endpoint} refused {permission} on {place}: {error.message or code}."
+            return f"{permission} on {location} is not permitted {credentials}; see docs/object-store.md."
+        return f"{self.endpoint} refused {permission} on {location}: {error.message or code}."
 
     def _credentials_hint(self, permission: str) -> str:
         if not self.credentials:
@@ -307,7 +308,7 @@ def _reason(error: Exception | None) -> str:
 def _retries(only_unexecuted: bool = False) -> urllib3.Retry:
     """The retry policy of idempotent requests, or that of requests which are retried ``only_unexecuted``."""
     return urllib3.Retry(
-        TRIES - 1,
+        MAX_ATTEMPTS - 1,
         read=False if only_unexecuted else None,
         other=0 if only_unexecuted else None,
         status_forcelist=(429, 503) if only_unexecuted else _OVERLOADED,
@@ -323,7 +324,7 @@ def _certificates() -> Path:
     """The file with the certificates of trusted authorities."""
     path = Path(os.environ.get("AWS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or certifi.where())
     if not path.exists():
-        raise SettingsError(f"There are no certificates at {path} (AWS_CA_BUNDLE, SSL_CERT_FILE).")
+        raise SettingsError(f"The certificate file {path} (AWS_CA_BUNDLE, SSL_CERT_FILE) does not exist.")
     return path
 
 

@@ -20,7 +20,7 @@ from evernear.settings.sources import known_keys
 
 _BY_KEY = {key: name for name, key in PARAMETERS.items()}
 _QUOTES = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'"})
-"""Slack's clients replace straight quotes by these."""
+"""Slack's clients replace straight quotes with these."""
 _TYPES = {
     "STRING": "text",
     "NUMBER_INTEGER": "a whole number",

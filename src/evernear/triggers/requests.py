@@ -90,7 +90,7 @@ class Request(Frozen):
     release: str = ""
     """Kind ``promote``: the release to promote. Kind ``roll_back``: the champion to replace."""
     move: int = 0
-    """Number of the champion's move that the button showed; the request fails if there is a later one."""
+    """Number of the promotion that the button showed; the request fails if there is a later one."""
 
     trigger: str = ""
     """Slack's id of the click or command; copies of a delivery share it."""
@@ -112,7 +112,7 @@ class Request(Frozen):
 
     @property
     def is_open(self) -> bool:
-        """Whether the bot has something left to do."""
+        """Whether the bot still has work to do."""
         if self.state in ("declined", "expired"):
             return bool(self.message) and not self.is_closed
         return self.state in ("pending", "accepted", "started")
@@ -135,7 +135,7 @@ class Request(Frozen):
         return f"{self.asked_by}, accepted by {self.by}"
 
     def is_expired(self, now: datetime) -> bool:
-        """Whether nobody answered in time."""
+        """Whether the time to answer has passed."""
         return self.state == "expired" or (self.state == "pending" and self.expires is not None and now >= self.expires)
 
 
@@ -181,7 +181,7 @@ class RequestStore:
         """Replace fields of ``request`` if it is unchanged since it was read.
 
         Raises:
-            ConflictError: somebody else changed it.
+            ConflictError: another process changed it.
             ValueError: the new state does not follow from the current one.
         """
         key = _key(request.id)

@@ -11,7 +11,7 @@ import yaml
 from deployer import MakeSettings
 from kubernetes.config import incluster_config
 from loopback.kubernetes import LoopbackCluster, too_many_requests
-from serving.stand_ins import http_server
+from serving.fake_servers import http_server
 
 from evernear.deployment.kubernetes import cluster as module
 from evernear.deployment.kubernetes.cluster import ApiUnavailableError, Cluster
@@ -104,10 +104,10 @@ def test_unknown_token_is_rejected(loopback: LoopbackCluster, monkeypatch: pytes
 
 @pytest.mark.usefixtures("quick")
 def test_retries_are_limited(loopback: LoopbackCluster) -> None:
-    loopback.fail(too_many_requests(), times=module.TRIES - 1)
+    loopback.fail(too_many_requests(), times=module.MAX_ATTEMPTS - 1)
     cluster = Cluster.of(SETTINGS)
     assert cluster.get("Deployment", "evernear-serving") is None
-    loopback.fail(too_many_requests(retry_after_s=3600), times=module.TRIES)
+    loopback.fail(too_many_requests(retry_after_s=3600), times=module.MAX_ATTEMPTS)
     with pytest.raises(ApiUnavailableError, match="still fails after 5 attempts: 429"):
         cluster.get("Deployment", "evernear-serving")
 

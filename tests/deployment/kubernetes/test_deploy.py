@@ -15,7 +15,7 @@ from deployer import IMAGE, MakeSettings
 from kubernetes import client, config
 from loopback.kubernetes import CrashLoop, ImageMissing, LoopbackCluster, Ready, labeled
 from releases import MakeRelease, PackedRelease
-from serving.stand_ins import http_server
+from serving.fake_servers import http_server
 from typer.testing import CliRunner
 
 from evernear import deployment
@@ -78,7 +78,7 @@ class Answers:
         handler.wfile.write(body)
 
 
-class Site:
+class Sandbox:
     """A cluster and the registry that it deploys from."""
 
     def __init__(self, loopback: LoopbackCluster, settings: Settings) -> None:
@@ -127,56 +127,58 @@ def answers(releases: tuple[PackedRelease, ...], tmp_path: Path) -> list[Answers
 
 
 @pytest.fixture
-def site(
+def sandbox(
     loopback: LoopbackCluster, make_settings: MakeSettings, answers: list[Answers], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Site]:
+) -> Iterator[Sandbox]:
     monkeypatch.setattr(rollout, "DIAGNOSIS_INTERVAL_S", 1)
     with ExitStack() as stack:
         for item in answers:
             port = stack.enter_context(http_server(do_POST=lambda handler, item=item: item.answer(handler)))
             loopback.set_pod_behavior(Ready(serves={8080: ("127.0.0.1", port)}), labeled(RELEASE, item.version))
-        yield Site(loopback, make_settings())
+        yield Sandbox(loopback, make_settings())
 
 
-def test_deploy_roll_back_and_promote(site: Site, releases: tuple[PackedRelease, ...]) -> None:
+def test_deploy_roll_back_and_promote(sandbox: Sandbox, releases: tuple[PackedRelease, ...]) -> None:
     first, second, _ = releases
-    deployed = site.deploy(first)
+    deployed = sandbox.deploy(first)
     assert (deployed.version, deployed.previous, deployed.smoke_queries) == (first.version, None, 8)
     assert deployed.url == "http://evernear-serving.evernear.svc:8080/predictions/embedding"
-    assert site.champion == first.version
-    assert site.deploy(second).previous == first.version
-    assert site.deploy(second).previous == first.version, "a repeated deployment"
-    assert site.live == ({second.version}, {IMAGE})
-    assert deployment.open_target(site.settings).status() == {
+    assert sandbox.champion == first.version
+    assert sandbox.deploy(second).previous == first.version
+    assert sandbox.deploy(second).previous == first.version, "a repeated deployment"
+    assert sandbox.live == ({second.version}, {IMAGE})
+    assert deployment.open_target(sandbox.settings).status() == {
         "server": "up",
         "url": deployed.url,
         "release": second.version,
         "ready_pods": 1,
         "image": IMAGE,
         "champion": second.version,
-        "store": site.settings.store_uri,
+        "store": sandbox.settings.store_uri,
     }
     with pytest.raises(ConflictError, match="run again"):
-        site.deploy(first)
+        sandbox.deploy(first)
 
-    back = deployment.roll_back(site.settings, cause=Cause(by="ada", why="a test"))
+    back = deployment.roll_back(sandbox.settings, cause=Cause(by="ada", why="a test"))
     assert (back.version, back.previous, back.smoke_queries) == (first.version, None, 8)
-    assert site.live[0] == {first.version}
-    assert site.champion == first.version
-    assert deployment.promote(second.version, site.settings).version == second.version
-    assert site.live[0] == {second.version}
-    assert [move.how for move in site.registry.history()] == ["deploy", "deploy", "rollback", "promote"]
-    assert site.champion == second.version
+    assert sandbox.live[0] == {first.version}
+    assert sandbox.champion == first.version
+    assert deployment.promote(second.version, sandbox.settings).version == second.version
+    assert sandbox.live[0] == {second.version}
+    assert [move.how for move in sandbox.registry.history()] == ["deploy", "deploy", "rollback", "promote"]
+    assert sandbox.champion == second.version
 
 
-def test_applied_objects_name_their_release_and_field_manager(site: Site, releases: tuple[PackedRelease, ...]) -> None:
-    site.deploy(releases[0])
-    patches = [call for call in site.loopback.calls if call.verb == "patch"]
+def test_applied_objects_name_their_release_and_field_manager(
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...]
+) -> None:
+    sandbox.deploy(releases[0])
+    patches = [call for call in sandbox.loopback.calls if call.verb == "patch"]
     assert {call.query["fieldManager"] for call in patches} == {"evernear"}
     assert {call.query.get("force") for call in patches if call.name == NAME} == {"false"}
-    manifest = site.cluster.get("Deployment", NAME)
+    manifest = sandbox.cluster.get("Deployment", NAME)
     assert manifest is not None
-    record = site.registry.get(releases[0].version)
+    record = sandbox.registry.get(releases[0].version)
     assert manifest["metadata"]["annotations"]["evernear.dev/archive-sha256"] == record.archive_sha256
     assert manifest["metadata"]["labels"]["app.kubernetes.io/version"] == record.manifest.version
 
@@ -186,10 +188,10 @@ def test_applied_objects_name_their_release_and_field_manager(site: Site, releas
     ["image", "wrong answer", *(pytest.param(item, marks=SLOW) for item in ("crash", "another release", "silence"))],
 )
 def test_failed_release_is_replaced_by_the_previous_one(
-    site: Site, releases: tuple[PackedRelease, ...], answers: list[Answers], fault: str
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], answers: list[Answers], fault: str
 ) -> None:
     first, second, _ = releases
-    site.deploy(first)
+    sandbox.deploy(first)
     sentence = {
         "crash": "container torchserve of pod",
         "image": "cannot be pulled",
@@ -200,10 +202,10 @@ def test_failed_release_is_replaced_by_the_previous_one(
     changes: dict[str, Any] = {}
     match fault:
         case "crash":
-            site.loopback.set_pod_behavior(CrashLoop("no"), labeled(RELEASE, second.version))
+            sandbox.loopback.set_pod_behavior(CrashLoop("no"), labeled(RELEASE, second.version))
         case "image":  # the previous release is restored with its own image, not that of the settings
             changes = {"image": IMAGE.replace("a" * 64, "b" * 64)}
-            site.loopback.set_pod_behavior(
+            sandbox.loopback.set_pod_behavior(
                 ImageMissing(), lambda pod: pod["spec"]["containers"][0]["image"].endswith("b" * 64)
             )
         case "wrong answer":
@@ -211,45 +213,45 @@ def test_failed_release_is_replaced_by_the_previous_one(
         case "another release":
             answers[1].wrong = {"version": "x"}
         case _:
-            site.loopback.set_pod_behavior(Ready(serves={8080: ("127.0.0.1", 1)}), labeled(RELEASE, second.version))
+            sandbox.loopback.set_pod_behavior(Ready(serves={8080: ("127.0.0.1", 1)}), labeled(RELEASE, second.version))
     with pytest.raises(EvernearError, match=sentence) as exc_info:
-        site.deploy(second, **changes)
+        sandbox.deploy(second, **changes)
     assert str(exc_info.value).startswith(f"Release {second.version} was not deployed: ")
     assert str(exc_info.value).endswith(f" Release {first.version} was restored and is live.")
     assert type(exc_info.value) in (ClusterError, ServingError)
-    assert site.champion == first.version
-    assert site.live == ({first.version}, {IMAGE})
+    assert sandbox.champion == first.version
+    assert sandbox.live == ({first.version}, {IMAGE})
 
 
 @pytest.mark.parametrize("fault", [pytest.param("crash", marks=SLOW), "wrong answer"])
 def test_failed_first_release_leaves_no_objects(
-    site: Site, releases: tuple[PackedRelease, ...], answers: list[Answers], fault: str
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], answers: list[Answers], fault: str
 ) -> None:
     if fault == "crash":
-        site.loopback.set_pod_behavior(CrashLoop("no"))
+        sandbox.loopback.set_pod_behavior(CrashLoop("no"))
     else:
         answers[0].wrong = {"pred": "?"}
     with pytest.raises(EvernearError, match=r"No release was live before it, so its objects were removed\.$"):
-        site.deploy(releases[0])
-    assert site.remaining() == []
-    assert site.champion is None
+        sandbox.deploy(releases[0])
+    assert sandbox.remaining() == []
+    assert sandbox.champion is None
     answers[0].wrong = {}
 
 
 @SLOW
-def test_failed_restore_is_reported(site: Site, releases: tuple[PackedRelease, ...]) -> None:
+def test_failed_restore_is_reported(sandbox: Sandbox, releases: tuple[PackedRelease, ...]) -> None:
     first, second, _ = releases
-    site.deploy(first, image=IMAGE.replace("a" * 64, "c" * 64))
-    site.loopback.set_pod_behavior(CrashLoop("the node is broken"))
+    sandbox.deploy(first, image=IMAGE.replace("a" * 64, "c" * 64))
+    sandbox.loopback.set_pod_behavior(CrashLoop("the node is broken"))
     with pytest.raises(ClusterError, match=r"was not restored: it does not come up: .*node is broken"):
-        site.deploy(second, rollout_timeout_s=3)
-    assert site.champion == first.version
+        sandbox.deploy(second, rollout_timeout_s=3)
+    assert sandbox.champion == first.version
 
 
-def test_field_conflicts_are_reported_before_any_change(site: Site, releases: tuple[PackedRelease, ...]) -> None:
+def test_field_conflicts_are_reported_before_any_change(sandbox: Sandbox, releases: tuple[PackedRelease, ...]) -> None:
     first, second, _ = releases
-    site.deploy(first)
-    apps = client.AppsV1Api(config.new_client_from_config(str(site.loopback.kubeconfig())))
+    sandbox.deploy(first)
+    apps = client.AppsV1Api(config.new_client_from_config(str(sandbox.loopback.kubeconfig())))
     patch = {"spec": {"template": {"spec": {"terminationGracePeriodSeconds": 7}}}}
     apps.patch_namespaced_deployment(NAME, "evernear", patch, field_manager="kubectl-edit")
     with pytest.raises(
@@ -257,10 +259,10 @@ def test_field_conflicts_are_reported_before_any_change(site: Site, releases: tu
         match=r'^Deployment evernear-serving: "kubectl-edit".* set \.spec\.template\.spec\.terminationGrace\w+; '
         r"release it there, or take ownership with --set kubernetes\.force_conflicts=true\.$",
     ):
-        site.deploy(second)
+        sandbox.deploy(second)
     settings = client.CoreV1Api(apps.api_client).read_namespaced_config_map(NAME, "evernear")
     assert settings.metadata.annotations[RELEASE] == first.version
-    assert site.deploy(second, force_conflicts=True).version == second.version
+    assert sandbox.deploy(second, force_conflicts=True).version == second.version
 
 
 class Killed(BaseException):
@@ -276,10 +278,10 @@ class Killed(BaseException):
     ],
 )
 def test_killed_deployment_can_be_repeated(
-    site: Site, releases: tuple[PackedRelease, ...], when: str, monkeypatch: pytest.MonkeyPatch
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, third = releases
-    site.deploy(first)
+    sandbox.deploy(first)
 
     def kill(*_: object, **__: object) -> None:
         raise Killed
@@ -294,23 +296,23 @@ def test_killed_deployment_can_be_repeated(
         patched.setattr(kubernetes.KubernetesTarget, "_restore_previous", kill)
         patched.setattr(kubernetes.LeaseLock, "release", lambda lease: lease._released.set())
         with pytest.raises(Killed):
-            site.deploy(second)
-    assert site.deploy(second).version == second.version  # waits until the Lease of the killed process expires
-    assert site.champion == second.version
-    assert site.live == ({second.version}, {IMAGE})
-    site.loopback.set_pod_behavior(CrashLoop("no"), labeled(RELEASE, third.version))
+            sandbox.deploy(second)
+    assert sandbox.deploy(second).version == second.version  # waits until the Lease of the killed process expires
+    assert sandbox.champion == second.version
+    assert sandbox.live == ({second.version}, {IMAGE})
+    sandbox.loopback.set_pod_behavior(CrashLoop("no"), labeled(RELEASE, third.version))
     with pytest.raises(ClusterError, match=rf"Release {second.version} was restored and is live"):
-        site.deploy(third)
-    assert site.live == ({second.version}, {IMAGE})
+        sandbox.deploy(third)
+    assert sandbox.live == ({second.version}, {IMAGE})
 
 
 @SLOW
 def test_failed_release_after_a_killed_deployment_is_replaced_by_the_champion(
-    site: Site, releases: tuple[PackedRelease, ...], make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The release of the killed deployment never passed its smoke test, so it is not restored."""
     first, second, _ = releases
-    site.deploy(first)
+    sandbox.deploy(first)
     rival = make_release(parent=first.version)
 
     def kill(*_: object, **__: object) -> None:
@@ -320,17 +322,17 @@ def test_failed_release_after_a_killed_deployment_is_replaced_by_the_champion(
         patched.setattr(kubernetes, "verify", kill)
         patched.setattr(kubernetes.KubernetesTarget, "_restore_previous", kill)
         with pytest.raises(Killed):
-            site.deploy(second)
-    assert site.live[0] == {second.version}
-    assert deployment.open_target(site.settings).status()["champion"] == first.version
-    site.loopback.set_pod_behavior(CrashLoop("no"), labeled(RELEASE, rival.version))
+            sandbox.deploy(second)
+    assert sandbox.live[0] == {second.version}
+    assert deployment.open_target(sandbox.settings).status()["champion"] == first.version
+    sandbox.loopback.set_pod_behavior(CrashLoop("no"), labeled(RELEASE, rival.version))
     with pytest.raises(ClusterError, match=rf"Release {first.version} was restored and is live"):
-        site.deploy(rival)
-    assert site.live[0] == {first.version}
+        sandbox.deploy(rival)
+    assert sandbox.live[0] == {first.version}
 
 
 def test_one_of_two_concurrent_deployments_fails(
-    site: Site, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_progress, proceed = threading.Event(), threading.Event()
     verify = kubernetes.verify
@@ -341,43 +343,43 @@ def test_one_of_two_concurrent_deployments_fails(
         return verify(*arguments)
 
     monkeypatch.setattr(kubernetes, "verify", verify_later)
-    first = threading.Thread(target=site.deploy, args=(releases[0],))
+    first = threading.Thread(target=sandbox.deploy, args=(releases[0],))
     first.start()
     assert in_progress.wait(60)
     with pytest.raises(BusyError, match="is in progress, by "):
-        site.deploy(releases[0])
+        sandbox.deploy(releases[0])
     proceed.set()
     first.join()
-    assert site.champion == releases[0].version
+    assert sandbox.champion == releases[0].version
 
 
 def test_champion_changed_during_a_deployment_stays_live(
-    site: Site, releases: tuple[PackedRelease, ...], make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, _ = releases
-    site.deploy(first)
+    sandbox.deploy(first)
     rival = make_release(parent=first.version)
     verify = kubernetes.verify
 
     def verify_and_lose(*arguments: Any) -> int:
-        site.registry.publish(rival.archive)
-        site.registry.set_champion(rival.version, site.registry.champion())
+        sandbox.registry.publish(rival.archive)
+        sandbox.registry.set_champion(rival.version, sandbox.registry.champion())
         return verify(*arguments)
 
     monkeypatch.setattr(kubernetes, "verify", verify_and_lose)
     with pytest.raises(
         ConflictError, match=rf"champion changed in the meantime.* Release {rival.version} was restored"
     ):
-        site.deploy(second)
-    assert site.champion == rival.version
-    assert site.live[0] == {rival.version}
+        sandbox.deploy(second)
+    assert sandbox.champion == rival.version
+    assert sandbox.live[0] == {rival.version}
 
 
 def fail_to_record(
     error: EvernearError,
     monkeypatch: pytest.MonkeyPatch,
     times: int = 1,
-    patience_s: float = 0.0,
+    retry_timeout_s: float = 0.0,
     executed: bool = False,
 ) -> Iterator[int]:
     """Make writes of the champion pointer fail, before or after they take effect; returns the remaining failures."""
@@ -391,17 +393,17 @@ def fail_to_record(
         raise error
 
     monkeypatch.setattr(FileStore, "put_if", fail)
-    monkeypatch.setattr(registry, "_PATIENCE_S", patience_s)
+    monkeypatch.setattr(registry, "_RETRY_TIMEOUT_S", retry_timeout_s)
     monkeypatch.setattr(registry, "_PAUSE_S", (0.01, 0.01))
     return remaining
 
 
 @pytest.mark.parametrize("executed", [False, True], ids=["not carried out", "carried out"])
 def test_release_that_passed_its_smoke_test_stays_live_if_the_store_is_unreachable(
-    site: Site, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch, executed: bool
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch, executed: bool
 ) -> None:
     first, second, _ = releases
-    site.deploy(first)
+    sandbox.deploy(first)
     with monkeypatch.context() as patched:
         fail_to_record(TransientStoreError("http://s3 cannot be reached."), patched, executed=executed)
         with pytest.raises(
@@ -409,100 +411,102 @@ def test_release_that_passed_its_smoke_test_stays_live_if_the_store_is_unreachab
             match=rf"^Release {second.version} answered its stored queries and stays in place, but it may not be "
             rf"recorded as the champion: http://s3 cannot be reached\. .*`evernear registry promote {second.version}`",
         ):
-            site.deploy(second)
-    assert site.live == ({second.version}, {IMAGE})
-    assert site.champion == (second.version if executed else first.version)
+            sandbox.deploy(second)
+    assert sandbox.live == ({second.version}, {IMAGE})
+    assert sandbox.champion == (second.version if executed else first.version)
     if executed:
-        site.deploy(second)
+        sandbox.deploy(second)
     else:
-        deployment.promote(second.version, site.settings)
-    assert site.live == ({second.version}, {IMAGE})
-    assert [move.version for move in site.registry.history()] == [first.version, second.version]
-    assert deployment.roll_back(site.settings).version == first.version
+        deployment.promote(second.version, sandbox.settings)
+    assert sandbox.live == ({second.version}, {IMAGE})
+    assert [move.version for move in sandbox.registry.history()] == [first.version, second.version]
+    assert deployment.roll_back(sandbox.settings).version == first.version
 
 
 def test_rollback_waits_for_the_store(
-    site: Site, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, _ = releases
-    site.deploy(first)
-    site.deploy(second)
+    sandbox.deploy(first)
+    sandbox.deploy(second)
     with monkeypatch.context() as patched:
         remaining = fail_to_record(
-            TransientStoreError("http://s3 cannot be reached."), patched, times=3, patience_s=60.0
+            TransientStoreError("http://s3 cannot be reached."), patched, times=3, retry_timeout_s=60.0
         )
-        assert deployment.roll_back(site.settings).version == first.version
+        assert deployment.roll_back(sandbox.settings).version == first.version
     assert list(remaining) == []
-    assert site.champion == first.version
-    assert site.live == ({first.version}, {IMAGE})
-    assert [move.how for move in site.registry.history()] == ["deploy", "deploy", "rollback"]
+    assert sandbox.champion == first.version
+    assert sandbox.live == ({first.version}, {IMAGE})
+    assert [move.how for move in sandbox.registry.history()] == ["deploy", "deploy", "rollback"]
 
 
 def test_previous_release_is_restored_if_the_store_denies_access(
-    site: Site, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, _ = releases
-    site.deploy(first)
+    sandbox.deploy(first)
     fail_to_record(StoreError("s3:PutObject is not permitted."), monkeypatch)
     with pytest.raises(StoreError, match=rf"is not permitted\. Release {first.version} was restored and is live"):
-        site.deploy(second)
-    assert site.champion == first.version
-    assert site.live == ({first.version}, {IMAGE})
+        sandbox.deploy(second)
+    assert sandbox.champion == first.version
+    assert sandbox.live == ({first.version}, {IMAGE})
 
 
 @SLOW
 def test_lost_lease_stops_the_deployment(
-    site: Site, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site.deploy(releases[0])
+    sandbox.deploy(releases[0])
     verify = kubernetes.verify
 
     def verify_and_lose(*arguments: Any) -> int:
-        manifest = site.cluster.get("Lease", NAME)
+        manifest = sandbox.cluster.get("Lease", NAME)
         assert manifest is not None
-        site.cluster.replace(manifest | {"spec": {**manifest["spec"], "holderIdentity": "somebody else"}})
-        threading.Event().wait(site.settings.kubernetes.lease_s)
+        sandbox.cluster.replace(manifest | {"spec": {**manifest["spec"], "holderIdentity": "somebody else"}})
+        threading.Event().wait(sandbox.settings.kubernetes.lease_s)
         return verify(*arguments)
 
     monkeypatch.setattr(kubernetes, "verify", verify_and_lose)
     with pytest.raises(BusyError, match=r"lost the Lease evernear-serving .*The previous release was not restored"):
-        site.deploy(releases[1])
-    assert site.champion == releases[0].version
+        sandbox.deploy(releases[1])
+    assert sandbox.champion == releases[0].version
 
 
 def test_rejected_deployment_changes_nothing(
-    site: Site, releases: tuple[PackedRelease, ...], make_release: MakeRelease, tmp_path: Path
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], make_release: MakeRelease, tmp_path: Path
 ) -> None:
     held_back = make_release(promote=False)
     with pytest.raises(IntegrityError, match=r"The verdict on release \S+ is hold"):
-        site.deploy(held_back)
+        sandbox.deploy(held_back)
     with pytest.raises(SettingsError, match="needs the serving image by its digest"):
-        site.deploy(releases[0], image="")
+        sandbox.deploy(releases[0], image="")
     with pytest.raises(SettingsError, match="The API server does not forward a token"):
-        site.deploy(releases[0], token_secret="token")
-    assert {call.verb for call in site.loopback.calls if call.name == NAME and call.query.get("dryRun") != "All"} <= {
+        sandbox.deploy(releases[0], token_secret="token")
+    assert {
+        call.verb for call in sandbox.loopback.calls if call.name == NAME and call.query.get("dryRun") != "All"
+    } <= {
         "get",
         "update",
     }
-    assert site.remaining() == []
+    assert sandbox.remaining() == []
 
 
 def test_missing_rights_are_named(
-    site: Site, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KUBECONFIG", str(site.loopback.kubeconfig("evernear/stranger", namespace="evernear")))
+    monkeypatch.setenv("KUBECONFIG", str(sandbox.loopback.kubeconfig("evernear/stranger", namespace="evernear")))
     with pytest.raises(ClusterError, match=r'cannot get resource "leases".*docs/kubernetes\.md has the Role'):
-        site.deploy(releases[0])
+        sandbox.deploy(releases[0])
 
 
 def test_status_and_render_show_the_live_release_and_the_manifests(
-    site: Site, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site.deploy(releases[0])
+    sandbox.deploy(releases[0])
     flags = [
         f"--set={key}={value}"
         for key, value in {
-            "store": site.settings.store_uri,
+            "store": sandbox.settings.store_uri,
             "target": "kubernetes",
             "kubernetes.image": IMAGE,
             "kubernetes.store_claim": "store",
@@ -518,6 +522,6 @@ def test_status_and_render_show_the_live_release_and_the_manifests(
     assert rendered.output.count("\nkind: ") == 7, rendered.output
     assert f"evernear.dev/release: {releases[0].version}" in rendered.output
     assert "&id" not in rendered.output
-    with LeaseLock(site.cluster, NAME, 5):
+    with LeaseLock(sandbox.cluster, NAME, 5):
         busy = CliRunner().invoke(app, ["registry", "rollback", *flags])
     assert "nothing to roll back to" in str(busy.exception)

@@ -173,7 +173,7 @@ def test_deployment_deleted_during_the_rollout_is_reported(
 
 
 @pytest.mark.parametrize(
-    "trouble",
+    "fault",
     [
         "dropped watches",
         "expired versions",
@@ -182,15 +182,15 @@ def test_deployment_deleted_during_the_rollout_is_reported(
     ],
 )
 def test_rollout_survives_a_faulty_api_server(
-    loopback: LoopbackCluster, make_settings: MakeSettings, trouble: str, monkeypatch: pytest.MonkeyPatch
+    loopback: LoopbackCluster, make_settings: MakeSettings, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("evernear.deployment.kubernetes.cluster.BACKOFF_S", 0.05)
     settings = make_settings()
     loopback.set_pod_behavior(Ready(after_s=1.0))
-    match trouble:
+    match fault:
         case "dropped watches" | "expired versions":
-            shake = loopback.drop_watches if trouble == "dropped watches" else loopback.expire
-            timers = [threading.Timer(0.2 * step, shake) for step in range(8)]
+            disrupt = loopback.drop_watches if fault == "dropped watches" else loopback.expire
+            timers = [threading.Timer(0.2 * step, disrupt) for step in range(8)]
             for timer in timers:
                 timer.start()
             roll_out(settings, NEW)

@@ -39,7 +39,7 @@ from typing import Any, Self
 
 import uvicorn
 
-from tests.loopback.kfp.api import Api, Fault, Front, Gate
+from tests.loopback.kfp.api import Api, Application, Fault, Gate
 from tests.loopback.kfp.execute import LocalExecutor
 from tests.loopback.kfp.state import RunControl, State, read_spec
 
@@ -62,7 +62,7 @@ class KfpServer:
     ) -> None:
         self.state = State(now, frozenset(namespaces))
         self._api = Api(self.state, self._run_created)
-        self._front = Front(self._api, Gate(token, cookie))
+        self._application = Application(self._api, Gate(token, cookie))
         self._executor = executor
         self._tls = (certificate, key)
         self._directory = tempfile.TemporaryDirectory(prefix="kfp-")
@@ -74,7 +74,7 @@ class KfpServer:
         """Listen on a free port of 127.0.0.1."""
         certificate, key = self._tls
         config = uvicorn.Config(
-            self._front.app, log_level="warning", access_log=False, ssl_certfile=certificate, ssl_keyfile=key
+            self._application.app, log_level="warning", access_log=False, ssl_certfile=certificate, ssl_keyfile=key
         )
         self._server = uvicorn.Server(config)
         listener = socket.create_server(("127.0.0.1", 0))
@@ -102,12 +102,12 @@ class KfpServer:
     @property
     def violations(self) -> list[str]:
         """Contract violations of requests and responses. Clear it in tests that provoke them."""
-        return self._front.violations
+        return self._application.violations
 
     @property
     def calls(self) -> list[str]:
         """The requested operations in order, named as in the Swagger file."""
-        return self._front.calls
+        return self._application.calls
 
     @property
     def policies(self) -> list[str]:
@@ -156,7 +156,7 @@ class KfpServer:
         self, *, operation: str = "", status: int = 503, times: int = 1, after: bool = False, delay_s: float = 0.0
     ) -> None:
         """Fail the next ``times`` requests of ``operation`` (any if empty) with ``status``."""
-        self._front.faults.append(Fault(operation, status, times, after, delay_s))
+        self._application.faults.append(Fault(operation, status, times, after, delay_s))
 
     def _run_created(self, run_id: str) -> None:
         with self._created:

@@ -219,7 +219,7 @@ class Gate:
         return None
 
 
-class Front:
+class Application:
     """The application: check credentials, inject faults, validate, execute."""
 
     def __init__(self, api: Api, gate: Gate) -> None:

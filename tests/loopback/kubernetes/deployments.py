@@ -26,7 +26,7 @@ _SUFFIXES = "bcdfghjklmnpqrstvwxz2456789"
 
 @dataclass
 class _Progress:
-    look: str  # of the status, without conditions
+    summary: str  # of the status, without conditions
     since_s: float
     outcome: str = ""
 
@@ -126,24 +126,24 @@ class Deployments(Controller):
         if current >= desired:
             return current > desired and self._resize(deployment, new, desired)
         surge, _ = _bounds(deployment)
-        room = desired + surge - current - sum(item["spec"]["replicas"] for item in old)
-        return room > 0 and self._resize(deployment, new, current + min(room, desired - current))
+        headroom = desired + surge - current - sum(item["spec"]["replicas"] for item in old)
+        return headroom > 0 and self._resize(deployment, new, current + min(headroom, desired - current))
 
     def _scale_down(self, deployment: Object, new: Object, old: list[Object]) -> bool:
         _, unavailable = _bounds(deployment)
-        least = deployment["spec"]["replicas"] - unavailable
+        min_available = deployment["spec"]["replicas"] - unavailable
         total = new["spec"]["replicas"] + sum(item["spec"]["replicas"] for item in old)
-        spare = total - least - (new["spec"]["replicas"] - _available(new))
-        if spare <= 0:
+        surplus = total - min_available - (new["spec"]["replicas"] - _available(new))
+        if surplus <= 0:
             return False
         old = sorted((item for item in old if item["spec"]["replicas"]), key=_revision)
         for item in old:  # unavailable ones first
-            down = min(item["spec"]["replicas"] - _available(item), spare)
+            down = min(item["spec"]["replicas"] - _available(item), surplus)
             if down > 0:
                 return self._resize(deployment, item, item["spec"]["replicas"] - down)
-        spare = _available(new) + sum(_available(item) for item in old) - least
+        surplus = _available(new) + sum(_available(item) for item in old) - min_available
         for item in old:
-            down = min(item["spec"]["replicas"], spare)
+            down = min(item["spec"]["replicas"], surplus)
             if down > 0:
                 return self._resize(deployment, item, item["spec"]["replicas"] - down)
         return False
@@ -154,8 +154,8 @@ class Deployments(Controller):
             return False
         replica_set["spec"]["replicas"] = replicas
         self.edit(REPLICA_SET, replica_set)
-        way = "up" if replicas > before else "down"
-        message = f"Scaled {way} replica set {replica_set['metadata']['name']} from {before} to {replicas}"
+        direction = "up" if replicas > before else "down"
+        message = f"Scaled {direction} replica set {replica_set['metadata']['name']} from {before} to {replicas}"
         self.event(DEPLOYMENT, deployment, "ScalingReplicaSet", message)
         return True
 
@@ -198,10 +198,10 @@ class Deployments(Controller):
 
     def _progress(self, deployment: Object, new: Object | None, status: Object, *, complete: bool) -> Object:
         uid, name = deployment["metadata"]["uid"], new["metadata"]["name"] if new else ""
-        look = json.dumps({k: v for k, v in status.items() if k != "unavailableReplicas"}, sort_keys=True)
+        summary = json.dumps({k: v for k, v in status.items() if k != "unavailableReplicas"}, sort_keys=True)
         progress = self._progressing.get(uid)
-        if progress is None or progress.look != look:
-            progress = self._progressing[uid] = _Progress(look, time.monotonic())
+        if progress is None or progress.summary != summary:
+            progress = self._progressing[uid] = _Progress(summary, time.monotonic())
         if complete:
             progress.outcome = "complete"
             message = f'ReplicaSet "{name}" has successfully progressed.'

@@ -77,11 +77,11 @@ class Server(ThreadingHTTPServer):
     def issue_token(self, call: Call, request: Object) -> Object:
         """Issue a token for a service account, like the TokenRequest API."""
         self.api.get(SERVICE_ACCOUNT, call.namespace, call.name)
-        lasts_s = request.get("spec", {}).get("expirationSeconds", 3600)
-        ends = datetime.now(UTC) + timedelta(seconds=lasts_s)
+        lifetime_s = request.get("spec", {}).get("expirationSeconds", 3600)
+        ends = datetime.now(UTC) + timedelta(seconds=lifetime_s)
         token = self.create_token(f"system:serviceaccount:{call.namespace}:{call.name}")
         token_status = {"token": token, "expirationTimestamp": ends.strftime("%Y-%m-%dT%H:%M:%SZ")}
-        spec = {"audiences": ["https://kubernetes.default.svc"], "expirationSeconds": lasts_s}
+        spec = {"audiences": ["https://kubernetes.default.svc"], "expirationSeconds": lifetime_s}
         metadata = {"name": call.name, "namespace": call.namespace}
         kind = {"kind": "TokenRequest", "apiVersion": "authentication.k8s.io/v1"}
         return kind | {"metadata": metadata, "spec": spec, "status": token_status}

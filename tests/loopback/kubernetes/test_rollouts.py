@@ -26,11 +26,11 @@ SECOND = labeled("version", "2")
 
 
 def rolled_out(kubectl: Kubectl) -> Any:
-    def look() -> Any:
+    def find() -> Any:
         live = kubectl.get("Deployment", "serve")
         return live if is_rolled_out(live) else None
 
-    return until(look)
+    return until(find)
 
 
 def pods(kubectl: Kubectl, version: str = "") -> list[dict[str, Any]]:
@@ -45,7 +45,7 @@ def condition(subject: dict[str, Any], kind: str) -> dict[str, Any]:
 def waiting(kubectl: Kubectl, reason: str) -> dict[str, Any]:
     """Return the status of a container that is waiting for this reason."""
 
-    def look() -> Any:
+    def find() -> Any:
         statuses = [
             item
             for pod in pods(kubectl, "2")
@@ -54,7 +54,7 @@ def waiting(kubectl: Kubectl, reason: str) -> dict[str, Any]:
         ]
         return next((item for item in statuses if item["state"].get("waiting", {}).get("reason") == reason), None)
 
-    return until(look)
+    return until(find)
 
 
 def messages(kubectl: Kubectl, reason: str) -> list[str]:
@@ -237,14 +237,14 @@ def test_restricted_namespace_rejects_unrestricted_pods(kubectl: Kubectl) -> Non
     message = until(failure)
     assert 'violates PodSecurity "restricted:latest": allowPrivilegeEscalation != false (container "serve"' in message
     assert "seccompProfile" in message
-    careful = deployment()
-    careful["spec"]["template"]["spec"]["containers"][0]["securityContext"] = {
+    restricted = deployment()
+    restricted["spec"]["template"]["spec"]["containers"][0]["securityContext"] = {
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},
         "runAsNonRoot": True,
         "seccompProfile": {"type": "RuntimeDefault"},
     }
-    kubectl.apply(careful, force="true")
+    kubectl.apply(restricted, force="true")
     rolled_out(kubectl)
 
 
@@ -322,8 +322,8 @@ def test_pod_with_excessive_requests_is_unschedulable(kubectl: Kubectl, spec: di
 )
 def test_pod_security_violations(spec: dict[str, Any], violation: str | None) -> None:
     own = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], "add": ["NET_BIND_SERVICE"]}}
-    careful = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
-    pod = {"securityContext": careful, "containers": [{"name": "serve", "securityContext": own}]} | spec
+    restricted = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    pod = {"securityContext": restricted, "containers": [{"name": "serve", "securityContext": own}]} | spec
     result = violations("restricted", pod)
     assert result == [] if violation is None else len(result) == 1 and result[0].startswith(violation)
     assert violations(None, pod) == []

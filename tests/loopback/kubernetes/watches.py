@@ -11,8 +11,8 @@ from loopback.kubernetes.store import Change, Store
 
 Object = dict[str, Any]
 Event = tuple[str, Object]
-_DEFAULT_S = 1800.0
-_LOOK_S = 0.5
+_DEFAULT_TIMEOUT_S = 1800.0
+_POLL_S = 0.5
 
 
 def events(store: Store, call: Call, is_cut: Callable[[], bool]) -> Iterator[list[Event]]:
@@ -22,7 +22,7 @@ def events(store: Store, call: Call, is_cut: Callable[[], bool]) -> Iterator[lis
     """
     assert call.kind is not None
     chosen = _chosen_by(call)
-    end_s = time.monotonic() + float(call.query.get("timeoutSeconds") or _DEFAULT_S)
+    end_s = time.monotonic() + float(call.query.get("timeoutSeconds") or _DEFAULT_TIMEOUT_S)
     version = int(call.query["resourceVersion"])
     while not is_cut():
         with store.changed:
@@ -34,7 +34,7 @@ def events(store: Store, call: Call, is_cut: Callable[[], bool]) -> Iterator[lis
             events_ = [event for change in changes if (event := _event(change, chosen))]
             left_s = end_s - time.monotonic()
             if not events_ and left_s > 0 and not is_cut():
-                store.changed.wait(min(left_s, _LOOK_S))
+                store.changed.wait(min(left_s, _POLL_S))
         yield events_
         if left_s <= 0:
             return

@@ -96,9 +96,9 @@ class SlackServer:
         self._response_urls[name] = (channel, user)
         return f"{self.url}/response/{name}"
 
-    def at(self, place: str) -> PostedMessage:
+    def at(self, address: str) -> PostedMessage:
         """Return the message at ``channel/ts``."""
-        return next(posted for posted in self.messages if f"{posted.channel}/{posted.ts}" == place)
+        return next(posted for posted in self.messages if f"{posted.channel}/{posted.ts}" == address)
 
     def button(self, posted: PostedMessage, text: str) -> Click:
         """Return a click on the button labeled ``text`` of a message; fail if it does not exist."""

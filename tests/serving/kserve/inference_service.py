@@ -155,14 +155,14 @@ def predictions_of(response: Any) -> list[dict[str, Any]]:
     else:
         columns = {output.name: _contents(output) for output in response.outputs}
     k = len(columns["neighbor_dists"]) // max(1, len(columns["pred"]))
-    near = [
+    neighbors = [
         {"label": label, "dist": dist}
         for label, dist in zip(columns["neighbor_labels"], columns["neighbor_dists"], strict=True)
     ]
     return [
         {
             **{name: columns[name][row] for name in ("pred", "dist", "unknown", "version")},
-            "neighbors": near[row * k : (row + 1) * k],
+            "neighbors": neighbors[row * k : (row + 1) * k],
         }
         for row in range(len(columns["pred"]))
     ]

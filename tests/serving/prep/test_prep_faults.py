@@ -12,10 +12,10 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from front import ReleaseStore, front, make_champion
+from fake_servers import ANSWER, grpc_server
 from PIL import Image
+from prep_server import ReleaseStore, make_champion, prep_client
 from releases import settings_on_free_ports
-from stand_ins import ANSWER, grpc_server
 
 from evernear.release.archive_reader import ReleaseParts
 from evernear.serving.torchserve_proto.inference_pb2 import PredictionsRequest
@@ -78,7 +78,7 @@ def refusal(answer: httpx.Response, status: int) -> str:
 
 
 def test_rollout_changes_the_preprocessing(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:
-    with front(stored_releases.settings(port)) as client:
+    with prep_client(stored_releases.settings(port)) as client:
         assert client.post("/predict/label", json=png()).json() == label_response("8", predictor.version)
         predictor.version = stored_releases.release(2, size_px=16)
         assert client.post("/predict/label", json=png()).json() == label_response("16", predictor.version)
@@ -94,7 +94,7 @@ def label_response(label: str, version: str) -> dict[str, object]:
 def test_rollout_with_the_same_preprocessing_costs_no_second_call(
     stored_releases: ReleaseStore, predictor: Predictor, port: int
 ) -> None:
-    with front(stored_releases.settings(port)) as client:
+    with prep_client(stored_releases.settings(port)) as client:
         client.post("/predict", json=png())
         calls = predictor.calls
         predictor.version = stored_releases.release(2)
@@ -107,7 +107,7 @@ def test_rollouts_under_load_never_mix_preprocessing(
 ) -> None:
     """Release 1 takes 8 pixels and release 2 takes 16, so a prediction with the other width is wrong."""
     versions = {stored_releases.release(1): "8", stored_releases.release(2, size_px=16): "16"}
-    with front(stored_releases.settings(port)) as client, ThreadPoolExecutor(8) as pool:
+    with prep_client(stored_releases.settings(port)) as client, ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(client.post, "/predict", json=png()) for _ in range(300)]
         while not all(answer.done() for answer in answers):
             predictor.version = next(v for v in versions if v != predictor.version)
@@ -127,7 +127,7 @@ def test_predictions_of_an_unregistered_release_are_withheld(
     stored_releases: ReleaseStore, predictor: Predictor, port: int
 ) -> None:
     predictor.version = version = stored_releases.release(2, published=False)
-    with front(stored_releases.settings(port)) as client:
+    with prep_client(stored_releases.settings(port)) as client:
         for path in ("/health", "/metadata", "/label", "/predict/test", "/predict/test/label"):
             assert f"answers with release {version}, whose preprocessing is not available" in refusal(
                 client.get(path), 503
@@ -140,7 +140,7 @@ def test_predictions_of_an_unregistered_release_are_withheld(
 
 def test_missing_first_release_is_reported(stored_releases: ReleaseStore, tmp_path: Path) -> None:
     predictor = Predictor("x")
-    with grpc_server(predictor) as port, front(stored_releases.settings(port)) as client:
+    with grpc_server(predictor) as port, prep_client(stored_releases.settings(port)) as client:
         assert "No release has been promoted yet" in refusal(client.get("/health"), 503)
         assert "No release has been promoted yet" in refusal(client.post("/predict", json=png()), 503)
         assert predictor.calls == 0
@@ -148,7 +148,7 @@ def test_missing_first_release_is_reported(stored_releases: ReleaseStore, tmp_pa
 
 def test_damaged_registry_is_reported(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:
     (stored_releases.directory / "releases" / "champion.json").write_text("{")
-    with front(stored_releases.settings(port)) as client:
+    with prep_client(stored_releases.settings(port)) as client:
         assert "is not a valid" in refusal(client.get("/health"), 503)
         make_champion(stored_releases.uri, predictor.version)
         assert client.get("/health").status_code == 200
@@ -156,7 +156,7 @@ def test_damaged_registry_is_reported(stored_releases: ReleaseStore, predictor: 
 
 def test_predictor_is_reconnected_after_downtime(stored_releases: ReleaseStore, predictor: Predictor) -> None:
     port = settings_on_free_ports().inference_port
-    with front(stored_releases.settings(port, failures=1000)) as client:
+    with prep_client(stored_releases.settings(port, failures=1000)) as client:
         assert f"No server answers gRPC at 127.0.0.1:{port}" in refusal(client.post("/predict", json=png()), 503)
         assert refusal(client.get("/health"), 503)
         with grpc_server(predictor, port):
@@ -169,20 +169,20 @@ def test_predictor_is_reconnected_after_downtime(stored_releases: ReleaseStore, 
 
 
 def test_unavailable_predictor_is_retried(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:
-    def hiccup(request: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
+    def fail_twice(request: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
         if predictor.calls % 3:
             context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
         return predictor.recognize(request, context)
 
-    predictor.answer = hiccup
-    with front(stored_releases.settings(port)) as client:
+    predictor.answer = fail_twice
+    with prep_client(stored_releases.settings(port)) as client:
         assert [client.post("/predict", json=png()).status_code for _ in range(4)] == [200] * 4
         assert predictor.calls == 12
 
 
 def test_slow_predictor_times_out(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:
     predictor.answer = predictor.wait
-    with front(stored_releases.settings(port, timeout_s=0.3)) as client:
+    with prep_client(stored_releases.settings(port, timeout_s=0.3)) as client:
         assert "within 0.3 s" in refusal(client.post("/predict", json=png()), 504)
         assert "within 0.3 s" in refusal(client.get("/health"), 504)
 
@@ -190,7 +190,7 @@ def test_slow_predictor_times_out(stored_releases: ReleaseStore, predictor: Pred
 def test_consecutive_failures_open_the_circuit_breaker(
     stored_releases: ReleaseStore, predictor: Predictor, port: int
 ) -> None:
-    with front(stored_releases.settings(port, failures=3, recovery_s=1)) as client:
+    with prep_client(stored_releases.settings(port, failures=3, recovery_s=1)) as client:
         predictor.answer = predictor.fail
         for _ in range(3):
             assert "it is broken" in refusal(client.post("/predict", json=png()), 503)
@@ -208,7 +208,7 @@ def test_consecutive_failures_open_the_circuit_breaker(
 def test_bad_images_do_not_open_the_circuit_breaker(
     stored_releases: ReleaseStore, predictor: Predictor, port: int
 ) -> None:
-    with front(stored_releases.settings(port, failures=1)) as client:
+    with prep_client(stored_releases.settings(port, failures=1)) as client:
         for _ in range(5):
             assert refusal(client.post("/predict", json={"data": "AAAA"}), 400)
         assert client.post("/predict", json=png()).status_code == 200
@@ -230,7 +230,7 @@ def test_concurrent_requests_to_the_predictor_are_limited(
         return predictor.recognize(request, context)
 
     predictor.answer = count
-    with front(stored_releases.settings(port, in_flight=2)) as client, ThreadPoolExecutor(8) as pool:
+    with prep_client(stored_releases.settings(port, in_flight=2)) as client, ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: client.post("/predict", json=png()).status_code, range(16)))
     assert answers == [200] * 16
     assert most == 2
@@ -238,8 +238,8 @@ def test_concurrent_requests_to_the_predictor_are_limited(
 
 def test_foreign_predictor_is_reported(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:
     predictor.answer = lambda *_: b"<html>"
-    with front(stored_releases.settings(port)) as client:
+    with prep_client(stored_releases.settings(port)) as client:
         assert "is not an evernear release" in refusal(client.get("/health"), 503)
     predictor.answer = lambda *_: json.dumps({"code": 400, "type": "x", "message": "Not for you."}).encode()
-    with front(stored_releases.settings(port)) as client:
+    with prep_client(stored_releases.settings(port)) as client:
         assert "The predictor rejects the requests of this server: Not for you." in refusal(client.get("/health"), 503)

@@ -12,8 +12,8 @@ from typing import Self
 import hostile
 import httpx
 import pytest
-from front import ReleaseStore, front
-from stand_ins import ANSWER, grpc_server
+from fake_servers import ANSWER, grpc_server
+from prep_server import ReleaseStore, prep_client
 
 from evernear.data.image_file import EncodedImage
 from evernear.release.archive_reader import ReleaseParts
@@ -38,7 +38,7 @@ def port(stored_releases: ReleaseStore) -> Iterator[int]:
 
 @pytest.fixture
 def prep(stored_releases: ReleaseStore, port: int) -> Iterator[httpx.Client]:
-    with front(stored_releases.settings(port)) as client:
+    with prep_client(stored_releases.settings(port)) as client:
         yield client
 
 
@@ -96,10 +96,10 @@ def test_small_images_do_not_wait_for_large_ones(prep: httpx.Client, gate: Gate)
 
 
 def test_excess_large_images_are_rejected_immediately(stored_releases: ReleaseStore, port: int, gate: Gate) -> None:
-    places = 2 + MAX_WAITING_LARGE
-    with front(stored_releases.settings(port, large_decodes=2)) as prep, ThreadPoolExecutor(places) as pool:
+    capacity = 2 + MAX_WAITING_LARGE
+    with prep_client(stored_releases.settings(port, large_decodes=2)) as prep, ThreadPoolExecutor(capacity) as pool:
         waiting: list[Future[httpx.Response]] = []
-        for _ in range(places):
+        for _ in range(capacity):
             waiting.append(pool.submit(prep.post, "/predict", json=LARGE))
         gate.reached.acquire()
         gate.reached.acquire()
@@ -127,7 +127,7 @@ def until(ask: Callable[[], httpx.Response], status: int, waiting: list[Future[h
 
 
 def test_waiting_too_long_for_decoding_times_out(stored_releases: ReleaseStore, port: int, gate: Gate) -> None:
-    with front(stored_releases.settings(port, timeout_s=2)) as prep:
+    with prep_client(stored_releases.settings(port, timeout_s=2)) as prep:
         with ThreadPoolExecutor(2) as pool:
             answers = list(pool.map(lambda _: prep.post("/predict", json=LARGE), range(2)))
         assert [refusal(answer, 504) == "No prediction within 2 s." for answer in answers] == [True, True]
@@ -138,10 +138,10 @@ def test_waiting_too_long_for_decoding_times_out(stored_releases: ReleaseStore, 
     assert not gate.reached.acquire(blocking=False)
 
 
-def test_servers_pixel_limit_applies_beside_the_releases(stored_releases: ReleaseStore, port: int) -> None:
+def test_pixel_limits_of_server_and_release_both_apply(stored_releases: ReleaseStore, port: int) -> None:
     settings = stored_releases.settings(port)
     few = settings.model_copy(update={"serving": settings.serving.model_copy(update={"max_pixels": 1_000})})
-    with front(few) as prep:
+    with prep_client(few) as prep:
         assert "1000 are allowed" in refusal(prep.post("/predict", json=encoded(hostile.png(40, 40))), 400)
 
 
@@ -159,7 +159,7 @@ def test_json_without_an_image_is_rejected_cheaply(prep: httpx.Client, body: byt
     assert len(message) < 300
 
 
-class Slow:
+class RawClient:
     """A client that sends exactly the given bytes."""
 
     def __init__(self, prep: httpx.Client) -> None:
@@ -186,7 +186,7 @@ class Slow:
 
 
 def test_slow_body_is_rejected(stored_releases: ReleaseStore, port: int) -> None:
-    with front(stored_releases.settings(port, upload_timeout_s=1)) as prep, Slow(prep) as slow:
+    with prep_client(stored_releases.settings(port, upload_timeout_s=1)) as prep, RawClient(prep) as slow:
         slow.head(1_000)
         slow.socket.sendall(b'{"data"')
         status, _, message = slow.answer()
@@ -199,13 +199,13 @@ def test_total_size_of_bodies_in_flight_is_limited(stored_releases: ReleaseStore
     size_bytes = 60_000
     body = json.dumps(SMALL).encode().ljust(size_bytes)
     settings = stored_releases.settings(port, max_request_size_bytes=size_bytes, max_bodies_size_bytes=100_000)
-    with front(settings) as prep, Slow(prep) as slow:
+    with prep_client(settings) as prep, RawClient(prep) as slow:
         slow.head(size_bytes)
         slow.socket.sendall(body[:-1])
         prep.get("/metrics")  # when it is answered, the server has read the body, and rejects the next one
         status = 0
         while status != 503:  # the bodies are still passing through the kernel
-            with Slow(prep) as refused:
+            with RawClient(prep) as refused:
                 refused.head(size_bytes)
                 refused.socket.sendall(body[:-1])
                 status, headers, message = refused.answer()
@@ -225,7 +225,7 @@ def test_connection_without_a_head_is_closed(
     stored_releases: ReleaseStore, port: int, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 1.0)
-    with front(stored_releases.settings(port)) as prep, Slow(prep) as silent:
+    with prep_client(stored_releases.settings(port)) as prep, RawClient(prep) as silent:
         silent.socket.sendall(sent)
         assert silent.socket.recv(1) == b""
         assert prep.post("/predict", json=SMALL).status_code == 200
@@ -235,7 +235,7 @@ def test_connection_with_a_stalled_second_head_is_closed(
     stored_releases: ReleaseStore, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 1.0)
-    with front(stored_releases.settings(port)) as prep, Slow(prep) as client:
+    with prep_client(stored_releases.settings(port)) as prep, RawClient(prep) as client:
         client.socket.sendall(b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n")
         assert client.socket.recv(2**16).startswith(b"HTTP/1.1 404")
         client.socket.sendall(b"GET /nothing HTTP/1.1\r\n")
@@ -247,16 +247,16 @@ def test_slow_request_outlives_the_head_timeout(
     stored_releases: ReleaseStore, port: int, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 1.0)
-    with front(stored_releases.settings(port)) as prep, ThreadPoolExecutor(1) as pool:
+    with prep_client(stored_releases.settings(port)) as prep, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(prep.post, "/predict", json=LARGE)
         gate.reached.acquire()
-        with Slow(prep) as silent:
+        with RawClient(prep) as silent:
             assert silent.socket.recv(1) == b"", "the head timeout has expired"
         gate.opened.set()
         assert answer.result().status_code == 200
 
 
 def test_endless_head_is_rejected(prep: httpx.Client) -> None:
-    with Slow(prep) as endless:
+    with RawClient(prep) as endless:
         endless.socket.sendall(b"GET /label HTTP/1.1\r\nX: " + b"x" * 70_000)
         assert endless.socket.recv(12) == b"HTTP/1.1 400"

@@ -21,9 +21,9 @@ import hostile_requests
 import httpx
 import psutil
 import pytest
-from front import front, make_champion
 from hostile_requests import fuzz
 from PIL import Image
+from prep_server import make_champion, prep_client
 from releases import settings_on_free_ports
 from served import Served
 
@@ -51,7 +51,7 @@ def published(served: Served) -> Settings:
 
 @pytest.fixture(scope="module")
 def prep(published: Settings) -> Iterator[httpx.Client]:
-    with front(published) as client:
+    with prep_client(published) as client:
         yield client
 
 

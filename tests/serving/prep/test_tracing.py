@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from collector import CLIENT_SPAN, Collector, attributes, collecting, parent
-from front import front, make_champion
+from prep_server import make_champion, prep_client
 from releases import MakeRelease
 from served import serving
 
@@ -63,7 +63,7 @@ def test_prediction_is_one_trace_through_both_servers(
         make_champion(served.settings.store_uri, served.manifest.version)
         image, _ = served.parts.smoke_queries()[0]
         body = {"data": base64.b64encode(image).decode()}
-        with captured_log() as log, front(served.settings) as prep:
+        with captured_log() as log, prep_client(served.settings) as prep:
             answer = prep.post("/predict", json=body, headers=parent(TRACE) | {"X-Request-Id": "from-the-client"})
             assert answer.status_code == 200
             spans = collector.wait_for(TRACE, "POST /predict", "prepare", "call predictor", "predict", "search")

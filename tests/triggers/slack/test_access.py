@@ -14,7 +14,7 @@ def test_nothing_is_permitted_by_default(
     bot = Bot(slack, runs, tmp_path, {})
     response = bot.command(ADA, "/retrain")
     assert response.status == 200
-    assert "nobody may start runs from Slack yet" in response.body
+    assert "no one may start runs from Slack yet" in response.body
     assert "U0ADA" in response.body
     assert "slack.may_start" in response.body
     bot.poll()

@@ -77,8 +77,8 @@ def test_retry_counts_if_the_first_delivery_was_lost(bot: Bot, slack: SlackServe
     for _ in range(2):
         assert bot.app.dispatch(BoltRequest(body=body, headers=retry)).status == 200
         bot.poll()
-    helped = [posted for posted in slack.messages if "/retrain [name=value ...]" in posted.text]
-    assert [posted.thread for posted in helped] == [payload["event"]["thread_ts"]]
+    help_messages = [posted for posted in slack.messages if "/retrain [name=value ...]" in posted.text]
+    assert [posted.thread for posted in help_messages] == [payload["event"]["thread_ts"]]
 
 
 @pytest.mark.parametrize("is_response_lost", [False, True], ids=["recorded late", "never recorded"])
@@ -95,12 +95,12 @@ def test_click_before_the_prompt_is_recorded_counts(
     post = SlackClient.post
 
     def post_and_be_clicked(client: SlackClient, channel: str, message: Message, thread: str = "") -> str:
-        place = post(client, channel, message, thread)
+        address = post(client, channel, message, thread)
         monkeypatch.undo()
         bot.click(ADA, slack.messages[-1], button)
         if is_response_lost:
             raise SlackUnavailableError("The response is lost.")
-        return place
+        return address
 
     bot.command(ADA, "/retrain train.epochs=3")
     monkeypatch.setattr(SlackClient, "post", post_and_be_clicked)

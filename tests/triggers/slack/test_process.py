@@ -127,7 +127,7 @@ def test_refusal_is_part_of_the_acknowledgement(slack: SlackServer, settings: Se
     with serving(settings, runs):
         acknowledgement = slack.deliver(ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL)))
     assert acknowledgement is not None
-    assert "nobody may start runs" in acknowledgement["payload"]["text"]
+    assert "no one may start runs" in acknowledgement["payload"]["text"]
 
 
 def test_http_mode_accepts_only_signed_requests(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:

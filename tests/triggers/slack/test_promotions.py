@@ -16,7 +16,7 @@ from evernear.run_record import RunRecord
 from tests.loopback.slack import SlackServer
 from tests.loopback.slack.server import PostedMessage
 
-Ran = Callable[[bool], PostedMessage]
+EndRun = Callable[[bool], PostedMessage]
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def packed(make_release: MakeRelease) -> dict[bool, list[PackedRelease]]:
 
 
 @pytest.fixture
-def ran(
+def end_run(
     bot: Bot, slack: SlackServer, runs: MemoryRuns, registry: Registry, packed: dict[bool, list[PackedRelease]]
-) -> Ran:
+) -> EndRun:
     """End a run with a release, promoted or held, and return the message with its verdict."""
     next_of = {promote: iter(releases) for promote, releases in packed.items()}
 
@@ -58,13 +58,13 @@ def ran(
 
 
 def test_promotion_of_a_held_release_records_the_person(
-    bot: Bot, slack: SlackServer, registry: Registry, ran: Ran
+    bot: Bot, slack: SlackServer, registry: Registry, end_run: EndRun
 ) -> None:
-    ran(True)
-    earlier = ran(True)
+    end_run(True)
+    earlier = end_run(True)
     serving = registry.champion()
     assert serving is not None
-    message = ran(False)
+    message = end_run(False)
     assert f"{serving.version}* is still live" in message.text
     assert message.buttons == ["Promote anyway", "Open in Kubeflow"]
     click = slack.button(message, "Promote anyway")
@@ -97,10 +97,10 @@ def test_promotion_of_a_held_release_records_the_person(
     }
 
 
-def test_double_click_rolls_back_once(bot: Bot, slack: SlackServer, registry: Registry, ran: Ran) -> None:
+def test_double_click_rolls_back_once(bot: Bot, slack: SlackServer, registry: Registry, end_run: EndRun) -> None:
     versions = []
     for _ in range(3):
-        verdict = ran(True)
+        verdict = end_run(True)
         champion = registry.champion()
         assert champion is not None
         versions.append(champion.version)
@@ -118,10 +118,10 @@ def test_double_click_rolls_back_once(bot: Bot, slack: SlackServer, registry: Re
 
 
 def test_crash_after_a_rollback_is_reported_by_the_next_process(
-    bot: Bot, slack: SlackServer, registry: Registry, ran: Ran, monkeypatch: pytest.MonkeyPatch
+    bot: Bot, slack: SlackServer, registry: Registry, end_run: EndRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran(True)
-    verdict = ran(True)
+    end_run(True)
+    verdict = end_run(True)
     roll_back = deployment.roll_back
 
     def roll_back_and_die(*arguments: object, **more: object) -> None:
@@ -144,10 +144,10 @@ def test_crash_after_a_rollback_is_reported_by_the_next_process(
 
 
 def test_rollback_command_prompts_before_it_rolls_back(
-    bot: Bot, slack: SlackServer, registry: Registry, ran: Ran
+    bot: Bot, slack: SlackServer, registry: Registry, end_run: EndRun
 ) -> None:
-    ran(True)
-    ran(True)
+    end_run(True)
+    end_run(True)
     question = bot.query(ADA, "/evernear rollback")
     assert question.buttons == ["Roll back"]
     bot.click(ADA, question, "Roll back")
@@ -159,10 +159,10 @@ def test_rollback_command_prompts_before_it_rolls_back(
 
 
 def test_failed_promotion_is_reported_and_can_be_repeated(
-    bot: Bot, slack: SlackServer, registry: Registry, ran: Ran
+    bot: Bot, slack: SlackServer, registry: Registry, end_run: EndRun
 ) -> None:
-    ran(True)
-    message = ran(False)
+    end_run(True)
+    message = end_run(False)
     archive = registry.get(json.loads(slack.button(message, "Promote anyway").button["value"])["release"]).archive_key
     content = bot.store.get(archive)
     bot.store.delete(archive)
@@ -175,7 +175,7 @@ def test_failed_promotion_is_reported_and_can_be_repeated(
     assert "is live" in slack.messages[-1].text
 
 
-def test_buttons_without_permissions_are_hidden(bot: Bot, ran: Ran) -> None:
+def test_buttons_without_permissions_are_hidden(bot: Bot, end_run: EndRun) -> None:
     bot.restart(may_promote=(), may_roll_back=())
-    assert ran(True).buttons == ["Open in Kubeflow"]
-    assert ran(False).buttons == ["Open in Kubeflow"]
+    assert end_run(True).buttons == ["Open in Kubeflow"]
+    assert end_run(False).buttons == ["Open in Kubeflow"]

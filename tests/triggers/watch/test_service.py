@@ -173,7 +173,7 @@ def test_unavailable_source_is_retried(
         (tmp_path / "elsewhere").rename(tmp_path / "images")
         await_(lambda: len(watcher.checks_s) > 2 and service.health()[1]["consecutive_failures"] == 0)
     output = capfd.readouterr().out
-    assert f"There is no directory {tmp_path / 'images'} to read images from. Retrying in 0 s." in output
+    assert f"The image directory {tmp_path / 'images'} does not exist. Retrying in 0 s." in output
     assert "retrain: No release has been promoted yet" in output
 
 

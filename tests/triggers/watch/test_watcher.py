@@ -426,7 +426,7 @@ def test_drift_is_tested_while_the_source_is_unavailable(watched: WatchedSystem)
         report = watched.watcher(policy="start").check()
     finally:
         moved.rename(watched.images)
-    assert report.faults == (f"There is no directory {watched.images} to read images from.",)
+    assert report.faults == (f"The image directory {watched.images} does not exist.",)
     assert report.action == "retrain"
     assert [proposal.state for proposal in watched.proposals] == ["pending"], "the images to train on are unknown"
 

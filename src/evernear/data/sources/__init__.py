@@ -31,6 +31,6 @@ def open_source(source: str) -> ArraySource | FileSource:
             return Bucket(source)
         case _:
             raise SettingsError(
-                f"There is no source {source!r}; known: digits, mnist, mnist:DIRECTORY, folder:DIRECTORY,"
+                f"Unknown source {source!r}; known: digits, mnist, mnist:DIRECTORY, folder:DIRECTORY,"
                 " s3://bucket/prefix."
             )

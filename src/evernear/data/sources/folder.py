@@ -42,7 +42,7 @@ class _ClassFolders(FileSource):
             shown = others if len(others) <= _MAX_NAMES else [*others[:_MAX_NAMES], "and more"]
             raise DataError(
                 f"{self.name} has folders {', '.join(sorted(splits))}, as if splits were given, which takes train,"
-                " test, gallery (or val) and query with nothing beside them; rename, move or remove"
+                " test, gallery (or val) and query and nothing else; rename, move or remove"
                 f" {', '.join(shown)}."
             )
 
@@ -63,7 +63,7 @@ class Folder(_ClassFolders):
         with disk_errors(directory):
             super().__init__(directory.resolve().name)
             if not directory.is_dir():
-                raise DataError(f"There is no directory {directory} to read images from.")
+                raise DataError(f"The image directory {directory} does not exist.")
         self._directory = directory
         self._root = os.path.join(directory, "")  # noqa: PTH118 - a Path has no trailing slash
 

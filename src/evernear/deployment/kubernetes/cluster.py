@@ -26,7 +26,7 @@ Tree = dict[str, Any]
 
 FIELD_MANAGER = "evernear"
 TIMEOUT_S = (10, 30)  # to connect, and between two packets
-TRIES = 5
+MAX_ATTEMPTS = 5
 BACKOFF_S = 0.5
 OVERLOADED = (429, 500, 502, 503, 504)
 RESOURCES = {
@@ -83,7 +83,7 @@ class Cluster:
         except (ConfigException, OSError) as error:
             raise ClusterError(_no_credentials(error, settings.context)) from None
         configuration.retries = urllib3.Retry(
-            TRIES - 1,
+            MAX_ATTEMPTS - 1,
             status_forcelist=OVERLOADED,
             allowed_methods=None,  # an apply is idempotent; other writes carry a resourceVersion
             backoff_factor=BACKOFF_S,
@@ -294,7 +294,7 @@ class Cluster:
                 return ObjectConflictError(_conflict(status, message))
             case 429 | 500 | 502 | 503 | 504 as code:
                 return ApiUnavailableError(
-                    f"The API server at {self.host} still fails after {TRIES} attempts: {code} {message}."
+                    f"The API server at {self.host} still fails after {MAX_ATTEMPTS} attempts: {code} {message}."
                 )
             case _:
                 return ClusterError(f"The API server refuses: {message}.")
@@ -332,14 +332,14 @@ def _kubeconfig() -> str:
 
 
 def _no_credentials(error: Exception, context: str) -> str:
-    place = _kubeconfig()
-    if context and Path(place).exists():
-        return f"The kubeconfig {place} has no usable context {context!r}: {str(error).rstrip('.')}."
-    if Path(place).exists():
-        return f"The kubeconfig {place} cannot be used: {str(error).rstrip('.')}."
+    kubeconfig = _kubeconfig()
+    if context and Path(kubeconfig).exists():
+        return f"The kubeconfig {kubeconfig} has no usable context {context!r}: {str(error).rstrip('.')}."
+    if Path(kubeconfig).exists():
+        return f"The kubeconfig {kubeconfig} cannot be used: {str(error).rstrip('.')}."
     return (
-        f"No cluster is configured: this process runs in no pod with a service account, and {place} does not exist; "
-        "set KUBECONFIG."
+        "No cluster is configured: this process does not run in a pod with a service account, and"
+        f" {kubeconfig} does not exist; set KUBECONFIG."
     )
 
 

@@ -124,7 +124,7 @@ class LeaseLock:
             lease = self._cluster.get("Lease", self._name)
             holder = ((lease or {}).get("spec") or {}).get("holderIdentity")
             if lease is None or holder != self._identity:
-                self._lost = f"{holder or 'nobody'} holds it now"
+                self._lost = f"{holder or 'no one'} holds it now"
                 return
             self._manifest = lease
         self._renewed_s = started_s

@@ -371,7 +371,7 @@ def _disruption_budget(kubernetes: KubernetesSettings) -> Tree:
 
 
 def _network_policy(kubernetes: KubernetesSettings, serving: ServingSettings) -> Tree:
-    """Inference for this namespace and the client namespaces, metrics for monitoring, management for nobody."""
+    """Inference for this namespace and the client namespaces, metrics for monitoring, management for no one."""
 
     def namespace(name: str) -> Tree:
         return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}

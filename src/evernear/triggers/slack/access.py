@@ -82,7 +82,7 @@ class Access:
             raise RequestRefusedError("Sorry, only members of this workspace may do that.")
         if not allowed:
             raise RequestRefusedError(
-                f"Sorry, nobody may {_VERBS[permission]} from Slack yet. The operator of evernear can add your id, "
+                f"Sorry, no one may {_VERBS[permission]} from Slack yet. The operator of evernear can add your id, "
                 f"{caller.person.id}, a user group's or this channel's, {caller.channel}, to {setting}."
             )
         # Groups come last because they cost a call to Slack.

@@ -56,7 +56,7 @@ def escape(text: str) -> str:
 
 
 def mention(person: Person) -> str:
-    """A mention, or the escaped name of somebody without an id, such as the watcher."""
+    """A mention, or the escaped name of someone without an id, such as the watcher."""
     return f"<@{person.id}>" if re.fullmatch(r"[UW]\w+", person.id, re.ASCII) else escape(person.name)
 
 
@@ -78,7 +78,7 @@ def link(url: str, name: str) -> str:
 
 
 def code(text: str) -> str:
-    """Escaped text in the style of code."""
+    """Escaped text as inline code."""
     return "`" + escape(text).replace("`", "'") + "`"
 
 

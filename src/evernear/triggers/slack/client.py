@@ -64,7 +64,7 @@ class SlackClient:
     """Slack's Web API.
 
     Every method raises `RateLimitedError`, `SlackUnavailableError`, `NotWritableError`, or a plain `SlackError` if
-    Slack refuses. A place is the address of a message: ``channel/ts``.
+    Slack refuses. An address identifies a message: ``channel/ts``.
     """
 
     def __init__(self, client: WebClient) -> None:
@@ -76,7 +76,7 @@ class SlackClient:
             self._client.auth_test()
 
     def post(self, channel: str, message: Message, thread: str = "") -> str:
-        """Post ``message``, as a reply to ``thread`` (a timestamp) if one is given, and return its place."""
+        """Post ``message``, as a reply to ``thread`` (a timestamp) if one is given, and return its address."""
         with translated_errors("chat.postMessage"):
             response = self._client.chat_postMessage(
                 channel=channel,
@@ -88,9 +88,9 @@ class SlackClient:
             )
         return f"{response['channel']}/{response['ts']}"  # a user's id becomes that of the conversation with them
 
-    def edit(self, place: str, message: Message) -> None:
-        """Replace the message at ``place``; a deleted message is ignored."""
-        channel, _, ts = place.partition("/")
+    def edit(self, address: str, message: Message) -> None:
+        """Replace the message at ``address``; a deleted message is ignored."""
+        channel, _, ts = address.partition("/")
         try:
             with translated_errors("chat.update"):
                 self._client.chat_update(channel=channel, ts=ts, text=message.text, blocks=message.blocks)
@@ -105,9 +105,9 @@ class SlackClient:
         except NotWritableError:
             self.post(user, message)
 
-    def upload(self, place: str, data: bytes, filename: str, title: str, alt_text: str) -> None:
-        """Upload a file to the thread of ``place``."""
-        channel, _, ts = place.partition("/")
+    def upload(self, address: str, data: bytes, filename: str, title: str, alt_text: str) -> None:
+        """Upload a file to the thread of the message at ``address``."""
+        channel, _, ts = address.partition("/")
         with translated_errors("files.upload"):
             self._client.files_upload_v2(
                 channel=channel, thread_ts=ts, content=data, filename=filename, title=title, alt_txt=alt_text

@@ -41,7 +41,7 @@ def request_promotion(call: Call) -> None:
 
 @on_click(ROLL_BACK, permission="roll_back")
 def request_rollback(call: Call) -> None:
-    """Record a request to roll back the champion's last move."""
+    """Record a request to roll back the last promotion."""
     _record(call, "roll_back")
 
 
@@ -65,7 +65,7 @@ def prepare_run(services: Services, request: Request) -> Request | None:
 
 
 def move(services: Services, request: Request) -> None:
-    """Promote or roll back in this process; a move that a stopped process has made is not repeated."""
+    """Promote or roll back in this process; a promotion that a stopped process completed is not repeated."""
     before = services.registry.champion()  # raises if the store is unavailable, and is retried
     if (before.promotion.number if before else 0) == request.move:
         error = _try_move(services, request)
@@ -88,7 +88,7 @@ def promote_button(candidate: str, current: Champion | None) -> Block:
 
 
 def roll_back_buttons(current: Champion) -> list[Block]:
-    """The button that rolls back the champion's last move; nothing if there is no previous release."""
+    """The button that rolls back the last promotion; nothing if there is no previous release."""
     if current.previous is None:
         return []
     value = _Target(release=current.version, move=current.promotion.number).model_dump_json()

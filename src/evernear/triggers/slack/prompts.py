@@ -124,7 +124,7 @@ def proposal(request: Request) -> Message:
 def closed_prompt(request: Request) -> Message:
     """The prompt of a request that was declined or has expired."""
     if request.is_proposal:
-        ending = "*Expired:* nobody answered in time."
+        ending = "*Expired:* no one answered in time."
         return _with_reasons(
             request, context(ending if request.state == "expired" else f"*Declined* by {mention(request.by)}.")
         )
@@ -137,8 +137,8 @@ def closed_prompt(request: Request) -> Message:
 
 def _post_proposal(services: Services, request: Request) -> None:
     channel = services.settings.slack.channel
-    place = services.slack.post(channel, proposal(request))
-    services.requests.change(request, message=place, channel=channel)
+    address = services.slack.post(channel, proposal(request))
+    services.requests.change(request, message=address, channel=channel)
 
 
 def _post_prompt(services: Services, request: Request) -> None:
@@ -159,13 +159,13 @@ def _post_prompt(services: Services, request: Request) -> None:
     )
     message = prompt(request, parameters, defaults, services.runs.list(request.pipeline, limit=20))
     try:
-        place = services.slack.post(request.channel, message)
+        address = services.slack.post(request.channel, message)
     except NotWritableError:
         text = "I cannot write to that channel; invite me with /invite @evernear and repeat the command."
         services.slack.post(request.asked_by.id, line(text))
         services.finish(request, "failed")
         return
-    services.requests.change(request, message=place)
+    services.requests.change(request, message=address)
 
 
 def _find(call: Call) -> Request:
@@ -176,7 +176,7 @@ def _find(call: Call) -> Request:
 
 
 def _answer(call: Call, request: Request, answer: State) -> None:
-    """Write the answer if the request is pending, and the place of the prompt, which `advance` may not have recorded.
+    """Write the answer if the request is pending, and the address of the prompt, which `advance` may not have recorded.
 
     Raises:
         RequestRefusedError: the request has expired, or someone answered it differently first.

@@ -102,20 +102,20 @@ def review_message(items: Sequence[Item], files: Sequence[str], labels: Sequence
     return Message(text=f"{quantity(len(items), 'live query', 'live queries')} to label", blocks=tuple(blocks))
 
 
-def answer_message(given: Answer, request: Request) -> Message:
+def answer_message(answer: Answer, request: Request) -> Message:
     """What a person answered, with a button that undoes it."""
-    done = {"label": f"labeled {code(given.label)}", "skip": "skipped", "undo": "back in the queue"}[given.action]
-    text = f"{code(given.image[:8])} {done} by {mention(request.by)}"
-    buttons = [] if given.action == "undo" else [button("Undo", UNDO, given.image)]
+    done = {"label": f"labeled {code(answer.label)}", "skip": "skipped", "undo": "back in the queue"}[answer.action]
+    text = f"{code(answer.image[:8])} {done} by {mention(request.by)}"
+    buttons = [] if answer.action == "undo" else [button("Undo", UNDO, answer.image)]
     return Message(text=text, blocks=(section(text), *actions(*buttons)))
 
 
-def _record(services: Services, given: Answer) -> None:
+def _record(services: Services, answer: Answer) -> None:
     answers = Answers(services.store, open_target(services.settings.data.source))
-    if given.action == "undo":
-        answers.undo(given)
+    if answer.action == "undo":
+        answers.undo(answer)
         return
-    item = Queue(services.store).find(given.image)
+    item = Queue(services.store).find(answer.image)
     if item is None:
         raise DataError("The image is no longer in the queue; its log file was removed.")
-    answers.label(item.image, given)
+    answers.label(item.image, answer)

@@ -67,7 +67,7 @@ class RunTracker:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._shown: dict[str, tuple[Message, datetime]] = {}
-        """The content of each edited message, by place, with the time of the edit."""
+        """The content of each edited message, by address, with the time of the edit."""
 
     def start(self, request: Request) -> None:
         """Start the run of an accepted request, with its key, so that a repeated start finds the first run."""
@@ -103,8 +103,8 @@ class RunTracker:
         if request.progress:
             self._edit(request.progress, progress(run), final=run.state.is_final)
         elif run.steps:
-            place = services.slack.post(channel, progress(run), thread)
-            request = services.requests.change(request, progress=place)
+            address = services.slack.post(channel, progress(run), thread)
+            request = services.requests.change(request, progress=address)
         if run.state.is_final:
             self._report(request, run, outcome)
         else:
@@ -156,24 +156,24 @@ class RunTracker:
         if request.message:
             return request
         channel = request.channel or self._services.settings.slack.channel
-        place = self._services.slack.post(channel, starting(request))
-        return self._services.requests.change(request, message=place, channel=channel)
+        address = self._services.slack.post(channel, starting(request))
+        return self._services.requests.change(request, message=address, channel=channel)
 
     def _status(self, request: Request, run: Run, outcome: Outcome | None) -> Message:
         return status(request, run, outcome, can_stop=self._services.access.is_granted("stop"))
 
-    def _edit(self, place: str, message: Message, final: bool = False) -> None:
-        """Edit ``place`` if the content changed and the last edit is long enough ago."""
-        previous, edited = self._shown.get(place, (None, None))
+    def _edit(self, address: str, message: Message, final: bool = False) -> None:
+        """Edit the message at ``address`` if the content changed and the last edit is long enough ago."""
+        previous, edited = self._shown.get(address, (None, None))
         if previous == message:
             return
         interval = timedelta(seconds=self._services.settings.slack.update_interval_s)
         if edited and not final and self._services.clock() - edited < interval:
             return
-        self._services.slack.edit(place, message)
-        self._shown[place] = (message, self._services.clock())
+        self._services.slack.edit(address, message)
+        self._shown[address] = (message, self._services.clock())
         if final:
-            del self._shown[place]
+            del self._shown[address]
 
 
 def starting(request: Request, error: str = "") -> Message:

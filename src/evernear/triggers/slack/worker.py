@@ -21,7 +21,7 @@ from evernear.triggers.slack.services import Clock, Services
 BACKOFF_S, BACKOFF_MAX_S = 5.0, 300.0
 FAILURES_MAX = 300
 """Consecutive failures before a request is given up: about a day at `BACKOFF_MAX_S`."""
-FOLLOWED_FOR = timedelta(days=1)
+FOLLOW_MAX_AGE = timedelta(days=1)
 """Maximum age at which a run that the watcher started by itself is reported."""
 _log = logging.getLogger(__name__)
 
@@ -37,18 +37,18 @@ class Worker:
 
     def follow(self) -> None:
         """Advance everything but the promotions and rollbacks that this process carries out."""
-        self._attempt("requests", lambda: self._advance_all(moves=False))
+        self._attempt("requests", lambda: self._advance_all(changes_champion=False))
         if self._services.clock() - self._removed_old > timedelta(hours=1):
             self._removed_old = self._services.clock()
             self._attempt("removal", lambda: self._services.requests.remove_old(self._services.clock()))
 
     def move(self) -> None:
         """Carry out promotions and rollbacks; one may take as long as a rollout."""
-        self._attempt("moves", lambda: self._advance_all(moves=True))
+        self._attempt("moves", lambda: self._advance_all(changes_champion=True))
 
-    def _advance_all(self, moves: bool) -> None:
+    def _advance_all(self, changes_champion: bool) -> None:
         for request in self._services.requests.list():
-            if self._is_due(request) and promotions.is_done_here(self._services, request) is moves:
+            if self._is_due(request) and promotions.is_done_here(self._services, request) is changes_champion:
                 with log_fields(request=request.id, run=request.run, release=request.release):
                     self._attempt(request.id, lambda request=request: self._advance(request))
 
@@ -57,7 +57,7 @@ class Worker:
             return request.is_open
         if not self._services.settings.slack.channel or (request.state == "accepted" and request.by == POLICY):
             return False  # there is no place to report to, or the watcher is about to start the run
-        is_recent = self._services.clock() - (request.answered or request.created) < FOLLOWED_FOR
+        is_recent = self._services.clock() - (request.answered or request.created) < FOLLOW_MAX_AGE
         return request.is_open and (is_recent or request.state != "started")
 
     def _attempt(self, name: str, step: Callable[[], None]) -> None:

@@ -50,8 +50,8 @@ def decide(observation: Observation, settings: Settings) -> Decision:
 
 def _valid_classes(changes: SourceChanges, settings: Settings) -> dict[str, int]:
     """New classes with enough images to pass the validation of the pipeline."""
-    least = settings.validation.min_class_images
-    return {label: count for label, count in sorted(changes.new_classes.items()) if count >= least}
+    min_images = settings.validation.min_class_images
+    return {label: count for label, count in sorted(changes.new_classes.items()) if count >= min_images}
 
 
 def _reasons_to_train(observation: Observation, settings: Settings) -> list[str]:

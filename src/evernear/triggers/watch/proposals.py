@@ -83,7 +83,7 @@ class ProposalService:
         return Outcome(self._start(request))
 
     def _expire(self, request: Request, decision: Decision, observation: Observation, now: datetime) -> Request:
-        """Expire a pending request that nobody answered in time, or whose reason no longer holds."""
+        """Expire a pending request that no one answered in time, or whose reason no longer holds."""
         if request.state != "pending":
             return request
         promoted = observation.champion_since is not None and observation.champion_since > request.created

@@ -32,13 +32,13 @@ def live_queries(store: Store, version: str, since: datetime, until: datetime) -
     periods: list[tuple[Period, list[LoggedQuery]]] = []
     faults: list[str] = []
     for info in files[::step]:
-        place = f"{store.uri}/{info.key}"
+        source = f"{store.uri}/{info.key}"
         try:
             if info.size_bytes > MAX_FILE_BYTES:
-                raise IntegrityError(f"{place} is too large for a query log.")
+                raise IntegrityError(f"{source} is too large for a query log.")
             stored = store.find(info.key)
             if stored is not None:  # it may have been removed since
-                periods.append(parse_file(stored[0], place))
+                periods.append(parse_file(stored[0], source))
         except IntegrityError as error:
             faults.append(str(error))
     return _combine([(period, rows) for period, rows in periods if rows and period.version == version]), faults

@@ -1,4 +1,4 @@
-"""The site's namespace and object store on loopback: restricted, complete, and deleted at exit."""
+"""The sandbox's namespace and object store on loopback: restricted, complete, and deleted at exit."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from kubernetes.client import ApiClient, AppsV1Api, CoreV1Api
 from loopback.kubernetes import LoopbackCluster
 
-from cluster.site import administrator, install_store, temporary_namespace
+from cluster.sandbox import administrator, install_store, temporary_namespace
 
 
 @pytest.fixture

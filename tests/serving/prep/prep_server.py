@@ -20,7 +20,7 @@ from evernear.store import open_store
 
 
 @contextmanager
-def front(settings: Settings) -> Iterator[httpx.Client]:
+def prep_client(settings: Settings) -> Iterator[httpx.Client]:
     """A client of a preprocessing server with ``settings``, on a free port."""
     server = create_server(settings)
     with listening_socket("127.0.0.1", 0, "prep.port") as listening:

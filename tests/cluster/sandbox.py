@@ -24,12 +24,12 @@ Object = dict[str, Any]
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DEPLOYER = "evernear-deployer"
 MISSING_IMAGE = "registry.invalid/evernear-serve@sha256:" + "0" * 64  # .invalid never resolves, RFC 6761
-_TOKEN_LASTS_S = 3600
+_TOKEN_LIFETIME_S = 3600
 _LEVELS = ("enforce", "audit", "warn")
 
 
 @dataclass(frozen=True)
-class Pace:
+class Timeouts:
     """Timeouts: a real cluster pulls images and loads networks, loopback does neither."""
 
     rollout_timeout_s: int
@@ -38,7 +38,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Site:
+class Sandbox:
     """Environment of a scenario, on loopback or on a real cluster."""
 
     namespace: str
@@ -46,7 +46,7 @@ class Site:
     store: str  # s3://...; the environment has its endpoint and keys, and the deployer's KUBECONFIG
     egress_ports: tuple[int, ...]
     admin: ApiClient
-    pace: Pace
+    timeouts: Timeouts
 
     def settings(self, **kubernetes: Any) -> Settings:
         """Settings of a small deployment into the namespace."""
@@ -59,7 +59,7 @@ class Site:
             "memory": "1Gi",
             "egress_ports": self.egress_ports,
             "lease_s": 5,
-            **vars(self.pace),
+            **vars(self.timeouts),
         }
         return parse(Settings, {"store": self.store, "target": "kubernetes", "kubernetes": chosen | kubernetes})
 
@@ -141,7 +141,7 @@ def install_store(admin: ApiClient, namespace: str) -> dict[str, str]:
 def kubeconfig_of_deployer(admin: ApiClient, namespace: str, directory: Path) -> Path:
     """Write a kubeconfig for the deployer that is valid for an hour."""
     token_request = AuthenticationV1TokenRequest(
-        spec=V1TokenRequestSpec(audiences=[], expiration_seconds=_TOKEN_LASTS_S)
+        spec=V1TokenRequestSpec(audiences=[], expiration_seconds=_TOKEN_LIFETIME_S)
     )
     issued = CoreV1Api(admin).create_namespaced_service_account_token(DEPLOYER, namespace, token_request)
     cluster = {"server": admin.configuration.host, "insecure-skip-tls-verify": not admin.configuration.verify_ssl}
