@@ -69,23 +69,23 @@ def main() -> None:
         settings = one_epoch()
         train(dataset, settings.train, Path(scratch) / "trained")
         export(Path(scratch) / "trained", dataset, Path(scratch) / "network", settings.train.parity_tolerance)
-        bench = Bench(Path(scratch), arguments.limit_s, arguments.nice)
+        runner = WorkloadRunner(Path(scratch), arguments.limit_s, arguments.nice)
         for number in range(arguments.repeats):
-            bench.repeat(arguments.workloads)
-            print(f"repeat {number + 1}: {dict(bench.seconds)}", flush=True)
-    workloads = {name: bench.ratios(name) for name in arguments.workloads}
-    result = {"works": workloads, "pair": bench.pair_ratios() if set(PAIR) <= set(arguments.workloads) else {}}
+            runner.repeat(arguments.workloads)
+            print(f"repeat {number + 1}: {dict(runner.seconds)}", flush=True)
+    workloads = {name: runner.ratios(name) for name in arguments.workloads}
+    result = {"works": workloads, "pair": runner.pair_ratios() if set(PAIR) <= set(arguments.workloads) else {}}
     everything = {
         **vars(arguments),
-        "cpus_of_others": round(median(bench.cpus_of_others), 2),
+        "cpus_of_others": round(median(runner.cpus_of_others), 2),
         **result,
-        "seconds": bench.seconds,
-        "cpu_s": bench.cpu_s,
+        "seconds": runner.seconds,
+        "cpu_s": runner.cpu_s,
     }
     machine.write("contention", machine_info, without_infinity(everything), table(result, arguments.limit_s))
 
 
-class Bench:
+class WorkloadRunner:
     """Runs the workloads and records the seconds and CPU seconds of each run; infinity if it was stopped."""
 
     def __init__(self, scratch: Path, limit_s: float, nice: int) -> None:
@@ -130,28 +130,28 @@ class Bench:
         command = [sys.executable, "-c", CODE[version]]
         with ExitStack() as stack:
             workloads = [
-                stack.enter_context(started([*command, name, str(self._scratch)], environment | variables))
+                stack.enter_context(running_process([*command, name, str(self._scratch)], environment | variables))
                 for name in names
             ]
             for workload in workloads:
                 assert workload.stdout is not None
                 workload.stdout.readline()  # the libraries are loaded
             if busy:
-                stack.enter_context(started([sys.executable, "-c", "while True: pass"], environment))
-            stack.enter_context(favored(self._nice))
+                stack.enter_context(running_process([sys.executable, "-c", "while True: pass"], environment))
+            stack.enter_context(raised_priority(self._nice))
             before, began_s = own_and_all_cpu_s(), time.monotonic()
-            taken_s = cpu_s = math.inf
+            duration_s = cpu_s = math.inf
             with suppress(subprocess.TimeoutExpired):
                 begins, ends, cpus = zip(*start_together(workloads, self._limit_s), strict=True)
-                taken_s, cpu_s = max(ends) - min(begins), sum(cpus)
+                duration_s, cpu_s = max(ends) - min(begins), sum(cpus)
             after, span_s = own_and_all_cpu_s(), time.monotonic() - began_s
-        self.seconds[key].append(taken_s)
+        self.seconds[key].append(duration_s)
         self.cpu_s[key].append(cpu_s)
         self.cpus_of_others.append((after[1] - before[1] - (after[0] - before[0])) / span_s)
 
 
 @contextmanager
-def started(command: list[str], environment: dict[str, str]) -> Generator[subprocess.Popen[str]]:
+def running_process(command: list[str], environment: dict[str, str]) -> Generator[subprocess.Popen[str]]:
     """Start a process and stop it on exit."""
     folder, pipe = Path(__file__).parent, subprocess.PIPE
     with subprocess.Popen(command, cwd=folder, env=environment, text=True, stdin=pipe, stdout=pipe) as process:
@@ -162,7 +162,7 @@ def started(command: list[str], environment: dict[str, str]) -> Generator[subpro
 
 
 @contextmanager
-def favored(nice: int) -> Generator[None]:
+def raised_priority(nice: int) -> Generator[None]:
     """Raise the priority of this session. With autogroups, Linux applies nice values only within a session."""
     group = Path("/proc/self/autogroup")
     if not nice:
@@ -202,9 +202,10 @@ def own_and_all_cpu_s() -> tuple[float, float]:
     """CPU seconds of this process with all its children, and of the whole machine."""
     times, own = psutil.cpu_times(), psutil.Process()
     alive = [child.cpu_times() for child in own.children()]
-    ended = own.cpu_times()
-    spent = sum(process.user + process.system for process in alive) + ended.children_user + ended.children_system
-    return spent, times.user + times.nice + times.system
+    own_times = own.cpu_times()
+    own_cpu_s = own_times.children_user + own_times.children_system
+    own_cpu_s += sum(process.user + process.system for process in alive)
+    return own_cpu_s, times.user + times.nice + times.system
 
 
 def child() -> None:

@@ -62,7 +62,7 @@ def main() -> None:
             recipe = probe_recipe(dataset, settings.train, settings.evaluation)
             ways = {
                 "unseen": (recipe, embed_folds(dataset, recipe)),
-                "trained on": (settings.train, trained_on(dataset, settings.train, Path(scratch))),
+                "trained on": (settings.train, embed_with_train_network(dataset, settings.train, Path(scratch))),
             }
             for way, (training, folds) in ways.items():
                 run = {"data": open_source(source).name, "images": arguments.images, "embedding": way}
@@ -111,7 +111,7 @@ def images_of(source: str, chosen: set[int]) -> Iterator[tuple[str, bytes | None
             number += 1
 
 
-def trained_on(dataset: Dataset, recipe: TrainSettings, scratch: Path) -> Iterator[Embedded]:
+def embed_with_train_network(dataset: Dataset, recipe: TrainSettings, scratch: Path) -> Iterator[Embedded]:
     """All images as one fold, embedded by a network that was trained on the train split."""
     train(dataset, recipe, scratch / "trained")
     network = center(load_trained(scratch / "trained")[1], dataset, frozenset())

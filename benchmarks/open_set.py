@@ -58,7 +58,7 @@ SPLITS_USED: tuple[Split, ...] = ("gallery", "query", "test")
 BATCH_SIZE = 512
 Floats = NDArray[np.float64]
 Vectors = dict[Split, tuple[Floats, NDArray[np.int64]]]
-"""Unit vectors (N, D) and label numbers (N,) of each split."""
+"""Unit vectors (N, D) and label indices (N,) of each split."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def main() -> None:
 
 
 def trained(dataset: Dataset, settings: Settings, scratch: Path) -> tuple[Vectors, list[int]]:
-    """Vectors by a network trained as in the probe, before `export` centers them, and the held-out label numbers."""
+    """Vectors by a network trained as in the probe, before `export` centers them, and the held-out label indices."""
     held_out = choose_held_out(list(dataset.labels), settings.evaluation.held_out_classes, settings.train.seed)
     recipe = probe_recipe(dataset, settings.train, settings.evaluation)
     train(dataset, recipe, scratch, exclude_labels=held_out)

@@ -221,8 +221,8 @@ def image(rng: random.Random) -> bytes:
             return hostile.mutated(rng, rng.choice(REAL))
 
 
-def junk(rng: random.Random, most: int = 24) -> bytes:
-    return rng.randbytes(rng.randrange(most + 1))
+def junk(rng: random.Random, max_bytes: int = 24) -> bytes:
+    return rng.randbytes(rng.randrange(max_bytes + 1))
 
 
 def _with_header(rng: random.Random) -> bytes:

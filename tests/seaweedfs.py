@@ -1,4 +1,4 @@
-"""A real SeaweedFS, started like in ``deploy/overlays/local``; ``TEST_WEED`` is the path of its binary, ``weed``."""
+"""A real SeaweedFS, started as in ``deploy/overlays/local``; ``TEST_WEED`` is the path of its binary, ``weed``."""
 
 import os
 import socket

@@ -76,7 +76,7 @@ class _DatasetState:
     """Snapshots without a removed image; the newest is one of them."""
     affected: list[Manifest]
     shards: set[str]
-    """The sha256 of stored shards that no clean snapshot has."""
+    """The sha256 of stored shards that only affected snapshots contain."""
     removed: dict[bytes, str]
     """The class of each removed image, by digest."""
 
@@ -160,7 +160,7 @@ class _Forgetting:
         dataset.snapshots.interrupt_ingests()
 
     def _affected_releases(self) -> list[str]:
-        """Releases that were built from a snapshot that is not clean, or whose network was trained on one.
+        """Releases built from an affected snapshot, or whose network was trained on one.
 
         A network's description names the snapshot that it was trained on. A reindex copies that file, so the oldest
         release with the same file was built from that snapshot.

@@ -46,7 +46,7 @@ class RunResult(Frozen):
     promoted: bool
     state: str
     summary: str
-    """The outcome in one line."""
+    """The outcome on one line."""
     reasons: tuple[str, ...]
     metrics: dict[str, float]
     paths: dict[str, str]

@@ -180,8 +180,8 @@ def test_changed_image_shape_requires_another_store(tree, run_ingest, tmp_path: 
     with pytest.raises(DataError, match=advice):
         run_ingest(tree, size_px=8)
     assert run_ingest(tree) == before
-    elsewhere = DataSettings(source=f"folder:{tree}", size_px=8)
-    assert ingest(elsewhere, (tmp_path / "elsewhere").as_uri()).shape == (8, 8, 1)
+    other_size = DataSettings(source=f"folder:{tree}", size_px=8)
+    assert ingest(other_size, (tmp_path / "elsewhere").as_uri()).shape == (8, 8, 1)
 
 
 def test_digest_depends_only_on_the_content(tree, tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_later_ingests_store_only_the_changes_of_the_ledger(
     def ingest() -> tuple[Manifest, Manifest]:
         """One snapshot with the changes of the ledger, and one of another dataset with the whole ledger."""
         with monkeypatch.context() as patch:
-            patch.setattr("evernear.data.snapshots._MAX_CHANGED_PART", 0.0)
+            patch.setattr("evernear.data.snapshots._MAX_CHANGED_FRACTION", 0.0)
             whole = run_ingest(root, dataset="whole")
         return run_ingest(root), whole
 
@@ -235,7 +235,7 @@ def test_later_ingests_store_only_the_changes_of_the_ledger(
     def size_bytes(sha256: str) -> int:
         return (tmp_path / "store" / ledger_key("tree", sha256)).stat().st_size
 
-    monkeypatch.setattr("evernear.data.snapshots._MAX_CHANGED_PART", 0.5)
+    monkeypatch.setattr("evernear.data.snapshots._MAX_CHANGED_FRACTION", 0.5)
     add(2000)
     ingest()
     for step in range(3):
@@ -249,7 +249,7 @@ def test_later_ingests_store_only_the_changes_of_the_ledger(
         assert size_bytes(manifest.ledger_changes[-1]) < 0.2 * size_bytes(manifest.ledger_sha256)
         assert ledger(manifest) == ledger(whole)
 
-    limits = [("_MAX_CHANGED_PART", 0.25, "the changes together are large"), ("_MAX_CHANGES", 0, "they are many")]
+    limits = [("_MAX_CHANGED_FRACTION", 0.25, "the changes together are large"), ("_MAX_CHANGES", 0, "they are many")]
     for limit, value, reason in limits:
         monkeypatch.setattr(f"evernear.data.snapshots.{limit}", value)
         add(1)

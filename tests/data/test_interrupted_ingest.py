@@ -203,7 +203,7 @@ def test_interrupted_ingest_continues_at_its_checkpoint(
     whole = ingest(dataset="whole")
 
     monkeypatch.setattr("evernear.data.ingest._CHECKPOINT_INTERVAL_S", 0.0)
-    monkeypatch.setattr("evernear.data.ingest._CHECKPOINT_PART", 0.0)
+    monkeypatch.setattr("evernear.data.ingest._CHECKPOINT_FRACTION", 0.0)
     with monkeypatch.context() as patch:
         read_files(patch, interrupt_after=230)
         with pytest.raises(InterruptedIngestError):

@@ -68,7 +68,7 @@ def test_order_depends_only_on_seed_and_epoch(dataset: Dataset) -> None:
 
 def test_shuffle_mixes_shards_with_a_small_buffer(dataset: Dataset, monkeypatch) -> None:
     place = {key: i for i, key in enumerate(keys(list(dataset.blocks("train"))))}
-    monkeypatch.setattr(shards, "_PIECE_BYTES", 4000)
+    monkeypatch.setattr(shards, "_CHUNK_BYTES", 4000)
     monkeypatch.setattr(shards, "_BUFFER_BYTES", 64 * 936)
     batches = list(dataset.shuffled_batches("train", 8, seed=0, epoch=0))
     spans = [max(place[k] for k in keys([b])) - min(place[k] for k in keys([b])) for b in batches]
@@ -80,7 +80,7 @@ def test_batches_of_all_ranks_are_the_batches_of_one(
     dataset: Dataset, monkeypatch: pytest.MonkeyPatch, page_bytes: int
 ) -> None:
     monkeypatch.setattr(shards, "_PAGE_BYTES", page_bytes)
-    monkeypatch.setattr(shards, "_PIECE_BYTES", 4000)
+    monkeypatch.setattr(shards, "_CHUNK_BYTES", 4000)
     monkeypatch.setattr(shards, "_BUFFER_BYTES", 64 * 936)
     ranks = [list(dataset.shuffled_batches("train", 4, 0, 0, rank, 3)) for rank in range(3)]
     alone = list(dataset.shuffled_batches("train", 12, 0, 0))
@@ -204,7 +204,7 @@ def test_no_shard_is_fetched_twice_in_an_epoch(
     dataset: Dataset, tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch, cached_shards: float
 ) -> None:
     monkeypatch.setattr(shards, "_CACHE_BYTES", int(cached_shards * 2**16))
-    monkeypatch.setattr(shards, "_PIECE_BYTES", 4000)
+    monkeypatch.setattr(shards, "_CHUNK_BYTES", 4000)
     manifest = in_s3(dataset, bucket)
     store = open_store(manifest.store_uri)
     remote = Dataset(manifest, store, tmp_path / "cache")

@@ -67,10 +67,10 @@ def test_expected_splits_match_those_of_ingest(tree: Path, run_ingest, make_imag
     diff = count(tree, manifest)
     after = run_ingest(tree)
     for split in ("train", "test", "gallery", "query"):
-        came = after.count(split) - manifest.count(split)
+        added = after.count(split) - manifest.count(split)
         # Five standard deviations of a binomial count.
         expected = diff.expected(split)
-        assert abs(came - expected) < 5 * np.sqrt(expected)
+        assert abs(added - expected) < 5 * np.sqrt(expected)
     assert sum(diff.expected(split) for split in ("train", "test", "gallery", "query")) == pytest.approx(600)
 
 

@@ -127,9 +127,7 @@ def test_classes_removed_or_renamed_on_purpose_have_not_vanished(tree, run_inges
 
     assert messages({"2": "two"}) == []
     assert "has the classes gone, but no image" in messages({"2": "gone"})[0]
-    left = (
-        "Images are left of classes that the settings (classes.retired, classes.renamed) call removed or renamed: 1 ("
-    )
+    left = "Classes that the settings declare retired or renamed (classes.retired, classes.renamed) have images: 1 ("
     assert messages({"2": "two", "1": "one"})[0].startswith(left)
 
 

@@ -83,7 +83,7 @@ KFP = Peer({"app": "ml-pipeline"}, "kubeflow")
 STEP = Peer({"pipelines.kubeflow.org/v2_component": "true"}, "kubeflow")
 CLIENT = Peer({}, "shop", {"evernear.dev/client": "true"})
 GATEWAY = Peer({"istio": "ingressgateway"}, "istio-system", {"evernear.dev/client": "true"})
-STRANGER = Peer({}, "elsewhere")
+OTHER_POD = Peer({}, "elsewhere")
 INTERNET = Peer({}, "out-there")
 PROMETHEUS = Peer({"app.kubernetes.io/name": "prometheus"}, "monitoring")
 
@@ -101,11 +101,11 @@ def test_only_clients_and_the_smoke_test_reach_predictions(manifests: list[Objec
     assert reaches(manifests, CLIENT, prep, loaded.prep.port)
     assert reaches(manifests, prep, server, grpc)
     assert reaches(manifests, STEP, server, http)  # the deploy step's smoke test
-    assert not reaches(manifests, STRANGER, prep, loaded.prep.port)
-    assert not reaches(manifests, STRANGER, server, http)
+    assert not reaches(manifests, OTHER_POD, prep, loaded.prep.port)
+    assert not reaches(manifests, OTHER_POD, server, http)
     assert not reaches(manifests, CLIENT, server, http)
     for port in (loaded.serving.management_port, loaded.serving.grpc_management_port):
-        assert not any(reaches(manifests, peer, server, port) for peer in (prep, CLIENT, STEP, STRANGER, PROMETHEUS))
+        assert not any(reaches(manifests, peer, server, port) for peer in (prep, CLIENT, STEP, OTHER_POD, PROMETHEUS))
 
 
 @pytest.mark.parametrize("name", ["slack", "watch"])
@@ -117,7 +117,7 @@ def test_bot_and_watcher_reach_kfp_and_the_internet_but_no_predictions(manifests
     assert reaches(manifests, bot, INTERNET, 443)
     assert not reaches(manifests, bot, component(manifests, "serving"), loaded.serving.inference_port)
     assert not reaches(manifests, bot, component(manifests, "prep"), loaded.prep.port)
-    assert not any(reaches(manifests, peer, bot, port) for peer in (STRANGER, CLIENT, STEP) for port in (3000, 8091))
+    assert not any(reaches(manifests, peer, bot, port) for peer in (OTHER_POD, CLIENT, STEP) for port in (3000, 8091))
 
 
 def test_every_pod_reaches_dns_and_its_store(manifests: list[Object]) -> None:
@@ -141,7 +141,7 @@ def test_only_pods_with_keys_reach_the_trial_store() -> None:
         if spec["labels"]["app.kubernetes.io/component"] != "object-store":
             assert reaches(manifests, Peer(spec["labels"]), store, 8333), name
     assert reaches(manifests, STEP, store, 8333)
-    assert not reaches(manifests, STRANGER, store, 8333)
+    assert not reaches(manifests, OTHER_POD, store, 8333)
     assert not reaches(manifests, CLIENT, store, 8333)
     assert not reaches(manifests, store, INTERNET, 443)
     # Ports of the master, the filer and the volume server, and the gRPC port of the gateway.
@@ -167,7 +167,7 @@ def test_clients_reach_kserve_pods_and_these_reach_each_other(part: str) -> None
     pods = {name: Peer(spec["labels"]) for name, spec in pod_specs(manifests).items() if name.startswith("Inference")}
     for pod in pods.values():
         assert reaches(manifests, CLIENT, pod, 8080)
-        assert not reaches(manifests, STRANGER, pod, 8080)
+        assert not reaches(manifests, OTHER_POD, pod, 8080)
         assert reaches(manifests, pod, INTERNET, 443)
         assert all(reaches(manifests, pod, other, 8080) for other in pods.values())
     activator = Peer({"app": "activator"}, "knative-serving")

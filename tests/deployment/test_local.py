@@ -296,7 +296,7 @@ def test_rollback_and_promotion_reuse_registered_releases(sandbox: Sandbox, monk
             assert promote(bad.version, sandbox.settings).previous == good
         assert versions == {good, bad.version}
         assert sandbox.default == sandbox.champion == bad.version
-    history = [(move.version, move.how, move.why) for move in sandbox.registry.history()][-3:]
+    history = [(promotion.version, promotion.how, promotion.why) for promotion in sandbox.registry.history()][-3:]
     assert history == [
         (bad.version, "deploy", ""),
         (good, "rollback", "it confuses 3 and 8"),

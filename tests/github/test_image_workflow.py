@@ -1,4 +1,4 @@
-"""The scripts of image.yml, run like on GitHub, and the permissions of its steps."""
+"""The scripts of image.yml, run as on GitHub, and the permissions of its steps."""
 
 import os
 import subprocess

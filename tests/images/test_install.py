@@ -121,11 +121,11 @@ def locked(*files: str) -> dict[str, set[str]]:
     return versions
 
 
-def require(image: Image, has: set[str], lacks: set[str], lock: str = "requirements.lock") -> None:
-    """Require packages ``has``, reject packages ``lacks``, and require that every package is locked."""
+def require(image: Image, has: set[str], absent: set[str], lock: str = "requirements.lock") -> None:
+    """Require packages ``has``, reject packages ``absent``, and require that every package is locked."""
     installed = image.installed()
     assert has <= set(installed)
-    assert not (lacks | BUILDERS | DEVELOPERS) & set(installed)
+    assert not (absent | BUILDERS | DEVELOPERS) & set(installed)
     assert not COMPILERS & image.programs()
     versions = locked(lock, "requirements-torch.lock")
     unlocked = {name: version for name, version in installed.items() if version not in versions.get(name, ())}

@@ -39,23 +39,25 @@ def test_vote_is_the_majority_and_ties_go_to_the_nearest(labels):
 def test_recognize_matches_a_reference_implementation(
     make_embeddings: MakeEmbeddings, index_settings: MakeSettings, tmp_path, label_by, k
 ):
-    (vectors, numbers), (queries, _) = blobs(1, 210), blobs(3, 90)
-    embeddings = make_embeddings({"gallery": (vectors, numbers), "query": blobs(2, 100)})
+    (vectors, label_indices), (queries, _) = blobs(1, 210), blobs(3, 90)
+    embeddings = make_embeddings({"gallery": (vectors, label_indices), "query": blobs(2, 100)})
     build(embeddings, LABELS, index_settings(k=k, label_by=label_by, false_accept_rate=0.2), tmp_path)
     gallery = Gallery.open(tmp_path, NETWORK)
 
     recognized = gallery.recognize(queries)
-    centroids = np.array([vectors[numbers == label].mean(axis=0) for label in range(5)])
+    centroids = np.array([vectors[label_indices == label].mean(axis=0) for label in range(5)])
     centroids /= np.linalg.norm(centroids, axis=1, keepdims=True)
     for query, result in zip(queries, recognized, strict=True):
         distances = np.linalg.norm(vectors - query, axis=1)
         nearest = np.argsort(distances)[:k]
-        by_vote = majority_vote(numbers[nearest].tolist())
+        by_vote = majority_vote(label_indices[nearest].tolist())
         by_centroid = int(np.linalg.norm(centroids - query, axis=1).argmin())
         assert result.pred == LABELS[by_vote if label_by == "vote" else by_centroid]
         assert result.dist == pytest.approx(distances.min(), abs=1e-5)
         assert result.unknown == (result.dist > gallery.description.threshold)
-        assert [neighbor.label for neighbor in result.neighbors] == [LABELS[number] for number in numbers[nearest]]
+        assert [neighbor.label for neighbor in result.neighbors] == [
+            LABELS[number] for number in label_indices[nearest]
+        ]
         assert [neighbor.dist for neighbor in result.neighbors] == pytest.approx(distances[nearest], abs=1e-5)
         assert all(nearer.dist <= farther.dist for nearer, farther in pairwise(result.neighbors))
     assert {result.unknown for result in recognized} == {True, False}
@@ -117,12 +119,12 @@ def test_vectors_of_wrong_dimension_are_rejected(any_index_dir):
 
 def test_missing_neighbors_of_an_approximate_index_are_omitted(make_embeddings: MakeEmbeddings, tmp_path):
     """A list of an IVF index can contain fewer vectors than requested, or none."""
-    vectors, numbers = blobs(1, 60, spread=0.05)
-    embeddings = make_embeddings({"gallery": (vectors, numbers), "query": blobs(2, 60, spread=0.05)})
+    vectors, label_indices = blobs(1, 60, spread=0.05)
+    embeddings = make_embeddings({"gallery": (vectors, label_indices), "query": blobs(2, 60, spread=0.05)})
     build(embeddings, LABELS, IndexSettings(type="IVF5,Flat", k=50), tmp_path)
     gallery = Gallery.open(tmp_path, NETWORK)
     recognitions = gallery.recognize(vectors)
-    assert [result.pred for result in recognitions] == [LABELS[number] for number in numbers]
+    assert [result.pred for result in recognitions] == [LABELS[number] for number in label_indices]
     assert all(0 < len(result.neighbors) < 50 for result in recognitions)
 
     no_neighbors = gallery.search(vectors, 50)
@@ -130,7 +132,7 @@ def test_missing_neighbors_of_an_approximate_index_are_omitted(make_embeddings: 
     answered = gallery.classify(vectors, no_neighbors)
     assert answered.unknown.all()
     assert (answered.distances == MAX_DISTANCE).all()
-    assert answered.labels.tolist() == numbers.tolist()  # by the nearest centroid
+    assert answered.labels.tolist() == label_indices.tolist()  # by the nearest centroid
 
 
 def test_index_of_another_network_is_rejected(any_index_dir):

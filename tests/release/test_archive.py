@@ -82,11 +82,11 @@ def test_archiving_leaves_the_temporary_directory_unchanged(
     # By default, torch-model-archiver stages in TMPDIR/<model name> and first deletes that directory, which may contain
     # the files of a user or of another run.
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    precious = tmp_path / "embedding" / "precious"
-    precious.parent.mkdir()
-    precious.write_text("mine")
+    existing = tmp_path / "embedding" / "precious"
+    existing.parent.mkdir()
+    existing.write_text("mine")
     make_release()
-    assert precious.read_text() == "mine"
+    assert existing.read_text() == "mine"
 
 
 def test_index_of_another_network_is_not_packed(system: System, tmp_path: Path) -> None:

@@ -148,10 +148,10 @@ def patch_directory(archive: Path, name: str, change: Callable[[bytearray, int],
 def test_wrong_member_size_is_rejected(packed: PackedRelease, tmp_path: Path, size: int) -> None:
     archive = rewrite(packed, tmp_path / "lying.mar", lambda _: None)
 
-    def lie(content: bytearray, entry: int) -> None:
+    def falsify(content: bytearray, entry: int) -> None:
         content[entry + 20 : entry + 28] = size.to_bytes(4, "little") * 2  # compressed and plain
 
-    patch_directory(archive, "smoke.json", lie)
+    patch_directory(archive, "smoke.json", falsify)
     with pytest.raises(IntegrityError, match=r"smoke\.json in .* is missing or does not match the manifest"):
         open_release(archive, tmp_path / "opened")
 
@@ -162,10 +162,10 @@ def test_compressed_member_is_rejected(packed: PackedRelease, tmp_path: Path, na
     """The data is not valid for that compression, so decompressing it would raise another error."""
     archive = rewrite(packed, tmp_path / "odd.mar", lambda _: None)
 
-    def lie(content: bytearray, entry: int) -> None:
+    def falsify(content: bytearray, entry: int) -> None:
         content[entry + 10 : entry + 12] = kind.to_bytes(2, "little")
 
-    patch_directory(archive, name, lie)
+    patch_directory(archive, name, falsify)
     with pytest.raises(IntegrityError, match="is compressed or encrypted"):
         open_release(archive, tmp_path / "opened")
 
@@ -180,11 +180,11 @@ def test_overlapping_members_are_rejected(packed: PackedRelease, tmp_path: Path)
     with zipfile.ZipFile(tmp_path / "overlap.mar", "w") as new:
         for name, data in others.items():
             new.writestr(name, data)
-        twin = new.getinfo("network.pt")
+        original = new.getinfo("network.pt")
         for name in ("index.faiss", "labels.npy", "centroids.npy"):
             info = zipfile.ZipInfo(name)
-            info.header_offset, info.CRC = twin.header_offset, twin.CRC
-            info.file_size = info.compress_size = twin.file_size
+            info.header_offset, info.CRC = original.header_offset, original.CRC
+            info.file_size = info.compress_size = original.file_size
             new.filelist.append(info)
             new.NameToInfo[name] = info
     with pytest.raises(IntegrityError, match="one after another"):

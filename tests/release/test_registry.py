@@ -131,7 +131,9 @@ def test_exactly_one_concurrent_promotion_succeeds(
     champion = registry.champion()
     assert champion is not None
     assert champion.version == promoted[0]
-    assert [move.version for move in registry.history()] == ([] if first else [releases[0].version]) + promoted
+    assert [promotion.version for promotion in registry.history()] == (
+        [] if first else [releases[0].version]
+    ) + promoted
 
 
 def promote_in_rounds(uri: str, versions: list[str], number: int, start: ProcessBarrier, end: ProcessBarrier) -> int:
@@ -165,10 +167,10 @@ def test_exactly_one_process_promotes_in_each_round(tmp_path: Path, releases: li
         successes = pool.starmap(promote_in_rounds, [(uri, versions, number, start, end) for number in range(4)])
         pool.close()
         pool.join()
-    moves = list(registry.history())
-    assert sum(successes) == len(versions) == len(moves)
-    assert [move.number for move in moves] == [1, 2, 3]
-    assert [move.previous for move in moves] == [None, moves[0].version, moves[1].version]
+    promotions = list(registry.history())
+    assert sum(successes) == len(versions) == len(promotions)
+    assert [promotion.number for promotion in promotions] == [1, 2, 3]
+    assert [promotion.previous for promotion in promotions] == [None, promotions[0].version, promotions[1].version]
 
 
 def test_promotion_with_a_stale_champion_fails(store: Store, releases: list[PackedRelease]) -> None:
@@ -225,15 +227,17 @@ def test_rollbacks_undo_promotions_one_by_one(store: Store, releases: list[Packe
     champion = registry.set_champion(third, champion, "promote")
     assert registry.roll_back(champion).version == first
 
-    moves = [(move.version, move.how) for move in registry.history()]
-    assert moves[2:] == [
+    promotions = [(promotion.version, promotion.how) for promotion in registry.history()]
+    assert promotions[2:] == [
         (third, "deploy"),
         (second, "rollback"),
         (first, "rollback"),
         (third, "promote"),
         (first, "rollback"),
     ]
-    assert [(move.by, move.why) for move in registry.history() if move.why] == [("eve", "three errs")]
+    assert [(promotion.by, promotion.why) for promotion in registry.history() if promotion.why] == [
+        ("eve", "three errs")
+    ]
 
 
 def test_repeated_rollback_does_not_alternate(store: Store, releases: list[PackedRelease]) -> None:
@@ -268,7 +272,7 @@ def test_kill_before_the_pointer_update_leaves_the_history_unchanged(
         with pytest.raises(KeyboardInterrupt):
             registry.set_champion(releases[2].version, champion)
     moved = registry.set_champion(releases[2].version, registry.champion())
-    assert [move.version for move in registry.history()] == [release.version for release in releases]
+    assert [promotion.version for promotion in registry.history()] == [release.version for release in releases]
     assert moved.previous == releases[1].version
 
 
@@ -288,7 +292,7 @@ def test_records_of_older_versions_are_readable(store: Store, releases: list[Pac
     assert champion is not None
     back = registry.roll_back(champion)
     assert (back.version, back.previous) == (first, None)
-    assert [move.version for move in registry.history()] == [second, first]
+    assert [promotion.version for promotion in registry.history()] == [second, first]
 
 
 class ServerUnreachableError:
@@ -329,7 +333,7 @@ def test_promotion_is_retried_during_an_outage_and_counts_once(
     unreachable.fail(3, executed)
     champion = registry.roll_back(champion)
     assert registry.champion() == champion
-    assert [move.version for move in registry.history()] == [releases[n].version for n in (0, 1, 2, 1)]
+    assert [promotion.version for promotion in registry.history()] == [releases[n].version for n in (0, 1, 2, 1)]
 
     unreachable.fail(10**6, executed)
     monkeypatch.setattr(registry_module, "_RETRY_TIMEOUT_S", 0.0)
@@ -346,7 +350,7 @@ def test_promotion_with_a_lost_response_is_reported_as_done(
     publish(registry, releases[2])
     put_if = store.put_if
 
-    def overtake(key: str, data: bytes, etag: str | None) -> str:
+    def promote_first(key: str, data: bytes, etag: str | None) -> str:
         if key != CHAMPION:
             return put_if(key, data, etag)
         monkeypatch.setattr(store, "put_if", put_if)
@@ -354,10 +358,10 @@ def test_promotion_with_a_lost_response_is_reported_as_done(
         other.set_champion(releases[0].version, other.champion())
         raise ConflictError("Another writer has changed the object.")
 
-    monkeypatch.setattr(store, "put_if", overtake)
+    monkeypatch.setattr(store, "put_if", promote_first)
     champion = registry.set_champion(releases[2].version, champion)
     assert (champion.version, champion.previous) == (releases[2].version, releases[1].version)
-    assert [move.version for move in registry.history()] == [releases[n].version for n in (0, 1, 2, 0)]
+    assert [promotion.version for promotion in registry.history()] == [releases[n].version for n in (0, 1, 2, 0)]
     with pytest.raises(ConflictError, match="champion changed"):
         registry.set_champion(releases[1].version, champion)
 
@@ -372,7 +376,7 @@ def test_failed_promotion_is_not_in_the_history(
     monkeypatch.setattr(registry_module, "_RETRY_TIMEOUT_S", -1.0)
     with pytest.raises(TransientStoreError):
         registry.set_champion(releases[0].version, champion)
-    assert [move.number for move in registry.history()] == [1, 2]
+    assert [promotion.number for promotion in registry.history()] == [1, 2]
 
 
 @pytest.fixture(scope="module")

@@ -54,8 +54,8 @@ def annotated(task: dict[str, Any], *choices: str, cancelled: bool = False, by: 
 def test_tasks_have_the_image_and_the_suggestion_and_the_config_has_the_classes(store: Store, source: Path) -> None:
     log_queries(store, png(1), candidates=("dog", "cat"))
     suspect = Suspect(image="ab" * 32, files=("cat/a.png",), label="cat", suggested="dog", margin=-1.0)
-    gone = suspect.model_copy(update={"image": "cd" * 32, "files": ("cat/gone.png",)})
-    save_suspects(store, source, suspect, gone)
+    missing = suspect.model_copy(update={"image": "cd" * 32, "files": ("cat/gone.png",)})
+    save_suspects(store, source, suspect, missing)
     file = source.parent / "tasks.json"
     result = invoke(store, source, "export", str(file))
     assert result.exit_code == 0

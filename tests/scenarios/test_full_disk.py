@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios.bench import Bench, write_digits
 from tests.scenarios.on_small_disks import NO_MOUNT
+from tests.scenarios.workspace import Workspace, write_digits
 
 pytestmark = pytest.mark.slow
 # `validate`, which writes only a one-page report, fits on the smallest disk.
@@ -30,23 +30,23 @@ STEPS = (
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     """A successful run."""
     directory = tmp_path_factory.mktemp("earlier")
     write_digits(directory / "images")
-    bench = Bench(directory, EVERNEAR_TARGET="registry")
-    (directory / "result.json").write_text(json.dumps(bench.run()))
-    return bench
+    workspace = Workspace(directory, EVERNEAR_TARGET="registry")
+    (directory / "result.json").write_text(json.dumps(workspace.run()))
+    return workspace
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_step_reports_a_full_disk(bench: Bench, tmp_path: Path, step: str) -> None:
+def test_step_reports_a_full_disk(workspace: Workspace, tmp_path: Path, step: str) -> None:
     script = ["-m", "tests.scenarios.on_small_disks", step]
-    paths = [str(bench.directory / "result.json"), str(bench.directory / "images"), str(tmp_path)]
+    paths = [str(workspace.directory / "result.json"), str(workspace.directory / "images"), str(tmp_path)]
     completed = subprocess.run(
         ["unshare", "--map-root-user", "--mount", sys.executable, *script, *paths],
         cwd=Path(__file__).parents[2],
-        env=bench.environment,
+        env=workspace.environment,
         capture_output=True,
         text=True,
         timeout=280,

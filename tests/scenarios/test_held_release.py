@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios.bench import Bench, write_digits
+from tests.scenarios.workspace import Workspace, write_digits
 
 pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
+def workspace(tmp_path: Path) -> Workspace:
     write_digits(tmp_path / "images", labels="012345", per_class=40)
-    return Bench(tmp_path, EVERNEAR_GATE__ACCURACY_FLOOR="0")
+    return Workspace(tmp_path, EVERNEAR_GATE__ACCURACY_FLOOR="0")
 
 
-def test_every_command_printed_after_a_held_first_release_works(bench: Bench) -> None:
-    image = next((bench.directory / "images" / "3").iterdir())
+def test_every_command_printed_after_a_held_first_release_works(workspace: Workspace) -> None:
+    image = next((workspace.directory / "images" / "3").iterdir())
     options = "--preset quick --set target=registry --set gate.accuracy_floor=1.0 --set train.epochs=1"
-    done = bench.command("run", *options.split())
+    done = workspace.command("run", *options.split())
     assert done.returncode == 0, done.stderr
     reason = re.search(r"  - (Accuracy is .* below the floor of 100.00%\.)", done.stdout)
     assert reason is not None, done.stdout
@@ -35,20 +35,20 @@ def test_every_command_printed_after_a_held_first_release_works(bench: Bench) ->
     assert page.read_text().startswith("<!doctype html>")
 
     for command in (["predict", str(image)], ["serve"], ["registry", "champion"], ["reindex", "--preset", "quick"]):
-        code, message = bench.refused(*command)
+        code, message = workspace.refused(*command)
         assert code != 0
         show, promote = (shlex.split(text)[1:] for text in re.findall("`(evernear [^`]*)`", message))
-        assert "below the floor of 100.00%" in bench.command(*show).stdout
+        assert "below the floor of 100.00%" in workspace.command(*show).stdout
         assert promote[:2] == ["registry", "promote"]
     inspect = words(steps["recognize images without promoting it"].replace("IMAGE", shlex.quote(str(image))))
-    recognized = bench.command(*inspect)
+    recognized = workspace.command(*inspect)
     assert recognized.returncode == 0, recognized.stderr
 
-    again = bench.command(*words(steps["run again with a gate that lets it pass"]))
+    again = workspace.command(*words(steps["run again with a gate that lets it pass"]))
     assert "is the champion" in again.stdout, again.stdout + again.stderr
     for command in (words(steps["promote it anyway"]), promote):
-        assert bench.command(*command).returncode == 0
-        assert bench.command("registry", "rollback", "--set", "target=registry").returncode == 0
+        assert workspace.command(*command).returncode == 0
+        assert workspace.command("registry", "rollback", "--set", "target=registry").returncode == 0
 
 
 def words(command: str) -> list[str]:

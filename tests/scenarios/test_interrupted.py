@@ -9,13 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.scenarios.bench import Bench, write_digits
+from tests.scenarios.workspace import Workspace, write_digits
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
+def workspace(tmp_path: Path) -> Workspace:
     write_digits(tmp_path / "images")
-    return Bench(tmp_path, EVERNEAR_TARGET="registry")
+    return Workspace(tmp_path, EVERNEAR_TARGET="registry")
 
 
 def interrupted(process: subprocess.Popen[str], progress: str = "") -> str:
@@ -31,17 +31,17 @@ def interrupted(process: subprocess.Popen[str], progress: str = "") -> str:
     return message
 
 
-def test_interrupted_run_reports_what_remains(bench: Bench) -> None:
-    temporary = bench.directory / "tmp"
+def test_interrupted_run_reports_what_remains(workspace: Workspace) -> None:
+    temporary = workspace.directory / "tmp"
     temporary.mkdir()
-    bench.environment["TMPDIR"] = str(temporary)
-    with bench.start("run", "--preset", "quick") as process:
-        bench.await_step("train", process)
-        in_progress = json.loads(bench.command("status", "--json").stdout)["run"]
+    workspace.environment["TMPDIR"] = str(temporary)
+    with workspace.start("run", "--preset", "quick") as process:
+        workspace.await_step("train", process)
+        in_progress = json.loads(workspace.command("status", "--json").stdout)["run"]
         message = interrupted(process, "waiting up to 10 s for the steps to clean up")
     assert in_progress["step"] in ("train", "probe")
     assert in_progress["process"] == process.pid
-    assert json.loads(bench.command("status", "--json").stdout)["run"] is None
+    assert json.loads(workspace.command("status", "--json").stdout)["run"] is None
     assert message.startswith("evernear: Interrupted during ")
     assert "train" in message
     assert message.endswith(
@@ -53,19 +53,19 @@ def test_interrupted_run_reports_what_remains(bench: Bench) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["ingest", "train", "deploy"])
-def test_run_resumes_after_an_interrupt(bench: Bench, step: str) -> None:
-    bench.environment["EVERNEAR_TARGET"] = "local"
-    with bench.start("run", "--preset", "quick") as process:
-        bench.await_step(step, process)
+def test_run_resumes_after_an_interrupt(workspace: Workspace, step: str) -> None:
+    workspace.environment["EVERNEAR_TARGET"] = "local"
+    with workspace.start("run", "--preset", "quick") as process:
+        workspace.await_step(step, process)
         message = interrupted(process)
     assert step in message
     assert ("`evernear status` shows which release is live" in message) is (step == "deploy")
     words = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
-    assert not [line for line in words if str(bench.workdir) in line], "a TorchServe that was starting is stopped"
+    assert not [line for line in words if str(workspace.workdir) in line], "a TorchServe that was starting is stopped"
     try:
-        assert bench.run()["promoted"]
+        assert workspace.run()["promoted"]
     finally:
-        bench.command("stop")
+        workspace.command("stop")
 
 
 def training_processes(pipeline: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -82,11 +82,11 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 @pytest.mark.slow
-def test_training_processes_end_with_the_run(bench: Bench) -> None:
+def test_training_processes_end_with_the_run(workspace: Workspace) -> None:
     words = ("--set", "train.processes=2", "--set", "train.epochs=1000", "--set", "train.device=cpu")
     for end in (signal.SIGINT, signal.SIGKILL):
-        with bench.start("run", "--preset", "quick", *words) as process:
-            bench.await_step("train", process)
+        with workspace.start("run", "--preset", "quick", *words) as process:
+            workspace.await_step("train", process)
             workers: list[psutil.Process] = []
             while len(workers) < 2:
                 assert process.poll() is None
@@ -97,11 +97,11 @@ def test_training_processes_end_with_the_run(bench: Bench) -> None:
         assert not alive, end
 
 
-def test_other_commands_can_be_interrupted(bench: Bench) -> None:
-    image = next((bench.directory / "images").rglob("*.png"))
+def test_other_commands_can_be_interrupted(workspace: Workspace) -> None:
+    image = next((workspace.directory / "images").rglob("*.png"))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = str(silent.getsockname()[1])
         words = ("--target", "127.0.0.1", "--port", port, "--format", "prep", "--timeout-s", "300")
-        with bench.start("predict", str(image), *words) as process, silent.accept()[0]:
+        with workspace.start("predict", str(image), *words) as process, silent.accept()[0]:
             message = interrupted(process)
     assert message == "evernear: Interrupted. Nothing is half-written; run the command again to continue."

@@ -9,22 +9,22 @@ import pytest
 
 from evernear import local_run
 from evernear.settings import load
-from tests.scenarios.bench import Bench, write_digits, write_negatives
+from tests.scenarios.workspace import Workspace, write_digits, write_negatives
 
 # test_promise.py tests the path from images to a live release in every run of the tests.
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Bench, dict]]:
-    """A bench whose first release is live."""
-    bench = Bench(tmp_path_factory.mktemp("served"))
-    write_digits(bench.directory / "images", labels="0123456789")
-    yield bench, bench.run()
-    bench.command("stop")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Workspace, dict]]:
+    """A workspace whose first release is live."""
+    workspace = Workspace(tmp_path_factory.mktemp("served"))
+    write_digits(workspace.directory / "images", labels="0123456789")
+    yield workspace, workspace.run()
+    workspace.command("stop")
 
 
-def test_first_run_promotes_and_reports_its_paths(served: tuple[Bench, dict]) -> None:
+def test_first_run_promotes_and_reports_its_paths(served: tuple[Workspace, dict]) -> None:
     _, result = served
     assert result["promoted"] is True
     assert result["state"] == "promoted"
@@ -36,11 +36,11 @@ def test_first_run_promotes_and_reports_its_paths(served: tuple[Bench, dict]) ->
     assert result["release"] in Path(result["paths"]["notify.outcome"]).read_text()
 
 
-def test_predict_uses_the_deployed_release(served: tuple[Bench, dict]) -> None:
-    bench, result = served
-    images = [str(bench.directory / f"images/{label}") for label in "37"]
+def test_predict_uses_the_deployed_release(served: tuple[Workspace, dict]) -> None:
+    workspace, result = served
+    images = [str(workspace.directory / f"images/{label}") for label in "37"]
     files = [str(sorted(Path(folder).iterdir())[0]) for folder in images]
-    completed = bench.command("predict", "--json", *files)
+    completed = workspace.command("predict", "--json", *files)
     answers = [json.loads(line) for line in completed.stdout.splitlines()]
     assert [answer["pred"] for answer in answers] == ["3", "7"]
     for answer, file in zip(answers, files, strict=True):
@@ -50,50 +50,50 @@ def test_predict_uses_the_deployed_release(served: tuple[Bench, dict]) -> None:
 
 
 def test_invalid_image_does_not_affect_others(
-    served: tuple[Bench, dict],
+    served: tuple[Workspace, dict],
 ) -> None:
-    bench, _ = served
-    bad = bench.directory / "note.png"
+    workspace, _ = served
+    bad = workspace.directory / "note.png"
     bad.write_text("not a picture")
-    good = str(next((bench.directory / "images/3").iterdir()))
-    completed = bench.command("predict", good, str(bad), good)
+    good = str(next((workspace.directory / "images/3").iterdir()))
+    completed = workspace.command("predict", good, str(bad), good)
     assert completed.returncode == 9
     assert [bad.name in line for line in completed.stdout.splitlines() if ".png" in line] == [False, True, False]
     assert "Traceback" not in completed.stderr + completed.stdout
-    assert bench.refused("predict", str(bad))[0] == 9
+    assert workspace.refused("predict", str(bad))[0] == 9
 
 
-def test_status_shows_the_live_release(served: tuple[Bench, dict]) -> None:
-    bench, result = served
-    status = json.loads(bench.command("status", "--json").stdout)
+def test_status_shows_the_live_release(served: tuple[Workspace, dict]) -> None:
+    workspace, result = served
+    status = json.loads(workspace.command("status", "--json").stdout)
     assert status["server"] == "up"
     assert status["default"] == status["champion"] == result["release"]
 
 
 def test_equal_candidate_replaces_the_champion(
-    served: tuple[Bench, dict],
+    served: tuple[Workspace, dict],
 ) -> None:
-    bench, first = served
-    second = bench.run()
+    workspace, first = served
+    second = workspace.run()
     assert second["promoted"], second["reasons"]
     assert second["release"] > first["release"]
     assert "champion_accuracy" in second["metrics"]
-    status = json.loads(bench.command("status", "--json").stdout)
+    status = json.loads(workspace.command("status", "--json").stdout)
     assert status["default"] == second["release"]
     assert first["release"] in status["registered"]
 
 
-def test_reindex_adds_a_class_and_rollback_removes_it(served: tuple[Bench, dict]) -> None:
-    bench, _ = served
-    before = json.loads(bench.command("registry", "show", champion_of(bench), "--json").stdout)
-    write_negatives(bench.directory / "images", "negative", range(100))
-    write_negatives(bench.directory / "strangers", "negative", range(100, 110))
-    result = bench.run(command="reindex")
+def test_reindex_adds_a_class_and_rollback_removes_it(served: tuple[Workspace, dict]) -> None:
+    workspace, _ = served
+    before = json.loads(workspace.command("registry", "show", champion_of(workspace), "--json").stdout)
+    write_negatives(workspace.directory / "images", "negative", range(100))
+    write_negatives(workspace.directory / "strangers", "negative", range(100, 110))
+    result = workspace.run(command="reindex")
     assert result["promoted"], result["reasons"]
     assert "train" not in result["steps_s"]
     assert any("New: negative" in reason for reason in result["reasons"])
 
-    after = json.loads(bench.command("registry", "show", result["release"], "--json").stdout)
+    after = json.loads(workspace.command("registry", "show", result["release"], "--json").stdout)
     assert after["network_sha256"] == before["network_sha256"]
     assert after["parent"] == before["version"]
     assert after["threshold"] == before["threshold"]
@@ -102,74 +102,74 @@ def test_reindex_adds_a_class_and_rollback_removes_it(served: tuple[Bench, dict]
     assert 80 <= sum(shard["count"] for shard in embedded["shards"]) - embedded["reused"] <= 100
     assert embedded["reused"] > 100
 
-    strangers = [str(path) for path in sorted((bench.directory / "strangers/negative").iterdir())]
-    assert [answer["pred"] for answer in answers(bench, strangers)] == ["negative"] * 10
+    strangers = [str(path) for path in sorted((workspace.directory / "strangers/negative").iterdir())]
+    assert [answer["pred"] for answer in answers(workspace, strangers)] == ["negative"] * 10
     assert "Rules of the gate" in Path(result["page"]).read_text()
 
-    arguments = pipeline_arguments(bench) | {"reason": "negatives are not digits", "release": result["release"]}
-    outcome = bench.pipeline("rollback", **arguments)
+    arguments = pipeline_arguments(workspace) | {"reason": "negatives are not digits", "release": result["release"]}
+    outcome = workspace.pipeline("rollback", **arguments)
     assert (outcome["state"], outcome["release"]) == ("rolled back", before["version"])
     assert outcome["reasons"] == ["negatives are not digits"]
-    again = answers(bench, strangers)
+    again = answers(workspace, strangers)
     assert {answer["version"] for answer in again} == {before["version"]}
     assert "negative" not in {answer["pred"] for answer in again}
-    move = json.loads(bench.command("registry", "history", "--json").stdout)[-1]
+    move = json.loads(workspace.command("registry", "history", "--json").stdout)[-1]
     assert (move["how"], move["why"], move["version"]) == ("rollback", "negatives are not digits", before["version"])
 
-    refused = bench.pipeline("rollback", **arguments)  # the same rollback again: that release is no longer live
+    refused = workspace.pipeline("rollback", **arguments)  # the same rollback again: that release is no longer live
     assert refused["state"] == "failed"
     assert f"The champion is now {before['version']}, not {result['release']}" in refused["reasons"][0]
-    assert champion_of(bench) == before["version"]
+    assert champion_of(workspace) == before["version"]
 
     arguments |= {"reason": "negatives are needed after all", "started_by": "ada"}
-    outcome = bench.pipeline("promote", **arguments)
+    outcome = workspace.pipeline("promote", **arguments)
     assert (outcome["state"], outcome["release"]) == ("promoted", result["release"])
-    assert [answer["pred"] for answer in answers(bench, strangers)] == ["negative"] * 10
-    move = json.loads(bench.command("registry", "history", "--json").stdout)[-1]
+    assert [answer["pred"] for answer in answers(workspace, strangers)] == ["negative"] * 10
+    move = json.loads(workspace.command("registry", "history", "--json").stdout)[-1]
     assert (move["how"], move["why"], move["by"]) == ("force", "negatives are needed after all", "ada")
-    assert bench.command("registry", "rollback").returncode == 0
-    assert champion_of(bench) == before["version"]
+    assert workspace.command("registry", "rollback").returncode == 0
+    assert champion_of(workspace) == before["version"]
 
 
-def champion_of(bench: Bench) -> str:
-    return bench.command("registry", "champion").stdout.strip()
+def champion_of(workspace: Workspace) -> str:
+    return workspace.command("registry", "champion").stdout.strip()
 
 
-def answers(bench: Bench, files: list[str]) -> list[dict]:
-    completed = bench.command("predict", "--json", *files)
+def answers(workspace: Workspace, files: list[str]) -> list[dict]:
+    completed = workspace.command("predict", "--json", *files)
     return [json.loads(line) for line in completed.stdout.splitlines()]
 
 
-def pipeline_arguments(bench: Bench) -> dict[str, object]:
-    """Arguments of the rollback pipeline for the live release of the bench."""
-    settings = load(environment=bench.environment)
+def pipeline_arguments(workspace: Workspace) -> dict[str, object]:
+    """Arguments of the rollback pipeline for the live release of the workspace."""
+    settings = load(environment=workspace.environment)
     named = ("store", "target", "settings")
     return {name: value for name, value in local_run.pipeline_arguments(settings).items() if name in named}
 
 
-def test_model_trained_on_shuffled_labels_is_not_promoted(served: tuple[Bench, dict]) -> None:
-    bench, _ = served
-    champion = json.loads(bench.command("status", "--json").stdout)["champion"]
-    write_digits(bench.directory / "shuffled", labels="0123456789", shuffle_labels=True)
-    source = ("--source", f"folder:{bench.directory / 'shuffled'}", "--set", "data.dataset=shuffled")
-    completed = bench.process("run", "--preset", "quick", *source)
+def test_model_trained_on_shuffled_labels_is_not_promoted(served: tuple[Workspace, dict]) -> None:
+    workspace, _ = served
+    champion = json.loads(workspace.command("status", "--json").stdout)["champion"]
+    write_digits(workspace.directory / "shuffled", labels="0123456789", shuffle_labels=True)
+    source = ("--source", f"folder:{workspace.directory / 'shuffled'}", "--set", "data.dataset=shuffled")
+    completed = workspace.process("run", "--preset", "quick", *source)
     # The training usually detects this; if an epoch is above chance by luck, the gate does.
     assert re.search("The network learned nothing|labels had been shuffled", completed.stdout + completed.stderr)
-    status = json.loads(bench.command("status", "--json").stdout)
+    status = json.loads(workspace.command("status", "--json").stdout)
     assert (status["champion"], status["default"]) == (champion, champion)
 
 
-def test_stop_and_serve_restart_the_champion(served: tuple[Bench, dict]) -> None:
-    bench, _ = served
-    champion = json.loads(bench.command("status", "--json").stdout)["champion"]
-    image = str(next((bench.directory / "images/5").iterdir()))
-    assert bench.command("stop").returncode == 0
-    assert bench.refused("predict", image)[0] == 8
-    with bench.start("serve", "--foreground") as server:
+def test_stop_and_serve_restart_the_champion(served: tuple[Workspace, dict]) -> None:
+    workspace, _ = served
+    champion = json.loads(workspace.command("status", "--json").stdout)["champion"]
+    image = str(next((workspace.directory / "images/5").iterdir()))
+    assert workspace.command("stop").returncode == 0
+    assert workspace.refused("predict", image)[0] == 8
+    with workspace.start("serve", "--foreground") as server:
         assert server.stdout is not None
         assert champion in server.stdout.readline()
-        completed = bench.command("predict", "--json", image)
+        completed = workspace.command("predict", "--json", image)
         assert json.loads(completed.stdout)["version"] == champion
         server.terminate()
         assert server.wait(30) == 0
-    assert json.loads(bench.command("status", "--json").stdout)["server"] == "down"
+    assert json.loads(workspace.command("status", "--json").stdout)["server"] == "down"

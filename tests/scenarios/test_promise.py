@@ -25,7 +25,7 @@ from tests.loopback.kfp.state import RunControl
 from tests.loopback.slack import Person, SlackServer, signed
 from tests.loopback.slack.server import BOT_TOKEN, SIGNING_SECRET, PostedMessage
 from tests.ports import free_ports
-from tests.scenarios.bench import Bench, write_digits
+from tests.scenarios.workspace import Workspace, write_digits
 
 GOLDEN = Path(__file__).parents[2] / "pipelines" / "golden" / "continuous_training.yaml"
 ADA, EVE = Person("U0ADA", "ada"), Person("U0EVE", "eve")
@@ -42,7 +42,7 @@ _numbers = itertools.count()
 class Product:
     """The complete system with a live release for the digits 0 to 8."""
 
-    bench: Bench
+    workspace: Workspace
     images: Store
     kfp: KfpServer
     executor: LocalExecutor
@@ -51,14 +51,14 @@ class Product:
 
     def add_images(self, label: str, digit: str) -> None:
         """Add new images of ``digit`` under the label ``label``."""
-        tree = self.bench.directory / f"arrived-{next(_numbers)}"
+        tree = self.workspace.directory / f"arrived-{next(_numbers)}"
         write_digits(tree, labels=digit, per_class=200)
         for path in sorted(tree.rglob("*.png"), key=lambda path: int(path.stem))[FIRST_IMAGES:]:
             self.images.put(f"{label}/{path.name}", path)
 
     def watch(self) -> dict[str, Any]:
         """Run one check of the watcher, which acts on its decision."""
-        completed = self.bench.command("watch", "once", "--act", "--json")
+        completed = self.workspace.command("watch", "once", "--act", "--json")
         assert completed.returncode == 0, completed.stderr
         return json.loads(completed.stdout)
 
@@ -85,18 +85,18 @@ class Product:
         return in_thread()[0]
 
     def status(self) -> dict[str, Any]:
-        return json.loads(self.bench.command("status", "--json").stdout)
+        return json.loads(self.workspace.command("status", "--json").stdout)
 
     def recognize(self, digit: str) -> dict[str, Any]:
         """The response of the prediction API to an image of ``digit``."""
-        image = next((self.bench.directory / "queries" / digit).iterdir())
-        return json.loads(self.bench.command("predict", "--json", str(image)).stdout)
+        image = next((self.workspace.directory / "queries" / digit).iterdir())
+        return json.loads(self.workspace.command("predict", "--json", str(image)).stdout)
 
 
 @pytest.fixture
 def product(s3_endpoint: str, bucket: str, tmp_path: Path) -> Iterator[Product]:
     (bot_port,) = free_ports(1)
-    bench = Bench(
+    workspace = Workspace(
         tmp_path,
         EVERNEAR_DATA__SOURCE=f"s3://{bucket}/images",
         EVERNEAR_STORE=f"s3://{bucket}/store",
@@ -111,7 +111,7 @@ def product(s3_endpoint: str, bucket: str, tmp_path: Path) -> Iterator[Product]:
         SLACK_BOT_TOKEN=BOT_TOKEN,
         SLACK_SIGNING_SECRET=SIGNING_SECRET,
     )
-    settings = load(preset="quick", environment=bench.environment)
+    settings = load(preset="quick", environment=workspace.environment)
     images = open_store(settings.data.source)
     write_digits(tmp_path / "queries", labels="0123456789", per_class=1)
     write_digits(tmp_path / "images", labels="012345678", per_class=FIRST_IMAGES)
@@ -121,15 +121,15 @@ def product(s3_endpoint: str, bucket: str, tmp_path: Path) -> Iterator[Product]:
     executor = LocalExecutor(tmp_path / "kfp", **pipeline_arguments(settings))
     with SlackServer() as slack, KfpServer(executor=executor) as kfp:
         kfp.publish(GOLDEN, version="c0ffee1")
-        bench.environment |= {"EVERNEAR_PIPELINE__ENDPOINT": kfp.url, "EVERNEAR_SLACK__API_URL": slack.api_url}
-        bot = bench.start("slack")
+        workspace.environment |= {"EVERNEAR_PIPELINE__ENDPOINT": kfp.url, "EVERNEAR_SLACK__API_URL": slack.api_url}
+        bot = workspace.start("slack")
         try:
             until(lambda: answers(f"http://127.0.0.1:{bot_port}/health"))
-            yield Product(bench, images, kfp, executor, slack, f"http://127.0.0.1:{bot_port}")
+            yield Product(workspace, images, kfp, executor, slack, f"http://127.0.0.1:{bot_port}")
         finally:
             bot.terminate()
             _, _ = bot.communicate(timeout=TIMEOUT_S)
-            bench.command("stop")
+            workspace.command("stop")
 
 
 def first_release(settings: Settings, directory: Path) -> None:
@@ -157,9 +157,9 @@ def test_new_class_is_proposed_trained_deployed_and_recognized(product: Product)
     assert product.watch()["action"] == "nothing"
     product.add_images("9", digit="9")
 
-    looked = product.watch()
-    assert looked["action"] == "retrain", looked
-    assert product.watch()["proposal"] in (None, looked["proposal"]), "the watcher proposed the same run twice"
+    report = product.watch()
+    assert report["action"] == "retrain", report
+    assert product.watch()["proposal"] in (None, report["proposal"]), "the watcher proposed the same run twice"
     prompt = product.question()
 
     assert product.clicks(EVE, prompt, "Train") == 200
@@ -210,7 +210,7 @@ def test_run_that_cannot_deploy_keeps_the_champion_and_is_reported(product: Prod
     product.add_images("9", digit="9")
     # The champion's server occupies the ports that the new release needs.
     settings = cast(dict[str, Any], product.executor.overrides["settings"])
-    product.executor.overrides["settings"] = settings | {"workdir": str(product.bench.directory / "elsewhere")}
+    product.executor.overrides["settings"] = settings | {"workdir": str(product.workspace.directory / "elsewhere")}
     product.watch()
     prompt = product.question()
     product.clicks(ADA, prompt, "Train")

@@ -125,9 +125,9 @@ def test_server_closes_the_connection_on_request(served: Served) -> None:
 
 
 def test_reset_connections_do_not_affect_other_clients(served: Served) -> None:
-    with Raw.to(served.settings.serving.inference_port) as steady:
+    with Raw.to(served.settings.serving.inference_port) as other:
         for _ in range(50):
             with Raw.to(served.settings.serving.inference_port) as resetting:
                 resetting.send(make_request(served, "prediction") * 3)
                 resetting.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
-        assert kind_of(steady.send(make_request(served, "prediction")).answer()) == "prediction"
+        assert kind_of(other.send(make_request(served, "prediction")).answer()) == "prediction"

@@ -7,22 +7,22 @@ from evernear.errors import ConflictError, EvernearError
 from evernear.release.registry import Cause, Registry
 from evernear.store import open_store
 
-Attempts = tuple[list[str], int, list[str]]
+Results = tuple[list[str], int, list[str]]
 
 
 def compete(
-    uri: str, versions: list[str], name: str, rounds: int, start: Barrier, in_step: bool, enough: Stop
-) -> Attempts:
+    uri: str, versions: list[str], name: str, rounds: int, start: Barrier, in_lockstep: bool, done: Stop
+) -> Results:
     """Promote repeatedly; return the reasons of successful promotions, the number of conflicts, and the failures.
 
-    All processes build on the same champion in the first round, and if ``in_step`` in every round. If not, they
-    continue until ``enough``.
+    All processes build on the same champion in the first round, and if ``in_lockstep`` in every round. If not, they
+    continue until ``done``.
     """
     registry = Registry(open_store(uri))
-    promoted, lost, failed = list[str](), 0, list[str]()
+    succeeded, conflicts, failed = list[str](), 0, list[str]()
     round_number = 0
-    while round_number < rounds if in_step else not enough.is_set():
-        together = in_step or round_number == 0
+    while round_number < rounds if in_lockstep else not done.is_set():
+        together = in_lockstep or round_number == 0
         try:
             if together:
                 start.wait(120)  # all processes have finished the previous round
@@ -35,12 +35,12 @@ def compete(
                 registry.roll_back(champion, cause)
             else:
                 registry.set_champion(versions[round_number % 2], champion, "promote", cause)
-            promoted.append(reason)
-            if not in_step and registry.champion().pointer.number >= rounds:  # type: ignore[union-attr]
-                enough.set()
+            succeeded.append(reason)
+            if not in_lockstep and registry.champion().pointer.number >= rounds:  # type: ignore[union-attr]
+                done.set()
         except ConflictError:
-            lost += 1
+            conflicts += 1
         except EvernearError as error:
             failed.append(str(error))
         round_number += 1
-    return promoted, lost, failed
+    return succeeded, conflicts, failed

@@ -225,12 +225,12 @@ def test_overtaken_writer_gets_a_conflict(atomic: FaultyProxy, bucket: str) -> N
     store, other = S3Store(bucket, "prefix"), S3Store(bucket, "prefix")
     first = store.put_if("head", b"1", None)
 
-    def overtake(handler: Any) -> None:
+    def write_first(handler: Any) -> None:
         other.put("head", b"3")
         forward(handler)
 
     atomic.inject("PUT", lose_response)
-    atomic.inject("HEAD", overtake)
+    atomic.inject("HEAD", write_first)
     with pytest.raises(ConflictError):
         store.put_if("head", b"2", first)
     assert store.get("head") == b"3"

@@ -35,31 +35,31 @@ def contended_store(request: pytest.FixtureRequest) -> tuple[str, int]:
     return f"s3://{request.getfixturevalue('bucket')}/team", 8
 
 
-@pytest.mark.parametrize("in_step", [True, False], ids=["all at once", "each at its own pace"])
+@pytest.mark.parametrize("in_lockstep", [True, False], ids=["all at once", "each at its own pace"])
 def test_contended_promotions_neither_fail_nor_get_lost(
-    contended_store: tuple[str, int], releases: list[PackedRelease], in_step: bool
+    contended_store: tuple[str, int], releases: list[PackedRelease], in_lockstep: bool
 ) -> None:
-    uri, moves = contended_store
+    uri, promotions = contended_store
     registry = Registry(open_store(uri))
     for release in releases:
         registry.publish(release.archive)
     versions = [release.version for release in releases]
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager, context.Pool(PROCESSES) as pool:
-        start, enough = manager.Barrier(PROCESSES), manager.Event()
-        tasks = [(uri, versions, f"process {n}", moves, start, in_step, enough) for n in range(PROCESSES)]
+        start, done = manager.Barrier(PROCESSES), manager.Event()
+        tasks = [(uri, versions, f"process {n}", promotions, start, in_lockstep, done) for n in range(PROCESSES)]
         results = pool.starmap(compete, tasks)
         pool.close()
         pool.join()
-    promoted = [reason for reasons, _, _ in results for reason in reasons]
-    lost = sum(reasons for _, reasons, _ in results)
-    print(f"{len(promoted)} promotions, {lost} conflicts, {sum(len(reasons) for *_, reasons in results)} failed")
+    succeeded = [reason for reasons, _, _ in results for reason in reasons]
+    conflicts = sum(reasons for _, reasons, _ in results)
+    print(f"{len(succeeded)} promotions, {conflicts} conflicts, {sum(len(reasons) for *_, reasons in results)} failed")
     assert [sentence for *_, failed in results for sentence in failed] == []
-    assert lost > 0, "nobody met anybody"
-    if in_step:
-        assert (len(promoted), lost) == (moves, (PROCESSES - 1) * moves)
+    assert conflicts > 0, "no promotions conflicted"
+    if in_lockstep:
+        assert (len(succeeded), conflicts) == (promotions, (PROCESSES - 1) * promotions)
     history = list(registry.history())
-    assert [move.number for move in history] == list(range(1, len(promoted) + 1))
-    assert sorted(move.why for move in history) == sorted(promoted)
+    assert [promotion.number for promotion in history] == list(range(1, len(succeeded) + 1))
+    assert sorted(promotion.why for promotion in history) == sorted(succeeded)
     for before, after in pairwise(history):
         assert after.previous == before.version or after.how == "rollback"

@@ -37,7 +37,7 @@ def slack(
 
     log_to_stderr(logging.INFO, settings.log_format)
     stop = threading.Event()
-    remains = "Interrupted. Each request that Slack delivered is stored; the next `evernear slack` continues with them."
+    remains = "Interrupted. All requests from Slack are stored; the next `evernear slack` continues with them."
     with stop_on_signals(stop, remains):
         serve(settings, KfpRuns(settings.pipeline), stop)
 

@@ -338,7 +338,7 @@ def _uint24(value: int) -> bytes:
 
 
 def max_segments(size_bytes: int) -> int:
-    """Chunks or segments that a file of ``size_bytes`` may have."""
+    """Maximum number of chunks or segments in a file of ``size_bytes``."""
     return SEGMENTS + size_bytes // MEAN_SEGMENT_SIZE_BYTES
 
 

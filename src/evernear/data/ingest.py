@@ -44,7 +44,7 @@ _BATCH_BYTES = 16 * 2**20
 _REPORT_INTERVAL_S = 1.0
 # A killed ingest loses at most this much time, or this fraction of its run time if that is longer.
 _CHECKPOINT_INTERVAL_S = 10.0
-_CHECKPOINT_PART = 0.1
+_CHECKPOINT_FRACTION = 0.1
 MAX_SIZE_PX = 128
 """Largest automatic size: the compact network turns the pixels of larger images into patches. Pretrained backbones
 expect more, see `evernear.steps.ingest`."""
@@ -300,7 +300,7 @@ class _Adder:
         for shard in ledger.shards().values():
             for label, count in shard.label_counts.items():
                 self._counts[label][shard.split] += count
-        self._numbers = {label: number for number, label in enumerate(ledger.labels())}
+        self._label_indices = {label: number for number, label in enumerate(ledger.labels())}
 
     def add_arrays(self, source: ArraySource, shape: Shape) -> None:
         """Add images that are already decoded."""
@@ -332,7 +332,7 @@ class _Adder:
                 now_s = time.monotonic()
                 if now_s >= checkpoint_s:
                     self._checkpoint()
-                    checkpoint_s = now_s + max(_CHECKPOINT_INTERVAL_S, _CHECKPOINT_PART * (now_s - started_s))
+                    checkpoint_s = now_s + max(_CHECKPOINT_INTERVAL_S, _CHECKPOINT_FRACTION * (now_s - started_s))
 
     def _add(self, batch: Batch) -> None:
         known = self._ledger.stored_digests(batch.digests)
@@ -354,7 +354,7 @@ class _Adder:
                 self._add_rows(split, batch, rows)
 
     def _add_rows(self, split: Split, batch: Batch, rows: list[int]) -> None:
-        labels = [self._numbers[batch.labels[row]] for row in rows]
+        labels = [self._label_indices[batch.labels[row]] for row in rows]
         digests = [batch.digests[row] for row in rows]
         slots = self._writer.append(split, batch.pixels[rows], labels, digests)
         self._ledger.add_images(

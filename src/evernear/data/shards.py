@@ -20,8 +20,8 @@ from evernear.errors import DataError, IntegrityError
 from evernear.output import quantity
 from evernear.store import FileStore, Store, open_store
 
-# A shuffle reads pieces of this size from a whole group of shards, and mixes them in a buffer.
-_PIECE_BYTES = 256 * 2**10
+# A shuffle reads chunks of this size from a whole group of shards, and mixes them in a buffer.
+_CHUNK_BYTES = 256 * 2**10
 _BUFFER_BYTES = 32 * 2**20
 # Smaller rows are not read one by one.
 _PAGE_BYTES = 4096
@@ -32,7 +32,7 @@ _CACHE_BYTES = 8 * 2**30
 
 @dataclass(frozen=True)
 class Block:
-    """A block of images: uint8 (N, H, W, C), their label numbers (N,), and their sha256 as uint8 (N, 32)."""
+    """A block of images: uint8 (N, H, W, C), their label indices (N,), and their sha256 as uint8 (N, 32)."""
 
     images: Pixels
     labels: NDArray[np.int64]
@@ -118,15 +118,15 @@ class Dataset:
         """Yield one epoch of batches, shuffled by ``seed`` and ``epoch``; every rank gets the same number.
 
         The shards are shuffled and divided into groups of 16, or of as many as fit into half of the cache, so that no
-        shard is fetched twice in an epoch. Pieces of 256 KiB are shuffled within a group, and the images in a buffer of
+        shard is fetched twice in an epoch. Chunks of 256 KiB are shuffled within a group, and the images in a buffer of
         32 MiB or 8 batches, whichever is larger. Which shards form a group differs from epoch to epoch. A batch
-        therefore mixes about 128 pieces from all shards of its group, or fewer of larger images. A group of one shard,
+        therefore mixes about 128 chunks from all shards of its group, or fewer of larger images. A group of one shard,
         in a cache below four shards, mixes only the images of that shard.
 
         An incomplete last batch is dropped; a split smaller than one batch is one batch.
 
         The batches of all ranks, one after the other, are a batch of ``world_size * batch_size`` images of one rank.
-        A rank reads only its own images, unless they are so small that reading whole pieces is faster.
+        A rank reads only its own images, unless they are so small that reading whole chunks is faster.
         """
         total = self.count(split) // world_size
         if total == 0:
@@ -136,7 +136,7 @@ class Dataset:
         batch_size = min(batch_size, total)
         whole_batch = batch_size * world_size
         rows = total // batch_size * whole_batch
-        pieces = _Window(self._shuffled_pieces(split, np.random.default_rng((seed, epoch))))
+        chunks = _Window(self._shuffled_chunks(split, np.random.default_rng((seed, epoch))))
         mixer = np.random.default_rng((seed, epoch, 0))
         buffer_rows = max(8, _BUFFER_BYTES // self._dtype.itemsize // whole_batch) * whole_batch
         space = np.empty(min(buffer_rows, rows) // world_size, self._dtype)
@@ -146,10 +146,10 @@ class Dataset:
             wanted = np.zeros(len(order), np.bool_)
             wanted[own_rows] = True
             buffer = space[: own_rows.size]
-            self._fill(buffer, pieces, wanted)
+            self._fill(buffer, chunks, wanted)
             position = np.cumsum(wanted) - 1
-            for numbers in position[own_rows]:
-                yield _block(buffer[numbers])
+            for indices in position[own_rows]:
+                yield _block(buffer[indices])
 
     def mean_std(self, split: Split = "train") -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and standard deviation of each channel, scaled to 0..1."""
@@ -170,36 +170,36 @@ class Dataset:
         std = np.sqrt(np.maximum(squares / (255.0**2 * pixels) - mean**2, 0))
         return tuple(mean.tolist()), tuple(std.tolist())
 
-    def _shuffled_pieces(self, split: Split, rng: np.random.Generator) -> "Iterator[_Piece]":
+    def _shuffled_chunks(self, split: Split, rng: np.random.Generator) -> "Iterator[_Chunk]":
         shards = self.shards(split)
-        rows = max(1, _PIECE_BYTES // self._dtype.itemsize)
-        for group in _groups([shards[number] for number in rng.permutation(len(shards))]):
-            pieces = [
-                _Piece(shard, start, min(rows, shard.count - start))
+        rows = max(1, _CHUNK_BYTES // self._dtype.itemsize)
+        for group in _groups([shards[index] for index in rng.permutation(len(shards))]):
+            chunks = [
+                _Chunk(shard, start, min(rows, shard.count - start))
                 for shard in group
                 for start in range(0, shard.count, rows)
             ]
-            yield from (pieces[number] for number in rng.permutation(len(pieces)))
+            yield from (chunks[index] for index in rng.permutation(len(chunks)))
 
-    def _fill(self, buffer: Rows, pieces: "_Window", wanted: NDArray[np.bool_]) -> None:
+    def _fill(self, buffer: Rows, chunks: "_Window", wanted: NDArray[np.bool_]) -> None:
         """Read the ``wanted`` of the next rows."""
         position = filled = 0
-        for piece in pieces.take(len(wanted)):
-            numbers = np.flatnonzero(wanted[position : position + piece.count])
-            position += piece.count
-            if len(numbers) == 0:
+        for chunk in chunks.take(len(wanted)):
+            indices = np.flatnonzero(wanted[position : position + chunk.count])
+            position += chunk.count
+            if len(indices) == 0:
                 continue
-            part = buffer[filled : filled + len(numbers)]
-            filled += len(numbers)
-            if len(numbers) == piece.count or self._dtype.itemsize < _PAGE_BYTES:
-                with self._files.open(piece.shard, piece.start) as file:
-                    part[:] = self._read(file, piece.shard, piece.count)[numbers]
+            part = buffer[filled : filled + len(indices)]
+            filled += len(indices)
+            if len(indices) == chunk.count or self._dtype.itemsize < _PAGE_BYTES:
+                with self._files.open(chunk.shard, chunk.start) as file:
+                    part[:] = self._read(file, chunk.shard, chunk.count)[indices]
                 continue
-            with self._files.open(piece.shard, piece.start) as file:
+            with self._files.open(chunk.shard, chunk.start) as file:
                 first = file.tell()
-                for row, number in enumerate(numbers.tolist()):
-                    file.seek(first + number * self._dtype.itemsize)
-                    part[row] = self._read(file, piece.shard, 1)[0]
+                for row, index in enumerate(indices.tolist()):
+                    file.seek(first + index * self._dtype.itemsize)
+                    part[row] = self._read(file, chunk.shard, 1)[0]
 
     def _read(self, file: FileIO, shard: Shard, count: int) -> Rows:
         rows = np.fromfile(file, self._dtype, count)
@@ -224,7 +224,7 @@ def _groups(shards: list[Shard]) -> Iterator[list[Shard]]:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Chunk:
     """``count`` consecutive rows of a shard."""
 
     shard: Shard
@@ -233,21 +233,21 @@ class _Piece:
 
 
 class _Window:
-    """Splits a stream of pieces at the end of a buffer."""
+    """Splits a stream of chunks at the end of a buffer."""
 
-    def __init__(self, pieces: Iterator[_Piece]) -> None:
-        self._pieces = pieces
-        self._rest: _Piece | None = None
+    def __init__(self, chunks: Iterator[_Chunk]) -> None:
+        self._chunks = chunks
+        self._rest: _Chunk | None = None
 
-    def take(self, rows: int) -> Iterator[_Piece]:
-        """Yield pieces with ``rows`` rows in total."""
+    def take(self, rows: int) -> Iterator[_Chunk]:
+        """Yield chunks with ``rows`` rows in total."""
         while rows:
-            piece = self._rest or next(self._pieces)
-            count = min(rows, piece.count)
-            remaining = piece.count - count
-            self._rest = _Piece(piece.shard, piece.start + count, remaining) if remaining else None
+            chunk = self._rest or next(self._chunks)
+            count = min(rows, chunk.count)
+            remaining = chunk.count - count
+            self._rest = _Chunk(chunk.shard, chunk.start + count, remaining) if remaining else None
             rows -= count
-            yield _Piece(piece.shard, piece.start, count)
+            yield _Chunk(chunk.shard, chunk.start, count)
 
 
 def _block(rows: Rows) -> Block:

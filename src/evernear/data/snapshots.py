@@ -14,7 +14,7 @@ from evernear.store import Store
 
 # A ledger is stored whole again after this many sets of changes, or if together they exceed this fraction of its size.
 _MAX_CHANGES = 20
-_MAX_CHANGED_PART = 0.25
+_MAX_CHANGED_FRACTION = 0.25
 
 
 DATASETS = "datasets/"
@@ -151,7 +151,7 @@ class Snapshots:
         if 0 < len(self._ledger) <= _MAX_CHANGES:
             ledger.save_changes(path)
             self._changes_bytes += path.stat().st_size
-        if path.exists() and self._changes_bytes < _MAX_CHANGED_PART * ledger.size_bytes():
+        if path.exists() and self._changes_bytes < _MAX_CHANGED_FRACTION * ledger.size_bytes():
             self._ledger = (*self._ledger, sha256_file(path))
         else:
             path.unlink(missing_ok=True)

@@ -190,7 +190,7 @@ def _vanished(totals: dict[str, int], champion_labels: Sequence[str], classes: C
     leftover = [label for label in classes.former_names if totals.get(label)]
     if leftover:
         message = (
-            f"Images are left of classes that the settings (classes.retired, classes.renamed) call removed or renamed: "
+            f"Classes that the settings declare retired or renamed (classes.retired, classes.renamed) have images: "
             f"{_listed([f'{label} ({totals[label]:,})' for label in leftover])}; move the images or drop the setting."
         )
         yield _finding("vanished_class", message, leftover, len(leftover))

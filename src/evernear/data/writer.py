@@ -22,7 +22,7 @@ from evernear.store import Store
 
 Rows = NDArray[np.void]
 _BLOCK_BYTES = 2**20
-_LARGE_PART = 1 / 8
+_LARGE_FRACTION = 1 / 8
 """A shard with at least this part of the images that fit is not filled by a later ingest."""
 
 
@@ -128,8 +128,8 @@ class ShardWriter:
         return shard
 
     def _is_closed(self, shard: Shard) -> bool:
-        part = _LARGE_PART if shard.sha256 in self._published else 1
-        return shard.count >= part * self._capacity
+        fraction = _LARGE_FRACTION if shard.sha256 in self._published else 1
+        return shard.count >= fraction * self._capacity
 
     def _finish(self, split: Split) -> None:
         self._publish(self._open.pop(split), split)

@@ -77,7 +77,7 @@ def _nearest(gallery: NDArray[np.float32], queries: NDArray[np.float32]) -> NDAr
 def _pixels(
     dataset: Dataset, split: Split, count_max: int, batch_size: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
-    """Reduced, standardized images (N, D) of ``split``, their label numbers, and their positions in the split."""
+    """Reduced, standardized images (N, D) of ``split``, their label indices, and their positions in the split."""
     step = max(1, -(-dataset.count(split) // count_max))
     pixels: list[NDArray[np.float32]] = []
     labels: list[NDArray[np.int64]] = []

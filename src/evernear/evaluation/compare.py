@@ -65,7 +65,7 @@ def mcnemar_worse(regressions: int, improvements: int) -> float:
 
 
 def compare(candidate: Outcomes, champion: Outcomes, labels: tuple[str, ...]) -> Comparison:
-    """Compare two outcomes of the same queries. Their label numbers index ``labels``.
+    """Compare two outcomes of the same queries. Their label indices index ``labels``.
 
     Raises:
         IntegrityError: the queries differ.

@@ -248,7 +248,7 @@ class ExampleCollector:
 
         if not rows:
             return
-        numbers, first = self._recognizer.gallery.label_numbers, 0
+        numbers, first = self._recognizer.gallery.label_indices, 0
         untrained = {self._dataset.labels[number] for number in np.unique(numbers[self._dataset.count("gallery") :])}
         for blocks, _ in image_blocks(self._dataset, "gallery", 512, frozenset(untrained)):
             for block in blocks:

@@ -39,7 +39,7 @@ _BATCH_IMAGES = 1024
 
 
 class Embedded(NamedTuple):
-    """The images of one fold: unit vectors (N, D), label numbers (N,), sha256 as uint8 (N, 32), pixels (N, H, W, C)."""
+    """The images of one fold: unit vectors (N, D), label indices (N,), sha256 as uint8 (N, 32), pixels (N, H, W, C)."""
 
     vectors: NDArray[np.float32]
     labels: NDArray[np.int64]
@@ -91,7 +91,7 @@ def find_label_errors(embedded: Embedded, neighbors: int = NEIGHBORS) -> list[La
 
 
 def nearest_others(vectors: NDArray[np.float32], neighbors: int) -> NDArray[np.int64]:
-    """The rows (N, ``neighbors``) of the nearest other vectors, nearest first, without copies; -1: there are fewer."""
+    """The rows (N, ``neighbors``) of the nearest other vectors, nearest first, without copies; padded with -1."""
     index = faiss.IndexFlatIP(vectors.shape[1])
     index.add(vectors)
     wanted = min(2 * neighbors + 1, len(vectors))
@@ -143,8 +143,8 @@ def _near_duplicates(embedded: Embedded, rows: NDArray[np.int64]) -> list[LabelE
     return list(errors.values())
 
 
-def _correlation(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
-    first, second = (image.astype(np.float32).ravel() - image.mean() for image in (one, other))
+def _correlation(first_image: NDArray[np.uint8], second_image: NDArray[np.uint8]) -> float:
+    first, second = (image.astype(np.float32).ravel() - image.mean() for image in (first_image, second_image))
     scale = float(np.linalg.norm(first) * np.linalg.norm(second))
     return float(first @ second) / scale if scale else 0.0
 

@@ -37,10 +37,10 @@ def _digests(dataset: Dataset, split: Split) -> Iterator[Digests]:
         yield block.digests.view("S32").ravel()
 
 
-def _gathered(pieces: Iterator[Digests]) -> Iterator[Digests]:
+def _gathered(blocks: Iterator[Digests]) -> Iterator[Digests]:
     pending: list[Digests] = []
-    for piece in pieces:
-        pending.append(piece)
+    for block in blocks:
+        pending.append(block)
         if sum(map(len, pending)) >= BLOCK_SIZE:
             yield np.concatenate(pending)
             pending = []

@@ -90,7 +90,7 @@ class Outcomes:
 
     correct: NDArray[np.bool_]
     labels: NDArray[np.int32]
-    """Label numbers of the queries."""
+    """Label indices of the queries."""
 
 
 def measure(
@@ -150,7 +150,7 @@ def measure(
 
 
 class _Tally:
-    """Counts over blocks. Predictions use the dataset's label numbers; one past the end stands for any other label."""
+    """Counts over blocks. Predictions use the dataset's label indices; one past the end stands for any other label."""
 
     def __init__(self, labels: tuple[str, ...], answers: tuple[str, ...]) -> None:
         number = {label: position for position, label in enumerate(labels)}

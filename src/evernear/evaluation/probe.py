@@ -137,13 +137,13 @@ def _distances(
     recognizer: Recognizer, dataset: Dataset, split: Split, held_out: Iterable[str], batch_size: int
 ) -> tuple[Distances, Distances]:
     """Nearest-neighbor distances of a split's images: those of known classes, and those of held-out classes."""
-    numbers = [dataset.labels.index(label) for label in held_out]
+    held_out_indices = [dataset.labels.index(label) for label in held_out]
     known, unknown = [np.empty(0, np.float32)], [np.empty(0, np.float32)]
     for block in dataset.blocks(split, batch_size):
         embeddings = recognizer.embed(block.images)
         gallery = recognizer.gallery
         distances = gallery.classify(embeddings, gallery.search(embeddings, gallery.description.k)).distances
-        is_held_out = np.isin(block.labels, numbers)
+        is_held_out = np.isin(block.labels, held_out_indices)
         known.append(distances[~is_held_out])
         unknown.append(distances[is_held_out])
     return np.concatenate(known), np.concatenate(unknown)

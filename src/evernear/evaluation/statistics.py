@@ -101,10 +101,10 @@ def auroc(known: NDArray[np.float32], unknown: NDArray[np.float32], confidence: 
     m, n = len(unknown), len(known)
     ranks = rankdata(np.concatenate([unknown, known]))
     beyond_known = (ranks[:m] - rankdata(unknown)) / n
-    below_unknown = 1 - (ranks[m:] - rankdata(known)) / m
+    known_below = 1 - (ranks[m:] - rankdata(known)) / m
     value = float(beyond_known.mean())
     z = _deviations(confidence)
-    ends = [*_newcombe(value, m, n, z), *_delong(value, beyond_known, below_unknown, z)]
+    ends = [*_newcombe(value, m, n, z), *_delong(value, beyond_known, known_below, z)]
     return Auroc(value=value, low=min(ends), high=max(ends), known=n, unknown=m)
 
 
@@ -176,13 +176,13 @@ def _deviations(confidence: float) -> float:
 
 
 def _delong(
-    value: float, beyond_known: NDArray[np.float64], below_unknown: NDArray[np.float64], z: float
+    value: float, beyond_known: NDArray[np.float64], known_below: NDArray[np.float64], z: float
 ) -> tuple[float, float]:
     from scipy.special import expit, logit
 
-    if not 0 < value < 1 or min(len(beyond_known), len(below_unknown)) < 2:
+    if not 0 < value < 1 or min(len(beyond_known), len(known_below)) < 2:
         return value, value
-    variance = sum(float(part.var(ddof=1)) / len(part) for part in (beyond_known, below_unknown))
+    variance = sum(float(part.var(ddof=1)) / len(part) for part in (beyond_known, known_below))
     half = z * math.sqrt(variance) / (value * (1 - value))
     return float(expit(logit(value) - half)), float(expit(logit(value) + half))
 

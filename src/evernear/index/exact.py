@@ -92,7 +92,7 @@ def _exclude_own_class(scores: Floats, query_labels: NDArray[np.int64], labels: 
 
 
 def select_labels(blocks: Iterable[EmbeddingBlock], known: NDArray[np.bool_]) -> Iterator[EmbeddingBlock]:
-    """Yield the embeddings whose label number is in ``known``, a mask over label numbers."""
+    """Yield the embeddings whose label index is in ``known``, a mask over label indices."""
     for block in blocks:
         selected = known[block.labels]
         if selected.any():

@@ -119,7 +119,7 @@ def is_transient(error: Exception) -> bool:
 
 
 def sentence(error: Exception) -> str:
-    """The message of an error of pymilvus, without its code and in one line."""
+    """The message of a pymilvus error, on one line and without its code."""
     text = str(getattr(error, "message", "") or getattr(error, "details", lambda: "")() or error)
     return printable(" ".join(text.split()).rstrip("."), MAX_MESSAGE)
 

@@ -44,7 +44,7 @@ class Recognition(NamedTuple):
 
 @dataclass(frozen=True)
 class Neighbors:
-    """The nearest vectors of N queries, nearest first: label numbers, L2 distances and rows of the index, all (N, k).
+    """The nearest vectors of N queries, nearest first: label indices, L2 distances and rows of the index, all (N, k).
 
     If the index found fewer, labels are `NO_LABEL`, distances infinite and rows -1.
     """
@@ -56,7 +56,7 @@ class Neighbors:
 
 @dataclass(frozen=True)
 class Classifications:
-    """The predictions for N queries: label numbers, nearest-neighbor distances and unknown flags, each (N,)."""
+    """The predictions for N queries: label indices, nearest-neighbor distances and unknown flags, each (N,)."""
 
     labels: NDArray[np.int32]
     distances: NDArray[np.float32]
@@ -67,11 +67,11 @@ class Gallery:
     """An index that is open for search."""
 
     def __init__(
-        self, description: IndexDescription, index: VectorIndex, numbers: NDArray[np.int32], centroids: Embedded
+        self, description: IndexDescription, index: VectorIndex, label_indices: NDArray[np.int32], centroids: Embedded
     ) -> None:
         self.description = description
         self._index = index
-        self._numbers = numbers
+        self._label_indices = label_indices
         self._known = np.flatnonzero(description.counts).astype(np.int32)
         self._centroids = centroids[self._known]
 
@@ -94,20 +94,20 @@ class Gallery:
         check_parts(directory, described)
         try:
             index = _open_vectors(directory, described)
-            numbers, centroids = (_read_array(directory / name) for name in (LABELS_FILE, CENTROIDS_FILE))
-            counts = np.bincount(numbers, minlength=len(described.labels)).tolist()
+            label_indices, centroids = (_read_array(directory / name) for name in (LABELS_FILE, CENTROIDS_FILE))
+            counts = np.bincount(label_indices, minlength=len(described.labels)).tolist()
         except (RuntimeError, ValueError, TypeError) as error:
             raise IntegrityError(f"The index in {directory} cannot be read; {described.remedy}.") from error
         size, dim = described.size, described.dim
-        shapes = index.shape, numbers.shape, centroids.shape
+        shapes = index.shape, label_indices.shape, centroids.shape
         if shapes != ((size, dim), (size,), (len(counts), dim)) or counts != list(described.counts):
             raise IntegrityError(f"The files of the index in {directory} do not match each other; {described.remedy}.")
-        return Gallery(described, index, numbers, centroids)
+        return Gallery(described, index, label_indices, centroids)
 
     @property
-    def label_numbers(self) -> NDArray[np.int32]:
+    def label_indices(self) -> NDArray[np.int32]:
         """The label number of each row of the index."""
-        return self._numbers
+        return self._label_indices
 
     def recognize(self, embeddings: Embedded, k: int | None = None) -> list[Recognition]:
         """Recognize unit vectors (N, D); list up to ``k`` neighbors of each (None: those that vote)."""
@@ -120,9 +120,9 @@ class Gallery:
                 names[label],
                 distance,
                 unknown,
-                tuple(Neighbor(names[n], d) for n, d in zip(nearest, away, strict=True) if n != NO_LABEL),
+                tuple(Neighbor(names[n], d) for n, d in zip(nearest, neighbor_distances, strict=True) if n != NO_LABEL),
             )
-            for label, distance, unknown, nearest, away in zip(
+            for label, distance, unknown, nearest, neighbor_distances in zip(
                 answers.labels.tolist(),
                 answers.distances.tolist(),
                 answers.unknown.tolist(),
@@ -144,7 +144,7 @@ class Gallery:
                 f"an array of shape {embeddings.shape} cannot be looked up."
             )
         distances, rows = self._index.search(embeddings, min(k, self.description.size))
-        labels = np.where(rows >= 0, self._numbers[rows], np.int32(NO_LABEL))
+        labels = np.where(rows >= 0, self._label_indices[rows], np.int32(NO_LABEL))
         return Neighbors(labels=labels, distances=distances, rows=rows)
 
     def classify(self, embeddings: Embedded, neighbors: Neighbors) -> Classifications:
@@ -161,7 +161,7 @@ class Gallery:
         return Classifications(labels, distances, (distances > self.description.threshold) | no_neighbors)
 
     def label(self, embeddings: Embedded, neighbors: Neighbors, rule: Rule) -> NDArray[np.int32]:
-        """Label numbers of unit vectors (N, D) by the neighbors that `search` found for them.
+        """Label indices of unit vectors (N, D) by the neighbors that `search` found for them.
 
         The label is that of most of the first ``description.k`` neighbors (the nearest wins a tie), or of the nearest
         centroid, which is also that of a query without neighbors.
@@ -200,7 +200,7 @@ def _read_array(path: Path) -> NDArray[Any]:
 def vote(labels: NDArray[np.int32]) -> NDArray[np.int32]:
     """The most common label of each row of (N, k), nearest first; the nearest wins a tie.
 
-    `NO_LABEL` has no vote, unless the whole row is `NO_LABEL`.
+    `NO_LABEL` does not vote, unless the whole row is `NO_LABEL`.
     """
     order = np.argsort(labels, axis=1, kind="stable")
     ordered = np.take_along_axis(labels, order, axis=1)

@@ -43,7 +43,7 @@ class VectorIndex(Protocol):
 
 @dataclass(frozen=True)
 class GalleryVectors:
-    """The part of the gallery split to index: the images whose label number is in the mask ``known``."""
+    """The part of the gallery split to index: the images whose label index is in the mask ``known``."""
 
     embeddings: Embeddings
     labels: tuple[str, ...]

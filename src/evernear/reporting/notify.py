@@ -53,11 +53,11 @@ class Outcome(Frozen):
     """The arguments of the ``evernear`` command that ran the pipeline on this machine; empty for a run on KFP."""
 
     def headline(self) -> str:
-        """The outcome in one line, without the reasons of a held run."""
+        """The outcome on one line, without the reasons of a held run."""
         return f"held: release {self.candidate} is not promoted" if self.state == "held" else self.summary()
 
     def summary(self) -> str:
-        """The outcome in one line."""
+        """The outcome on one line."""
         reasons = " ".join(self.reasons)
         match self.state:
             case "promoted":

@@ -142,13 +142,13 @@ def serve(app: Starlette, port: int, on_bound: Callable[[int], None]) -> None:
         ServingError: the port is in use.
     """
     try:
-        listening = socket.create_server(("127.0.0.1", port))
+        listener = socket.create_server(("127.0.0.1", port))
     except OSError as error:
         raise ServingError(f"Port {port} cannot be bound: {error.strerror}; choose another with --port.") from None
-    with listening:
-        on_bound(listening.getsockname()[1])
+    with listener:
+        on_bound(listener.getsockname()[1])
         config = uvicorn.Config(app, ws="none", log_level="warning", access_log=False, server_header=False)
-        uvicorn.Server(config).run(sockets=[listening])
+        uvicorn.Server(config).run(sockets=[listener])
 
 
 def _suspect_item(suspect: Suspect, target: LabelTarget) -> SuspectItem | None:

@@ -270,7 +270,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize(
-    "when",
+    "step",
     [
         pytest.param("before the rollout", marks=SLOW),
         "before the pointer moves",
@@ -278,7 +278,7 @@ class Killed(BaseException):
     ],
 )
 def test_killed_deployment_can_be_repeated(
-    sandbox: Sandbox, releases: tuple[PackedRelease, ...], when: str, monkeypatch: pytest.MonkeyPatch
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, third = releases
     sandbox.deploy(first)
@@ -291,7 +291,7 @@ def test_killed_deployment_can_be_repeated(
             "before the rollout": (kubernetes, "await_rollout"),
             "before the pointer moves": (Registry, "set_champion"),
             "before it is saved": (kubernetes, "save_last_known_good"),
-        }[when]
+        }[step]
         patched.setattr(*target, kill)
         patched.setattr(kubernetes.KubernetesTarget, "_restore_previous", kill)
         patched.setattr(kubernetes.LeaseLock, "release", lambda lease: lease._released.set())

@@ -56,7 +56,9 @@ class State:
                 self.check_namespace(namespace, "A pipeline")
             if not name:
                 raise invalid("pipeline's name cannot be empty")
-            if any(p["name"].casefold() == name.casefold() and _space(p) == namespace for p in self.pipelines.values()):
+            if any(
+                p["name"].casefold() == name.casefold() and _namespace(p) == namespace for p in self.pipelines.values()
+            ):
                 message = f"Failed to create a new pipeline. The name {name} already exist. Please specify a new name"
                 raise exists(message)
             pipeline = self._new("pipeline_id", {"name": name, "display_name": name, **_filled(fields)})
@@ -84,7 +86,7 @@ class State:
                 raise invalid("Experiment name is empty. Please specify a valid experiment name")
             self.check_namespace(namespace, "An experiment")
             for other in self.experiments.values():
-                if other["display_name"].casefold() == name.casefold() and _space(other) == namespace:
+                if other["display_name"].casefold() == name.casefold() and _namespace(other) == namespace:
                     raise exists(f"Failed to create a new experiment. The name {name} already exists.")
             experiment = self._new("experiment_id", {**request, "storage_state": "AVAILABLE"})
             self.experiments[experiment["experiment_id"]] = experiment
@@ -141,7 +143,7 @@ class State:
         else:
             named = [e for e in self.experiments.values() if e["display_name"] == "Default"]
             experiment = named[0] if named else self.create_experiment({"display_name": "Default"})
-        self.check_namespace(_space(experiment), what)
+        self.check_namespace(_namespace(experiment), what)
         return experiment
 
     def _new(self, id_field: str, fields: Mapping[str, Any]) -> Resource:
@@ -296,5 +298,5 @@ def _filled(fields: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in fields.items() if value}
 
 
-def _space(resource: Resource) -> str:
+def _namespace(resource: Resource) -> str:
     return resource.get("namespace", "")

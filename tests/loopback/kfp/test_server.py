@@ -92,9 +92,9 @@ def test_invalid_requests_are_rejected(server: KfpServer, client: kfp.Client, tm
             lambda: client.create_recurring_run(experiment_id, "x", interval_second=60, max_concurrency=11, **target),
         ),
     ]
-    for status, ask in refusals:
+    for status, request in refusals:
         with pytest.raises(ApiException) as error:
-            ask()
+            request()
         assert error.value.status == status, error.value.body
 
 

@@ -132,16 +132,16 @@ class Controllers:
             deployment = self._api.store.get(DEPLOYMENT, namespace, target["name"])
             if target["kind"] != "Deployment" or deployment is None or deployment["spec"]["replicas"] == 0:
                 continue
-            have = deployment["spec"]["replicas"]
-            want = min(max(have, spec["minReplicas"]), spec["maxReplicas"])
-            if want != have:
-                bound = "below Spec.MinReplicas" if want > have else "above Spec.MaxReplicas"
-                reason = f"New size: {want}; reason: Current number of replicas {bound}"
-                deployment["spec"]["replicas"] = want
+            current = deployment["spec"]["replicas"]
+            desired = min(max(current, spec["minReplicas"]), spec["maxReplicas"])
+            if desired != current:
+                bound = "below Spec.MinReplicas" if desired > current else "above Spec.MaxReplicas"
+                reason = f"New size: {desired}; reason: Current number of replicas {bound}"
+                deployment["spec"]["replicas"] = desired
                 self._autoscaling.edit(DEPLOYMENT, deployment, "scale")
                 self._autoscaling.event(AUTOSCALER, autoscaler, "SuccessfulRescale", reason)
                 changed = True
-            known = {"currentReplicas": have, "desiredReplicas": want, "currentMetrics": None}
+            known = {"currentReplicas": current, "desiredReplicas": desired, "currentMetrics": None}
             changed = self._autoscaling.set_status(AUTOSCALER, autoscaler, known) or changed
         return changed
 

@@ -25,9 +25,9 @@ class Endpoints(Controller):
             pods = [pod for pod in selected(self.api, service) if pod.get("status", {}).get("podIP")]
             endpoint_slice = next(
                 (
-                    piece
-                    for piece in self.api.store.all(ENDPOINT_SLICE, namespace)
-                    if piece["metadata"]["labels"].get("kubernetes.io/service-name") == name
+                    endpoint_slice
+                    for endpoint_slice in self.api.store.all(ENDPOINT_SLICE, namespace)
+                    if endpoint_slice["metadata"]["labels"].get("kubernetes.io/service-name") == name
                 ),
                 None,
             )

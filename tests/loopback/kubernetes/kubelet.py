@@ -87,8 +87,8 @@ class Node:
             message = "trying and failing to pull image" if "Image" in reason else reason
             raise bad_request(f"{subject} is waiting to start: {message}")
         behavior = self._behavior(pod)
-        speaks = isinstance(behavior, Ready | NotReady | CrashLoop) and container == container_of(behavior, pod)
-        return behavior.log if speaks else ""
+        logs = isinstance(behavior, Ready | NotReady | CrashLoop) and container == container_of(behavior, pod)
+        return behavior.log if logs else ""
 
     def _advance(self, pod: Object) -> bool:
         uid = pod["metadata"]["uid"]

@@ -199,17 +199,17 @@ class _StatusSequence:
         return self._status("Running" if has_run else "Pending", self._initialized(), others) | self._address
 
     def _running(self, *, ready: Sequence[str]) -> Object:
-        mains = [_running(container, ready=container["name"] in ready) for container in self._main]
-        return self._status("Running", self._initialized(), mains) | self._address
+        statuses = [_running(container, ready=container["name"] in ready) for container in self._main]
+        return self._status("Running", self._initialized(), statuses) | self._address
 
     def _initialized(self) -> list[Object]:
         return [_terminated(item, 0, "Completed") | {"ready": True} for item in self._init]
 
-    def _status(self, phase: str, inits: list[Object], mains: list[Object]) -> Object:
-        ready = _all_ready("ContainersNotReady", "unready", mains)
+    def _status(self, phase: str, init_statuses: list[Object], statuses: list[Object]) -> Object:
+        ready = _all_ready("ContainersNotReady", "unready", statuses)
         conditions = [
             _condition("PodReadyToStartContainers"),
-            _condition("Initialized", *_all_ready("ContainersNotInitialized", "incomplete", inits)),
+            _condition("Initialized", *_all_ready("ContainersNotInitialized", "incomplete", init_statuses)),
             _condition("Ready", *ready),
             _condition("ContainersReady", *ready),
             _condition("PodScheduled"),
@@ -220,8 +220,8 @@ class _StatusSequence:
             "hostIP": NODE_IP,
             "startTime": self._pod.get("status", {}).get("startTime") or now(),
             "qosClass": "Burstable",
-            "containerStatuses": mains,
-            **({"initContainerStatuses": inits} if inits else {}),
+            "containerStatuses": statuses,
+            **({"initContainerStatuses": init_statuses} if init_statuses else {}),
         }
 
 

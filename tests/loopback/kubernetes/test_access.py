@@ -219,7 +219,7 @@ def test_endpoint_slice_follows_pod_readiness(cluster: LoopbackCluster, kubectl:
 
     def ready() -> int:
         slices = kubectl.list("EndpointSlice", labelSelector="kubernetes.io/service-name=serve")["items"]
-        return sum(item["conditions"]["ready"] for piece in slices for item in piece["endpoints"])
+        return sum(item["conditions"]["ready"] for endpoint_slice in slices for item in endpoint_slice["endpoints"])
 
     until(lambda: ready() == 2)
     cluster.set_pod_behavior(NotReady())

@@ -23,14 +23,14 @@ from evernear.store import open_store
 def prep_client(settings: Settings) -> Iterator[httpx.Client]:
     """A client of a preprocessing server with ``settings``, on a free port."""
     server = create_server(settings)
-    with listening_socket("127.0.0.1", 0, "prep.port") as listening:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    with listening_socket("127.0.0.1", 0, "prep.port") as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
             while not server.started:
                 assert thread.is_alive()
                 time.sleep(0.01)
-            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             with httpx.Client(base_url=url, timeout=30, trust_env=False) as client:
                 yield client
         finally:

@@ -124,14 +124,14 @@ def test_click_counts_while_the_prompt_is_recorded(
     bot.requests.change(recorded, message="")
     find = RequestStore.find
 
-    def find_and_be_overtaken(requests: RequestStore, request_id: str) -> Request | None:
+    def find_then_deliver(requests: RequestStore, request_id: str) -> Request | None:
         request = find(requests, request_id)
         monkeypatch.undo()
         assert request is not None
         requests.change(request, message=recorded.message)
         return request
 
-    monkeypatch.setattr(RequestStore, "find", find_and_be_overtaken)
+    monkeypatch.setattr(RequestStore, "find", find_then_deliver)
     bot.click(ADA, prompt, "Start training")
     bot.poll()
     assert slack.ephemeral == []
@@ -197,16 +197,16 @@ def test_double_click_is_not_reported_as_refused(
     """Two handlers both read the prompt as pending: the one whose write loses must not report that nothing happened."""
     prompt = bot.prompt()
     click = slack.button(prompt, "Start training").by(ADA)
-    find, overtaken = RequestStore.find, threading.Event()
+    find, preempted = RequestStore.find, threading.Event()
 
-    def find_and_be_overtaken(requests: RequestStore, request_id: str) -> Request | None:
+    def find_then_deliver(requests: RequestStore, request_id: str) -> Request | None:
         request = find(requests, request_id)
-        if not overtaken.is_set():
-            overtaken.set()
+        if not preempted.is_set():
+            preempted.set()
             bot.deliver(click)
         return request
 
-    monkeypatch.setattr(RequestStore, "find", find_and_be_overtaken)
+    monkeypatch.setattr(RequestStore, "find", find_then_deliver)
     bot.deliver(click)
     monkeypatch.undo()
     bot.poll()

@@ -61,7 +61,7 @@ def serving(settings: Settings, runs: MemoryRuns) -> Iterator[None]:
 
 
 @contextmanager
-def ended(process: "subprocess.Popen[str]") -> Iterator[list[str]]:
+def terminated(process: "subprocess.Popen[str]") -> Iterator[list[str]]:
     """A process that SIGTERM must end cleanly; yields a function that returns the lines of its log."""
     log: list[str] = []
     try:
@@ -113,7 +113,7 @@ def test_process_prompts_with_kfp_and_ends_on_sigterm(slack: SlackServer, settin
         config.write_text(f'workdir = "{tmp_path}"\n[slack]\n{allowed}\n[pipeline]\nendpoint = "{kfp.url}"\n')
         kfp.publish(GOLDEN, version="c0ffee1")
         command = [sys.executable, "-c", "from evernear.cli import main; main()", "slack", "--config", str(config)]
-        with ended(subprocess.Popen(command, stderr=subprocess.PIPE, text=True)) as log:
+        with terminated(subprocess.Popen(command, stderr=subprocess.PIPE, text=True)) as log:
             until(lambda: slack.links == 1, timeout_s=60)
             assert slack.deliver(ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL))) is not None
             until(lambda: slack.messages, timeout_s=30)
@@ -207,7 +207,7 @@ def test_ctrl_c_ends_the_process_with_a_message(slack: SlackServer, tmp_path: Pa
         process.send_signal(signal.SIGINT)
         _, log = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert log.splitlines()[-1].startswith("evernear: Interrupted. Each request that Slack delivered is stored;")
+    assert log.splitlines()[-1].startswith("evernear: Interrupted. All requests from Slack are stored;")
     assert "Traceback" not in log
 
 

@@ -148,16 +148,16 @@ def test_person_who_declines_during_anothers_acceptance_is_told(
     bot.restart(may_start=(ADA.id, BOB.id))
     prompt = prompted(bot, slack)
     accept, decline = slack.button(prompt, "Train").by(BOB), slack.button(prompt, "Not now").by(ADA)
-    find, overtaken = RequestStore.find, threading.Event()
+    find, preempted = RequestStore.find, threading.Event()
 
-    def find_and_be_overtaken(requests: RequestStore, request_id: str) -> Request | None:
+    def find_then_deliver(requests: RequestStore, request_id: str) -> Request | None:
         request = find(requests, request_id)
-        if not overtaken.is_set():
-            overtaken.set()
+        if not preempted.is_set():
+            preempted.set()
             bot.deliver(accept)
         return request
 
-    monkeypatch.setattr(RequestStore, "find", find_and_be_overtaken)
+    monkeypatch.setattr(RequestStore, "find", find_then_deliver)
     bot.deliver(decline)
     monkeypatch.undo()
     assert "bob (U0BOB in Slack) has already accepted this." in slack.ephemeral[-1].text

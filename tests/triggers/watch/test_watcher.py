@@ -402,7 +402,7 @@ def test_pending_proposal_expires(watched: WatchedSystem, reason: str) -> None:
         registry = Registry(watched.store)
         champion = registry.champion()
         assert champion is not None
-        # The registry uses the machine's clock, and the proposal the test's.
+        # The registry uses the machine's clock; the proposal uses the test's clock.
         RequestStore(watched.store).change(first, created=champion.promotion.since - timedelta(hours=1))
     report = watched.watcher().check()
     assert watched.proposals[0].state == "expired"

@@ -120,7 +120,7 @@ class AsyncClient:
 
 
 def _require_bounded(image: bytes, target: Target) -> None:
-    """Reject an upload here that the server would abort."""
+    """Reject an image that exceeds the server's limit before sending it."""
     limit = target.max_size_bytes - (GRPC_FRAME_BYTES if target.format == "grpc" else 0)
     if len(image) > limit:
         raise PredictionRejectedError(f"The image has {len(image)} bytes; the server's limit is {limit}.")

@@ -22,8 +22,8 @@ def serve(settings: Settings) -> None:
         ServerUnreachableError: the predictor is the server of the working directory, where none was started.
     """
     target_of(settings)
-    with listening_socket(settings.prep.host, settings.prep.port, "prep.port") as listening:
-        create_server(settings).run(sockets=[listening])
+    with listening_socket(settings.prep.host, settings.prep.port, "prep.port") as listener:
+        create_server(settings).run(sockets=[listener])
 
 
 def create_server(settings: Settings) -> uvicorn.Server:

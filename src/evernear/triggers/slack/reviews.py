@@ -98,7 +98,9 @@ def review_message(items: Sequence[Item], files: Sequence[str], labels: Sequence
             ),
         ]
     if len(labels) > _OPTIONS_MAX:
-        blocks.append(context(f"The pickers have {_OPTIONS_MAX} of {len(labels)} classes; `evernear review` has all."))
+        blocks.append(
+            context(f"The pickers have {_OPTIONS_MAX} of {len(labels)} classes; `evernear review` lists all.")
+        )
     return Message(text=f"{quantity(len(items), 'live query', 'live queries')} to label", blocks=tuple(blocks))
 
 

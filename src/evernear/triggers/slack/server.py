@@ -233,9 +233,9 @@ def _http_mode(app: App, settings: SlackSettings) -> Generator[Callable[[], bool
         http_app(app, settings.max_request_size_bytes), log_level="warning", access_log=False, server_header=False
     )
     server = uvicorn.Server(config)
-    with listening_socket(settings.host, settings.port, "slack.port") as listening:
-        _log.info("Listening for Slack at http://%s:%d%s.", *listening.getsockname()[:2], EVENTS_PATH)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    with listening_socket(settings.host, settings.port, "slack.port") as listener:
+        _log.info("Listening for Slack at http://%s:%d%s.", *listener.getsockname()[:2], EVENTS_PATH)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:
             yield thread.is_alive

@@ -21,8 +21,8 @@ EVERNEAR = str(Path(sys.executable).parent / "evernear")
 PORTS = ("inference_port", "management_port", "metrics_port", "grpc_inference_port", "grpc_management_port")
 
 
-class Bench:
-    """A working directory with its settings."""
+class Workspace:
+    """A working directory with its settings and ports."""
 
     def __init__(self, directory: Path, **variables: str) -> None:
         self.directory = directory
