@@ -92,7 +92,7 @@ class JsonFormatter(logging.Formatter):
         return _without_del(json.dumps(fields, default=str))  # pydantic's JSON rejects surrogates, as in file names
 
 
-def log_to_stderr(level: int, log_format: Literal["text", "json"] = "text") -> None:
+def log_to_stderr(level: int, log_format: Literal["text", "json"]) -> None:
     """Log to stderr at ``level`` and above."""
     handler = logging.StreamHandler()
     lines = LogFormatter("%(asctime)s %(levelname)s %(name)s %(message)s")

@@ -18,6 +18,7 @@ from evernear.cli.options import (
     WorkdirOption,
     local_settings,
     run_settings,
+    with_options,
 )
 from evernear.errors import PipelineServerError
 from evernear.output import log_to_stderr, print_json, print_line
@@ -34,19 +35,31 @@ app = typer.Typer(
 )
 
 
+def watch_settings(
+    source: SourceOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
+) -> Settings:
+    """Settings of the watcher, with an option for the source."""
+    return run_settings(source, None, config, overrides, workdir)
+
+
+def schedule_store(
+    config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
+) -> "ScheduleStore":
+    """The watcher's schedule in the store of the settings."""
+    from evernear.store import open_store
+    from evernear.triggers.watch.schedule_state import ScheduleStore
+
+    return ScheduleStore(open_store(local_settings(config, overrides, workdir).store_uri))
+
+
 @app.command()
-def run(
-    source: SourceOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-) -> None:
+@with_options(settings=watch_settings)
+def run(settings: Settings) -> None:
     """Run the watcher until SIGTERM or Ctrl-C: check on the schedule, and soon after MinIO reports a change."""
     from evernear.store import open_store
     from evernear.triggers.watch.service import Service
     from evernear.triggers.watch.watcher import Watcher
 
-    settings = run_settings(source, None, config, overrides, workdir)
     log_to_stderr(logging.WARNING, settings.log_format)
     with tempfile.TemporaryDirectory(prefix="evernear-watch-") as cache:
         watcher = Watcher(settings, open_store(settings.store_uri), _runs(settings), Path(cache))
@@ -59,30 +72,26 @@ def run(
 
 
 @app.command()
+@with_options(settings=watch_settings)
 def once(
-    act: Annotated[bool, typer.Option("--act", help="Propose or start the decision, as `run` does.")] = False,
-    source: SourceOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
+    settings: Settings,
+    act: Annotated[bool, typer.Option("--act", help="Propose or start the run, as `run` does.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Check once and show the decision with its figures; nothing is changed without --act."""
     from evernear.store import open_store
     from evernear.triggers.watch.watcher import Watcher
 
-    settings = run_settings(source, None, config, overrides, workdir)
     with tempfile.TemporaryDirectory(prefix="evernear-watch-") as cache:
         watcher = Watcher(settings, open_store(settings.store_uri), _runs(settings), Path(cache))
         _show(watcher.check(act=act), as_json)
 
 
 @app.command()
-def status(
-    config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None, as_json: JsonOption = False
-) -> None:
+@with_options(schedule=schedule_store)
+def status(schedule: "ScheduleStore", as_json: JsonOption = False) -> None:
     """Show whether the watcher is on or paused, and its last check."""
-    state = _schedule(config, overrides, workdir).read()
+    state = schedule.read()
     if as_json:
         print_json(state)
         return
@@ -96,44 +105,39 @@ def status(
 
 
 @app.command()
-def start(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+@with_options(schedule=schedule_store)
+def start(schedule: "ScheduleStore") -> None:
     """Resume the watcher of this store, wherever it runs."""
     from evernear.release.registry import whoami
 
-    _schedule(config, overrides, workdir).switch(True, whoami())
+    schedule.switch(True, whoami())
     print_line("The watcher is on.")
 
 
 @app.command()
-def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+@with_options(schedule=schedule_store)
+def stop(schedule: "ScheduleStore") -> None:
     """Pause the watcher; its process keeps running but does nothing until `start`."""
     from evernear.release.registry import whoami
 
-    _schedule(config, overrides, workdir).switch(False, whoami())
+    schedule.switch(False, whoami())
     print_line("The watcher is off.")
 
 
 @app.command()
-def ship(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+@with_options(settings=local_settings)
+def ship(settings: Settings) -> None:
     """Ship the query logs of a server on this machine to the store once a minute, until SIGTERM or Ctrl-C."""
     from evernear.serving.configuration import logged_queries
     from evernear.serving.endpoints import home_of
     from evernear.serving.query_log import ship_until
     from evernear.store import open_store
 
-    settings = local_settings(config, overrides, workdir)
     log_to_stderr(logging.WARNING, settings.log_format)
     stop = threading.Event()
     remains = "Interrupted. Queries that are not in the store yet stay here; `evernear watch ship` continues with them."
     with stop_on_signals(stop, remains):
         ship_until(stop, logged_queries(home_of(settings.workdir)), open_store(settings.store_uri))
-
-
-def _schedule(config: Path | None, overrides: list[str] | None, workdir: Path | None) -> "ScheduleStore":
-    from evernear.store import open_store
-    from evernear.triggers.watch.schedule_state import ScheduleStore
-
-    return ScheduleStore(open_store(local_settings(config, overrides, workdir).store_uri))
 
 
 def _runs(settings: Settings) -> "KfpRuns | None":

@@ -98,18 +98,16 @@ def distance_shift(reference: Floats, live: Floats) -> tuple[float, float]:
     return float(result.statistic), float(result.pvalue)
 
 
-def embedding_shift(
-    reference: Floats, live: Floats, permutations: int, seed: int = 0, sample: int = SAMPLE
-) -> tuple[float, float]:
+def embedding_shift(reference: Floats, live: Floats, permutations: int, seed: int = 0) -> tuple[float, float]:
     """Energy coefficient of two samples of points, and its permutation p-value.
 
     With X, X' of one and Y, Y' of the other, E = 2 E|X-Y| - E|X-X'| - E|Y-Y'| is zero only if both have one
     distribution, and H = E / 2 E|X-Y| lies between 0 and 1 (Szekely and Rizzo 2013, "Energy statistics"). Of two
-    finite samples of one distribution it is about 2 / ``sample``. The p-value is (1 + permutations at least as large)
+    finite samples of one distribution it is about 2 / `SAMPLE`. The p-value is (1 + permutations at least as large)
     / (1 + all permutations), which is exact (Phipson and Smyth 2010).
     """
     rng = np.random.default_rng(seed)
-    first, second = _draw(reference, sample, rng), _draw(live, sample, rng)
+    first, second = _draw(reference, rng), _draw(live, rng)
     points = np.concatenate([first, second])
     distances = cdist(points, points).astype(np.float32)
     sides = np.zeros((len(points), permutations + 1), np.float32)
@@ -122,8 +120,8 @@ def embedding_shift(
     return float(energies[0] / across[0]) if across[0] else 0.0, (1 + count) / (1 + permutations)
 
 
-def _draw(points: Floats, count: int, rng: np.random.Generator) -> Floats:
-    return points if len(points) <= count else points[rng.choice(len(points), count, replace=False)]
+def _draw(points: Floats, rng: np.random.Generator) -> Floats:
+    return points if len(points) <= SAMPLE else points[rng.choice(len(points), SAMPLE, replace=False)]
 
 
 def _energies(distances: Floats, sides: Floats, first: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -10,7 +10,7 @@ from evernear.release.registry import Champion, Registry
 _log = logging.getLogger(__name__)
 
 
-def follow_alias(registry: Registry, before: Champion | None = None) -> None:
+def follow_alias(registry: Registry, before: Champion | None) -> None:
     """Point the alias at the champion's collection, after the champion moved from ``before``.
 
     The release is live already and does not use the alias, so a failure is a warning. Repeating it changes nothing.

@@ -79,12 +79,12 @@ def embed_folds(dataset: Dataset, settings: TrainSettings) -> Iterator[Embedded]
         )
 
 
-def find_label_errors(embedded: Embedded, neighbors: int = NEIGHBORS) -> list[LabelError]:
+def find_label_errors(embedded: Embedded) -> list[LabelError]:
     """The images whose label looks wrong, the most suspect first: by votes of neighbors, and near-duplicates.
 
     Near-duplicates come first. Both images of a pair are listed.
     """
-    rows = nearest_others(embedded.vectors, neighbors)
+    rows = nearest_others(embedded.vectors, NEIGHBORS)
     duplicates = _near_duplicates(embedded, rows)
     listed = {error.row for error in duplicates}
     return [*duplicates, *(error for error in by_votes(embedded.labels, rows) if error.row not in listed)]

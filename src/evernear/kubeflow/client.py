@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any
 
 from evernear.disk import sha256_bytes
@@ -98,15 +99,9 @@ class KfpRuns:
 
     def list(self, pipeline: str | None = None, limit: int = 10) -> Sequence[Run]:
         """The runs of one pipeline or of all pipelines, newest first and without their steps."""
-        runs: Any = []
         sorting = {"sort_by": "created_at desc", "namespace": self._namespace}
-        for resource in self._kfp.pages("run_service_list_runs", "runs", **sorting):
-            if len(runs) == limit:
-                break
-            run = self._run_from(resource)
-            if pipeline in (None, run.pipeline):
-                runs.append(run)
-        return tuple(runs)
+        runs = map(self._run_from, self._kfp.pages("run_service_list_runs", "runs", **sorting))
+        return tuple(islice((run for run in runs if pipeline in (None, run.pipeline)), limit))
 
     def stop(self, run_id: str) -> None:
         """Terminate a run. Do nothing if it has ended or is already terminating."""
@@ -292,8 +287,8 @@ def arguments_for(version: Any, values: Mapping[str, Any]) -> dict[str, Any]:
             raise SettingsError(f"The pipeline parameter {name} must be a {declared[name].type}, not {value!r}.")
     if missing := [name for name, parameter in declared.items() if parameter.required and name not in values]:
         raise SettingsError(f"The pipeline parameter {missing[0]} has no default; set it.")
-    arguments: dict[str, Any] = {name: declared[name].default for name in values if declared[name].type == "STRUCT"}
-    arguments = copy.deepcopy({name: default for name, default in arguments.items() if default})
+    objects = [declared[name] for name in values if declared[name].type == "STRUCT"]
+    arguments = {parameter.name: copy.deepcopy(parameter.default) for parameter in objects if parameter.default}
     merge(arguments, values)
     return arguments
 

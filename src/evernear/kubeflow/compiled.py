@@ -48,7 +48,7 @@ def with_defaults(compiled: bytes, defaults: Mapping[str, Any]) -> bytes:
     return yaml.dump_all(documents, Dumper=yaml.CSafeDumper, sort_keys=True).encode()
 
 
-def as_manifests(compiled: bytes, version: str, namespace: str = "") -> bytes:
+def as_manifests(compiled: bytes, version: str, namespace: str) -> bytes:
     """``compiled`` as Pipeline and PipelineVersion manifests for KFP in Kubernetes-native mode."""
     information = next(yaml.load_all(compiled, Loader=yaml.CSafeLoader))["pipelineInfo"]
     options = KubernetesManifestOptions(

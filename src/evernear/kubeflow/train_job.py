@@ -5,7 +5,6 @@ pods except image and command. Input, progress and result pass through the objec
 that this process needs no access to pods: it may only create, read and delete TrainJobs.
 """
 
-import hashlib
 import os
 import signal
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 
 from evernear.data.shards import Dataset
 from evernear.deployment.kubernetes.cluster import ApiUnavailableError, Cluster, ObjectConflictError
+from evernear.disk import sha256_bytes
 from evernear.embedding.artifact import Epoch
 from evernear.embedding.node import TASK, NodeLog, NodeTask
 from evernear.errors import ClusterError, SettingsError, TrainingError
@@ -96,7 +96,7 @@ def train_job(run: str, settings: TrainSettings, chosen: RunSettings) -> Tree:
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
         "metadata": {
-            "name": f"evernear-{hashlib.sha256(run.encode()).hexdigest()[:16]}",
+            "name": f"evernear-{sha256_bytes(run.encode())[:16]}",
             "labels": {"app.kubernetes.io/name": "evernear", "app.kubernetes.io/component": "training"},
             "annotations": {"evernear.dev/run": run},
         },

@@ -65,7 +65,7 @@ def random_projection(dim: int) -> Floats:
     return (drawn / np.sqrt(PROJECTED_DIM)).astype(np.float32)
 
 
-def evenly(total: int, count: int = SIZE) -> Iterator[int]:
-    """At most ``count`` of the numbers below ``total``, evenly spaced."""
-    chosen = min(total, count)
+def evenly(total: int) -> Iterator[int]:
+    """At most `SIZE` of the numbers below ``total``, evenly spaced."""
+    chosen = min(total, SIZE)
     return (number * total // chosen for number in range(chosen))

@@ -1,13 +1,13 @@
 """The review queue: uncertain live queries that the servers logged with their images, minus those answered."""
 
 import base64
-import hashlib
 from collections.abc import Collection
 from typing import NamedTuple
 
 from pydantic import AwareDatetime
 
 from evernear.data.image_file import inspect
+from evernear.disk import sha256_bytes
 from evernear.errors import DataError, IntegrityError
 from evernear.serving.query_log import MAX_FILE_BYTES, QUERIES, LoggedQuery, closed_at, parse_file
 from evernear.store import Store
@@ -90,4 +90,4 @@ def _item(query: LoggedQuery) -> Item | None:
         inspect(image, MAX_PIXELS)
     except (ValueError, DataError):
         return None
-    return Item(hashlib.sha256(image).hexdigest(), image, query.at, query.unknown, query.dist, query.candidates)
+    return Item(sha256_bytes(image), image, query.at, query.unknown, query.dist, query.candidates)

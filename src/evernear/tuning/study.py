@@ -3,7 +3,6 @@
 The study is a journal file in its directory. A killed study continues with the next trial.
 """
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +14,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from evernear.data.shards import Dataset
-from evernear.disk import write_atomically
+from evernear.disk import sha256_bytes, write_atomically
 from evernear.errors import SettingsError, TrainingError
 from evernear.evaluation.statistics import Proportion
 from evernear.frozen import Frozen
@@ -118,7 +117,7 @@ def identity(dataset: Dataset, settings: RunSettings, space: SearchSpace) -> str
         settings.index.model_dump_json(),
         space.model_dump_json(),
     ]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return sha256_bytes("\n".join(parts).encode())
 
 
 def _require_same(study: optuna.Study, expected: str, directory: Path) -> None:

@@ -16,7 +16,7 @@ from evernear.settings import RunSettings
 
 
 def measure_trial(
-    dataset: Dataset, settings: RunSettings, directory: Path, report: Callable[[str], None] = lambda _: None
+    dataset: Dataset, settings: RunSettings, directory: Path, report: Callable[[str], None]
 ) -> Proportion:
     """Accuracy on the query split, which neither the network nor the index was built from; artifacts go to
     ``directory``.

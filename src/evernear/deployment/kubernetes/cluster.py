@@ -180,7 +180,7 @@ class Cluster:
             return []
         return [line.strip() for line in text.splitlines() if line.strip()]
 
-    def is_allowed(self, verb: str, kind: str, name: str = "") -> bool:
+    def is_allowed(self, verb: str, kind: str, name: str) -> bool:
         """Whether the credentials permit ``verb`` on an object, or on a subresource: ``Pod/log``."""
         kind, _, subresource = kind.partition("/")
         version, plural = RESOURCES[kind]

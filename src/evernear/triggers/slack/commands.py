@@ -171,7 +171,7 @@ def _switch_schedule(call: Call, on: bool) -> Message:
     person = str(call.caller.person)
     ScheduleStore(call.services.store).switch(on, person)
     call.audit("schedule_start" if on else "schedule_stop", "done")
-    return schedule(call) or line("")
+    return line(f"The watcher is {_watcher_status(call.services)}")
 
 
 def _watcher_status(services: Services) -> str:
