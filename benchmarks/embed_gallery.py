@@ -39,13 +39,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         dataset = ingested(arguments.source, Path(scratch), "default", f"data.gallery_fraction={GALLERY_FRACTION}")
         for preset in arguments.presets:
-            compare = compared(dataset, settings_of(preset), Path(scratch), arguments.repeats)
-            results.append({"preset": preset, **compare})
+            comparison = compare(dataset, settings_of(preset), Path(scratch), arguments.repeats)
+            results.append({"preset": preset, **comparison})
             print(results[-1], flush=True)
     machine.write("embed_gallery", machine_info, {"results": results}, table(results))
 
 
-def compared(dataset: Dataset, settings: Settings, scratch: Path, repeats: int) -> dict[str, Any]:
+def compare(dataset: Dataset, settings: Settings, scratch: Path, repeats: int) -> dict[str, Any]:
     # The weights do not affect the speed.
     hasty = settings.train.model_copy(update={"epochs": 1, "min_steps": 0})
     train(dataset, hasty, scratch / "trained")

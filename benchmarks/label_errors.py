@@ -135,7 +135,7 @@ def figures_of(folds: list[Embedded], planted: set[bytes]) -> dict[str, Any]:
 
 
 def table(runs: list[dict[str, Any]]) -> list[list[str]]:
-    """A row for each dataset and way to embed."""
+    """A row for each dataset and embedding method."""
     rows = [["data", "images", "wrong labels", "embedding", "epochs", "listed", "precision", "recall"]]
     for run in runs:
         shares = (run["precision"], run["recall"])

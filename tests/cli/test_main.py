@@ -1,4 +1,4 @@
-"""Options of the whole command line, and Ctrl-C before it is loaded."""
+"""Global options, and Ctrl-C while the commands are being loaded."""
 
 import subprocess
 import sys

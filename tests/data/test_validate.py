@@ -91,7 +91,7 @@ def test_tiny_and_empty_classes_are_named_with_their_counts(tree, run_ingest, ma
     for number in range(3):
         (tree / "4" / f"{number}.png").write_bytes(make_image(800 + number))
     report = check(run_ingest(tree))
-    message = "Classes need 10 images, these have fewer: 3 (0), 4 (3); add some."
+    message = "Classes need 10 images, but these have fewer: 3 (0), 4 (3); add some."
     assert ("tiny_class", "error", message) in [(f.rule, f.severity, f.message) for f in report.findings]
     assert "tiny_class" not in {f.rule for f in check(run_ingest(tree), min_class_images=3, tiny_class="off").findings}
 

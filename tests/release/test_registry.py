@@ -61,11 +61,11 @@ def test_unknown_version_is_named(store: Store) -> None:
 
 def test_missing_champion_is_reported_and_can_be_replaced(store: Store, releases: list[PackedRelease]) -> None:
     registry = Registry(store)
-    lost = champions(registry, releases[:1])
+    missing = champions(registry, releases[:1])
     publish(registry, releases[1])
-    store.delete(f"releases/manifests/{lost.version}.json")
-    with pytest.raises(StoreError, match=f"{lost.version} does not exist .* it is the champion; .*registry promote"):
-        registry.get(lost.version)
+    store.delete(f"releases/manifests/{missing.version}.json")
+    with pytest.raises(StoreError, match=f"{missing.version} does not exist .* it is the champion; .*registry promote"):
+        registry.get(missing.version)
     assert registry.set_champion(releases[1].version, registry.champion()).version == releases[1].version
 
 

@@ -45,7 +45,7 @@ def configuration(directory: Path, **changes: object) -> QueryLogConfiguration:
     return QueryLogConfiguration.model_validate(values | changes)
 
 
-def answered(dist: float = 0.1, unknown: bool = False) -> Prediction:
+def make_prediction(dist: float = 0.1, unknown: bool = False) -> Prediction:
     return Prediction(pred="7", dist=dist, unknown=unknown, neighbors=(), version="v")
 
 
@@ -80,7 +80,7 @@ def test_file_contains_the_predictions(parts: ReleaseParts, tmp_path: Path, monk
 def test_images_are_logged_only_if_enabled(parts: ReleaseParts, tmp_path: Path) -> None:
     assert ServingSettings().query_log == "figures"
     log = QueryLog(configuration(tmp_path), parts)
-    log.record([answered()], np.zeros((1, 16), np.float32), np.zeros((1, 8, 8, 1), np.uint8))
+    log.record([make_prediction()], np.zeros((1, 16), np.float32), np.zeros((1, 8, 8, 1), np.uint8))
     path = log.write_file()
     assert path is not None
     assert parse_file(path.read_bytes(), "here")[1][0].image == ""
@@ -111,7 +111,7 @@ def test_sample_is_bounded_and_uniform(parts: ReleaseParts, tmp_path: Path) -> N
     sampled: Counter[int] = Counter()
     for _ in range(80):
         for start in range(0, 100, 10):
-            log.record([answered(dist=number / 100) for number in range(start, start + 10)], None, None)
+            log.record([make_prediction(dist=number / 100) for number in range(start, start + 10)], None, None)
         path = log.write_file()
         assert path is not None
         period, rows = parse_file(path.read_bytes(), "here")
@@ -125,7 +125,7 @@ def test_oldest_files_are_removed_beyond_the_size_limit(parts: ReleaseParts, tmp
     log = QueryLog(configuration(tmp_path, size_bytes=20_000), parts)
     written: list[Path] = []
     for second in range(40):
-        log.record([answered()] * 30, None, None)
+        log.record([make_prediction()] * 30, None, None)
         path = log.write_file()
         assert path is not None
         # The times in the file names are a second apart.
@@ -140,7 +140,7 @@ def test_concurrent_workers_lose_nothing(parts: ReleaseParts, tmp_path: Path) ->
     def work() -> None:
         log = QueryLog(configuration(tmp_path), parts)
         for _ in range(25):
-            log.record([answered(unknown=True)], None, None)
+            log.record([make_prediction(unknown=True)], None, None)
             log.write_file()
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -155,20 +155,20 @@ def test_concurrent_workers_lose_nothing(parts: ReleaseParts, tmp_path: Path) ->
 def test_unwritable_directory_fails_the_file_but_not_the_prediction(parts: ReleaseParts, tmp_path: Path) -> None:
     (tmp_path / "queries").write_text("in the way")
     log = QueryLog(configuration(tmp_path / "queries"), parts)
-    log.record([answered()], None, None)
+    log.record([make_prediction()], None, None)
     with pytest.raises(StoreError, match="cannot be read or written"):
         log.write_file()
-    log.record([answered()], None, None)
+    log.record([make_prediction()], None, None)
 
 
 def test_thread_survives_write_errors(parts: ReleaseParts, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "queries").write_text("in the way")
     log = QueryLog(configuration(tmp_path / "queries", period_s=0.02), parts)
     log.start()
-    log.record([answered()], None, None)
+    log.record([make_prediction()], None, None)
     _await(lambda: "Some queries were not logged" in caplog.text)
     (tmp_path / "queries").unlink()
-    log.record([answered()], None, None)
+    log.record([make_prediction()], None, None)
     _await(lambda: (tmp_path / "queries").is_dir() and any((tmp_path / "queries").glob("*.jsonl")))
 
 
@@ -192,7 +192,7 @@ def test_release_without_a_baseline_is_logged_without_embeddings(parts: ReleaseP
     without = {name: part for name, part in parts.manifest.parts.items() if name != DRIFT_BASELINE_FILE}
     old = ReleaseParts(parts.manifest.model_copy(update={"parts": without}), parts.directory)
     log = QueryLog(configuration(tmp_path), old)
-    log.record([answered()], np.zeros((1, 16), np.float32), None)
+    log.record([make_prediction()], np.zeros((1, 16), np.float32), None)
     path = log.write_file()
     assert path is not None
     assert parse_file(path.read_bytes(), "here")[1][0].coordinates == ()
@@ -221,7 +221,7 @@ def test_concurrent_shippers_ship_each_file_once(parts: ReleaseParts, tmp_path: 
     log = QueryLog(configuration(directory), parts)
     contents: dict[str, bytes] = {}
     for _ in range(6):
-        log.record([answered()], None, None)
+        log.record([make_prediction()], None, None)
         path = log.write_file()
         assert path is not None
         contents[path.name] = path.read_bytes()
@@ -249,7 +249,7 @@ def test_unshipped_files_are_retried(
     monkeypatch.setattr(query_log, "SHIP_EVERY_S", 0.01)
     (tmp_path / "store").write_text("in the way")
     log = QueryLog(configuration(tmp_path / "queries"), parts)
-    log.record([answered()], None, None)
+    log.record([make_prediction()], None, None)
     log.write_file()
     ended = threading.Event()
     store = open_store((tmp_path / "store").as_uri())

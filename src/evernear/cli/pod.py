@@ -39,7 +39,7 @@ def serve(
         typer.Option("--without-token", help="Accept requests without a token. Restrict access with a NetworkPolicy."),
     ] = False,
 ) -> None:
-    """Replace this process by TorchServe with the fetched release. The file EVERNEAR_TOKEN_FILE has the token."""
+    """Replace this process with TorchServe and the fetched release. The file EVERNEAR_TOKEN_FILE has the token."""
     from evernear.serving import pod
 
     pod.serve(settings, without_token=without_token)

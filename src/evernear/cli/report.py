@@ -23,7 +23,7 @@ def report(
     open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
     """Print the path of the page of a run (the last one in --workdir by default), or compare two runs."""
-    page = _written(settings, runs) if runs else _last(settings.workdir)
+    page = _write_page(settings, runs) if runs else _last(settings.workdir)
     print_line(str(page))
     if open_:
         webbrowser.open(page.as_uri())
@@ -38,7 +38,7 @@ def _last(workdir: Path) -> Path:
     return pages[-1]
 
 
-def _written(settings: Settings, names: list[str]) -> Path:
+def _write_page(settings: Settings, names: list[str]) -> Path:
     """Write the page of one run, or of two, below the working directory."""
     from evernear.disk import write_atomically
     from evernear.reporting.page import compare_page, find_run, run_page

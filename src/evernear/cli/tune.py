@@ -35,7 +35,7 @@ def tune(
 
     searched = load_space(space or BUILT_IN)
     directory = study or settings.workdir / "study"
-    result = run_study(_ingested(settings, directory), settings, searched, trials, directory, _report)
+    result = run_study(_ingest_source(settings, directory), settings, searched, trials, directory, _report)
     if as_json:
         print_json(result)
         return
@@ -57,11 +57,11 @@ def trial(settings: Settings) -> None:
     from evernear.tuning.trial import measure_trial
 
     with TemporaryDirectory() as work:
-        accuracy = measure_trial(_ingested(settings, Path(work)), settings, Path(work), _report)
+        accuracy = measure_trial(_ingest_source(settings, Path(work)), settings, Path(work), _report)
     print_line(f"accuracy={accuracy.value:.6f}")
 
 
-def _ingested(settings: Settings, directory: Path) -> "Dataset":
+def _ingest_source(settings: Settings, directory: Path) -> "Dataset":
     """The dataset of the source, with its manifest in ``directory``."""
     from evernear.data.ingest import ingest
     from evernear.data.manifest import save_manifest

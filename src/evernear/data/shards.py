@@ -271,12 +271,12 @@ class _ShardFiles:
         key = shard_key(self._dataset, shard.sha256)
         if isinstance(self._store, FileStore):
             path = self._store.path(key)
-            file = _opened(path)
+            file = _open_existing(path)
         else:
             path = self._cache / f"{shard.sha256}.npy"
             with suppress(FileNotFoundError):
                 os.utime(path)  # some file systems do not update access times
-            file = self._cached(path, shard) or self._fetched(key, path, shard)
+            file = self._cached(path, shard) or self._fetch(key, path, shard)
         if file is None:
             raise IntegrityError(f"The shard {path} is missing; restore it, or ingest into a new dataset.")
         try:
@@ -302,16 +302,16 @@ class _ShardFiles:
 
     def _cached(self, path: Path, shard: Shard) -> FileIO | None:
         """The file in the cache; None if it is missing or damaged, for example by a power failure."""
-        file = _opened(path)
+        file = _open_existing(path)
         if file is None or self._is_intact(file, shard):
             return file
         file.close()
         return None
 
-    def _fetched(self, key: str, path: Path, shard: Shard) -> FileIO | None:
+    def _fetch(self, key: str, path: Path, shard: Shard) -> FileIO | None:
         self._evict(shard.size_bytes)
         self._store.fetch(key, path, shard.sha256)
-        return _opened(path)
+        return _open_existing(path)
 
     def _evict(self, size_bytes: int) -> None:
         """Evict the least recently used copies; a process that is reading one can continue until it closes the file."""
@@ -330,7 +330,7 @@ class _ShardFiles:
                 free_bytes += size
 
 
-def _opened(path: Path) -> FileIO | None:
+def _open_existing(path: Path) -> FileIO | None:
     with disk_errors(path), suppress(FileNotFoundError):
         return path.open("rb", buffering=0)
     return None

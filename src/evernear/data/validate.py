@@ -26,8 +26,8 @@ _PROBLEMS = {
         "see",
     ),
     "letterboxed": (
-        "image has another aspect ratio and got gray bars",
-        "images have another aspect ratio and got gray bars",
+        "image has another aspect ratio and was padded with gray bars",
+        "images have another aspect ratio and were padded with gray bars",
         "see",
     ),
     "stretched": (
@@ -175,7 +175,9 @@ def _classes(manifest: Manifest, totals: dict[str, int], settings: ValidationSet
     tiny = empty + [label for label, count in present.items() if count < settings.min_class_images]
     if tiny:
         listed = _listed([f"{name} ({present.get(name, 0)})" for name in tiny])
-        message = f"Classes need {quantity(settings.min_class_images, 'image')}, these have fewer: {listed}; add some."
+        message = (
+            f"Classes need {quantity(settings.min_class_images, 'image')}, but these have fewer: {listed}; add some."
+        )
         yield _finding("tiny_class", message, tiny, len(tiny))
     if present and max(present.values()) > settings.max_imbalance * min(present.values()):
         large, small = max(present, key=present.__getitem__), min(present, key=present.__getitem__)

@@ -66,7 +66,7 @@ def promote(version: str, settings: RunSettings, *, force: bool = False, cause: 
     champion = registry.champion()  # read before the lock is taken: of two concurrent promotions, one fails
     if champion is not None and champion.version == version:
         raise StoreError(f"Release {version} is already the champion.")
-    with _fetched(version, settings, registry) as (target, archive, parts):
+    with _fetch_release(version, settings, registry) as (target, archive, parts):
         check_promotable(parts, force=force)
         with target.rollout(archive, parts) as rollout:
             promoted = registry.set_champion(version, champion, "force" if force else "promote", cause)
@@ -90,7 +90,7 @@ def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: st
     if expected not in (None, champion.version):
         raise ConflictError(f"The champion is now {champion.version}, not {expected}; check it and decide again.")
     with (
-        _fetched(champion.rollback_target(), settings, registry) as (target, archive, parts),
+        _fetch_release(champion.rollback_target(), settings, registry) as (target, archive, parts),
         target.rollout(archive, parts) as rollout,
     ):
         deployed = Deployment.of(registry.roll_back(champion, cause), rollout)
@@ -134,7 +134,7 @@ def open_target(settings: RunSettings, *, start_server: bool = True) -> Deployme
 
 
 @contextmanager
-def _fetched(
+def _fetch_release(
     version: str, settings: RunSettings, registry: Registry
 ) -> Generator[tuple[DeploymentTarget, Path, ReleaseParts]]:
     """The target, locked, and a published release: its archive and its verified parts."""

@@ -22,7 +22,7 @@ def count_leakage(dataset: Dataset, training_dataset: Dataset, splits: Sequence[
     source resolution are equal: two scans of the same digit are two images.
     """
     leakage = dict.fromkeys(splits, 0)
-    for test in _gathered(_digests(dataset, "test")):
+    for test in _merge_blocks(_digests(dataset, "test")):
         test.sort()
         for split in splits:
             for seen in _digests(training_dataset, split):
@@ -37,7 +37,7 @@ def _digests(dataset: Dataset, split: Split) -> Iterator[Digests]:
         yield block.digests.view("S32").ravel()
 
 
-def _gathered(blocks: Iterator[Digests]) -> Iterator[Digests]:
+def _merge_blocks(blocks: Iterator[Digests]) -> Iterator[Digests]:
     pending: list[Digests] = []
     for block in blocks:
         pending.append(block)

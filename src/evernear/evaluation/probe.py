@@ -80,8 +80,8 @@ def assess(
 ) -> OpenSet:
     """Choose the share of known images to reject, and measure its effect on distances ``known`` and ``unknown``."""
     area = auroc(known, unknown, confidence)
-    accepting = threshold_at(unknown_for_calibration, settings.false_accept_rate)
-    required = float((known_for_calibration > accepting).mean())
+    accepting_threshold = threshold_at(unknown_for_calibration, settings.false_accept_rate)
+    required = float((known_for_calibration > accepting_threshold).mean())
     measured = OpenSet(
         held_out=(),
         auroc=area,

@@ -154,9 +154,9 @@ def false_accepts_at(
 ) -> Interval:
     """Share of unknown (M,) distances within the smallest threshold that accepts ``true_accept_rate`` of known (N,).
 
-    The interval is the hull of two. The percentile bootstrap (Efron 1979) covers the chance in the threshold: in a
-    resample of the known, its rank is a Beta variable, and the accepted unknown are a Binomial one, so no resample has
-    to be drawn. It collapses at 0 and 1, where Wilson's interval, at the chosen threshold, does not.
+    The interval is the hull of two intervals. The percentile bootstrap (Efron 1979) covers the chance in the threshold:
+    in a resample of the known, its rank is a Beta variable, and the accepted unknown are a Binomial one, so no resample
+    has to be drawn. It collapses at 0 and 1, where Wilson's interval, at the chosen threshold, does not.
     """
     known, unknown = np.sort(known), np.sort(unknown)
     n, m = len(known), len(unknown)

@@ -105,7 +105,7 @@ def fetch(version: str, sha256: str, settings: Settings) -> ReleaseManifest:
 
 
 def serve(settings: Settings, *, without_token: bool = False) -> NoReturn:
-    """Replace this process by TorchServe with the fetched release.
+    """Replace this process with TorchServe and the fetched release.
 
     Inference and metrics listen on all addresses, management on loopback, and no model can be registered. Inference
     requires the token in the file that ``EVERNEAR_TOKEN_FILE`` names, unless ``without_token``.

@@ -67,7 +67,7 @@ def start(settings: ServingSettings, home: Path) -> Endpoints:
 
 
 def exec_torchserve(settings: ServingSettings, home: Path, frontend: Mapping[str, object], *, tokens: bool) -> NoReturn:
-    """Replace this process by the TorchServe of ``home``, which then receives its signals and writes to its console.
+    """Replace this process with the TorchServe of ``home``, which then receives its signals and writes to its console.
 
     The server loads all archives in its model store. ``frontend`` is as for `java_command`, ``tokens`` as for
     `write_configuration`.

@@ -110,9 +110,9 @@ def record_prediction(
     from opentelemetry.trace import SpanKind, set_span_in_context
 
     whole = tracer.start_span("predict", _context(parent), SpanKind.SERVER, attributes, start_time=started_ns)
-    inside, now_ns = set_span_in_context(whole), started_ns
+    span_context, now_ns = set_span_in_context(whole), started_ns
     for stage, seconds in stages_s.items():
-        part = tracer.start_span(stage, inside, start_time=now_ns)
+        part = tracer.start_span(stage, span_context, start_time=now_ns)
         now_ns += round(seconds * 1e9)
         part.end(now_ns)
     whole.end(now_ns)

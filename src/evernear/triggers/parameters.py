@@ -78,7 +78,7 @@ def from_words(
             merge(arguments, {"settings": overrides_from([word])})
         else:
             merge(arguments, {name: _value(by_name[name], text)})
-    return arguments | _validated(arguments, by_name)
+    return arguments | _validate_settings(arguments, by_name)
 
 
 def split_words(text: str) -> list[str]:
@@ -112,7 +112,7 @@ def caller() -> str:
     return whoami()
 
 
-def _validated(arguments: Mapping[str, Any], by_name: Mapping[str, Parameter]) -> dict[str, Any]:
+def _validate_settings(arguments: Mapping[str, Any], by_name: Mapping[str, Parameter]) -> dict[str, Any]:
     """The argument ``settings``, if there is one, with values of the settings' types.
 
     A setting may be valid only together with others, so all are validated together, on top of the pipeline's defaults.

@@ -74,7 +74,7 @@ class Controllers:
             self._budgets,
             self._endpoints.step,
             self.train_jobs.step,
-            self._garbage,
+            self._collect_garbage,
         )
         changed = self._api.store.changed
         try:
@@ -169,7 +169,7 @@ class Controllers:
             changed = self._disruption.set_status(BUDGET, budget, status) or changed
         return changed
 
-    def _garbage(self) -> bool:
+    def _collect_garbage(self) -> bool:
         """Delete dependents of deleted owners, and owners that waited for their dependents."""
         changed = False
         everything = [(kind, item) for kind, item in self._api.store.everything() if kind is not EVENT]

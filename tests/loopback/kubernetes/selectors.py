@@ -55,22 +55,22 @@ def fields(kind: Kind, text: str) -> Predicate:
     return lambda subject: all((_at(subject, path) == value) is equal for path, equal, value in tests)
 
 
-def matches(selector: Object | None, having: dict[str, str]) -> bool:
+def matches(selector: Object | None, labels: dict[str, str]) -> bool:
     """Whether labels match an object's ``LabelSelector``; an empty selector matches everything, None nothing."""
     if selector is None:
         return False
-    labels = selector.get("matchLabels") or {}
-    return all(having.get(key) == value for key, value in labels.items()) and all(
-        _requirement(having, **expression) for expression in selector.get("matchExpressions") or ()
+    match_labels = selector.get("matchLabels") or {}
+    return all(labels.get(key) == value for key, value in match_labels.items()) and all(
+        _requirement(labels, **expression) for expression in selector.get("matchExpressions") or ()
     )
 
 
-def _requirement(having: dict[str, str], key: str, operator: str, values: tuple[str, ...] = ()) -> bool:
+def _requirement(labels: dict[str, str], key: str, operator: str, values: tuple[str, ...] = ()) -> bool:
     return {
-        "In": having.get(key) in values,
-        "NotIn": having.get(key) not in values,
-        "Exists": key in having,
-        "DoesNotExist": key not in having,
+        "In": labels.get(key) in values,
+        "NotIn": labels.get(key) not in values,
+        "Exists": key in labels,
+        "DoesNotExist": key not in labels,
     }[operator]
 
 

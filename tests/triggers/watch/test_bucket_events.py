@@ -21,7 +21,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_REGION", "us-east-1")
 
 
-def listening(minio: Minio, monkeypatch: pytest.MonkeyPatch, on_change: Callable[[], None]) -> threading.Thread:
+def listen_in_thread(minio: Minio, monkeypatch: pytest.MonkeyPatch, on_change: Callable[[], None]) -> threading.Thread:
     monkeypatch.setenv("AWS_ENDPOINT_URL", minio.url)
     thread = threading.Thread(target=listen, args=(SOURCE, on_change))
     thread.start()
@@ -39,7 +39,7 @@ def await_(condition: Callable[[], object], timeout_s: float = 20) -> None:
 def test_changes_of_the_source_are_notified(monkeypatch: pytest.MonkeyPatch) -> None:
     calls_s: list[float] = []
     with notifying_minio() as minio:
-        thread = listening(minio, monkeypatch, lambda: calls_s.append(time.monotonic()))
+        thread = listen_in_thread(minio, monkeypatch, lambda: calls_s.append(time.monotonic()))
         await_(lambda: len(calls_s) == 1)  # the stream stands
         assert minio.filters == [
             {"prefix": ["incoming/"], "suffix": [""], "events": ["s3:ObjectCreated:*", "s3:ObjectRemoved:*"]}
