@@ -26,7 +26,7 @@ from evernear.data.manifest import Manifest, Shard, manifest_key
 from evernear.data.shards import Dataset, default_cache
 from evernear.data.snapshots import DATASETS, Snapshots
 from evernear.data.writer import shard_key
-from evernear.embedding.embedding_cache import EMBEDDINGS, cached_digests
+from evernear.embedding.embedding_cache import EMBEDDINGS_PREFIX, cached_digests
 from evernear.errors import ConflictError, IntegrityError
 from evernear.evaluation.verdict import Verdict
 from evernear.frozen import Frozen
@@ -179,7 +179,7 @@ class _Forgetting:
 
     def _stale_embeddings(self) -> Iterator[str]:
         with tempfile.TemporaryDirectory(prefix="evernear-forget-") as scratch:
-            for info in self._store.list(EMBEDDINGS):
+            for info in self._store.list(EMBEDDINGS_PREFIX):
                 digests = cached_digests(self._store.fetch(info.key, Path(scratch) / "cached.npy"), info.key)
                 if not np.any([_contains(dataset.current, digests) for dataset in self._datasets], axis=0).all():
                     yield info.key

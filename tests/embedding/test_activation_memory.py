@@ -22,7 +22,7 @@ def architecture(side: int) -> Architecture:
     return Architecture(shape=(side, side, 3), mean=(0.5,) * 3, std=(0.2,) * 3, patch_px=1, width=4, embedding_dim=16)
 
 
-def test_a_larger_batch_is_embedded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_larger_batch_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "INFERENCE_BYTES", 2**20)
     network = build(architecture(32)).eval()
     assert 1 < network.max_batch_size < 50
@@ -40,23 +40,23 @@ def test_larger_images_are_processed_in_smaller_batches() -> None:
     small, large = build(architecture(16)), build(architecture(32))
     examples = [torch.zeros((1, 3, side, side), dtype=torch.uint8) for side in (16, 32)]
     assert 3.5 < small.max_batch_size / large.max_batch_size < 4.5
-    training = [memory.training_batch(*case, cpu) for case in zip((small, large), examples, strict=True)]
+    training = [memory.training_batch_size(*case, cpu) for case in zip((small, large), examples, strict=True)]
     assert 3.5 < training[0] / training[1] < 4.5
 
 
-def test_a_batch_beyond_the_bound_is_one_step_of_several_parts(
+def test_a_batch_beyond_the_limit_is_one_step_of_several_micro_batches(
     digits: Dataset, tiny: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "TRAINING_BYTES", 2**17)
     sizes: list[int] = []
     forward = EmbeddingNetwork.forward
 
-    def counted(self: EmbeddingNetwork, images: Tensor) -> Tensor:
+    def recording_forward(self: EmbeddingNetwork, images: Tensor) -> Tensor:
         if self.training:
             sizes.append(len(images))
         return forward(self, images)
 
-    monkeypatch.setattr(EmbeddingNetwork, "forward", counted)
+    monkeypatch.setattr(EmbeddingNetwork, "forward", recording_forward)
     result = train(digits, tiny.model_copy(update={"epochs": 2}), tmp_path)
     assert max(sizes) <= 64
     assert sum(sizes) % tiny.batch_size == 0

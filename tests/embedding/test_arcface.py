@@ -9,8 +9,8 @@ import torch
 from evernear.embedding.arcface import (
     HIGHEST_PROBABILITY,
     HIGHEST_SMOOTHED_PROBABILITY,
-    SAMPLED_FROM,
-    SAMPLED_SHARE,
+    MIN_CLASSES_TO_SAMPLE,
+    SAMPLE_RATE,
     ArcFace,
     choose_scale,
     sample_classes,
@@ -88,11 +88,11 @@ def test_sampled_logits_are_those_of_the_sampled_classes() -> None:
 
 def test_sample_contains_the_classes_of_the_batch_once() -> None:
     labels = torch.tensor([7, 9_999, 7, 0])
-    sampled, positions = sample_classes(labels, SAMPLED_FROM, labels)
+    sampled, positions = sample_classes(labels, MIN_CLASSES_TO_SAMPLE, labels)
     assert sampled is not None
     assert torch.equal(sampled[positions], labels)
     assert len(sampled.unique()) == len(sampled)
-    assert SAMPLED_FROM * SAMPLED_SHARE <= len(sampled) <= SAMPLED_FROM * SAMPLED_SHARE + 3
+    assert MIN_CLASSES_TO_SAMPLE * SAMPLE_RATE <= len(sampled) <= MIN_CLASSES_TO_SAMPLE * SAMPLE_RATE + 3
 
 
 def test_processes_sample_the_same_classes() -> None:
@@ -100,7 +100,7 @@ def test_processes_sample_the_same_classes() -> None:
     samples: list[torch.Tensor] = []
     for part in batch_labels.split(2):
         torch.manual_seed(0)
-        sampled, positions = sample_classes(part, SAMPLED_FROM, batch_labels)
+        sampled, positions = sample_classes(part, MIN_CLASSES_TO_SAMPLE, batch_labels)
         assert sampled is not None
         assert torch.equal(sampled[positions], part)
         samples.append(sampled)
@@ -109,7 +109,7 @@ def test_processes_sample_the_same_classes() -> None:
 
 def test_few_classes_are_not_sampled() -> None:
     labels = torch.tensor([7, 3])
-    assert sample_classes(labels, SAMPLED_FROM - 1, labels) == (None, labels)
+    assert sample_classes(labels, MIN_CLASSES_TO_SAMPLE - 1, labels) == (None, labels)
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])

@@ -1,4 +1,4 @@
-"""Random augmentation: bounded, reproducible, correct for images that are not square."""
+"""Random augmentation is bounded, reproducible and correct for images that are not square."""
 
 import pytest
 import torch
@@ -48,11 +48,11 @@ def test_the_same_seed_gives_the_same_images(elastic: bool) -> None:
 def test_parts_of_a_batch_are_augmented_as_in_the_whole_batch(kind: str) -> None:
     images = torch.randint(0, 256, (8, 3, 12, 10), dtype=torch.uint8)
 
-    def augmented(part: torch.Tensor, of_batch: Draws) -> torch.Tensor:
+    def augment_part(part: torch.Tensor, of_batch: Draws) -> torch.Tensor:
         return random_flips(augment(part, kind, of_batch), ["horizontal"], of_batch)
 
-    parts = [augmented(images[first : first + 4], draws()._replace(batch_size=8, first=first)) for first in (0, 4)]
-    torch.testing.assert_close(torch.cat(parts), augmented(images, draws()))
+    parts = [augment_part(images[first : first + 4], draws()._replace(batch_size=8, first=first)) for first in (0, 4)]
+    torch.testing.assert_close(torch.cat(parts), augment_part(images, draws()))
 
 
 @pytest.mark.parametrize("elastic", [False, True])
@@ -85,19 +85,19 @@ def test_rotation_keeps_a_round_spot_round_in_an_oblong_image(monkeypatch: pytes
     assert covariance.abs().max() < 0.05 * row_variance.mean()
 
 
-def test_an_elastic_map_moves_distant_parts_independently(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_elastic_deformation_moves_distant_parts_independently(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SCALE", "SHEAR", "SHIFT", "DEGREES"):
         monkeypatch.setattr(augmentation, name, 0.0)
     # As far apart as the control points (at 0, 1/3, 2/3 and 1 of the side), two spots move independently.
     left = torch.cat([blob(400, 61, 41), torch.zeros(400, 1, 61, 80)], dim=3)
     right = left.flip(3)
     moved = [moments(random_affine(spot, draws(), elastic=True))[:2] for spot in (left, right)]
-    away = [(row - 30, column - middle) for (row, column), middle in zip(moved, (20, 100), strict=True)]
-    for rows, columns in away:
+    shifts = [(row - 30, column - middle) for (row, column), middle in zip(moved, (20, 100), strict=True)]
+    for rows, columns in shifts:
         for offset, side in ((rows, 61), (columns, 121)):
-            assert 0.25 * augmentation.BEND * side < offset.std() < augmentation.BEND * side
-            assert offset.abs().max() < 1.3 * augmentation.BEND * side
-    for first, second in zip(*away, strict=True):
+            assert 0.25 * augmentation.MAX_DISPLACEMENT * side < offset.std() < augmentation.MAX_DISPLACEMENT * side
+            assert offset.abs().max() < 1.3 * augmentation.MAX_DISPLACEMENT * side
+    for first, second in zip(*shifts, strict=True):
         assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 0.3
 
 
@@ -112,9 +112,9 @@ def test_each_image_is_mirrored_with_a_probability_of_one_half() -> None:
 
 
 def test_without_directions_no_random_number_is_drawn() -> None:
-    images, random = blob(3, 8, 8), draws()
-    assert random_flips(images, (), random) is images
-    assert torch.equal(random.uniform(1), draws().uniform(1))
+    images, unused = blob(3, 8, 8), draws()
+    assert random_flips(images, (), unused) is images
+    assert torch.equal(unused.uniform(1), draws().uniform(1))
 
 
 def test_images_are_shifted_by_whole_pixels_and_filled_with_their_reflection() -> None:
@@ -122,6 +122,6 @@ def test_images_are_shifted_by_whole_pixels_and_filled_with_their_reflection() -
     shifted = random_shift(image.repeat(300, 1, 1, 1), draws())
     padded = torch.nn.functional.pad(image, (2, 2, 1, 1), mode="reflect")
     crops = {(y, x): padded[0, 0, y : y + 16, x : x + 32].flatten().tolist() for y in range(3) for x in range(5)}
-    seen = {place for moved in shifted for place, crop in crops.items() if moved.flatten().tolist() == crop}
-    assert seen == set(crops)
+    offsets = {offset for image in shifted for offset, crop in crops.items() if image.flatten().tolist() == crop}
+    assert offsets == set(crops)
     assert shifted.shape == (300, 1, 16, 32)

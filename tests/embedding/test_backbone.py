@@ -1,4 +1,4 @@
-"""Backbones of timm: weights of a file, fine-tuning, and a frozen network; nothing is downloaded."""
+"""timm backbones: weights from a file, fine-tuning, and frozen networks; nothing is downloaded."""
 
 import subprocess
 import sys
@@ -59,9 +59,9 @@ def member(directory: Path) -> "TimmMember":
     from evernear.embedding.backbone import TimmMember
 
     _, network = load_trained(directory)
-    (found,) = network.members
-    assert isinstance(found, TimmMember)
-    return found
+    (timm_member,) = network.members
+    assert isinstance(timm_member, TimmMember)
+    return timm_member
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenetv3_small_100", "vit_tiny_patch16_224"])
@@ -79,7 +79,7 @@ def test_common_backbones_export_as_torchscript(name: str, tmp_path: Path) -> No
     torch.testing.assert_close(scripted.norm(dim=1), torch.ones(3))
 
 
-def test_training_begins_with_the_weights_of_the_file_and_describes_them(
+def test_training_starts_from_the_weights_of_the_file_and_describes_them(
     digits: Dataset, weights: Path, tmp_path: Path
 ) -> None:
     import timm
@@ -130,8 +130,8 @@ def test_a_frozen_network_is_the_backbone_with_whitened_features(
         vectors = load_network(tmp_path / "network")(to_tensor(next(digits.blocks("test", 8)).images))
     torch.testing.assert_close(vectors.norm(dim=1), torch.ones(8))
     described = embed(tmp_path / "network", digits, tmp_path / "embeddings", splits=("gallery",))
-    everything = digits.manifest.count("gallery") + digits.manifest.count("train")
-    assert described.count == everything, "no class was trained on, so all train images join the gallery"
+    all_images = digits.manifest.count("gallery") + digits.manifest.count("train")
+    assert described.count == all_images, "no class was trained on, so all train images join the gallery"
 
 
 @torch.inference_mode()
@@ -144,17 +144,17 @@ def test_whitened_features_recognize_new_classes_as_well_as_logistic_regression(
     frozen = settings(weights=str(tmp_path / "first" / "weights.pt"), frozen=True, backbone_size_px=16)
     train(digits, frozen, tmp_path / "frozen", exclude_labels=old)
     network, images = load_trained(tmp_path / "frozen")[1].eval(), TrainingImages(digits, old)
-    (gallery, owners), (queries, expected) = (
+    (gallery, labels), (queries, expected) = (
         [torch.cat(parts) for parts in zip(*images.in_order(split), strict=True)] for split in ("train", "test")
     )
 
     def accuracy() -> float:
-        nearest = owners[(network(queries) @ network(gallery).T).argmax(dim=1)]
+        nearest = labels[(network(queries) @ network(gallery).T).argmax(dim=1)]
         return float((nearest == expected).float().mean())
 
     whitened, matrix = accuracy(), network.members[0].get_submodule("standardize").get_buffer("matrix")
     matrix.copy_(torch.eye(len(matrix)))
-    regression = LogisticRegression(max_iter=1000).fit(network(gallery).numpy(), owners.numpy())
+    regression = LogisticRegression(max_iter=1000).fit(network(gallery).numpy(), labels.numpy())
     assert whitened > accuracy() + 0.02
     assert whitened > regression.score(network(queries).numpy(), expected.numpy()) - 0.01
 
@@ -188,13 +188,13 @@ def test_weights_of_another_width_are_rejected(digits: Dataset, weights: Path, t
         train(digits, settings(weights=str(tmp_path / "narrow.safetensors")), tmp_path)
 
 
-class Payload:
+class PickledCode:
     def __reduce__(self) -> tuple[Any, ...]:
         return (open, ("/tmp/evernear-payload", "w"))
 
 
 def test_pickled_code_is_not_run(digits: Dataset, tmp_path: Path) -> None:
-    torch.save({"state_dict": Payload()}, tmp_path / "weights.pth")
+    torch.save({"state_dict": PickledCode()}, tmp_path / "weights.pth")
     with pytest.raises(TrainingError, match="neither a safetensors file nor a torch file of tensors"):
         train(digits, settings(weights=str(tmp_path / "weights.pth")), tmp_path / "out")
     assert not Path("/tmp/evernear-payload").exists()
@@ -205,8 +205,8 @@ def test_pickled_code_is_not_run(digits: Dataset, tmp_path: Path) -> None:
     [
         ({"backbone": "resnet_of_mine"}, "timm has no model 'resnet_of_mine'"),
         ({"backbone": "compact", "weights": "/no/where"}, "compact network has no pretrained weights"),
-        ({"frozen": True}, "needs train.weights"),
-        ({"weights": "/no/where.safetensors"}, "no file /no/where.safetensors"),
+        ({"frozen": True}, "requires train.weights and train.members = 1"),
+        ({"weights": "/no/where.safetensors"}, r"/no/where\.safetensors \(train\.weights\) does not exist"),
     ],
 )
 def test_settings_that_cannot_work_are_rejected(
@@ -216,18 +216,18 @@ def test_settings_that_cannot_work_are_rejected(
         train(digits, settings(**changes), tmp_path)
 
 
-def test_the_hub_is_asked_only_with_weights_hub(
+def test_the_hub_is_used_only_with_weights_hub(
     digits: Dataset, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, str]] = []
+    downloads: list[tuple[str, str]] = []
 
     def download(repository: str, file: str) -> str:
-        asked.append((repository, file))
+        downloads.append((repository, file))
         return str(weights)
 
     monkeypatch.setattr("evernear.embedding.backbone.hf_hub_download", download)
     train(digits, settings(weights="hub", frozen=True, backbone_size_px=16), tmp_path)
-    assert asked == [("timm/test_resnet.r160_in1k", "model.safetensors")]
+    assert downloads == [("timm/test_resnet.r160_in1k", "model.safetensors")]
 
     def fail(repository: str, file: str) -> str:
         raise OSError("no network")
@@ -252,19 +252,19 @@ def test_weights_that_evernear_trained_are_weights_of_the_backbone(digits: Datas
 
 
 def test_a_pretrained_backbone_learns_at_a_tenth_of_the_rate(digits: Dataset, weights: Path) -> None:
-    def factors(**changes: Any) -> dict[bool, set[float]]:
+    def rate_factors(**changes: Any) -> dict[bool, set[float]]:
         chosen = settings(**changes)
         module = TrainingModule(choose_architecture(digits, chosen), 10, chosen, torch.float32)
         backbone = {id(p) for p in module.network.members[0].get_submodule("backbone").parameters()}
-        found: dict[bool, set[float]] = {True: set(), False: set()}
+        factors: dict[bool, set[float]] = {True: set(), False: set()}
         for group in choose_optimizer(module, chosen, torch.float32).param_groups:
             for parameter in group["params"]:
-                found[id(parameter) in backbone].add(group["rate_factor"])
-        return found
+                factors[id(parameter) in backbone].add(group["rate_factor"])
+        return factors
 
-    assert factors() == {True: {1.0}, False: {1.0}}
-    assert factors(weights=str(weights)) == {True: {0.1}, False: {1.0}}
-    assert factors(weights=str(weights), backbone_learning_rate_factor=0.5) == {True: {0.5}, False: {1.0}}
+    assert rate_factors() == {True: {1.0}, False: {1.0}}
+    assert rate_factors(weights=str(weights)) == {True: {0.1}, False: {1.0}}
+    assert rate_factors(weights=str(weights), backbone_learning_rate_factor=0.5) == {True: {0.5}, False: {1.0}}
 
 
 def test_a_release_is_served_without_timm(digits: Dataset, weights: Path, tmp_path: Path) -> None:
@@ -306,10 +306,10 @@ def test_a_frozen_network_recognizes_classes_that_it_was_not_pretrained_on(digit
     embed(tmp_path / "network", dataset, tmp_path / "embeddings")
     blocks = list(Embeddings.open(tmp_path / "embeddings").blocks("gallery"))
     vectors = np.concatenate([block.embeddings for block in blocks])
-    owners = np.array(dataset.labels)[np.concatenate([block.labels for block in blocks])]
-    assert Counter(owners) == dict.fromkeys(new, 3), "of five images, one is in test and one in query"
+    gallery_labels = np.array(dataset.labels)[np.concatenate([block.labels for block in blocks])]
+    assert Counter(gallery_labels) == dict.fromkeys(new, 3), "of five images, one is in test and one in query"
     others = np.flatnonzero(labels >= 5)[100:]
     pixels = (images[others].reshape(-1, 8, 8, 1) * 15).astype(np.uint8)
     nearest = (embed_images(load_network(tmp_path / "network"), pixels) @ vectors.T).argmax(axis=1)
-    accuracy = (owners[nearest].astype(int) == labels[others]).mean()
+    accuracy = (gallery_labels[nearest].astype(int) == labels[others]).mean()
     assert accuracy > 0.4, "0.2 by chance"

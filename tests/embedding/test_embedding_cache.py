@@ -33,16 +33,16 @@ class GrowingDataset:
         pixels, self.targets = load_digits(return_X_y=True)
         self._pixels = (pixels.reshape(-1, 8, 8) * 255 / 16).astype(np.uint8)
 
-    def write(self, numbers: range, split: str = "gallery", label: str | None = None) -> None:
-        for number in numbers:
-            folder = self.images / split / (label or str(self.targets[number]))
+    def write(self, indices: range, split: str = "gallery", label: str | None = None) -> None:
+        for index in indices:
+            folder = self.images / split / (label or str(self.targets[index]))
             folder.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(self._pixels[number]).save(folder / f"{number:04d}.png")
+            Image.fromarray(self._pixels[index]).save(folder / f"{index:04d}.png")
 
-    def path_of(self, number: int) -> Path:
-        return self.images / "gallery" / str(self.targets[number]) / f"{number:04d}.png"
+    def path_of(self, index: int) -> Path:
+        return self.images / "gallery" / str(self.targets[index]) / f"{index:04d}.png"
 
-    def number_of(self, image: np.ndarray) -> int:
+    def index_of(self, image: np.ndarray) -> int:
         return int((self._pixels[..., None] == image).all(axis=(1, 2, 3)).argmax())
 
     def ingest(self) -> Dataset:
@@ -66,7 +66,7 @@ def growing(tmp_path: Path) -> GrowingDataset:
 
 
 def embed_newest(network_dir: Path, growing: GrowingDataset, out_dir: Path, batch_sizes: list[int]) -> int:
-    """Embed the newest snapshot, check every vector against the network, return how many came from the cache."""
+    """Embed the newest snapshot, check every vector against the network, return the number that came from the cache."""
     dataset = growing.ingest()
     batch_sizes.clear()
     described = embed(network_dir, dataset, out_dir, batch_size=64, store=growing.store)
@@ -80,22 +80,22 @@ def embed_newest(network_dir: Path, growing: GrowingDataset, out_dir: Path, batc
             np.testing.assert_array_equal(
                 *(np.concatenate([getattr(b, name) for b in side]) for side in (embedded, images))
             )
-        made = embed_images(network, np.concatenate([block.images for block in images]))
-        np.testing.assert_allclose(np.concatenate([block.embeddings for block in embedded]), made, atol=1e-5)
+        computed = embed_images(network, np.concatenate([block.images for block in images]))
+        np.testing.assert_allclose(np.concatenate([block.embeddings for block in embedded]), computed, atol=1e-5)
     return described.reused
 
 
 @pytest.fixture
 def batch_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the batches that the network computed."""
-    counts: list[int] = []
+    sizes: list[int] = []
 
-    def counting(network, images):
-        counts.append(len(images))
+    def recording_embed_images(network, images):
+        sizes.append(len(images))
         return embed_images(network, images)
 
-    monkeypatch.setattr(embed_module, "embed_images", counting)
-    return counts
+    monkeypatch.setattr(embed_module, "embed_images", recording_embed_images)
+    return sizes
 
 
 def test_only_new_images_are_computed(
@@ -127,7 +127,7 @@ def test_a_shard_without_its_first_image_is_embedded_again(
     dataset = growing.ingest()
     shards = dataset.shards("gallery")
     assert len(shards) == 2
-    growing.path_of(growing.number_of(next(dataset.blocks("gallery")).images[0])).unlink()
+    growing.path_of(growing.index_of(next(dataset.blocks("gallery")).images[0])).unlink()
     assert embed_newest(network_dir, growing, tmp_path / "without it", batch_sizes) == 720 - shards[0].count
     assert embed_newest(network_dir, growing, tmp_path / "again", batch_sizes) == 719
 

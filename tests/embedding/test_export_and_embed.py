@@ -40,17 +40,17 @@ def test_classes_of_any_size_have_the_same_weight_in_the_center(digits: Dataset,
     for excluded in ([], [0, 3]):
         included = [label for label in range(len(digits.labels)) if label not in excluded]
         expected = np.mean([vectors[labels == label].mean(axis=0) for label in included], axis=0)
-        found = center(network, digits, [digits.labels[label] for label in excluded]).center
-        np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
+        centered = center(network, digits, [digits.labels[label] for label in excluded]).center
+        np.testing.assert_allclose(centered.numpy(), expected, atol=1e-5)
 
 
-def test_export_refuses_a_difference_above_the_tolerance(digits: Dataset, trained_dir: Path, tmp_path: Path) -> None:
+def test_export_rejects_a_difference_above_the_tolerance(digits: Dataset, trained_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="differs from the trained one"):
         export(trained_dir, digits, tmp_path, tolerance=1e-12)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_export_refuses_outputs_that_are_not_finite(digits: Dataset, trained_dir: Path, tmp_path: Path) -> None:
+def test_export_rejects_outputs_that_are_not_finite(digits: Dataset, trained_dir: Path, tmp_path: Path) -> None:
     trained, network = load_trained(trained_dir)
     damaged = network.state_dict()
     damaged["members.0.project.weight"].fill_(float("nan"))
@@ -59,7 +59,7 @@ def test_export_refuses_outputs_that_are_not_finite(digits: Dataset, trained_dir
         export(tmp_path / "t", digits, tmp_path / "n", tolerance=1e-4)
 
 
-def test_export_refuses_a_network_for_images_of_another_shape(digits: Dataset, tmp_path: Path) -> None:
+def test_export_rejects_a_network_for_images_of_another_shape(digits: Dataset, tmp_path: Path) -> None:
     architecture = Architecture(shape=(9, 9, 3), mean=(0.5,) * 3, std=(0.5,) * 3, patch_px=1, width=4, embedding_dim=16)
     trained = TrainedNetwork(
         architecture=architecture, dataset_digest=digits.digest, exclude_labels=(), settings=TrainSettings()
@@ -102,11 +102,11 @@ def test_scripted_and_optimized_networks_of_any_shape_match_eager(
     )
     eager = build(architecture)
     pixels = torch.randint(0, 256, (8, channels, *shape[:2]), dtype=torch.uint8)
-    eager.train()(pixels)  # move the batch statistics away from 0 and 1
+    eager.train()(pixels)  # move the running statistics away from 0 and 1
     (tmp_path / "n.pt").write_bytes(to_torchscript(eager))
     with torch.inference_mode():
-        served = load_torchscript(tmp_path / "n.pt")(pixels)
-        torch.testing.assert_close(served, eager.eval()(pixels), atol=1e-5, rtol=0)
+        scripted = load_torchscript(tmp_path / "n.pt")(pixels)
+        torch.testing.assert_close(scripted, eager.eval()(pixels), atol=1e-5, rtol=0)
 
 
 def test_embeddings_have_the_order_labels_and_digests_of_the_dataset(
@@ -159,7 +159,7 @@ def test_open_rejects_a_directory_without_embeddings(tmp_path: Path) -> None:
         Embeddings.open(tmp_path)
 
 
-def test_embed_refuses_a_network_for_images_of_another_shape(
+def test_embed_rejects_a_network_for_images_of_another_shape(
     digits: Dataset, network_dir: Path, tmp_path: Path
 ) -> None:
     described = json.loads((network_dir / "network.json").read_text())

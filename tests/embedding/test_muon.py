@@ -1,9 +1,11 @@
+"""Muon agrees with timm's Muon in bfloat16, and with AdamW for the parameters that it leaves to AdamW."""
+
 import copy
 from typing import Any
 
 import pytest
 import torch
-from timm.optim.muon import Muon as MuonOfTimm
+from timm.optim.muon import Muon as TimmMuon
 from torch import Tensor
 
 from evernear.embedding.muon import Muon
@@ -11,7 +13,7 @@ from evernear.embedding.muon import Muon
 SHAPES = [(8, 4, 3, 3), (16, 8), (4, 16)]
 
 
-def weights() -> list[Tensor]:
+def make_weights() -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator, requires_grad=True) for shape in SHAPES]
 
@@ -30,16 +32,16 @@ def muon(parameters: list[Tensor], precision: torch.dtype, orthogonal: bool = Tr
 
 
 def test_in_bfloat16_the_weights_are_those_of_timm() -> None:
-    ours, theirs = weights(), weights()
+    ours, theirs = make_weights(), make_weights()
     optimize(muon(ours, torch.bfloat16), ours)
-    optimize(MuonOfTimm(theirs, lr=0.01, weight_decay=0.1, momentum=0.9, nesterov=True), theirs)
+    optimize(TimmMuon(theirs, lr=0.01, weight_decay=0.1, momentum=0.9, nesterov=True), theirs)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.float16])
 def test_in_other_precisions_an_update_is_nearly_orthogonal(precision: torch.dtype) -> None:
-    before, after = weights(), weights()
+    before, after = make_weights(), make_weights()
     group = {"params": after, "weight_decay": 0.0, "orthogonal": True}
     optimize(Muon([group], learning_rate=0.01, momentum=0.9, precision=precision), after, steps=1)
     for old, new in zip(before, after, strict=True):
@@ -49,16 +51,16 @@ def test_in_other_precisions_an_update_is_nearly_orthogonal(precision: torch.dty
         assert 0.97 < singular_values.min() <= singular_values.max() < 1.04  # COEFFICIENTS reach 0.978 to 1.032
 
 
-def test_other_parameters_are_left_to_adamw() -> None:
-    ours, theirs = weights(), weights()
+def test_adamw_updates_the_other_parameters() -> None:
+    ours, theirs = make_weights(), make_weights()
     optimize(muon(ours, torch.float32, orthogonal=False), ours)
     optimize(torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1), theirs)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other)
 
 
-def test_a_restored_optimizer_continues_alike() -> None:
-    parameters = weights()
+def test_a_restored_optimizer_continues_identically() -> None:
+    parameters = make_weights()
     optimizer = muon(parameters, torch.float32)
     optimize(optimizer, parameters)
     copies = [parameter.detach().clone().requires_grad_() for parameter in parameters]
@@ -71,7 +73,7 @@ def test_a_restored_optimizer_continues_alike() -> None:
 
 
 def test_a_weight_without_a_gradient_does_not_change() -> None:
-    parameters = weights()
+    parameters = make_weights()
     muon(parameters, torch.float32).step()
-    for parameter, initial in zip(parameters, weights(), strict=True):
+    for parameter, initial in zip(parameters, make_weights(), strict=True):
         assert torch.equal(parameter, initial)

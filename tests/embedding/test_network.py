@@ -99,18 +99,18 @@ def test_test_time_flip_averages_an_image_and_its_mirror_image() -> None:
 
 def test_cost_is_bounded_for_large_images() -> None:
     def cells(side: int) -> int:
-        seen: list[int] = []
+        grid_cells: list[int] = []
         embedder = network((side, side, 3))
         first = next(m for m in embedder.modules() if isinstance(m, torch.nn.Conv2d))
-        first.register_forward_hook(lambda _m, _i, out: seen.append(out.shape[2] * out.shape[3]))
+        first.register_forward_hook(lambda _m, _i, out: grid_cells.append(out.shape[2] * out.shape[3]))
         embedder(images(1, (side, side, 3)))
-        return seen[0]
+        return grid_cells[0]
 
     assert max(cells(side) for side in (95, 96, 224, 500)) <= 96 * 96
     assert cells(28) == 28 * 28
 
 
-def test_bfloat16_works_on_a_machine_that_announces_amx_without_having_it() -> None:
+def test_bfloat16_works_on_a_machine_that_advertises_amx_without_supporting_it() -> None:
     """In a subprocess, because such a machine kills it with SIGILL."""
     script = (
         "import evernear.embedding, torch\n"

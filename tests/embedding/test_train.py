@@ -1,4 +1,4 @@
-"""Training learns, is reproducible, and resumes after a kill."""
+"""Training learns, is reproducible, and resumes after it is killed."""
 
 import os
 import signal
@@ -26,13 +26,13 @@ from evernear.embedding.artifact import Epoch, TrainingResult, load_trained
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.network import Architecture
 from evernear.embedding.train import (
-    DECAY,
+    TOTAL_DECAY,
     Steps,
     TrainingState,
     checkpoint_key,
     choose_flips,
     choose_optimizer,
-    collapse,
+    collapse_warnings,
     learning_rate,
     require_learned,
     train,
@@ -48,17 +48,17 @@ def weights(directory: Path) -> bytes:
 
 
 def test_training_learns_and_reports_every_epoch(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
-    seen: list[Epoch] = []
+    epochs: list[Epoch] = []
     steps: list[Steps] = []
     settings = tiny.model_copy(update={"epochs": 8, "min_steps": 200, "width": 8})
-    result = train(digits, settings, tmp_path, on_epoch=seen.append, on_step=steps.append)
+    result = train(digits, settings, tmp_path, on_epoch=epochs.append, on_step=steps.append)
     per_epoch = len(steps) // 8
     assert per_epoch >= 200 // 8
     assert steps == [Steps(completed, len(steps), per_epoch) for completed in range(1, len(steps) + 1)]
-    assert result.epochs == tuple(seen)
-    assert [point.epoch for point in seen] == list(range(1, 9))
-    assert seen[-1].gallery_accuracy > 0.95
-    assert seen[-1].train_loss < seen[0].train_loss / 2
+    assert result.epochs == tuple(epochs)
+    assert [epoch.epoch for epoch in epochs] == list(range(1, 9))
+    assert epochs[-1].gallery_accuracy > 0.95
+    assert epochs[-1].train_loss < epochs[0].train_loss / 2
     assert TrainingResult.load(tmp_path / "history.json") == result
     trained, network = load_trained(tmp_path)
     assert trained.dataset_digest == digits.digest
@@ -120,8 +120,8 @@ from evernear.embedding.train import train
 from evernear.settings import TrainSettings
 from evernear.store import open_store
 
-def kill(point):
-    if point.epoch == {kill_after}:
+def kill(epoch):
+    if epoch.epoch == {kill_after}:
         os.kill(os.getpid(), signal.SIGKILL)
 
 dataset, out, store, settings = sys.argv[1:]
@@ -138,7 +138,7 @@ train(Dataset.open(Path(dataset)), TrainSettings.model_validate_json(settings), 
         pytest.param(4, 1, 0, marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_training_resumes_to_the_same_weights(
+def test_killed_training_resumes_to_the_same_weights(
     digits: Dataset, digits_dir: Path, tiny: TrainSettings, tmp_path: Path, every: int, kill_after: int,
     resumed_after: int,
 ) -> None:  # fmt: skip
@@ -159,9 +159,7 @@ def test_a_killed_training_resumes_to_the_same_weights(
     assert resumed.model_dump(exclude=without_times) == unbroken.model_dump(exclude=without_times)
 
 
-def test_a_finished_training_is_loaded_from_its_checkpoint(
-    digits: Dataset, tiny: TrainSettings, tmp_path: Path
-) -> None:
+def test_finished_training_is_loaded_from_its_checkpoint(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
     store = open_store((tmp_path / "store").as_uri())
     first = train(digits, tiny, tmp_path / "first", store)
     sizes = [info.size_bytes for info in store.list("checkpoints/")]
@@ -213,7 +211,7 @@ def test_excluded_labels_are_not_trained_or_validated_on(digits: Dataset) -> Non
 
 
 def test_batches_pair_each_image_with_its_class(digits: Dataset) -> None:
-    known = {
+    label_of = {
         image.tobytes(): digits.labels[label]
         for block in digits.blocks("train")
         for image, label in zip(block.images, block.labels, strict=True)
@@ -221,8 +219,8 @@ def test_batches_pair_each_image_with_its_class(digits: Dataset) -> None:
     included = [label for label in digits.labels if label != "0"]
     images = TrainingImages(digits, frozenset({"0"}))
     for pixels, classes in islice(images.batches(100, seed=3, epoch=1, rank=0, world_size=1), 20):
-        for image, number in zip(pixels.permute(0, 2, 3, 1).numpy(), classes.tolist(), strict=True):
-            assert known[image.tobytes()] == included[number]
+        for image, index in zip(pixels.permute(0, 2, 3, 1).numpy(), classes.tolist(), strict=True):
+            assert label_of[image.tobytes()] == included[index]
 
 
 def test_training_requires_two_labels(digits: Dataset) -> None:
@@ -233,16 +231,16 @@ def test_training_requires_two_labels(digits: Dataset) -> None:
 def test_a_small_dataset_is_repeated_up_to_min_steps(
     digits: Dataset, tiny: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps: list[float] = []
+    progresses: list[float] = []
 
-    def recording(settings: TrainSettings, progress: float) -> float:
-        steps.append(progress)
+    def recording_rate(settings: TrainSettings, progress: float) -> float:
+        progresses.append(progress)
         return learning_rate(settings, progress)
 
-    monkeypatch.setattr("evernear.embedding.train.learning_rate", recording)
+    monkeypatch.setattr("evernear.embedding.train.learning_rate", recording_rate)
     train(digits, tiny.model_copy(update={"epochs": 3, "min_steps": 100}), tmp_path)
-    assert len(steps) == 3 * 34
-    assert steps == pytest.approx([i / 102 for i in range(102)])
+    assert len(progresses) == 3 * 34
+    assert progresses == pytest.approx([i / 102 for i in range(102)])
 
 
 @pytest.mark.parametrize("schedule", ["triangular", "cosine"])
@@ -300,16 +298,16 @@ def epoch_of(epoch: int, accuracy: float, error: float = 0.01) -> Epoch:
 
 def test_training_stops_early_when_accuracy_drops_beyond_noise(tiny: TrainSettings) -> None:
     settings = tiny.model_copy(update={"epochs": 100, "patience_epochs": 3})
-    worse, still = state(tiny), state(tiny)
+    worse, stable = state(tiny), state(tiny)
     for epoch, accuracy in enumerate([0.0, 0.5, 0.495, 0.4, 0.3, 0.2], start=1):
         assert not worse.is_finished(settings)
         worse.record(epoch_of(epoch, accuracy))
     assert worse.is_finished(settings)
     assert worse.best_epoch == 3
     for epoch in range(1, 20):
-        still.record(epoch_of(epoch, 0.5 + 0.005 * (epoch % 2)))
-    assert not still.is_finished(settings)
-    assert still.best_epoch == 19
+        stable.record(epoch_of(epoch, 0.5 + 0.005 * (epoch % 2)))
+    assert not stable.is_finished(settings)
+    assert stable.best_epoch == 19
 
 
 def test_best_weights_are_those_of_the_best_epoch(tiny: TrainSettings) -> None:
@@ -322,7 +320,7 @@ def test_best_weights_are_those_of_the_best_epoch(tiny: TrainSettings) -> None:
     assert training.best_weights["members.0.project.weight"].unique().tolist() == [1.0]
 
 
-def test_a_digit_is_not_mirrored(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
+def test_digits_are_not_flipped(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
     result = train(digits, tiny.model_copy(update={"min_steps": 100}), tmp_path)
     horizontal, vertical = next(epoch.flip_tests for epoch in result.epochs if epoch.flip_tests)
     assert not horizontal.harmless
@@ -331,13 +329,13 @@ def test_a_digit_is_not_mirrored(digits: Dataset, tiny: TrainSettings, tmp_path:
     assert not load_trained(tmp_path)[0].architecture.test_time_flip
 
 
-def test_images_that_look_alike_in_a_mirror_are_mirrored(tmp_path: Path, tiny: TrainSettings) -> None:
+def test_images_that_look_like_their_mirror_images_are_flipped(tmp_path: Path, tiny: TrainSettings) -> None:
     # Two arrows: one points up, the other down, each from either side. Left and right carry no information.
-    random = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for number in range(400):
-        image = random.integers(0, 60, (12, 12), dtype=np.uint8)
+        image = rng.integers(0, 60, (12, 12), dtype=np.uint8)
         image[1:6, 2:5] += 180
-        image = image[:, ::-1] if random.random() < 0.5 else image
+        image = image[:, ::-1] if rng.random() < 0.5 else image
         label = ("up", "down")[number % 2]
         directory = tmp_path / "images" / label
         directory.mkdir(parents=True, exist_ok=True)
@@ -391,9 +389,9 @@ def test_a_learning_rate_that_destroys_the_network_is_an_error(
 
 def test_a_collapse_is_a_warning(tiny: TrainSettings) -> None:
     collapsed = result(0.4, 0.1, best_epoch=1)
-    (warning,) = collapse(collapsed.epochs, 1, tiny)
+    (warning,) = collapse_warnings(collapsed.epochs, 1, tiny)
     assert "collapsed after epoch 1: the gallery accuracy fell from 40.0% to 10.0%" in warning
-    assert collapse(result(0.4, 0.38, best_epoch=1).epochs, 1, tiny) == ()
+    assert collapse_warnings(result(0.4, 0.38, best_epoch=1).epochs, 1, tiny) == ()
 
 
 def test_load_rejects_changed_weights(trained_dir: Path, tmp_path: Path) -> None:
@@ -414,7 +412,7 @@ def two_processes(tiny: TrainSettings) -> TrainSettings:
     ("processes", "optimizer", "tolerance"),
     [(2, "adamw", 1e-5), (2, "muon", 1e-3), pytest.param(4, "adamw", 1e-5, marks=pytest.mark.slow)],
 )
-def test_several_processes_train_as_one(
+def test_several_processes_train_like_one(
     digits: Dataset, tiny: TrainSettings, tmp_path: Path, processes: int, optimizer: str, tolerance: float
 ) -> None:
     """Muon amplifies rounding errors of small singular values up to 500 times."""
@@ -476,7 +474,7 @@ def test_a_training_error_in_a_process_is_raised(digits: Dataset, two_processes:
         train(digits, settings, tmp_path)
 
 
-def end_by_signal(send: Callable[[int], None]) -> None:
+def kill_rank_1(send: Callable[[int], None]) -> None:
     send(os.getpid())
     dist.barrier()
     if dist.get_rank() == 1:
@@ -492,7 +490,7 @@ def fail(_: Callable[[int], None]) -> None:
 def test_a_killed_process_is_an_error_and_ends_the_others() -> None:
     pids: list[int] = []
     with pytest.raises(TrainingError, match="process"):
-        distributed.run(end_by_signal, 2, "gloo", pids.append)
+        distributed.run(kill_rank_1, 2, "gloo", pids.append)
     assert len(pids) == 2
     assert not any(map(psutil.pid_exists, pids))
 
@@ -540,6 +538,6 @@ def test_weight_decay_of_color_images_falls_with_the_number_of_steps(red_and_gre
         with_defaults(TrainSettings(epochs=2, learning_rate=0.02, **changes), red_and_green).weight_decay
         for changes in ({"min_steps": 100}, {"min_steps": 200}, {"optimizer": "sgd"})
     )
-    assert short * 0.02 * 100 == pytest.approx(DECAY)
+    assert short * 0.02 * 100 == pytest.approx(TOTAL_DECAY)
     assert long == pytest.approx(short / 2)
     assert sgd == with_defaults(TrainSettings(), digits).weight_decay == 0.01

@@ -117,7 +117,7 @@ def test_two_nodes_train_as_one_process(
     assert "epoch 3/3" in log
     assert "resumed" not in log
     for rank in (0, 1):
-        assert f"Node {rank + 1} of 2 starts. Processes: 1." in log.partition(f"[node {rank}]")[2]
+        assert f"Node {rank + 1} of 2 started. Processes: 1." in log.partition(f"[node {rank}]")[2]
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_nodes_that_end_without_training_are_an_error(
 ) -> None:
     run_command(monkeypatch, "pass")
     follow(digits, settings)
-    with pytest.raises(TrainingError, match="2 nodes is not finished: it has 0 of 3 epochs"):
+    with pytest.raises(TrainingError, match="2 nodes is not finished: 0 of 3 epochs"):
         train(digits, settings.train, tmp_path / "out", open_store(settings.store_uri))
 
 

@@ -11,13 +11,13 @@ from evernear.embedding.network import Architecture, build
 from evernear.settings import TrainSettings
 
 HIGHEST_PROBABILITY = 1 - 1e-7
-"""Probability of the true class that the softmax must be able to reach."""
+"""Probability of the true class that the softmax must be able to reach, without label smoothing."""
 HIGHEST_SMOOTHED_PROBABILITY = 0.999
-"""The same with label smoothing, whose targets are far from 1: a lower scale makes the loss less steep."""
-SAMPLED_FROM = 10_000
-"""From this number of classes, a training step compares images with a random sample of the classes."""
-SAMPLED_SHARE = 0.1
-"""Size of the sample: the rate at which Partial FC keeps the accuracy of all classes."""
+"""The same with label smoothing, whose targets are well below 1: a lower scale makes the loss less steep."""
+MIN_CLASSES_TO_SAMPLE = 10_000
+"""With at least this many classes, a training step computes the logits of a random sample of the classes only."""
+SAMPLE_RATE = 0.1
+"""Fraction of the classes to sample, at which Partial FC is as accurate as with all classes."""
 
 
 class ArcFace(nn.Module):
@@ -29,10 +29,10 @@ class ArcFace(nn.Module):
     it keeps falling with the angle.
 
     The sum formula :math:`\cos\theta \cos m - \sin\theta \sin m` avoids the arccosine. The sine is clamped to
-    `SMALLEST_SINE` because the gradient of a square root is infinite at 0.
+    `MIN_SINE` because the gradient of a square root is infinite at 0.
     """
 
-    SMALLEST_SINE = 1e-4
+    MIN_SINE = 1e-4
 
     def __init__(self, classes: int, embedding_dim: int, scale: float) -> None:
         super().__init__()
@@ -45,14 +45,14 @@ class ArcFace(nn.Module):
     ) -> Tensor:
         """Logits (N, classes) of ``embeddings`` (N, D). If ``labels`` (N,) are passed, ``margin`` (radians) applies.
 
-        With ``sampled`` (S,), the logits (N, S) are those of these classes, and ``labels`` are positions in it.
+        With ``sampled`` (S,), only the logits (N, S) of these classes are computed, and ``labels`` index into it.
         """
         centers = self.centers if sampled is None else self.centers[sampled]
         cosine = F.linear(F.normalize(embeddings), F.normalize(centers))
         if labels is None:
             return self.scale * cosine
         target = cosine.gather(1, labels[:, None])
-        sine = (1 - target.square()).clamp_min(self.SMALLEST_SINE**2).sqrt()
+        sine = (1 - target.square()).clamp_min(self.MIN_SINE**2).sqrt()
         shifted = target * math.cos(margin) - sine * math.sin(margin)
         beyond_pi = target - margin * math.sin(margin)
         target = torch.where(target > -math.cos(margin), shifted, beyond_pi)
@@ -60,10 +60,10 @@ class ArcFace(nn.Module):
 
 
 def choose_scale(classes: int, label_smoothing: float = 0.0) -> float:
-    """The smallest scale at which the softmax of ``classes`` classes can give the true class a probability near 1.
+    """The smallest scale at which a softmax over ``classes`` classes can assign the true class a probability near 1.
 
     It is the lower bound of Wang et al. 2018, "CosFace", arXiv:1801.09414, equation 6, for `HIGHEST_PROBABILITY`, or
-    `HIGHEST_SMOOTHED_PROBABILITY` with label smoothing. A larger scale only sharpens the loss of images that are hard.
+    `HIGHEST_SMOOTHED_PROBABILITY` with label smoothing. A larger scale only sharpens the loss of hard images.
     """
     highest = HIGHEST_SMOOTHED_PROBABILITY if label_smoothing else HIGHEST_PROBABILITY
     odds = highest / (1 - highest)
@@ -71,24 +71,24 @@ def choose_scale(classes: int, label_smoothing: float = 0.0) -> float:
 
 
 def sample_classes(labels: Tensor, classes: int, batch_labels: Tensor) -> tuple[Tensor | None, Tensor]:
-    """The classes that a training step compares with, and the positions of ``labels`` (N,) among them.
+    """Sample the classes of a training step; return them and the positions of ``labels`` (N,) in the sample.
 
-    ``batch_labels`` are those of the whole batch, of which ``labels`` may be the part of one process.
+    ``batch_labels`` are the labels of the whole batch; ``labels`` may be the part of one process.
 
-    From `SAMPLED_FROM` classes on, these are the classes of the batch and `SAMPLED_SHARE` of all classes at random (An
-    et al. 2022, "Killing Two Birds with One Stone: Efficient and Robust Training of Face Recognition CNNs by Partial
-    FC", arXiv:2203.15565), so that the time of a step is that of the network. Below that number, the sample is None,
-    which means all classes.
+    With `MIN_CLASSES_TO_SAMPLE` classes or more, the sample consists of the classes of the batch and `SAMPLE_RATE` of
+    all classes, drawn at random (An et al. 2022, "Killing Two Birds with One Stone: Efficient and Robust Training of
+    Face Recognition CNNs by Partial FC", arXiv:2203.15565), so that the network dominates the time of a step. With
+    fewer classes, the sample is None, which means all classes.
     """
-    if classes < SAMPLED_FROM:
+    if classes < MIN_CLASSES_TO_SAMPLE:
         return None, labels
     present = batch_labels.unique()
-    others = torch.randperm(classes, device=labels.device)[: int(classes * SAMPLED_SHARE)]
+    others = torch.randperm(classes, device=labels.device)[: int(classes * SAMPLE_RATE)]
     return torch.cat([present, others[~torch.isin(others, present)]]), torch.searchsorted(present, labels)
 
 
 class TrainingModule(nn.Module):
-    """The embedding network and one ArcFace head per member; a ``train.scale`` of 0 is that of `choose_scale`.
+    """The embedding network and one ArcFace head per ensemble member. `choose_scale` replaces a ``train.scale`` of 0.
 
     Only the network runs in mixed precision.
     """
@@ -105,23 +105,23 @@ class TrainingModule(nn.Module):
         self.precision = precision
 
     def forward(self, images: Tensor, labels: Tensor, margin: float, batch_labels: Tensor) -> Tensor:
-        """Cross-entropy, mean over the members, of ``images`` (N, C, H, W) and their ``labels`` (N,).
+        """Cross-entropy of ``images`` (N, C, H, W) with ``labels`` (N,), averaged over the members.
 
-        ``batch_labels`` are those of the whole batch: see `sample_classes`.
+        ``batch_labels`` are the labels of the whole batch; see `sample_classes`.
         """
         sampled, positions = sample_classes(labels, self.classes, batch_labels)
         losses = [
-            F.cross_entropy(head(part, positions, margin, sampled), positions, label_smoothing=self.label_smoothing)
-            for head, part in self._parts(images)
+            F.cross_entropy(head(chunk, positions, margin, sampled), positions, label_smoothing=self.label_smoothing)
+            for head, chunk in self._head_inputs(images)
         ]
         return torch.stack(losses).mean()
 
     def logits(self, images: Tensor) -> Tensor:
         """Mean of the members' logits (N, classes) of ``images`` (N, C, H, W), without the margin."""
-        return torch.stack([head(part) for head, part in self._parts(images)]).mean(dim=0)
+        return torch.stack([head(chunk) for head, chunk in self._head_inputs(images)]).mean(dim=0)
 
-    def _parts(self, images: Tensor) -> Iterable[tuple[nn.Module, Tensor]]:
-        """Each head with its part of the embeddings."""
+    def _head_inputs(self, images: Tensor) -> Iterable[tuple[nn.Module, Tensor]]:
+        """Each head with its chunk of the embeddings."""
         with torch.autocast(images.device.type, self.precision, enabled=self.precision != torch.float32):
             embeddings = self.network(images)
         return zip(self.heads, embeddings.chunk(len(self.heads), dim=1), strict=True)

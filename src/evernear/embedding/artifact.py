@@ -41,25 +41,25 @@ class Epoch(Frozen):
     """Standard error of ``gallery_accuracy``."""
     duration_s: float
     flip_tests: tuple[FlipTest, ...] = ()
-    """Measured once, after the first epoch that is clearly better than chance."""
+    """Measured once, after the first epoch whose accuracy is clearly above chance."""
 
 
 class TrainingResult(Frozen):
-    """`HISTORY_FILE`: the course of a training."""
+    """`HISTORY_FILE`: the history of a training run."""
 
     remedy = "run the train step again"
 
     key: str
-    """Names the checkpoint; see `evernear.embedding.train.checkpoint_key`."""
+    """Identifies the checkpoint; see `evernear.embedding.train.checkpoint_key`."""
     best_epoch: int
     """The epoch whose weights were saved; 0 for a frozen network, which has no epochs."""
     stopped_early: bool
     resumed_after_epoch: int
     epochs: tuple[Epoch, ...]
     chance_accuracy: float
-    """Gallery accuracy of a network that always answers the most frequent class."""
+    """Gallery accuracy of a network that always predicts the most frequent class."""
     warnings: tuple[str, ...] = ()
-    """Signs that the training did not go well."""
+    """Problems that occurred during training."""
 
     @property
     def best(self) -> Epoch:
@@ -68,7 +68,7 @@ class TrainingResult(Frozen):
 
     @property
     def flips(self) -> str:
-        """The flips that were measured and whether they were used, in a few words; empty if none was measured."""
+        """A short text on the measured flips and whether they were used; empty if none was measured."""
         return ", ".join(
             f"{test.direction} flips {'used' if test.harmless else 'not used'} "
             f"(accuracy {test.gallery_accuracy:.1%} instead of {epoch.gallery_accuracy:.1%})"
@@ -91,7 +91,7 @@ class TrainedNetwork(Frozen):
     warnings: tuple[str, ...] = ()
     """As in `TrainingResult`."""
     pretrained_sha256: str | None = None
-    """sha256 of the file with the weights that the training began with."""
+    """sha256 of the file of pretrained weights that training started from."""
 
 
 def save_trained(directory: Path, weights: dict[str, Tensor], description: TrainedNetwork) -> None:
@@ -119,12 +119,12 @@ def load_trained(directory: Path) -> tuple[TrainedNetwork, EmbeddingNetwork]:
 
 
 def to_bytes(state: Mapping[str, Any]) -> bytes:
-    """Serialize tensors and plain values in torch's file format."""
+    """Serialize tensors and plain values in the format of `torch.save`."""
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
     return buffer.getvalue()
 
 
 def from_bytes(data: bytes) -> dict[str, Any]:
-    """Deserialize what `to_bytes` wrote, onto the CPU. Only tensors and plain values are read, no pickled code."""
+    """Deserialize the output of `to_bytes` onto the CPU. Only tensors and plain values are read, no pickled code."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

@@ -14,19 +14,19 @@ DEGREES = 10.0
 SCALE = 0.10
 SHEAR = 0.10
 SHIFT = 0.07
-"""Largest shift as a fraction of the image's side: two of 28 pixels."""
-SHIFT_PX_OF_32 = 2
-"""Largest shift of `random_shift`, in pixels of an image of 32."""
-BEND = 0.03
-"""Largest displacement of a control point of an elastic map, as a fraction of the image's side."""
+"""Largest shift as a fraction of the image's side: 2 of 28 pixels."""
+SHIFT_PER_32_PX = 2
+"""Largest shift of `random_shift`, in pixels per 32 pixels of the image's side."""
+MAX_DISPLACEMENT = 0.03
+"""Largest displacement of a control point of an elastic deformation, as a fraction of the image's side."""
 CONTROL_POINTS = 4
 """Control points per side."""
 
 
 class Draws(NamedTuple):
-    """Random numbers per image, from a CPU generator, so that a GPU computes the same images.
+    """Random numbers for each image, drawn on the CPU, so that a GPU computes the same images.
 
-    With a ``batch_size``, the images are a part of a batch that starts at image ``first``. The numbers are drawn for
+    With a ``batch_size``, the images are the part of a batch that starts at index ``first``. The numbers are drawn for
     the whole batch, so that an image gets the same numbers whichever process augments it.
     """
 
@@ -35,19 +35,19 @@ class Draws(NamedTuple):
     first: int = 0
 
     def uniform(self, count: int, *shape: int) -> Tensor:
-        """Numbers of (count, *shape) between 0 and 1."""
-        return self._part(torch.rand(self.batch_size or count, *shape, generator=self.generator), count)
+        """Random numbers (count, *shape) in [0, 1)."""
+        return self._slice(torch.rand(self.batch_size or count, *shape, generator=self.generator), count)
 
     def integers(self, high: int, count: int, *shape: int) -> Tensor:
-        """Integers of (count, *shape) from 0 to ``high - 1``."""
-        return self._part(torch.randint(0, high, (self.batch_size or count, *shape), generator=self.generator), count)
+        """Random integers (count, *shape) in [0, ``high``)."""
+        return self._slice(torch.randint(0, high, (self.batch_size or count, *shape), generator=self.generator), count)
 
-    def _part(self, numbers: Tensor, count: int) -> Tensor:
+    def _slice(self, numbers: Tensor, count: int) -> Tensor:
         return numbers[self.first : self.first + count]
 
 
 def augment(images: Tensor, kind: str, draws: Draws) -> Tensor:
-    """Change each image of (N, C, H, W) at random; ``kind`` is none, shift, affine or elastic."""
+    """Augment each image of (N, C, H, W) at random; ``kind`` is none, shift, affine or elastic."""
     if kind == "none":
         return images
     if kind == "shift":
@@ -56,20 +56,20 @@ def augment(images: Tensor, kind: str, draws: Draws) -> Tensor:
 
 
 def random_shift(images: Tensor, draws: Draws) -> Tensor:
-    """Shift each image of (N, C, H, W) by whole pixels, up to `SHIFT_PX_OF_32` per 32 pixels of its side.
+    """Shift each image of (N, C, H, W) by whole pixels, up to `SHIFT_PER_32_PX` per 32 pixels of its side.
 
     The border is filled with the image's reflection, and no pixel is interpolated: on small photographs the blur of
     `random_affine` costs accuracy. This is the translation of airbench94 (Jordan 2024, arXiv:2404.00498, section 3.5).
     """
     count, _, height, width = images.shape
-    reach_y, reach_x = (max(1, round(side * SHIFT_PX_OF_32 / 32)) for side in (height, width))
-    padded = F.pad(images.to(torch.float32), (reach_x, reach_x, reach_y, reach_y), mode="reflect")
-    top = draws.integers(2 * reach_y + 1, count, 1, 1)
-    left = draws.integers(2 * reach_x + 1, count, 1, 1)
+    max_y, max_x = (max(1, round(side * SHIFT_PER_32_PX / 32)) for side in (height, width))
+    padded = F.pad(images.to(torch.float32), (max_x, max_x, max_y, max_y), mode="reflect")
+    top = draws.integers(2 * max_y + 1, count, 1, 1)
+    left = draws.integers(2 * max_x + 1, count, 1, 1)
     rows = (top + torch.arange(height).reshape(1, -1, 1)).to(images.device)
     columns = (left + torch.arange(width).reshape(1, 1, -1)).to(images.device)
-    numbers = torch.arange(count, device=images.device).reshape(-1, 1, 1)
-    return padded.permute(0, 2, 3, 1)[numbers, rows, columns].permute(0, 3, 1, 2)
+    indices = torch.arange(count, device=images.device).reshape(-1, 1, 1)
+    return padded.permute(0, 2, 3, 1)[indices, rows, columns].permute(0, 3, 1, 2)
 
 
 def random_affine(images: Tensor, draws: Draws, elastic: bool = False) -> Tensor:
@@ -79,7 +79,7 @@ def random_affine(images: Tensor, draws: Draws, elastic: bool = False) -> Tensor
     (Ronneberger et al. 2015, section 3.1, arXiv:1505.04597; for digits Simard et al. 2003, "Best Practices for
     Convolutional Neural Networks Applied to Visual Document Analysis").
 
-    Pixels from outside the image repeat its border.
+    Pixels outside the image repeat its border.
 
     Returns:
         Float images of the same shape, in the range of the input.
@@ -94,24 +94,24 @@ def random_affine(images: Tensor, draws: Draws, elastic: bool = False) -> Tensor
     cos, sin = angle.cos(), angle.sin()
     row_x = torch.stack([scale_x * cos, scale_x * (shear * cos - sin) * aspect, shift_x], dim=1)
     row_y = torch.stack([scale_y * sin / aspect, scale_y * (shear * sin + cos), shift_y], dim=1)
-    maps = torch.stack([row_x, row_y], dim=1).to(images.device)
-    grid = F.affine_grid(maps, list(images.shape), align_corners=False)
+    theta = torch.stack([row_x, row_y], dim=1).to(images.device)
+    grid = F.affine_grid(theta, list(images.shape), align_corners=False)
     if elastic:
         points = draws.uniform(count, 2, CONTROL_POINTS, CONTROL_POINTS) * 2 - 1
-        displacement = F.interpolate(points * 2 * BEND, (height, width), mode="bicubic", align_corners=True)
+        displacement = F.interpolate(points * 2 * MAX_DISPLACEMENT, (height, width), mode="bicubic", align_corners=True)
         grid = grid + displacement.permute(0, 2, 3, 1).to(images.device)
     pixels = images.to(torch.float32)
     return F.grid_sample(pixels, grid, mode="bilinear", padding_mode="border", align_corners=False)
 
 
 def flip(images: Tensor, direction: Flip) -> Tensor:
-    """Mirror all images of (N, C, H, W): left and right, or top and bottom."""
+    """Mirror all images of (N, C, H, W), horizontally or vertically."""
     return images.flip(-1 if direction == "horizontal" else -2)
 
 
 def random_flips(images: Tensor, directions: Sequence[Flip], draws: Draws) -> Tensor:
-    """Mirror each image of (N, C, H, W) in each of ``directions`` with a probability of one half."""
+    """Mirror each image of (N, C, H, W) in each of ``directions`` with probability 0.5."""
     for direction in directions:
-        chosen = draws.uniform(len(images), 1, 1, 1) < 0.5
-        images = torch.where(chosen.to(images.device), flip(images, direction), images)
+        mirrored = draws.uniform(len(images), 1, 1, 1) < 0.5
+        images = torch.where(mirrored.to(images.device), flip(images, direction), images)
     return images

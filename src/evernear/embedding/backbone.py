@@ -1,7 +1,8 @@
-"""Backbones of timm (https://github.com/huggingface/pytorch-image-models), and weights to start from.
+"""timm backbones (https://github.com/huggingface/pytorch-image-models) and their pretrained weights.
 
-Only training imports timm: a release has the network as TorchScript. Nothing is downloaded unless ``train.weights`` is
-`HUB`, and only tensors are read from a file of weights: safetensors, or torch's format without pickled code.
+Only training imports timm: a release contains the network as TorchScript. Nothing is downloaded unless
+``train.weights`` is `HUB`. Only tensors are read from a file of weights: safetensors, or the format of `torch.save`
+without pickled code.
 """
 
 import re
@@ -30,15 +31,15 @@ from evernear.settings import TrainSettings
 from evernear.store import open_store
 
 HUB = "hub"
-AUTO_PRETRAINED = "resnet18"
-"""The backbone that ``auto`` selects if there are weights: small, in every collection of weights, and fast on a CPU."""
+DEFAULT_PRETRAINED = "resnet18"
+"""The backbone that ``auto`` selects if ``train.weights`` is set: small, widely available, and fast on a CPU."""
 PRIOR_IMAGES = 0.1
-"""Weight of equal variances in the covariance of frozen features, in images per dimension."""
-SMALLEST_GAIN = 0.4
-"""Weight of directions in which classes do not differ: classes that are added later may differ there."""
-ROUNDING = 1e-9
-"""Variances below it, relative to all others, are rounding errors."""
-_OWN_PREFIX = "members.0.backbone."
+"""Shrinkage of the covariance of frozen features toward equal variances, in images per dimension."""
+MIN_GAIN = 0.4
+"""Weight of directions in which the classes do not differ: classes that are added later may differ there."""
+VARIANCE_RTOL = 1e-9
+"""Variances below this, relative to all others, are rounding errors."""
+_EVERNEAR_PREFIX = "members.0.backbone."
 _REASON_MAX_CHARACTERS = 200
 
 
@@ -53,7 +54,7 @@ class _Backbone(Protocol):
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of a backbone as they were read: ``sha256`` is that of the file."""
+    """Pretrained weights of a backbone; ``sha256`` is the hash of their file."""
 
     source: str
     sha256: str
@@ -61,7 +62,7 @@ class Weights:
 
 
 class TimmMember(nn.Module):
-    """One backbone: normalized pixels to unit vectors.
+    """An ensemble member with a timm backbone, which maps normalized pixels to unit vectors.
 
     Pooled features are projected to the embedding, as in the compact network. Those of a frozen backbone are only
     whitened.
@@ -83,7 +84,7 @@ class TimmMember(nn.Module):
 
 
 class Whitening(nn.Module):
-    """An affine map of features, chosen by `whiten`: the identity before."""
+    """An affine map of features, fitted by `whiten` and initially the identity."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -116,17 +117,18 @@ def choose_backbone(settings: TrainSettings) -> str:
     """The name of the network that ``settings`` select: one of `MEMBERS` or a model of timm.
 
     Raises:
-        TrainingError: timm has no such model, the compact network shall have weights, or a frozen one has none.
+        TrainingError: timm has no such model, ``train.weights`` is set for the compact network, or ``train.frozen``
+            without weights or with several members.
     """
     name = settings.backbone
     if name == "auto":
-        name = AUTO_PRETRAINED if settings.weights else "compact"
+        name = DEFAULT_PRETRAINED if settings.weights else "compact"
     if settings.frozen and not (settings.weights and settings.members == 1):
-        raise TrainingError("A frozen network (train.frozen) needs train.weights, and train.members is 1.")
+        raise TrainingError("A frozen network (train.frozen) requires train.weights and train.members = 1.")
     if name in MEMBERS:
         if settings.weights:
             raise TrainingError(
-                f"The {name} network has no pretrained weights; set train.backbone to the network of train.weights."
+                f"The {name} network has no pretrained weights; set train.backbone to that of train.weights."
             )
     elif not timm.is_model(name.partition(".")[0]):
         similar = ", ".join(timm.list_models(f"*{name.partition('_')[0]}*")[:3])
@@ -136,9 +138,9 @@ def choose_backbone(settings: TrainSettings) -> str:
 
 
 def choose_input(name: str, shape: tuple[int, int, int], settings: TrainSettings) -> NetworkInput | None:
-    """How to fit images of ``shape`` to a timm model; None if it takes them as they are.
+    """How to crop and resize images of ``shape`` for a timm model; None if it takes them unchanged.
 
-    A pretrained model gets the size, crop and interpolation of its pretraining. A model that takes one size only, such
+    A pretrained model gets the size, crop and interpolation of its pretraining. A model with a fixed input size, such
     as a vision transformer, gets a square.
     """
     config = _data_config(name)
@@ -159,7 +161,7 @@ def choose_input(name: str, shape: tuple[int, int, int], settings: TrainSettings
 
 
 def pretrained_mean_std(name: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel in the pretraining, averaged over the colors for a gray image."""
+    """Mean and standard deviation of each channel in pretraining, averaged over the colors for gray images."""
     config = _data_config(name)
     mean, std = (tuple(float(value) for value in config[key]) for key in ("mean", "std"))
     if channels == 1:
@@ -175,7 +177,7 @@ def feature_dim(name: str) -> int:
 def _config(name: str) -> PretrainedCfg:
     config = get_pretrained_cfg(name)
     if config is None:
-        raise TrainingError(f"timm knows no input size of {name} (train.backbone); choose another backbone.")
+        raise TrainingError(f"timm defines no input size for {name} (train.backbone); choose another backbone.")
     return config
 
 
@@ -184,7 +186,7 @@ def _data_config(name: str) -> dict[str, Any]:
 
 
 def _create(architecture: Architecture, **options: Any) -> nn.Module:
-    """The timm model of ``architecture``, without classifier."""
+    """Create the timm model of ``architecture``, without a classifier."""
     height, width, channels = architecture.shape
     if architecture.input is not None:
         height, width = architecture.input.height_px, architecture.input.width_px
@@ -194,23 +196,23 @@ def _create(architecture: Architecture, **options: Any) -> nn.Module:
 
 
 def read_weights(settings: TrainSettings) -> Weights:
-    """Read ``train.weights``: a file, an object of a store, or timm's weights of the backbone from its hub.
+    """Read ``train.weights``: a file, an object of a store, or timm's weights of the backbone from the hub.
 
     Raises:
-        TrainingError: the file cannot be read or is not one of weights.
+        TrainingError: the file cannot be read or does not contain weights.
         StoreError: the object cannot be fetched.
     """
     source = settings.weights
     with tempfile.TemporaryDirectory(prefix="evernear-weights-") as scratch:
         if source == HUB:
-            source, path = _from_hub(choose_backbone(settings))
+            source, path = _download_from_hub(choose_backbone(settings))
         elif "://" in source:
-            place, _, name = source.rpartition("/")
-            path = open_store(place).fetch(name, Path(scratch) / name)
+            store_uri, _, name = source.rpartition("/")
+            path = open_store(store_uri).fetch(name, Path(scratch) / name)
         else:
             path = Path(source)
         if not path.is_file():
-            raise TrainingError(f"There is no file {printable(source)} (train.weights).")
+            raise TrainingError(f"The file {printable(source)} (train.weights) does not exist.")
         try:
             state = load_state_dict(str(path), device="cpu", weights_only=True)
             tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -227,28 +229,28 @@ def load_weights(network: EmbeddingNetwork, architecture: Architecture, weights:
     """Copy pretrained ``weights`` into the backbone of each member; the classifier among them is ignored.
 
     Raises:
-        TrainingError: they are weights of another architecture.
+        TrainingError: the weights belong to another architecture.
     """
-    pretrained = _pretrained(architecture, weights).state_dict()
+    pretrained = _load_pretrained(architecture, weights).state_dict()
     for member in network.members:
         cast(TimmMember, member).backbone.load_state_dict(pretrained)
 
 
 @torch.inference_mode()
 def whiten(network: EmbeddingNetwork, batches: Iterable[tuple[Tensor, Tensor]], classes: int) -> None:
-    """Fit the whitening of a frozen network to ``batches`` of images (N, C, H, W) and classes (N,)."""
+    """Fit the whitening of a frozen network to ``batches`` of images (N, C, H, W) and labels (N,)."""
     module = cast(Whitening, cast(TimmMember, network.members[0]).standardize)
     dim = len(module.mean)
     counts, sums = np.zeros(classes), np.zeros((classes, dim))
     products = np.zeros((dim, dim))
     features: list[Tensor] = []
     handle = module.register_forward_hook(lambda _, inputs, __: features.append(inputs[0]))
-    for images, owners in batches:
+    for images, labels in batches:
         features.clear()
         network.eval()(images)
         batch = torch.cat(features).double().numpy()
-        np.add.at(sums, owners.numpy(), batch)
-        counts += np.bincount(owners.numpy(), minlength=classes)
+        np.add.at(sums, labels.numpy(), batch)
+        counts += np.bincount(labels.numpy(), minlength=classes)
         products += batch.T @ batch
     handle.remove()
     present = counts > 0
@@ -258,14 +260,14 @@ def whiten(network: EmbeddingNetwork, batches: Iterable[tuple[Tensor, Tensor]], 
 
 
 def discriminant(counts: Floats, sums: Floats, products: Floats) -> tuple[Floats, Floats]:
-    """The mean (D,) and the matrix (D, D) that whiten features and weight what tells classes apart.
+    """The mean (D,) and the matrix (D, D) that whiten features and emphasize directions that separate classes.
 
-    Features of a pretrained network vary most in the directions in which its own classes differ. As in linear
+    Features of a pretrained network vary most in the directions in which its original classes differ. As in linear
     discriminant analysis (Fukunaga 1990, "Introduction to Statistical Pattern Recognition", section 10.2), they are
-    divided by their deviation within classes. A direction in which the class means then have a variance of v, of which
-    u is the error of the means, is multiplied by 1 - u / v, but by at least `SMALLEST_GAIN`. The covariance is shrunk
-    as if `PRIOR_IMAGES` per dimension varied alike in all directions, because there are often fewer images than
-    features.
+    divided by their standard deviation within classes. A direction in which the class means then have a variance of v,
+    of which u is the error of the means, is multiplied by 1 - u / v, but by at least `MIN_GAIN`. The covariance is
+    shrunk as if `PRIOR_IMAGES` per dimension varied equally in all directions, because there are often fewer images
+    than features.
 
     Args:
         counts: (C,), images of each class.
@@ -278,25 +280,29 @@ def discriminant(counts: Floats, sums: Floats, products: Floats) -> tuple[Floats
     means, dim = sums / counts[:, None], len(products)
     mean, within = means.mean(axis=0), products - sums.T @ means
     degrees, total = counts.sum() - len(counts), np.trace(within)
-    if degrees < 1 or total <= ROUNDING * np.trace(products):
+    if degrees < 1 or total <= VARIANCE_RTOL * np.trace(products):
         return mean, np.eye(dim)
     prior = PRIOR_IMAGES * dim
     covariance = (within + prior * total / degrees / dim * np.eye(dim)) / (degrees + prior)
     variances, axes = np.linalg.eigh(covariance)
     whitening = axes / np.sqrt(variances)
-    shown = (means - mean) @ whitening
-    between, directions = np.linalg.eigh(shown.T @ shown / max(1, len(counts) - 1))
-    gains = 1 - (1 / counts).mean() / np.maximum(between, ROUNDING)
-    return mean, whitening @ (directions * np.maximum(gains, SMALLEST_GAIN))
+    whitened_means = (means - mean) @ whitening
+    between, directions = np.linalg.eigh(whitened_means.T @ whitened_means / max(1, len(counts) - 1))
+    gains = 1 - (1 / counts).mean() / np.maximum(between, VARIANCE_RTOL)
+    return mean, whitening @ (directions * np.maximum(gains, MIN_GAIN))
 
 
-def _pretrained(architecture: Architecture, weights: Weights) -> nn.Module:
-    """A model with ``weights``, which timm adapts to its number of channels and its size.
+def _load_pretrained(architecture: Architecture, weights: Weights) -> nn.Module:
+    """Load ``weights`` into a timm model, which adapts them to its number of channels and its size.
 
-    Without a classifier on either side (``num_classes``), timm requires exactly the other keys.
+    With the classifier removed from model (``num_classes=0``) and weights, timm requires all other keys to match.
     """
-    own = {key.removeprefix(_OWN_PREFIX): value for key, value in weights.state.items() if key.startswith(_OWN_PREFIX)}
-    state = own or dict(weights.state)
+    trained = {
+        key.removeprefix(_EVERNEAR_PREFIX): value
+        for key, value in weights.state.items()
+        if key.startswith(_EVERNEAR_PREFIX)
+    }
+    state = trained or dict(weights.state)
     config = _config(architecture.backbone)
     classifiers = (config.classifier,) if isinstance(config.classifier, str) else config.classifier or ()
     for classifier in classifiers:
@@ -316,16 +322,16 @@ def _pretrained(architecture: Architecture, weights: Weights) -> nn.Module:
 
 
 def _mismatch(error: Exception) -> str:
-    """The first fault that `nn.Module.load_state_dict` reports, shortened."""
+    """The first error that `nn.Module.load_state_dict` reports, shortened."""
     lines = [line.strip() for line in str(error).splitlines()]
-    fault = re.sub(r'"([^"]*)"', r"\1", lines[1] if len(lines) > 1 else lines[0] if lines else type(error).__name__)
-    return printable(fault.replace(" in state_dict", "").rstrip(". "), _REASON_MAX_CHARACTERS)
+    message = re.sub(r'"([^"]*)"', r"\1", lines[1] if len(lines) > 1 else lines[0] if lines else type(error).__name__)
+    return printable(message.replace(" in state_dict", "").rstrip(". "), _REASON_MAX_CHARACTERS)
 
 
-def _from_hub(name: str) -> tuple[str, Path]:
+def _download_from_hub(name: str) -> tuple[str, Path]:
     config = _config(name)
     if not config.hf_hub_id:
-        raise TrainingError(f"timm's hub has no weights of {name}; set train.weights to a file.")
+        raise TrainingError(f"The hub has no weights for {name}; set train.weights to a file.")
     file = config.hf_hub_filename or "model.safetensors"
     try:
         return f"{config.hf_hub_id}/{file}", Path(hf_hub_download(config.hf_hub_id, file))

@@ -15,8 +15,8 @@ from evernear.embedding import distributed
 class GlobalBatchNorm(TorchFunctionMode):
     """A context in which `torch.nn.functional.batch_norm` normalizes by the mean and variance over all processes.
 
-    `torch.nn.SyncBatchNorm` does so on GPUs only, and replaces layers, of which those of timm that also apply an
-    activation would lose it. Without several processes, nothing changes.
+    `torch.nn.SyncBatchNorm` does so on GPUs only. It also replaces layers, and timm's layers that apply an activation
+    would lose it. With a single process, nothing changes.
     """
 
     def __torch_function__(
@@ -38,10 +38,10 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`torch.nn.functional.batch_norm` of ``values`` (N, C, ...), with the statistics of all processes' values.
+    """`torch.nn.functional.batch_norm` of ``values`` (N, C, ...), with statistics over all processes.
 
-    Every process has the same number of values. The variance is the mean of squared deviations, which is more accurate
-    than the difference of the mean square and the squared mean.
+    Every process must have the same number of values. The variance is the mean of squared deviations, which is more
+    accurate than the difference of the mean square and the squared mean.
     """
     if not training:
         return F.batch_norm(values, running_mean, running_var, weight, bias, False, momentum, eps)
@@ -49,9 +49,9 @@ def _batch_norm(
     axes = [axis for axis in range(values.ndim) if axis != 1]
     shape = [-1 if axis == 1 else 1 for axis in range(values.ndim)]
     deviations = values.to(torch.float32)
-    mean = _total(deviations.mean(axes)) / processes
+    mean = _all_reduce_sum(deviations.mean(axes)) / processes
     deviations = deviations - mean.reshape(shape)
-    variance = _total(deviations.square().mean(axes)) / processes
+    variance = _all_reduce_sum(deviations.square().mean(axes)) / processes
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             count = values.numel() // values.shape[1] * processes
@@ -62,17 +62,17 @@ def _batch_norm(
     return (normalized if bias is None else normalized + bias.reshape(shape)).to(values.dtype)
 
 
-class _Total(torch.autograd.Function):
+class _AllReduceSum(torch.autograd.Function):
     """The sum of all processes' values. Its gradient is the sum of all processes' gradients."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
-        return distributed.total(values.clone())
+        return distributed.all_reduce_sum(values.clone())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return distributed.total(gradients[0].clone())
+        return distributed.all_reduce_sum(gradients[0].clone())
 
 
-def _total(values: Tensor) -> Tensor:
-    return cast(Tensor, _Total.apply(values))
+def _all_reduce_sum(values: Tensor) -> Tensor:
+    return cast(Tensor, _AllReduceSum.apply(values))

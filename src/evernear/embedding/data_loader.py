@@ -14,7 +14,7 @@ from evernear.errors import TrainingError
 from evernear.output import quantity
 
 BLOCK_SIZE_BYTES = 4 * 2**20
-"""Upper bound of the pixels in a validation batch."""
+"""Largest size of the pixels in a validation batch."""
 
 
 def to_tensor(images: NDArray[np.uint8]) -> Tensor:
@@ -23,14 +23,14 @@ def to_tensor(images: NDArray[np.uint8]) -> Tensor:
 
 
 class TrainingImages:
-    """The train and gallery splits without the excluded labels; the other labels are numbered from 0.
+    """The train and gallery splits without the excluded labels; the other labels are renumbered from 0.
 
     Raises:
         TrainingError: fewer than two labels or images to train on, or no gallery image to validate on.
     """
 
     def __init__(self, dataset: Dataset, exclude_labels: frozenset[str]) -> None:
-        included = [number for number, label in enumerate(dataset.labels) if label not in exclude_labels]
+        included = [index for index, label in enumerate(dataset.labels) if label not in exclude_labels]
         self._dataset = dataset
         self._class_of_label = np.full(len(dataset.labels), -1, dtype=np.int64)
         self._class_of_label[included] = np.arange(len(included))
@@ -44,20 +44,20 @@ class TrainingImages:
         gallery = self._counts("gallery")
         if gallery.sum() == 0:
             raise TrainingError(
-                f"Dataset {dataset.manifest.name} has no image in its gallery split, on which training is validated; "
+                f"Dataset {dataset.manifest.name} has no images in its gallery split, the validation set; "
                 "raise data.gallery_fraction or add images."
             )
         self.chance_accuracy = float(gallery.max() / gallery.sum())
-        """Gallery accuracy of a network that always answers the most frequent class."""
+        """Gallery accuracy of a network that always predicts the most frequent class."""
 
     def batches(
         self, batch_size: int, seed: int, epoch: int, rank: int, world_size: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield images (N, C, H, W) and classes (N,) without end, with N exactly ``batch_size``.
+        """Yield batches of exactly ``batch_size`` images (N, C, H, W) and classes (N,), indefinitely.
 
         The train split is repeated, and reshuffled on each pass, so that a small dataset fills an epoch of any length
-        and every process gets the same number of batches. Unless labels are excluded, the batches of all ranks, one
-        after the other, are the batch that a single process would get.
+        and every process gets the same number of batches. Unless labels are excluded, the batches of all ranks,
+        concatenated in order, are the batch that a single process would get.
         """
         pending: list[tuple[NDArray[np.uint8], NDArray[np.int64]]] = []
         shuffle_seed = int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])

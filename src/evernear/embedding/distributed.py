@@ -1,7 +1,7 @@
 """Run a function in several processes that communicate through `torch.distributed`.
 
-`torchrun` starts processes in the same way, and adds restarts, which a JobSet does where there are several nodes. Its
-agent also puts each process into a new session, where neither Ctrl-C nor a kill of the process group would reach it.
+`torchrun` starts processes in the same way and also restarts them; with several nodes, a JobSet does that. The agent of
+`torchrun` starts each process in a new session, where neither Ctrl-C nor a kill of the process group would reach it.
 """
 
 import multiprocessing
@@ -30,7 +30,7 @@ Value = TypeVar("Value")
 POLL_S = 0.1
 LOOPBACK = "127.0.0.1"
 RENDEZVOUS_TIMEOUT = timedelta(minutes=30)
-"""Time for the processes of all nodes to meet: their pods may start one after the other."""
+"""Time for the processes of all nodes to join: their pods may start one after the other."""
 
 
 class ProcessFailedError(TrainingError):
@@ -39,18 +39,18 @@ class ProcessFailedError(TrainingError):
 
 @dataclass(frozen=True)
 class Node:
-    """This machine among the nodes of a training."""
+    """This node of a training run, and the rendezvous of all nodes."""
 
     rank: int = 0
     count: int = 1
     address: str = LOOPBACK
     """Host name of the first node."""
     port: int = 0
-    """Port of the rendezvous on the first node. A single node chooses a free one."""
+    """Port of the rendezvous on the first node. A single node chooses a free port."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Node":
-        """The node that Kubeflow Trainer describes in the variables of torchrun.
+        """The node that Kubeflow Trainer describes in the environment variables of torchrun.
 
         Raises:
             SettingsError: a variable is missing or not a number.
@@ -64,7 +64,7 @@ class Node:
             )
         except (KeyError, ValueError) as error:
             raise SettingsError(
-                f"This is no node of a TrainJob: the environment variables PET_* are incomplete ({error})."
+                f"This process is not a node of a TrainJob: the environment variables PET_* are incomplete ({error})."
             ) from None
 
 
@@ -78,13 +78,14 @@ def run(
     on_message: Callable[[Message], None],
     node: Node = ONE_NODE,
 ) -> None:
-    """Call ``function(send)`` in ``processes`` new processes, which form one process group with those of other nodes.
+    """Call ``function(send)`` in ``processes`` new processes, which join a process group with those of other nodes.
 
-    Each object that a process passes to ``send`` is passed to ``on_message`` here. ``function`` and the objects must be
-    picklable. No process outlives this call or the calling process. A single process is the calling one.
+    Each object that a process passes to ``send`` is passed to ``on_message`` in the calling process. ``function`` and
+    the objects must be picklable. No process outlives this call or the calling process. If ``processes`` is 1,
+    ``function`` runs in the calling process.
 
     Raises:
-        EvernearError: a process failed with it; the others are ended.
+        EvernearError: a process raised it; the other processes are killed.
         ProcessFailedError: a process failed in another way or was killed.
     """
     messages: SimpleQueue[Message | EvernearError] = multiprocessing.get_context("spawn").SimpleQueue()
@@ -96,14 +97,14 @@ def run(
             function(on_message)
         return
     with divide_between(processes):
-        context = spawn(_call, (function, processes, backend, node, messages), processes, join=False)
+        context = spawn(_run_process, (function, processes, backend, node, messages), processes, join=False)
     assert context is not None  # noqa: S101 - because of join=False
     try:
         while not context.join(timeout=POLL_S):
-            _deliver(messages, on_message)
-        _deliver(messages, on_message)
+            _receive_messages(messages, on_message)
+        _receive_messages(messages, on_message)
     except ProcessException as error:
-        _deliver(messages, on_message)
+        _receive_messages(messages, on_message)
         if isinstance(error, ProcessRaisedException):
             sys.stderr.write(f"{error.msg}\n")  # the traceback
             raise ProcessFailedError(
@@ -118,7 +119,7 @@ def run(
 
 
 def _serve_rendezvous(node: Node) -> TCPStore:
-    """The server of the rendezvous: on the loopback interface, or for other nodes on all interfaces."""
+    """Start the rendezvous server: on the loopback interface, or on all interfaces if there are other nodes."""
     if node.count > 1:
         return TCPStore(LOOPBACK, node.port, is_master=True, wait_for_workers=False)
     listener = socket.create_server((LOOPBACK, 0))
@@ -126,20 +127,20 @@ def _serve_rendezvous(node: Node) -> TCPStore:
     return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def place() -> tuple[int, int]:
-    """Rank and number of the processes of this process group; (0, 1) outside of one."""
+def rank_and_world_size() -> tuple[int, int]:
+    """Rank of this process and size of its process group; (0, 1) outside a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def total(values: Tensor) -> Tensor:
-    """The sum of all processes' ``values``."""
+def all_reduce_sum(values: Tensor) -> Tensor:
+    """The sum of ``values`` over all processes."""
     if dist.is_initialized():
         dist.all_reduce(values)
     return values
 
 
-def gather(values: Tensor) -> Tensor:
-    """``values`` (N,) of all processes, in the order of their ranks; N is the same in each."""
+def all_gather(values: Tensor) -> Tensor:
+    """The ``values`` (N,) of all processes, concatenated in the order of their ranks; N is the same in each."""
     if not dist.is_initialized():
         return values
     parts = [torch.empty_like(values) for _ in range(dist.get_world_size())]
@@ -147,8 +148,8 @@ def gather(values: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def from_rank_0(value: Value) -> Value:
-    """The ``value`` of rank 0 in every process."""
+def broadcast_from_rank_0(value: Value) -> Value:
+    """Return the ``value`` of rank 0 in every process."""
     if not dist.is_initialized():
         return value
     objects = [value]
@@ -156,7 +157,7 @@ def from_rank_0(value: Value) -> Value:
     return objects[0]
 
 
-def _deliver(messages: "SimpleQueue[Message | EvernearError]", on_message: Callable[[Message], None]) -> None:
+def _receive_messages(messages: "SimpleQueue[Message | EvernearError]", on_message: Callable[[Message], None]) -> None:
     while not messages.empty():
         message = messages.get()
         if isinstance(message, EvernearError):
@@ -164,7 +165,7 @@ def _deliver(messages: "SimpleQueue[Message | EvernearError]", on_message: Calla
         on_message(message)
 
 
-def _call(
+def _run_process(
     rank: int,
     function: Callable[[Callable[[Message], None]], None],
     processes: int,
@@ -195,7 +196,7 @@ def _process_group(backend: str, node: Node, rank: int, processes: int) -> Gener
 
 
 def _exit_with_parent() -> None:
-    """End this process when its parent has exited, also on systems without the parent-death signal of Linux."""
+    """Exit when the parent process exits, also on systems without the parent-death signal of Linux."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

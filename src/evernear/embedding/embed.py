@@ -42,12 +42,12 @@ def embed(
 
     With a ``store``, embeddings are cached there; see `evernear.embedding.embedding_cache`. ``untrained`` are classes
     that the network was not trained on. Their train images join the gallery: a class needs many neighbors because a
-    network scatters images of classes that it never saw. Of images of the digit 9, new to a
-    network, 73% were called unknown with 19 images of the gallery split, and 40% with the 126 of the train split added.
-    A frozen network was trained on none.
+    network scatters images of classes that it was not trained on. Of images of the digit 9, new to a network, 73% were
+    called unknown with 19 images of the gallery split, and 40% with the 126 of the train split added. For a frozen
+    network, all classes are untrained.
 
     Raises:
-        IntegrityError: the network does not match its description or takes images of another shape, or the cache is
+        IntegrityError: the network does not match its description or expects images of another shape, or the cache is
             damaged.
     """
     network_description = describe_network(network_dir)
@@ -70,8 +70,8 @@ def embed(
                 embedder.embed(blocks, count, network, pool, threads)
                 for blocks, count in image_blocks(dataset, split, batch_size, untrained)
             )
-            for number, rows in enumerate(_resize(batches, SHARD_SIZE)):
-                shards.append(_write_shard(out_dir, split, number, rows))
+            for index, rows in enumerate(_rebatch(batches, SHARD_SIZE)):
+                shards.append(_write_shard(out_dir, split, index, rows))
     description = EmbeddingsDescription(
         network_sha256=network_description.sha256,
         dataset_digest=dataset.digest,
@@ -91,7 +91,7 @@ def embed_images(network: nn.Module, images: NDArray[np.uint8]) -> NDArray[np.fl
 
 @contextmanager
 def _one_torch_thread() -> Generator[int]:
-    """Compute each batch in one thread, which is faster. Yields how many batches to compute concurrently."""
+    """Compute each batch in one thread, which is faster. Yield the number of batches to compute concurrently."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -103,20 +103,20 @@ def _one_torch_thread() -> Generator[int]:
 def image_blocks(
     dataset: Dataset, split: Split, batch_size: int, untrained: frozenset[str]
 ) -> Iterator[tuple[Iterator[Block], int]]:
-    """Yield the blocks of each shard to embed for ``split`` in the order of the embeddings, and their image count."""
+    """Yield the blocks and image count of each shard to embed for ``split``, in the order of the embeddings."""
     for shard in dataset.shards(split):
         yield dataset.shard_blocks(shard, batch_size), shard.count
     if split == "gallery":
         for shard in dataset.shards("train"):
             labels = untrained.intersection(shard.label_counts)
             if count := sum(shard.label_counts[label] for label in labels):
-                numbers = [dataset.labels.index(label) for label in labels]
-                yield _with_labels(dataset.shard_blocks(shard, batch_size), numbers), count
+                label_indices = [dataset.labels.index(label) for label in labels]
+                yield _filter_labels(dataset.shard_blocks(shard, batch_size), label_indices), count
 
 
-def _with_labels(blocks: Iterator[Block], numbers: Sequence[int]) -> Iterator[Block]:
+def _filter_labels(blocks: Iterator[Block], label_indices: Sequence[int]) -> Iterator[Block]:
     for block in blocks:
-        selected = np.isin(block.labels, numbers)
+        selected = np.isin(block.labels, label_indices)
         if selected.any():
             yield Block(block.images[selected], block.labels[selected], block.digests[selected])
 
@@ -132,7 +132,7 @@ class _Batch:
 
 
 class _Embedder:
-    """Embeds shard by shard, computes what is not cached, and counts what is."""
+    """Embeds one shard at a time, computes embeddings that are not cached, and counts those that are."""
 
     def __init__(self, cache: EmbeddingCache, dim: int) -> None:
         self._cache = cache
@@ -168,7 +168,7 @@ class _Embedder:
         return rows
 
 
-def _resize(batches: Iterator[Rows], size: int) -> Iterator[Rows]:
+def _rebatch(batches: Iterator[Rows], size: int) -> Iterator[Rows]:
     """Yield the same rows in batches of ``size``, the last one shorter."""
     pending: list[Rows] = []
     for batch in batches:
@@ -181,10 +181,10 @@ def _resize(batches: Iterator[Rows], size: int) -> Iterator[Rows]:
         yield np.concatenate(pending)
 
 
-def _write_shard(directory: Path, split: Split, number: int, rows: Rows) -> EmbeddingShard:
+def _write_shard(directory: Path, split: Split, index: int, rows: Rows) -> EmbeddingShard:
     buffer = io.BytesIO()
     np.save(buffer, rows, allow_pickle=False)
     data = buffer.getvalue()
-    file = f"{split}-{number:05d}.npy"
+    file = f"{split}-{index:05d}.npy"
     write_atomically(directory / file, data)
     return EmbeddingShard(file=file, sha256=sha256_bytes(data), split=split, count=len(rows))

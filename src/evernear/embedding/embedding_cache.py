@@ -5,7 +5,7 @@
     embeddings/<sha256 of the network>/<digest of a shard's first image>.npy
 
 There is one object per shard of a dataset. A shard grows at its end, so its first embedded image identifies it in later
-snapshots; if that image is removed from the dataset, the shard is embedded once more. Within an object, images are
+snapshots; if that image is removed from the dataset, the shard is embedded again. Within an object, images are
 looked up by digest and not by position. Labels are not cached: they belong to the dataset and may be corrected.
 """
 
@@ -22,7 +22,7 @@ from evernear.disk import disk_errors
 from evernear.errors import IntegrityError
 from evernear.store import Store
 
-EMBEDDINGS = "embeddings/"
+EMBEDDINGS_PREFIX = "embeddings/"
 Rows = NDArray[np.void]
 Vectors = NDArray[np.float32]
 
@@ -32,24 +32,24 @@ class EmbeddingCache:
 
     def __init__(self, store: Store | None, network_sha256: str, dim: int) -> None:
         self._store = store
-        self._prefix = f"{EMBEDDINGS}{network_sha256}/"
+        self._prefix = f"{EMBEDDINGS_PREFIX}{network_sha256}/"
         self._dtype = np.dtype([("embedding", "<f4", (dim,)), ("digest", "u1", (32,))])
         self._keys = {info.key for info in store.list(self._prefix)} if store else set[str]()
 
     @contextmanager
-    def open_shard(self, first: NDArray[np.uint8], count: int) -> Generator["CachedShard"]:
-        """Open the shard whose first image has the digest ``first`` (32,); the body appends its ``count`` embeddings.
+    def open_shard(self, first_digest: NDArray[np.uint8], count: int) -> Generator["CachedShard"]:
+        """Open the shard whose first image has ``first_digest`` (32,); the body appends its ``count`` embeddings.
 
-        The object is replaced at the end, if any embedding is new.
+        On exit, the object is replaced if any embedding is new.
 
         Raises:
             IntegrityError: the cached object is damaged.
-            StoreError: the store or the disk cannot be written.
+            StoreError: the store or the disk is not writable.
         """
         if self._store is None:
             yield CachedShard(np.empty(0, self._dtype))
             return
-        key = f"{self._prefix}{first.tobytes().hex()}.npy"
+        key = f"{self._prefix}{first_digest.tobytes().hex()}.npy"
         with TemporaryDirectory(prefix="evernear-embeddings-") as scratch:
             cached, path = np.empty(0, self._dtype), Path(scratch) / "rows.npy"
             if key in self._keys:
@@ -73,7 +73,7 @@ class EmbeddingCache:
 
 
 class CachedShard:
-    """The embeddings of one shard: earlier ones to look up, and a file for those of this run."""
+    """The embeddings of one shard: the cached ones to look up, and a file for those of this run."""
 
     def __init__(self, cached: Rows, file: BinaryIO | None = None) -> None:
         self._cached, self._file = cached, file
@@ -84,12 +84,16 @@ class CachedShard:
         """Appended embeddings that were not cached."""
 
     def find(self, digests: NDArray[np.uint8]) -> tuple[Vectors, NDArray[np.bool_]]:
-        """Look up images by ``digests`` (N, 32): embeddings (N, D), zero where not cached, and which (N,) are."""
+        """Look up embeddings by image ``digests`` (N, 32).
+
+        Returns:
+            Embeddings (N, D), zero where not cached, and a mask (N,) of the cached ones.
+        """
         vectors = np.zeros((len(digests), self._cached["embedding"].shape[1]), np.float32)
-        sought = _as_bytes(digests)
-        positions = np.searchsorted(self._digests, sought)
+        queries = _as_bytes(digests)
+        positions = np.searchsorted(self._digests, queries)
         is_cached = positions < len(self._digests)
-        is_cached[is_cached] = self._digests[positions[is_cached]] == sought[is_cached]
+        is_cached[is_cached] = self._digests[positions[is_cached]] == queries[is_cached]
         vectors[is_cached] = self._cached["embedding"][self._order[positions[is_cached]]]
         return vectors, is_cached
 
@@ -103,10 +107,10 @@ class CachedShard:
 
 
 def cached_digests(path: Path, key: str) -> NDArray[np.bytes_]:
-    """The images (N,) in the cached object ``key``, fetched to ``path``.
+    """The image digests (N,) in the cached object ``key``, fetched to ``path``.
 
     Raises:
-        IntegrityError: it is not an object of the cache.
+        IntegrityError: the object does not contain embeddings.
     """
     try:
         return _as_bytes(np.load(path, mmap_mode="r", allow_pickle=False)["digest"])

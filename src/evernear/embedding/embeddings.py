@@ -1,4 +1,4 @@
-"""Embeddings on disk. This module does not import torch, so that building an index starts without it."""
+"""Embeddings on disk. This module does not import torch, so that building an index does not load it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class EmbeddingsDescription(Frozen):
 
 @dataclass(frozen=True)
 class EmbeddingBlock:
-    """Unit-length embeddings (N, D) of float32, label numbers (N,) and image digests (N, 32)."""
+    """Unit-length embeddings (N, D) of float32, label indices (N,) and image digests (N, 32)."""
 
     embeddings: NDArray[np.float32]
     labels: NDArray[np.int64]
@@ -52,7 +52,7 @@ class EmbeddingBlock:
 
 
 class Embeddings:
-    """The embeddings that `embed` wrote, verified and read in blocks."""
+    """The embeddings that `embed` wrote; verified, and read in blocks."""
 
     def __init__(self, directory: Path, description: EmbeddingsDescription) -> None:
         self.directory = directory
@@ -71,7 +71,7 @@ class Embeddings:
         for shard in description.shards:
             path = directory / shard.file
             if not path.is_file() or sha256_file(path) != shard.sha256:
-                raise IntegrityError(f"{path} is missing or changed since it was written; {description.remedy}.")
+                raise IntegrityError(f"{path} is missing or has changed since it was written; {description.remedy}.")
         return Embeddings(directory, description)
 
     def count(self, split: Split) -> int:

@@ -29,7 +29,7 @@ PARITY_IMAGES = 256
 
 
 class ExportedNetwork(Frozen):
-    """`DESCRIPTION_FILE`: input and output of the TorchScript file beside it, and its parity with the eager network."""
+    """`DESCRIPTION_FILE`: input, output and parity with the eager network of the TorchScript file next to it."""
 
     remedy = "run the export step again"
 
@@ -47,14 +47,14 @@ class ExportedNetwork(Frozen):
     """As in `evernear.embedding.artifact.TrainedNetwork`."""
     training_warnings: tuple[str, ...] = ()
     training: dict[str, JsonValue] | None = None
-    """The settings ``train.*`` of its training; None in networks of evernear 0.1.0."""
+    """The settings ``train.*`` that it was trained with; None in networks of evernear 0.1.0."""
 
 
 class CenteredNetwork(nn.Module):
     """A network whose unit vectors are centered and normalized again (Wang et al. 2019, arXiv:1911.04623).
 
     ArcFace separates classes by angle, but lets all of them share a direction, in which images of unseen classes lie as
-    well. Without that direction they are farther from the known ones (``benchmarks/open_set.py``).
+    well. Without that direction, they are farther from the known classes (``benchmarks/open_set.py``).
     """
 
     def __init__(self, network: EmbeddingNetwork, center: Tensor) -> None:
@@ -95,13 +95,13 @@ def export(trained_dir: Path, dataset: Dataset, out_dir: Path, tolerance: float)
         TrainingError: the difference exceeds ``tolerance`` or is not a number. Nothing is written.
         IntegrityError: ``trained_dir`` has no trained network, or one for images of another shape.
     """
-    trained, learned = load_trained(trained_dir)
+    trained, uncentered = load_trained(trained_dir)
     if trained.architecture.shape != dataset.shape:
         raise IntegrityError(
             f"The network in {trained_dir} takes images of {trained.architecture.shape}, but those of "
             f"{dataset.manifest.name} are {dataset.shape}; train again."
         )
-    network = center(learned, dataset, trained.exclude_labels)
+    network = center(uncentered, dataset, trained.exclude_labels)
     data = to_torchscript(network)
     candidate = out_dir / f"{NETWORK_FILE}.unverified"
     write_atomically(candidate, data)
@@ -154,7 +154,7 @@ def training_dataset(network_dir: Path, dataset: Dataset, store: Store) -> Datas
     if snapshot is None:
         raise IntegrityError(
             f"The network was trained on the snapshot {digest[:12]} of {dataset.manifest.name}, which the store no "
-            "longer has, so it is unknown which images it was trained on; run the whole pipeline."
+            "longer has, so the images that it was trained on are unknown; run the whole pipeline."
         )
     return snapshot
 
@@ -163,7 +163,7 @@ def load_network(network_dir: Path) -> torch.jit.ScriptModule:
     """Load the network of an `export` directory, verified against its description, and optimize it for large batches.
 
     It maps uint8 images (N, C, H, W) to unit vectors (N, D) of float32. With oneDNN's operators and memory layout, a
-    batch of 256 takes 2% to 14% less time, but a single image up to 3 times as much, so servers do without them. An
+    batch of 256 takes 2% to 14% less time, but a single image up to 3 times as much, so servers do not use them. An
     optimized graph cannot be saved.
 
     Raises:
@@ -172,14 +172,14 @@ def load_network(network_dir: Path) -> torch.jit.ScriptModule:
     described, file = describe_network(network_dir), network_dir / NETWORK_FILE
     if not file.is_file() or sha256_file(file) != described.sha256:
         raise IntegrityError(f"{file} is missing or does not match {DESCRIPTION_FILE}; {described.remedy}.")
-    with _torchscript_is_deprecated():
+    with _ignore_torchscript_deprecation():
         return torch.jit.optimize_for_inference(load_torchscript(file))
 
 
 def to_torchscript(network: nn.Module) -> bytes:
-    """The network, in eval mode, as a TorchScript file."""
+    """Serialize the network, in eval mode, as TorchScript."""
     buffer = io.BytesIO()
-    with _torchscript_is_deprecated():
+    with _ignore_torchscript_deprecation():
         torch.jit.save(torch.jit.script(network.eval()), buffer)
     return buffer.getvalue()
 
@@ -190,7 +190,7 @@ def load_torchscript(file: Path) -> torch.jit.ScriptModule:
     Raises:
         IntegrityError: the file is not TorchScript.
     """
-    with _torchscript_is_deprecated():
+    with _ignore_torchscript_deprecation():
         try:
             network = torch.jit.load(file, map_location="cpu").eval()
         except (RuntimeError, ValueError) as error:
@@ -205,8 +205,8 @@ def max_abs_difference(eager: nn.Module, scripted: torch.jit.ScriptModule, image
 
 
 @contextmanager
-def _torchscript_is_deprecated() -> Generator[None]:
-    """Ignore the deprecation of ``torch.jit`` (torch 2.13), the format of TorchServe's models."""
+def _ignore_torchscript_deprecation() -> Generator[None]:
+    """Ignore the deprecation warnings of ``torch.jit`` (torch 2.13): TorchServe loads TorchScript."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.jit\.", DeprecationWarning)
         yield
@@ -229,4 +229,4 @@ def _parity_images(dataset: Dataset) -> Tensor:
     for split in ("query", "gallery"):
         for block in dataset.blocks(split, PARITY_IMAGES):
             return to_tensor(np.asarray(block.images))
-    raise TrainingError(f"Dataset {dataset.manifest.name} has no query or gallery image to verify the export on.")
+    raise TrainingError(f"Dataset {dataset.manifest.name} has no query or gallery images to verify the export with.")

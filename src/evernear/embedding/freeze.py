@@ -1,4 +1,4 @@
-"""The initial network of a training, and a frozen one, which is not trained at all."""
+"""The initial network of a training run, and the frozen network, which is not trained at all."""
 
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ from evernear.settings import TrainSettings
 
 
 def choose_architecture(dataset: Dataset, settings: TrainSettings) -> Architecture:
-    """The network for ``dataset``; preprocessing is that of pretrained weights, if there are any.
+    """The architecture for ``dataset``, with the preprocessing of pretrained weights if ``train.weights`` is set.
 
     The standard deviation has a lower bound, for channels without contrast.
 
     Raises:
-        TrainingError: ``train.backbone`` names no network, or one that cannot be used this way.
+        TrainingError: ``train.backbone`` is unknown or does not fit the other settings.
     """
     options = _timm_options(dataset, settings)
     if "mean" not in options:
@@ -57,8 +57,8 @@ def initialize(network: EmbeddingNetwork, architecture: Architecture, settings: 
     """Load the pretrained weights of ``settings`` into ``network``; return the sha256 of their file.
 
     Raises:
-        TrainingError: they cannot be read or belong to another architecture.
-        StoreError: they cannot be fetched.
+        TrainingError: the weights cannot be read or belong to another architecture.
+        StoreError: the weights cannot be fetched.
     """
     if not settings.weights:
         return None
@@ -72,7 +72,7 @@ def initialize(network: EmbeddingNetwork, architecture: Architecture, settings: 
 def freeze(dataset: Dataset, settings: TrainSettings, out_dir: Path, exclude_labels: frozenset[str]) -> TrainingResult:
     """Write a network with a frozen backbone to ``out_dir``, as `evernear.embedding.train.train` writes a trained one.
 
-    Images of the train split determine how its features are whitened.
+    The whitening of its features is fitted to the train split.
 
     Raises:
         TrainingError: as `choose_architecture` and `initialize`; or there are too few images.

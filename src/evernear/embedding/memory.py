@@ -7,28 +7,28 @@ import torch
 from torch import Tensor, nn
 
 INFERENCE_BYTES = 128 * 2**20
-"""Maximum size of the activations that exist at the same time without gradients, per embedding thread."""
+"""Maximum size of the activations that exist at the same time in inference, per embedding thread."""
 TRAINING_BYTES = 2**30
-"""Bound of the activations that a training step keeps for its gradients, on a CPU."""
-GPU_SHARE = 0.5
-"""The same bound on a GPU, as a share of its memory."""
+"""Maximum size of the activations that a training step stores for its backward pass, on a CPU."""
+GPU_MEMORY_FRACTION = 0.5
+"""The same maximum on a GPU, as a fraction of its memory."""
 INFERENCE_FACTOR = 2.0
 """Intermediate results and copies between memory formats, relative to a layer's input and output."""
 TRAINING_FACTOR = 2.0
-"""Gradients of the activations, and values that layers keep besides their output."""
+"""Gradients of the activations, and values that layers store in addition to their output."""
 
 
-def inference_batch(network: nn.Module, image: Tensor) -> int:
-    """Images that ``network`` may process together without gradients; ``image`` (1, C, H, W) is an example."""
+def inference_batch_size(network: nn.Module, image: Tensor) -> int:
+    """Largest batch that ``network`` may process without gradients; ``image`` (1, C, H, W) is an example input."""
     largest = max(_layer_bytes(network, image, lambda inputs, output: inputs + output), default=1)
     return max(1, int(INFERENCE_BYTES / (largest * INFERENCE_FACTOR)))
 
 
-def training_batch(network: nn.Module, image: Tensor, device: torch.device) -> int:
-    """Images that ``network`` may process at once with gradients, of which it has ``image`` (1, C, H, W) an example."""
+def training_batch_size(network: nn.Module, image: Tensor, device: torch.device) -> int:
+    """Largest batch that ``network`` may process with gradients; ``image`` (1, C, H, W) is an example input."""
     limit = TRAINING_BYTES
     if device.type == "cuda":
-        limit = int(torch.cuda.get_device_properties(device).total_memory * GPU_SHARE)
+        limit = int(torch.cuda.get_device_properties(device).total_memory * GPU_MEMORY_FRACTION)
     total = sum(_layer_bytes(network, image, lambda _, output: output))
     return max(2, int(limit / max(1, total * TRAINING_FACTOR)))
 

@@ -1,4 +1,4 @@
-"""The optimizer Muon."""
+"""The Muon optimizer."""
 
 import math
 from collections.abc import Iterable
@@ -14,25 +14,25 @@ COEFFICIENTS = [
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 ]
-"""Of the Newton-Schulz iterations, from Cesista et al. 2025, https://leloykun.github.io/ponder/muon-opt-coeffs/."""
+"""Coefficients of the Newton-Schulz iterations, from Cesista et al. 2025, https://leloykun.github.io/ponder/muon-opt-coeffs/."""
 ADAMW_RMS = 0.2
 """Root mean square of AdamW's updates relative to the learning rate, from Liu et al. 2025, section 2.2."""
 
 
 class Muon(torch.optim.AdamW):
-    """Move weights along orthogonal matrices (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
+    """Update weights by orthogonalized momentum (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
 
-    The updates are as long as AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv:2502.16982), so that
-    both optimizers take the same learning rate and weight decay. Parameter groups without ``orthogonal`` are left to
-    AdamW.
+    The updates have the root mean square of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training",
+    arXiv:2502.16982), so that both optimizers take the same learning rate and weight decay. AdamW updates parameter
+    groups without ``orthogonal``.
 
     timm's Muon always computes in bfloat16, which takes 125 times as long on processors without instructions for it.
 
     Args:
-        groups: Parameter groups with the key ``orthogonal``: weights of shape (outputs, inputs, ...), or not.
-        learning_rate: Of the groups that do not have one.
-        momentum: Share of the earlier gradients in their moving average.
-        precision: Data type of the training; bfloat16 if the device has instructions for it.
+        groups: Parameter groups; ``orthogonal`` is true for weights of shape (outputs, inputs, ...).
+        learning_rate: Learning rate of groups that do not set one.
+        momentum: Weight of earlier gradients in their moving average.
+        precision: Data type of training: updates are computed in bfloat16 if it is bfloat16, otherwise in float32.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class Muon(torch.optim.AdamW):
             state["step"] = torch.tensor(0.0)  # AdamW expects it in every state
             state["exp_avg"] = torch.zeros_like(weight)
         average = state["exp_avg"].lerp_(weight.grad, 1 - self._momentum)
-        ahead = weight.grad.lerp(average, self._momentum)  # Nesterov
-        update = _orthogonal(ahead.flatten(1), self._dtype)
-        length = ADAMW_RMS * math.sqrt(max(update.shape))
+        nesterov = weight.grad.lerp(average, self._momentum)
+        update = _orthogonalize(nesterov.flatten(1), self._dtype)
+        scale = ADAMW_RMS * math.sqrt(max(update.shape))
         weight.mul_(1 - learning_rate * weight_decay)
-        weight.add_(update.view_as(weight), alpha=-learning_rate * length)
+        weight.add_(update.view_as(weight), alpha=-learning_rate * scale)
 
 
-def _orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+def _orthogonalize(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     from timm.optim.muon import zeropower_via_newtonschulz  # importing timm takes seconds
 
     return zeropower_via_newtonschulz(matrix, len(COEFFICIENTS), COEFFICIENTS, dtype=dtype).to(matrix.dtype)

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from evernear.data.preprocess import NetworkInput
-from evernear.embedding.memory import inference_batch
+from evernear.embedding.memory import inference_batch_size
 from evernear.frozen import Frozen
 
-LAST_GRID = 3
-"""Stages are added until no side of the grid exceeds this, which preserves where a feature was."""
-LARGEST_FIRST_GRID = 96
-"""Larger images are split into patches until their grid is smaller, so that the cost does not grow with the image."""
-WIDEST = 8
+MAX_LAST_GRID = 3
+"""Stages are added until no side of the feature map exceeds this, which preserves the positions of features."""
+MAX_FIRST_GRID = 96
+"""Larger images are split into patches until the grid of patches is smaller, so that the cost is bounded."""
+MAX_WIDTH_FACTOR = 8
 """Channels double from stage to stage, up to this multiple of the first stage's."""
 
 
@@ -25,17 +25,17 @@ class Architecture(Frozen):
     shape: tuple[int, int, int]
     """Height, width and channels of an image."""
     mean: tuple[float, ...]
-    """Mean of each channel over the training images, in units of 0..1."""
+    """Mean of each channel over the training images, with pixels scaled to 0..1."""
     std: tuple[float, ...]
     patch_px: int
-    """Side of the pixel squares that become channels before the first convolution."""
+    """Side of the patches whose pixels become channels before the first convolution."""
     width: int
     """Channels of the first convolution."""
     embedding_dim: int
     """Dimensions of the whole embedding, of which each ensemble member computes an equal part."""
     members: int = 1
     backbone: str = "compact"
-    """A name in `MEMBERS`, or a model of timm (`evernear.embedding.backbone`), for which the following fields are."""
+    """A name in `MEMBERS`, or a timm model (`evernear.embedding.backbone`), to which ``input`` and ``frozen`` apply."""
     input: NetworkInput | None = None
     frozen: bool = False
     """Whether the backbone's features are the embedding, without a projection."""
@@ -62,11 +62,11 @@ class EmbeddingNetwork(nn.Module):
         self.register_buffer("std", _per_channel(architecture.std))
         self.mean: Tensor
         self.std: Tensor
-        self.members = nn.ModuleList(_member(architecture) for _ in range(architecture.members))
+        self.members = nn.ModuleList(_build_member(architecture) for _ in range(architecture.members))
         self.length = math.sqrt(architecture.members)
         self.test_time_flip = architecture.test_time_flip
         self.max_batch_size = 2**31 - 1
-        """A larger batch is embedded in parts outside training, so that memory is bounded."""
+        """Outside training, a larger batch is split, so that memory is bounded."""
 
     def forward(self, images: Tensor) -> Tensor:
         """Embed ``images`` (N, C, H, W), uint8 or float in 0..255, as unit vectors (N, embedding_dim)."""
@@ -75,7 +75,7 @@ class EmbeddingNetwork(nn.Module):
         return torch.cat([self.embed_trained(part) for part in images.split(self.max_batch_size)])
 
     def embed_trained(self, images: Tensor) -> Tensor:
-        """`forward` after training, without the bound."""
+        """`forward` in eval mode, without splitting the batch."""
         if not self.test_time_flip:
             return self.embed(images)
         return F.normalize(self.embed(images) + self.embed(images.flip(-1)))
@@ -88,15 +88,15 @@ class EmbeddingNetwork(nn.Module):
 
 
 class _Member(nn.Module):
-    """One convolutional network: normalized pixels to unit vectors.
+    """A convolutional network that maps normalized pixels to unit vectors.
 
     A stage is two 3x3 convolutions and a 2x2 max-pooling, as in VGG (Simonyan and Zisserman 2014, arXiv:1409.1556),
     with batch normalization; the first stage, which has the most pixels, has one convolution. There are at least two
-    stages, and as many as needed to reach `LAST_GRID`. Pooling precedes normalization and the activation, which then
-    process a quarter of the values.
+    stages, and as many as needed to reach `MAX_LAST_GRID`. Pooling precedes normalization and the activation, which
+    then process a quarter of the values.
 
-    For color images, convolutions begin as the identity as far as their channels go, and the activation is GELU
-    (both as in airbench94, Jordan 2024, arXiv:2404.00498): 77.4% instead of 74.1% on CIFAR-10 after five epochs of
+    For color images, convolutions are initialized to the identity as far as their channels allow, and the activation is
+    GELU (both as in airbench94, Jordan 2024, arXiv:2404.00498): 77.4% instead of 74.1% on CIFAR-10 after five epochs of
     20,000 images. Digits gain nothing.
     """
 
@@ -105,17 +105,17 @@ class _Member(nn.Module):
         height, width, channels = architecture.shape
         patch = architecture.patch_px
         convolution = partial(_convolution, color=channels == 3)
-        layers: list[nn.Module] = [_PadTo(patch), nn.PixelUnshuffle(patch)] if patch > 1 else []
+        layers: list[nn.Module] = [_PadToMultiple(patch), nn.PixelUnshuffle(patch)] if patch > 1 else []
         features, grid = channels * patch**2, (math.ceil(height / patch), math.ceil(width / patch))
         stage = 0
-        while stage < 2 or max(grid) > LAST_GRID:
-            wider = architecture.width * min(2**stage, WIDEST)
-            stride = (2 if grid[0] > LAST_GRID else 1, 2 if grid[1] > LAST_GRID else 1)
+        while stage < 2 or max(grid) > MAX_LAST_GRID:
+            outputs = architecture.width * min(2**stage, MAX_WIDTH_FACTOR)
+            stride = (2 if grid[0] > MAX_LAST_GRID else 1, 2 if grid[1] > MAX_LAST_GRID else 1)
             if stage > 0:
-                layers.append(convolution(features, wider))
-                features = wider
-            layers.append(convolution(features, wider, stride))
-            features, grid = wider, (grid[0] // stride[0], grid[1] // stride[1])
+                layers.append(convolution(features, outputs))
+                features = outputs
+            layers.append(convolution(features, outputs, stride))
+            features, grid = outputs, (grid[0] // stride[0], grid[1] // stride[1])
             stage += 1
         dim = architecture.embedding_dim // architecture.members
         self.features = nn.Sequential(*layers)
@@ -128,10 +128,10 @@ class _Member(nn.Module):
 
 
 MEMBERS: dict[str, type[nn.Module]] = {"compact": _Member}
-"""Networks by the name of their backbone; all other names are those of timm."""
+"""Networks by the name of their backbone; all other names are timm models."""
 
 
-def _member(architecture: Architecture) -> nn.Module:
+def _build_member(architecture: Architecture) -> nn.Module:
     if architecture.backbone in MEMBERS:
         return MEMBERS[architecture.backbone](architecture)
     from evernear.embedding.backbone import TimmMember  # timm is not installed where releases are served
@@ -140,10 +140,10 @@ def _member(architecture: Architecture) -> nn.Module:
 
 
 def build(architecture: Architecture) -> EmbeddingNetwork:
-    """A network with new random weights, in channels-last memory format."""
+    """Build a network with random weights, in channels-last memory format."""
     network = EmbeddingNetwork(architecture)
     height, width, channels = architecture.shape
-    network.max_batch_size = inference_batch(network, torch.zeros((1, channels, height, width), dtype=torch.uint8))
+    network.max_batch_size = inference_batch_size(network, torch.zeros((1, channels, height, width), dtype=torch.uint8))
     return network.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 
@@ -152,9 +152,9 @@ def _per_channel(values: tuple[float, ...]) -> Tensor:
 
 
 def choose_patch(height: int, width: int) -> int:
-    """Side in pixels of the patches for images of ``height`` x ``width`` pixels."""
+    """Side of the patches, in pixels, for images of ``height`` x ``width`` pixels."""
     patch = 1
-    while min(height, width) / patch >= LARGEST_FIRST_GRID:
+    while min(height, width) / patch >= MAX_FIRST_GRID:
         patch *= 2
     return patch
 
@@ -168,7 +168,7 @@ def _convolution(inputs: int, outputs: int, stride: tuple[int, int] = (1, 1), *,
     return nn.Sequential(convolution, *pooling, nn.BatchNorm2d(outputs), activation)
 
 
-class _PadTo(nn.Module):
+class _PadToMultiple(nn.Module):
     """Pads right and bottom to a multiple of ``multiple`` pixels with zeros, the mean color."""
 
     def __init__(self, multiple: int) -> None:
@@ -176,5 +176,5 @@ class _PadTo(nn.Module):
         self.multiple = multiple
 
     def forward(self, pixels: Tensor) -> Tensor:
-        right, below = -pixels.shape[3] % self.multiple, -pixels.shape[2] % self.multiple
-        return F.pad(pixels, (0, right, 0, below))
+        right, bottom = -pixels.shape[3] % self.multiple, -pixels.shape[2] % self.multiple
+        return F.pad(pixels, (0, right, 0, bottom))

@@ -1,9 +1,9 @@
-"""One node of a training on several: ``python -m evernear.embedding.node STORE RUN``, the command of a TrainJob's pods.
+"""A node of a multi-node training run: ``python -m evernear.embedding.node STORE RUN``, the command of a TrainJob.
 
 The train step writes the `NodeTask` of the run to the store, and reads the `NodeLog` of each node from there. The
-result is the last checkpoint. A lost node ends the others. The JobSet then starts all of them again, and they resume
-from the last checkpoint. A `TrainingError`, such as a loss that is not finite, would only occur again, so its exit code
-ends the TrainJob (``podFailurePolicy`` in ``deploy/components/multi-node-training``).
+result is the last checkpoint. The loss of a node ends the others. The JobSet then restarts all of them, and they resume
+from the last checkpoint. A `TrainingError`, such as a loss that is not finite, would only recur, so its exit code ends
+the TrainJob (``podFailurePolicy`` in ``deploy/components/multi-node-training``).
 """
 
 import os
@@ -29,7 +29,7 @@ LOG_MAX_LINES = 200
 
 
 class NodeTask(Frozen):
-    """The training that the nodes of a run share: ``runs/<run>/nodes/task.json``."""
+    """The training task that the nodes of a run share: ``runs/<run>/nodes/task.json``."""
 
     dataset: str
     digest: str
@@ -37,11 +37,11 @@ class NodeTask(Frozen):
 
 
 class NodeLog(Frozen):
-    """The progress of one node, over all its starts: ``runs/<run>/nodes/<rank>.json``."""
+    """The progress of one node, including restarts: ``runs/<run>/nodes/<rank>.json``."""
 
     lines: tuple[str, ...] = ()
     epochs: tuple[Epoch, ...] = ()
-    """The epochs since the last start, from the first node."""
+    """The epochs since the last restart, from the first node."""
 
     @staticmethod
     def of(record: RunRecord, rank: int) -> "NodeLog":
@@ -75,8 +75,8 @@ def run_node(store: Store, run: str, node: distributed.Node) -> None:
     task = record.find(TASK, NodeTask)
     dataset = Dataset.find(store, task.dataset, task.digest) if task else None
     if task is None or dataset is None:
-        raise IntegrityError(f"The store {store.uri} has no training of the run {run}; start the train step again.")
-    logger.write(f"Node {node.rank + 1} of {node.count} starts. Processes: {task.settings.processes}.")
+        raise IntegrityError(f"The store {store.uri} has no training task of the run {run}; run the train step again.")
+    logger.write(f"Node {node.rank + 1} of {node.count} started. Processes: {task.settings.processes}.")
 
     def report(message: Epoch | Steps) -> None:
         if isinstance(message, Epoch):
@@ -92,7 +92,7 @@ def run_node(store: Store, run: str, node: distributed.Node) -> None:
     except Exception:
         logger.write(traceback.format_exc())
         raise
-    logger.write("The training is finished.")
+    logger.write("Training finished.")
 
 
 def main() -> int:
@@ -101,7 +101,7 @@ def main() -> int:
     try:
         run_node(open_store(store_uri), run, distributed.Node.from_environment(os.environ))
     except distributed.ProcessFailedError:
-        return 1  # already in the log; unlike after a `TrainingError`, another start may succeed
+        return 1  # already in the log; unlike after a `TrainingError`, a restart may succeed
     except EvernearError as error:
         print_line(f"evernear: {error}", sys.stderr)
         return error.exit_code

@@ -1,18 +1,18 @@
 """Train the embedding network: read `train` from top to bottom; the functions below it are in the order of its calls.
 
-The same seed, data, settings and machine give bit-for-bit the same weights, whether a training runs in one go or is
-killed and resumed. The randomness of an epoch depends on (seed, epoch) alone, and the number of threads fixes the order
-of floating-point additions.
+The same seed, data, settings and machine give bit-for-bit the same weights, whether training is uninterrupted or killed
+and resumed. The randomness of an epoch depends on (seed, epoch) alone, and the number of threads fixes the order of
+floating-point additions.
 
-Several processes train as one would: each step uses the same images, augmented alike, the same statistics of batch
-normalization and the same sample of classes. Only the order of additions differs. The losses of the first epochs agree
-within a relative 1e-5 in float32 (1e-6 measured on digits, and 2e-2 in bfloat16); rounding errors grow with the number
-of steps. The exceptions are dropout, excluded labels (the open-set probe), and batches that exceed the memory of a
-process and are normalized in parts (`choose_parts`).
+Several processes train like one: each step uses the same images with the same augmentation, the same batch
+normalization statistics and the same sample of classes. Only the order of additions differs. The losses of the first
+epochs agree within a relative 1e-5 in float32 (1e-6 measured on digits, and 2e-2 in bfloat16); rounding errors grow
+with the number of steps. The exceptions are dropout, excluded labels (the open-set probe), and batches that exceed the
+memory of a process and are normalized in micro-batches (`choose_micro_batches`).
 
 A checkpoint is the object ``checkpoints/<key>/state.pt`` in the store. Its key is a hash of everything that determines
-the weights, so a training resumes only from a checkpoint with the same inputs. The last checkpoint has no optimizer
-state. It remains in the store so that a pipeline that failed in a later step does not train again. ``checkpoints/`` may
+the weights, so training resumes only from a checkpoint with the same inputs. The last checkpoint has no optimizer
+state. It remains in the store so that a pipeline that fails in a later step does not train again. ``checkpoints/`` may
 be deleted at any time.
 """
 
@@ -52,7 +52,7 @@ from evernear.embedding.augmentation import Draws, Flip, augment, flip, random_f
 from evernear.embedding.batch_norm import GlobalBatchNorm
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.freeze import choose_architecture, freeze, initialize
-from evernear.embedding.memory import training_batch
+from evernear.embedding.memory import training_batch_size
 from evernear.embedding.muon import Muon
 from evernear.embedding.network import MEMBERS, Architecture
 from evernear.errors import TrainingError
@@ -68,27 +68,27 @@ MARGIN_WARM_UP = 0.5
 With the full margin from the first step, training on images harder than digits stays at chance. The annealing of
 SphereFace (Liu et al. 2017, arXiv:1704.08063) begins without a margin for the same reason.
 """
-DECAY = 1.8
+TOTAL_DECAY = 1.8
 """Default of learning rate x weight decay x steps for Muon and AdamW on color images.
 
 With decoupled weight decay, weights are a moving average of the updates, whose length is then the same fraction of
-every training (Wang and Aitchison 2024, "How to set AdamW's weight decay as you scale model and dataset size",
+every training run (Wang and Aitchison 2024, "How to set AdamW's weight decay as you scale model and dataset size",
 arXiv:2405.13698). Measured in docs/decisions/0035-training-on-any-images.md.
 """
 PRETRAINED_RATE_FACTOR = 0.1
 """Learning rate of a pretrained backbone, relative to that of the new layers."""
 FLIP_TOLERANCE = 0.1
 """Largest loss of accuracy under a harmless flip, as a fraction of the accuracy above chance."""
-SEEN = 8
+FLIP_TEST_MIN_ERRORS = 8
 """Standard errors above chance at which the accuracy is high enough to compare flips."""
 CHECKPOINT_FORMAT = 4
-WITHOUT_EFFECT = {"parity_tolerance", "checkpoint_every_epochs", "test_time_flip"}
+IGNORED_IN_KEY = {"parity_tolerance", "checkpoint_every_epochs", "test_time_flip"}
 """Settings that do not affect the weights."""
 OnEpoch = Callable[[Epoch], None]
 
 
 class Steps(NamedTuple):
-    """Training steps, counted over all epochs. Early stopping may end a training before ``total``."""
+    """Training steps, counted over all epochs. Early stopping may end training before ``total``."""
 
     done: int
     total: int
@@ -113,33 +113,33 @@ def train(
     split is not read. With a ``store``, checkpoints are saved there. ``on_epoch`` is called after each epoch, once its
     checkpoint is saved, and ``on_step`` after each step.
 
-    A training on several nodes happens in `evernear.embedding.node`. Elsewhere, this function writes its result from
-    the last checkpoint.
+    Multi-node training runs in `evernear.embedding.node`. Outside the nodes, this function writes its result from the
+    last checkpoint.
 
     Raises:
         TrainingError: fewer than two labels to train on, a loss that is not finite, an unreadable checkpoint, a
-            training process that died, or a training on several nodes that is not finished.
+            training process that died, or multi-node training that is not finished.
         StoreError: a checkpoint or a file in ``out_dir`` cannot be written.
     """
     if settings.frozen:
         return freeze(dataset, settings, out_dir, exclude_labels)
-    elsewhere = settings.nodes > 1 and not dist.is_initialized()
-    if settings.processes > 1 and not elsewhere and not dist.is_initialized():
+    trained_by_nodes = settings.nodes > 1 and not dist.is_initialized()
+    if settings.processes > 1 and not trained_by_nodes and not dist.is_initialized():
 
-        def deliver(message: Epoch | Steps) -> None:
+        def on_message(message: Epoch | Steps) -> None:
             if isinstance(message, Steps):
                 if on_step is not None:
                     on_step(message)
             elif on_epoch is not None:
                 on_epoch(message)
 
-        train_in_processes(dataset, settings, out_dir, store, deliver, exclude_labels)
+        train_in_processes(dataset, settings, out_dir, store, on_message, exclude_labels)
         return TrainingResult.load(out_dir / HISTORY_FILE)
 
-    rank, world_size = distributed.place()
-    device = torch.device("cpu") if elsewhere else choose_device(settings, rank % settings.processes)
+    rank, world_size = distributed.rank_and_world_size()
+    device = torch.device("cpu") if trained_by_nodes else choose_device(settings, rank % settings.processes)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # the device for `distributed.from_rank_0`
+        torch.cuda.set_device(device)  # the device for `distributed.broadcast_from_rank_0`
     settings = with_defaults(settings, dataset)
     precision = choose_precision(settings, device)
     images = TrainingImages(dataset, exclude_labels)
@@ -152,18 +152,18 @@ def train(
     pretrained_sha256 = initialize(module.network, architecture, settings)
     module = module.to(device)
     forward = DistributedDataParallel(module) if world_size > 1 else module
-    parts = choose_parts(module, architecture, batch_size, device)
+    micro_batches = choose_micro_batches(module, architecture, batch_size, device)
     optimizer = choose_optimizer(module, settings, precision)
     scaler = torch.GradScaler(device.type, enabled=precision == torch.float16)
 
     key = checkpoint_key(dataset.digest, settings, exclude_labels, pretrained_sha256)
     state = TrainingState(module, optimizer, scaler)
     load_checkpoint(store, key, state)
-    resumed_after_epoch = 0 if elsewhere else len(state.history)
-    if elsewhere and not state.is_finished(settings):
+    resumed_after_epoch = 0 if trained_by_nodes else len(state.history)
+    if trained_by_nodes and not state.is_finished(settings):
         raise TrainingError(
-            f"The training on {settings.nodes} nodes is not finished: it has {len(state.history)} of "
-            f"{quantity(settings.epochs, 'epoch')}. Only the train step of a pipeline starts it (train.nodes)."
+            f"Training on {settings.nodes} nodes is not finished: {len(state.history)} of "
+            f"{quantity(settings.epochs, 'epoch')} are done. Only the train step of a pipeline starts it (train.nodes)."
         )
 
     while not state.is_finished(settings):
@@ -183,18 +183,19 @@ def train(
                 group["lr"] = rate * group["rate_factor"]
             margin = settings.margin * min(progress / MARGIN_WARM_UP, 1.0)
             optimizer.zero_grad()
-            batch_classes = distributed.gather(classes.to(device))
-            first, state_of_random = rank * batch_size, generator.get_state()
-            for part, part_classes in zip(pixels.tensor_split(parts), classes.tensor_split(parts), strict=True):
-                part, part_classes = part.to(device), part_classes.to(device)
-                draws = Draws(generator.set_state(state_of_random), batch_size * world_size, first)
-                part = random_flips(augment(part, settings.augment, draws), flips, draws)
+            batch_classes = distributed.all_gather(classes.to(device))
+            first, rng_state = rank * batch_size, generator.get_state()
+            splits = (pixels.tensor_split(micro_batches), classes.tensor_split(micro_batches))
+            for inputs, targets in zip(*splits, strict=True):
+                inputs, targets = inputs.to(device), targets.to(device)
+                draws = Draws(generator.set_state(rng_state), batch_size * world_size, first)
+                inputs = random_flips(augment(inputs, settings.augment, draws), flips, draws)
                 with GlobalBatchNorm():
-                    loss = forward(part, part_classes, margin, batch_classes)
-                loss = loss * (len(part) / len(pixels))
+                    loss = forward(inputs, targets, margin, batch_classes)
+                loss = loss * (len(inputs) / len(pixels))
                 scaler.scale(loss * settings.members).backward()  # the sum: each member learns as it would alone
                 losses += loss.detach()
-                first += len(part)
+                first += len(inputs)
             scaler.step(optimizer)
             scaler.update()
             if rank == 0 and on_step is not None:
@@ -203,13 +204,13 @@ def train(
         metrics = Epoch(
             epoch=epoch + 1,
             learning_rate=rate,
-            train_loss=float(distributed.total(losses)) / (steps * world_size),
+            train_loss=float(distributed.all_reduce_sum(losses)) / (steps * world_size),
             **validate(module, images.gallery(rank, world_size), device),
             duration_s=time.monotonic() - started_s,
         )
         if settings.flip == "auto" and not any(earlier.flip_tests for earlier in state.history):
             metrics = metrics.model_copy(update={"flip_tests": measure_flips(module, images, device, metrics)})
-        metrics = distributed.from_rank_0(metrics)  # all processes must agree on when to stop
+        metrics = distributed.broadcast_from_rank_0(metrics)  # all processes must agree on when to stop
         if not math.isfinite(metrics.train_loss + metrics.gallery_loss):
             raise TrainingError(
                 f"The loss is not a finite number after epoch {metrics.epoch}; "
@@ -217,7 +218,7 @@ def train(
             )
         state.record(metrics)
         if rank == 0 and metrics.epoch % settings.checkpoint_every_epochs == 0:
-            save_checkpoint(store, key, state.result() | state.parts())
+            save_checkpoint(store, key, state.final_checkpoint() | state.resume_state())
         if rank == 0 and on_epoch is not None:
             on_epoch(metrics)
 
@@ -228,10 +229,10 @@ def train(
         resumed_after_epoch=resumed_after_epoch,
         epochs=tuple(state.history),
         chance_accuracy=images.chance_accuracy,
-        warnings=collapse(state.history, state.best_epoch, settings),
+        warnings=collapse_warnings(state.history, state.best_epoch, settings),
     )
     if rank == 0:
-        save_checkpoint(store, key, state.result())
+        save_checkpoint(store, key, state.final_checkpoint())
         flips = choose_flips(settings, state.history)
         trained = TrainedNetwork(
             architecture=architecture.model_copy(
@@ -257,11 +258,13 @@ def train_in_processes(
     exclude_labels: frozenset[str] = frozenset(),
     node: distributed.Node = distributed.ONE_NODE,
 ) -> None:
-    """Run `train` in ``settings.processes`` processes of this ``node``; the first one of all writes the files."""
-    work = partial(_train_in_process, dataset.manifest, settings, out_dir, store.uri if store else None, exclude_labels)
+    """Run `train` in ``settings.processes`` processes of this ``node``; rank 0 writes the files."""
+    function = partial(
+        _train_in_process, dataset.manifest, settings, out_dir, store.uri if store else None, exclude_labels
+    )
     gpus = torch.cuda.device_count() if settings.device != "cpu" else 0
     backend = "nccl" if gpus >= settings.processes else "gloo"
-    distributed.run(work, settings.processes, backend, on_message, node)
+    distributed.run(function, settings.processes, backend, on_message, node)
 
 
 def _train_in_process(
@@ -305,12 +308,12 @@ def with_defaults(settings: TrainSettings, dataset: Dataset) -> TrainSettings:
     if color and filled.optimizer != "sgd":
         images = dataset.manifest.count("train")
         steps = filled.epochs * steps_per_epoch(filled, images, min(filled.batch_size, images))
-        return filled.model_copy(update={"weight_decay": DECAY / (filled.learning_rate * steps)})
+        return filled.model_copy(update={"weight_decay": TOTAL_DECAY / (filled.learning_rate * steps)})
     return filled.model_copy(update={"weight_decay": 0.01})
 
 
 def steps_per_epoch(settings: TrainSettings, images: int, batch_size: int) -> int:
-    """The steps that cover ``images`` once, or more if ``train.min_steps`` asks for them."""
+    """The steps that cover ``images`` once, or more if ``train.min_steps`` requires them."""
     return max(images // batch_size, math.ceil(settings.min_steps / settings.epochs))
 
 
@@ -339,21 +342,23 @@ def choose_precision(settings: TrainSettings, device: torch.device) -> torch.dty
     return torch.bfloat16 if cpu.get("avx512_bf16") or cpu.get("amx_bf16") else torch.float32
 
 
-def choose_parts(module: TrainingModule, architecture: Architecture, batch_size: int, device: torch.device) -> int:
-    """Parts of a batch that are processed one after another, so that memory is bounded; their gradients are added.
+def choose_micro_batches(
+    module: TrainingModule, architecture: Architecture, batch_size: int, device: torch.device
+) -> int:
+    """Number of micro-batches in a batch, so that memory is bounded; their gradients are accumulated.
 
-    A part has at least two images, because batch normalization needs a variance.
+    A micro-batch has at least two images, because batch normalization needs a variance.
     """
     height, width, channels = architecture.shape
     image = torch.zeros((1, channels, height, width), dtype=torch.uint8, device=device)
-    parts = math.ceil(batch_size / training_batch(module.network, image, device))
-    return max(1, min(parts, batch_size // 2))
+    count = math.ceil(batch_size / training_batch_size(module.network, image, device))
+    return max(1, min(count, batch_size // 2))
 
 
 def choose_optimizer(module: TrainingModule, settings: TrainSettings, precision: torch.dtype) -> torch.optim.Optimizer:
     """Muon, AdamW or SGD with Nesterov momentum, without weight decay for normalization layers and biases.
 
-    Muon moves the weights of convolutions and linear layers, except depthwise convolutions, which have one input.
+    Muon updates the weights of convolutions and linear layers, except depthwise convolutions, which have one input.
 
     The learning rate of a group is that of the schedule times its ``rate_factor``.
     """
@@ -411,13 +416,13 @@ class TrainingState:
             weights = self._module.network.state_dict()
             self.best_weights = {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}
 
-    def result(self) -> dict[str, Any]:
+    def final_checkpoint(self) -> dict[str, Any]:
         """The content of the last checkpoint."""
         history = [metrics.model_dump() for metrics in self.history]
         return {"history": history, "best_epoch": self.best_epoch, "best_weights": self.best_weights}
 
-    def parts(self) -> dict[str, Any]:
-        """The part of a checkpoint that only an unfinished training needs."""
+    def resume_state(self) -> dict[str, Any]:
+        """The part of a checkpoint that only unfinished training needs."""
         return {
             "module": self._module.state_dict(),
             "optimizer": self._optimizer.state_dict(),
@@ -425,7 +430,7 @@ class TrainingState:
         }
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
-        """Return to the state of ``checkpoint``."""
+        """Restore the state of ``checkpoint``."""
         self.history = [Epoch(**metrics) for metrics in checkpoint["history"]]
         self.best_epoch, self.best_weights = checkpoint["best_epoch"], checkpoint["best_weights"]
         if "optimizer" in checkpoint:
@@ -440,11 +445,11 @@ def checkpoint_key(
     exclude_labels: frozenset[str],
     pretrained_sha256: str | None = None,
 ) -> str:
-    """A hash of everything that determines the weights: data, settings, pretrained and excluded, and versions."""
+    """A hash of everything that determines the weights: data, settings, initial weights, excluded labels, versions."""
     inputs = {
         "format": CHECKPOINT_FORMAT,
         "dataset": dataset_digest,
-        "settings": settings.model_dump(mode="json", exclude=WITHOUT_EFFECT),
+        "settings": settings.model_dump(mode="json", exclude=IGNORED_IN_KEY),
         "exclude_labels": sorted(exclude_labels),
         "pretrained": pretrained_sha256,
         "evernear": evernear.__version__,
@@ -454,7 +459,7 @@ def checkpoint_key(
 
 
 def load_checkpoint(store: Store | None, key: str, state: TrainingState) -> None:
-    """Restore ``state`` from the last checkpoint, if there is one.
+    """Restore ``state`` from the last checkpoint, if one exists.
 
     Raises:
         TrainingError: the object is not a checkpoint.
@@ -465,7 +470,7 @@ def load_checkpoint(store: Store | None, key: str, state: TrainingState) -> None
         return
     try:
         checkpoint = from_bytes(stored[0])
-    except Exception as error:  # torch.load raises many kinds: RuntimeError, UnpicklingError, EOFError ...
+    except Exception as error:  # torch.load raises many types: RuntimeError, UnpicklingError, EOFError ...
         raise TrainingError(f"The checkpoint {store.uri}/{name} cannot be read; delete it and run again.") from error
     state.restore(checkpoint)
 
@@ -503,9 +508,9 @@ class GalleryMetrics(TypedDict):
 def validate(module: TrainingModule, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> GalleryMetrics:
     """Cross-entropy and accuracy of the heads' mean logits on batches of the gallery split, without the margin.
 
-    The ``batches`` of all processes together are the split.
-    The standard error of the accuracy is that of a proportion with half an image added on either side (the prior of
-    Jeffreys), so that it is not zero for a gallery without a mistake.
+    The ``batches`` of all processes together are the split. The standard error of the accuracy is that of a proportion
+    with half an image added on either side (the prior of Jeffreys), so that it is not zero if all predictions are
+    correct.
     """
     module.eval()
     count, correct, total_loss = 0, 0, 0.0
@@ -515,7 +520,7 @@ def validate(module: TrainingModule, batches: Iterable[tuple[Tensor, Tensor]], d
         total_loss += F.cross_entropy(logits, classes, reduction="none").double().sum().item()
         correct += int((logits.argmax(dim=1) == classes).sum())
         count += len(classes)
-    sums = distributed.total(torch.tensor([total_loss, correct, count], dtype=torch.float64, device=device))
+    sums = distributed.all_reduce_sum(torch.tensor([total_loss, correct, count], dtype=torch.float64, device=device))
     total_loss, correct, count = sums.tolist()
     proportion = (correct + 0.5) / (count + 1)
     return {
@@ -540,26 +545,28 @@ def measure_flips(
     """Compare the accuracy on the mirrored gallery with that on the gallery, of a network trained without flips.
 
     Where the mirror image of a class is as likely as the image itself, as of a photographed dog, the network recognizes
-    both alike. A mirrored digit is a different symbol, and the network fails on it. A flip is harmless if the accuracy
-    above chance falls by less than `FLIP_TOLERANCE` plus two standard errors.
+    both equally well. A mirrored digit is a different symbol, and the network fails on it. A flip is harmless if the
+    accuracy above chance falls by less than `FLIP_TOLERANCE` plus two standard errors.
 
     Returns:
-        Nothing while the accuracy is less than `SEEN` standard errors above chance: no difference would be seen.
+        Nothing while the accuracy is less than `FLIP_TEST_MIN_ERRORS` standard errors above chance, too low to compare.
     """
     above_chance, error = metrics.gallery_accuracy - images.chance_accuracy, metrics.gallery_accuracy_error
-    if above_chance < SEEN * error:
+    if above_chance < FLIP_TEST_MIN_ERRORS * error:
         return ()
-    lowest = metrics.gallery_accuracy - FLIP_TOLERANCE * above_chance - 2 * error
+    min_accuracy = metrics.gallery_accuracy - FLIP_TOLERANCE * above_chance - 2 * error
 
-    def measured(direction: Flip) -> FlipTest:
-        mirrored = ((flip(pixels, direction), classes) for pixels, classes in images.gallery(*distributed.place()))
+    def measure(direction: Flip) -> FlipTest:
+        mirrored = (
+            (flip(pixels, direction), classes) for pixels, classes in images.gallery(*distributed.rank_and_world_size())
+        )
         accuracy = validate(module, mirrored, device)["gallery_accuracy"]
-        return FlipTest(direction=direction, gallery_accuracy=accuracy, harmless=accuracy >= lowest)
+        return FlipTest(direction=direction, gallery_accuracy=accuracy, harmless=accuracy >= min_accuracy)
 
-    return measured("horizontal"), measured("vertical")
+    return measure("horizontal"), measure("vertical")
 
 
-def collapse(history: Sequence[Epoch], best_epoch: int, settings: TrainSettings) -> tuple[str, ...]:
+def collapse_warnings(history: Sequence[Epoch], best_epoch: int, settings: TrainSettings) -> tuple[str, ...]:
     """A warning if the gallery accuracy fell after the best epoch by more than four standard errors."""
     best, last = history[best_epoch - 1], history[-1]
     error = math.hypot(best.gallery_accuracy_error, last.gallery_accuracy_error)
@@ -567,7 +574,7 @@ def collapse(history: Sequence[Epoch], best_epoch: int, settings: TrainSettings)
         return ()
     return (
         f"Training collapsed after epoch {best_epoch}: the gallery accuracy fell from {best.gallery_accuracy:.1%} to "
-        f"{last.gallery_accuracy:.1%}. The weights of epoch {best_epoch} were kept; lower train.learning_rate (it is "
+        f"{last.gallery_accuracy:.1%}. The weights of epoch {best_epoch} were saved; lower train.learning_rate (it is "
         f"{settings.learning_rate:g}).",
     )
 
@@ -582,7 +589,7 @@ def require_learned(result: TrainingResult, settings: TrainSettings) -> None:
     if best.gallery_accuracy <= result.chance_accuracy + best.gallery_accuracy_error:
         raise TrainingError(
             f"The network learned nothing: its best gallery accuracy in {quantity(len(result.epochs), 'epoch')} is "
-            f"{best.gallery_accuracy:.1%}, and always answering the most frequent class gives "
+            f"{best.gallery_accuracy:.1%}, and always predicting the most frequent class gives "
             f"{result.chance_accuracy:.1%}. Lower train.learning_rate (it is {settings.learning_rate:g}), train more "
             f"epochs (train.epochs is {settings.epochs}), or check the labels."
         )
