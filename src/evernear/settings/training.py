@@ -13,7 +13,7 @@ Severity = Literal["error", "warn", "off"]
 
 
 BUILT_IN_SOURCES = ("digits", "mnist")
-"""Sources that are names, not places."""
+"""Sources that are names, not locations."""
 
 
 class DataSettings(Section):
@@ -32,10 +32,10 @@ class DataSettings(Section):
     )
     resize: Literal["auto", "crop", "letterbox", "stretch"] = Field(
         default="auto",
-        description="Images of another aspect ratio: keep the center, add gray bars, or distort them; auto: crop, or "
-        "letterbox where more than half would be lost.",
+        description="Images of another aspect ratio: crop to the center, pad with gray bars, or stretch; auto: crop, "
+        "or letterbox if more than half would be lost.",
     )
-    channels: Literal["auto", "gray", "color"] = Field(default="auto", description="auto: as in most images.")
+    channels: Literal["auto", "gray", "color"] = Field(default="auto", description="auto: those of most images.")
     test_fraction: Fraction = Field(default=0.10, description="Share of images in the frozen test split.")
     gallery_fraction: Fraction = Field(default=0.10, description="Share of images in the index.")
     query_fraction: Fraction = Field(default=0.05, description="Share of images that calibrate the open-set threshold.")
@@ -44,7 +44,7 @@ class DataSettings(Section):
         default=25_000_000, description="Largest width times height of an image; larger images are rejected."
     )
     requests_in_flight: int = Field(
-        default=32, ge=1, le=64, description="Files that are read concurrently, from a bucket or a folder."
+        default=32, ge=1, le=64, description="Files to read concurrently, from a bucket or a folder."
     )
     decode_threads: int = Field(default=0, ge=0, description="Threads that decode images; 0: one per available CPU.")
 
@@ -54,14 +54,14 @@ class DataSettings(Section):
         """Make a relative directory absolute: the steps of a run have another working directory."""
         if source and source not in BUILT_IN_SOURCES and Path(source).is_dir():
             raise ValueError(f"{source!r} is a directory; use folder:{source} for the images in it")
-        kind, _, place = source.partition(":")
-        return f"{kind}:{Path(place).absolute()}" if kind in ("folder", "mnist") and place else source
+        kind, _, directory = source.partition(":")
+        return f"{kind}:{Path(directory).absolute()}" if kind in ("folder", "mnist") and directory else source
 
 
 class ClassSettings(Section):
-    """Classes of the champion that were removed or renamed on purpose. Entries that it does not have are ignored."""
+    """Classes of the champion that were removed or renamed on purpose. Entries for other classes are ignored."""
 
-    retired: tuple[str, ...] = Field(default=(), description="Classes that new releases no longer need to know.")
+    retired: tuple[str, ...] = Field(default=(), description="Classes that new releases no longer need to recognize.")
     renamed: dict[str, str] = Field(default={}, description="New name of each renamed class.")
 
     @model_validator(mode="after")
@@ -95,7 +95,9 @@ class ValidationSettings(Section):
     cropped: Severity = Field(
         default="warn", description="Images of another aspect ratio were cropped to their centers."
     )
-    letterboxed: Severity = Field(default="warn", description="Images of another aspect ratio got gray bars.")
+    letterboxed: Severity = Field(
+        default="warn", description="Images of another aspect ratio were padded with gray bars."
+    )
     stretched: Severity = Field(default="warn", description="Images of another aspect ratio were stretched.")
     upscaled: Severity = Field(
         default="warn", description="Images are smaller than the dataset's size and were enlarged."
@@ -138,10 +140,10 @@ class TrainSettings(Section):
     min_steps: int = Field(
         default=-1,
         ge=-1,
-        description="Smallest number of steps of a run; small datasets are repeated within an epoch. "
+        description="Smallest number of training steps; small datasets are repeated within an epoch. "
         "-1: 300 if gray, 400 if color with Muon, 600 if color otherwise.",
     )
-    batch_size: int = Field(default=256, ge=2, description="Images in a step, of all processes together.")
+    batch_size: int = Field(default=256, ge=2, description="Images per step, over all processes.")
     optimizer: Literal["auto", "muon", "adamw", "sgd"] = Field(
         default="auto",
         description="Muon, AdamW, or SGD with Nesterov momentum; auto: muon for color images in the compact backbone "
@@ -156,7 +158,7 @@ class TrainSettings(Section):
     )
     momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="Momentum of Muon and SGD.")
     schedule: Literal["triangular", "cosine", "constant"] = Field(
-        default="triangular", description="Learning rate over the training."
+        default="triangular", description="Learning rate schedule."
     )
     label_smoothing: float = Field(
         default=-1.0,
@@ -166,7 +168,7 @@ class TrainSettings(Section):
         "train.scale is 0, otherwise 0.",
     )
     margin: float = Field(
-        default=0.3, ge=0.0, lt=1.6, description="ArcFace margin m, in radians, from the middle of the training on."
+        default=0.3, ge=0.0, lt=1.6, description="ArcFace margin m, in radians, reached halfway through training."
     )
     scale: float = Field(
         default=0.0,
@@ -178,27 +180,27 @@ class TrainSettings(Section):
         default=1,
         ge=1,
         le=16,
-        description="Networks of a deep ensemble. They train together, and their embeddings are concatenated.",
+        description="Networks in a deep ensemble. They train together, and their embeddings are concatenated.",
     )
     embedding_dim: int = Field(
-        default=128, ge=2, le=2048, description="Dimensions of the whole embedding; a multiple of train.members."
+        default=128, ge=2, le=2048, description="Dimensions of the embedding; a multiple of train.members."
     )
     backbone: str = Field(
         default="auto",
         min_length=1,
-        description="compact: a small convolutional network; any name of timm: resnet18, mobilenetv3_small_100 ...; "
+        description="compact: a small convolutional network; any timm model: resnet18, mobilenetv3_small_100 ...; "
         "auto: compact, or resnet18 if train.weights is set.",
     )
     weights: str = Field(
         default="",
         description="Initial weights of the backbone: a file (safetensors or torch), file:///path, "
-        "s3://bucket/key, or hub to download those of timm; if empty, random ones.",
+        "s3://bucket/key, or hub to download timm's; if empty, random weights.",
     )
     backbone_size_px: int = Field(
         default=0,
         ge=0,
         le=1024,
-        description="Side of the images in a backbone of timm; 0: as in its pretraining with train.weights, "
+        description="Side of the input images of a timm backbone; 0: as in its pretraining with train.weights, "
         "otherwise as in the dataset.",
     )
     backbone_learning_rate_factor: float = Field(
@@ -207,7 +209,7 @@ class TrainSettings(Section):
         description="Learning rate of the backbone, relative to that of the other layers; 0: 0.1 with train.weights, "
         "otherwise 1.",
     )
-    frozen: bool = Field(default=False, description="Use the features of a pretrained backbone without any training.")
+    frozen: bool = Field(default=False, description="Use the features of a pretrained backbone, without training.")
     width: int = Field(
         default=0,
         ge=0,
@@ -216,33 +218,33 @@ class TrainSettings(Section):
         "0: 16 if gray, 48 if color with Muon, 32 if color otherwise.",
     )
     patch_px: int = Field(
-        default=0, ge=0, le=32, description="Side of the pixel squares that become channels; 0: from the image size."
+        default=0, ge=0, le=32, description="Side of the patches whose pixels become channels; 0: from the image size."
     )
     augment: Literal["auto", "none", "shift", "affine", "elastic"] = Field(
         default="auto",
-        description="Random changes of the training images; auto: affine if they are gray, shift if they are color.",
+        description="Random augmentation of training images; auto: affine if they are gray, shift if they are color.",
     )
     flip: Literal["auto", "none", "horizontal", "vertical", "both"] = Field(
         default="auto",
-        description="Random mirroring of the training images; auto: measured during training, so that photographs are "
-        "mirrored and digits are not.",
+        description="Random flips of the training images; auto: measured during training, so that photographs are "
+        "flipped and digits are not.",
     )
     test_time_flip: bool = Field(
         default=True,
-        description="Average the embeddings of an image and its mirror image, if the training "
-        "mirrors images from left to right; takes twice the time.",
+        description="Average the embeddings of an image and its mirror image if training uses horizontal flips; "
+        "doubles the time of an embedding.",
     )
-    seed: int = Field(default=0, description="Seed of weights, order and augmentation.")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if PyTorch has one.")
+    seed: int = Field(default=0, description="Seed of the initial weights, the order of images and augmentation.")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if PyTorch detects one.")
     precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Of activations; auto: half precision if the device computes in it."
+        default="auto", description="Data type of activations; auto: half precision if the device supports it."
     )
-    processes: int = Field(default=1, ge=1, description="Training processes of a node, one per GPU.")
+    processes: int = Field(default=1, ge=1, description="Training processes per node, one per GPU.")
     nodes: int = Field(
-        default=1, ge=1, description="Machines that train together, as a TrainJob of Kubeflow Trainer if more than one."
+        default=1, ge=1, description="Nodes that train together, as a TrainJob of Kubeflow Trainer if more than 1."
     )
     checkpoint_every_epochs: int = Field(
-        default=1, ge=1, description="Epochs between checkpoints, from which a killed training resumes."
+        default=1, ge=1, description="Epochs between checkpoints, from which interrupted training resumes."
     )
     patience_epochs: int = Field(
         default=5,
@@ -250,14 +252,16 @@ class TrainSettings(Section):
         description="Epochs without improvement in gallery accuracy, beyond noise, before training stops early.",
     )
     parity_tolerance: float = Field(
-        default=1e-4, gt=0.0, description="Largest difference between an eager and a TorchScript embedding."
+        default=1e-4,
+        gt=0.0,
+        description="Largest difference between the eager and the TorchScript embedding of an image.",
     )
 
     @field_validator("weight_decay", "label_smoothing")
     @classmethod
     def _not_between(cls, value: float) -> float:
         if -1 < value < 0:
-            raise ValueError(f"{value:g} is negative; use 0 or more, or -1 to let the images decide")
+            raise ValueError(f"{value:g} is negative; use 0 or more, or -1 to choose by the images")
         return value
 
     @field_validator("weights")
@@ -329,14 +333,14 @@ class IndexSettings(Section):
         default=0.99, description="Recall@1 against exact search that auto must reach, with 95% confidence."
     )
     memory_mb: int = Field(
-        default=2000, ge=1, description="Largest approximate index that auto may choose; FAISS only."
+        default=2000, ge=1, description="Size of the largest approximate index that auto may choose; FAISS only."
     )
     label_by: Literal["auto", "vote", "centroid"] = Field(
         default="auto",
         description="vote: the majority of the k nearest neighbors; centroid: the nearest class centroid; "
         "auto: vote, unless the centroids label clearly more images of the query split correctly.",
     )
-    k: int = Field(default=5, ge=1, le=1000, description="Number of neighbors that vote.")
+    k: int = Field(default=5, ge=1, le=1000, description="Number of neighbors in the vote.")
     false_accept_rate: float = Field(
         default=0.05,
         gt=0.0,
@@ -352,7 +356,7 @@ class IndexSettings(Section):
 
     @property
     def temporary(self) -> "IndexSettings":
-        """Settings of an index that only one process uses, which therefore is one of FAISS."""
+        """Settings of an index that only one process uses: a FAISS index."""
         if self.backend == "faiss":
             return self
         return self.model_copy(update={"backend": "faiss", "type": "auto", "search": ""})
@@ -366,9 +370,9 @@ class EvaluationSettings(Section):
     probe_epochs: int = Field(
         default=0,
         ge=0,
-        description="Epochs of the open-set probe; 0: a quarter of those of the training, 60% with Muon.",
+        description="Epochs of the open-set probe; 0: a quarter of those of training, 60% with Muon.",
     )
-    batch_size: int = Field(default=512, ge=1, description="Images in a pass of the network.")
+    batch_size: int = Field(default=512, ge=1, description="Images per forward pass.")
 
 
 class GateSettings(Section):
