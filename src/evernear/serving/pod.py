@@ -45,7 +45,7 @@ JAVA_EXIT_S = 5  # after the drain
 TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{16,4096}=*")
 """b64token of RFC 6750, section 2.1, of at least 96 bits."""
 _STAGING = ".fetch-"
-# Measured with the network and index of the digits (benchmarks/hostile_traffic.py).
+# Measured with the network and index for digits (benchmarks/hostile_traffic.py).
 WORKER_SIZE_BYTES = 480 * 2**20
 """Memory of a worker before its first large image."""
 JAVA_SIZE_BYTES = 200 * 2**20
@@ -117,7 +117,7 @@ def serve(settings: Settings, *, without_token: bool = False) -> NoReturn:
     """
     if not _is_alone(_archive(settings)):
         raise ServingError(
-            f"{settings.workdir} has no release, or other files beside it; run `evernear pod fetch` first."
+            f"{settings.workdir} has no release, or other files next to it; run `evernear pod fetch` first."
         )
     token_file = _token_file(without_token)
     serving = settings.serving

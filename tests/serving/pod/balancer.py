@@ -17,11 +17,11 @@ class Balancer:
     """Listens on ``port``; ``refused`` counts connections without a pod."""
 
     def __init__(self) -> None:
-        self._listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        self.port: int = self._listening.getsockname()[1]
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.port: int = self._listener.getsockname()[1]
         self.refused = 0
         self._endpoints: list[int] = []
-        self._turn = 0
+        self._next = 0
         self._writers: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
         self._done = asyncio.Event()
@@ -46,7 +46,7 @@ class Balancer:
             self._loop.close()
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._connect, sock=self._listening)
+        server = await asyncio.start_server(self._connect, sock=self._listener)
         await self._done.wait()
         server.close()
         for writer in self._writers:
@@ -55,9 +55,9 @@ class Balancer:
         await asyncio.gather(*others, return_exceptions=True)
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._turn += 1
+        self._next += 1
         try:
-            port = self._endpoints[self._turn % len(self._endpoints)]
+            port = self._endpoints[self._next % len(self._endpoints)]
             pod_reader, pod_writer = await asyncio.open_connection("127.0.0.1", port)
         except (ZeroDivisionError, OSError):
             self.refused += 1

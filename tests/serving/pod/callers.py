@@ -18,29 +18,29 @@ TIMEOUT_S = 30
 class Calls:
     """Outcomes of all requests: predictions by release, and failures."""
 
-    answers: Counter[str] = field(default_factory=Counter)
+    predictions: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 
     @property
     def total(self) -> int:
-        return sum(self.answers.values()) + len(self.failures)
+        return sum(self.predictions.values()) + len(self.failures)
 
 
 @contextmanager
 def calling(port: int, image: bytes, token: str, clients: int, pause_s: float = 0.0) -> Iterator[Calls]:
-    """Send REST requests continuously; every third client opens a connection per request."""
+    """Send REST requests continuously; every third client opens a new connection for each request."""
     calls, stop = Calls(), threading.Event()
     headers = {"Authorization": f"Bearer {token}"}
 
     def call_once(connection: http.client.HTTPConnection) -> bool:
         connection.request("POST", "/predictions/embedding", image, headers)
-        answer = connection.getresponse()
-        body = answer.read().decode()
-        if answer.status == 200:
-            calls.answers[body.partition('"version":"')[2].partition('"')[0]] += 1
+        response = connection.getresponse()
+        body = response.read().decode()
+        if response.status == 200:
+            calls.predictions[body.partition('"version":"')[2].partition('"')[0]] += 1
         else:
-            calls.failures.append(f"{time.monotonic():.2f}: {answer.status} {body}")
-        return not answer.will_close
+            calls.failures.append(f"{time.monotonic():.2f}: {response.status} {body}")
+        return not response.will_close
 
     def call(keep_alive: bool) -> None:
         while not stop.wait(pause_s):
@@ -48,8 +48,8 @@ def calling(port: int, image: bytes, token: str, clients: int, pause_s: float = 
             try:
                 while call_once(connection) and keep_alive and not stop.wait(pause_s):
                     pass
-            except (OSError, http.client.HTTPException) as fault:
-                calls.failures.append(f"{time.monotonic():.2f}: {fault!r}")
+            except (OSError, http.client.HTTPException) as error:
+                calls.failures.append(f"{time.monotonic():.2f}: {error!r}")
             finally:
                 connection.close()
 
@@ -67,9 +67,9 @@ def calling_grpc(port: int, image: bytes, token: str, clients: int, pause_s: flo
         with Client(target) as client:
             while not stop.wait(pause_s):
                 try:
-                    calls.answers[client.predict(image).version] += 1
-                except EvernearError as fault:
-                    calls.failures.append(f"{time.monotonic():.2f}: {fault}")
+                    calls.predictions[client.predict(image).version] += 1
+                except EvernearError as error:
+                    calls.failures.append(f"{time.monotonic():.2f}: {error}")
 
     with _running([threading.Thread(target=call) for _ in range(clients)], stop):
         yield calls

@@ -17,7 +17,7 @@ KEYS = ("tester", "not-a-secret")
 
 
 @pytest.fixture(scope="module")
-def in_bucket(s3_endpoint: str) -> Iterator[str]:
+def bucket_store(s3_endpoint: str) -> Iterator[str]:
     """The URI of a store in a bucket, with the environment for init containers."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("AWS_ENDPOINT_URL", s3_endpoint)
@@ -31,11 +31,11 @@ def in_bucket(s3_endpoint: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def shipped(make_release: MakeRelease, in_bucket: str, tmp_path_factory: pytest.TempPathFactory) -> Shipped:
+def shipped(make_release: MakeRelease, bucket_store: str, tmp_path_factory: pytest.TempPathFactory) -> Shipped:
     release = make_release()
-    Registry(open_store(in_bucket)).publish(release.archive)
+    Registry(open_store(bucket_store)).publish(release.archive)
     parts = open_release(release.archive, tmp_path_factory.mktemp("opened") / "release")
-    return Shipped(release, parts, in_bucket)
+    return Shipped(release, parts, bucket_store)
 
 
 @pytest.fixture(scope="module")

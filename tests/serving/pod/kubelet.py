@@ -1,7 +1,7 @@
-"""A pod's containers, probes and hook, run as processes in a kubelet's order.
+"""A pod's containers, probes and hook, run as processes in the order of a kubelet.
 
 If the kernel allows it, each container has separate process, mount and user namespaces: the server is process 1 of an
-unprivileged user on a read-only root file system. Containers share the host's network, so each pod has separate
+unprivileged user on a read-only root file system. Containers share the host's network, so each pod has its own
 ports.
 """
 
@@ -56,20 +56,20 @@ class Pod:
     def fetch(self, store: str, version: str, sha256: str) -> subprocess.CompletedProcess[str]:
         """Run the init container, which alone has access to the store."""
         environment = {name: os.environ[name] for name in STORE_VARIABLES if name in os.environ}
-        command = [*self._contained(), EVERNEAR, "pod", "fetch", "--release", version, "--sha256", sha256]
+        command = [*self._container_command(), EVERNEAR, "pod", "fetch", "--release", version, "--sha256", sha256]
         environment |= self._environment(contained=True) | {"EVERNEAR_STORE": store}
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
     def start(self, *flags: str) -> None:
         """Start the container; its console is the pod's log."""
-        command = [*self._contained(), EVERNEAR, "pod", "serve", *flags]
+        command = [*self._container_command(), EVERNEAR, "pod", "serve", *flags]
         with self._log.open("wb") as log:
             self._server = subprocess.Popen(command, env=self._environment(contained=True), stdout=log, stderr=log)
 
-    def exec(self, word: str) -> subprocess.CompletedProcess[str]:
-        """Run a probe or a hook beside the server."""
+    def exec(self, command: str) -> subprocess.CompletedProcess[str]:
+        """Run an exec probe or hook, as a process next to the server."""
         environment = self._environment(contained=False)
-        return subprocess.run([EVERNEAR, "pod", word], env=environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run([EVERNEAR, "pod", command], env=environment, capture_output=True, text=True, timeout=120)
 
     def await_started(self, timeout_s: float = 120) -> str:
         """Repeat the startup probe until it succeeds; returns its output."""
@@ -93,26 +93,26 @@ class Pod:
     def first_process(self) -> psutil.Process:
         """Process 1 of the container, as the node sees it."""
         assert self._server is not None
-        launched = psutil.Process(self._server.pid)
-        return launched.children()[0] if can_contain() else launched
+        process = psutil.Process(self._server.pid)
+        return process.children()[0] if can_contain() else process
 
     def delete(self) -> float:
         """Run preStop, send SIGTERM and wait until all processes end; returns the seconds that this took.
 
         A pod that outlives its grace period is killed, which is a failure.
         """
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         grace_s = grace_period_s(self.serving)
         hook = self.exec("drain")
         assert hook.returncode == 0, hook.stderr
         assert self._server is not None
         self.first_process().terminate()
         try:
-            self._server.wait(timeout=grace_s - (time.monotonic() - began_s))
+            self._server.wait(timeout=grace_s - (time.monotonic() - started_s))
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"the pod was not gone after {grace_s} s: {self.log}") from None
-        return time.monotonic() - began_s
+        return time.monotonic() - started_s
 
     def kill(self) -> None:
         """Kill all processes of the pod."""
@@ -122,11 +122,11 @@ class Pod:
             self._server.kill()
             self._server.wait()
 
-    def _contained(self) -> list[str]:
+    def _container_command(self) -> list[str]:
         if not can_contain():
             return []
-        places = [str(path) for path in (self.workdir, self._secret, self._tmp)]
-        return ["unshare", *NAMESPACES, "--kill-child", "--", "sh", CONTAINER, *places]
+        volumes = [str(path) for path in (self.workdir, self._secret, self._tmp)]
+        return ["unshare", *NAMESPACES, "--kill-child", "--", "sh", CONTAINER, *volumes]
 
     def _environment(self, *, contained: bool) -> Mapping[str, str]:
         inside = contained and can_contain()

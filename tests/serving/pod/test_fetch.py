@@ -1,4 +1,4 @@
-"""The init container: a verified release, or one sentence and no files."""
+"""The init container fetches a verified release, or fails with one sentence and no files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -49,8 +49,8 @@ def test_fetch_downloads_and_verifies_a_release(release: PackedRelease, settings
 def test_restarted_container_needs_no_store(release: PackedRelease, settings: Settings) -> None:
     sha256 = sha256_file(release.archive)
     pod.fetch(release.version, sha256, settings)
-    removed = settings.model_copy(update={"store": "s3://bucket/at-no-endpoint"})
-    assert pod.fetch(release.version, sha256, removed) == release.manifest
+    without_store = settings.model_copy(update={"store": "s3://bucket/at-no-endpoint"})
+    assert pod.fetch(release.version, sha256, without_store) == release.manifest
 
 
 def test_fetch_rejects_an_unexpected_sha256(release: PackedRelease, settings: Settings) -> None:
@@ -109,25 +109,25 @@ def test_fetch_reports_a_missing_release(settings: Settings) -> None:
 
 def test_fetch_removes_leftovers_and_other_archives(release: PackedRelease, settings: Settings) -> None:
     home = home_of(settings.workdir)
-    left = [home / ".fetch-killed" / "release.mar", home / "model-store" / "another.mar", archive_in(settings)]
-    for file in left:
+    leftovers = [home / ".fetch-killed" / "release.mar", home / "model-store" / "another.mar", archive_in(settings)]
+    for file in leftovers:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(b"half")
     pod.fetch(release.version, sha256_file(release.archive), settings)
     assert [path.name for path in (home / "model-store").iterdir()] == ["embedding.mar"]
-    assert not left[0].parent.exists()
+    assert not leftovers[0].parent.exists()
     assert archive_in(settings).read_bytes() == release.archive.read_bytes()
 
 
 @pytest.mark.parametrize("make", [*NO_FILES, Path.touch])
-def test_serve_rejects_files_beside_the_release_until_the_next_fetch(
+def test_serve_rejects_files_next_to_the_release_until_the_next_fetch(
     release: PackedRelease, settings: Settings, make: Callable[[Path], None]
 ) -> None:
     """The server would load a file, and block on a pipe."""
     sha256 = sha256_file(release.archive)
     pod.fetch(release.version, sha256, settings)
     make(archive_in(settings).with_name("x.mar"))
-    with pytest.raises(ServingError, match="or other files beside it; run `evernear pod fetch` first"):
+    with pytest.raises(ServingError, match="or other files next to it; run `evernear pod fetch` first"):
         pod.serve(settings, without_token=True)
     pod.fetch(release.version, sha256, settings)
     assert list(archive_in(settings).parent.iterdir()) == [archive_in(settings)]

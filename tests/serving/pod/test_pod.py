@@ -63,10 +63,14 @@ def test_inference_accepts_only_the_shared_token(pod: Pod, shipped: Shipped) -> 
 
 def test_only_inference_and_metrics_are_reachable_from_outside(pod: Pod) -> None:
     java = pod.first_process()
-    listening = {at.laddr.port: at.laddr.ip for at in java.net_connections("tcp") if at.status == psutil.CONN_LISTEN}
-    outside = {port for port, address in listening.items() if address.removeprefix("::ffff:") != "127.0.0.1"}
+    listening = {
+        connection.laddr.port: connection.laddr.ip
+        for connection in java.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    external = {port for port, address in listening.items() if address.removeprefix("::ffff:") != "127.0.0.1"}
     serving = pod.serving
-    assert outside == {serving.inference_port, serving.metrics_port, serving.grpc_inference_port}
+    assert external == {serving.inference_port, serving.metrics_port, serving.grpc_inference_port}
     assert {serving.management_port, serving.grpc_management_port} <= set(listening)
 
 
@@ -76,8 +80,8 @@ def test_models_cannot_be_registered_even_with_the_pods_key(pod: Pod) -> None:
     headers = {"Authorization": f"Bearer {key}"}
     assert requests.get(url, timeout=10).status_code == 401
     assert [model["modelName"] for model in requests.get(url, headers=headers, timeout=10).json()["models"]]
-    refused = requests.post(url, params={"url": "embedding.mar"}, headers=headers, timeout=10)
-    assert (refused.status_code, refused.json()["type"]) == (405, "MethodNotAllowedException")
+    response = requests.post(url, params={"url": "embedding.mar"}, headers=headers, timeout=10)
+    assert (response.status_code, response.json()["type"]) == (405, "MethodNotAllowedException")
 
 
 def test_server_and_worker_have_no_secret_in_their_environment(pod: Pod) -> None:
@@ -108,8 +112,8 @@ def test_runs_unprivileged_on_a_read_only_root(pod: Pod) -> None:
 
 
 def test_ready_needs_no_token_and_reveals_nothing_else(pod: Pod, shipped: Shipped) -> None:
-    answer = requests.get(f"http://127.0.0.1:{pod.port}/ready", timeout=10)
-    assert (answer.status_code, answer.json()) == (200, {"status": "Ready"})
+    response = requests.get(f"http://127.0.0.1:{pod.port}/ready", timeout=10)
+    assert (response.status_code, response.json()) == (200, {"status": "Ready"})
     url = f"http://127.0.0.1:{pod.port}/ready/predictions"
     assert requests.get(url, timeout=10).status_code != 200
     assert requests.post(f"http://127.0.0.1:{pod.port}/ready", shipped.image, timeout=10).status_code != 200
@@ -122,12 +126,12 @@ def test_ready_is_pipelined_and_only_a_bare_get_needs_no_token(pod: Pod, shipped
     ready = request(b"GET /ready")
     for order in ((ready, predict, ready), (predict, ready, predict)):
         with Raw.to(pod.port) as connection:
-            answers = connection.send(b"".join(order)).end().all_answers()
-        assert [b"Ready" in answer.body for answer in answers] == [item is ready for item in order]
-        assert {answer.status for answer in answers} == {200}
+            responses = connection.send(b"".join(order)).end().all_answers()
+        assert [b"Ready" in response.body for response in responses] == [item is ready for item in order]
+        assert {response.status for response in responses} == {200}
     for other in (request(b"GET /ready", body=b"x"), request(b"POST /ready"), request(b"GET /ready?x")):
         with Raw.to(pod.port) as connection:
-            assert [answer.status for answer in connection.send(ready + other).all_answers()] == [200, 401]
+            assert [response.status for response in connection.send(ready + other).all_answers()] == [200, 401]
 
 
 @pytest.mark.slow
@@ -229,12 +233,12 @@ def test_requests_wait_and_the_pod_is_unready_until_a_dead_worker_is_replaced(
     with Client(target(pod, TOKEN)) as client, ThreadPoolExecutor(1) as pool:
         try:
             _await(lambda: pod.probe() != 200)
-            answer = pool.submit(client.predict, shipped.image)
+            prediction = pool.submit(client.predict, shipped.image)
             assert pod.probe() != 200
-            assert not answer.done()
+            assert not prediction.done()
         finally:
             successor.send_signal(signal.SIGCONT)
-        assert answer.result().version == shipped.version
+        assert prediction.result().version == shipped.version
     assert pod.probe() == 200
     assert workers(pod) == [successor]
 
