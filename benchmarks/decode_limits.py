@@ -60,8 +60,8 @@ def main() -> None:
         for row in rows
     ]
     machine.write("decode_limits", machine_info, {"max_pixels": arguments.max_pixels, "rows": rows}, table)
-    if any(run_["bytes_per_pixel"] > DECODE_BYTES_PER_PIXEL for row in rows for run_ in row["to"].values()):
-        sys.exit(f"A file takes more than {DECODE_BYTES_PER_PIXEL} bytes of memory for a pixel.")
+    if any(cost["bytes_per_pixel"] > DECODE_BYTES_PER_PIXEL for row in rows for cost in row["to"].values()):
+        sys.exit(f"A file takes more than {DECODE_BYTES_PER_PIXEL} bytes of memory per pixel.")
 
 
 def measure(file: Path, arguments: argparse.Namespace, side_px: int) -> dict[str, float]:
@@ -70,9 +70,9 @@ def measure(file: Path, arguments: argparse.Namespace, side_px: int) -> dict[str
         json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         for _ in range(arguments.rounds)
     ]
-    peak_bytes = max(run_["peak_bytes"] for run_ in rounds) - file.stat().st_size
+    peak_bytes = max(cost["peak_bytes"] for cost in rounds) - file.stat().st_size
     return {
-        "cpu_s": round(min(run_["cpu_s"] for run_ in rounds), 3),
+        "cpu_s": round(min(cost["cpu_s"] for cost in rounds), 3),
         "peak_bytes": peak_bytes,
         "bytes_per_pixel": round(peak_bytes / arguments.max_pixels, 1),
     }

@@ -3,7 +3,7 @@
 The benchmark runs the whole embed step: load the network, read the gallery split (here most of the training images,
 because galleries are large) from its shards, embed it with the frozen and optimized network, and write embeddings. The
 baseline follows the source project: the plain scripted network with ten images per batch, which reads the same shards
-and writes nothing. The two alternate, and the best of several repeats counts.
+and writes nothing. The two alternate, and the best of several repeats is reported.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any
 
 import machine
 import torch
-from accuracy import ingested, settings_of
+from accuracy import ingest_dataset, settings_of
 
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed, embed_images
@@ -37,7 +37,9 @@ def main() -> None:
 
     machine_info, results = machine.describe(), []
     with tempfile.TemporaryDirectory() as scratch:
-        dataset = ingested(arguments.source, Path(scratch), "default", f"data.gallery_fraction={GALLERY_FRACTION}")
+        dataset = ingest_dataset(
+            arguments.source, Path(scratch), "default", f"data.gallery_fraction={GALLERY_FRACTION}"
+        )
         for preset in arguments.presets:
             comparison = compare(dataset, settings_of(preset), Path(scratch), arguments.repeats)
             results.append({"preset": preset, **comparison})
@@ -47,8 +49,8 @@ def main() -> None:
 
 def compare(dataset: Dataset, settings: Settings, scratch: Path, repeats: int) -> dict[str, Any]:
     # The weights do not affect the speed.
-    hasty = settings.train.model_copy(update={"epochs": 1, "min_steps": 0})
-    train(dataset, hasty, scratch / "trained")
+    one_epoch = settings.train.model_copy(update={"epochs": 1, "min_steps": 0})
+    train(dataset, one_epoch, scratch / "trained")
     export(scratch / "trained", dataset, scratch / "network", settings.train.parity_tolerance)
     plain = torch.jit.load(scratch / "network" / NETWORK_FILE).eval()
 
@@ -81,7 +83,12 @@ def seconds(work: Callable[[], None]) -> float:
 
 
 def table(results: list[dict[str, Any]]) -> list[list[str]]:
-    heading = ["settings", "embed step, images/s", f"plain scripted at batch {PLAIN_BATCH}, images/s", "times faster"]
+    heading = [
+        "settings",
+        "embed step, images/s",
+        f"plain scripted network, batch size {PLAIN_BATCH}, images/s",
+        "speedup",
+    ]
     return [heading] + [
         [
             r["preset"],

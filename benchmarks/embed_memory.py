@@ -34,7 +34,7 @@ def main() -> None:
 
     machine_info = machine.describe()
     with tempfile.TemporaryDirectory() as scratch:
-        runs = [measured(arguments.source, fraction, Path(scratch) / str(fraction)) for fraction in FRACTIONS]
+        runs = [measure(arguments.source, fraction, Path(scratch) / str(fraction)) for fraction in FRACTIONS]
     few, many = runs
     result = {
         "times_images": many["images"] / few["images"],
@@ -44,14 +44,21 @@ def main() -> None:
     machine.write("embed_memory", machine_info, result, table(result))
 
 
-def measured(source: str, gallery_fraction: float, scratch: Path) -> dict[str, Any]:
+def measure(source: str, gallery_fraction: float, scratch: Path) -> dict[str, Any]:
     settings = DataSettings(source=source, gallery_fraction=gallery_fraction)
     save_manifest(ingest(settings, (scratch / "store").as_uri()), scratch)
     dataset = Dataset.open(scratch)
     train(dataset, TrainSettings(epochs=1, min_steps=0), scratch / "trained")
     export(scratch / "trained", dataset, scratch / "network", tolerance=1e-4)
-    own = [sys.executable, __file__, "--measure", str(scratch / "network"), str(scratch), str(scratch / "embeddings")]
-    peak = int(subprocess.run(own, check=True, capture_output=True, text=True).stdout)
+    command = [
+        sys.executable,
+        __file__,
+        "--measure",
+        str(scratch / "network"),
+        str(scratch),
+        str(scratch / "embeddings"),
+    ]
+    peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return {"images": dataset.count("gallery"), "peak_bytes": peak}
 
 
@@ -65,7 +72,7 @@ def peak_bytes(network: Path, dataset: Path, embeddings: Path) -> int:
 
 def table(result: dict[str, Any]) -> list[list[str]]:
     rows = [[f"{run['images']:,}", f"{run['peak_bytes'] / 2**20:,.0f} MiB"] for run in result["runs"]]
-    ratio = [f"times {result['times_images']:.1f}", f"times {result['times_memory']:.3f}"]
+    ratio = [f"{result['times_images']:.1f}x", f"{result['times_memory']:.3f}x"]
     return [["gallery images", "peak memory of the embed step"], *rows, ratio]
 
 

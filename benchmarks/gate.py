@@ -1,7 +1,7 @@
 """Error rates of the gate on simulated cases: ``python benchmarks/gate.py``.
 
 The outcomes of champion and challenger are simulated with a known difference and evaluated with the gate's comparison,
-rules and default bounds. The difference is simulated in one of two ways:
+rules and default thresholds. The difference is simulated in one of two ways:
 
 - ``drawn``: The models differ, and the test split is a sample, so the challenger's accuracy on it varies. The gate's
   level refers to this case.
@@ -32,8 +32,8 @@ from evernear.settings import EvaluationSettings, GateSettings
 CONFIDENCE = EvaluationSettings().confidence
 LABELS = tuple("0123456789")
 MEASURED_SHARED = 0.6
-CUSTOMARY = 0.05
-"""A level for comparison with the default."""
+CONVENTIONAL_LEVEL = 0.05
+"""A significance level for comparison with the default."""
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,19 @@ class Case:
     def outcomes(self, seed: int) -> tuple[Outcomes, Outcomes]:
         """Simulate challenger and champion on the same queries."""
         rng = np.random.default_rng(seed)
-        champion_errs = 1 - self.champion_accuracy
-        challenger_errs = champion_errs - self.difference_points / 100
-        if challenger_errs < 0:
+        champion_error_rate = 1 - self.champion_accuracy
+        challenger_error_rate = champion_error_rate - self.difference_points / 100
+        if challenger_error_rate < 0:
             raise ValueError(f"{self} would be correct more than 100% of the time")
-        both = self.shared * min(champion_errs, challenger_errs)
+        both = self.shared * min(champion_error_rate, challenger_error_rate)
         if not self.shared:
-            both = champion_errs * challenger_errs
-        chances = np.array([both, champion_errs - both, challenger_errs - both, 0.0])
-        chances[3] = 1 - chances.sum()
+            both = champion_error_rate * challenger_error_rate
+        probabilities = np.array([both, champion_error_rate - both, challenger_error_rate - both, 0.0])
+        probabilities[3] = 1 - probabilities.sum()
         if self.planted == "drawn":
-            counts = rng.multinomial(self.queries, chances)
+            counts = rng.multinomial(self.queries, probabilities)
         else:
-            counts = (chances * self.queries).round().astype(int)
+            counts = (probabilities * self.queries).round().astype(int)
             counts[3] = self.queries - counts[:3].sum()
         # Both wrong, champion wrong, challenger wrong, both correct.
         kind = rng.permutation(np.repeat(np.arange(4), counts))
@@ -82,11 +82,11 @@ def cases() -> Iterator[Case]:
         yield Case("drawn", 180, 0.97, points, MEASURED_SHARED)
 
 
-def evaluated(challenger: Outcomes, champion: Outcomes, labels: tuple[str, ...] = LABELS) -> Evaluation:
-    """Evaluate two systems that differ only in these outcomes."""
+def make_evaluation(challenger: Outcomes, champion: Outcomes, labels: tuple[str, ...] = LABELS) -> Evaluation:
+    """The evaluation of two systems that differ only in these outcomes."""
     return Evaluation(
-        candidate=measured("challenger", challenger, labels),
-        champion=measured("champion", champion, labels),
+        candidate=make_measurement("challenger", challenger, labels),
+        champion=make_measurement("champion", champion, labels),
         comparison=compare(challenger, champion, labels),
         open_set=OpenSet(held_out=()),
         leakage={"train": 0, "gallery": 0, "query": 0},
@@ -95,9 +95,9 @@ def evaluated(challenger: Outcomes, champion: Outcomes, labels: tuple[str, ...] 
     )
 
 
-def measured(name: str, outcomes: Outcomes, labels: tuple[str, ...]) -> Measurement:
+def make_measurement(name: str, outcomes: Outcomes, labels: tuple[str, ...]) -> Measurement:
     totals = np.bincount(outcomes.labels, minlength=len(labels))
-    rights = np.bincount(outcomes.labels[outcomes.correct], minlength=len(labels))
+    correct_counts = np.bincount(outcomes.labels[outcomes.correct], minlength=len(labels))
     accuracy = proportion(int(outcomes.correct.sum()), len(outcomes.correct), CONFIDENCE)
     return Measurement(
         name=name,
@@ -116,20 +116,20 @@ def measured(name: str, outcomes: Outcomes, labels: tuple[str, ...]) -> Measurem
         index_recall=proportion(accuracy.total, accuracy.total, CONFIDENCE),
         class_recall={
             label: proportion(int(correct), int(total), CONFIDENCE)
-            for label, correct, total in zip(labels, rights, totals, strict=True)
+            for label, correct, total in zip(labels, correct_counts, totals, strict=True)
             if total
         },
         confusions=(),
     )
 
 
-def stopped(case: Case, seeds: int, levels: Sequence[float]) -> list[int]:
-    """Count at each of ``levels`` how many of ``seeds`` simulations of ``case`` fail the gate."""
+def count_held(case: Case, seeds: int, levels: Sequence[float]) -> list[int]:
+    """The number of ``seeds`` simulations of ``case`` that the gate holds, at each of ``levels``."""
     counts = [0] * len(levels)
     for seed in range(seeds):
-        evaluation = evaluated(*case.outcomes(seed))
-        for number, level in enumerate(levels):
-            counts[number] += not decide(evaluation, GateSettings(significance=level)).promote
+        evaluation = make_evaluation(*case.outcomes(seed))
+        for index, level in enumerate(levels):
+            counts[index] += not decide(evaluation, GateSettings(significance=level)).promote
     return counts
 
 
@@ -137,20 +137,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=2000)
     arguments = parser.parse_args()
-    described, settings = machine.describe(), GateSettings()
-    levels = (settings.significance, CUSTOMARY)
+    machine_info, settings = machine.describe(), GateSettings()
+    levels = (settings.significance, CONVENTIONAL_LEVEL)
     results: list[dict[str, object]] = []
-    stops = [f"stopped at level {level:g} (95% interval)" for level in levels]
-    table = [["queries", "champion", "challenger", "planted", "errors shared", *stops]]
+    held = [f"held at level {level:g} (95% interval)" for level in levels]
+    table = [["queries", "champion", "challenger", "planted", "shared errors", *held]]
     for case in cases():
         row = [
             f"{case.queries:,}",
             f"{case.champion_accuracy:.1%}",
-            truth(case),
+            describe_difference(case),
             case.planted,
             f"{case.shared:.0%}",
         ]
-        for level, count in zip(levels, stopped(case, arguments.seeds, levels), strict=True):
+        for level, count in zip(levels, count_held(case, arguments.seeds, levels), strict=True):
             interval = binomtest(count, arguments.seeds).proportion_ci(0.95, method="exact")
             low, high = float(interval.low), float(interval.high)
             results.append(
@@ -165,11 +165,11 @@ def main() -> None:
             )
             row.append(f"{count / arguments.seeds:.1%} ({low:.1%} to {high:.1%})")
         table.append(row)
-    machine.write("gate", described, {"settings": settings.model_dump(), "cases": results}, table)
+    machine.write("gate", machine_info, {"settings": settings.model_dump(), "cases": results}, table)
 
 
-def truth(case: Case) -> str:
-    """Describe the true difference of the challenger."""
+def describe_difference(case: Case) -> str:
+    """The true difference between challenger and champion, in words."""
     if case.difference_points == 0:
         return "equal"
     return f"{abs(case.difference_points):.1f} points {'better' if case.difference_points > 0 else 'worse'}"

@@ -42,7 +42,7 @@ from evernear.serving.endpoints import read_key
 from evernear.serving.torchserve import processes
 from evernear.store import open_store
 
-GOOD = 8
+VALID_REQUESTS = 8
 BLOCK = 25
 """Consecutive batches of one kind."""
 RATIO_TARGET = 2.0
@@ -56,7 +56,7 @@ class Recorded:
     latencies_s: dict[str, list[float]] = field(default_factory=lambda: {"hostile": [], "quiet": [], "half": []})
     statuses: Counter[int] = field(default_factory=Counter[int])
     lost: int = 0
-    faults: list[str] = field(default_factory=list[str])
+    errors: list[str] = field(default_factory=list[str])
 
     def percentile_ms(self, kind: str, quantile: float) -> float:
         ordered = sorted(self.latencies_s[kind])
@@ -65,7 +65,7 @@ class Recorded:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bodies", type=int, default=10_000, help="through each server")
+    parser.add_argument("--bodies", type=int, default=10_000, help="generated bodies for each server")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     machine_info, rows, heavy_rows = machine.describe(), [], []
@@ -79,20 +79,20 @@ def main() -> None:
             rows.append({"server": name, **measure(target, pids, arguments)})
             print(rows[-1], flush=True)
             if name != "TorchServe, no forms":
-                heavy_rows += [{"server": name, **entry} for entry in beside_heavy_ones(target, pids, files)]
+                heavy_rows += [{"server": name, **entry} for entry in measure_largest_files(target, pids, files)]
     table = [
         [
             "server",
             "generated bodies",
-            "answers with 4xx, 200",
-            "5xx or none",
-            "good requests beside them",
+            "4xx, 200 responses",
+            "5xx or no response",
+            "valid requests next to them",
             "lost or wrong",
-            "processes that died",
-            "p50 / p99 of good ones: hostile",
+            "terminated processes",
+            "p50 / p99 of valid requests: hostile",
             "quiet",
             "half",
-            "p99 to quiet, to half",
+            "p99 relative to quiet, half",
             "peak memory",
         ]
     ] + [
@@ -110,7 +110,9 @@ def main() -> None:
         ]
         for row in rows
     ]
-    heavy_table = [["server", "one beside 15 good ones", "status", "slowest good answer", "lost or wrong"]] + [
+    heavy_table = [
+        ["server", "file next to 15 valid requests", "status", "slowest valid response", "lost or wrong"]
+    ] + [
         [row["server"], row["file"], str(row["status"]), f"{row['slowest_s']:.2f} s", str(row["lost"])]
         for row in heavy_rows
     ]
@@ -119,9 +121,9 @@ def main() -> None:
     result.write_text(result.read_text() + "\n" + machine.markdown(heavy_table))
     print(machine.markdown(heavy_table))
     if any(row["failed"] or row["lost"] or row["died"] for row in rows) or any(row["lost"] for row in heavy_rows):
-        sys.exit("A request was lost, or answered with 5xx, or a process died.")
+        sys.exit("A request was lost, a response was a 5xx, or a process died.")
     if any(row["p99_to_quiet"] > RATIO_TARGET for row in rows):
-        sys.exit(f"A ratio of p99 is above {RATIO_TARGET}.")
+        sys.exit(f"A p99 ratio is above {RATIO_TARGET}.")
 
 
 def new_directory(scratch: Path, number: int) -> Path:
@@ -184,15 +186,17 @@ def measure(target: RequestTarget, pids: list[int], arguments: argparse.Namespac
     """Send batches of all kinds until every body has been sent."""
     rng, recorded, sent = random.Random(arguments.seed), Recorded(), 0
     for _ in range(BLOCK):
-        target.send([target.good] * GOOD)
+        target.send([target.good] * VALID_REQUESTS)
     while sent < arguments.bodies:
-        for kind, others in (("hostile", GOOD), ("quiet", GOOD), ("half", 0)):
+        for kind, others in (("hostile", VALID_REQUESTS), ("quiet", VALID_REQUESTS), ("half", 0)):
             for _ in range(BLOCK):
-                beside = [target.malformed(rng) for _ in range(others)] if kind == "hostile" else [target.good] * others
-                sent += len(beside) if kind == "hostile" else 0
-                send(target, kind, beside, rng, recorded)
-    for fault in recorded.faults[:20]:
-        print(fault, flush=True)
+                companions = (
+                    [target.malformed(rng) for _ in range(others)] if kind == "hostile" else [target.good] * others
+                )
+                sent += len(companions) if kind == "hostile" else 0
+                send(target, kind, companions, rng, recorded)
+    for error in recorded.errors[:20]:
+        print(error, flush=True)
     p50 = {kind: recorded.percentile_ms(kind, 0.50) for kind in recorded.latencies_s}
     p99 = {kind: recorded.percentile_ms(kind, 0.99) for kind in recorded.latencies_s}
     return {
@@ -211,8 +215,8 @@ def measure(target: RequestTarget, pids: list[int], arguments: argparse.Namespac
     }
 
 
-def send(target: RequestTarget, kind: str, beside: list[Request], rng: random.Random, recorded: Recorded) -> None:
-    batch = [(False, request) for request in beside] + [(True, target.good)] * GOOD
+def send(target: RequestTarget, kind: str, companions: list[Request], rng: random.Random, recorded: Recorded) -> None:
+    batch = [(False, request) for request in companions] + [(True, target.good)] * VALID_REQUESTS
     rng.shuffle(batch)
     answers = target.send([request for _, request in batch])
     for (is_good, request), answer in zip(batch, answers, strict=True):
@@ -220,19 +224,19 @@ def send(target: RequestTarget, kind: str, beside: list[Request], rng: random.Ra
             recorded.latencies_s[kind].append(answer.latency_s)
             if not target.is_right(answer):
                 recorded.lost += 1
-                recorded.faults.append(f"lost: {answer}")
+                recorded.errors.append(f"lost: {answer}")
         elif kind == "hostile":
             recorded.statuses[answer.status] += 1
             if not is_refusal(answer):
-                recorded.faults.append(f"{answer} for {request.body[:100]!r} {request.headers}")
+                recorded.errors.append(f"{answer} for {request.body[:100]!r} {request.headers}")
 
 
-def beside_heavy_ones(target: RequestTarget, pids: list[int], files: dict[str, bytes]) -> Iterator[dict[str, Any]]:
+def measure_largest_files(target: RequestTarget, pids: list[int], files: dict[str, bytes]) -> Iterator[dict[str, Any]]:
     for name, image in files.items():
         request = with_image(target, image)
         if len(request.body) > 6_553_500:
             continue
-        begin_s = time.perf_counter()
+        started_s = time.perf_counter()
         heavy, *good = target.send([request, *[target.good] * 15])
         yield {
             "file": name,
@@ -240,7 +244,7 @@ def beside_heavy_ones(target: RequestTarget, pids: list[int], files: dict[str, b
             "slowest_s": round(max(answer.latency_s for answer in good), 3),
             "lost": sum(not target.is_right(answer) for answer in good) + (not _is_answer(heavy)),
             "died": sum(not psutil.pid_exists(pid) for pid in pids),
-            "all_s": round(time.perf_counter() - begin_s, 3),
+            "all_s": round(time.perf_counter() - started_s, 3),
             "peak_bytes": peak_bytes(pids),
         }
 

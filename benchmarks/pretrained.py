@@ -1,10 +1,10 @@
-"""Transfer of a pretrained backbone to classes that it has not seen, against logistic regression on the same features.
+"""Transfer of a pretrained backbone to new classes, compared with logistic regression on the same features.
 
 ``python benchmarks/pretrained.py --source DIRECTORY --new frog horse ship truck`` with class folders in
 ``DIRECTORY/train`` and ``DIRECTORY/test``. A resnet18 is pretrained on all classes but the new ones. Its weights then
-recognize the new classes from a few images each: frozen, with the vote of the nearest neighbors, and fine-tuned. The
-logistic regressions of scikit-learn see the same images as the frozen backbone's gallery: one its features, each
-divided by its deviation, the other the embedding, which is whitened. Cross-validation chooses their regularization.
+recognize the new classes from a few images each: frozen, by vote of the nearest neighbors, and fine-tuned. Two logistic
+regressions of scikit-learn train on the images of the frozen backbone's gallery: one on its features, each divided by
+its standard deviation, and one on the embeddings, which are whitened. Cross-validation chooses their regularization.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any, cast
 import machine
 import numpy as np
 import torch
-from accuracy import ingested, run, settings_of
+from accuracy import ingest_dataset, run, settings_of
 from numpy.typing import NDArray
 from sklearn.linear_model import LogisticRegressionCV
 from sklearn.pipeline import make_pipeline
@@ -47,10 +47,12 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=100, help="training images of each new class")
     parser.add_argument("--test-images", type=int, help="test images of each new class; all by default")
     parser.add_argument("--pretraining-images", type=int, help="training images of each other class; all by default")
-    parser.add_argument("--epochs", type=int, default=5, help="of the pretraining")
+    parser.add_argument("--epochs", type=int, default=5, help="epochs of pretraining")
     parser.add_argument("--weights", type=Path, help="directory of the pretrained weights, reused if present")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of the fine-tuning")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="settings of fine-tuning"
+    )
     arguments = parser.parse_args()
 
     machine_info = machine.describe()
@@ -88,7 +90,7 @@ def sample(source: Path, labels: list[str], counts: tuple[int | None, int | None
 
 def pretrain(images: Path, epochs: int, scratch: Path) -> Path:
     """Train a backbone on ``images``; return the file of its weights."""
-    dataset = ingested(f"folder:{images}", scratch)
+    dataset = ingest_dataset(f"folder:{images}", scratch)
     settings = settings_of("default", *BACKBONE, f"train.epochs={epochs}", "train.min_steps=0").train
     train(dataset, settings, scratch / "pretrained")
     return scratch / "pretrained" / "weights.pt"
@@ -97,9 +99,9 @@ def pretrain(images: Path, epochs: int, scratch: Path) -> Path:
 def transfer(images: Path, weights: Path, seed: int, fine_tuning: list[str], scratch: Path) -> dict[str, float]:
     """Test accuracy of the classifiers on the classes in ``images``."""
     pretrained = (*BACKBONE, f"train.weights={weights}", f"train.seed={seed}")
-    dataset = ingested(f"folder:{images}", scratch)
+    dataset = ingest_dataset(f"folder:{images}", scratch)
     frozen = run(dataset, settings_of("default", *pretrained, "train.frozen=true"), scratch, "test")
-    features, embeddings = zip(*vectors(scratch / "trained", dataset), strict=True)
+    features, embeddings = zip(*embed(scratch / "trained", dataset), strict=True)
     fine_tuned = run(dataset, settings_of("default", *pretrained, *fine_tuning), scratch / "tuned", "test")
     return {
         "queries": frozen["queries"],
@@ -114,27 +116,29 @@ Labeled = tuple[Features, NDArray[np.int64]]
 
 
 @torch.inference_mode()
-def vectors(trained_dir: Path, dataset: Dataset) -> Iterator[tuple[Labeled, Labeled]]:
-    """Features and embeddings (N, D) with their classes (N,), of the images to learn from and of the test images."""
+def embed(trained_dir: Path, dataset: Dataset) -> Iterator[tuple[Labeled, Labeled]]:
+    """Features and embeddings (N, D) with their classes (N,), of the training and the test images."""
     network, images = load_trained(trained_dir)[1].eval(), TrainingImages(dataset, frozenset())
     member = cast(TimmMember, network.members[0])
-    learned: tuple[Split, ...] = ("train", "gallery")
-    for splits in (learned, ("test",)):
+    training: tuple[Split, ...] = ("train", "gallery")
+    for splits in (training, ("test",)):
         batches = [batch for split in splits for batch in images.in_order(split)]
-        found: list[torch.Tensor] = []
-        handle = member.standardize.register_forward_hook(lambda _, inputs, __, found=found: found.append(inputs[0]))
+        features: list[torch.Tensor] = []
+        handle = member.standardize.register_forward_hook(
+            lambda _, inputs, __, features=features: features.append(inputs[0])
+        )
         embeddings = torch.cat([network(pixels) for pixels, _ in batches]).numpy()
         handle.remove()
-        classes = torch.cat([owners for _, owners in batches]).numpy()
-        yield (torch.cat(found).numpy(), classes), (embeddings, classes)
+        classes = torch.cat([labels for _, labels in batches]).numpy()
+        yield (torch.cat(features).numpy(), classes), (embeddings, classes)
 
 
-def regression_accuracy(learned: Labeled, test: Labeled) -> float:
+def regression_accuracy(training: Labeled, test: Labeled) -> float:
     """Test accuracy of a logistic regression."""
     regression = LogisticRegressionCV(
         cv=5, max_iter=2000, scoring="accuracy", l1_ratios=(0,), use_legacy_attributes=False
     )
-    return float(make_pipeline(StandardScaler(), regression).fit(*learned).score(*test))
+    return float(make_pipeline(StandardScaler(), regression).fit(*training).score(*test))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ MEAN, STD = 0.1307, 0.3081
 
 
 class Network(nn.Sequential):
-    """Float images (N, 1, 28, 28), normalized, to embeddings (N, 128)."""
+    """Maps normalized float images (N, 1, 28, 28) to embeddings (N, 128)."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -40,7 +40,7 @@ class Network(nn.Sequential):
 
 
 class Images(TorchDataset[tuple[Tensor, int]]):
-    """One image at a time from memory-mapped arrays."""
+    """Single images from memory-mapped arrays."""
 
     def __init__(self, directory: Path) -> None:
         self.images = np.load(directory / "images.npy", mmap_mode="r")
@@ -50,10 +50,10 @@ class Images(TorchDataset[tuple[Tensor, int]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return normalized(np.array(self.images[index])), int(self.labels[index])
+        return normalize(np.array(self.images[index])), int(self.labels[index])
 
 
-def normalized(images: np.ndarray) -> Tensor:
+def normalize(images: np.ndarray) -> Tensor:
     """uint8 (..., H, W, 1) as float (..., 1, H, W)."""
     return (torch.from_numpy(images).movedim(-1, -3).float() / 255 - MEAN) / STD
 

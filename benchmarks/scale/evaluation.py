@@ -2,7 +2,7 @@
 
 It reads the embeddings and the index that ``benchmarks.scale.index`` wrote. Calibration runs as in the index step; the
 queries of the evaluation are embeddings of the test split, repeated, in blocks as in the evaluate step. Each phase is
-timed by wall clock and by CPU, because other processes lengthen only the former. Embedding the images is not included;
+timed by wall clock and by CPU, because other processes lengthen the former only. Embedding the images is not included;
 `benchmarks/embed_gallery.py` measures it.
 """
 
@@ -25,17 +25,17 @@ from evernear.index.faiss_compat import FaissIndex, faiss
 from evernear.index.search import Gallery
 from evernear.settings import EvaluationSettings, IndexSettings
 
-WANTED_QUERIES = 500_000
+FULL_QUERIES = 500_000
 Seconds = dict[str, float]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, required=True, help="the directory of benchmarks.scale.index")
-    parser.add_argument("--queries", type=int, default=WANTED_QUERIES, help="queries to evaluate")
+    parser.add_argument("--queries", type=int, default=FULL_QUERIES, help="queries to evaluate")
     arguments = parser.parse_args()
 
-    here = machine.describe() | {"faiss": faiss.__version__, "faiss_threads": faiss.omp_get_max_threads()}
+    machine_info = machine.describe() | {"faiss": faiss.__version__, "faiss_threads": faiss.omp_get_max_threads()}
     embeddings = Embeddings.open(arguments.directory / "embeddings")
     gallery = Gallery.open(arguments.directory / "auto", embeddings.network_sha256)
     phases: dict[str, Seconds] = {}
@@ -51,17 +51,22 @@ def main() -> None:
             neighbors = gallery.search(block, max(RECALL_AT, gallery.description.k))
             gallery.classify(block, neighbors)
 
-    scale = WANTED_QUERIES / arguments.queries
-    of_all = {name: phase["cpu_s"] * (scale if name.startswith("search") else 1) for name, phase in phases.items()}
+    factor = FULL_QUERIES / arguments.queries
+    cpu_s_by_phase = {
+        name: phase["cpu_s"] * (factor if name.startswith("search") else 1) for name, phase in phases.items()
+    }
     result = {
         "gallery": gallery.description.size,
         "sample": len(queries.labels),
         "queries": arguments.queries,
         "phases": phases,
-        "cpu_s_of_500000_queries": sum(of_all.values()),
+        "cpu_s_of_500000_queries": sum(cpu_s_by_phase.values()),
     }
-    rows = [[name, f"{seconds:,.1f}"] for name, seconds in (*of_all.items(), ("together", sum(of_all.values())))]
-    machine.write("scale_evaluation", here, result, [[heading(result), "CPU time, s"], *rows])
+    rows = [
+        [name, f"{seconds:,.1f}"]
+        for name, seconds in (*cpu_s_by_phase.items(), ("total", sum(cpu_s_by_phase.values())))
+    ]
+    machine.write("scale_evaluation", machine_info, result, [[heading(result), "CPU time, s"], *rows])
 
 
 @contextmanager
@@ -82,8 +87,8 @@ def test_blocks(embeddings: Embeddings, count: int, size: int) -> Iterator[np.nd
 
 
 def heading(result: dict[str, object]) -> str:
-    scaled = "" if result["queries"] == WANTED_QUERIES else f", estimated from {result['queries']:,}"
-    return f"{result['gallery']:,} vectors, {WANTED_QUERIES:,} queries{scaled}"
+    scaled = "" if result["queries"] == FULL_QUERIES else f", estimated from {result['queries']:,}"
+    return f"{result['gallery']:,} vectors, {FULL_QUERIES:,} queries{scaled}"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 The vectors are real embeddings (`benchmarks.scale.vectors`). ``auto`` is built by the product's own code, tuned
 on variations of the query split's images. Recall@1 is measured on variations of the test split's images, against exact
-search; the two indexes answer the same batches of 32 in turns, in one process, as the server does.
+search; the two indexes answer the same batches of 32 alternately, in one process, as in the server.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import machine
-from benchmarks.scale.vectors import embedded
+from benchmarks.scale.vectors import embed_variations
 from evernear.data.manifest import Split, load_manifest
 from evernear.disk import sha256_file
 from evernear.embedding.embeddings import EmbeddingBlock, Embeddings
@@ -35,12 +35,12 @@ ROUNDS = 4
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", default="mnist", help="a source of `evernear run`: mnist or mnist:DIRECTORY")
-    parser.add_argument("--directory", type=Path, required=True, help="embeddings and indexes, made if missing")
+    parser.add_argument("--directory", type=Path, required=True, help="embeddings and indexes, created if missing")
     arguments = parser.parse_args()
 
-    embeddings = embedded(arguments.source, arguments.directory, COUNTS)
+    embeddings = embed_variations(arguments.source, arguments.directory, COUNTS)
     labels = load_manifest(arguments.directory).labels
-    here = machine.describe() | {"faiss": faiss.__version__, "faiss_threads": 1}
+    machine_info = machine.describe() | {"faiss": faiss.__version__, "faiss_threads": 1}
     started_s = time.perf_counter()
     described = build(embeddings, labels, IndexSettings(), arguments.directory / "auto")
     build_s = time.perf_counter() - started_s
@@ -70,11 +70,11 @@ def main() -> None:
         "times_qps": rows["auto"]["batch_qps"] / rows["flat"]["batch_qps"],
         "share_of_size": rows["auto"]["size_bytes"] / rows["flat"]["size_bytes"],
     }
-    machine.write("index", here, {"at_1000000": rows, "details": details}, table(rows))
+    machine.write("index", machine_info, {"at_1000000": rows, "details": details}, table(rows))
 
 
 def build_flat(embeddings: Embeddings, described: IndexDescription, directory: Path) -> None:
-    """Write the same gallery with exact search beside the chosen index."""
+    """Write the same gallery with exact search next to the chosen index."""
     index = faiss.IndexFlatIP(embeddings.dim)
     for block in embeddings.blocks("gallery"):
         index.add(block.embeddings)
@@ -89,7 +89,7 @@ def build_flat(embeddings: Embeddings, described: IndexDescription, directory: P
 
 
 def test_queries(embeddings: Embeddings) -> EmbeddingBlock:
-    """`RECALL_QUERIES` of the test split, evenly spaced and sorted by label."""
+    """`RECALL_QUERIES` embeddings of the test split, evenly spaced and sorted by label."""
     block = next(iter(embeddings.blocks("test")))
     chosen = np.linspace(0, len(block.labels) - 1, RECALL_QUERIES).astype(int)
     chosen = chosen[np.argsort(block.labels[chosen], kind="stable")]
@@ -97,15 +97,15 @@ def test_queries(embeddings: Embeddings) -> EmbeddingBlock:
 
 
 def batch_seconds(galleries: dict[str, Gallery], queries: EmbeddingBlock) -> dict[str, list[float]]:
-    """Seconds of each batch; the indexes take turns."""
+    """Seconds of each batch; the indexes alternate."""
     order = np.random.default_rng(0).permutation(len(queries.labels))
     shuffled = queries.embeddings[order]
     starts = range(0, len(order) - BATCH_SIZE + 1, BATCH_SIZE)
     seconds: dict[str, list[float]] = {name: [] for name in galleries}
     for _ in range(ROUNDS):
         for name, gallery in galleries.items():
-            for number in range(BATCHES[name] // ROUNDS):
-                start = starts[number % len(starts)]
+            for batch in range(BATCHES[name] // ROUNDS):
+                start = starts[batch % len(starts)]
                 started_s = time.perf_counter()
                 gallery.search(shuffled[start : start + BATCH_SIZE], gallery.description.k)
                 seconds[name].append(time.perf_counter() - started_s)

@@ -1,8 +1,8 @@
 """Build the automatic index within a memory limit: ``python -m benchmarks.scale.index_memory --count 10000000``.
 
 The vectors are the gallery that ``benchmarks.scale.index`` embedded, repeated up to ``--count``, so a larger gallery
-takes no disk. The kernel enforces the limit (``RLIMIT_DATA``): an allocation beyond it fails. The peak is ``VmHWM``.
-Each count is added to the table; memory and size are those of distinct vectors, recall is not.
+takes no disk space. The kernel enforces the limit (``RLIMIT_DATA``): an allocation beyond it fails. The peak is
+``VmHWM``. Each count is added to the table; memory and size are those of distinct vectors, recall is not.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))
-    embeddings = repeated(Embeddings.open(arguments.directory / "embeddings"), arguments.count)
+    embeddings = repeat_gallery(Embeddings.open(arguments.directory / "embeddings"), arguments.count)
     labels = load_manifest(arguments.directory).labels
     started_s, cpu_before_s = time.perf_counter(), time.process_time()
     with TemporaryDirectory(dir=arguments.directory) as scratch:
@@ -46,12 +46,12 @@ def main() -> None:
         "peak_bytes": peak_bytes(),
         "size_bytes": size_bytes,
     }
-    runs = [*(each for each in earlier_runs() if each["vectors"] != run["vectors"]), run]
+    runs = [*(each for each in load_runs() if each["vectors"] != run["vectors"]), run]
     runs.sort(key=lambda each: each["vectors"])
     machine.write(RESULT, machine.describe(), {"limit_bytes": LIMIT_BYTES, "runs": runs}, table(runs))
 
 
-def repeated(embeddings: Embeddings, count: int) -> Embeddings:
+def repeat_gallery(embeddings: Embeddings, count: int) -> Embeddings:
     """The same queries, and the gallery's shards, repeated until they have ``count`` vectors."""
     shards = embeddings.description.shards
     gallery: list[EmbeddingShard] = []
@@ -70,7 +70,7 @@ def peak_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
 
-def earlier_runs() -> list[dict[str, Any]]:
+def load_runs() -> list[dict[str, Any]]:
     path = machine.RESULTS / f"{RESULT}.json"
     return json.loads(path.read_text())["runs"] if path.is_file() else []
 

@@ -3,7 +3,7 @@
 A MinIO server on loopback contains class folders of PNG files, 28 x 28 gray, behind a proxy that delays each request by
 20 ms. The store of the dataset is in the same bucket, behind the same proxy. The rows are measured one after the other:
 
-- ``2 in flight``: as many requests as this machine has cores, as in earlier versions, with some of the images;
+- ``2 in flight``: as many requests as this machine has cores, as in earlier versions, for a subset of the images;
 - ``32 in flight``: the default;
 - ``killed``, ``continued``: the same, killed with SIGKILL halfway and run again;
 - ``unchanged``, ``+1%``: ingests again, without new images and with 1% more.
@@ -54,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=20_000)
     images = parser.parse_args().images
-    here, rows = machine.describe(), []
+    machine_info, rows = machine.describe(), []
     with tempfile.TemporaryDirectory() as scratch, minio(Path(scratch)) as port, proxy(port) as (delayed_port, sent):
         client = Minio(f"127.0.0.1:{port}", *KEYS, secure=False)
         client.make_bucket("images")
@@ -86,7 +86,9 @@ def main() -> None:
         "one_percent_part_of_first": round(more["wall_s"] / first["wall_s"], 4),
         "rows": rows,
     }
-    table = [["ingest", "images read", "seconds", "CPU seconds", "images per second", "MB sent to the store", "peak"]]
+    table = [
+        ["ingest", "images read", "seconds", "CPU seconds", "images per second", "MB sent to the store", "peak memory"]
+    ]
     for row in rows:
         table.append(
             [
@@ -99,7 +101,7 @@ def main() -> None:
                 f"{row['peak_bytes'] / 2**20:.0f} MiB" if "peak_bytes" in row else "",
             ]
         )
-    machine.write("scale_ingest", here, result, table)
+    machine.write("scale_ingest", machine_info, result, table)
 
 
 def ingest(port: int, source: str, store: str, requests: int, kill_after: int) -> dict[str, float]:
@@ -164,23 +166,23 @@ def minio(directory: Path) -> Generator[int]:
 
 @contextmanager
 def proxy(port: int) -> Generator[tuple[int, list[int]]]:
-    """Start a TCP proxy that delays what it sends to ``port``; yield its own port and a count of these bytes."""
+    """Start a TCP proxy that delays what it forwards to ``port``; yield its own port and a count of these bytes."""
     loop, sent, server_port = asyncio.new_event_loop(), [0], 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server_reader, server_writer = await asyncio.open_connection("127.0.0.1", port)
 
-        async def answer() -> None:
+        async def forward_responses() -> None:
             while data := await server_reader.read(2**16):
                 writer.write(data)
             writer.close()
 
-        answering = loop.create_task(answer())
+        responses = loop.create_task(forward_responses())
         while data := await reader.read(2**16):
             sent[0] += len(data)
             loop.call_later(LATENCY_S, server_writer.write, data)
         loop.call_later(LATENCY_S, server_writer.close)
-        await answering
+        await responses
 
     started = threading.Event()
 

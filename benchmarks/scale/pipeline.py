@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.scale.pipeline --source DIRECTORY --counts 10000 100000 1000000``, with a directory of MNIST's
 files. The larger sets are random affine variations of its digits; a seventh of each is the test split, as in MNIST. The
-training and the probe are one pass, so that the work of every step is proportional to its images. The growth of a step
-is the exponent p of time ~ images^p between the two largest sets: 1 is linear.
+training and the probe run for one epoch, so that the work of every step is proportional to its images. The growth of a
+step is the exponent p of time ~ images^p between the two largest sets: 1 is linear.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from evernear.run_record import RunRecord
 from evernear.store import open_store
 
 SETTINGS = ("train.epochs=1", "train.min_steps=0", "evaluation.probe_epochs=1", "target=registry")
-TEST_SHARE = 1 / 7
+TEST_FRACTION = 1 / 7
 CHUNK = 10_000
 
 
@@ -50,23 +50,23 @@ def main() -> None:
 
 
 def write_digits(source: Path, directory: Path, count: int) -> None:
-    """Write ``count`` digits to ``directory`` in MNIST's format; those beyond MNIST's own are variations of MNIST's."""
+    """Write ``count`` digits to ``directory`` in MNIST's format; beyond MNIST's size, they are variations."""
     directory.mkdir(parents=True)
     blocks = list(Mnist(source).blocks())
     generator = torch.Generator().manual_seed(0)
     for part, split in (("t10k", "test"), ("train", None)):
         images = np.concatenate([block.images for block in blocks if block.explicit_split == split])
         labels = np.concatenate([np.array(block.labels, np.uint8) for block in blocks if block.explicit_split == split])
-        wanted = round(count * (TEST_SHARE if split == "test" else 1 - TEST_SHARE))
+        size = round(count * (TEST_FRACTION if split == "test" else 1 - TEST_FRACTION))
         stem = directory / part
         with (
             Path(f"{stem}-images-idx3-ubyte").open("wb") as image_file,
             Path(f"{stem}-labels-idx1-ubyte").open("wb") as label_file,
         ):
-            image_file.write(struct.pack(">HBBIII", 0, 8, 3, wanted, *images.shape[1:]))
-            label_file.write(struct.pack(">HBBI", 0, 8, 1, wanted))
-            for start in range(0, wanted, CHUNK):
-                rows = np.arange(start, min(start + CHUNK, wanted))
+            image_file.write(struct.pack(">HBBIII", 0, 8, 3, size, *images.shape[1:]))
+            label_file.write(struct.pack(">HBBI", 0, 8, 1, size))
+            for start in range(0, size, CHUNK):
+                rows = np.arange(start, min(start + CHUNK, size))
                 image_file.write(_digits(images, rows, generator).tobytes())
                 label_file.write(labels[rows % len(labels)].tobytes())
 
@@ -113,7 +113,7 @@ def table(runs: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def growth(counts: list[int], seconds: list[float]) -> str:
-    """The exponent of the growth between the last two runs; empty where the time is too short to tell."""
+    """The exponent of the growth between the last two runs; empty if the times are too short."""
     pairs = list(pairwise(zip(counts, seconds, strict=True)))
     if not pairs or min(seconds[-2:]) < 1:
         return ""

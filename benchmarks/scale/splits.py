@@ -41,14 +41,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", type=int, default=100_000)
     classes = parser.parse_args().classes
-    here, rows = machine.describe(), images(classes)
+    machine_info, rows = machine.describe(), images(classes)
     galleries: dict[str, list[Split]] = {
         "by digest": [hash_split(digest.tobytes(), FRACTIONS) for digest in rows["digest"]],
         "ingest": split_by_ingest(rows),
     }
     results = []
     for name, splits in galleries.items():
-        results.append({"gallery": name, **recognized(rows, np.array(splits), classes)})
+        results.append({"gallery": name, **recognize(rows, np.array(splits), classes)})
         print(results[-1], flush=True)
     table = [["gallery", "vectors", "classes without a vector", "accuracy on the test split", "index"]]
     for result in results:
@@ -61,7 +61,7 @@ def main() -> None:
                 result["index"],
             ]
         )
-    machine.write("scale_splits", here, {"classes": classes, "noise": NOISE, "results": results}, table)
+    machine.write("scale_splits", machine_info, {"classes": classes, "noise": NOISE, "results": results}, table)
 
 
 def images(classes: int) -> Rows:
@@ -91,7 +91,7 @@ def split_by_ingest(rows: Rows) -> list[Split]:
     return splits
 
 
-def recognized(rows: Rows, splits: NDArray[np.str_], classes: int) -> dict[str, object]:
+def recognize(rows: Rows, splits: NDArray[np.str_], classes: int) -> dict[str, object]:
     """Index the gallery as the index step does, and recognize the test split."""
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
@@ -106,8 +106,8 @@ def recognized(rows: Rows, splits: NDArray[np.str_], classes: int) -> dict[str, 
         for start in range(0, len(test), BLOCK):
             part = test[start : start + BLOCK]
             embeddings = np.ascontiguousarray(part["embedding"])
-            found = gallery.classify(embeddings, gallery.search(embeddings, built.k))
-            correct += int((found.labels == part["label"]).sum())
+            predictions = gallery.classify(embeddings, gallery.search(embeddings, built.k))
+            correct += int((predictions.labels == part["label"]).sum())
     return {
         "vectors": built.size,
         "missing_classes": sum(count == 0 for count in built.counts),

@@ -29,8 +29,8 @@ SHARD_SIZE = 65_536
 BATCH_SIZE = 256
 
 
-def embedded(source: str, directory: Path, counts: dict[Split, int]) -> Embeddings:
-    """Train briefly and embed ``counts`` images of each split into ``directory``, if not yet done."""
+def embed_variations(source: str, directory: Path, counts: dict[Split, int]) -> Embeddings:
+    """Train briefly and embed ``counts`` images of each split into ``directory``, unless they exist."""
     out_dir = directory / "embeddings"
     if not (out_dir / DESCRIPTION_FILE).is_file():
         save_manifest(ingest(DataSettings(source=source), (directory / "store").as_uri()), directory)
@@ -47,7 +47,7 @@ def _embed(network_dir: Path, dataset: Dataset, counts: dict[Split, int], out_di
     generator = torch.Generator().manual_seed(0)
     shards: list[EmbeddingShard] = []
     for split, count in counts.items():
-        blocks = _endless(dataset, IMAGES_OF[split])
+        blocks = _repeat_blocks(dataset, IMAGES_OF[split])
         for first in range(0, count, SHARD_SIZE):
             rows = np.empty(min(SHARD_SIZE, count - first), dtype)
             filled = 0
@@ -67,19 +67,19 @@ def _embed(network_dir: Path, dataset: Dataset, counts: dict[Split, int], out_di
     ).save(out_dir / DESCRIPTION_FILE)
 
 
-def _endless(dataset: Dataset, splits: Sequence[Split]) -> Iterator[Block]:
+def _repeat_blocks(dataset: Dataset, splits: Sequence[Split]) -> Iterator[Block]:
     while True:
         yield from chain.from_iterable(dataset.blocks(split, BATCH_SIZE) for split in splits)
 
 
 def vary(images: NDArray[np.uint8], generator: torch.Generator) -> NDArray[np.uint8]:
-    """Deform each image (N, H, W, C) at random."""
+    """Apply a random affine map to each image (N, H, W, C)."""
     varied = random_affine(to_tensor(images), Draws(generator)).round().clamp(0, 255).to(torch.uint8)
     return np.ascontiguousarray(varied.numpy().transpose(0, 2, 3, 1))
 
 
 def row_dtype(dim: int) -> np.dtype[np.void]:
-    """One embedding in a shard."""
+    """Data type of a row in a shard of embeddings."""
     return np.dtype([("embedding", "<f4", (dim,)), ("label", "<i4"), ("digest", "u1", (32,))])
 
 

@@ -13,7 +13,7 @@ a few of its answers differ.
 - ``litserve``: LitServe around the same core, batching like evernear (bodies in JSON, which it requires);
 - ``in-process``: the core alone with batches of 1, 8 and 32, as a lower bound. Its latencies are per batch.
 
-``--busy`` adds one process that never sleeps, to simulate a shared machine.
+``--busy`` adds one spinning process, to simulate a shared machine.
 """
 
 import argparse
@@ -65,11 +65,13 @@ Cells = dict[tuple[str, int], list[Cell]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", default="mnist", help="a source of `evernear run`: mnist or mnist:DIRECTORY")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of each measurement")
     parser.add_argument("--warm-up", type=float, default=1.0, help="seconds before each measurement")
-    parser.add_argument("--first", type=float, default=8.0, help="seconds before a server's first measurement")
+    parser.add_argument(
+        "--first", type=float, default=8.0, help="warm-up before a server's first measurement, in seconds"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--busy", action="store_true", help="with another process that never sleeps")
+    parser.add_argument("--busy", action="store_true", help="run next to a spinning process")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # also stops the running server
@@ -83,12 +85,12 @@ def main() -> None:
         cells: Cells = {}
         with busy() if arguments.busy else nullcontext():
             for number in range(arguments.rounds):
-                play(served, Path(scratch), arguments, cells)
+                run_round(served, Path(scratch), arguments, cells)
                 print(f"round {number + 1} of {arguments.rounds} done", flush=True)
-    if silent := [
+    if unresponsive := [
         f"{name} at {clients}" for (name, clients), rounds in cells.items() if not all(c.rps for c in rounds)
     ]:
-        raise SystemExit(f"No answer in time from {', '.join(silent)}; raise --seconds.")
+        raise SystemExit(f"No response in time from {', '.join(unresponsive)}; raise --seconds.")
     result = summarize(cells) | {"gallery": served.gallery_size, "load_ceiling_rps": round(ceiling)}
     name = "serving_busy" if arguments.busy else "serving"
     if arguments.set:
@@ -114,12 +116,12 @@ def settings_of(source: str, overrides: list[str], scratch: Path) -> Settings:
     return settings.model_copy(update={"serving": settings.serving.model_copy(update=ports)})
 
 
-def play(served: Served, scratch: Path, arguments: argparse.Namespace, cells: Cells) -> None:
+def run_round(served: Served, scratch: Path, arguments: argparse.Namespace, cells: Cells) -> None:
     """Run one round: start every server, measure it at every concurrency, and stop it."""
-    floor = in_process(served, arguments.seconds)
+    lower_bound = in_process(served, arguments.seconds)
     for concurrency in CONCURRENCIES:
         cells.setdefault(("in-process", concurrency), []).append(
-            floor_cell(floor["cells"][str(concurrency)], concurrency)
+            in_process_cell(lower_bound["cells"][str(concurrency)], concurrency)
         )
     for start in STARTED:
         with start(served, scratch / start.__name__) as running:
@@ -127,7 +129,7 @@ def play(served: Served, scratch: Path, arguments: argparse.Namespace, cells: Ce
                 # Java compiles hot methods, so servers are compared after a warm-up.
                 measure(target, CONCURRENCIES[-1], arguments.first, arguments.warm_up, running.processes)
                 for concurrency in CONCURRENCIES:
-                    cell = measure_server(target, running, arguments, concurrency, floor["answers"])
+                    cell = measure_server(target, running, arguments, concurrency, lower_bound["answers"])
                     cells.setdefault((name, concurrency), []).append(cell)
                     print(f"{name} at {concurrency}: {cell}", flush=True)
 
@@ -140,7 +142,7 @@ def in_process(served: Served, seconds: float) -> dict[str, Any]:
     return json.loads(completed.stdout)
 
 
-def floor_cell(result: dict[str, Any], batch: int) -> Cell:
+def in_process_cell(result: dict[str, Any], batch: int) -> Cell:
     latencies_ms = sorted(1e3 * latency_s for latency_s in result["latencies_s"])
     images = len(latencies_ms) * batch
     p99_ms = latencies_ms[math.ceil(0.99 * len(latencies_ms)) - 1]
@@ -171,8 +173,8 @@ def measure_server(
     )
 
 
-def agrees(answer: bytes, expected: dict[str, Any]) -> bool:
-    prediction = json.loads(answer)
+def agrees(response: bytes, expected: dict[str, Any]) -> bool:
+    prediction = json.loads(response)
     return (
         prediction.get("pred") == expected["pred"] and abs(prediction["dist"] - expected["dist"]) <= DISTANCE_TOLERANCE
     )
@@ -229,20 +231,21 @@ def table(result: dict[str, Any]) -> list[list[str]]:
 
 def notes(result: dict[str, Any]) -> list[str]:
     """Describe whether the targets are met, the latency of a single client, and the bottleneck under load."""
-    rows, most = result["servers"], str(CONCURRENCIES[-1])
+    rows, highest = result["servers"], str(CONCURRENCIES[-1])
     row, ratios = rows["evernear"], result["ratios_to_naive"]["evernear"]
-    met = ratios[most]["rps"] >= TARGET_TIMES_RPS and ratios[most]["p99"] <= TARGET_P99_SHARE
+    met = ratios[highest]["rps"] >= TARGET_TIMES_RPS and ratios[highest]["p99"] <= TARGET_P99_SHARE
     met = met and ratios["1"]["rps"] >= 1 and not any(cell["non_2xx"] for cell in row.values())
-    cores = row[most]["cores"]
+    cores = row[highest]["cores"]
     return [
-        f"Target (at {most} clients {TARGET_TIMES_RPS} times naive and p99 at most {TARGET_P99_SHARE} of its, "
-        f"alone not slower, no non-2xx): {'met' if met else 'missed'}, with {ratios[most]['rps']:.1f} times, "
-        f"{ratios[most]['p99']:.3f} and {ratios['1']['rps']:.1f} times.",
-        f"A lone client's p50 is {row['1']['p50_ms']:.1f} ms over REST, {rows['evernear gRPC']['1']['p50_ms']:.1f} "
-        f"over gRPC and {rows['in-process']['1']['p50_ms']:.1f} in process.",
-        f"At {most} clients the Python worker takes {cores['python']:.2f} cores, TorchServe's "
+        f"Target (at {highest} clients, {TARGET_TIMES_RPS} times the throughput of naive and at most "
+        f"{TARGET_P99_SHARE} of its p99; with one client, not slower; no non-2xx): "
+        f"{'met' if met else 'missed'}, with {ratios[highest]['rps']:.1f} times, "
+        f"{ratios[highest]['p99']:.3f} and {ratios['1']['rps']:.1f} times.",
+        f"The p50 of a single client is {row['1']['p50_ms']:.1f} ms over REST, "
+        f"{rows['evernear gRPC']['1']['p50_ms']:.1f} over gRPC and {rows['in-process']['1']['p50_ms']:.1f} in process.",
+        f"At {highest} clients the Python worker takes {cores['python']:.2f} cores, TorchServe's "
         f"Java frontend {cores['frontend']:.2f} and the load generator {cores['load']:.2f} of {os.cpu_count()}; the "
-        f"core alone does {rows['in-process'][most]['rps']:,.0f} images/s in batches of {most}, so "
+        f"core alone does {rows['in-process'][highest]['rps']:,.0f} images/s in batches of {highest}, so "
         f"{bottleneck(cores)} is the remaining bottleneck. The load generator by itself reaches "
         f"{result['load_ceiling_rps']:,} req/s.",
     ]

@@ -20,11 +20,11 @@ def main() -> None:
     images = [base64.b64decode(image) for image in json.load(sys.stdin)]
     core = Predictor.open(open_parts(Path(parts)))
     answers = [json.loads(core.predict([image])[0].model_dump_json()) for image in images]
-    cells = {size: looped(core, images, int(size), float(seconds)) for size in sizes}
+    cells = {size: time_batches(core, images, int(size), float(seconds)) for size in sizes}
     print(json.dumps({"answers": answers, "cells": cells}))
 
 
-def looped(core: Predictor, images: list[bytes], size: int, seconds: float) -> dict[str, Any]:
+def time_batches(core: Predictor, images: list[bytes], size: int, seconds: float) -> dict[str, Any]:
     batches = [images[start : start + size] for start in range(0, len(images) - size + 1, size)]
     latencies_s: list[float] = []
     started_s = now_s = time.perf_counter()

@@ -115,34 +115,34 @@ class _HttpClient(asyncio.Protocol):
         self._loop = loop
         self._transport: Any = None
         self._received = b""
-        self._wanted = 0
+        self._response_size = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
-        self._ask()
+        self._send()
 
-    def _ask(self) -> None:
-        self._received, self._wanted = b"", 0
+    def _send(self) -> None:
+        self._received, self._response_size = b"", 0
         self._image = self._loop.next()
         self._started_s = time.perf_counter()
         self._transport.write(self._loop.requests[self._image])
 
     def data_received(self, data: bytes) -> None:
         received = self._received = self._received + data if self._received else data
-        if not self._wanted:
+        if not self._response_size:
             head = received.find(_HEAD_END)
             if head < 0:
                 return
             length = _LENGTH.search(received, 0, head)
-            self._wanted = head + len(_HEAD_END) + (int(length[1]) if length else 0)
-        if len(received) < self._wanted:
+            self._response_size = head + len(_HEAD_END) + (int(length[1]) if length else 0)
+        if len(received) < self._response_size:
             return
         latency_s = time.perf_counter() - self._started_s
         status = received[9:12]
         fault = "" if status.startswith(b"2") else status.decode()
         self._loop.count(self._image, latency_s, fault, received[received.index(_HEAD_END) + 4 :])
         if not self._loop.ended:
-            self._ask()
+            self._send()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._loop.ended:

@@ -20,13 +20,13 @@ class NaiveHandler(BaseHandler):
         super().initialize(context)
         directory = Path(context.system_properties["model_dir"])
         self.index = faiss.read_index(str(directory / "index.faiss"))
-        self.numbers = np.load(directory / "labels.npy")
-        known = json.loads((directory / "naive.json").read_text())
-        self.names = known["labels"]
+        self.label_indices = np.load(directory / "labels.npy")
+        metadata = json.loads((directory / "naive.json").read_text())
+        self.names = metadata["labels"]
         self.transform = transforms.Compose(
             [
                 transforms.Grayscale(),
-                transforms.Resize(known["size"]),
+                transforms.Resize(metadata["size"]),
                 transforms.ToTensor(),
                 transforms.Normalize(0, 1 / 255),  # the network normalizes and expects pixels in 0..255
             ]
@@ -44,6 +44,6 @@ class NaiveHandler(BaseHandler):
         squared, rows = self.index.search(data.cpu().numpy(), K)
         answers = []
         for distances, neighbors in zip(squared, rows, strict=True):
-            labels = [self.names[self.numbers[row]] for row in neighbors]
+            labels = [self.names[self.label_indices[row]] for row in neighbors]
             answers.append({"pred": Counter(labels).most_common(1)[0][0], "dist": float(distances[0]) ** 0.5})
         return answers

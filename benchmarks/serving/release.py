@@ -51,8 +51,8 @@ def prepare(settings: Settings, scratch: Path) -> Served:
     save_manifest(data, scratch)
     dataset = Dataset.open(scratch)
     network_dir, index_dir = scratch / "network", scratch / "index"
-    hasty = settings.train.model_copy(update={"epochs": 1, "min_steps": 0})  # weights do not affect speed
-    train(dataset, hasty, scratch / "trained")
+    one_epoch = settings.train.model_copy(update={"epochs": 1, "min_steps": 0})  # weights do not affect speed
+    train(dataset, one_epoch, scratch / "trained")
     export(scratch / "trained", dataset, network_dir, settings.train.parity_tolerance)
     gallery = _embed_all_as_gallery(network_dir, dataset, scratch / "embeddings")
     index = build(gallery, dataset.labels, settings.index, index_dir)
@@ -89,8 +89,8 @@ def _embed_all_as_gallery(network_dir: Path, dataset: Dataset, out_dir: Path) ->
         shard.model_copy(update={"split": "gallery" if shard.split in GALLERY else "query"})
         for shard in described.shards
     )
-    moved = described.model_copy(update={"shards": shards})
-    (out_dir / DESCRIPTION_FILE).write_text(moved.model_dump_json())
+    regrouped = described.model_copy(update={"shards": shards})
+    (out_dir / DESCRIPTION_FILE).write_text(regrouped.model_dump_json())
     return Embeddings.open(out_dir)
 
 

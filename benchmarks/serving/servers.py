@@ -53,8 +53,8 @@ def naive(served: Served, directory: Path) -> Generator[Running]:
     command += ["--ts-config", "config.properties", "--model-store", str(served.naive_store), "--models", "naive.mar"]
     java_home = {"JAVA_HOME": str(java.find_java().parents[1])}
     with _process(command, directory, java_home) as processes:
-        target = _posting(served, ports[0], "/predictions/naive")
-        _await_answer(target)
+        target = _post_target(served, ports[0], "/predictions/naive")
+        _await_response(target)
         yield Running({"naive": target}, processes)
 
 
@@ -66,7 +66,7 @@ def evernear(served: Served, directory: Path) -> Generator[Running]:
     home = home_of(settings.workdir)
     try:
         key, model = read_key(home, "inference"), settings.serving.model_name
-        rest = _posting(
+        rest = _post_target(
             served, settings.serving.inference_port, f"/predictions/{model}", f"Authorization: Bearer {key}"
         )
         messages = tuple(
@@ -87,7 +87,7 @@ def evernear(served: Served, directory: Path) -> Generator[Running]:
 
 @contextmanager
 def kserve(served: Served, directory: Path) -> Generator[Running]:
-    """KServe's predictor, which clients call without its transformer (bodies in JSON), from its own environment."""
+    """KServe's predictor, which clients call without its transformer (bodies in JSON), from a separate environment."""
     directory.mkdir(exist_ok=True)
     port, grpc_port = free_ports(2)
     command = [str(KSERVE_PYTHON), "-m", "evernear.serving.kserve.predictor", "--store", served.settings.store_uri]
@@ -101,7 +101,7 @@ def kserve(served: Served, directory: Path) -> Generator[Running]:
             tuple(_http(path, body, "Content-Type: application/json") for body in bodies),
             prediction_of=lambda body: json.dumps(json.loads(body)["predictions"][0]).encode(),
         )
-        _await_answer(target)
+        _await_response(target)
         yield Running({"kserve": target}, processes)
 
 
@@ -109,8 +109,8 @@ def kserve(served: Served, directory: Path) -> Generator[Running]:
 def fastapi(served: Served, directory: Path) -> Generator[Running]:
     """FastAPI and uvicorn around the same core, as a user would write it."""
     with _app("fastapi_app.py", served, directory) as (port, processes):
-        target = _posting(served, port, "/predict")
-        _await_answer(target)
+        target = _post_target(served, port, "/predict")
+        _await_response(target)
         yield Running({"fastapi": target}, processes)
 
 
@@ -120,7 +120,7 @@ def litserve(served: Served, directory: Path) -> Generator[Running]:
     with _app("litserve_app.py", served, directory) as (port, processes):
         bodies = [json.dumps({"data": base64.b64encode(image).decode()}).encode() for image in served.images]
         target = Target(HOST, port, tuple(_http("/predict", body, "Content-Type: application/json") for body in bodies))
-        _await_answer(target)
+        _await_response(target)
         yield Running({"litserve": target}, processes)
 
 
@@ -128,8 +128,8 @@ def litserve(served: Served, directory: Path) -> Generator[Running]:
 def trivial(served: Served, directory: Path) -> Generator[Running]:
     """A server with a constant response, which measures the limit of the load generator."""
     with _app("trivial_app.py", served, directory) as (port, processes):
-        target = _posting(served, port, "/")
-        _await_answer(target)
+        target = _post_target(served, port, "/")
+        _await_response(target)
         yield Running({"trivial": target}, processes)
 
 
@@ -147,7 +147,7 @@ def free_ports(count: int) -> list[int]:
         return [sock.getsockname()[1] for sock in sockets]
 
 
-def _posting(served: Served, port: int, path: str, *headers: str) -> Target:
+def _post_target(served: Served, port: int, path: str, *headers: str) -> Target:
     headers = ("Content-Type: image/png", *headers)
     return Target(HOST, port, tuple(_http(path, image, *headers) for image in served.images))
 
@@ -181,22 +181,22 @@ def _process(
 
     def processes() -> list[psutil.Process]:
         if started.poll() is not None:
-            raise SystemExit(f"{command[1]} ended; see {directory / 'console.log'}.")
+            raise SystemExit(f"{command[1]} exited; see {directory / 'console.log'}.")
         return [root, *root.children(recursive=True)]
 
     try:
         yield processes
     finally:
-        family = [root, *root.children(recursive=True)] if started.poll() is None else []
+        tree = [root, *root.children(recursive=True)] if started.poll() is None else []
         started.send_signal(signal.SIGTERM)
-        _, alive = psutil.wait_procs(family, timeout=STOP_TIMEOUT_S)
+        _, alive = psutil.wait_procs(tree, timeout=STOP_TIMEOUT_S)
         for process in alive:
             process.kill()
         started.wait()
 
 
-def _await_answer(target: Target) -> None:
-    """Wait for the first good response: an open port is not enough."""
+def _await_response(target: Target) -> None:
+    """Wait for the first response with status 200: an open port is not enough."""
     deadline_s = time.monotonic() + STARTUP_TIMEOUT_S
     while time.monotonic() < deadline_s:
         try:
@@ -207,4 +207,4 @@ def _await_answer(target: Target) -> None:
         except OSError:
             pass
         time.sleep(0.2)
-    raise SystemExit(f"Nothing answers at {target.host}:{target.port} after {STARTUP_TIMEOUT_S} s.")
+    raise SystemExit(f"No response from {target.host}:{target.port} after {STARTUP_TIMEOUT_S} s.")

@@ -1,11 +1,11 @@
-"""The cheapest server: reads a request and returns a constant response. ``trivial_app.py PARTS PORT``."""
+"""A minimal server, which returns a constant response. ``trivial_app.py PARTS PORT``."""
 
 import asyncio
 import sys
 
 import uvloop
 
-ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+RESPONSE = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 
 
 class ConstantResponse(asyncio.Protocol):
@@ -13,7 +13,7 @@ class ConstantResponse(asyncio.Protocol):
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:  # a request is smaller than a segment of loopback
-        self.transport.write(ANSWER)  # pyright: ignore[reportAttributeAccessIssue]
+        self.transport.write(RESPONSE)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 async def main() -> None:

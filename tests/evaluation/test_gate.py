@@ -53,7 +53,7 @@ class TestErrorRatesOnTenThousandQueries:
 
     def stopped(self, simulation: ModuleType, points: float, shared: float, how: str = "drawn") -> int:
         case = simulation.Case(how, 10_000, 0.996, points, shared)
-        (count,) = simulation.stopped(case, SEEDS, [SETTINGS.significance])
+        (count,) = simulation.count_held(case, SEEDS, [SETTINGS.significance])
         return count
 
     def test_false_alarm_rate_for_equal_models_is_bounded(self, simulation: ModuleType, shared: float):
@@ -71,8 +71,8 @@ class TestErrorRatesOnTenThousandQueries:
 
 def test_small_test_split_rarely_fails_equal_models_and_fails_a_bad_one(simulation: ModuleType):
     case = simulation.Case
-    (equal,) = simulation.stopped(case("drawn", 180, 0.98, 0.0, 0.6), SEEDS, [SETTINGS.significance])
-    (worse,) = simulation.stopped(case("drawn", 180, 0.98, -10.0, 0.6), SEEDS, [SETTINGS.significance])
+    (equal,) = simulation.count_held(case("drawn", 180, 0.98, 0.0, 0.6), SEEDS, [SETTINGS.significance])
+    (worse,) = simulation.count_held(case("drawn", 180, 0.98, -10.0, 0.6), SEEDS, [SETTINGS.significance])
     assert equal <= binom.ppf(0.999, SEEDS, SETTINGS.significance)
     assert worse >= binom.ppf(0.001, SEEDS, 0.99)
 
@@ -89,7 +89,7 @@ def outcomes(errors: dict[int, int], queries: int = 100) -> Outcomes:
 @pytest.fixture
 def passing(simulation: ModuleType) -> Evaluation:
     """A challenger as good as its champion."""
-    return simulation.evaluated(outcomes({1: 2, 8: 1}), outcomes({1: 2, 8: 1}))
+    return simulation.make_evaluation(outcomes({1: 2, 8: 1}), outcomes({1: 2, 8: 1}))
 
 
 def failed(verdict: Verdict) -> dict[str, Rule]:
@@ -111,8 +111,8 @@ def test_good_challenger_passes_and_every_rule_gives_a_reason(passing: Evaluatio
 
 def test_each_rule_can_fail_alone(simulation: ModuleType, passing: Evaluation):
     low = proportion(90, 100, 0.95)
-    slow_rot = simulation.evaluated(outcomes({1: 5, 3: 4, 5: 3, 8: 3}), outcomes({1: 2, 8: 1}))
-    one_class = simulation.evaluated(outcomes({1: 2, 4: 12}), outcomes({1: 2, 2: 12}))
+    slow_rot = simulation.make_evaluation(outcomes({1: 5, 3: 4, 5: 3, 8: 3}), outcomes({1: 2, 8: 1}))
+    one_class = simulation.make_evaluation(outcomes({1: 2, 4: 12}), outcomes({1: 2, 2: 12}))
     cases = {
         "accuracy_floor": with_candidate(passing, accuracy=proportion(949, 1000, 0.95)),
         "class_recall_floor": with_candidate(
@@ -198,7 +198,7 @@ def test_false_rejects_hold_only_significantly_above_the_ceiling(passing: Evalua
 
 
 def test_reason_names_the_largest_class_regression(simulation: ModuleType):
-    verdict = decide(simulation.evaluated(outcomes({1: 2, 8: 1}), outcomes({1: 1, 8: 1, 3: 9})), SETTINGS)
+    verdict = decide(simulation.make_evaluation(outcomes({1: 2, 8: 1}), outcomes({1: 1, 8: 1, 3: 9})), SETTINGS)
     assert verdict.promote
     reasons = {rule.name: rule.reason for rule in verdict.rules}
     assert reasons["class_recall_drop"].endswith("the worst change is -1.0% for 1.")
@@ -208,14 +208,14 @@ def test_reason_names_the_largest_class_regression(simulation: ModuleType):
 def test_single_error_in_a_small_class_is_not_a_collapse(simulation: ModuleType):
     """With 18 queries per class, one additional error is 5.6 points; eighteen are a collapse."""
     champion = outcomes({1: 1}, queries=18)
-    assert decide(simulation.evaluated(outcomes({1: 1, 4: 1}, queries=18), champion), SETTINGS).promote
-    collapsed = simulation.evaluated(outcomes({1: 1, 4: 18}, queries=18), champion)
+    assert decide(simulation.make_evaluation(outcomes({1: 1, 4: 1}, queries=18), champion), SETTINGS).promote
+    collapsed = simulation.make_evaluation(outcomes({1: 1, 4: 18}, queries=18), champion)
     assert {"class_recall_floor", "class_recall_drop"} <= set(failed(decide(collapsed, SETTINGS)))
 
 
 def with_new_class(simulation: ModuleType, errors: dict[int, int]) -> Evaluation:
     """A champion without class 9 and a challenger that includes it, with ``wrong`` errors per class."""
-    evaluation = simulation.evaluated(outcomes(errors), outcomes({1: 2, 8: 1, 9: 100}))
+    evaluation = simulation.make_evaluation(outcomes(errors), outcomes({1: 2, 8: 1, 9: 100}))
     champion = evaluation.champion.model_copy(update={"known_labels": simulation.LABELS[:-1]})
     return evaluation.model_copy(update={"champion": champion})
 
@@ -262,7 +262,7 @@ def test_champion_leakage_is_reported_but_passes(passing: Evaluation):
 
 @pytest.fixture
 def stored(simulation: ModuleType, tmp_path) -> Path:
-    verdict = decide(simulation.evaluated(outcomes({4: 60}), outcomes({})), SETTINGS)
+    verdict = decide(simulation.make_evaluation(outcomes({4: 60}), outcomes({})), SETTINGS)
     assert not verdict.promote
     path = tmp_path / "verdict.json"
     path.write_text(verdict.model_dump_json(indent=2))
