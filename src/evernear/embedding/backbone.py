@@ -331,7 +331,7 @@ def _mismatch(error: Exception) -> str:
 def _download_from_hub(name: str) -> tuple[str, Path]:
     config = _config(name)
     if not config.hf_hub_id:
-        raise TrainingError(f"The hub has no weights for {name}; set train.weights to a file.")
+        raise TrainingError(f"The Hugging Face Hub has no weights for {name}; set train.weights to a file.")
     file = config.hf_hub_filename or "model.safetensors"
     try:
         return f"{config.hf_hub_id}/{file}", Path(hf_hub_download(config.hf_hub_id, file))
