@@ -1,3 +1,4 @@
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -225,6 +226,25 @@ def test_no_shard_is_fetched_twice_in_an_epoch(
         assert max(fetched.values()) == 1
         groups.add(frozenset(keys(batches[:2])))
     assert len(groups) == 3
+
+
+def test_shards_of_a_group_are_fetched_concurrently(
+    dataset: Dataset, tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = in_s3(dataset, bucket)
+    store = open_store(manifest.store_uri)
+    together = threading.Barrier(2)
+
+    def fetch(key: str, path: Path, sha256: str | None = None) -> Path:
+        together.wait(timeout=60)  # raises unless another fetch is in flight
+        return type(store).fetch(store, key, path, sha256)
+
+    monkeypatch.setattr(store, "fetch", fetch)
+    train = [shard for shard in manifest.shards if shard.split == "train"]
+    pair = manifest.model_copy(update={"shards": tuple(train[:2])})
+    assert sum(map(len, Dataset(pair, store, tmp_path / "cache").shuffled_batches("train", 1, 0, 0))) == sum(
+        shard.count for shard in train[:2]
+    )
 
 
 def test_cache_is_bounded_and_evicts_the_least_recently_used(

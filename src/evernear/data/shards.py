@@ -2,7 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
@@ -28,6 +29,8 @@ _PAGE_BYTES = 4096
 _GROUP_SHARDS = 16
 # Local copies of remote shards; the least recently used are evicted first.
 _CACHE_BYTES = 8 * 2**30
+# A connection to a bucket is often slower than the network.
+_FETCHES_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True)
@@ -118,10 +121,10 @@ class Dataset:
         """Yield one epoch of batches, shuffled by ``seed`` and ``epoch``; every rank gets the same number.
 
         The shards are shuffled and divided into groups of 16, or of as many as fit into half of the cache, so that no
-        shard is fetched twice in an epoch. Chunks of 256 KiB are shuffled within a group, and the images in a buffer of
-        32 MiB or 8 batches, whichever is larger. Which shards form a group differs from epoch to epoch. A batch
-        therefore mixes about 128 chunks from all shards of its group, or fewer of larger images. A group of one shard,
-        in a cache below four shards, mixes only the images of that shard.
+        shard is fetched twice in an epoch. Shards of a group are fetched concurrently. Chunks of 256 KiB are shuffled
+        within a group, and the images in a buffer of 32 MiB or 8 batches, whichever is larger. Which shards form a
+        group differs from epoch to epoch. A batch therefore mixes about 128 chunks from all shards of its group, or
+        fewer of larger images. A group of one shard, in a cache below four shards, mixes only the images of that shard.
 
         An incomplete last batch is dropped; a split smaller than one batch is one batch.
 
@@ -174,6 +177,7 @@ class Dataset:
         shards = self.shards(split)
         rows = max(1, _CHUNK_BYTES // self._dtype.itemsize)
         for group in _groups([shards[index] for index in rng.permutation(len(shards))]):
+            self._files.prefetch(group)
             chunks = [
                 _Chunk(shard, start, min(rows, shard.count - start))
                 for shard in group
@@ -273,10 +277,12 @@ class _ShardFiles:
             path = self._store.path(key)
             file = _open_existing(path)
         else:
-            path = self._cache / f"{shard.sha256}.npy"
-            with suppress(FileNotFoundError):
-                os.utime(path)  # some file systems do not update access times
-            file = self._cached(path, shard) or self._fetch(key, path, shard)
+            path = self._cached_path(shard)
+            self._touch(path)
+            file = self._cached(path, shard)
+            if file is None:
+                self._evict(shard.size_bytes)
+                file = _open_existing(self._fetch(shard))
         if file is None:
             raise IntegrityError(f"The shard {path} is missing; restore it, or ingest into a new dataset.")
         try:
@@ -285,6 +291,18 @@ class _ShardFiles:
             file.close()
             raise
         return file
+
+    def prefetch(self, shards: Sequence[Shard]) -> None:
+        """Fetch the ``shards`` that are not in the cache, `_FETCHES_IN_FLIGHT` at a time."""
+        if isinstance(self._store, FileStore):
+            return
+        missing = [shard for shard in shards if not self._touch(self._cached_path(shard))]
+        if not missing:
+            return
+        self._evict(sum(shard.size_bytes for shard in missing))
+        with ThreadPoolExecutor(_FETCHES_IN_FLIGHT, "fetch") as pool:
+            for _ in pool.map(self._fetch, missing):
+                pass
 
     def _start(self, file: FileIO, shard: Shard, path: Path) -> int:
         """The offset of the first row; the first call verifies the content."""
@@ -308,10 +326,22 @@ class _ShardFiles:
         file.close()
         return None
 
-    def _fetch(self, key: str, path: Path, shard: Shard) -> FileIO | None:
-        self._evict(shard.size_bytes)
-        self._store.fetch(key, path, shard.sha256)
-        return _open_existing(path)
+    def _fetch(self, shard: Shard) -> Path:
+        """Copy a shard to the cache. The store verifies its content."""
+        path = self._store.fetch(shard_key(self._dataset, shard.sha256), self._cached_path(shard), shard.sha256)
+        self._intact.add(shard.sha256)
+        return path
+
+    def _cached_path(self, shard: Shard) -> Path:
+        return self._cache / f"{shard.sha256}.npy"
+
+    def _touch(self, path: Path) -> bool:
+        """Mark a copy as used; False if it does not exist. Some file systems do not update access times."""
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            return False
+        return True
 
     def _evict(self, size_bytes: int) -> None:
         """Evict the least recently used copies; a process that is reading one can continue until it closes the file."""
