@@ -83,5 +83,5 @@ def test_missing_training_snapshot_is_an_error(system: System, tmp_path: Path) -
     assert result.digest == system.dataset.digest != later.digest
     described = json.loads((tmp_path / "network/network.json").read_text())
     (tmp_path / "network/network.json").write_text(json.dumps(described | {"dataset_digest": "0" * 64}))
-    with pytest.raises(IntegrityError, match="it is unknown which images it was trained on"):
+    with pytest.raises(IntegrityError, match="the images that it was trained on are unknown"):
         training_dataset(tmp_path / "network", later, store)
