@@ -134,7 +134,7 @@ def test_training_resumes_after_a_lost_node(
     resumed = train(digits, longer.train, tmp_path / "out", open_store(settings.store_uri))
     assert [epoch.epoch for epoch in resumed.epochs] == list(range(1, 41))
     lines = NodeLog.of(RunRecord(open_store(settings.store_uri), "run-1"), 0).lines
-    assert sum("Node 1 of 2 starts" in line for line in lines) == 2
+    assert sum("Node 1 of 2 started" in line for line in lines) == 2
     assert sum("epoch 1/40" in line for line in lines) == 1
 
 
@@ -146,7 +146,7 @@ def test_training_error_ends_the_train_job_without_another_start(
     with pytest.raises(TrainingError, match=r"failed: FailJobSet: .*The loss is not a finite number after epoch 1"):
         follow(digits, settings.model_copy(update={"train": diverging}))
     lines = NodeLog.of(RunRecord(open_store(settings.store_uri), "run-1"), 0).lines
-    assert sum("starts" in line for line in lines) == 1
+    assert sum("started" in line for line in lines) == 1
 
 
 def test_exit_code_that_is_not_retried_is_that_of_a_training_error(manifests: Objects) -> None:
