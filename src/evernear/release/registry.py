@@ -94,7 +94,7 @@ class Promotion(Frozen):
     number: int = Field(default=1, ge=1)
     """The sequence number of the promotion, from 1."""
     undo_to: int | None = None
-    """The number of the promotion that a rollback restores; None if there is none."""
+    """The number of the promotion that a rollback restores; None if no promotion precedes the current one."""
     how: How = "deploy"
     by: str = ""
     why: str = ""

@@ -88,7 +88,7 @@ def promote_button(candidate: str, current: Champion | None) -> Block:
 
 
 def roll_back_buttons(current: Champion) -> list[Block]:
-    """The button that rolls back the last promotion; nothing if there is no previous release."""
+    """The button that rolls back the last promotion; empty without a previous release."""
     if current.previous is None:
         return []
     value = _Target(release=current.version, move=current.promotion.number).model_dump_json()
