@@ -475,7 +475,24 @@ class WebDataset:
                 stage.epoch = state["epoch"] - 1
 
 
-class MosaicML:
+class StatefulLoader:
+    """A library whose data loader has a state."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def batches(self, epoch: int, skip: int) -> Batches:
+        for batch in self._loader:
+            yield batch["image"], batch["label"]
+
+    def state(self) -> Any:
+        return self._loader.state_dict()
+
+    def resume(self, state: dict[str, Any]) -> None:
+        self._loader.load_state_dict(state["library"])
+
+
+class MosaicML(StatefulLoader):
     """MDS files; the whole epoch is shuffled, and the loader has a state."""
 
     def __init__(self, job: dict[str, Any], case: Case) -> None:
@@ -491,20 +508,10 @@ class MosaicML:
         # Forked workers would share the connection that fetched the index, and wait for each other's responses.
         for stream in dataset.streams:
             stream._downloader.clean_up()
-        self._loader = streaming.StreamingDataLoader(dataset, batch_size=batch_size, num_workers=job["workers"])
-
-    def batches(self, epoch: int, skip: int) -> Batches:
-        for batch in self._loader:
-            yield batch["image"], batch["label"]
-
-    def state(self) -> Any:
-        return self._loader.state_dict()
-
-    def resume(self, state: dict[str, Any]) -> None:
-        self._loader.load_state_dict(state["library"])
+        super().__init__(streaming.StreamingDataLoader(dataset, batch_size=batch_size, num_workers=job["workers"]))
 
 
-class LitData:
+class LitData(StatefulLoader):
     """Optimized chunks; chunks and the samples of each are shuffled, and the loader has a state."""
 
     def __init__(self, job: dict[str, Any], case: Case) -> None:
@@ -518,17 +525,7 @@ class LitData:
             storage_options={"endpoint_url": job["endpoint"]},
         )
         batch_size = BATCH_SIZE // job.get("world_size", 1)
-        self._loader = litdata.StreamingDataLoader(dataset, batch_size=batch_size, num_workers=job["workers"])
-
-    def batches(self, epoch: int, skip: int) -> Batches:
-        for batch in self._loader:
-            yield batch["image"], batch["label"]
-
-    def state(self) -> Any:
-        return self._loader.state_dict()
-
-    def resume(self, state: dict[str, Any]) -> None:
-        self._loader.load_state_dict(state["library"])
+        super().__init__(litdata.StreamingDataLoader(dataset, batch_size=batch_size, num_workers=job["workers"]))
 
 
 WRITERS: dict[str, Callable[[Case, Path], None]] = {

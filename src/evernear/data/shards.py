@@ -278,7 +278,7 @@ class _ShardFiles:
             file = _open_existing(path)
         else:
             path = self._cached_path(shard)
-            self._touch(path)
+            _touch(path)
             file = self._cached(path, shard)
             if file is None:
                 self._evict(shard.size_bytes)
@@ -296,7 +296,7 @@ class _ShardFiles:
         """Fetch the ``shards`` that are not in the cache, `_FETCHES_IN_FLIGHT` at a time."""
         if isinstance(self._store, FileStore):
             return
-        missing = [shard for shard in shards if not self._touch(self._cached_path(shard))]
+        missing = [shard for shard in shards if not _touch(self._cached_path(shard))]
         if not missing:
             return
         self._evict(sum(shard.size_bytes for shard in missing))
@@ -335,14 +335,6 @@ class _ShardFiles:
     def _cached_path(self, shard: Shard) -> Path:
         return self._cache / f"{shard.sha256}.npy"
 
-    def _touch(self, path: Path) -> bool:
-        """Mark a copy as used; False if it does not exist. Some file systems do not update access times."""
-        try:
-            os.utime(path)
-        except FileNotFoundError:
-            return False
-        return True
-
     def _evict(self, size_bytes: int) -> None:
         """Evict the least recently used copies; a process that is reading one can continue until it closes the file."""
         with disk_errors(self._cache):
@@ -358,6 +350,15 @@ class _ShardFiles:
                     return
                 path.unlink(missing_ok=True)
                 free_bytes += size
+
+
+def _touch(path: Path) -> bool:
+    """Mark a copy as used; False if it does not exist. Some file systems do not update access times."""
+    try:
+        os.utime(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _open_existing(path: Path) -> FileIO | None:
