@@ -171,6 +171,26 @@ def test_empty_split_and_missing_class_are_reported(tmp_path: Path, run_ingest, 
     }
 
 
+def test_a_class_without_a_gallery_image_names_the_copies_in_another_split(
+    tmp_path: Path, run_ingest, make_image
+) -> None:
+    for label, first in (("a", 0), ("b", 100)):
+        for split, count in (("train", 12), ("test", 30)):
+            folder = tmp_path / "tree" / split / label
+            folder.mkdir(parents=True)
+            # All training images of b are also test images.
+            offset = 50 if (split, label) == ("train", "a") else 0
+            for number in range(count):
+                (folder / f"{number}.png").write_bytes(make_image(first + offset + number))
+    with pytest.raises(DataValidationError) as error:
+        require_valid(check(run_ingest(tmp_path / "tree")))
+    assert str(error.value).startswith(
+        "The data cannot be used: Classes without an image in the gallery cannot be recognized: b; add images of them,"
+        " to the gallery folder if there is one. 12 images are in several splits, and each was added to one of them;"
+        " keep one of test/b/0.png, train/b/0.png, test/b/1.png, "
+    )
+
+
 def test_report_survives_unusual_names(tree, run_ingest) -> None:
     (tree / "a|b").mkdir()
     (tree / "a|b" / "x\ny.png").write_text("words")

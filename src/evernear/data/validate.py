@@ -133,7 +133,7 @@ def validate(
         *_problems(manifest),
         *_classes(manifest, totals, settings),
         *_vanished(totals, champion_labels, classes),
-        *_splits(counts, totals),
+        *_splits(manifest, counts, totals),
     ]
     severities = settings.model_dump()
     findings = [
@@ -205,7 +205,8 @@ def _vanished(totals: dict[str, int], champion_labels: Sequence[str], classes: C
         yield _finding("vanished_class", message, missing, len(missing))
 
 
-def _splits(counts: Counts, totals: dict[str, int]) -> Iterator[Finding]:
+def _splits(manifest: Manifest, counts: Counts, totals: dict[str, int]) -> Iterator[Finding]:
+    in_several_splits = [f.message for f in _problems(manifest) if f.rule == "duplicate_across_splits"]
     empty = [split for split in SPLITS if not any(counts[split].values())]
     if empty:
         message = f"No images in the split {_listed(empty)}; add images or raise its share (data.*_fraction)."
@@ -217,6 +218,7 @@ def _splits(counts: Counts, totals: dict[str, int]) -> Iterator[Finding]:
             f"Classes without an image in the gallery cannot be recognized: {_listed(unknown)}; add images of them, to"
             " the gallery folder if there is one."
         )
+        message = " ".join([message, *in_several_splits])
         yield _finding("missing_in_gallery", message, unknown, len(unknown))
     missing = [
         f"{label} in {split}"
