@@ -164,8 +164,9 @@ def _diagnosis(evaluation: Evaluation, level: float) -> str:
             "training failed."
         )
     return (
-        " Predictions are unrelated to the labels, and so is the nearest image by pixels: the labels probably do not "
-        "match the images, as if they were shuffled."
+        " Predictions are unrelated to the labels, and so is the nearest image by pixels: the labels do not match the "
+        "images, as if they were shuffled, or there are too few images to learn from; look at some of them, add more, "
+        "or start from a pretrained backbone (train.weights)."
     )
 
 
