@@ -189,5 +189,8 @@ def test_validate_names_its_findings_in_its_summary(tmp_path: Path, capsys: pyte
     strict = {"min_class_images": 40, "tiny_class": "warn"}
     settings = RunSettings(store=settings.store, validation=strict)
     steps.validate("run", settings.model_dump(mode="json"), *arguments)
-    summary = "finished: 1 finding: Classes need 40 images, but these have fewer: 0 (30), 1 (30); add some."
+    summary = (
+        "finished: 1 finding: Classes need 40 images, but these have fewer: 0 (30), 1 (30); add images or remove the"
+        " classes."
+    )
     assert summary in capsys.readouterr().out

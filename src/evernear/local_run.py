@@ -112,7 +112,8 @@ def run(
         for page in directory.glob("*/notify/page.html"):
             shutil.copyfile(page, directory / PAGE_FILE)
         if failures:
-            raise RunFailedError(failures[0].message, failures[0].exit_code)
+            more = f" The run page shows more: {directory / PAGE_FILE}" if (directory / PAGE_FILE).exists() else ""
+            raise RunFailedError(f"{failures[0].message}{more}", failures[0].exit_code)
         return _result(directory, steps_s, wall_s)
 
 

@@ -141,7 +141,7 @@ photo = saved(noise("L", (64, 64)), "JPEG")
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        (b"", "x.png is not a PNG, JPEG or WebP image."),
+        (b"", "x.png is empty."),
         (b"no image, only words", "x.png is not a PNG, JPEG or WebP image."),
         (saved(noise("L"), "GIF"), "x.png is not a PNG, JPEG or WebP image."),
         (saved(noise("L"), "BMP"), "x.png is not a PNG, JPEG or WebP image."),

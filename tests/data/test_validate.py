@@ -38,6 +38,8 @@ def test_errors_stop_with_a_message_that_names_the_files(tree, run_ingest, make_
     assert sentence == (
         "The data cannot be used: 2 files cannot be decoded; fix or remove 1/cut.png, 2/words.png;"
         " 1 image has several labels and was left out; keep the right one of 1/again.png, 2/001.png."
+        " To leave out the files that cannot be used, add --set validation.undecodable=warn"
+        " --set validation.conflicting_labels=warn."
     )
     assert exc_info.value.exit_code == 3
     assert "- 2/words.png is not a PNG, JPEG or WebP image." in report.markdown()
@@ -91,7 +93,7 @@ def test_tiny_and_empty_classes_are_named_with_their_counts(tree, run_ingest, ma
     for number in range(3):
         (tree / "4" / f"{number}.png").write_bytes(make_image(800 + number))
     report = check(run_ingest(tree))
-    message = "Classes need 10 images, but these have fewer: 3 (0), 4 (3); add some."
+    message = "Classes need 10 images, but these have fewer: 3 (0), 4 (3); add images or remove the classes."
     assert ("tiny_class", "error", message) in [(f.rule, f.severity, f.message) for f in report.findings]
     assert "tiny_class" not in {f.rule for f in check(run_ingest(tree), min_class_images=3, tiny_class="off").findings}
 

@@ -90,8 +90,8 @@ def inspect(data: bytes, max_pixels: int, name: str = "The image") -> EncodedIma
     """Inspect a PNG, JPEG or WebP file; the format is detected from the content.
 
     Raises:
-        DataError: the file has another format, is broken or animated, has more than ``max_pixels``, or an encoding of
-            unbounded cost; the message begins with ``name``.
+        DataError: the file is empty, broken or animated, has another format, more than ``max_pixels``, or an encoding
+            of unbounded cost; the message begins with ``name``.
     """
     if data.startswith(_PNG_SIGNATURE):
         image = _inspect_png(data, name)
@@ -99,8 +99,10 @@ def inspect(data: bytes, max_pixels: int, name: str = "The image") -> EncodedIma
         image = _inspect_jpeg(data, name)
     elif _WEBP_SIGNATURE.match(data):
         image = _inspect_webp(data, name)
-    else:
+    elif data:
         raise DataError(f"{name} is not a PNG, JPEG or WebP image.")
+    else:
+        raise DataError(f"{name} is empty.")
     limit = min(max_pixels, MAX_PIXELS)
     if image.pixels > limit:
         size = f"{image.width_px} x {image.height_px} pixels"

@@ -67,6 +67,9 @@ _PROBLEMS = {
     ),
 }
 
+# Rules about images that were left out.
+_SKIPPABLE = ("undecodable", "conflicting_labels")
+
 
 class Finding(Frozen):
     """A violated rule; ``names`` are some of the ``count`` affected files, classes or splits."""
@@ -151,9 +154,12 @@ def require_valid(report: Report) -> None:
     Raises:
         DataValidationError: the message lists all violations.
     """
-    errors = [finding.message.removesuffix(".") for finding in report.findings if finding.severity == "error"]
+    errors = [finding for finding in report.findings if finding.severity == "error"]
     if errors:
-        raise DataValidationError(f"The data cannot be used: {'; '.join(errors)}.")
+        messages = "; ".join(finding.message.removesuffix(".") for finding in errors)
+        skip = " ".join(f"--set validation.{finding.rule}=warn" for finding in errors if finding.rule in _SKIPPABLE)
+        remedy = f" To leave out the files that cannot be used, add {skip}." if skip else ""
+        raise DataValidationError(f"The data cannot be used: {messages}.{remedy}")
 
 
 def _problems(manifest: Manifest) -> Iterator[Finding]:
@@ -176,7 +182,8 @@ def _classes(manifest: Manifest, totals: dict[str, int], settings: ValidationSet
     if tiny:
         listed = _listed([f"{name} ({present.get(name, 0)})" for name in tiny])
         message = (
-            f"Classes need {quantity(settings.min_class_images, 'image')}, but these have fewer: {listed}; add some."
+            f"Classes need {quantity(settings.min_class_images, 'image')}, but these have fewer: {listed}; add images"
+            " or remove the classes."
         )
         yield _finding("tiny_class", message, tiny, len(tiny))
     if present and max(present.values()) > settings.max_imbalance * min(present.values()):
