@@ -11,7 +11,7 @@ from evernear.data.ingest import ingest
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
 from evernear.embedding import embed as embed_module
-from evernear.embedding.embed import embed, embed_images
+from evernear.embedding.embed import MIN_GALLERY_IMAGES, embed, embed_images
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import describe_network, export, load_network
 from evernear.embedding.train import train
@@ -172,3 +172,23 @@ def test_train_images_of_an_untrained_class_join_the_gallery(
     train = np.concatenate([block.digests for block in dataset.blocks("train")])
     digests = np.concatenate([block.digests for block in blocks])
     assert {d.tobytes() for d in digests[700:]} < {d.tobytes() for d in train}
+
+
+def test_small_classes_are_filled_up_with_train_images(network_dir: Path, tmp_path: Path) -> None:
+    few = GrowingDataset(tmp_path)
+    few.write(range(60))
+    few.write(range(60, 80), "query")
+    few.write(range(80, 300), "train")
+    for path in sorted((few.images / "train" / "4").iterdir())[2:]:
+        path.unlink()
+    dataset = few.ingest()
+    embed(network_dir, dataset, tmp_path / "embeddings")
+    blocks = list(Embeddings.open(tmp_path / "embeddings").blocks("gallery"))
+    labels = np.concatenate([block.labels for block in blocks])
+    digests = np.concatenate([block.digests for block in blocks])
+    gallery, embedded = dataset.manifest.label_counts("gallery"), np.bincount(labels)
+    assert max(gallery.values()) < MIN_GALLERY_IMAGES
+    expected = dict.fromkeys(gallery, MIN_GALLERY_IMAGES) | {"4": gallery["4"] + 2}
+    assert dict(zip(dataset.labels, embedded.tolist(), strict=True)) == expected
+    train = {digest.tobytes() for block in dataset.blocks("train") for digest in block.digests}
+    assert [digest.tobytes() in train for digest in digests] == [row >= 60 for row in range(len(digests))]

@@ -2,12 +2,16 @@
 
 import base64
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from evernear.data.ingest import ingest
 from evernear.data.shards import Dataset
+from evernear.embedding.embed import embed
+from evernear.embedding.embeddings import Embeddings
 from evernear.evaluation.evaluate import Evaluation, evaluate
 from evernear.evaluation.examples import (
     BINS,
@@ -21,7 +25,9 @@ from evernear.evaluation.examples import (
 )
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
-from evernear.settings import EvaluationSettings
+from evernear.index.build import build
+from evernear.settings import DataSettings, EvaluationSettings, IndexSettings
+from evernear.store import open_store
 from tests.conftest import System
 
 
@@ -71,6 +77,25 @@ def test_mistakes_are_the_wrong_predictions_with_their_gallery_neighbors(
             assert gallery[tile_of(examples.images, neighbor.tile).tobytes()] == neighbor.label
     ranks = [(mistake.unknown, mistake.distance) for mistake in examples.mistakes]
     assert ranks == sorted(ranks)
+
+
+def test_neighbors_that_joined_from_the_train_split_are_shown(system: System, tmp_path: Path) -> None:
+    settings = DataSettings(source="digits", gallery_fraction=0.01)
+    dataset = Dataset(ingest(settings, tmp_path.as_uri()), open_store(tmp_path.as_uri()))
+    embed(system.network_dir, dataset, tmp_path / "embeddings")
+    build(Embeddings.open(tmp_path / "embeddings"), dataset.labels, IndexSettings(), tmp_path / "index")
+    recognizer = Recognizer.open(system.network_dir, tmp_path / "index")
+    collector = ExampleCollector(recognizer, dataset)
+    evaluate(recognizer, None, dataset, OpenSet(held_out=()), EvaluationSettings(), observe=collector.add)
+    examples = collector.finish(dataset)
+    gallery, train = images(dataset, "gallery"), images(dataset, "train")
+    neighbors = [
+        (tile_of(examples.images, neighbor.tile).tobytes(), neighbor.label)
+        for mistake in examples.mistakes
+        for neighbor in mistake.neighbors
+    ]
+    assert any(pixels in train for pixels, _ in neighbors)
+    assert all((gallery | train)[pixels] == label for pixels, label in neighbors)
 
 
 def test_histograms_count_every_query(measured: tuple[Evaluation, Examples]) -> None:

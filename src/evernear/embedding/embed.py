@@ -1,8 +1,8 @@
 """Embed the images of a dataset in batches, in bounded memory."""
 
 import io
-from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +27,8 @@ from evernear.store import Store
 SHARD_SIZE = 8_192
 """Embeddings per shard: 4.5 MB at 128 dimensions."""
 BATCH_SIZE = 256
+MIN_GALLERY_IMAGES = 10
+"""A class with fewer images in the gallery is filled up to this number with train images."""
 
 
 def embed(
@@ -41,10 +43,8 @@ def embed(
     """Embed ``splits`` of ``dataset`` with the exported network in ``network_dir``; write shards to ``out_dir``.
 
     With a ``store``, embeddings are cached there; see `evernear.embedding.embedding_cache`. ``untrained`` are classes
-    that the network was not trained on. Their train images join the gallery: a class needs many neighbors because a
-    network scatters images of classes that it was not trained on. Of images of the digit 9, new to a network, 73% were
-    called unknown with 19 images of the gallery split, and 40% with the 126 of the train split added. For a frozen
-    network, all classes are untrained.
+    that the network was not trained on; for a frozen network, all are. Their train images join the gallery, and other
+    classes are filled up to `MIN_GALLERY_IMAGES`; see docs/decisions/0052-training-images-in-the-gallery.md.
 
     Raises:
         IntegrityError: the network does not match its description or expects images of another shape, or the cache is
@@ -60,6 +60,11 @@ def embed(
         )
     if network_description.frozen:
         untrained = frozenset(dataset.labels)
+    train_counts = dataset.manifest.label_counts("train")
+    joining = {
+        label: train_counts[label] if label in untrained else max(0, MIN_GALLERY_IMAGES - count)
+        for label, count in dataset.manifest.label_counts("gallery").items()
+    }
     dim = network_description.embedding_dim
     embedder = _Embedder(EmbeddingCache(store, network_description.sha256, dim), dim)
     shards: list[EmbeddingShard] = []
@@ -68,7 +73,7 @@ def embed(
         for split in splits:
             batches = chain.from_iterable(
                 embedder.embed(blocks, count, network, pool, threads)
-                for blocks, count in image_blocks(dataset, split, batch_size, untrained)
+                for blocks, count in image_blocks(dataset, split, batch_size, joining)
             )
             for index, rows in enumerate(_rebatch(batches, SHARD_SIZE)):
                 shards.append(_write_shard(out_dir, split, index, rows))
@@ -101,24 +106,34 @@ def _one_torch_thread() -> Generator[int]:
 
 
 def image_blocks(
-    dataset: Dataset, split: Split, batch_size: int, untrained: frozenset[str]
+    dataset: Dataset, split: Split, batch_size: int, joining: Mapping[str, int]
 ) -> Iterator[tuple[Iterator[Block], int]]:
-    """Yield the blocks and image count of each shard to embed for ``split``, in the order of the embeddings."""
+    """Yield the blocks and image count of each shard to embed for ``split``, in the order of the embeddings.
+
+    The gallery ends with train images: the first ``joining`` of each label, as far as there are so many.
+    """
     for shard in dataset.shards(split):
         yield dataset.shard_blocks(shard, batch_size), shard.count
     if split == "gallery":
+        missing = Counter(joining)
         for shard in dataset.shards("train"):
-            labels = untrained.intersection(shard.label_counts)
-            if count := sum(shard.label_counts[label] for label in labels):
-                label_indices = [dataset.labels.index(label) for label in labels]
-                yield _filter_labels(dataset.shard_blocks(shard, batch_size), label_indices), count
+            taken = Counter(shard.label_counts) & missing
+            missing -= taken
+            if taken:
+                numbers = Counter({dataset.labels.index(label): count for label, count in taken.items()})
+                yield _first(dataset.shard_blocks(shard, batch_size), numbers), taken.total()
 
 
-def _filter_labels(blocks: Iterator[Block], label_indices: Sequence[int]) -> Iterator[Block]:
+def _first(blocks: Iterator[Block], counts: Counter[int]) -> Iterator[Block]:
+    """The first ``counts`` images of each label number."""
     for block in blocks:
-        selected = np.isin(block.labels, label_indices)
-        if selected.any():
-            yield Block(block.images[selected], block.labels[selected], block.digests[selected])
+        rows: list[int] = []
+        for row, number in enumerate(block.labels.tolist()):
+            if counts[number]:
+                counts[number] -= 1
+                rows.append(row)
+        if rows:
+            yield Block(block.images[rows], block.labels[rows], block.digests[rows])
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ twice. The result is recorded with the run; the page needs neither the dataset n
 import base64
 import io
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -249,8 +250,8 @@ class ExampleCollector:
         if not rows:
             return
         numbers, first = self._recognizer.gallery.label_indices, 0
-        untrained = {self._dataset.labels[number] for number in np.unique(numbers[self._dataset.count("gallery") :])}
-        for blocks, _ in image_blocks(self._dataset, "gallery", 512, frozenset(untrained)):
+        joined = Counter(self._dataset.labels[number] for number in numbers[self._dataset.count("gallery") :])
+        for blocks, _ in image_blocks(self._dataset, "gallery", 512, joined):
             for block in blocks:
                 for row in rows.intersection(range(first, first + len(block))):
                     if numbers[row] == block.labels[row - first]:
