@@ -157,19 +157,34 @@ def test_explicit_splits_are_preserved(tmp_path: Path, run_ingest, make_image, c
         (("train", "validation", "test"), {"train": "train", "validation": "gallery", "test": "test"}),
         (("train", "val"), {"train": "train", "val": "test"}),
         (("Train", "Test"), {"Train": "train", "Test": "test"}),
+        (("Training", "Testing"), {"Training": "train", "Testing": "test"}),
+        (("seg_train", "seg_test", "seg_dev"), {"seg_train": "train", "seg_test": "test", "seg_dev": "gallery"}),
+        (("training_set", "test"), {"training_set": "train", "test": "test"}),
+        (("train2017", "val2017"), {"train2017": "train", "val2017": "test"}),
     ],
 )
-def test_validation_folder_is_the_gallery_or_the_test_split(
-    tmp_path: Path, run_ingest, make_image, contents, digest_of, folders: tuple[str, ...], splits: dict[str, str]
+@pytest.mark.parametrize("repeated", [False, True])
+def test_folders_with_usual_names_are_splits(
+    tmp_path: Path,
+    run_ingest,
+    make_image,
+    contents,
+    digest_of,
+    folders: tuple[str, ...],
+    splits: dict[str, str],
+    repeated: bool,
 ) -> None:
     expected: dict[bytes, str] = {}
     for number in range(60):
         folder = folders[number % len(folders)]
-        path = tmp_path / "given" / folder / "ab"[number // len(folders) % 2] / f"{number}.png"
+        parent = tmp_path / "given" / folder / (folder if repeated else "")
+        path = parent / "ab"[number // len(folders) % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(make_image(number))
         expected[digest_of(path.read_bytes())] = splits[folder]
-    chosen = contents(run_ingest(tmp_path / "given")).split
+    manifest = run_ingest(tmp_path / "given")
+    assert manifest.labels == ("a", "b")
+    chosen = contents(manifest).split
     explicit = [split for split in splits.values() if split != "train"]
     for split in explicit:
         assert {digest for digest, found in chosen.items() if found == split} == {
@@ -204,7 +219,12 @@ def test_explicit_splits_require_train(tmp_path: Path, run_ingest, make_image) -
 
 @pytest.mark.parametrize(
     ("folders", "unknown"),
-    [(("train", "val", "valid"), "val, valid"), (("Test", "test", "train"), "Test"), (("test", "train", "x"), "x")],
+    [
+        (("train", "val", "valid"), "val, valid"),
+        (("Test", "test", "train"), "Test, test"),
+        (("test", "train", "x"), "x"),
+        (("seg_test", "seg_train", "seg_pred"), "seg_pred"),
+    ],
 )
 def test_unknown_split_names_are_not_treated_as_classes(
     tmp_path: Path, run_ingest, make_image, folders: tuple[str, ...], unknown: str
@@ -219,7 +239,8 @@ def test_unknown_split_names_are_not_treated_as_classes(
 
 def test_class_may_have_the_name_of_a_split(tree, run_ingest) -> None:
     (tree / "1").rename(tree / "train")
-    assert run_ingest(tree).labels == ("2", "10", "train")
+    (tree / "2").rename(tree / "test tube")
+    assert run_ingest(tree).labels == ("10", "test tube", "train")
 
 
 @pytest.mark.parametrize(
@@ -472,7 +493,9 @@ def test_empty_source_is_reported(tmp_path: Path, run_ingest, make_image, source
 def test_single_class_is_reported(tmp_path: Path, run_ingest, make_image) -> None:
     (tmp_path / "tree" / "only").mkdir(parents=True)
     (tmp_path / "tree" / "only" / "0.png").write_bytes(make_image(0))
-    with pytest.raises(DataError, match=r"only one class \('only'\); a recognizer needs at least two"):
+    with pytest.raises(
+        DataError, match=r"one class \('only'\); .* If 'only' contains the class folders, use it as the source"
+    ):
         run_ingest(tmp_path / "tree")
 
 

@@ -91,14 +91,15 @@ def test_label_is_an_image_of_the_source_and_undo_removes_it(store: Store, sourc
     assert [(line.action, line.label, line.who) for line in lines] == [("label", "bird", "ann"), ("undo", "", "ann")]
 
 
-def test_source_with_split_folders_gets_training_images(store: Store, tmp_path: Path) -> None:
-    for number, split in enumerate(["train", "test"]):
+@pytest.mark.parametrize("splits", [("train", "test"), ("Training", "Testing")])
+def test_source_with_split_folders_gets_training_images(store: Store, tmp_path: Path, splits: tuple[str, str]) -> None:
+    for number, split in enumerate(splits):
         (tmp_path / "given" / split / "cat").mkdir(parents=True)
         (tmp_path / "given" / split / "cat" / "a.png").write_bytes(png(number))
     log_queries(store, png(9))
     (item,) = Queue(store).pending((), 10)
     Answers(store, open_target(f"folder:{tmp_path / 'given'}")).label(item.image, answer(item, label="cat"))
-    assert (tmp_path / "given" / "train" / "cat" / f"review-{item.id[:16]}.png").read_bytes() == png(9)
+    assert (tmp_path / "given" / splits[0] / "cat" / f"review-{item.id[:16]}.png").read_bytes() == png(9)
 
 
 @pytest.mark.parametrize("label", ["", "../up", "a/b", ".hidden", "train", "a\nb", " a", "x" * 300])

@@ -103,8 +103,3 @@ def load_manifest(directory: Path) -> Manifest:
         IntegrityError: the manifest is missing or invalid.
     """
     return Manifest.load(directory / FILE_NAME)
-
-
-def as_split(name: str) -> Split | None:
-    """``name`` as a split, or None."""
-    return name if name in SPLITS else None

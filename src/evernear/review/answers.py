@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 from pydantic import AwareDatetime, Field
 
 from evernear.data.sources import open_source
-from evernear.data.sources.folder import Bucket, Folder
+from evernear.data.sources.folder import SPLIT_WORDS, Bucket, Folder
 from evernear.disk import disk_errors, write_atomically
 from evernear.errors import ConflictError, DataError, EvernearError, IntegrityError, SettingsError
 from evernear.frozen import Frozen
@@ -28,7 +28,6 @@ from evernear.store import Store, open_store
 ANSWERS = "review/answers.jsonl"
 PENDING = "review/pending/"
 _ATTEMPTS = 5
-_SPLITS = frozenset({"train", "test", "gallery", "query", "val", "valid", "validation", "dev"})
 
 
 class Answer(Frozen):
@@ -53,7 +52,7 @@ class LabelTarget(Protocol):
 
     labels: list[str]
     prefix: str
-    """The folder of the class folders for new images: empty or ``train/``."""
+    """The folder of the class folders for new images: empty, or as ``train/``."""
 
     def has_folder(self, name: str) -> bool:
         """Whether the folder of the file ``name`` exists."""
@@ -290,7 +289,7 @@ def _moves(answer: Answer, prefix: str) -> Iterator[tuple[str, str]]:
     """The current and the new name of each file of an answer with a label."""
     label = answer.label
     unusable = not label or len(label.encode()) > 200 or label != label.strip() or label.startswith(".")
-    if unusable or not label.isprintable() or "/" in label or "\\" in label or label.lower() in _SPLITS:
+    if unusable or not label.isprintable() or "/" in label or "\\" in label or label.lower() in SPLIT_WORDS:
         raise SettingsError(f"{label!r} cannot be the name of a class; use a plain name without slashes.")
     mark = f"review-{answer.image[:16]}"
     if not answer.files:
@@ -304,10 +303,6 @@ def _moves(answer: Answer, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _layout(source: Folder | Bucket) -> tuple[list[str], str]:
-    """The classes of a source, and the prefix of training images: ``train/`` if it has split folders."""
-    labels: set[str] = set()
-    split_folders = False
-    for entry in source.entries():
-        labels.add(entry.label)
-        split_folders = split_folders or (entry.name.count("/") > 1 and not entry.name.startswith(f"{entry.label}/"))
-    return sorted(labels), "train/" if split_folders else ""
+    """The classes of a source, and the prefix of training images, such as ``train/`` if it has split folders."""
+    labels = sorted({entry.label for entry in source.entries()})
+    return labels, f"{source.train_folder}/" if source.train_folder else ""

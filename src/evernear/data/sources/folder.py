@@ -3,11 +3,13 @@
 import os
 import posixpath
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+from typing import Final
 
-from evernear.data.manifest import SPLITS, Split, as_split
+from evernear.data.manifest import SPLITS, Split
 from evernear.data.sources.base import FileEntry, FileSource
 from evernear.disk import disk_errors
 from evernear.errors import DataError
@@ -18,11 +20,24 @@ _IMAGE_SUFFIXES = frozenset(
     {".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".heic", ".avif"}
 )
 _VALIDATION = frozenset({"val", "valid", "validation", "dev"})
+SPLIT_WORDS: Final[dict[str, Split]] = {
+    "train": "train",
+    "training": "train",
+    "test": "test",
+    "testing": "test",
+    "gallery": "gallery",
+    "query": "query",
+    **dict.fromkeys(_VALIDATION, "gallery"),
+}
+"""Words by which folders name a split; training is validated on the gallery."""
 _MAX_NAMES = 5
 
 
 class _ClassFolders(FileSource):
     """Reads label and split from the path of a file."""
+
+    train_folder = ""
+    """The name of the folder of training images once `entries` has begun; empty if there are no split folders."""
 
     def __init__(self, name: str) -> None:
         self.name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:63].rstrip("-") or "dataset"
@@ -30,18 +45,22 @@ class _ClassFolders(FileSource):
 
     def _set_layout(self, folders: set[str]) -> None:
         """Decide from the top-level folders whether they are splits, and which splits ingest assigns."""
-        splits = _splits_of(folders)
+        words = _split_words(folders)
+        splits = _splits_of(words)
         if folders and len(set(splits.values())) == len(folders):
-            if "train" not in splits.values():
+            train = [folder for folder, split in splits.items() if split == "train"]
+            if not train:
                 raise DataError(f"{self.name} has split folders ({', '.join(sorted(folders))}) but no train folder.")
+            self.train_folder = train[0]
             self._splits = splits
             self.chosen_splits = ("train", *(split for split in SPLITS[1:] if split not in splits.values()))
-        elif len(splits) > 1:
+        elif alike := _alike(words):
             # Treated as classes, they would train a network that tells train from test.
-            others = sorted(folders.difference(SPLITS))
+            uses = Counter(splits[folder] for folder in alike)
+            others = sorted(folder for folder in folders if folder not in alike or uses[splits[folder]] > 1)
             shown = others if len(others) <= _MAX_NAMES else [*others[:_MAX_NAMES], "and more"]
             raise DataError(
-                f"{self.name} has folders {', '.join(sorted(splits))}, as if splits were given, which takes train,"
+                f"{self.name} has folders {', '.join(sorted(alike))}, as if splits were given, which takes train,"
                 " test, gallery (or val) and query and nothing else; rename, move or remove"
                 f" {', '.join(shown)}."
             )
@@ -51,6 +70,9 @@ class _ClassFolders(FileSource):
         parts = [part for part in path.split("/") if part]
         split = self._splits.get(parts[0]) if parts else None
         folders = parts[1:-1] if split else parts[:-1]
+        if len(folders) > 1 and split and folders[0] == parts[0]:
+            # Archives from Kaggle repeat the split: seg_train/seg_train/sea/0.jpg.
+            folders = folders[1:]
         if not folders or "/." in f"/{path}" or not _may_be_image(path):
             return None
         return FileEntry(path, etag, folders[0], None if split in self.chosen_splits else split, size_bytes)
@@ -143,19 +165,28 @@ class Bucket(_ClassFolders):
                 return
 
 
-def _splits_of(folders: set[str]) -> dict[str, Split]:
-    """The splits that ``folders`` name, ignoring case; a validation folder is the gallery, or else the test split.
+def _split_words(folders: set[str]) -> dict[str, str]:
+    """The word of `SPLIT_WORDS` in each of ``folders`` that contains exactly one, ignoring case."""
+    words = {folder: SPLIT_WORDS.keys() & re.findall("[a-z]+", folder.lower()) for folder in folders}
+    return {folder: found.pop() for folder, found in words.items() if len(found) == 1}
 
-    Training is validated on the gallery. A dataset with nothing but train and validation reports its results on the
-    latter.
+
+def _splits_of(words: dict[str, str]) -> dict[str, Split]:
+    """The splits of folders with ``words``; a validation folder is the gallery, or else the test split.
+
+    A dataset with nothing but train and validation reports its results on the latter.
     """
-    names = {folder: folder.lower() for folder in folders}
-    validation: Split = "gallery" if "test" in names.values() else "test"
-    splits: dict[str, Split] = {}
-    for folder, name in names.items():
-        if split := validation if name in _VALIDATION else as_split(name):
-            splits[folder] = split
-    return splits
+    has_test = any(SPLIT_WORDS[word] == "test" for word in words.values())
+    return {
+        folder: "test" if word in _VALIDATION and not has_test else SPLIT_WORDS[word] for folder, word in words.items()
+    }
+
+
+def _alike(words: dict[str, str]) -> set[str]:
+    """Folders whose names differ only in their split, as ``seg_train`` and ``seg_test``."""
+    patterns = {folder: re.sub(f"(?<![a-z]){word}(?![a-z])", "*", folder.lower()) for folder, word in words.items()}
+    counts = Counter(patterns.values())
+    return {folder for folder, pattern in patterns.items() if counts[pattern] > 1}
 
 
 def _walk(folder: Path) -> Iterator[os.DirEntry[str]]:
