@@ -237,6 +237,20 @@ def test_unknown_split_names_are_not_treated_as_classes(
         run_ingest(tmp_path / "tree")
 
 
+def test_split_folder_of_unlabeled_images_is_named(tree, run_ingest) -> None:
+    unlabeled = tree / "test"
+    (tree / "1").rename(unlabeled)
+    for label in ("2", "10"):
+        (tree / "Train").mkdir(exist_ok=True)
+        (tree / label).rename(tree / "Train" / label)
+    with pytest.raises(
+        DataError, match=r"The folder test of .* contains no image in a class folder; sort .* or move it away"
+    ):
+        run_ingest(tree)
+    unlabeled.rename(tree.parent / "unlabeled")
+    assert run_ingest(tree).count("test")
+
+
 def test_class_may_have_the_name_of_a_split(tree, run_ingest) -> None:
     (tree / "1").rename(tree / "train")
     (tree / "2").rename(tree / "test tube")

@@ -42,6 +42,7 @@ class _ClassFolders(FileSource):
     def __init__(self, name: str) -> None:
         self.name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:63].rstrip("-") or "dataset"
         self._splits: dict[str, Split] = {}
+        self._splits_found: set[Split | None] = set()
 
     def _set_layout(self, folders: set[str]) -> None:
         """Decide from the top-level folders whether they are splits, and which splits ingest assigns."""
@@ -75,7 +76,17 @@ class _ClassFolders(FileSource):
             folders = folders[1:]
         if not folders or "/." in f"/{path}" or not _may_be_image(path):
             return None
+        self._splits_found.add(split)
         return FileEntry(path, etag, folders[0], None if split in self.chosen_splits else split, size_bytes)
+
+    def _check_splits(self) -> None:
+        """Refuse split folders without labeled images next to a train folder with some."""
+        for folder, split in self._splits.items():
+            if "train" in self._splits_found and split not in self._splits_found:
+                raise DataError(
+                    f"The folder {folder} of {self.name} contains no image in a class folder; sort its images into"
+                    " class folders, or move it away: ingest then takes this split from the training images."
+                )
 
 
 class Folder(_ClassFolders):
@@ -100,6 +111,7 @@ class Folder(_ClassFolders):
             class_folders = [folder for split in top_folders for folder in _visible_folders(split)]
         for folder in class_folders:
             yield from self._class_entries(folder)
+        self._check_splits()
         for parent in parents:
             self._record_hidden_folders(parent)
 
@@ -147,6 +159,7 @@ class Bucket(_ClassFolders):
                 yield entry
             elif _is_image_name(info.key):
                 hidden.update(self._hidden_folder(PurePosixPath(info.key).parts))
+        self._check_splits()
         self.hidden_folders = sorted(hidden)
 
     def read(self, name: str) -> bytes:
