@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from evernear.data.manifest import Manifest
+from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.shards import Dataset
 from evernear.data.validate import NO_CHANGES, Report, require_valid, validate
 from evernear.errors import DataValidationError
@@ -31,18 +31,37 @@ def test_errors_stop_with_a_message_that_names_the_files(tree, run_ingest, make_
     (tree / "1" / "cut.png").write_bytes(make_image(500)[:40])
     (tree / "2" / "words.png").write_text("no image")
     (tree / "1" / "again.png").write_bytes((tree / "2" / "001.png").read_bytes())
-    report = check(run_ingest(tree))
+    report = check(run_ingest(tree), max_left_out_fraction=0)
     with pytest.raises(DataValidationError) as exc_info:
         require_valid(report)
     sentence = str(exc_info.value)
     assert sentence == (
-        "The data cannot be used: 2 files cannot be decoded; fix or remove 1/cut.png, 2/words.png;"
+        "The data cannot be used: 2 files cannot be decoded and were left out; fix or remove 1/cut.png, 2/words.png;"
         " 1 image has several labels and was left out; keep the right one of 1/again.png, 2/001.png."
-        " To leave out the files that cannot be used, add --set validation.undecodable=warn"
+        " To use the data without the files that were left out, add --set validation.undecodable=warn"
         " --set validation.conflicting_labels=warn."
     )
     assert exc_info.value.exit_code == 3
     assert "- 2/words.png is not a PNG, JPEG or WebP image." in report.markdown()
+
+
+def test_few_files_may_be_left_out(tree, run_ingest, make_image) -> None:
+    """A large dataset always has some, and one of them should not stop a run."""
+    (tree / "1" / "cut.png").write_bytes(make_image(500)[:40])
+    (tree / "1" / "again.png").write_bytes((tree / "2" / "001.png").read_bytes())
+    manifest = run_ingest(tree)
+    assert manifest.problem_counts == {"undecodable": 1, "conflicting_labels": 1}
+    used = sum(manifest.count(split) for split in SPLITS)
+    limit = 2 / (used + 2)
+    report = check(manifest, max_left_out_fraction=limit)
+    require_valid(report)
+    assert [(finding.rule, finding.severity) for finding in report.findings] == [
+        ("undecodable", "warn"),
+        ("conflicting_labels", "warn"),
+    ]
+    with pytest.raises(DataValidationError, match=r"1 file cannot be decoded .* 1 image has several labels"):
+        require_valid(check(manifest, max_left_out_fraction=0.99 * limit))
+    assert check(manifest, undecodable="off", conflicting_labels="off").findings == ()
 
 
 def test_warnings_do_not_stop(tree, run_ingest, make_image) -> None:
@@ -75,6 +94,8 @@ def test_severities_are_configurable(tree, run_ingest) -> None:
     assert check(manifest, undecodable="off", duplicate="off").findings == ()
     with pytest.raises(DataValidationError, match="1 image occurs more than once"):
         require_valid(check(manifest, undecodable="off", duplicate="error"))
+    with pytest.raises(DataValidationError, match="1 file cannot be decoded"):
+        require_valid(check(manifest, max_left_out_fraction=0))
 
 
 def test_long_lists_of_names_are_truncated(tree, run_ingest) -> None:
@@ -83,7 +104,8 @@ def test_long_lists_of_names_are_truncated(tree, run_ingest) -> None:
     (finding,) = check(run_ingest(tree)).findings
     assert finding.count == 50
     assert finding.message == (
-        "50 files cannot be decoded; fix or remove 1/w00.png, 1/w01.png, 1/w02.png, 1/w03.png, 1/w04.png and more."
+        "50 files cannot be decoded and were left out; fix or remove 1/w00.png, 1/w01.png, 1/w02.png, 1/w03.png,"
+        " 1/w04.png and more."
     )
 
 
@@ -199,7 +221,7 @@ def test_report_survives_unusual_names(tree, run_ingest) -> None:
     (tree / "a|b" / "\x1b[31m.png").write_text("words")
     (tree / "2").rename(tree / "<b>")
     (tree / "1").rename(tree / "![x](evil.example) *_`")
-    report = check(run_ingest(tree))
+    report = check(run_ingest(tree), max_left_out_fraction=0)
     table = [line for line in report.markdown().splitlines() if line.startswith("| ")]
     assert {line.replace("\\|", "").count("|") for line in table} <= {4, 6}
     with pytest.raises(DataValidationError, match=r"fix or remove a\|b/\\x1b\[31m\.png, a\|b/x\\ny\.png\."):

@@ -2,8 +2,8 @@
 
 import html
 import re
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from evernear.data.manifest import SPLITS, Manifest, Split
 from evernear.data.shards import Dataset
@@ -19,7 +19,11 @@ _MAX_NAMES = 5
 
 # Singular, plural, and what to do with the files.
 _PROBLEMS = {
-    "undecodable": ("file cannot be decoded", "files cannot be decoded", "fix or remove"),
+    "undecodable": (
+        "file cannot be decoded and was left out",
+        "files cannot be decoded and were left out",
+        "fix or remove",
+    ),
     "cropped": (
         "image has another aspect ratio and was cropped to its center",
         "images have another aspect ratio and were cropped to their centers",
@@ -67,8 +71,8 @@ _PROBLEMS = {
     ),
 }
 
-# Rules about images that were left out.
-_SKIPPABLE = ("undecodable", "conflicting_labels")
+_LEFT_OUT = ("undecodable", "conflicting_labels")
+"""Rules about images that were left out, of which any large dataset has some."""
 
 
 class Finding(Frozen):
@@ -138,7 +142,7 @@ def validate(
         *_vanished(totals, champion_labels, classes),
         *_splits(manifest, counts, totals),
     ]
-    severities = settings.model_dump()
+    severities = _severities(settings, manifest.problem_counts, sum(totals.values()))
     findings = [
         finding.model_copy(update={"severity": severities[finding.rule]})
         for finding in all_findings
@@ -157,9 +161,18 @@ def require_valid(report: Report) -> None:
     errors = [finding for finding in report.findings if finding.severity == "error"]
     if errors:
         messages = "; ".join(finding.message.removesuffix(".") for finding in errors)
-        skip = " ".join(f"--set validation.{finding.rule}=warn" for finding in errors if finding.rule in _SKIPPABLE)
-        remedy = f" To leave out the files that cannot be used, add {skip}." if skip else ""
+        skip = " ".join(f"--set validation.{finding.rule}=warn" for finding in errors if finding.rule in _LEFT_OUT)
+        remedy = f" To use the data without the files that were left out, add {skip}." if skip else ""
         raise DataValidationError(f"The data cannot be used: {messages}.{remedy}")
+
+
+def _severities(settings: ValidationSettings, problem_counts: Mapping[str, int], used: int) -> dict[str, Any]:
+    """The severity of each rule; a few of many images may be left out."""
+    severities = settings.model_dump()
+    left_out = sum(problem_counts.get(rule, 0) for rule in _LEFT_OUT)
+    if left_out <= settings.max_left_out_fraction * (used + left_out):
+        severities.update((rule, "warn") for rule in _LEFT_OUT if severities[rule] == "error")
+    return severities
 
 
 def _problems(manifest: Manifest) -> Iterator[Finding]:

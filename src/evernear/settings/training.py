@@ -90,7 +90,9 @@ class ValidationSettings(Section):
     """Severity of each validation rule: an error stops the run, a warning does not."""
 
     undecodable: Severity = Field(
-        default="error", description="A file is not an image, is damaged, or exceeds a limit; it is left out."
+        default="error",
+        description="A file is not an image, is damaged, or exceeds a limit; it is left out. A warning if few are"
+        " (max_left_out_fraction).",
     )
     cropped: Severity = Field(
         default="warn", description="Images of another aspect ratio were cropped to their centers."
@@ -106,7 +108,10 @@ class ValidationSettings(Section):
     duplicate_across_splits: Severity = Field(
         default="warn", description="An image is in several splits; it is added to one of them."
     )
-    conflicting_labels: Severity = Field(default="error", description="An image has several labels; it is left out.")
+    conflicting_labels: Severity = Field(
+        default="error",
+        description="An image has several labels; it is left out. A warning if few are (max_left_out_fraction).",
+    )
     tiny_class: Severity = Field(default="error", description="A class has fewer than min_class_images images.")
     empty_split: Severity = Field(default="error", description="A split has no image.")
     missing_in_gallery: Severity = Field(
@@ -122,6 +127,12 @@ class ValidationSettings(Section):
     constant_image: Severity = Field(default="warn", description="All pixels of an image have the same value.")
     imbalance: Severity = Field(
         default="warn", description="The largest class has more than max_imbalance times the images of the smallest."
+    )
+    max_left_out_fraction: float = Field(
+        default=0.02,
+        ge=0,
+        le=1,
+        description="Share of all images that may be undecodable or have conflicting labels without an error.",
     )
     min_class_images: int = Field(default=10, ge=1, description="A class with fewer images is tiny.")
     max_imbalance: float = Field(
