@@ -132,6 +132,20 @@ def test_killed_java_is_detected_and_replaced(home: Path, settings: ServingSetti
     assert Management(home).list_models() == []
 
 
+def test_port_of_another_working_directory_is_named_with_its_server(
+    home: Path, settings: ServingSettings, tmp_path: Path
+) -> None:
+    """Continues with the server of the previous test."""
+    for check in (torchserve.start, torchserve.require_startable):
+        with pytest.raises(
+            PortInUseError,
+            match=rf"Port {settings.inference_port} .* the server of {home.parent}; run `evernear stop --workdir"
+            rf" {home.parent}`, .*target=registry",
+        ):
+            check(settings, home_of(tmp_path))
+    assert torchserve.is_running(home)
+
+
 def test_stop_leaves_no_process_and_no_key(home: Path) -> None:
     """Ends the server of the previous test."""
     assert torchserve.stop(home)

@@ -22,8 +22,17 @@ from evernear.disk import disk_errors, write_atomically
 from evernear.errors import BusyError, PortInUseError, ServingError
 from evernear.scratch import make_private, remove_own
 from evernear.serving.configuration import LOOPBACK, temporary_directory, write_configuration
-from evernear.serving.endpoints import KEY_FILE, OWNER_FILE, STATE_FILE, Endpoints, ServerState, bind_error, read_state
-from evernear.serving.java import find_java, java_command, java_environment
+from evernear.serving.endpoints import (
+    KEY_FILE,
+    OWNER_FILE,
+    STATE_FILE,
+    Endpoints,
+    ServerState,
+    bind_error,
+    home_of,
+    read_state,
+)
+from evernear.serving.java import MAIN_CLASS, find_java, java_command, java_environment
 from evernear.serving.management import Management
 from evernear.settings import ServingSettings
 
@@ -246,7 +255,25 @@ def _require_free_ports(requested: Endpoints) -> None:
             try:
                 probe.bind((host, port))
             except OSError as error:
+                if other := _home_of_server_on(port):
+                    raise PortInUseError(
+                        f"Port {port} on {host} is in use by the server of {other.parent}; run `evernear stop --workdir"
+                        f" {other.parent}`, run without a server (--set target=registry), or choose other ports (--set"
+                        " serving.*_port)."
+                    ) from None
                 raise bind_error(error, host, port, f"serving.{setting}") from None
+
+
+def _home_of_server_on(port: int) -> Path | None:
+    """The home of a TorchServe that this user started and that has ``port``."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if MAIN_CLASS in process.cmdline():
+                home = Path(process.cwd())
+                state = read_state(home) if home == home_of(home.parent) else None
+                if state and state.pid == process.pid and port in state.endpoints.model_dump().values():
+                    return home
+    return None
 
 
 def _spawn_detached(command: list[str], settings: ServingSettings, home: Path) -> int:
