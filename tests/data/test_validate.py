@@ -67,10 +67,15 @@ def test_few_files_may_be_left_out(tree, run_ingest, make_image) -> None:
 def test_warnings_do_not_stop(tree, run_ingest, make_image) -> None:
     (tree / "1" / "again.png").write_bytes((tree / "1" / "000.png").read_bytes())
     (tree / "1" / "large.png").write_bytes(make_image(900, (60, 40)))
+    (tree / "2" / "larger.png").write_bytes(make_image(901, (60, 40)))
     report = check(run_ingest(tree))
-    assert [(finding.rule, finding.severity) for finding in report.findings] == [
-        ("cropped", "warn"),
-        ("duplicate", "warn"),
+    assert [(finding.rule, finding.severity, finding.message) for finding in report.findings] == [
+        (
+            "cropped",
+            "warn",
+            "2 images have another aspect ratio and were cropped to their centers, such as 1/large.png.",
+        ),
+        ("duplicate", "warn", "1 image occurs more than once and was used once: 1/000.png, 1/again.png."),
     ]
     require_valid(report)
     assert "| warn | duplicate | 1 image occurs more than once" in report.markdown()

@@ -17,7 +17,7 @@ NO_CHANGES = ClassSettings()
 
 _MAX_NAMES = 5
 
-# Singular, plural, and what to do with the files.
+# Singular, plural, and what to do with the files: nothing, if they are usable.
 _PROBLEMS = {
     "undecodable": (
         "file cannot be decoded and was left out",
@@ -27,27 +27,27 @@ _PROBLEMS = {
     "cropped": (
         "image has another aspect ratio and was cropped to its center",
         "images have another aspect ratio and were cropped to their centers",
-        "see",
+        "",
     ),
     "letterboxed": (
         "image has another aspect ratio and was padded with gray bars",
         "images have another aspect ratio and were padded with gray bars",
-        "see",
+        "",
     ),
     "stretched": (
         "image has another aspect ratio and was stretched",
         "images have another aspect ratio and were stretched",
-        "see",
+        "",
     ),
     "upscaled": (
         "image is smaller than the dataset's size and was enlarged",
         "images are smaller than the dataset's size and were enlarged",
-        "see",
+        "",
     ),
     "duplicate": (
         "image occurs more than once and was used once",
         "images occur more than once and were used once",
-        "see",
+        "",
     ),
     "duplicate_across_splits": (
         "image is in several splits and was added to one of them",
@@ -182,7 +182,11 @@ def _problems(manifest: Manifest) -> Iterator[Finding]:
         if count:
             problems = [problem for problem in manifest.problems if problem.kind == rule]
             names = [name for problem in problems for name in problem.names]
-            message = f"{quantity(count, singular, plural)}; {remedy} {_listed(names)}."
+            if remedy:
+                files = f"; {remedy} {_listed(names)}"
+            else:
+                files = f"{':' if count == 1 else ', such as'} {_listed(problems[0].names)}"
+            message = f"{quantity(count, singular, plural)}{files}."
             details = tuple(problem.detail for problem in problems)
             yield _finding(rule, message, names, count, details)
 
