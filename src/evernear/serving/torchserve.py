@@ -7,6 +7,7 @@ TorchServe 0.12.0 on Java 17 and 25.
 
 import contextlib
 import os
+import shlex
 import socket
 import subprocess
 import time
@@ -256,10 +257,10 @@ def _require_free_ports(requested: Endpoints) -> None:
                 probe.bind((host, port))
             except OSError as error:
                 if other := _home_of_server_on(port):
+                    stop_command = shlex.join(["evernear", "stop", "--workdir", str(other.parent)])
                     raise PortInUseError(
-                        f"Port {port} on {host} is in use by the server of {other.parent}; run `evernear stop --workdir"
-                        f" {other.parent}`, run without a server (--set target=registry), or choose other ports (--set"
-                        " serving.*_port)."
+                        f"Port {port} on {host} is in use by the server of {other.parent}; run `{stop_command}`, run"
+                        f" without a server (--set target=registry), or choose other ports (--set serving.*_port)."
                     ) from None
                 raise bind_error(error, host, port, f"serving.{setting}") from None
 
