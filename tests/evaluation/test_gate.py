@@ -235,6 +235,11 @@ def test_new_class_does_not_offset_regressions_of_other_classes(simulation: Modu
     assert set(failed(decide(losing, SETTINGS))) == {"no_worse"}
 
 
+def test_tiny_p_value_is_not_printed_as_zero(simulation: ModuleType):
+    verdict = decide(with_new_class(simulation, {1: 60}), SETTINGS)
+    assert "58 regressions, significantly worse (p < 0.001, level 0.1)" in failed(verdict)["no_worse"].reason
+
+
 def test_unrecognized_new_class_fails(simulation: ModuleType):
     assert set(failed(decide(with_new_class(simulation, {1: 2, 8: 1, 9: 70}), SETTINGS))) == {"class_recall_floor"}
 

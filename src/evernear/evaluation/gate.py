@@ -144,7 +144,11 @@ def _changes(pairs: PairedCounts) -> str:
 
 def _p_of(baseline: Baseline) -> str:
     pairs = baseline.comparison
-    return f"{_changes(pairs)}, p = {pairs.p_better:.2g}"
+    return f"{_changes(pairs)}, {_p_value(pairs.p_better)}"
+
+
+def _p_value(p: float) -> str:
+    return f"p = {p:.2g}" if p >= 0.001 else "p < 0.001"
 
 
 def _diagnosis(evaluation: Evaluation, level: float) -> str:
@@ -298,7 +302,7 @@ def _no_worse(evaluation: Evaluation, champion: Measurement, settings: GateSetti
     reason = (
         f"Accuracy {accuracy:.2%} against the champion's {champion_accuracy:.2%}{where}: "
         f"{_changes(pairs)}, {'not ' if passed else ''}"
-        f"significantly worse (p = {p_worse:.2g}, level {level:g})."
+        f"significantly worse ({_p_value(p_worse)}, level {level:g})."
     )
     return Rule(
         name="no_worse", passed=passed, candidate=accuracy, champion=champion_accuracy, bound=level, reason=reason
