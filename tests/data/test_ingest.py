@@ -164,7 +164,7 @@ def test_explicit_splits_are_preserved(tmp_path: Path, run_ingest, make_image, c
     ],
 )
 @pytest.mark.parametrize("repeated", [False, True])
-def test_folders_with_usual_names_are_splits(
+def test_folders_with_common_names_are_splits(
     tmp_path: Path,
     run_ingest,
     make_image,
@@ -233,7 +233,10 @@ def test_unknown_split_names_are_not_treated_as_classes(
         path = tmp_path / "tree" / folders[number % len(folders)] / "ab"[number % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(make_image(number))
-    with pytest.raises(DataError, match=rf"as if splits were given.*; rename, move or remove {unknown}\.$"):
+    with pytest.raises(
+        DataError,
+        match=rf"has split folders .* and no other folder; rename, move or remove {unknown}\.$",
+    ):
         run_ingest(tmp_path / "tree")
 
 
@@ -244,7 +247,8 @@ def test_split_folder_of_unlabeled_images_is_named(tree, run_ingest) -> None:
         (tree / "Train").mkdir(exist_ok=True)
         (tree / label).rename(tree / "Train" / label)
     with pytest.raises(
-        DataError, match=r"The folder test of .* contains no image in a class folder; sort .* or move it away"
+        DataError,
+        match=r"The folder test of .* contains no image in a class folder; sort .* choose test images from Train\.",
     ):
         run_ingest(tree)
     unlabeled.rename(tree.parent / "unlabeled")

@@ -193,9 +193,11 @@ def _list_source(source: ArraySource | FileSource, ledger: Ledger, uri: str) -> 
         labels.update(entry.label for entry in source.entries())
     labels.update(ledger.labels_listed())
     if len(labels) < 2:
-        only = repr(min(labels))
-        hint = f" If {only} contains the class folders, use it as the source." if isinstance(source, FileSource) else ""
-        raise DataError(f"{uri} contains images of only one class ({only}); a recognizer needs at least two.{hint}")
+        only = min(labels)
+        raise DataError(
+            f"{uri} contains images of only one class ({only!r}); a recognizer needs at least two. If {only!r} contains"
+            " the class folders, use it as the source."
+        )
     ledger.add_labels(sorted(labels.difference(ledger.labels()), key=_natural_order))
 
 

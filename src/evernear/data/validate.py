@@ -167,11 +167,12 @@ def require_valid(report: Report) -> None:
 
 
 def _severities(settings: ValidationSettings, problem_counts: Mapping[str, int], used: int) -> dict[str, Any]:
-    """The severity of each rule; a few of many images may be left out."""
+    """The severity of each rule, where leaving out a few of ``used`` images is only a warning."""
     severities = settings.model_dump()
-    left_out = sum(problem_counts.get(rule, 0) for rule in _LEFT_OUT)
+    rules = [rule for rule in _LEFT_OUT if severities[rule] == "error"]
+    left_out = sum(problem_counts.get(rule, 0) for rule in rules)
     if left_out <= settings.max_left_out_fraction * (used + left_out):
-        severities.update((rule, "warn") for rule in _LEFT_OUT if severities[rule] == "error")
+        severities.update(dict.fromkeys(rules, "warn"))
     return severities
 
 

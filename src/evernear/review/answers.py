@@ -52,7 +52,7 @@ class LabelTarget(Protocol):
 
     labels: list[str]
     prefix: str
-    """The folder of the class folders for new images: empty, or as ``train/``."""
+    """The folder that contains the class folders of new images, such as ``train/``; empty without split folders."""
 
     def has_folder(self, name: str) -> bool:
         """Whether the folder of the file ``name`` exists."""
@@ -303,6 +303,6 @@ def _moves(answer: Answer, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _layout(source: Folder | Bucket) -> tuple[list[str], str]:
-    """The classes of a source, and the prefix of training images, such as ``train/`` if it has split folders."""
+    """The classes of a source, and the prefix of its training images; see `LabelTarget.prefix`."""
     labels = sorted({entry.label for entry in source.entries()})
     return labels, f"{source.train_folder}/" if source.train_folder else ""

@@ -6,6 +6,7 @@ TorchServe 0.12.0 on Java 17 and 25.
 """
 
 import contextlib
+import errno
 import os
 import shlex
 import socket
@@ -20,7 +21,7 @@ from filelock import FileLock
 from filelock import Timeout as LockTimeout
 
 from evernear.disk import disk_errors, write_atomically
-from evernear.errors import BusyError, PortInUseError, ServingError
+from evernear.errors import BusyError, IntegrityError, PortInUseError, ServingError
 from evernear.scratch import make_private, remove_own
 from evernear.serving.configuration import LOOPBACK, temporary_directory, write_configuration
 from evernear.serving.endpoints import (
@@ -256,19 +257,20 @@ def _require_free_ports(requested: Endpoints) -> None:
             try:
                 probe.bind((host, port))
             except OSError as error:
-                if other := _home_of_server_on(port):
-                    stop_command = shlex.join(["evernear", "stop", "--workdir", str(other.parent)])
-                    raise PortInUseError(
-                        f"Port {port} on {host} is in use by the server of {other.parent}; run `{stop_command}`, run"
-                        f" without a server (--set target=registry), or choose other ports (--set serving.*_port)."
-                    ) from None
-                raise bind_error(error, host, port, f"serving.{setting}") from None
+                other = _home_of_server_on(port) if error.errno == errno.EADDRINUSE else None
+                if other is None:
+                    raise bind_error(error, host, port, f"serving.{setting}") from None
+                stop_command = shlex.join(["evernear", "stop", "--workdir", str(other.parent)])
+                raise PortInUseError(
+                    f"Port {port} on {host} is in use by the server of {other.parent}; run `{stop_command}`, run"
+                    " without a server (--set target=registry), or choose other ports (--set serving.*_port)."
+                ) from None
 
 
 def _home_of_server_on(port: int) -> Path | None:
-    """The home of a TorchServe that this user started and that has ``port``."""
+    """The home of the running TorchServe that uses ``port``, if this user may read it."""
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error, ServingError, IntegrityError):
             if MAIN_CLASS in process.cmdline():
                 home = Path(process.cwd())
                 state = read_state(home) if home == home_of(home.parent) else None

@@ -91,8 +91,8 @@ class ValidationSettings(Section):
 
     undecodable: Severity = Field(
         default="error",
-        description="A file is not an image, is damaged, or exceeds a limit; it is left out. A warning if few are"
-        " (max_left_out_fraction).",
+        description="A file is not an image, is damaged, or exceeds a limit; it is left out. Only a"
+        " warning up to max_left_out_fraction.",
     )
     cropped: Severity = Field(
         default="warn", description="Images of another aspect ratio were cropped to their centers."
@@ -110,7 +110,7 @@ class ValidationSettings(Section):
     )
     conflicting_labels: Severity = Field(
         default="error",
-        description="An image has several labels; it is left out. A warning if few are (max_left_out_fraction).",
+        description="An image has several labels; it is left out. Only a warning up to max_left_out_fraction.",
     )
     tiny_class: Severity = Field(default="error", description="A class has fewer than min_class_images images.")
     empty_split: Severity = Field(default="error", description="A split has no image.")
@@ -132,7 +132,7 @@ class ValidationSettings(Section):
         default=0.02,
         ge=0,
         le=1,
-        description="Share of all images that may be undecodable or have conflicting labels without an error.",
+        description="Largest share of images that may be undecodable or have conflicting labels without an error.",
     )
     min_class_images: int = Field(default=10, ge=1, description="A class with fewer images is tiny.")
     max_imbalance: float = Field(

@@ -29,30 +29,30 @@ SPLIT_WORDS: Final[dict[str, Split]] = {
     "query": "query",
     **dict.fromkeys(_VALIDATION, "gallery"),
 }
-"""Words by which folders name a split; training is validated on the gallery."""
+"""Words in the names of split folders, and their splits. Training is validated on the gallery."""
 _MAX_NAMES = 5
 
 
 class _ClassFolders(FileSource):
     """Reads label and split from the path of a file."""
 
-    train_folder = ""
-    """The name of the folder of training images once `entries` has begun; empty if there are no split folders."""
-
     def __init__(self, name: str) -> None:
         self.name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:63].rstrip("-") or "dataset"
         self._splits: dict[str, Split] = {}
         self._splits_found: set[Split | None] = set()
+
+    @property
+    def train_folder(self) -> str:
+        """The split folder of the training images, known once `entries` has begun; empty without split folders."""
+        return next((folder for folder, split in self._splits.items() if split == "train"), "")
 
     def _set_layout(self, folders: set[str]) -> None:
         """Decide from the top-level folders whether they are splits, and which splits ingest assigns."""
         words = _split_words(folders)
         splits = _splits_of(words)
         if folders and len(set(splits.values())) == len(folders):
-            train = [folder for folder, split in splits.items() if split == "train"]
-            if not train:
+            if "train" not in splits.values():
                 raise DataError(f"{self.name} has split folders ({', '.join(sorted(folders))}) but no train folder.")
-            self.train_folder = train[0]
             self._splits = splits
             self.chosen_splits = ("train", *(split for split in SPLITS[1:] if split not in splits.values()))
         elif alike := _alike(words):
@@ -61,9 +61,8 @@ class _ClassFolders(FileSource):
             others = sorted(folder for folder in folders if folder not in alike or uses[splits[folder]] > 1)
             shown = others if len(others) <= _MAX_NAMES else [*others[:_MAX_NAMES], "and more"]
             raise DataError(
-                f"{self.name} has folders {', '.join(sorted(alike))}, as if splits were given, which takes train,"
-                " test, gallery (or val) and query and nothing else; rename, move or remove"
-                f" {', '.join(shown)}."
+                f"{self.name} has split folders ({', '.join(sorted(alike))}). There may be one each for train, test,"
+                f" gallery (or val) and query, and no other folder; rename, move or remove {', '.join(shown)}."
             )
 
     def _entry(self, path: str, etag: str = "", size_bytes: int = 0) -> FileEntry | None:
@@ -85,7 +84,8 @@ class _ClassFolders(FileSource):
             if "train" in self._splits_found and split not in self._splits_found:
                 raise DataError(
                     f"The folder {folder} of {self.name} contains no image in a class folder; sort its images into"
-                    " class folders, or move it away: ingest then takes this split from the training images."
+                    " class folders, or move the folder away to let ingest choose"
+                    f" {split} images from {self.train_folder}."
                 )
 
 
@@ -196,7 +196,7 @@ def _splits_of(words: dict[str, str]) -> dict[str, Split]:
 
 
 def _alike(words: dict[str, str]) -> set[str]:
-    """Folders whose names differ only in their split, as ``seg_train`` and ``seg_test``."""
+    """Folders whose names differ only in the split, such as ``seg_train`` and ``seg_test``."""
     patterns = {folder: re.sub(f"(?<![a-z]){word}(?![a-z])", "*", folder.lower()) for folder, word in words.items()}
     counts = Counter(patterns.values())
     return {folder for folder, pattern in patterns.items() if counts[pattern] > 1}
