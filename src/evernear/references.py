@@ -1,0 +1,159 @@
+"""What the objects of a store need: each newest snapshot, unfinished ingest and published release, with its objects.
+
+The roots are ``datasets/<name>/head.json``, ``datasets/<name>/checkpoint.json``, ``releases/manifests/`` and
+``releases/champion.json``. A release needs its archive, the snapshot that it was built from and the one that its
+network was trained on. A snapshot needs its manifest, its ledger and its shards.
+
+`references` only reads.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TypeVar
+
+from evernear.data.manifest import Manifest, ledger_key, manifest_key
+from evernear.data.snapshots import DATASETS, Checkpoint, DatasetHead
+from evernear.data.writer import shard_key
+from evernear.errors import IntegrityError
+from evernear.frozen import Frozen
+from evernear.release.manifest import NETWORK_DESCRIPTION_FILE, ReleaseManifest
+from evernear.release.registry import CHAMPION, HISTORY, MANIFESTS, PRUNED, Record, Registry
+from evernear.store import Store
+
+_Document = TypeVar("_Document", bound=Frozen)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An object that ``owner`` needs. ``sha256`` is the hash of its content; None for a JSON document."""
+
+    key: str
+    owner: str
+    """Such as "release 20261120.162250.af2fb66c" or "the newest snapshot of birds"."""
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A document that is missing or damaged, so that its own references are unknown."""
+
+    key: str
+    owner: str
+    reason: str
+
+
+def references(store: Store, retired: Iterable[str] = ()) -> Iterator[Reference | Unreadable]:
+    """Yield what the store's roots need, except for releases of the versions in ``retired``.
+
+    An object that several owners need is yielded for each of them.
+
+    Raises:
+        StoreError: the store cannot be reached.
+    """
+    for name in datasets(store):
+        yield from _of_dataset(store, name)
+    yield from _of_releases(store, frozenset(retired))
+
+
+def datasets(store: Store) -> list[str]:
+    """The names of all datasets that the store has any object of."""
+    return sorted({info.key.split("/")[1] for info in store.list(DATASETS)})
+
+
+def snapshot_references(store: Store, name: str, digest: str, owner: str) -> Iterator[Reference | Unreadable]:
+    """Yield what a snapshot needs: its manifest, ledger and shards."""
+    key = manifest_key(name, digest)
+    manifest = _read(store, key, Manifest, owner)
+    if isinstance(manifest, Unreadable):
+        yield manifest
+        return
+    yield Reference(key, owner)
+    yield from _of_manifest(manifest, owner)
+
+
+def _of_dataset(store: Store, name: str) -> Iterator[Reference | Unreadable]:
+    owner = f"the newest snapshot of {name}"
+    head_key = f"{DATASETS}{name}/head.json"
+    head = _read(store, head_key, DatasetHead, owner)
+    if isinstance(head, Unreadable):
+        yield head
+    else:
+        yield Reference(head_key, owner)
+        yield from snapshot_references(store, name, head.digest, owner)
+    checkpoint_key = f"{DATASETS}{name}/checkpoint.json"
+    stored = store.find(checkpoint_key)
+    if stored is None:
+        return
+    try:
+        checkpoint = Checkpoint.from_json(stored[0], checkpoint_key)
+    except IntegrityError:  # ingest ignores it too
+        return
+    if not isinstance(head, Unreadable) and checkpoint.manifest.parent == head.digest:
+        yield Reference(checkpoint_key, owner)
+        yield from _of_manifest(checkpoint.manifest, f"the unfinished ingest of {name}")
+
+
+def _of_releases(store: Store, retired: frozenset[str]) -> Iterator[Reference | Unreadable]:
+    yield from _of_champion(store)
+    trained_on: dict[str, tuple[str, str]] = {}
+    records = sorted(
+        (PurePosixPath(info.key).stem, folder) for folder in (MANIFESTS, PRUNED) for info in store.list(folder)
+    )
+    for version, folder in records:
+        owner, key = f"release {version}", f"{folder}{version}.json"
+        record = _read(store, key, Record, owner)
+        if isinstance(record, Unreadable):
+            if folder == MANIFESTS and version not in retired:
+                yield record
+            continue
+        release = record.manifest
+        built_from = (release.dataset_name, release.dataset_digest)
+        # The oldest release with a network was built from the snapshot that it was trained on; a reindex copies it.
+        network = _network(release)
+        trained = trained_on.setdefault(network, built_from)
+        if folder == PRUNED or version in retired:
+            continue
+        yield Reference(key, owner)
+        yield Reference(record.archive_key, owner, record.archive_sha256)
+        for name, digest in sorted({built_from, trained}):
+            yield from snapshot_references(store, name, digest, owner)
+
+
+def _of_champion(store: Store) -> Iterator[Reference | Unreadable]:
+    """Yield the pointer with its history. The champion's record is a reference too: without it nothing is live."""
+    owner = "the champion"
+    try:
+        champion = Registry(store).champion()
+    except IntegrityError as error:
+        yield Unreadable(CHAMPION, owner, str(error))
+        return
+    if champion is None:
+        return
+    yield Reference(CHAMPION, owner)
+    key = f"{MANIFESTS}{champion.version}.json"
+    record = _read(store, key, Record, owner)
+    yield record if isinstance(record, Unreadable) else Reference(key, owner)
+    for info in store.list(HISTORY):
+        yield Reference(info.key, "the history of the champion")
+
+
+def _of_manifest(manifest: Manifest, owner: str) -> Iterator[Reference]:
+    for sha256 in (manifest.ledger_sha256, *manifest.ledger_changes):
+        yield Reference(ledger_key(manifest.name, sha256), owner, sha256)
+    for shard in manifest.shards:
+        yield Reference(shard_key(manifest.name, shard.sha256), owner, shard.sha256)
+
+
+def _network(release: ReleaseManifest) -> str:
+    return release.parts[NETWORK_DESCRIPTION_FILE].sha256
+
+
+def _read(store: Store, key: str, model: type[_Document], owner: str) -> _Document | Unreadable:
+    stored = store.find(key)
+    if stored is None:
+        return Unreadable(key, owner, f"{key} does not exist in {store.uri}.")
+    try:
+        return model.from_json(stored[0], f"{store.uri}/{key}")
+    except IntegrityError as error:
+        return Unreadable(key, owner, str(error))
