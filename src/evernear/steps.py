@@ -115,11 +115,10 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
             return
         require_learned(result, recipe)
         best = result.best
-        resumed = f", resumed after epoch {result.resumed_after_epoch}" if result.resumed_after_epoch else ""
         flips = f"; {result.flips}" if result.flips else ""
         warnings = "".join(f"; WARNING: {warning}" for warning in result.warnings)
         accuracy = f"gallery accuracy {best.gallery_accuracy:.2%}"
-        running.summary = f"best epoch {best.epoch}, {accuracy}{resumed}{flips}{warnings}"
+        running.summary = f"best epoch {best.epoch}, {accuracy}{result.resumption}{flips}{warnings}"
 
 
 def export(run: str, settings: Tree, dataset: str, trained: str, network: str) -> Tree:

@@ -1,5 +1,8 @@
 """The embedding cache: a network embeds each image once, and cached embeddings equal computed ones."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -141,11 +144,31 @@ def test_another_network_does_not_use_the_cache(
     assert embed_newest(tmp_path / "network", growing, tmp_path / "other", batch_sizes) == 0
 
 
+def test_the_same_weights_exported_by_another_process_use_the_cache(
+    digits_dir: Path,
+    trained_dir: Path,
+    growing: GrowingDataset,
+    network_dir: Path,
+    tmp_path: Path,
+    batch_sizes: list[int],
+) -> None:
+    """TorchScript lists constants in the order of Python's string hashes, which differ between processes."""
+    embed_newest(network_dir, growing, tmp_path / "first", batch_sizes)
+    program = (
+        "import sys; from pathlib import Path; from evernear.data.shards import Dataset;"
+        "from evernear.embedding.export import export; digits, trained, out = map(Path, sys.argv[1:]);"
+        "export(trained, Dataset.open(digits), out, 1e-4)"
+    )
+    words = [sys.executable, "-c", program, str(digits_dir), str(trained_dir), str(tmp_path / "network")]
+    subprocess.run(words, check=True, env={**os.environ, "PYTHONHASHSEED": "1"})
+    assert embed_newest(tmp_path / "network", growing, tmp_path / "again", batch_sizes) == 720
+
+
 def test_a_damaged_cache_object_is_rejected(
     growing: GrowingDataset, network_dir: Path, tmp_path: Path, batch_sizes: list[int]
 ) -> None:
     embed_newest(network_dir, growing, tmp_path / "first", batch_sizes)
-    folder = f"embeddings/{describe_network(network_dir).sha256}/"
+    folder = f"embeddings/{describe_network(network_dir).embeddings_key}/"
     key = next(result.key for result in growing.store.list(folder))
     growing.store.put(key, b"no embeddings")
     with pytest.raises(IntegrityError, match=r"has no embeddings of this network; delete it"):

@@ -167,9 +167,21 @@ def test_finished_training_is_loaded_from_its_checkpoint(digits: Dataset, tiny: 
     again = train(digits, tiny, tmp_path / "again", store, on_epoch=epochs.append)
     assert epochs == []
     assert again.epochs == first.epochs
+    assert (first.resumption, again.resumption[:17]) == ("", ", nothing trained")
     assert weights(tmp_path / "first") == weights(tmp_path / "again")
     assert len(sizes) == 1
     assert sizes[0] < 2 * len(weights(tmp_path / "first"))
+
+
+def test_a_checkpoint_of_other_code_is_not_used(
+    digits: Dataset, tiny: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store((tmp_path / "store").as_uri())
+    train(digits, tiny, tmp_path / "first", store)
+    monkeypatch.setattr("evernear.embedding.train.code_digest", lambda *_: "other code")
+    epochs: list[Epoch] = []
+    result = train(digits, tiny, tmp_path / "again", store, on_epoch=epochs.append)
+    assert (len(epochs), result.resumed_after_epoch) == (tiny.epochs, 0)
 
 
 def test_checkpoint_key_depends_on_everything_that_affects_the_weights(tiny: TrainSettings) -> None:

@@ -67,6 +67,15 @@ class TrainingResult(Frozen):
         return self.epochs[self.best_epoch - 1]
 
     @property
+    def resumption(self) -> str:
+        """The end of a sentence on what an earlier run had trained; empty if it had trained nothing."""
+        if not self.resumed_after_epoch:
+            return ""
+        if self.resumed_after_epoch == len(self.epochs):
+            return ", nothing trained: an earlier run finished this training with the same images, settings and code"
+        return f", resumed after epoch {self.resumed_after_epoch}"
+
+    @property
     def flips(self) -> str:
         """A short text on the measured flips and whether they were used; empty if none was measured."""
         return ", ".join(

@@ -66,7 +66,7 @@ def embed(
         for label, count in dataset.manifest.label_counts("gallery").items()
     }
     dim = network_description.embedding_dim
-    embedder = _Embedder(EmbeddingCache(store, network_description.sha256, dim), dim)
+    embedder = _Embedder(EmbeddingCache(store, network_description.embeddings_key, dim), dim)
     shards: list[EmbeddingShard] = []
     with _one_torch_thread() as threads, ThreadPoolExecutor(threads) as pool:
         network = load_network(network_dir)

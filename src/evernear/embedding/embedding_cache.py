@@ -2,7 +2,7 @@
 
 ::
 
-    embeddings/<sha256 of the network>/<digest of a shard's first image>.npy
+    embeddings/<identity of the network>/<digest of a shard's first image>.npy
 
 There is one object per shard of a dataset. A shard grows at its end, so its first embedded image identifies it in later
 snapshots; if that image is removed from the dataset, the shard is embedded again. Within an object, images are
@@ -30,9 +30,9 @@ Vectors = NDArray[np.float32]
 class EmbeddingCache:
     """The cached embeddings of one network. Without a store, nothing is cached."""
 
-    def __init__(self, store: Store | None, network_sha256: str, dim: int) -> None:
+    def __init__(self, store: Store | None, identity: str, dim: int) -> None:
         self._store = store
-        self._prefix = f"{EMBEDDINGS_PREFIX}{network_sha256}/"
+        self._prefix = f"{EMBEDDINGS_PREFIX}{identity}/"
         self._dtype = np.dtype([("embedding", "<f4", (dim,)), ("digest", "u1", (32,))])
         self._keys = {info.key for info in store.list(self._prefix)} if store else set[str]()
 

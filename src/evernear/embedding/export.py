@@ -1,5 +1,6 @@
 """Export the trained network as TorchScript, verified against the eager network on real images."""
 
+import hashlib
 import io
 import warnings
 from collections.abc import Collection, Generator
@@ -13,6 +14,7 @@ from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from evernear.code_digest import code_digest
 from evernear.data.preprocess import Preprocessing, Resize
 from evernear.data.shards import Dataset
 from evernear.disk import sha256_bytes, sha256_file, write_atomically
@@ -26,6 +28,8 @@ from evernear.store import Store
 NETWORK_FILE = "network.pt"
 DESCRIPTION_FILE = "network.json"
 PARITY_IMAGES = 256
+LIBRARIES = ("timm", "torch")
+"""Libraries whose versions affect the outputs of a network."""
 
 
 class ExportedNetwork(Frozen):
@@ -34,6 +38,9 @@ class ExportedNetwork(Frozen):
     remedy = "run the export step again"
 
     sha256: str
+    identity: str | None = None
+    """sha256 of weights, architecture and code. Torch writes the same network as another file in each process. None in
+    networks of earlier versions."""
     input: Literal["uint8 NCHW, 0..255"] = "uint8 NCHW, 0..255"
     embedding_dim: int
     preprocessing: Preprocessing
@@ -48,6 +55,11 @@ class ExportedNetwork(Frozen):
     training_warnings: tuple[str, ...] = ()
     training: dict[str, JsonValue] | None = None
     """The settings ``train.*`` that it was trained with; None in networks of evernear 0.1.0."""
+
+    @property
+    def embeddings_key(self) -> str:
+        """The key of its embeddings in the cache."""
+        return self.identity or self.sha256
 
 
 class CenteredNetwork(nn.Module):
@@ -115,6 +127,7 @@ def export(trained_dir: Path, dataset: Dataset, out_dir: Path, tolerance: float)
             )
         exported = ExportedNetwork(
             sha256=sha256_bytes(data),
+            identity=_identity(network, trained.architecture),
             embedding_dim=trained.architecture.embedding_dim,
             preprocessing=_preprocessing(trained.architecture, dataset.manifest.resize),
             parity_max_abs_difference=difference,
@@ -210,6 +223,15 @@ def _ignore_torchscript_deprecation() -> Generator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.jit\.", DeprecationWarning)
         yield
+
+
+def _identity(network: CenteredNetwork, architecture: Architecture) -> str:
+    sha256 = hashlib.sha256(architecture.model_dump_json().encode())
+    sha256.update(code_digest("evernear.embedding.export", LIBRARIES).encode())
+    for name, tensor in sorted(network.state_dict().items()):
+        sha256.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        sha256.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()
 
 
 def _preprocessing(architecture: Architecture, resize: Resize) -> Preprocessing:

@@ -11,9 +11,9 @@ with the number of steps. The exceptions are dropout, excluded labels (the open-
 memory of a process and are normalized in micro-batches (`choose_micro_batches`).
 
 A checkpoint is the object ``checkpoints/<key>/state.pt`` in the store. Its key is a hash of everything that determines
-the weights, so training resumes only from a checkpoint with the same inputs. The last checkpoint has no optimizer
-state. It remains in the store so that a pipeline that fails in a later step does not train again. ``checkpoints/`` may
-be deleted at any time.
+the weights, so training resumes only from a checkpoint with the same inputs and code. The last checkpoint has no
+optimizer state. It remains in the store so that a pipeline that fails in a later step does not train again.
+``checkpoints/`` may be deleted at any time.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-import evernear
+from evernear.code_digest import code_digest
 from evernear.data.manifest import Manifest
 from evernear.data.shards import Dataset
 from evernear.embedding import distributed
@@ -84,6 +84,8 @@ FLIP_TEST_MIN_ERRORS = 8
 CHECKPOINT_FORMAT = 4
 IGNORED_IN_KEY = {"parity_tolerance", "checkpoint_every_epochs", "test_time_flip"}
 """Settings that do not affect the weights."""
+LIBRARIES = ("numpy", "timm", "torch")
+"""Libraries whose versions affect the weights."""
 OnEpoch = Callable[[Epoch], None]
 
 
@@ -445,15 +447,14 @@ def checkpoint_key(
     exclude_labels: frozenset[str],
     pretrained_sha256: str | None = None,
 ) -> str:
-    """A hash of everything that determines the weights: data, settings, initial weights, excluded labels, versions."""
+    """A hash of everything that determines the weights: data, settings, initial weights, excluded labels, code."""
     inputs = {
         "format": CHECKPOINT_FORMAT,
         "dataset": dataset_digest,
         "settings": settings.model_dump(mode="json", exclude=IGNORED_IN_KEY),
         "exclude_labels": sorted(exclude_labels),
         "pretrained": pretrained_sha256,
-        "evernear": evernear.__version__,
-        "torch": str(torch.__version__),
+        "code": code_digest("evernear.embedding.train", LIBRARIES),
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 

@@ -159,6 +159,7 @@ def _describe(
         created=created,
         parts=described,
         network_sha256=network.sha256,
+        network_identity=network.identity,
         backbone=network.backbone,
         pretrained_sha256=network.pretrained_sha256,
         dataset_name=candidate.dataset.manifest.name,

@@ -59,7 +59,8 @@ class ReleaseManifest(Frozen):
     is the L2 distance beyond which an image is unknown. ``parent`` is the champion that this release was measured
     against, and ``metrics`` are those of that measurement. ``source`` and ``training`` are the settings ``data.source``
     and ``train.*`` behind the dataset and the network; None in releases of evernear 0.1.0. ``pretrained_sha256`` is the
-    hash of the file of weights with which the backbone was initialized. ``collection`` has the vectors of the index;
+    hash of the file of weights with which the backbone was initialized. ``network_identity`` is the key of its cached
+    embeddings; None in earlier releases. ``collection`` has the vectors of the index;
     None if they are in the archive.
     """
 
@@ -68,6 +69,7 @@ class ReleaseManifest(Frozen):
     created: AwareDatetime
     parts: dict[PartName, Part]
     network_sha256: Sha256
+    network_identity: Sha256 | None = None
     backbone: str = Field(default="compact", max_length=100)
     pretrained_sha256: Sha256 | None = None
     dataset_name: str
