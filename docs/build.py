@@ -5,7 +5,8 @@
 The pages are the Markdown files of `PAGES`, which also read well on GitHub, the notebooks with their committed outputs,
 and a reference of the settings. Links between pages stay relative. Links to other files of the repository lead to
 GitHub where the environment names the repository (``GITHUB_REPOSITORY``, as in a workflow), and to the checkout
-otherwise. Every link target must exist, and a built page loads nothing from another host.
+otherwise. Every link target must exist, and a built page loads nothing from another host. ``--check`` also searches
+the pages and the comments of the code for `docs.wrapping.damage`.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from nbconvert import MarkdownExporter
 from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
 from docs.settings_reference import settings_page
+from docs.wrapping import damage
 from evernear.errors import DataError
 from evernear.output import print_line
 
@@ -44,6 +46,9 @@ PAGES = (
 LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?P<after>\))")
 PICTURE = re.compile(r"!\[(?:png|jpeg)\]\((\S+)\)")
 FENCE = re.compile(r"^\s*```")
+SEARCHED_FOLDERS = (".github", "benchmarks", "components", "deploy", "docs", "notebooks", "pipelines", "src", "tests")
+SEARCHED_NAMES = re.compile(r"Makefile|Dockerfile.*|.*\.(?:md|py|pyi|sh|toml|ya?ml)(?<!_pb2\.py)")
+"""Files whose text `check_wrapping` searches, without generated ones."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,6 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         try:
+            if options.check:
+                check_wrapping()
             stage(work / "docs")
             build(work)
         except DataError as error:
@@ -64,6 +71,18 @@ def main(arguments: list[str] | None = None) -> int:
             shutil.move(work / "site", ROOT / "site")
             print_line(f"Open {ROOT / 'site' / 'index.html'}")
     return 0
+
+
+def check_wrapping() -> None:
+    """Search all pages and comments for blocks and commands that became part of a paragraph.
+
+    Raises:
+        DataError: some did. The message names each place.
+    """
+    paths = [*ROOT.iterdir(), *(path for folder in SEARCHED_FOLDERS for path in (ROOT / folder).rglob("*"))]
+    searched = sorted(path for path in paths if path.is_file() and SEARCHED_NAMES.fullmatch(path.name))
+    if found := [f"{path.relative_to(ROOT)}: {reason}" for path in searched for reason in damage(path)]:
+        raise DataError("\n".join([*found, "Give each block, directive and command its own line or lines."]))
 
 
 def stage(directory: Path) -> None:

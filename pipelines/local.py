@@ -1,8 +1,9 @@
 """Run a compiled pipeline on this machine, each step in its own process.
 
-``evernear run`` starts this module and writes one line of JSON to its standard input, ``{"pipeline": ...,
-"pipeline_root": ..., "arguments": {...}}``. It keeps the pipe open; when the pipe closes, the parent has ended and the
-run ends too. ``pipeline`` is the name of a golden file without its suffix, or the path of another compiled pipeline.
+``evernear run`` starts this module and writes one line of JSON to its standard input:
+``{"pipeline": ..., "pipeline_root": ..., "arguments": {...}}``. It keeps the pipe open; when the pipe closes, the
+parent has ended and the run ends too. ``pipeline`` is the name of a golden file without its suffix, or the path of
+another compiled pipeline.
 """
 
 import json

@@ -2,6 +2,8 @@
 
 import base64
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import nbformat
@@ -9,6 +11,7 @@ import pytest
 
 from docs import build
 from docs.settings_reference import settings, settings_page
+from docs.wrapping import damage
 from evernear.errors import DataError
 
 
@@ -111,3 +114,123 @@ def test_make_help_describes_every_target() -> None:
     (targets,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
     described = re.findall(r"^([a-z-]+):.*## \w", makefile, re.MULTILINE)
     assert sorted(described) == sorted(targets.split())
+
+
+def test_readme_shows_both_commands_near_its_start() -> None:
+    beginning = (build.ROOT / "README.md").read_text().splitlines()[:30]
+    commands = [line.split("#")[0].strip() for line in beginning if line.startswith("$ ")]
+    assert commands[:2] == ["$ make demo", "$ make test"]
+
+
+@pytest.mark.parametrize("target", ["demo", "test"])
+def test_commands_of_the_readme_create_their_environment_in_an_empty_clone(tmp_path: Path, target: str) -> None:
+    for path in [build.ROOT / "Makefile", build.ROOT / "pyproject.toml", *build.ROOT.glob("requirements*")]:
+        shutil.copy(path, tmp_path)
+    for path in (build.ROOT / "tests").glob("*/requirements-*.lock"):
+        (tmp_path / path.relative_to(build.ROOT)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, tmp_path / path.relative_to(build.ROOT))
+    planned = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True)
+    assert planned.returncode == 0, planned.stderr
+    steps = ["-m venv .venv/tools", "uv venv", "--requirements requirements.lock", "--editable ."]
+    positions = [planned.stdout.index(step) for step in steps]
+    assert positions == sorted(positions)
+    last = planned.stdout.splitlines()[-1]
+    assert last.startswith(".venv/bin/evernear demo" if target == "demo" else ".venv/bin/pytest")
+
+
+WHOLE = {
+    "page.md": """Text with `evernear run` and a price of $5.
+
+1. Run it:
+
+    ```console
+    $ export A=xoxb-...    # a comment
+    $ evernear run
+    ```
+
+| `a` | b |
+|---|---|
+| a    | b |
+""",
+    "Dockerfile.serve": """# syntax=docker/dockerfile:1
+# The serving images.
+#   docker build -f Dockerfile.serve .        TorchServe
+#   docker build --build-arg EXTRA=prep .     the preprocessing server
+FROM python
+# hadolint ignore=DL3006
+FROM build
+""",
+    "Makefile": "# Targets:\n#   make demo KEEP=1    leave it running\ndemo: ## Run\n\techo $$(A) `b\n",
+    "code.py": """'''A table, see ``evernear run``:
+
+nearest          the nearest neighbor
+agreeing one  of the class
+'''
+a = "`not a comment"  # `neither
+""".replace("'''", '"""'),
+}
+"""Files without damage."""
+
+DAMAGED = [
+    (
+        "page.md",
+        "    ```console $ export A=xoxb-...\n    $ evernear run\n    ```\n",
+        "line 1: a fence and the text after",
+    ),
+    ("page.md", "1. ```console $ evernear run ```\n", "line 1: a fence stands inside a line"),
+    ("page.md", "Run it: ```console\n$ evernear run\n", "line 1: a fence stands inside a line"),
+    ("page.md", "```console\n$ evernear run ```\n", "line 2: a fence stands inside a line"),
+    ("page.md", "```console\n$ evernear run\n\nText.\n", "line 1: the fence is not closed"),
+    ("page.md", "```console\n$ cd a $\nevernear run\n```\n", "line 2: a prompt stands inside a line"),
+    ("page.md", "```console\n$ cd a $ evernear run\n```\n", "line 2: a prompt stands inside a line"),
+    ("page.md", "Run it:\n$ evernear run\n", "line 2: a prompt stands inside a paragraph"),
+    ("page.md", "Text.\n\nUse `evernear\nrun` for\n", "line 3: `evernear run` is broken over lines"),
+    ("page.md", "- Use ``a `b`\n  c``\n", "line 1: `a `b` c` is broken over lines"),
+    ("page.md", "Text. !!! note\n", "line 1: a directive stands inside a paragraph"),
+    ("page.md", "Text. ## Heading\n", "line 1: a directive stands inside a paragraph"),
+    ("page.md", "| a | b | |---|---|\n", "line 1: a directive stands inside a paragraph"),
+    (
+        "Dockerfile.serve",
+        "# syntax=docker/dockerfile:1 The serving images.\n",
+        "line 1: a directive stands inside a paragraph",
+    ),
+    ("Dockerfile.serve", "# Text. hadolint ignore=DL3006\n", "line 1: a directive stands inside a paragraph"),
+    ("Dockerfile.serve", "# Images. docker\n# build -f A .      all\n", "line 2: an example stands inside a paragraph"),
+    (
+        "Makefile",
+        "# Text `make notebook\n# EXECUTE=1` runs\n",
+        "line 1: `make notebook EXECUTE=1` is broken over lines",
+    ),
+    (
+        "code.py",
+        "def f():\n    # Text `evernear\n    # run`\n    pass\n",
+        "line 2: `evernear run` is broken over lines",
+    ),
+    (
+        "code.py",
+        'def f():\n    """Text.\n\n    See ``evernear\n    run``."""\n',
+        "line 4: `evernear run` is broken over lines",
+    ),
+    ("code.py", "# Text $ evernear run\n", "line 1: a prompt stands inside a paragraph"),
+    ("ci.yaml", "a: 1\n# Text `evernear\n# run`\n", "line 2: `evernear run` is broken over lines"),
+]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_blocks_and_commands_are_no_damage(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(WHOLE[name])
+    assert damage(tmp_path / name) == []
+
+
+@pytest.mark.parametrize(("name", "text", "finding"), DAMAGED)
+def test_block_or_command_that_became_part_of_a_paragraph_is_damage(
+    tmp_path: Path, name: str, text: str, finding: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert [found for found in damage(tmp_path / name) if found.startswith(finding)]
+
+
+def test_check_names_the_damaged_file_and_line(page: Path) -> None:
+    page.write_text("Use `evernear\nrun`.\n")
+    with pytest.raises(DataError, match=r"^docs/page\.md: line 1: `evernear run` is broken over lines"):
+        build.check_wrapping()

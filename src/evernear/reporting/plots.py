@@ -22,7 +22,7 @@ from evernear.output import printable
 # Text instead of paths is smaller, searchable and accessible. A fixed salt makes the SVG reproducible.
 mpl.rcParams["svg.fonttype"] = "none"
 mpl.rcParams["svg.hashsalt"] = "evernear"
-# A $ in a class name must not start a formula.
+# A `$` in a class name must not start a formula.
 mpl.rcParams["text.parse_math"] = False
 
 INK, GRID, FIRST, SECOND, LIMIT = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05"
