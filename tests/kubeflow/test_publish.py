@@ -12,7 +12,7 @@ import yaml
 from evernear.errors import PipelineServerError, SettingsError
 from evernear.kubeflow import NAMES, connection
 from evernear.kubeflow.compiled import as_manifests, for_cluster, with_defaults
-from evernear.kubeflow.publish import Publisher, cron_with_seconds
+from evernear.kubeflow.publish import Publisher
 from evernear.settings import PipelineSettings
 from tests.loopback.kfp import KfpServer
 
@@ -175,8 +175,11 @@ def test_replacing_a_schedule_never_leaves_two_enabled(
 def test_rejected_schedule_keeps_the_old_one_enabled(server: KfpServer, publisher: Publisher) -> None:
     publisher.upload(COMPILED, COMMIT)
     before = publisher.schedule(PIPELINE, "0 3 * * *", {})
-    with pytest.raises(PipelineServerError, match="Schedule cron is not a supported format"):
+    with pytest.raises(SettingsError, match="The schedule 'each night' is not valid"):
         publisher.schedule(PIPELINE, "each night", {})
+    server.fail(operation=CREATE, status=400)
+    with pytest.raises(PipelineServerError):
+        publisher.schedule(PIPELINE, "0 4 * * *", {})
     with pytest.raises(SettingsError, match="did you mean 'target'"):
         publisher.schedule(PIPELINE, "0 4 * * *", {"tagret": "local"})
     assert publisher.schedules() == [before]
@@ -208,16 +211,3 @@ def test_unschedule_deletes_the_schedule(server: KfpServer, publisher: Publisher
     assert publisher.unschedule(PIPELINE) == 1
     assert publisher.unschedule(PIPELINE) == 0
     assert not server.state.recurring_runs
-
-
-@pytest.mark.parametrize(
-    ("cron", "with_seconds"),
-    [
-        ("0 3 * * *", "0 0 3 * * *"),
-        (" 30  2 * * MON-FRI", "0 30 2 * * MON-FRI"),
-        ("15 0 3 * * *", "15 0 3 * * *"),
-        ("@hourly", "@hourly"),
-    ],
-)
-def test_cron_with_seconds_adds_seconds_to_unix_cron(cron: str, with_seconds: str) -> None:
-    assert cron_with_seconds(cron) == with_seconds

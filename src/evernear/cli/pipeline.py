@@ -3,7 +3,7 @@
 import secrets
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,9 @@ from evernear.cli.runs import follow, outcome_of, record_of, row, show, store_of
 from evernear.errors import SettingsError, StoreError
 from evernear.output import print_json, print_line, print_table
 from evernear.settings import PipelineSettings
+
+if TYPE_CHECKING:
+    from evernear.kubeflow.publish import Schedule
 
 DEFAULT = "continuous-training"
 
@@ -189,7 +192,7 @@ def schedule(
         typer.Option(
             "--cron",
             metavar="CRON",
-            help="Schedule such as '0 3 * * *': daily at 3:00 in the server's time zone, usually UTC.",
+            help="Schedule such as '0 3 * * *' (daily at 3:00), @weekly or '@every 12h', in the server's time zone.",
         ),
     ] = None,
     off: Annotated[bool, typer.Option("--off", help="Remove the schedule instead; active runs continue.")] = False,
@@ -216,7 +219,7 @@ def schedule(
     if as_json:
         print_json(scheduled)
     else:
-        print_line(f"{scheduled.pipeline} runs at {scheduled.cron} (seconds first).")
+        print_line(f"{_describe(scheduled)}.")
 
 
 @app.command()
@@ -246,7 +249,13 @@ def status(
         return
     print_table(("run", "pipeline", "version", "state", "started (UTC)", "duration"), map(row, newest))
     for scheduled in schedules:
-        print_line(f"{scheduled.pipeline} runs at {scheduled.cron} (seconds first), {scheduled.state}.")
+        print_line(f"{_describe(scheduled)}, {scheduled.state}.")
+
+
+def _describe(scheduled: "Schedule") -> str:
+    following = scheduled.next_run
+    shown = f"; next run {following:%Y-%m-%d %H:%M:%S}, if the server's time zone is UTC" if following else ""
+    return f"{scheduled.pipeline} runs at {scheduled.cron} (seconds first){shown}"
 
 
 @app.command()

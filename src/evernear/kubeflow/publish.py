@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,9 +18,8 @@ from evernear.frozen import Frozen
 from evernear.kubeflow.client import KfpRuns, arguments_for, reference_to
 from evernear.kubeflow.compiled import version_name
 from evernear.kubeflow.connection import ApiError, Connection
+from evernear.kubeflow.cron import next_run, to_kfp
 from evernear.settings import PipelineSettings
-
-KFP_CRON_FIELDS = 6
 
 
 class Uploaded(Frozen):
@@ -43,6 +42,8 @@ class Schedule(Frozen):
     """Six fields, seconds first."""
     state: Literal["enabled", "disabled"]
     created: datetime
+    next_run: datetime | None
+    """If the server's time zone is UTC; None if it is disabled, or unknown as of ``@every``."""
 
 
 class Publisher:
@@ -92,8 +93,9 @@ class Publisher:
         again.
 
         Raises:
-            SettingsError: a parameter is unknown or of the wrong type.
+            SettingsError: the schedule is not valid, or a parameter is unknown or of the wrong type.
         """
+        kfp_cron = to_kfp(cron)
         version = self.runs.newest(pipeline)
         arguments = arguments_for(version, parameters)
         request = {
@@ -102,7 +104,7 @@ class Publisher:
             "experiment_id": self.runs.experiment_id(),
             "pipeline_version_reference": reference_to(version),
             "runtime_config": {"parameters": arguments},
-            "trigger": {"cron_schedule": {"cron": cron_with_seconds(cron)}},
+            "trigger": {"cron_schedule": {"cron": kfp_cron}},
             "mode": "ENABLE",
             "max_concurrency": "1",
             "no_catchup": True,
@@ -177,15 +179,6 @@ class Publisher:
         self._kfp.find(operation, recurring_run_id=recurring.recurring_run_id, **arguments)
 
 
-def cron_with_seconds(cron: str) -> str:
-    """``cron`` in KFP's format, which starts with the seconds: a Unix expression of five fields gets second 0.
-
-    KFP would read five fields as seconds to months, and run ``0 3 * * *`` at minute 3 of every hour.
-    """
-    fields = cron.split()
-    return cron if len(fields) >= KFP_CRON_FIELDS or cron.startswith("@") else " ".join(["0", *fields])
-
-
 def _uploaded(pipeline: str, version: Any, new: bool) -> Uploaded:
     return Uploaded(
         pipeline=pipeline, version=version.display_name, pipeline_version_id=version.pipeline_version_id, new=new
@@ -194,13 +187,15 @@ def _uploaded(pipeline: str, version: Any, new: bool) -> Uploaded:
 
 def _schedule(recurring: Any) -> Schedule:
     reference = recurring.pipeline_version_reference  # None if a file was scheduled
+    cron, enabled = recurring.trigger.cron_schedule.cron, recurring.status == "ENABLED"
     return Schedule(
         id=recurring.recurring_run_id,
         pipeline=recurring.display_name,
         pipeline_version_id=(reference and reference.pipeline_version_id) or "",
-        cron=recurring.trigger.cron_schedule.cron,
-        state="enabled" if recurring.status == "ENABLED" else "disabled",
+        cron=cron,
+        state="enabled" if enabled else "disabled",
         created=recurring.created_at,
+        next_run=next_run(cron, datetime.now(UTC)) if enabled else None,
     )
 
 

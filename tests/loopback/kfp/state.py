@@ -16,7 +16,7 @@ from tests.loopback.kfp.errors import exists, forbidden, invalid, missing
 Resource = dict[str, Any]
 NEVER = "1970-01-01T00:00:00Z"
 """The API server's value for an unset time."""
-CRON = re.compile(r"@[a-z]+( \S+)?|([\d*?,/-]+ ){4,5}[\dA-Z*?,/-]+", re.IGNORECASE)
+CRON = re.compile(r"@[a-z]+( \S+)?|([\d*?,/-]+ ){4}[\dA-Z*?,/-]+( [\dA-Z*?,/-]+)?", re.IGNORECASE)
 """robfig/cron 1.2: the first field is seconds and the day of the week is optional, unlike Unix cron."""
 FINAL = ("SUCCEEDED", "SKIPPED", "FAILED", "CANCELED")
 

@@ -1,7 +1,8 @@
 """The registry of slash commands and buttons.
 
 A function with a decorator of this module is all that a command needs: `handlers` checks its permission,
-`/evernear help` lists it. The modules `commands`, `prompts`, `runs` and `promotions` register theirs when they are imported.
+`/evernear help` lists it. The modules `commands`, `prompts`, `runs` and `promotions` register theirs when they are
+imported.
 """
 
 import logging

@@ -1,0 +1,83 @@
+"""Cron expressions as Kubeflow Pipelines reads them: robfig/cron 1.2, whose first field is the seconds."""
+
+import re
+from datetime import datetime
+
+from cronsim import CronSim, CronSimError
+
+from evernear.errors import SettingsError
+
+UNIX_FIELDS = 5
+_SHORT_FORMS = {
+    "@yearly": "0 0 0 1 1 *",
+    "@annually": "0 0 0 1 1 *",
+    "@monthly": "0 0 0 1 * *",
+    "@weekly": "0 0 0 * * 0",
+    "@daily": "0 0 0 * * *",
+    "@midnight": "0 0 0 * * *",
+    "@hourly": "0 0 * * * *",
+}
+_EVERY = re.compile(r"@every (\d+[hm])+")
+_FIELD = re.compile(r"[\w*?,/-]+")
+_FORMS = (
+    "Write five fields (minute, hour, day of the month, month, day of the week from 0 = Sunday to 6), such as"
+    " '0 3 * * *' for daily at 3:00, six with the second first, or @hourly, @daily, @weekly, @monthly, @yearly or"
+    " '@every 12h'."
+)
+
+
+def to_kfp(cron: str) -> str:
+    """``cron`` in KFP's format, which starts with the seconds: a Unix expression of five fields gets second 0.
+
+    KFP would read five fields as seconds to months, and run ``0 3 * * *`` at minute 3 of every hour.
+
+    Raises:
+        SettingsError: KFP would reject it or read something else in it, or it starts a run each second.
+    """
+    fields = cron.split()
+    if not fields:
+        raise SettingsError(f"The schedule is empty. {_FORMS}")
+    if fields[0].partition("=")[0] in ("TZ", "CRON_TZ"):
+        raise SettingsError(
+            f"The schedule {cron!r} names a time zone, which Kubeflow Pipelines does not read. It uses one zone for all"
+            " schedules, UTC unless its administrator has set CRON_SCHEDULE_TIMEZONE; convert the hour and leave out"
+            f" {fields[0]}."
+        )
+    normalized = " ".join(["0", *fields] if len(fields) == UNIX_FIELDS and fields[0][0] != "@" else fields)
+    if normalized in _SHORT_FORMS or _EVERY.fullmatch(normalized):
+        return normalized
+    if fault := _fault(normalized):
+        raise SettingsError(f"The schedule {cron!r} is not valid: {fault}. {_FORMS}")
+    return normalized
+
+
+def _fault(cron: str) -> str:
+    """Why six fields are not a schedule for KFP; empty if they are one."""
+    fields = cron.split()
+    if len(fields) != UNIX_FIELDS + 1 or not all(map(_FIELD.fullmatch, fields)):
+        return "it does not have five or six fields of digits, names and * ? , / -"
+    try:
+        CronSim(_for_cronsim(cron), datetime(2000, 1, 1))
+    except CronSimError as error:
+        return f"{error}".lower()
+    if "L" in fields[3].upper() or re.search("7|L", fields[5].upper()):  # which cronsim accepts
+        return "bad day-of-month or day-of-week"
+    if not fields[0].isdecimal():
+        return f"it starts several runs a minute, since its first field, {fields[0]!r}, is the seconds"
+    return ""
+
+
+def next_run(cron: str, now: datetime) -> datetime | None:
+    """The next time after ``now`` of a schedule in KFP's format, in the time zone of ``now``.
+
+    None for ``@every``, whose start only the server knows, and for an expression that another client has written in
+    another form.
+    """
+    try:
+        return next(CronSim(_for_cronsim(cron), now))
+    except (CronSimError, StopIteration):
+        return None
+
+
+def _for_cronsim(cron: str) -> str:
+    return _SHORT_FORMS.get(cron, cron).replace("?", "*")
