@@ -5,6 +5,7 @@ import random
 import struct
 import time
 from io import BytesIO
+from pathlib import Path
 
 import hostile
 import pytest
@@ -108,11 +109,45 @@ def test_a_webp_of_as_many_groups_of_codes_as_allowed_is_decoded() -> None:
     assert decode(hostile.code_groups(400, 10_000), LIMIT).size == (400, 400)
 
 
+def saved(kind: str) -> bytes:
+    buffer = BytesIO()
+    Image.new("L", (4, 4)).save(buffer, kind)
+    return buffer.getvalue()
+
+
+OTHER_FORMATS = {
+    "GIF": saved("GIF"),
+    "BMP": saved("BMP"),
+    "TIFF": saved("TIFF"),
+    "AVIF": b"\0\0\0\x20ftypavif\0\0\0\0avifmif1miaf",
+    "HEIC": b"\0\0\0\x18ftypheic\0\0\0\0mif1heic",
+    "JPEG XL": b"\xff\x0a\x38\x1f\x98\x08\0\0\0\0\0\0",
+    "JPEG 2000": saved("JPEG2000"),
+}
+
+
 def test_signature_is_recognized_in_12_bytes() -> None:
-    for data in (hostile.png(8, 8), hostile.jpeg(), hostile.webp()):
-        assert image_file.has_image_signature(data[:12])
-    for data in (b"", b"RIFF\0\0\0\0WAVE", b"README"):
+    for data in (hostile.png(8, 8), hostile.jpeg(), hostile.webp(), *OTHER_FORMATS.values()):
+        assert image_file.has_image_signature(data[: image_file.SIGNATURE_SIZE_BYTES])
+    for data in (b"", b"RIFF\0\0\0\0WAVE", b"README", b"BMW and others", b"\0\0\0\x18ftypmp42", b"\xff\xfea"):
         assert not image_file.has_image_signature(data)
+
+
+@pytest.mark.parametrize("kind", OTHER_FORMATS)
+def test_image_of_another_format_is_named_with_the_remedy(kind: str) -> None:
+    with pytest.raises(DataError, match=rf"^a\.png is not a PNG, JPEG or WebP image but {kind}; convert it\.$"):
+        inspect(OTHER_FORMATS[kind], LIMIT, "a.png")
+
+
+def test_file_among_others_is_an_image_by_its_suffix_or_else_by_its_content(tmp_path: Path) -> None:
+    for name in ("a.png", "a.JPG", "a.b.jpeg", "a.jfif", "a.heif", "broken.webp"):
+        (tmp_path / name).write_bytes(b"")
+        assert image_file.is_image_file(tmp_path / name)
+    for name in ("a.jpg_large", "a.jpg?w=640", "a.jpg.1", "a.JPG~", "a.jpg.txt", "a.png.", "a.", "a", "a.png:large"):
+        (tmp_path / name).write_bytes(hostile.jpeg())
+        assert image_file.is_image_file(tmp_path / name)
+        (tmp_path / name).write_bytes(b"some words, no pixels")
+        assert not image_file.is_image_file(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("limit", [99, 100])

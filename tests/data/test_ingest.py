@@ -402,7 +402,7 @@ def test_broken_files_are_named_and_the_others_are_ingested(tree, run_ingest, co
     details = {problem.names: problem.detail for problem in manifest.problems}
     assert details["1/cut.png",].startswith("1/cut.png is a broken image")
     assert details["2/words.png",] == "2/words.png is not a PNG, JPEG or WebP image."
-    assert details["2/picture.gif",] == "2/picture.gif is not a PNG, JPEG or WebP image."
+    assert details["2/picture.gif",] == "2/picture.gif is not a PNG, JPEG or WebP image but GIF; convert it."
 
     (tree / "1" / "cut.png").write_bytes(make_image(500))
     (tree / "2" / "words.png").unlink()

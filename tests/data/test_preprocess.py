@@ -143,8 +143,8 @@ photo = saved(noise("L", (64, 64)), "JPEG")
     [
         (b"", "x.png is empty."),
         (b"no image, only words", "x.png is not a PNG, JPEG or WebP image."),
-        (saved(noise("L"), "GIF"), "x.png is not a PNG, JPEG or WebP image."),
-        (saved(noise("L"), "BMP"), "x.png is not a PNG, JPEG or WebP image."),
+        (saved(noise("L"), "GIF"), "x.png is not a PNG, JPEG or WebP image but GIF; convert it."),
+        (saved(noise("L"), "BMP"), "x.png is not a PNG, JPEG or WebP image but BMP; convert it."),
         (whole[: len(whole) // 2], "x.png is a broken image"),
         (photo[: len(photo) // 2], "x.png is a broken image"),
         (whole[:60] + bytes(40) + whole[100:], "x.png is a broken image"),
