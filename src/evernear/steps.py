@@ -362,12 +362,10 @@ def _countdown(running: Step) -> "Callable[[Steps], None]":
 
 
 def _in_words(report: "Report") -> str:
-    """The findings of a validation, errors first."""
-    count = len(report.findings)
-    if not count:
-        return "no problems"
-    messages = " ".join(finding.message for finding in report.findings)
-    return f"{quantity(count, 'finding')}: {messages}"
+    """The findings of a validation, errors first. Information is no problem."""
+    problems = sum(finding.severity != "info" for finding in report.findings)
+    messages = [finding.message for finding in report.findings]
+    return " ".join([f"{quantity(problems, 'finding')}:" if problems else "no problems.", *messages]).removesuffix(".")
 
 
 @contextmanager

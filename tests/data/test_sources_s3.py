@@ -54,7 +54,12 @@ def test_hidden_class_folders_of_a_bucket_are_named(tree, run_ingest, bucket: st
             images.fput_object(bucket, f"images/{path.relative_to(tree).as_posix()}", str(path))
     remote = run_ingest(f"s3://{bucket}/images")
     assert remote.digest == local.digest
-    assert [problem.names for problem in remote.problems] == [(".net",)]
+    assert [problem.names for problem in remote.problems if problem.kind == "hidden_folder"] == [(".net",)]
+    assert [name for problem in remote.problems if problem.kind == "litter" for name in problem.names] == [
+        ".git",
+        "1/._4.png",
+        "1/.thumbs",
+    ]
 
 
 def test_bucket_is_ingested_incrementally_into_s3(tree, bucket: str, make_image, contents, digest_of) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evernear.data.image_file import EncodedImage, inspect
+from evernear.data.image_file import EncodedImage, has_image_signature, has_image_suffix, inspect
 from evernear.data.preprocess import Pixels, Resize, decode_inspected, image_digest, to_array
 from evernear.data.sources import FileEntry, FileSource
 from evernear.errors import DataError
@@ -31,10 +31,14 @@ class DecodedImage:
 
 @dataclass(frozen=True)
 class DecodeFailure:
-    """A file that cannot be decoded, and the reason."""
+    """A file that cannot be decoded, and the reason; None if it is no image, and was not named like one."""
 
     entry: FileEntry
-    reason: str
+    reason: str | None
+
+
+class NotAnImageError(DataError):
+    """Neither the name nor the content of a file is that of an image."""
 
 
 class Decoder:
@@ -75,6 +79,8 @@ class Decoder:
             stack.enter_context(self._file_budget_bytes.reserve(size_bytes))
             try:
                 encoded = read_image(self._source, entry, self._max_pixels)
+            except NotAnImageError:
+                return _done(DecodeFailure(entry, None))
             except DataError as error:
                 return _done(DecodeFailure(entry, str(error)))
             return decoders.submit(self._decode, entry, encoded, stack.pop_all())
@@ -103,14 +109,19 @@ def _done(failure: DecodeFailure) -> Future[DecodedImage | DecodeFailure]:
 
 
 def read_image(source: FileSource, entry: FileEntry, max_pixels: int) -> EncodedImage:
-    """Read and inspect a file.
+    """Read and inspect a file. One that is larger than any image is not read.
 
     Raises:
-        DataError: the file is too large, broken, or not an image.
+        NotAnImageError: the name does not promise an image, and the content is none.
+        DataError: the image is too large or broken.
     """
-    if entry.size_bytes > _max_file_size_bytes(max_pixels):
+    is_too_large = entry.size_bytes > _max_file_size_bytes(max_pixels)
+    data = b"" if is_too_large else source.read(entry.name)
+    if not (has_image_suffix(entry.name) or has_image_signature(data)):
+        raise NotAnImageError(f"{entry.name} is not an image.")
+    if is_too_large:
         raise DataError(f"{entry.name} is too large: {entry.size_bytes} bytes.")
-    return inspect(source.read(entry.name), max_pixels, entry.name)
+    return inspect(data, max_pixels, entry.name)
 
 
 def _max_file_size_bytes(max_pixels: int) -> int:

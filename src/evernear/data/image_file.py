@@ -61,35 +61,9 @@ _OTHER_FORMATS = {
     "JPEG 2000": re.compile(rb"\xff\x4f\xff\x51|\0\0\0\x0cjP  "),
 }
 IMAGE_SUFFIXES = frozenset(
-    {
-        ".apng",
-        ".avif",
-        ".bmp",
-        ".dib",
-        ".gif",
-        ".heic",
-        ".heif",
-        ".j2k",
-        ".jfi",
-        ".jfif",
-        ".jif",
-        ".jp2",
-        ".jpe",
-        ".jpeg",
-        ".jpg",
-        ".jxl",
-        ".mpo",
-        ".pbm",
-        ".pgm",
-        ".pjpeg",
-        ".png",
-        ".pnm",
-        ".ppm",
-        ".tga",
-        ".tif",
-        ".tiff",
-        ".webp",
-    }
+    {".apng", ".jfi", ".jfif", ".jif", ".jpe", ".jpeg", ".jpg", ".mpo", ".pjpeg", ".png", ".webp"}
+    | {".avif", ".bmp", ".dib", ".gif", ".heic", ".heif", ".j2k", ".jp2", ".jxl", ".tga", ".tif", ".tiff"}
+    | {".pbm", ".pgm", ".pnm", ".ppm"}
 )
 """Suffixes of files that are meant to be images, whether or not their format is supported."""
 _WEBP_ANIMATION, _WEBP_ALPHA = 0x02, 0x10  # flags of VP8X

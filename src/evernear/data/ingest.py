@@ -50,6 +50,7 @@ MAX_SIZE_PX = 128
 expect more, see `evernear.steps.ingest`."""
 _SAMPLED_SIZES = 101
 _SAMPLED_AT_ONCE = 4
+_MAX_NAMES = 5
 _FIRST_TRANSPOSED = 5  # EXIF orientations 5 to 8 exchange width and height
 
 
@@ -178,16 +179,18 @@ def _require_one_source(ledger: Ledger, name: str, source: str) -> None:
 
 def _list_source(source: ArraySource | FileSource, ledger: Ledger, uri: str) -> None:
     """Record the listing of a source and the labels in it."""
+    ledger.normalize_labels()
     labels: set[str] = set()
     if isinstance(source, FileSource):
         ledger.list_files(source.entries())
         ledger.forget_unlisted()
         ledger.record_empty_folders(source.empty_folders)
         ledger.record_hidden_folders(source.hidden_folders)
+        ledger.record_notes(source.notes)
         if not ledger.count_listed():
             raise DataError(
                 f"{uri} contains no image in a class folder; put PNG, JPEG or WebP files under <class>/ or "
-                "<split>/<class>/."
+                f"<split>/<class>/.{_left_out(source)}"
             )
     else:
         labels.update(entry.label for entry in source.entries())
@@ -199,6 +202,16 @@ def _list_source(source: ArraySource | FileSource, ledger: Ledger, uri: str) -> 
             " the class folders, use it as the source."
         )
     ledger.add_labels(sorted(labels.difference(ledger.labels()), key=_natural_order))
+
+
+def _left_out(source: FileSource) -> str:
+    """A sentence about the files of a source that are no images in a class folder; empty without any."""
+    count = sum(note.count for note in source.notes.values())
+    names = [name for note in source.notes.values() for name in note.names][:_MAX_NAMES]
+    if not count:
+        return ""
+    more = " and more" if count > len(names) else ""
+    return f" {quantity(count, 'file was', 'files were')} left out: {', '.join(names)}{more}."
 
 
 def _natural_order(label: str) -> tuple[list[str | int], str]:

@@ -6,16 +6,17 @@ distinct image. Problems that involve several images (duplicates, conflicts) are
 
 import hashlib
 import sqlite3
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
+from evernear.class_names import class_name
 from evernear.data import ledger_changes
 from evernear.data.manifest import Problem, Shard, Split
 from evernear.data.preprocess import Resize, choose_resize
-from evernear.data.sources import FileEntry
+from evernear.data.sources import FileEntry, NameSample
 from evernear.errors import StoreError
 
 _T = TypeVar("_T")
@@ -26,6 +27,12 @@ _MAX_LISTED = {"undecodable": 1000, "conflicting_labels": 1000}
 _MAX_LISTED_OF_OTHERS = 20
 _MAX_NAMES = 5
 _RESIZED = {"cropped": "crop", "letterboxed": "letterbox", "stretched": "stretch"}
+_NOTES = {
+    "not_an_image": "is not an image",
+    "litter": "is hidden, or left behind by a system or program",
+    "no_class": "is in no class folder",
+    "merged_folders": "are one class",
+}
 
 # Published ledgers have these columns: a new name would need a migration. Only earlier versions read ``state`` and
 # ``seen``.
@@ -46,7 +53,7 @@ CREATE TABLE files (
   turn INTEGER NOT NULL,     -- the order of decoding
   seen INTEGER NOT NULL,
   pending INTEGER NOT NULL,  -- 1: to be decoded
-  digest BLOB,               -- of its image; NULL while pending or broken
+  digest BLOB,               -- of its image; NULL while pending, if broken, and if it is no image
   fault TEXT,                -- why it cannot be decoded
   PRIMARY KEY (source, name)
 ) WITHOUT ROWID;
@@ -66,8 +73,16 @@ CREATE TABLE images (
 _NAMED = """
 CREATE TEMP VIEW named AS
 SELECT CASE WHEN (SELECT COUNT(*) FROM sources) > 1 THEN uri || '/' || name ELSE name END AS name,
-  digest, label, given, fault
+  digest, label, given, fault, pending
 FROM files JOIN sources ON sources.id = files.source
+"""
+
+# Notes of the listings, and files whose content shows that they are no images.
+_NOTED = """
+CREATE TEMP VIEW noted AS
+SELECT rule, CASE WHEN (SELECT COUNT(*) FROM sources) > 1 THEN uri || '/' || name ELSE name END AS name, count
+FROM notes JOIN sources ON sources.id = notes.source
+UNION ALL SELECT 'not_an_image', name, 1 FROM named WHERE digest IS NULL AND fault IS NULL AND NOT pending
 """
 
 # Images with more than one file.
@@ -118,6 +133,7 @@ class Ledger:
             row = self._db.execute("SELECT id FROM sources WHERE uri = ?", (_source_uri(source),)).fetchone()
             self._source = cast(int, row[0])
             self._db.execute(_NAMED)
+            self._db.execute(_NOTED)
             self._db.execute("CREATE TEMP TABLE listed (name TEXT PRIMARY KEY) WITHOUT ROWID")
 
     def save(self, path: Path) -> None:
@@ -199,6 +215,15 @@ class Ledger:
         self._all("DELETE FROM hidden_folders WHERE source = ?", self._source)
         self._many("INSERT INTO hidden_folders VALUES (?, ?)", ((self._source, name) for name in names))
 
+    def record_notes(self, notes: Mapping[str, NameSample]) -> None:
+        """Replace the notes of the source's listing."""
+        self._all("DELETE FROM notes WHERE source = ?", self._source)
+        for rule, note in notes.items():
+            rows = [(self._source, rule, name, 1) for name in note.names]
+            self._many("INSERT INTO notes VALUES (?, ?, ?, ?)", rows)
+            if rest := note.count - len(rows):
+                self._all("INSERT INTO notes VALUES (?, ?, NULL, ?)", self._source, rule, rest)
+
     def count_listed(self) -> int:
         """The number of files that the source lists."""
         return self._int("SELECT COUNT(*) FROM files WHERE source = ?", self._source)
@@ -241,7 +266,10 @@ class Ledger:
         return [FileEntry(*row) for row in self._all(query, self._source, step, count)]
 
     def record_results(self, decoded: Iterable[tuple[str, bytes | None, str | None]]) -> None:
-        """Record results of decoding: (name, digest or None, fault or None)."""
+        """Record results of decoding: (name, digest or None, fault or None); a file with neither is no image.
+
+        Broken files are read again by the next ingest, the others only if they change.
+        """
         self._many(
             "UPDATE files SET pending = 0, digest = ?, fault = ? WHERE source = ? AND name = ?",
             ((digest, fault, self._source, name) for name, digest, fault in decoded),
@@ -252,6 +280,12 @@ class Ledger:
     def labels_listed(self) -> list[str]:
         """Distinct labels of all files."""
         return [row[0] for row in self._all("SELECT DISTINCT label FROM files")]
+
+    def normalize_labels(self) -> None:
+        """Rename classes that an earlier version recorded in another spelling, in the files of all sources."""
+        for label in self.labels_listed():
+            if label != class_name(label):
+                self._all("UPDATE files SET label = ? WHERE label = ?", class_name(label), label)
 
     def labels(self) -> list[str]:
         """The labels in the order of their numbers."""
@@ -346,12 +380,19 @@ class Ledger:
                 names = self._names(name, digest)
                 detail = text if kind == "undecodable" else f"{', '.join(names)} {text}."
                 problems.append(Problem(kind=kind, names=names, detail=detail))
+        for rule, count in self._all("SELECT rule, SUM(count) FROM noted GROUP BY rule ORDER BY rule"):
+            counts[rule] = count
+            query = "SELECT name FROM noted WHERE rule = ? AND name IS NOT NULL ORDER BY name LIMIT ?"
+            for (name,) in self._all(query, rule, _MAX_LISTED_OF_OTHERS):
+                problems.append(Problem(kind=rule, names=(name,), detail=f"{name} {_NOTES[rule]}."))
         return problems, counts
 
     def _problem_queries(self, height_px: int, width_px: int) -> Iterator[tuple[str, str, tuple[object, ...]]]:
         """Kind, query for (name, digest if several files share it, description), values of the query."""
         yield "undecodable", "SELECT name, NULL, fault FROM named WHERE fault IS NOT NULL", ()
-        yield "tiny_class", "SELECT name, NULL, 'contains no image' FROM empty_folders", ()
+        no_image = "'contains no image'"
+        unusable = f"SELECT label, NULL, {no_image} FROM files GROUP BY label HAVING COUNT(digest) = 0"  # noqa: S608 - our own words
+        yield "tiny_class", f"SELECT name, NULL, {no_image} FROM empty_folders UNION {unusable}", ()  # noqa: S608
         hidden = "'begins with a dot, so its images were left out'"
         yield "hidden_folder", f"SELECT name, NULL, {hidden} FROM hidden_folders", ()  # noqa: S608 - our own words
         twins = "SELECT name, digest, {} FROM twins WHERE {}"
@@ -436,6 +477,9 @@ def _add_missing_tables(db: sqlite3.Connection) -> None:
     """Add the tables that ledgers of earlier versions lack."""
     db.execute("CREATE TABLE IF NOT EXISTS hidden_folders (source INTEGER NOT NULL, name TEXT NOT NULL)")
     db.execute("CREATE TABLE IF NOT EXISTS removed (digest BLOB PRIMARY KEY, split TEXT NOT NULL) WITHOUT ROWID")
+    # A row without a name counts the names that are not listed.
+    columns = "source INTEGER NOT NULL, rule TEXT NOT NULL, name TEXT, count INTEGER NOT NULL"
+    db.execute(f"CREATE TABLE IF NOT EXISTS notes ({columns})")
 
 
 class PublishedLedger:

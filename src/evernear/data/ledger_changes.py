@@ -12,7 +12,7 @@ _KEYS = {
     "labels": ("id",),
     "shards": ("slot",),
 }
-_SMALL_TABLES = ("state", "sources", "empty_folders", "hidden_folders")
+_SMALL_TABLES = ("state", "sources", "empty_folders", "hidden_folders", "notes")
 # An ingest of decoded images writes their rows again, which is no change.
 _FILE_COLUMNS = ("etag", "label", "given", "size_bytes", "pending", "digest", "fault")
 
@@ -55,8 +55,10 @@ def apply(db: sqlite3.Connection, path: Path) -> None:
         columns = ", ".join(keys)
         db.execute(f"DELETE FROM main.{table} WHERE ({columns}) IN (SELECT {columns} FROM part.gone_{table})")
         db.execute(f"INSERT OR REPLACE INTO main.{table} SELECT * FROM part.{table}")
+    stored = {name for (name,) in db.execute("SELECT name FROM part.sqlite_master")}
     for table in _SMALL_TABLES:
-        db.execute(f"DELETE FROM main.{table}")
-        db.execute(f"INSERT INTO main.{table} SELECT * FROM part.{table}")
+        if table in stored:  # earlier versions lack the newest tables
+            db.execute(f"DELETE FROM main.{table}")
+            db.execute(f"INSERT INTO main.{table} SELECT * FROM part.{table}")
     db.execute("COMMIT")
     db.execute("DETACH part")

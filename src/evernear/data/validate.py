@@ -1,10 +1,12 @@
-"""Validate a dataset by rules, each with a severity: errors stop a run, warnings do not."""
+"""Validate a dataset by rules, each with a severity: errors stop a run, warnings and information do not."""
 
 import html
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from evernear.class_names import lookalike_key, spelled
 from evernear.data.manifest import SPLITS, Manifest, Split
 from evernear.data.shards import Dataset
 from evernear.errors import DataValidationError
@@ -16,13 +18,14 @@ Counts = dict[Split, dict[str, int]]
 NO_CHANGES = ClassSettings()
 
 _MAX_NAMES = 5
+_ORDER = ("error", "warn", "info")
 
-# Singular, plural, and what to do with the files: nothing, if they are usable.
+# Singular, plural, and the words before the names of the files; without them one problem is an example.
 _PROBLEMS = {
     "undecodable": (
         "file cannot be decoded and was left out",
         "files cannot be decoded and were left out",
-        "fix or remove",
+        "; fix or remove",
     ),
     "cropped": (
         "image has another aspect ratio and was cropped to its center",
@@ -52,22 +55,38 @@ _PROBLEMS = {
     "duplicate_across_splits": (
         "image is in several splits and was added to one of them",
         "images are in several splits, and each was added to one of them",
-        "keep one of",
+        "; keep one of",
     ),
     "conflicting_labels": (
         "image has several labels and was left out",
         "images have several labels and were left out",
-        "keep the right one of",
+        "; keep the right one of",
     ),
     "hidden_folder": (
         "class folder has a name that begins with a dot, and was left out",
         "class folders have names that begin with a dot, and were left out",
-        "rename or remove",
+        "; rename or remove",
     ),
     "constant_image": (
         "image has one value in all its pixels",
         "images have one value in all their pixels",
-        "look at",
+        "; look at",
+    ),
+    "no_class": (
+        "image is in no class folder and was left out",
+        "images are in no class folder and were left out",
+        "; move",
+    ),
+    "not_an_image": ("file is not an image and was left out", "files are not images and were left out", ":"),
+    "litter": (
+        "file or folder is hidden or left behind by a system, and was left out",
+        "files or folders are hidden or left behind by a system, and were left out",
+        ":",
+    ),
+    "merged_folders": (
+        "class has several folders, because their names look the same",
+        "classes have several folders each, because their names look the same",
+        ":",
     ),
 }
 
@@ -79,7 +98,7 @@ class Finding(Frozen):
     """A violated rule; ``names`` are some of the ``count`` affected files, classes or splits."""
 
     rule: str
-    severity: Literal["error", "warn"]
+    severity: Literal["error", "warn", "info"]
     message: str
     names: tuple[str, ...]
     count: int
@@ -139,6 +158,7 @@ def validate(
     all_findings = [
         *_problems(manifest),
         *_classes(manifest, totals, settings),
+        *_similar(totals),
         *_vanished(totals, champion_labels, classes),
         *_splits(manifest, counts, totals),
     ]
@@ -148,7 +168,7 @@ def validate(
         for finding in all_findings
         if severities[finding.rule] != "off"
     ]
-    findings.sort(key=lambda finding: finding.severity)
+    findings.sort(key=lambda finding: _ORDER.index(finding.severity))
     return Report(dataset_digest=dataset.digest, counts=counts, findings=tuple(findings))
 
 
@@ -184,7 +204,7 @@ def _problems(manifest: Manifest) -> Iterator[Finding]:
             problems = [problem for problem in manifest.problems if problem.kind == rule]
             names = [name for problem in problems for name in problem.names]
             if remedy:
-                files = f"; {remedy} {_listed(names)}"
+                files = f"{remedy} {_listed(names)}"
             else:
                 files = f"{':' if count == 1 else ', such as'} {_listed(problems[0].names)}"
             message = f"{quantity(count, singular, plural)}{files}."
@@ -211,6 +231,17 @@ def _classes(manifest: Manifest, totals: dict[str, int], settings: ValidationSet
             f" {present[small]:,} of {small}; more than {settings.max_imbalance:g} to 1."
         )
         yield _finding("imbalance", message, [large, small], 1)
+
+
+def _similar(totals: dict[str, int]) -> Iterator[Finding]:
+    """Classes that a person may take for each other; `evernear.class_names.class_name` has merged what is the same."""
+    alike: defaultdict[str, list[str]] = defaultdict(list)
+    for label in sorted(label for label, count in totals.items() if count):
+        alike[lookalike_key(label)].append(label)
+    groups = [" and ".join(map(spelled, labels)) for labels in alike.values() if len(labels) > 1]
+    if groups:
+        message = f"Names of different classes look alike: {_listed(groups)}; rename one of them if they are one class."
+        yield _finding("similar_classes", message, groups, len(groups))
 
 
 def _vanished(totals: dict[str, int], champion_labels: Sequence[str], classes: ClassSettings) -> Iterator[Finding]:

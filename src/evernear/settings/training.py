@@ -3,13 +3,15 @@
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from evernear.class_names import class_name
 from evernear.settings.section import Fraction, PixelLimit, Section
 
-Severity = Literal["error", "warn", "off"]
+Severity = Literal["error", "warn", "info", "off"]
+ClassName = Annotated[str, AfterValidator(class_name)]
 
 
 BUILT_IN_SOURCES = ("digits", "mnist")
@@ -61,8 +63,16 @@ class DataSettings(Section):
 class ClassSettings(Section):
     """Classes of the champion that were removed or renamed on purpose. Entries for other classes are ignored."""
 
-    retired: tuple[str, ...] = Field(default=(), description="Classes that new releases no longer need to recognize.")
-    renamed: dict[str, str] = Field(default={}, description="New name of each renamed class.")
+    retired: tuple[ClassName, ...] = Field(
+        default=(), description="Classes that new releases no longer need to recognize."
+    )
+    renamed: dict[ClassName, ClassName] = Field(default={}, description="New name of each renamed class.")
+
+    @field_validator("renamed")
+    @classmethod
+    def _without_spellings(cls, renamed: dict[str, str]) -> dict[str, str]:
+        """Two spellings of one name are one class (`evernear.class_names`)."""
+        return {old: new for old, new in renamed.items() if old != new}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -73,8 +83,9 @@ class ClassSettings(Section):
         return self
 
     def current(self, label: str) -> str | None:
-        """The current name of a class of the champion; None if it was retired."""
-        return None if label in self.retired else self.renamed.get(label, label)
+        """The current name of a class of the champion, which may be an earlier spelling; None if it was retired."""
+        name = class_name(label)
+        return None if name in self.retired else self.renamed.get(name, name)
 
     def current_labels(self, labels: Iterable[str]) -> tuple[str, ...]:
         """The current names of ``labels``, without retired classes and duplicates."""
@@ -87,7 +98,7 @@ class ClassSettings(Section):
 
 
 class ValidationSettings(Section):
-    """Severity of each validation rule: an error stops the run, a warning does not."""
+    """Severity of each validation rule: an error stops the run, a warning does not, and info is no problem."""
 
     undecodable: Severity = Field(
         default="error",
@@ -123,6 +134,22 @@ class ValidationSettings(Section):
     )
     hidden_folder: Severity = Field(
         default="warn", description="The name of a class folder begins with a dot; it is left out."
+    )
+    no_class: Severity = Field(default="warn", description="An image is in no class folder; it is left out.")
+    not_an_image: Severity = Field(
+        default="info",
+        description="A file has neither the suffix nor the content of an image; it is left out.",
+    )
+    litter: Severity = Field(
+        default="info",
+        description="A file or folder is hidden, or left behind by a system or program, such as @eaDir; it is left"
+        " out.",
+    )
+    merged_folders: Severity = Field(
+        default="info", description="Folders are one class, because their names look the same."
+    )
+    similar_classes: Severity = Field(
+        default="warn", description="Names of classes differ only in case, width or characters that nobody sees."
     )
     constant_image: Severity = Field(default="warn", description="All pixels of an image have the same value.")
     imbalance: Severity = Field(

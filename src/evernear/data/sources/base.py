@@ -1,11 +1,15 @@
 """The interface of an image source, which comes in two kinds: encoded files and decoded arrays."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from bisect import insort
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from evernear.data.manifest import SPLITS, Split
 from evernear.data.preprocess import Pixels
+
+_MAX_NAMES = 20
 
 
 class FileEntry(NamedTuple):
@@ -16,6 +20,20 @@ class FileEntry(NamedTuple):
     label: str
     explicit_split: Split | None
     size_bytes: int
+
+
+@dataclass
+class NameSample:
+    """A count of names, and the first of them in order, so that memory does not grow with the listing."""
+
+    count: int = 0
+    names: list[str] = field(default_factory=list[str])
+
+    def add(self, name: str) -> None:
+        """Count ``name``."""
+        self.count += 1
+        insort(self.names, name)
+        del self.names[_MAX_NAMES:]
 
 
 @dataclass(frozen=True)
@@ -56,11 +74,13 @@ class FileSource(Source, Protocol):
     """A source of encoded image files.
 
     Once `entries` is exhausted, ``chosen_splits`` is final, ``empty_folders`` lists the class folders without an image,
-    and ``hidden_folders`` those that are ignored because their names begin with a dot.
+    and ``hidden_folders`` those that are ignored because their names begin with a dot. ``notes`` are files and folders
+    to mention, by the rule of `evernear.settings.ValidationSettings` that reports them.
     """
 
     empty_folders: Sequence[str] = ()
     hidden_folders: Sequence[str] = ()
+    notes: Mapping[str, NameSample] = MappingProxyType({})
 
     def read(self, name: str) -> bytes:
         """The content of a file; called from many threads."""

@@ -1,24 +1,22 @@
 """Trees of image files, in a directory or a bucket: ``<class>/<file>`` or ``<split>/<class>/<file>``."""
 
 import os
-import posixpath
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Final
 
+from evernear.class_names import class_name, spelled
+from evernear.data.image_file import SIGNATURE_SIZE_BYTES, has_image_suffix, is_image_file
 from evernear.data.manifest import SPLITS, Split
-from evernear.data.sources.base import FileEntry, FileSource
+from evernear.data.sources.base import FileEntry, FileSource, NameSample
+from evernear.data.sources.names import is_litter, is_skipped, names_other_kind, skipped_path
 from evernear.disk import disk_errors
-from evernear.errors import DataError
+from evernear.errors import DataError, StoreError
 from evernear.store import open_store
 
-# Files with these suffixes, or with none, count as images; the content decides whether they are PNG, JPEG or WebP.
-_IMAGE_SUFFIXES = frozenset(
-    {".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".heic", ".avif"}
-)
 _VALIDATION = frozenset({"val", "valid", "validation", "dev"})
 SPLIT_WORDS: Final[dict[str, Split]] = {
     "train": "train",
@@ -40,6 +38,9 @@ class _ClassFolders(FileSource):
         self.name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:63].rstrip("-") or "dataset"
         self._splits: dict[str, Split] = {}
         self._splits_found: set[Split | None] = set()
+        self._labels: dict[str, str] = {}
+        self._notes: defaultdict[str, NameSample] = defaultdict(NameSample)
+        self.notes = self._notes
 
     @property
     def train_folder(self) -> str:
@@ -66,17 +67,34 @@ class _ClassFolders(FileSource):
             )
 
     def _entry(self, path: str, etag: str = "", size_bytes: int = 0) -> FileEntry | None:
-        """The entry of a file by its path in the source; None unless it is an image in a class folder."""
+        """The entry of an image by its path in the source; None unless it is in a class folder."""
         parts = [part for part in path.split("/") if part]
         split = self._splits.get(parts[0]) if parts else None
         folders = parts[1:-1] if split else parts[:-1]
         if len(folders) > 1 and split and folders[0] == parts[0]:
             # Archives from Kaggle repeat the split: seg_train/seg_train/sea/0.jpg.
             folders = folders[1:]
-        if not folders or "/." in f"/{path}" or not _may_be_image(path):
+        if not folders:
             return None
         self._splits_found.add(split)
-        return FileEntry(path, etag, folders[0], None if split in self.chosen_splits else split, size_bytes)
+        return FileEntry(
+            path, etag, self._label(folders[0]), None if split in self.chosen_splits else split, size_bytes
+        )
+
+    def _label(self, folder: str) -> str:
+        if folder not in self._labels:
+            self._labels[folder] = class_name(folder)
+            if not self._labels[folder]:
+                raise DataError(f"The name of the class folder {folder!a} of {self.name} is blank; rename it.")
+        return self._labels[folder]
+
+    def _note_merged_folders(self) -> None:
+        spellings: defaultdict[str, list[str]] = defaultdict(list)
+        for folder, label in self._labels.items():
+            spellings[label].append(folder)
+        for folders in spellings.values():
+            if len(folders) > 1:
+                self._notes["merged_folders"].add(" and ".join(map(spelled, sorted(folders))))
 
     def _check_splits(self) -> None:
         """Refuse split folders without labeled images next to a train folder with some."""
@@ -112,8 +130,10 @@ class Folder(_ClassFolders):
         for folder in class_folders:
             yield from self._class_entries(folder)
         self._check_splits()
+        self._note_merged_folders()
         for parent in parents:
             self._record_hidden_folders(parent)
+            self._note_outside_classes(parent)
 
     def read(self, name: str) -> bytes:
         """The content of a file."""
@@ -126,7 +146,11 @@ class Folder(_ClassFolders):
         for file in _walk(folder):
             # pathlib would take most of the time of listing a million files.
             name = file.path.removeprefix(self._root)
-            if entry := self._entry(name):
+            if is_skipped(file.name):
+                self._note("litter", name)
+            elif not _is_image(file.path):
+                self._note("not_an_image", name)
+            elif entry := self._entry(name):
                 _check_utf8(name)
                 with disk_errors(file.path):
                     stat = file.stat()
@@ -137,10 +161,23 @@ class Folder(_ClassFolders):
 
     def _record_hidden_folders(self, parent: Path) -> None:
         for folder in _folders(parent):
-            if folder.name.startswith(".") and any(_is_image_name(file.name) for file in _walk(folder)):
-                # The name need not be UTF-8.
-                name = os.fsencode(folder.relative_to(self._directory)).decode(errors="backslashreplace")
+            hidden = folder.name.startswith(".") and not is_litter(folder.name)
+            if hidden and any(has_image_suffix(file.name) for file in _walk(folder)):
+                name = _printable_name(folder.relative_to(self._directory))
                 self.hidden_folders = [*self.hidden_folders, name]
+
+    def _note_outside_classes(self, parent: Path) -> None:
+        """Note the litter and the files next to the class folders in ``parent``."""
+        with disk_errors(parent), os.scandir(parent) as entries:
+            for entry in entries:
+                name = entry.path.removeprefix(self._root)
+                if is_litter(entry.name) or (entry.name.startswith(".") and entry.is_file()):
+                    self._note("litter", name)
+                elif entry.is_file():
+                    self._note("no_class" if _is_image(entry.path) else "not_an_image", name)
+
+    def _note(self, rule: str, name: str) -> None:
+        self._notes[rule].add(_printable_name(name))
 
 
 class Bucket(_ClassFolders):
@@ -152,14 +189,27 @@ class Bucket(_ClassFolders):
 
     def entries(self) -> Iterator[FileEntry]:
         """List the image files."""
-        self._set_layout(set(self._store.folders()))
+        self._set_layout({folder for folder in self._store.folders() if not is_litter(folder)})
         hidden: set[str] = set()
+        litter: set[str] = set()
         for info in self._store.list(""):
-            if entry := self._entry(info.key, info.etag, info.size_bytes):
+            if skipped := skipped_path(info.key):
+                is_folder = skipped != info.key
+                if is_folder and self._is_class_folder(skipped) and not is_litter(skipped.rpartition("/")[2]):
+                    hidden.update({skipped} if has_image_suffix(info.key) else ())
+                elif skipped not in litter:
+                    litter.update({skipped} if is_folder else ())
+                    self._notes["litter"].add(skipped)
+            elif not info.key or info.key.endswith("/"):
+                continue  # it marks a folder
+            elif not _may_be_image(info.key, info.size_bytes):
+                self._notes["not_an_image"].add(info.key)
+            elif entry := self._entry(info.key, info.etag, info.size_bytes):
                 yield entry
-            elif _is_image_name(info.key):
-                hidden.update(self._hidden_folder(PurePosixPath(info.key).parts))
+            else:
+                self._notes["no_class"].add(info.key)
         self._check_splits()
+        self._note_merged_folders()
         self.hidden_folders = sorted(hidden)
 
     def read(self, name: str) -> bytes:
@@ -170,12 +220,9 @@ class Bucket(_ClassFolders):
     def _get(self) -> Callable[[str], bytes]:
         return self._store.reader()
 
-    def _hidden_folder(self, parts: tuple[str, ...]) -> Iterator[str]:
-        """The class folder of a key if its name begins with a dot."""
-        for depth in (1, 2) if self._splits else (1,):
-            if len(parts) > depth and parts[depth - 1].startswith("."):
-                yield "/".join(parts[:depth])
-                return
+    def _is_class_folder(self, path: str) -> bool:
+        parts = path.split("/")
+        return len(parts) == 1 or (len(parts) == 2 and parts[0] in self._splits)
 
 
 def _split_words(folders: set[str]) -> dict[str, str]:
@@ -205,11 +252,14 @@ def _alike(words: dict[str, str]) -> set[str]:
 def _walk(folder: Path) -> Iterator[os.DirEntry[str]]:
     """All files below a folder, unsorted: sorting would hold the listing of a whole folder in memory.
 
+    A folder that `is_skipped` is yielded instead of the files in it.
     Dangling links are included: an image must not leave the dataset because a disk is not mounted.
     """
     with disk_errors(folder), os.scandir(folder) as entries:
         for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
+            if is_skipped(entry.name):
+                yield entry
+            elif entry.is_dir(follow_symlinks=False):
                 yield from _walk(Path(entry.path))
             elif entry.is_file() or not Path(entry.path).exists():
                 yield entry
@@ -222,19 +272,23 @@ def _check_utf8(name: str) -> None:
         raise DataError(f"The name of {os.fsencode(name)!r} is not UTF-8; rename it.") from None
 
 
-def _is_image_name(name: str) -> bool:
-    return _suffix(name) in _IMAGE_SUFFIXES
+def _is_image(path: str) -> bool:
+    try:
+        return is_image_file(path)
+    except StoreError:
+        if names_other_kind(path):
+            return False
+        raise
 
 
-def _may_be_image(name: str) -> bool:
-    suffix = _suffix(name)
-    # A key that ends in a slash marks a folder of a bucket.
-    return suffix in _IMAGE_SUFFIXES or not (suffix or name.endswith("/"))
+def _may_be_image(key: str, size_bytes: int) -> bool:
+    """Whether an object has to be read to know: a suffix of another kind, or its size, saves the request."""
+    return has_image_suffix(key) or (size_bytes >= SIGNATURE_SIZE_BYTES and not names_other_kind(key))
 
 
-def _suffix(name: str) -> str:
-    """The suffix in lower case. pathlib is ten times slower, which matters for millions of names."""
-    return posixpath.splitext(name)[1].rstrip(".").lower()
+def _printable_name(path: str | Path) -> str:
+    """``path`` with escapes for bytes that are not UTF-8."""
+    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def _folders(directory: Path) -> list[Path]:
@@ -243,7 +297,7 @@ def _folders(directory: Path) -> list[Path]:
 
 
 def _visible_folders(directory: Path) -> list[Path]:
-    folders = [folder for folder in _folders(directory) if not folder.name.startswith(".")]
+    folders = [folder for folder in _folders(directory) if not is_skipped(folder.name)]
     for folder in folders:
         _check_utf8(folder.name)
     return folders

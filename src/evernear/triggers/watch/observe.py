@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TypeVar
 
+from evernear.class_names import class_name
 from evernear.data.drift import Measure, Shift, measure_drift
 from evernear.data.manifest import Manifest, manifest_key
 from evernear.data.source_diff import SourceDiff, diff_source, fetch_ledger
@@ -134,7 +135,7 @@ class Observer:
             (gallery,) = (train,) = diff_source(data, ledgers[:1])
         else:
             gallery, train = diff_source(data, ledgers)
-        known = set(champion.labels)
+        known = set(map(class_name, champion.labels))
         new_classes = {label: count for label, count in gallery.labels.items() if label not in known}
         return _source_changes(gallery, train, trained.count("train"), new_classes)
 

@@ -1,0 +1,56 @@
+"""What the name of a file or folder reveals about it, without a look inside."""
+
+from mimetypes import MimeTypes
+from typing import Final
+
+_LITTER = frozenset(
+    {"@eadir", "@recently-snapshot", "@recycle", "@tmp", "#recycle", "#snapshot", ".@__thumb"}  # Synology, QNAP
+    | {"__macosx", ".appledouble", ".apdisk", ".ds_store", ".fseventsd", ".spotlight-v100", ".trashes", "icon\r"}
+    | {"network trash folder", "temporary items", ".temporaryitems"}  # macOS on a file server
+    | {"$recycle.bin", "system volume information", "desktop.ini", "ehthumbs.db", "thumbs.db"}  # Windows
+    | {"lost+found", ".directory", ".snapshot", ".snapshots", ".thumbnails", ".trash", ".zfs"}  # Linux
+    | {".git", ".hg", ".svn", ".dvc", ".cache", ".idea", ".vscode", ".ipynb_checkpoints", "__pycache__"}
+    | {"_success", "_temporary", "_delta_log"}  # Spark
+)
+_LITTER_PREFIXES = ("._", ".trash-", "_committed_", "_started_")  # AppleDouble, Linux, Databricks
+
+# The suffixes of this class do not depend on the machine: it does not read the system's files.
+_TYPES: Final = MimeTypes()
+_OTHER_SUFFIXES = frozenset(
+    {
+        suffix.lower()
+        for suffix, kind in _TYPES.types_map[True].items()
+        if kind == "image/svg+xml" or not kind.startswith(("image/", "application/octet-stream"))
+    }
+    | {suffix.lower() for suffix in _TYPES.encodings_map}
+    | {".7z", ".lz4", ".rar", ".tgz", ".zst", ".db", ".sqlite", ".docx", ".pptx", ".xlsx"}
+    | {".cfg", ".geojson", ".ini", ".ipynb", ".jsonl", ".log", ".md", ".rst", ".toml", ".yaml", ".yml"}
+    | {".arrow", ".npy", ".npz", ".onnx", ".parquet", ".pkl", ".pt", ".pth", ".safetensors", ".tfrecord"}
+    | {".flac", ".m4a", ".m4v", ".mkv", ".ogg", ".wmv"}
+)
+
+
+def is_litter(name: str) -> bool:
+    """Whether systems and programs leave files or folders of this name behind. The case is ignored."""
+    name = name.casefold()
+    return name in _LITTER or name.startswith(_LITTER_PREFIXES)
+
+
+def is_skipped(name: str) -> bool:
+    """Whether a file or folder in a class folder is hidden, or litter."""
+    return name.startswith(".") or is_litter(name)
+
+
+def skipped_path(path: str) -> str:
+    """The beginning of ``path`` up to the first part that `is_skipped`; empty if none is."""
+    parts = path.split("/")
+    for depth, part in enumerate(parts, 1):
+        if is_skipped(part):
+            return "/".join(parts[:depth])
+    return ""
+
+
+def names_other_kind(path: str) -> bool:
+    """Whether the suffix says that a file is no image: text, sound, video, an archive, data ..."""
+    _, dot, suffix = path.rpartition(".")
+    return dot + suffix.lower() in _OTHER_SUFFIXES

@@ -1,0 +1,144 @@
+"""Names that look the same are one class; names that look alike are reported."""
+
+from pathlib import Path
+
+import pytest
+
+from evernear.class_names import class_name, lookalike_key, spelled
+from evernear.data.manifest import Manifest
+from evernear.data.shards import Dataset
+from evernear.data.source_diff import diff_source
+from evernear.data.validate import NO_CHANGES, Report, require_valid, validate
+from evernear.errors import DataError, DataValidationError
+from evernear.settings import ClassSettings, DataSettings, ValidationSettings
+from evernear.store import open_store
+
+COMPOSED, DECOMPOSED = "caf\xe9", "cafe\u0301"
+
+
+@pytest.fixture
+def make_tree(tmp_path: Path, make_image):
+    """``make_tree(folders)`` puts 12 images into each folder, all different."""
+
+    def make_tree(*folders: str, name: str = "given") -> Path:
+        for number in range(12 * len(folders)):
+            path = tmp_path / name / folders[number % len(folders)] / f"{number:03}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(make_image(number))
+        return tmp_path / name
+
+    return make_tree
+
+
+def check(manifest: Manifest, champion: tuple[str, ...] = (), classes: ClassSettings = NO_CHANGES) -> Report:
+    dataset = Dataset(manifest, open_store(manifest.store_uri))
+    return validate(dataset, ValidationSettings(), champion, classes)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        DECOMPOSED,
+        f" {COMPOSED}",
+        f"{COMPOSED}\xa0",
+        f"{COMPOSED}\u3000 ",
+        f"\ufeff{COMPOSED}\u200b",
+        f"{DECOMPOSED}\n\t",
+    ],
+)
+def test_spellings_of_a_name_are_one_class(make_tree, run_ingest, contents, spelling: str) -> None:
+    assert class_name(spelling) == COMPOSED
+    manifest = run_ingest(make_tree(COMPOSED, spelling, "th\xe9"))
+    assert manifest.labels == (COMPOSED, "th\xe9")
+    assert sorted(contents(manifest).label.values()) == [COMPOSED] * 24 + ["th\xe9"] * 12
+    (finding,) = check(manifest).findings
+    assert (finding.rule, finding.severity, finding.count) == ("merged_folders", "info", 1)
+    assert spelled(spelling) in finding.names[0]
+    assert spelled(COMPOSED) in finding.names[0]
+
+
+def test_spellings_in_train_and_test_are_one_class(make_tree, run_ingest) -> None:
+    folders = (f"train/{DECOMPOSED}", "train/plum", f"test/{COMPOSED}", "test/plum ")
+    manifest = run_ingest(make_tree(*folders))
+    assert manifest.labels == (COMPOSED, "plum")
+    assert manifest.label_counts("test") == {COMPOSED: 12, "plum": 12}
+    assert check(manifest).findings[0].rule == "merged_folders"
+
+
+def test_spellings_in_a_bucket_are_one_class(make_tree, run_ingest, bucket: str) -> None:
+    tree = make_tree(COMPOSED, DECOMPOSED, "pear", "pear ")
+    store = open_store(f"s3://{bucket}")
+    for path in filter(Path.is_file, tree.rglob("*")):
+        store.put(path.relative_to(tree).as_posix(), path)
+    manifest = run_ingest(f"s3://{bucket}")
+    assert manifest.labels == (COMPOSED, "pear")
+    assert manifest.shards == run_ingest(tree).shards
+
+
+def test_case_and_width_are_different_classes_with_a_warning(make_tree, run_ingest) -> None:
+    manifest = run_ingest(
+        make_tree("Apple", "apple", "\uff21pple", "red apple", "red\xa0apple", "p\xadear", "pear", "kiwi")
+    )
+    assert len(manifest.labels) == 8
+    report = check(manifest)
+    require_valid(report)
+    (finding,) = report.findings
+    assert (finding.rule, finding.severity, finding.count) == ("similar_classes", "warn", 3)
+    assert "'Apple' and 'apple' and '\\uff21pple'" in finding.message
+    assert "'pear' and 'p\\xadear'" in finding.message
+    assert "kiwi" not in finding.message
+
+
+def test_blank_name_is_refused(make_tree, run_ingest) -> None:
+    with pytest.raises(DataError, match=r"The name of the class folder '\\u200b ' of given is blank; rename it\."):
+        run_ingest(make_tree("\u200b ", "a", "b"))
+
+
+def test_dataset_with_an_earlier_spelling_goes_on(make_tree, run_ingest, contents, monkeypatch) -> None:
+    """An earlier version took names as they were."""
+    tree = make_tree(DECOMPOSED, COMPOSED, "pear ", "plum")
+    with monkeypatch.context() as patch:
+        patch.setattr("evernear.data.sources.folder.class_name", lambda name: name)
+        before = run_ingest(tree)
+    assert set(before.labels) == {DECOMPOSED, COMPOSED, "pear ", "plum"}
+    after = run_ingest(tree)
+    assert after.labels[:4] == before.labels
+    assert sorted(set(contents(after).label.values())) == [COMPOSED, "pear", "plum"]
+    assert contents(after).split == contents(before).split
+    findings = check(after, champion=before.labels).findings
+    assert [(finding.rule, finding.severity) for finding in findings] == [("merged_folders", "info")]
+    assert diff_source(DataSettings(source=f"folder:{tree}"), [None])[0].labels == {
+        COMPOSED: 24,
+        "pear": 12,
+        "plum": 12,
+    }
+
+
+def test_earlier_spelling_of_another_source_is_the_same_class(make_tree, run_ingest, contents, monkeypatch) -> None:
+    first, second = make_tree(DECOMPOSED, "plum", name="first"), make_tree(COMPOSED, name="second")
+    with monkeypatch.context() as patch:
+        patch.setattr("evernear.data.sources.folder.class_name", lambda name: name)
+        run_ingest(first, dataset="both")
+    assert set(contents(run_ingest(second, dataset="both")).label.values()) == {COMPOSED, "plum"}
+
+
+def test_classes_are_retired_and_renamed_in_any_spelling(make_tree, run_ingest) -> None:
+    manifest = run_ingest(make_tree("th\xe9", "plum"))
+    for champion in ((COMPOSED, "pear"), (DECOMPOSED, " pear")):
+        for retired, old in ((DECOMPOSED, "pear"), (COMPOSED, "pear ")):
+            classes = ClassSettings(retired=(retired,), renamed={old: "the\u0301"})
+            assert classes.current_labels(champion) == ("th\xe9",)
+            require_valid(check(manifest, champion, classes))
+    with pytest.raises(DataValidationError, match="no image of them is left"):
+        require_valid(check(manifest, (DECOMPOSED,)))
+    assert ClassSettings(renamed={DECOMPOSED: COMPOSED}).current(DECOMPOSED) == COMPOSED
+    with pytest.raises(ValueError, match="both retired and renamed"):
+        ClassSettings(retired=(DECOMPOSED,), renamed={COMPOSED: "coffee"})
+
+
+def test_names_are_composed_and_trimmed_only() -> None:
+    for name in ("Apple", "a", "A", "red apple", "x\xb2", "\u0d28\u0d4d\u200d", "a.b", "-", "_"):
+        assert class_name(name) == name
+    assert lookalike_key("Stra\xdfe") == lookalike_key("STRASSE")
+    assert spelled("pear ") == "'pear '"
+    assert spelled(DECOMPOSED) == f"'cafe\\u0301' ({DECOMPOSED})"
