@@ -80,7 +80,7 @@ def disk_errors(path: Path | str) -> Generator[None]:
 @contextmanager
 def staged_file(directory: Path, name: str) -> Generator[tuple[BinaryIO, Path]]:
     """A new file under a hidden name in ``directory``, removed unless the body renames it."""
-    handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{name}.")
+    handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{name[:48]}.")  # a long name has no room for more
     staged = Path(temporary)
     try:
         with os.fdopen(handle, "wb") as file:

@@ -97,7 +97,9 @@ def test_annotations_become_answers_once(store: Store, source: Path) -> None:
     file.write_text(json.dumps(tasks))
     result = invoke(store, source, "import", str(file))
     assert result.exit_code == 0, result.output
-    assert result.stdout.split(": ", 1)[1].strip() == ("4 answered, 0 before, 1 open, 1 disagreeing, 1 unknown.")
+    assert result.stdout.split(": ", 1)[1].strip() == (
+        "4 answered, 0 before, 1 open, 1 disagreeing, 1 unknown, 0 refused."
+    )
     answers = Answers(store, open_target(f"folder:{source}")).latest()
     assert [(each.action, each.label, each.who) for each in answers.values()] == [
         ("label", "cat", "label-studio:ann@example.com"),
@@ -109,6 +111,36 @@ def test_annotations_become_answers_once(store: Store, source: Path) -> None:
     assert not (source / "cat" / "a.png").exists()
     again = invoke(store, source, "import", str(file))
     assert "0 answered, 4 before" in again.stdout
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
+def test_export_that_an_editor_or_a_shell_converted_is_read(store: Store, source: Path, encoding: str) -> None:
+    log_queries(store, png(1))
+    file = source.parent / "tasks.json"
+    invoke(store, source, "export", str(file))
+    (task,) = json.loads(file.read_text())
+    file.write_bytes(json.dumps([annotated(task, "dog")]).encode(encoding))
+    result = invoke(store, source, "import", str(file))
+    assert "1 answered" in result.stdout, result.output
+
+
+def test_annotation_that_cannot_be_carried_out_is_named_and_the_others_are_recorded(store: Store, source: Path) -> None:
+    log_queries(store, png(1), png(2))
+    file, name = source.parent / "tasks.json", f"cat/{'x' * 240}.png"
+    (source / name).write_bytes(png(3))
+    save_suspects(store, source, Suspect(image="ab" * 32, files=(name,), label="cat", suggested="dog", margin=-1.0))
+    invoke(store, source, "export", str(file))
+    one, two, suspected = json.loads(file.read_text())
+    tasks = [annotated(suspected, "dog"), annotated(one, "a/b"), annotated(two, "dog")]
+    file.write_text(json.dumps(tasks))
+    result = invoke(store, source, "import", str(file))
+    assert result.exit_code == DataError.exit_code
+    assert result.stdout == "Tasks: 1 answered, 0 before, 0 open, 0 disagreeing, 0 unknown, 2 refused.\n"
+    assert "too long a name" in result.stderr
+    assert "'a/b' cannot be the name of a class" in result.stderr
+    assert (source / name).exists()
+    again = invoke(store, source, "import", str(file))
+    assert "0 answered, 1 before, 0 open, 0 disagreeing, 0 unknown, 2 refused" in again.stdout
 
 
 @pytest.mark.parametrize("content", ["{}", "[1]", '[{"data": {"image": "x.png"}, "annotations": []}]', "no json"])

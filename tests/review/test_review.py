@@ -1,6 +1,7 @@
 """Labeling live queries: the queue, the answers in the source and the audit log, and the page."""
 
 import base64
+import os
 import re
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -13,8 +14,16 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from evernear.data.sources import open_source
-from evernear.errors import ConflictError, SettingsError
-from evernear.review.answers import ANSWERS, PENDING, Answer, Answers, open_target
+from evernear.errors import ConflictError, SettingsError, StoreError
+from evernear.review.answers import (
+    ANSWERS,
+    PENDING,
+    Answer,
+    AnswerRefusedError,
+    Answers,
+    LabelTarget,
+    open_target,
+)
 from evernear.review.page import create_app
 from evernear.review.queue import Item, Queue
 from evernear.serving.query_log import LoggedQuery, Period
@@ -184,6 +193,150 @@ def test_failed_write_returns_the_image_to_the_queue(store: Store, source: Path)
     (source / "bird").write_text("in the way")
     with pytest.raises(Exception, match="bird"):
         answers.label(item.image, answer(item, label="bird"))
+    assert answers.latest() == {}
+
+
+LONG = f"{'x' * 240}.png"
+"""A valid file name that has no room for the mark of a relabeled file."""
+
+
+def relabel(source: Path, name: str, digit: int = 1) -> Answer:
+    """An answer that moves ``cat/<name>`` to dog."""
+    (source / "cat" / name).write_bytes(png(digit))
+    return Answer(image=f"{digit}" * 64, action="label", label="dog", files=(f"cat/{name}",), who="ann", at=NOW)
+
+
+def test_answer_that_the_file_system_refuses_is_undone_and_the_others_go_on(store: Store, source: Path) -> None:
+    answers = Answers(store, open_target(f"folder:{source}"))
+    too_long, other = relabel(source, LONG), relabel(source, "b.png", 2)
+    before = names(source)
+    with pytest.raises(AnswerRefusedError, match=r"is undone: .* too long a name .* shorten the name"):
+        answers.label(b"", too_long)
+    assert names(source) == before
+    assert list(store.list(PENDING)) == []
+    answers.label(b"", other)
+    assert list(answers.latest()) == [other.image]
+    Answers(store, open_target(f"folder:{source}")).recover()
+
+
+def test_file_with_a_name_as_long_as_possible_can_be_moved_back(store: Store, source: Path) -> None:
+    answers = Answers(store, open_target(f"folder:{source}"))
+    answer = relabel(source, f"{'y' * 227}.png")
+    before = names(source)
+    answers.label(b"", answer)
+    assert {len(name) for name, _ in names(source) - before} == {len("dog/") + 255}
+    answers.undo(answer.model_copy(update={"action": "undo", "label": ""}))
+    assert names(source) == before
+
+
+def test_store_with_a_stuck_answer_heals(store: Store, source: Path) -> None:
+    answer = relabel(source, LONG)
+    undo = answer.model_copy(update={"action": "undo", "label": ""})
+    store.put(ANSWERS, b"".join(each.model_dump_json().encode() + b"\n" for each in (answer, undo)))
+    store.put(PENDING + answer.image, b"")
+    answers = Answers(store, open_target(f"folder:{source}"))
+    answers.label(b"", relabel(source, "b.png", 2))
+    assert answers.set_aside == {}
+    assert list(store.list(PENDING)) == []
+
+
+def test_answer_of_a_killed_process_that_cannot_be_completed_is_set_aside(store: Store, source: Path) -> None:
+    answer, gone = relabel(source, LONG), relabel(source, "gone.png", 3)
+    store.put(ANSWERS, b"".join(each.model_dump_json().encode() + b"\n" for each in (answer, gone)))
+    for each in (answer, gone):
+        store.put(PENDING + each.image, b"")
+    (source / "cat" / "gone.png").unlink()
+    answers = Answers(store, open_target(f"folder:{source}"))
+    answers.recover()
+    assert answers.latest() == {}, "they are open again"
+    assert "too long" in answers.set_aside[answer.image]
+    assert "cat/gone.png is no longer in the source" in answers.set_aside[gone.image]
+    assert (source / "cat" / LONG).exists()
+    assert list(store.list(PENDING)) == []
+
+
+def test_image_in_several_files_is_moved_completely_or_not_at_all(store: Store, source: Path) -> None:
+    answer = relabel(source, "b.png")
+    relabel(source, LONG)
+    answer = answer.model_copy(update={"files": ("cat/b.png", f"cat/{LONG}"), "label": "bird"})
+    before = names(source)
+    with pytest.raises(AnswerRefusedError, match="too long"):
+        Answers(store, open_target(f"folder:{source}")).label(b"", answer)
+    assert names(source) == before
+    assert not (source / "bird").exists(), "the folder of a class that the answer would have created"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.parametrize("folder", ["cat", "dog"])
+def test_source_that_cannot_be_written_keeps_its_labels(store: Store, source: Path, folder: str) -> None:
+    answer, other = relabel(source, "b.png"), relabel(source, "c.png", 2)
+    before = names(source)
+    (source / folder).chmod(0o555)
+    answers = Answers(store, open_target(f"folder:{source}"))
+    with pytest.raises(AnswerRefusedError, match="Permission denied"):
+        answers.label(b"", answer)
+    assert names(source) == before
+    (source / folder).chmod(0o755)
+    answers.label(b"", other)
+    answers.label(b"", answer)
+    assert answers.latest().keys() == {answer.image, other.image}
+
+
+class DeniedTarget:
+    """A source that takes new files but lets none be removed, as a bucket without s3:DeleteObject."""
+
+    def __init__(self, target: LabelTarget) -> None:
+        self._target = target
+        self.labels, self.prefix = target.labels, target.prefix
+        self.has_folder, self.add, self.read = target.has_folder, target.add, target.read
+        self.denied = True
+
+    def remove(self, name: str, prune: bool) -> None:
+        if self.denied:
+            raise StoreError("s3:DeleteObject is not permitted.")
+        self._target.remove(name, prune)
+
+
+def test_change_that_cannot_be_taken_back_now_is_taken_back_later(store: Store, source: Path) -> None:
+    answer, other = relabel(source, "b.png"), relabel(source, "c.png", 2)
+    before = names(source)
+    target = DeniedTarget(open_target(f"folder:{source}"))
+    answers = Answers(store, target)
+    with pytest.raises(AnswerRefusedError, match=r"cat/b\.png is undone, but .*DeleteObject is not permitted"):
+        answers.label(b"", answer)
+    keep = other.model_copy(update={"action": "keep", "label": ""})
+    answers.label(b"", keep)
+    assert answers.latest() == {keep.image: keep}
+    assert "DeleteObject" in answers.set_aside[answer.image]
+    target.denied = False
+    answers.recover()
+    assert answers.set_aside == {}
+    assert names(source) == before
+
+
+def test_page_shows_what_was_set_aside_and_takes_other_answers(store: Store, source: Path) -> None:
+    log_queries(store, png(1))
+    answer = relabel(source, LONG)
+    store.put(ANSWERS, answer.model_dump_json().encode() + b"\n")
+    store.put(PENDING + answer.image, b"")
+    target = open_target(f"folder:{source}")
+    answers = Answers(store, target)
+    client = TestClient(create_app(store, answers, target, "secret", "ann"), base_url="http://127.0.0.1")
+    (item,) = Queue(store).pending((), 10)
+    page = client.post("/?token=secret", data={"image": item.id, "action": "label", "label": "dog"})
+    assert page.status_code == 200
+    assert "labeled <b>dog</b>" in page.text
+    assert "too long a name" in page.text
+
+
+def test_missing_source_is_not_created_again(store: Store, source: Path) -> None:
+    log_queries(store, png(1))
+    (item,) = Queue(store).pending((), 10)
+    answers = Answers(store, open_target(f"folder:{source}"))
+    source.rename(source.with_name("unmounted"))
+    with pytest.raises(AnswerRefusedError, match="does not exist"):
+        answers.label(item.image, answer(item, label="cat"))
+    assert not source.exists()
     assert answers.latest() == {}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import secrets
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,7 @@ import typer
 from evernear.cli.interrupts import message_on_interrupt
 from evernear.cli.options import JsonOption, run_settings, with_options
 from evernear.disk import disk_errors, write_atomically
+from evernear.errors import DataError
 from evernear.output import print_json, print_line, print_table, quantity
 from evernear.settings import Settings
 
@@ -67,7 +69,7 @@ def export(settings: Settings, file: FileArgument) -> None:
     store, target = open_store(settings.store_uri), open_target(settings.data.source)
     answered = Answers(store, target).latest()
     suspects = (each for each in load_suspects(store, settings.data.source) if each.image not in answered)
-    pictures = ((each, picture(target.read(each.files[0]))) for each in suspects)
+    pictures = ((each, picture(target.read, each.files[0])) for each in suspects)
     items = Queue(store).pending(answered.keys(), _EXPORTED)
     tasks = to_tasks(items, [(each, png) for each, png in pictures if png])
     write_atomically(file, json.dumps(tasks).encode())
@@ -90,8 +92,13 @@ def import_(settings: Settings, file: FileArgument) -> None:
     with disk_errors(file):
         data = file.read_bytes()
     suspects = load_suspects(store, settings.data.source)
-    outcomes = import_tasks(data, Answers(store, target), Queue(store), suspects, datetime.now(UTC))
+    answers = Answers(store, target)
+    outcomes, refusals = import_tasks(data, answers, Queue(store), suspects, datetime.now(UTC))
+    for sentence in (*answers.set_aside.values(), *refusals):
+        print_line(sentence, sys.stderr)
     print_line(f"Tasks: {', '.join(f'{count} {outcome}' for outcome, count in outcomes.items())}.")
+    if refusals:
+        raise typer.Exit(DataError.exit_code)
 
 
 PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 chooses a free one.")]
@@ -109,6 +116,8 @@ def review(settings: Settings, port: PortOption = 8095) -> None:
     store, target = open_store(settings.store_uri), open_target(settings.data.source)
     answers = Answers(store, target)
     answers.recover()
+    for sentence in answers.set_aside.values():
+        print_line(sentence)
     suspects = load_suspects(store, settings.data.source)
     token = secrets.token_urlsafe(24)
     with message_on_interrupt("Interrupted. Every answer is stored; `evernear review` continues with the queue."):

@@ -8,11 +8,11 @@
 
 The last answer about an image counts. Appending is a compare-and-swap, so if two people answer at the same time, the
 second answer is refused. Changes of the source can be repeated: `Answers.recover` completes those of a process that was
-killed.
+killed. An answer that the source does not take is undone, and the others go on.
 """
 
+import errno
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Literal, Protocol
 
@@ -21,13 +21,19 @@ from pydantic import AwareDatetime, Field
 from evernear.data.sources import open_source
 from evernear.data.sources.folder import SPLIT_WORDS, Bucket, Folder
 from evernear.disk import disk_errors, write_atomically
-from evernear.errors import ConflictError, DataError, EvernearError, IntegrityError, SettingsError
+from evernear.errors import ConflictError, DataError, EvernearError, IntegrityError, SettingsError, StoreError
 from evernear.frozen import Frozen
 from evernear.store import Store, open_store
 
 ANSWERS = "review/answers.jsonl"
 PENDING = "review/pending/"
 _ATTEMPTS = 5
+_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+"""Errors for a name that no file can have now."""
+
+
+class AnswerRefusedError(DataError):
+    """The source does not take an answer, which is undone."""
 
 
 class Answer(Frozen):
@@ -80,20 +86,35 @@ class FolderTarget:
 
     def has_folder(self, name: str) -> bool:
         """Whether the directory exists."""
-        return (self._directory / name).parent.is_dir()
+        folder = (self._directory / name).parent
+        with disk_errors(folder):
+            return folder.is_dir()
 
     def add(self, name: str, image: bytes) -> None:
-        """Write the file atomically."""
+        """Write the file atomically.
+
+        Raises:
+            DataError: the source is gone, or the file system does not take a name of this length.
+            StoreError: permission denied, disk full, ...
+        """
+        if not self._directory.is_dir():  # not created again on an empty mount point
+            raise DataError(f"The image directory {self._directory} does not exist.")
         path = self._directory / name
-        with disk_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, image)
+        try:
+            write_atomically(path, image)
+        except StoreError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ENAMETOOLONG:
+                raise DataError(
+                    f"{path.name} is too long a name for the file system; shorten the name of the image, then run"
+                    " `evernear labels check` again."
+                ) from None
+            raise
 
     def remove(self, name: str, prune: bool) -> None:
         """Remove the file."""
         path = self._directory / name
         with disk_errors(path):
-            if path.is_file():
+            if _exists(path):  # a read-only file system does not say that a file is missing
                 path.unlink()
             if prune and path.parent.is_dir() and not any(path.parent.iterdir()):
                 path.parent.rmdir()
@@ -102,7 +123,7 @@ class FolderTarget:
         """Read the file."""
         path = self._directory / name
         with disk_errors(path):
-            return path.read_bytes() if path.exists() else None
+            return path.read_bytes() if _exists(path) else None
 
 
 class BucketTarget:
@@ -122,7 +143,8 @@ class BucketTarget:
 
     def remove(self, name: str, prune: bool) -> None:
         """Delete the object."""
-        self._store.delete(name)
+        if self.read(name) is not None:  # no permission to delete is needed for an object that was never written
+            self._store.delete(name)
 
     def read(self, name: str) -> bytes | None:
         """Get the object."""
@@ -150,11 +172,15 @@ def open_target(source: str) -> LabelTarget:
 
 
 class Answers:
-    """Records answers, and changes the source accordingly."""
+    """Records answers, and changes the source accordingly.
+
+    ``set_aside`` has a sentence, by image, for each change of an earlier process that `recover` could not complete.
+    """
 
     def __init__(self, store: Store, target: LabelTarget) -> None:
         self._store = store
         self._target = target
+        self.set_aside: dict[str, str] = {}
 
     def latest(self) -> dict[str, Answer]:
         """The effective answer for each image; undone ones are absent. Oldest first.
@@ -170,24 +196,21 @@ class Answers:
         Raises:
             SettingsError: the label is not a usable folder name.
             ConflictError: the image already has an answer.
-            DataError: a file to move is gone.
+            AnswerRefusedError: the source does not take the label, or a file to move is gone; the answer is undone.
         """
         self.recover()
         if answer.action != "label":
             self._append(answer, expects_answer=False)
             return
         names = dict(_moves(answer, self._target.prefix))
-        new_folder = not all(map(self._target.has_folder, names.values()))
+        try:
+            new_folder = not all(map(self._target.has_folder, names.values()))
+        except StoreError as error:
+            raise _refused(answer, error) from error
         answer = answer.model_copy(update={"new_folder": new_folder})
         self._store.put(PENDING + answer.image, b"" if answer.files else image)
         self._append(answer, expects_answer=False)
-        try:
-            self._apply(answer, image)
-        except EvernearError:
-            self._append(answer.model_copy(update={"action": "undo", "label": ""}), expects_answer=True)
-            self.recover()
-            raise
-        self._store.delete(PENDING + answer.image)
+        self._settle(answer.image)
         if answer.label not in self._target.labels:
             self._target.labels = sorted([*self._target.labels, answer.label])
 
@@ -196,49 +219,88 @@ class Answers:
 
         Raises:
             ConflictError: the image has no answer.
+            AnswerRefusedError: the source cannot be restored.
         """
         self.recover()
         self._store.put(PENDING + undo.image, b"")
         self._append(undo, expects_answer=True)
-        self.recover()
+        self._settle(undo.image)
 
     def recover(self) -> None:
         """Complete the changes of the source that a killed process recorded but may not have made.
 
-        Raises:
-            DataError: a relabeled file cannot be moved back, because another file has its name.
+        One that cannot be completed is undone and named in ``set_aside``, and the others are completed.
         """
         for info in list(self._store.list(PENDING)):
-            history = [answer for answer in self._read()[0] if answer.image == info.key.removeprefix(PENDING)]
-            labeled = [answer for answer in history if answer.action == "label"]
-            if labeled and history[-1].action == "undo":
-                try:
-                    self._revert(labeled[-1])
-                except DataError:  # a new file has that name; it must not block other answers
-                    self._store.delete(info.key)
-                    raise
-            elif labeled and labeled[-1] is history[-1]:
-                image = self._store.get(info.key)
-                if image or labeled[-1].files:  # if both are missing, it is an undo that was not recorded
-                    with suppress(DataError):  # the file was removed in the meantime
-                        self._apply(labeled[-1], image)
-            self._store.delete(info.key)
+            image = info.key.removeprefix(PENDING)
+            self.set_aside.pop(image, None)
+            try:
+                self._settle(image)
+            except AnswerRefusedError as error:
+                self.set_aside[image] = str(error)
 
-    def _apply(self, answer: Answer, image: bytes) -> None:
-        for old, new in _moves(answer, self._target.prefix):
-            if answer.files:
-                self._move(old, new, prune=False)
-            else:
-                self._target.add(new, image)
+    def _settle(self, image: str) -> None:
+        """Make the source agree with the last answer about ``image``. A repetition changes nothing.
 
-    def _revert(self, answer: Answer) -> None:
-        same_label = (each for each in self._read()[0] if each.label == answer.label)
-        prune = any(each.new_folder for each in same_label)
-        for old, new in _moves(answer, self._target.prefix):
-            if not answer.files:
-                self._target.remove(new, prune)
-            elif self._target.read(new) is not None:
-                self._move(new, old, prune)
+        Raises:
+            AnswerRefusedError: the source does not take the answer, which is undone; or it cannot be restored, which
+                is tried again later unless another image is in the way.
+        """
+        history = [answer for answer in self._read()[0] if answer.image == image]
+        labeled = [answer for answer in history if answer.action == "label"]
+        refusal: EvernearError | None = None
+        if labeled and labeled[-1] is history[-1]:
+            content = self._store.get(PENDING + image)
+            if content or labeled[-1].files:  # if both are missing, it is an undo that was not recorded
+                refusal = self._refusal(labeled[-1], content)
+        if refusal:
+            history.append(labeled[-1].model_copy(update={"action": "undo", "label": ""}))
+            self._append(history[-1], expects_answer=True)
+        if labeled and history[-1].action == "undo":
+            self._revert(labeled)
+        self._store.delete(PENDING + image)
+        if refusal:
+            raise _refused(labeled[-1], refusal) from refusal
+
+    def _refusal(self, answer: Answer, image: bytes) -> EvernearError | None:
+        """Change the source for ``answer``; the error if the source does not take it."""
+        try:
+            for old, new in _moves(answer, self._target.prefix):
+                if answer.files:
+                    self._move(old, new, prune=False)
+                else:
+                    self._target.add(new, image)
+        except EvernearError as error:
+            return error
+        return None
+
+    def _revert(self, labeled: list[Answer]) -> None:
+        """Undo the answers ``labeled`` about one image, the newest first.
+
+        Raises:
+            AnswerRefusedError: a file cannot be restored. The pending record is removed only if another image has its
+                name, because a person has to decide then.
+        """
+        folders = {each.label for each in self._read()[0] if each.new_folder}
+        failure: EvernearError | None = None
+        for answer in reversed(labeled):
+            try:
+                for old, new in _moves(answer, self._target.prefix):
+                    self._restore(answer, old, new, prune=answer.label in folders)
+            except EvernearError as error:
+                failure = failure or error
+        if isinstance(failure, DataError | SettingsError):
+            self._store.delete(PENDING + labeled[-1].image)
+        if failure:
+            raise AnswerRefusedError(
+                f"The answer about {_subject(labeled[-1])} is undone, but its files are not where they were: {failure}"
+            ) from failure
+
+    def _restore(self, answer: Answer, old: str, new: str, prune: bool) -> None:
+        if answer.files and self._target.read(new) is not None:
+            self._move(new, old, prune)
+        elif prune or not answer.files:
+            self._target.remove(new, prune)
 
     def _move(self, old: str, new: str, prune: bool) -> None:
         """Move a file of the source. A repeated move changes nothing."""
@@ -249,7 +311,8 @@ class Answers:
             return
         if present not in (None, image):
             raise DataError(f"{old} cannot be moved to {new}, because another image has that name.")
-        self._target.add(new, image)
+        if present is None:
+            self._target.add(new, image)
         self._target.remove(old, prune)
 
     def _read(self) -> tuple[list[Answer], bytes, str | None]:
@@ -300,6 +363,24 @@ def _moves(answer: Answer, prefix: str) -> Iterator[tuple[str, str]]:
             raise SettingsError(f"{file!r} is not the name of a file in the source.")
         split = f"{path.parts[0]}/" if prefix else ""
         yield file, f"{split}{label}/{path.stem}-{mark}{f'-{number}' if number else ''}{path.suffix}"
+
+
+def _exists(path: Path) -> bool:
+    try:
+        path.lstat()
+    except OSError as error:
+        if error.errno in _MISSING:
+            return False
+        raise
+    return True
+
+
+def _refused(answer: Answer, reason: EvernearError) -> AnswerRefusedError:
+    return AnswerRefusedError(f"The answer about {_subject(answer)} cannot be carried out and is undone: {reason}")
+
+
+def _subject(answer: Answer) -> str:
+    return answer.files[0] if answer.files else f"query {answer.image[:8]}"
 
 
 def _layout(source: Folder | Bucket) -> tuple[list[str], str]:

@@ -4,19 +4,31 @@ https://labelstud.io/guide/task_format
 """
 
 import base64
+import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from xml.sax.saxutils import quoteattr
 
 from pydantic import AwareDatetime, BaseModel, Field, TypeAdapter, ValidationError
 
-from evernear.errors import ConflictError, DataError
+from evernear.errors import ConflictError, DataError, SettingsError
 from evernear.review.answers import Answer, Answers
 from evernear.review.queue import Item, Queue
 from evernear.review.suspects import Suspect
 
 FROM_NAME, TO_NAME = "label", "image"
 """Names of the tags of `labeling_config`."""
+
+
+OUTCOMES = ("answered", "before", "open", "disagreeing", "unknown", "refused")
+
+
+class Imported(NamedTuple):
+    """The number of tasks by each of `OUTCOMES`, and a sentence for each refused one."""
+
+    outcomes: dict[str, int]
+    refusals: list[str]
 
 
 class _Value(BaseModel):
@@ -64,30 +76,40 @@ def to_tasks(items: Iterable[Item], suspects: Iterable[tuple[Suspect, bytes]]) -
 
 def import_tasks(
     data: bytes, answers: Answers, queue: Queue, suspects: Sequence[Suspect], now: AwareDatetime
-) -> dict[str, int]:
+) -> Imported:
     """Record the annotations of a JSON export; return the number of tasks by outcome.
 
     ``answered``: recorded. ``before``: the image already had an answer. ``open``: not annotated. ``disagreeing``:
     annotators chose different classes. ``unknown``: the image is no longer in the query log or among the suspects.
-    Import the same file again to continue after an error.
+    ``refused``: the source does not take the label, or it is not a usable folder name. Import the same file again to
+    continue after an error.
 
     Raises:
         DataError: the file is not an export of tasks that evernear exported.
-        SettingsError: a class is not a usable folder name.
     """
-    try:
-        tasks = TypeAdapter(list[_Task]).validate_json(data)
-    except ValidationError as error:
-        field = ".".join(map(str, error.errors()[0]["loc"]))
-        raise DataError(
-            f"The file is not a JSON export of tasks that `evernear labels export` wrote (at {field or 'its start'});"
-            " choose the format JSON in Label Studio, not JSON-MIN."
-        ) from None
-    outcomes: dict[str, int] = dict.fromkeys(("answered", "before", "open", "disagreeing", "unknown"), 0)
     by_image = {suspect.image: suspect for suspect in suspects}
-    for task in tasks:
-        outcomes[_import(task, answers, queue, by_image.get(task.data.evernear), now)] += 1
-    return outcomes
+    outcomes, refusals = Counter(dict.fromkeys(OUTCOMES, 0)), list[str]()
+    for task in _tasks(data):
+        try:
+            outcomes[_import(task, answers, queue, by_image.get(task.data.evernear), now)] += 1
+        except (DataError, SettingsError) as error:
+            outcomes["refused"] += 1
+            refusals.append(str(error))
+    return Imported(dict(outcomes), refusals)
+
+
+def _tasks(data: bytes) -> list[_Task]:
+    """Parse an export in UTF-8, UTF-16 or UTF-32, with or without a byte order mark: editors and shells convert it."""
+    try:
+        return TypeAdapter(list[_Task]).validate_json(data.decode(json.detect_encoding(data)))
+    except UnicodeDecodeError as error:
+        reason = str(error)
+    except ValidationError as error:
+        reason = f"at {'.'.join(map(str, error.errors()[0]['loc'])) or 'its start'}"
+    raise DataError(
+        f"The file is not a JSON export of tasks that `evernear labels export` wrote ({reason}); choose the format JSON"
+        " in Label Studio, not JSON-MIN."
+    )
 
 
 def _import(task: _Task, answers: Answers, queue: Queue, suspect: Suspect | None, now: AwareDatetime) -> str:

@@ -18,6 +18,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from evernear.errors import EvernearError, ServingError
+from evernear.output import printable
 from evernear.review.answers import Answer, Answers, LabelTarget
 from evernear.review.queue import Item, Queue
 from evernear.review.suspects import Suspect, picture
@@ -77,7 +78,8 @@ def create_app(
         unanswered = (suspect for suspect in suspects if suspect.image not in latest)
         shown = islice(filter(None, (_suspect_item(suspect, target) for suspect in unanswered)), PAGE_SUSPECTS)
         recent = list(latest.values())[: -RECENT_ANSWERS - 1 : -1]
-        page = _page(items, list(shown), recent, target.labels, token, error)
+        errors = [*([error] if error else []), *answers.set_aside.values()]
+        page = _page(items, list(shown), recent, target.labels, token, errors)
         return HTMLResponse(page, headers=_HEADERS, status_code=409 if error else 200)
 
     def act(form: dict[str, str]) -> None:
@@ -152,14 +154,19 @@ def serve(app: Starlette, port: int, on_bound: Callable[[int], None]) -> None:
 
 
 def _suspect_item(suspect: Suspect, target: LabelTarget) -> SuspectItem | None:
-    """The pictures of a suspect; None if its file was moved, removed or broken since the check."""
-    image = picture(target.read(suspect.files[0]))
-    duplicate = picture(target.read(suspect.duplicate)) if suspect.duplicate else None
+    """The pictures of a suspect; None if its file was moved, removed or made unreadable since the check."""
+    image = picture(target.read, suspect.files[0])
+    duplicate = picture(target.read, suspect.duplicate) if suspect.duplicate else None
     return SuspectItem(suspect, image, duplicate) if image else None
 
 
 def _page(
-    items: list[Item], suspects: list[SuspectItem], recent: list[Answer], labels: list[str], token: str, error: str
+    items: list[Item],
+    suspects: list[SuspectItem],
+    recent: list[Answer],
+    labels: list[str],
+    token: str,
+    errors: list[str],
 ) -> str:
     action = f"/?token={escape(token)}"
     cards = "".join(_card(item, labels, action) for item in items)
@@ -172,7 +179,7 @@ def _page(
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{_STYLE}</style>'
         "<h1>Review queue</h1><p>Live queries that were unknown or near a boundary. An answer writes the image into "
         "its class of the source; the watcher then proposes a reindex.</p>"
-        + (f'<p class="error" role="alert">{escape(error)}</p>' if error else "")
+        + "".join(f'<p class="error" role="alert">{escape(printable(error))}</p>' for error in errors)
         + (f'<div class="grid">{cards}</div>' if items else empty)
         + "<h2>Suspect labels</h2><p>Images of the source whose label looks wrong, the most suspect first. Relabel "
         "moves the file to the class.</p>"

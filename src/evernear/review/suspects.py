@@ -1,5 +1,6 @@
 """Images of the source whose label looks wrong, for a person to relabel or keep: ``review/suspects.json``."""
 
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +13,7 @@ from evernear.data.preprocess import decode
 from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import open_source
-from evernear.errors import DataError
+from evernear.errors import DataError, StoreError
 from evernear.frozen import Frozen
 from evernear.settings import Settings
 from evernear.settings.section import MAX_PIXELS
@@ -123,13 +124,14 @@ def check_labels(store: Store, settings: Settings, now: AwareDatetime) -> Suspec
     return result
 
 
-def picture(data: bytes | None) -> bytes | None:
-    """A small PNG file of an image file of the source; None if the file is missing or broken."""
-    if data is None:
-        return None
+def picture(read: Callable[[str], bytes | None], name: str) -> bytes | None:
+    """A small PNG file of the image file ``name`` of the source; None if it is missing, unreadable or broken."""
     try:
+        data = read(name)
+        if data is None:
+            return None
         image = decode(data, MAX_PIXELS)
-    except DataError:
+    except (DataError, StoreError):
         return None
     image.thumbnail((PICTURE_PX, PICTURE_PX))
     buffer = BytesIO()

@@ -4,7 +4,7 @@ A click is recorded as a request, and the worker answers it: listing the source 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from evernear.errors import ConflictError, DataError, SettingsError
 from evernear.output import quantity
@@ -71,7 +71,8 @@ def answer(services: Services, request: Request) -> None:
         recorded = Answer.model_validate(
             {"image": image_id, "action": action, "label": chosen, "who": str(request.by), "at": request.created}
         )
-        _record(services, recorded)
+        for sentence in _record(services, recorded):
+            services.notify(request, sentence)
     except (ConflictError, DataError, SettingsError) as error:
         services.notify(request, str(error))
         services.finish(request, "failed")
@@ -112,12 +113,14 @@ def answer_message(answer: Answer, request: Request) -> Message:
     return Message(text=text, blocks=(section(text), *actions(*buttons)))
 
 
-def _record(services: Services, answer: Answer) -> None:
+def _record(services: Services, answer: Answer) -> Iterable[str]:
+    """Record an answer; return a sentence for each earlier one that was set aside."""
     answers = Answers(services.store, open_target(services.settings.data.source))
     if answer.action == "undo":
         answers.undo(answer)
-        return
-    item = Queue(services.store).find(answer.image)
-    if item is None:
-        raise DataError("The image is no longer in the queue; its log file was removed.")
-    answers.label(item.image, answer)
+    else:
+        item = Queue(services.store).find(answer.image)
+        if item is None:
+            raise DataError("The image is no longer in the queue; its log file was removed.")
+        answers.label(item.image, answer)
+    return answers.set_aside.values()
