@@ -1,10 +1,13 @@
 """Images in requests: the body itself, a multipart field, or base64 in JSON.
 
+Base64 may be wrapped, URL-safe, without padding, or in a ``data:`` URI, as clients write it.
+
 JSON is decoded against a schema, which builds nothing but the text. `json` would build whatever else a client sends,
 at 25 times the size of the body.
 """
 
 import base64
+import binascii
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -17,6 +20,9 @@ FIELDS = ("body", "data", "image", "file")
 # An 8 x 8 gray PNG.
 EXAMPLE_IMAGE = "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAAAAADhZOFXAAAADElEQVR4AWNgoA4AAABIAAE8O4AtAAAAAElFTkSuQmCC"
 _MAX_REASON_LENGTH = 200
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "Zstandard"}
+"""Signatures of compressed bodies. The data of deflate and Brotli have none."""
+_TO_STANDARD_ALPHABET = str.maketrans("-_", "+/", " \t\r\n")
 
 
 class RequestError(EvernearError):
@@ -50,6 +56,26 @@ def image_request_schema() -> dict[str, Any]:
     return components["ImageRequest"]
 
 
+def decode_base64(text: str) -> bytes:
+    """Decode base64 or a ``data:`` URI. Line breaks, the URL-safe alphabet and missing padding are accepted.
+
+    Raises:
+        ValueError: the text is not base64.
+    """
+    if text[:5].lower() == "data:":
+        header, comma, text = text.partition(",")
+        if not (comma and header.lower().endswith(";base64")):
+            raise binascii.Error("the data: URI is not base64")
+    encoded = text.translate(_TO_STANDARD_ALPHABET).rstrip("=")
+    return base64.b64decode(encoded + "=" * (-len(encoded) % 4), validate=True)
+
+
+def compression(body: bytes) -> str | None:
+    """The sentence for a compressed body; None for any other."""
+    kind = next((kind for signature, kind in _COMPRESSED.items() if body.startswith(signature)), None)
+    return kind and f"The request's body is compressed with {kind}; send it uncompressed."
+
+
 def image_from_json(body: bytes) -> bytes:
     """Extract the image file from an `ImageRequest`.
 
@@ -57,13 +83,15 @@ def image_from_json(body: bytes) -> bytes:
         RequestError: the body is not such JSON.
         DataError: its text is not base64.
     """
+    if compressed := compression(body):
+        raise RequestError(compressed)
     try:
         request = _STRICT.decode(body)
     except (ValueError, RecursionError) as error:  # msgspec.DecodeError and UnicodeDecodeError are ValueErrors
         reason = str(error)[:_MAX_REASON_LENGTH]
         raise RequestError(f'The request is not {{"data": "<base64>"}}: {reason}.') from None
     try:
-        return base64.b64decode(request.data, validate=True)
+        return decode_base64(request.data)
     except ValueError:
         raise DataError('The text under "data" is not base64.') from None
 
@@ -84,10 +112,12 @@ def image_from_fields(fields: Mapping[str, bytes]) -> bytes | Rejection:
         )
     if not data:
         return Rejection(type="NoImage", message="The request's image is empty.")
+    if compressed := compression(data):
+        return Rejection(type="Compressed", message=compressed)
     if data[:1] not in b"{ \n\r\t":
         return data
     try:
-        return base64.b64decode(_LENIENT.decode(data).data, validate=True)
+        return decode_base64(_LENIENT.decode(data).data)
     except msgspec.ValidationError:
         return Rejection(type="BadJson", message='The request\'s JSON has no text under "data".')
     except (ValueError, RecursionError):  # msgspec.DecodeError, binascii.Error and UnicodeDecodeError are ValueErrors

@@ -25,6 +25,7 @@ from kserve.protocol.infer_type import RequestedOutput
 from numpy.typing import NDArray
 
 from evernear.data.preprocess import Pixels, Preprocessing
+from evernear.serving.request_parsing import compression, decode_base64
 from evernear.serving.responses import Neighbor, Prediction, Rejection
 
 Images = list[bytes | Rejection] | Pixels
@@ -99,6 +100,7 @@ def parse_infer_request(body: bytes, model_name: str) -> InferRequest:
     Raises:
         InvalidArgument: it does not conform to the protocol.
     """
+    require_uncompressed(body)
     try:
         request = _INFER.decode(body)
     except (ValueError, RecursionError) as error:
@@ -115,6 +117,16 @@ def parse_infer_request(body: bytes, model_name: str) -> InferRequest:
         request_outputs=[RequestedOutput(tensor.name, tensor.parameters or {}) for tensor in request.outputs or ()]
         or None,
     )
+
+
+def require_uncompressed(body: bytes) -> None:
+    """Check that a body is not compressed.
+
+    Raises:
+        InvalidArgument: it is.
+    """
+    if compressed := compression(body):
+        raise InvalidArgument(compressed)
 
 
 def require_few_tensors(inputs: int, outputs: int) -> None:
@@ -227,7 +239,7 @@ def _instance_image(instance: Any) -> bytes | Rejection:
 
 def _from_base64(encoded: str) -> bytes | Rejection:
     try:
-        return base64.b64decode(encoded, validate=True)
+        return decode_base64(encoded)
     except ValueError:
         return Rejection(message="The image is not base64.")
 

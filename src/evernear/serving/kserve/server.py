@@ -35,7 +35,7 @@ from evernear.errors import PortInUseError, SettingsError
 from evernear.serving.http_limits import BodyLimits, HeadTimeoutProtocol
 from evernear.serving.kserve.command import predictor_config
 from evernear.serving.kserve.model import ReleaseModel
-from evernear.serving.kserve.protocols import parse_infer_request, require_few_tensors
+from evernear.serving.kserve.protocols import parse_infer_request, require_few_tensors, require_uncompressed
 
 MAX_RPCS = 64
 """Concurrent gRPC calls; each may have a message of the largest size."""
@@ -171,6 +171,8 @@ class _DataPlane(DataPlane):
     """`DataPlane` that rejects requests which it cannot decode, and is ready if its model can predict."""
 
     def decode(self, body: Any, headers: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        if isinstance(body, bytes):
+            require_uncompressed(body)
         try:
             return super().decode(body, headers, *args, **kwargs)
         except (InferenceError, LookupError, ValueError, TypeError, AttributeError, StructError) as error:
