@@ -6,6 +6,15 @@ import time
 from contextlib import ExitStack
 
 
+def loopback_ipv6() -> str | None:
+    """The loopback address of IPv6; None on a machine without IPv6."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return None
+    return "::1"
+
+
 def free_ports(count: int) -> list[int]:
     """Ports that no process uses at this moment."""
     with ExitStack() as stack:

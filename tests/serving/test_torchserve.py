@@ -14,14 +14,22 @@ from pathlib import Path
 import psutil
 import pytest
 from filelock import FileLock
+from ports import loopback_ipv6
 from releases import MakeRelease, settings_on_free_ports
 
-from evernear.errors import BusyError, IntegrityError, PortInUseError, ServerUnreachableError, ServingError
+from evernear.errors import (
+    BusyError,
+    IntegrityError,
+    PortInUseError,
+    PredictionRejectedError,
+    ServerUnreachableError,
+    ServingError,
+)
 from evernear.release.archive_reader import open_release
 from evernear.serving import java, torchserve
-from evernear.serving.client import Client
+from evernear.serving.client import Client, Target
 from evernear.serving.configuration import model_store
-from evernear.serving.endpoints import STATE_FILE, home_of, read_state
+from evernear.serving.endpoints import STATE_FILE, home_of, host_and_port, read_state
 from evernear.serving.management import Management
 from evernear.settings import ServingSettings, Settings
 
@@ -85,7 +93,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def settings() -> ServingSettings:
-    return settings_on_free_ports()
+    """On IPv6, where the machine has it."""
+    return settings_on_free_ports(host=f"[{loopback_ipv6()}]" if loopback_ipv6() else "127.0.0.1")
 
 
 def test_server_outlives_its_launcher_without_its_pipes(home: Path, settings: ServingSettings, tmp_path: Path) -> None:
@@ -112,6 +121,18 @@ def test_server_outlives_its_launcher_without_its_pipes(home: Path, settings: Se
     assert java.ppid() != os.getpid()
     assert os.getsid(java.pid) != os.getsid(0)
     assert Management(home).list_models() == []
+    listening = {c.laddr[:2] for c in java.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    inference = (settings.host, settings.inference_port)
+    addresses = {inference, (settings.host, settings.metrics_port), (settings.host, settings.grpc_inference_port)}
+    management = {("127.0.0.1", settings.management_port), ("127.0.0.1", settings.grpc_management_port)}
+    assert {(ip.removeprefix("::ffff:"), port) for ip, port in listening} == addresses | management
+    assert Target.local(Settings(workdir=home.parent)).url == f"http://{host_and_port(*inference)}"
+    for format in ("rest", "grpc"):
+        with (
+            Client.of(Settings(workdir=home.parent), format) as client,
+            pytest.raises(PredictionRejectedError, match="not found"),
+        ):
+            client.predict(b"image")
 
 
 def test_killed_java_is_detected_and_replaced(home: Path, settings: ServingSettings) -> None:

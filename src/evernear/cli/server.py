@@ -38,7 +38,7 @@ def serve(
     """Start TorchServe with the champion, unless it is already running."""
     from evernear.deployment.local import follow, stopped_by_signals
     from evernear.deployment.local import serve as start_torchserve
-    from evernear.serving.endpoints import home_of
+    from evernear.serving.endpoints import home_of, host_and_port
     from evernear.serving.torchserve import adopt, is_running
 
     home = home_of(settings.workdir)
@@ -48,7 +48,7 @@ def serve(
     state = "The TorchServe that was running continues" if was_running else "TorchServe was stopped"
     with message_on_interrupt(f"Interrupted. {state}; `evernear serve` tries again."):
         version = start_torchserve(settings)
-    url = f"http://{settings.serving.host}:{settings.serving.inference_port}"
+    url = f"http://{host_and_port(settings.serving.host, settings.serving.inference_port)}"
     live = f"Release {version} is live at {url}/predictions/{settings.serving.model_name}; `evernear stop` stops it."
     if not foreground:
         print_line(live)
@@ -91,13 +91,15 @@ def token(settings: Settings) -> None:
 @with_options(settings=local_settings)
 def prep(settings: Settings) -> None:
     """Run the preprocessing server, which decodes images and forwards them to TorchServe."""
+    from evernear.serving.endpoints import host_and_port
+
     try:
         from evernear.serving.prep.server import serve
     except ModuleNotFoundError as error:
         raise ServingError(f"{error.name} is not installed; run `pip install evernear[prep]`.") from None
 
     log_to_stderr(logging.INFO if settings.log_format == "json" else logging.WARNING, settings.log_format)
-    url = f"http://{settings.prep.host}:{settings.prep.port}"
+    url = f"http://{host_and_port(settings.prep.host, settings.prep.port)}"
     print_line(f"Send images to {url}/predict; {url}/openapi.json describes the API.")
     with message_on_interrupt(
         "Interrupted. All requests in flight were answered; `evernear prep` starts the server again."

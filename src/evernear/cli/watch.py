@@ -21,7 +21,7 @@ from evernear.cli.options import (
     with_options,
 )
 from evernear.errors import PipelineServerError
-from evernear.output import log_to_stderr, print_json, print_line
+from evernear.output import log_to_stderr, print_json, print_line, quantity
 from evernear.settings import Settings
 
 if TYPE_CHECKING:
@@ -126,18 +126,30 @@ def stop(schedule: "ScheduleStore") -> None:
 
 @app.command()
 @with_options(settings=local_settings)
-def ship(settings: Settings) -> None:
+def ship(
+    settings: Settings,
+    once: Annotated[bool, typer.Option("--once", help="Ship what is there, and end.")] = False,
+) -> None:
     """Ship the query logs of a server on this machine to the store once a minute, until SIGTERM or Ctrl-C."""
+    from evernear.serving import query_log
     from evernear.serving.configuration import logged_queries
     from evernear.serving.endpoints import home_of
-    from evernear.serving.query_log import ship_until
     from evernear.store import open_store
 
     log_to_stderr(logging.WARNING, settings.log_format)
+    directory, store = logged_queries(home_of(settings.workdir)), open_store(settings.store_uri)
+    if once:
+        shipped = query_log.ship(directory, store)
+        print_line(f"Shipped {quantity(shipped, 'file')} from {directory} to {store.uri}.")
+        if not shipped:
+            period_s = settings.serving.query_log_period_s
+            print_line(f"The server writes a file every {period_s:g} s (serving.query_log_period_s) if it is queried.")
+        return
+    print_line(f"Shipping the query log in {directory} to {store.uri} once a minute; Ctrl-C ends it.")
     stop = threading.Event()
     remains = "Interrupted. Queries that are not in the store yet stay here; `evernear watch ship` continues with them."
     with stop_on_signals(stop, remains):
-        ship_until(stop, logged_queries(home_of(settings.workdir)), open_store(settings.store_uri))
+        query_log.ship_until(stop, directory, store)
 
 
 def _runs(settings: Settings) -> "KfpRuns | None":

@@ -5,7 +5,6 @@ https://labelstud.io/guide/task_format
 
 import base64
 import json
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 from xml.sax.saxutils import quoteattr
@@ -88,14 +87,15 @@ def import_tasks(
         DataError: the file is not an export of tasks that evernear exported.
     """
     by_image = {suspect.image: suspect for suspect in suspects}
-    outcomes, refusals = Counter(dict.fromkeys(OUTCOMES, 0)), list[str]()
+    outcomes: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
+    refusals: list[str] = []
     for task in _tasks(data):
         try:
             outcomes[_import(task, answers, queue, by_image.get(task.data.evernear), now)] += 1
         except (DataError, SettingsError) as error:
             outcomes["refused"] += 1
             refusals.append(str(error))
-    return Imported(dict(outcomes), refusals)
+    return Imported(outcomes, refusals)
 
 
 def _tasks(data: bytes) -> list[_Task]:

@@ -74,11 +74,13 @@ def temporary_directory(home: Path) -> Path:
 
 
 def _properties(settings: ServingSettings, home: Path, tokens: bool) -> dict[str, object]:
+    # TorchServe does not parse IPv6 addresses here, so our frontend binds the system property evernear.host instead.
+    host = LOOPBACK if ":" in settings.host else settings.host
     return {
-        "inference_address": f"http://{settings.host}:{settings.inference_port}",
+        "inference_address": f"http://{host}:{settings.inference_port}",
         # Management loads code, so it is never reachable from another machine.
         "management_address": f"http://{LOOPBACK}:{settings.management_port}",
-        "metrics_address": f"http://{settings.host}:{settings.metrics_port}",
+        "metrics_address": f"http://{host}:{settings.metrics_port}",
         "grpc_inference_address": settings.host,
         "grpc_inference_port": settings.grpc_inference_port,
         "grpc_inference_max_connection_age_ms": GRPC_CONNECTION_AGE_MS,

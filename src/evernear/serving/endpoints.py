@@ -43,12 +43,12 @@ class Endpoints(Frozen):
     @property
     def inference_host(self) -> str:
         """Host of the inference API, for a client on this machine."""
-        return "127.0.0.1" if self.host == "0.0.0.0" else self.host  # noqa: S104 - compared, not bound
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104 - compared, not bound
 
     @property
     def inference_url(self) -> str:
         """Base URL of the inference API, for a client on this machine."""
-        return f"http://{self.inference_host}:{self.inference_port}"
+        return f"http://{host_and_port(self.inference_host, self.inference_port)}"
 
     @property
     def management_url(self) -> str:
@@ -111,14 +111,30 @@ def endpoints(home: Path) -> Endpoints:
     return state.endpoints
 
 
+def host_and_port(host: str, port: int) -> str:
+    """``host:port``, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def create_listener(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 is any free port. The host ``::`` is every address, also of IPv4.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = host == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server((host, port), family=family, dualstack_ipv6=both)
+
+
 def listening_socket(host: str, port: int, setting: str) -> socket.socket:
-    """A listening socket; port 0 is any free port. ``setting`` is as for `bind_error`.
+    """`create_listener`; ``setting`` is as for `bind_error`.
 
     Raises:
         PortInUseError, ServingError: the address cannot be bound.
     """
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return create_listener(host, port)
     except OSError as error:
         raise bind_error(error, host, port, setting) from None
 
@@ -130,7 +146,7 @@ def bind_error(error: OSError, host: str, port: int, setting: str) -> ServingErr
             f"Port {port} on {host} is in use by another program; stop that, or choose a free port with "
             f"--set {setting}=NUMBER."
         )
-    return ServingError(f"{setting}: {host}:{port} cannot be bound: {error.strerror}.")
+    return ServingError(f"{setting}: {host_and_port(host, port)} cannot be bound: {error.strerror}.")
 
 
 def _not_running(home: Path) -> ServerUnreachableError:

@@ -58,6 +58,7 @@ def java_command(settings: ServingSettings, home: Path, frontend: Mapping[str, o
         ServingError: Java or TorchServe is not installed.
     """
     java = find_java()
+    properties = {**frontend_limits(settings), "host": settings.host, **frontend}
     packages = torchserve_packages()
     unsafe = ["--sun-misc-unsafe-memory-access=allow"] if _major_version(java) >= 23 else []
     return [
@@ -72,7 +73,7 @@ def java_command(settings: ServingSettings, home: Path, frontend: Mapping[str, o
         f"-Djava.io.tmpdir={temporary_directory(home)}",
         f"-Dmodel_server_home={packages}",
         f"-Dlog4j.configurationFile={(home / 'log4j2.xml').as_uri()}",
-        *(f"-Devernear.{name}={value}" for name, value in {**frontend_limits(settings), **frontend}.items()),
+        *(f"-Devernear.{name}={value}" for name, value in properties.items()),
         "-cp",
         os.pathsep.join([str(FRONTEND_ARCHIVE), str(packages / "ts" / "frontend" / "*")]),
         MAIN_CLASS,

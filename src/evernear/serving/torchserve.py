@@ -252,7 +252,7 @@ def _require_free_ports(requested: Endpoints) -> None:
         raise ServingError(f"The ports of the server must differ from each other: {ports}; see --set serving.*_port.")
     for setting, port in ports.items():
         host = LOOPBACK if "management" in setting else requested.host
-        with socket.socket() as probe:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Java does: TIME_WAIT does not matter
             try:
                 probe.bind((host, port))

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from evernear.frozen import Frozen
 
@@ -10,6 +10,8 @@ MAX_PIXELS = 89_478_485
 """Upper bound of ``max_pixels``: Pillow treats larger images as decompression bombs."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PixelLimit = Annotated[int, Field(ge=64, le=MAX_PIXELS, description="Largest width times height of an image.")]
+Host = Annotated[str, AfterValidator(lambda host: host.removeprefix("[").removesuffix("]"))]
+"""A host name or an address; that of IPv6 with or without brackets."""
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from evernear.settings.section import PixelLimit, Port, Section
+from evernear.settings.section import Host, PixelLimit, Port, Section
 
 
 class ServingSettings(Section):
@@ -13,7 +13,7 @@ class ServingSettings(Section):
     model_name: str = Field(
         default="embedding", pattern=r"^[a-z][a-z0-9-]{0,62}$", description="Name of the model in URLs."
     )
-    host: str = Field(default="127.0.0.1", description="Address to bind.")
+    host: Host = Field(default="127.0.0.1", description="Address to bind.")
     inference_port: Port = Field(default=8080, description="Predictions over REST.")
     management_port: Port = Field(default=8081, description="Management over REST, always on loopback.")
     metrics_port: Port = Field(default=8082, description="Prometheus metrics.")
@@ -79,9 +79,9 @@ class ServingSettings(Section):
 class PrepSettings(Section):
     """The preprocessing server in front of the predictor."""
 
-    host: str = Field(default="127.0.0.1", description="Address to bind.")
+    host: Host = Field(default="127.0.0.1", description="Address to bind.")
     port: Port = Field(default=8090, description="Port of the HTTP API.")
-    predictor_host: str = Field(
+    predictor_host: Host = Field(
         default="", description="Host of TorchServe's gRPC API; if empty, the server of the working directory."
     )
     predictor_tls: bool = Field(default=False, description="Use TLS to ``predictor_host``.")

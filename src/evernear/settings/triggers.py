@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from evernear.settings.section import Fraction, Section
+from evernear.settings.section import Fraction, Host, Section
 
 
 class PipelineSettings(Section):
@@ -75,7 +75,7 @@ class SlackSettings(Section):
         default="socket",
         description="socket: the bot connects to Slack and needs no public URL; http: Slack calls the bot.",
     )
-    host: str = Field(default="127.0.0.1", description="Address to bind in mode http.")
+    host: Host = Field(default="127.0.0.1", description="Address to bind in mode http.")
     port: int = Field(default=3000, ge=0, le=65535, description="Port of the HTTP server; 0: any free one.")
     max_request_size_bytes: int = Field(default=2**20, ge=1024, description="Larger requests get 413.")
     api_url: str = Field(
@@ -120,5 +120,5 @@ class WatchSettings(Section):
     query_retention_s: int = Field(
         default=14 * 24 * 3600, ge=3600, description="Age at which logged queries are deleted."
     )
-    health_host: str = Field(default="127.0.0.1", description="Address of the health probe.")
+    health_host: Host = Field(default="127.0.0.1", description="Address of the health probe.")
     health_port: int = Field(default=8091, ge=0, le=65535, description="Port of the health probe; 0: none.")

@@ -16,6 +16,7 @@ from inference_service import (
     Server,
     open_inference_protocol,
 )
+from ports import loopback_ipv6
 from releases import MakeRelease, PackedRelease
 
 from evernear.release.archive_reader import ReleaseParts, open_release
@@ -67,16 +68,20 @@ def service(
     logs: Path = tmp_path_factory.mktemp("logs")
     traced = collector.environment
     model_dir = str(release.archive.parent)
-    predictor = Server("predictor", logs / "predictor.log", "--model_dir", model_dir, environment=traced)
+    # On all addresses, also of IPv6. The transformers call it although no proxy is reachable.
+    anywhere = ("--host", "::") if loopback_ipv6() else ()
+    predictor = Server("predictor", logs / "predictor.log", "--model_dir", model_dir, *anywhere, environment=traced)
+    proxies = {"v2": {"http_proxy": "http://127.0.0.1:1"}, "grpc-v2": {"grpc_proxy": "http://127.0.0.1:1"}}
     servers = {"predictor": predictor}
     for protocol in PROTOCOLS:
         port = predictor.grpc_port if protocol == "grpc-v2" else predictor.http_port
+        host = "127.0.0.1" if protocol == "v1" or not anywhere else "[::1]"
         servers[protocol] = Server(
             *("transformer", logs / f"{protocol}.log", "--store", store, "--release", release.version),
-            *("--predictor_host", f"127.0.0.1:{port}", "--predictor_protocol", protocol),
+            *("--predictor_host", f"{host}:{port}", "--predictor_protocol", protocol),
             *("--predictor_request_timeout_seconds", "10"),
             *((*V1_LOGGING, "--upload_timeout_seconds", str(V1_UPLOAD_TIMEOUT_S)) if protocol == "v1" else ()),
-            environment=traced if protocol in TRACED else {},
+            environment=(traced if protocol in TRACED else {}) | proxies.get(protocol, {}),
         )
     try:
         for server in servers.values():

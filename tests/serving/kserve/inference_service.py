@@ -52,6 +52,7 @@ class Server:
     def __init__(self, module: str, log: Path, *options: str, environment: Mapping[str, str] | None = None) -> None:
         self.http_port, self.grpc_port = free_ports(2)
         self.url = f"http://127.0.0.1:{self.http_port}"
+        self.host = options[options.index("--host") + 1] if "--host" in options else "127.0.0.1"
         self.log = log
         self._module = module
         self._options = options

@@ -358,11 +358,11 @@ class TestLimits:
         assert exc_info.value.code() == grpc.StatusCode.PERMISSION_DENIED
         assert server.predict(images).status_code == 200
 
-    def test_listens_on_loopback_only(self, server: Server) -> None:
+    def test_listens_on_loopback_or_its_host_only(self, server: Server) -> None:
         connections = psutil.Process(server.process.pid).net_connections("inet")
         addresses = [c.laddr for c in connections if c.status == psutil.CONN_LISTEN]
         listeners = {(address.ip.removeprefix("::ffff:"), address.port) for address in addresses}
-        assert listeners == {("127.0.0.1", server.http_port), ("127.0.0.1", server.grpc_port)}
+        assert listeners == {(server.host, server.http_port), (server.host, server.grpc_port)}
 
     def test_serves_no_page_that_loads_scripts(self, server: Server) -> None:
         assert server.get("/docs").status_code == 404

@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -58,3 +60,27 @@ def test_status_shows_the_schedule_and_the_last_check(flags: list[str], tmp_path
     assert report["by"]
     assert report["last"]["action"] == "retrain"
     assert "  - No release has been promoted yet" in run("status", *flags).stdout
+
+
+def test_ship_once_ships_what_is_there_and_ends(flags: list[str], tmp_path: Path) -> None:
+    queries = tmp_path / "work" / "torchserve" / "queries"
+    empty = run("ship", "--once", *flags).stdout
+    assert empty.startswith("Shipped 0 files")
+    assert "every 300 s (serving.query_log_period_s)" in empty
+    queries.mkdir(parents=True)
+    (queries / "20270101T000000Z-v-host-1-x.jsonl").write_text("{}\n")
+    store = (tmp_path / "work" / "store").as_uri()
+    assert run("ship", "--once", *flags).stdout == f"Shipped 1 file from {queries} to {store}.\n"
+    assert not list(queries.iterdir())
+    assert (tmp_path / "work" / "store" / "queries" / "20270101" / "20270101T000000Z-v-host-1-x.jsonl").exists()
+
+
+def test_ship_says_that_it_runs(flags: list[str]) -> None:
+    command = [sys.executable, "-c", "from evernear.cli import main; main()", "watch", "ship", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as shipper:
+        assert shipper.stdout is not None
+        line = shipper.stdout.readline()
+        shipper.send_signal(signal.SIGTERM)
+        assert shipper.wait(60) == 0
+    assert line.startswith("Shipping the query log in ")
+    assert "once a minute" in line

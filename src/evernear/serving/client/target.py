@@ -12,7 +12,7 @@ from typing import Literal
 import certifi
 
 from evernear.errors import SettingsError
-from evernear.serving.endpoints import START_HINT, endpoints, home_of, read_key
+from evernear.serving.endpoints import START_HINT, endpoints, home_of, host_and_port, read_key
 from evernear.settings import RunSettings
 from evernear.settings.sources import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 
@@ -82,7 +82,7 @@ class Target:
     @property
     def address(self) -> str:
         """``host:port``."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return host_and_port(self.host, self.port)
 
     @property
     def url(self) -> str:

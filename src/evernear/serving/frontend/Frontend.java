@@ -11,6 +11,8 @@ import io.netty.util.internal.logging.InternalLoggerFactory;
 import io.netty.util.internal.logging.Slf4JLoggerFactory;
 import java.io.IOException;
 import java.lang.reflect.Field;
+import java.net.InetSocketAddress;
+import java.net.SocketAddress;
 import java.nio.file.Files;
 import java.nio.file.Path;
 import java.util.List;
@@ -96,13 +98,22 @@ public final class Frontend extends ModelServer {
                         .childOption(ChannelOption.TCP_NODELAY, true)
                         .childOption(ChannelOption.ALLOW_HALF_CLOSURE, true)
                         .childHandler(new Pipeline(type, isInference ? traffic : new Traffic(), query))
-                        .bind(connector.getSocketAddress())
+                        .bind(address(connector, type))
                         .sync()
                         .channel();
         if (isInference) {
             listener = bound;
         }
         return bound.closeFuture();
+    }
+
+    /** The address to bind. TorchServe's own pattern for addresses admits no IPv6. */
+    private static SocketAddress address(Connector connector, ConnectorType type) {
+        String host = System.getProperty("evernear.host");
+        SocketAddress configured = connector.getSocketAddress();
+        return host == null || type == ConnectorType.MANAGEMENT_CONNECTOR
+                ? configured
+                : new InetSocketAddress(host, ((InetSocketAddress) configured).getPort());
     }
 
     /** The shutdown hook: refuses new connections, responds to requests in flight, and exits within the timeout. */

@@ -32,6 +32,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from evernear.errors import PortInUseError, SettingsError
+from evernear.serving.endpoints import create_listener, host_and_port
 from evernear.serving.http_limits import BodyLimits, HeadTimeoutProtocol
 from evernear.serving.kserve.command import predictor_config
 from evernear.serving.kserve.model import ReleaseModel
@@ -97,8 +98,8 @@ class _Server(ModelServer):
             timeout_s=self._args.upload_timeout_seconds,
         )
         self._add_infer_endpoint()
-        _require_free(self._args.host, self.http_port)
-        rest = RESTServer(
+        listener = _listen(self._args.host, self.http_port)
+        rest = _RestServer(
             "kserve.model_server:app",
             self.dataplane,
             self.model_repository_extension,
@@ -109,12 +110,12 @@ class _Server(ModelServer):
             ssl_certfile=self.ssl_certfile,
             ssl_keyfile=self.ssl_keyfile,
         )
-        rest.config.host = self._args.host
+        rest.listener = listener
         rest.config.http = HeadTimeoutProtocol
         rest.config.ws = "none"
         self.servers = [rest.start()]
         if self.enable_grpc:
-            _require_free(self._args.host, self.grpc_port)
+            _listen(self._args.host, self.grpc_port).close()
             self._grpc_server = _GrpcServer(
                 self.grpc_port, self.dataplane, self.model_repository_extension, vars(self._args), self.grace_period
             )
@@ -137,6 +138,16 @@ class _Server(ModelServer):
             model_server.app.add_api_route(route, infer, methods=["POST"], response_model=None)
 
 
+class _RestServer(RESTServer):
+    """`RESTServer` on one address."""
+
+    listener: socket.socket
+
+    async def start(self) -> None:
+        self.create_application()
+        await self._server.serve(sockets=[self.listener])
+
+
 class _GrpcServer(GRPCServer):
     """`GRPCServer` on one address."""
 
@@ -153,7 +164,7 @@ class _GrpcServer(GRPCServer):
         add_GRPCInferenceServiceServicer_to_server(
             _Servicer(self._data_plane, self._model_repository_extension), self._server
         )
-        self._server.add_insecure_port(f"{self._kwargs['host']}:{self._port}")
+        self._server.add_insecure_port(host_and_port(self._kwargs["host"], self._port))
         await self._server.start()
         await self._server.wait_for_termination()
 
@@ -219,12 +230,8 @@ async def _validation_error_response(_: Request, error: Exception) -> JSONRespon
     return JSONResponse({"error": sentence}, 400)
 
 
-def _require_free(host: str, port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise PortInUseError(
-                f"Port {port} on {host} cannot be bound: {error.strerror}; choose another one."
-            ) from None
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return create_listener(host, port)
+    except OSError as error:
+        raise PortInUseError(f"Port {port} on {host} cannot be bound: {error.strerror}; choose another one.") from None

@@ -11,14 +11,17 @@ of another release than the transformer's are never returned.
 
 import argparse
 import logging
+import os
+import ssl
 from typing import Any
 
 import grpc
 import httpx
 import numpy as np
 from grpc_interceptor.exceptions import DeadlineExceeded, GrpcException, InvalidArgument, ResourceExhausted, Unavailable
-from kserve import InferenceGRPCClient, InferResponse, Model
+from kserve import InferenceGRPCClient, InferenceRESTClient, InferResponse, Model
 from kserve import model as kserve_model
+from kserve.inference_client import RESTConfig
 from pydantic import TypeAdapter
 
 from evernear.data.preprocess import Pixels
@@ -50,6 +53,7 @@ class TransformerModel(ReleaseModel):
         super().__init__(manifest, args)
         self._predictor = predictor_config(args)
         self._client: InferenceGRPCClient | None = None
+        self._rest_client: InferenceRESTClient | None = None
 
     async def can_predict(self) -> bool:
         """Whether the predictor recognizes a blank image, with this release."""
@@ -80,6 +84,24 @@ class TransformerModel(ReleaseModel):
         return super().get_input_types()[:1]
 
     @property
+    def _http_client(self) -> InferenceRESTClient:
+        """KServe's client without the proxy of the environment, which leads out of the cluster."""
+        if self._rest_client is None:
+            authorities = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
+            verify = ssl.create_default_context(cafile=authorities) if authorities else True
+            retries = self._predictor.predictor_request_retries
+            self._rest_client = InferenceRESTClient(
+                RESTConfig(
+                    # httpx uses proxies only without a transport.
+                    transport=httpx.AsyncHTTPTransport(verify=verify, retries=retries),
+                    protocol=self._predictor.predictor_protocol,
+                    timeout=self._predictor.predictor_request_timeout_seconds,
+                    retries=retries,
+                )
+            )
+        return self._rest_client
+
+    @property
     def _grpc_client(self) -> InferenceGRPCClient:
         """KServe's client on a channel that reconnects quickly. By default, a predictor that is back remains
         unreachable for up to two more minutes.
@@ -93,6 +115,7 @@ class TransformerModel(ReleaseModel):
                 channel_args=[
                     ("grpc.max_send_message_length", -1),
                     ("grpc.max_receive_message_length", -1),
+                    ("grpc.enable_http_proxy", 0),
                     ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
                 ],
             )

@@ -17,6 +17,7 @@ from apscheduler.schedulers.background import BackgroundScheduler
 
 from evernear.errors import EvernearError, PortInUseError
 from evernear.output import print_line
+from evernear.serving.endpoints import create_listener, host_and_port
 from evernear.settings import Settings
 from evernear.triggers.watch.bucket_events import NotificationsUnsupportedError, listen
 from evernear.triggers.watch.watcher import Watcher
@@ -174,12 +175,16 @@ class Service:
                 pass
 
         try:
-            server = ThreadingHTTPServer((watch.health_host, watch.health_port), Probe)
+            listener = create_listener(watch.health_host, watch.health_port)
         except OSError as error:
+            address = host_and_port(watch.health_host, watch.health_port)
             raise PortInUseError(
-                f"The health probe cannot listen on {watch.health_host}:{watch.health_port} ({error.strerror});"
+                f"The health probe cannot listen on {address} ({error.strerror});"
                 " set watch.health_port to a free one, or to 0."
             ) from None
+        server = ThreadingHTTPServer(listener.getsockname()[:2], Probe, bind_and_activate=False)
+        server.socket.close()
+        server.socket = listener
         threading.Thread(target=server.serve_forever, name="health", daemon=True).start()
         try:
             yield
