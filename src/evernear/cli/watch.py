@@ -145,10 +145,10 @@ def ship(
             period_s = settings.serving.query_log_period_s
             print_line(f"The server writes a file every {period_s:g} s (serving.query_log_period_s) if it is queried.")
         return
-    print_line(f"Shipping the query log in {directory} to {store.uri} once a minute; Ctrl-C ends it.")
     stop = threading.Event()
     remains = "Interrupted. Queries that are not in the store yet stay here; `evernear watch ship` continues with them."
     with stop_on_signals(stop, remains):
+        print_line(f"Shipping the query log in {directory} to {store.uri} once a minute; Ctrl-C ends it.")
         query_log.ship_until(stop, directory, store)
 
 
