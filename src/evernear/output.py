@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import MappingProxyType, TracebackType
-from typing import Literal, TextIO, TypeAlias
+from typing import Any, Literal, TextIO, TypeAlias, cast
 
-from pydantic_core import to_json
+from pydantic_core import PydanticSerializationError, to_json, to_jsonable_python
 
 _ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
@@ -41,8 +41,28 @@ def print_line(text: str = "", file: TextIO | None = None) -> None:
 
 
 def print_json(value: object) -> None:
-    """Print ``value``, which may contain pydantic models, as one line of ASCII JSON."""
-    print_line(_without_del(to_json(value, ensure_ascii=True, inf_nan_mode="null").decode()))
+    """Print ``value``, which may contain pydantic models, as one line of ASCII JSON.
+
+    JSON has no bytes that are not UTF-8, as in file names; they are escaped as by `printable`.
+    """
+    try:
+        text = to_json(value, ensure_ascii=True, inf_nan_mode="null")
+    except PydanticSerializationError:
+        text = to_json(_without_surrogates(to_jsonable_python(value)), ensure_ascii=True, inf_nan_mode="null")
+    print_line(_without_del(text.decode()))
+
+
+def _without_surrogates(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode(errors="backslashreplace").decode()
+        case dict():
+            fields = cast(dict[str, Any], value)
+            return {_without_surrogates(key): _without_surrogates(each) for key, each in fields.items()}
+        case list():
+            return [_without_surrogates(each) for each in cast(list[Any], value)]
+        case _:
+            return value
 
 
 def _without_del(text: str) -> str:

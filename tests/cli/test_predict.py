@@ -1,10 +1,14 @@
 """Options of `evernear predict` that are checked before any request, and its progress display."""
 
 import io
+import json
+import os
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from evernear.cli import app
@@ -31,6 +35,57 @@ def test_target_accepts_ipv6_with_and_without_brackets(target: str, tmp_path: Pa
     image.write_bytes(b"")
     with pytest.raises(ServerUnreachableError, match=r"http://\[::1\]:1;"):
         predict(str(image), "--target", target, "--port", "1")
+
+
+def test_folder_is_predicted_by_the_rule_for_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, other = tmp_path / "images", tmp_path / "other"
+    (folder / "sub").mkdir(parents=True)
+    other.mkdir()
+    image = BytesIO()
+    Image.new("L", (8, 8)).save(image, format="JPEG")
+    names = {"a.JPG", "b.jfif", "c.jpe", "d.jpg_large", "e.1", "noext", "sub/f.webp"}
+    for name in (*names, "../other/linked"):
+        (folder / name).write_bytes(image.getvalue())
+    (folder / "broken.png").write_bytes(b"text with the suffix of an image")
+    (folder / "notes.txt").write_bytes(b"text")
+    (folder / "empty").touch()
+    os.mkfifo(folder / "pipe")
+    (folder / "link").symlink_to(other)
+    (folder / "sub" / "up").symlink_to(folder)
+    (folder / "gone.png").symlink_to("nowhere")
+    found = {str(path.relative_to(folder)) for path in predict_command._files([folder])}
+    assert found == {*names, "broken.png", "link/linked", "gone.png"}
+    assert "Skipped 3 files that are no images" in (shown := capsys.readouterr().err)
+    assert "empty, notes.txt, pipe" in shown
+
+
+def test_folder_without_an_image_is_an_error_that_names_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(12):
+        (tmp_path / f"{number:02}.txt").touch()
+    with pytest.raises(DataError, match=f"The folder {tmp_path} contains no image"):
+        list(predict_command._files([tmp_path]))
+    assert "Skipped 12 files that are no images" in (shown := capsys.readouterr().err)
+    assert shown.endswith("08.txt, 09.txt and more.\n")
+
+
+@pytest.mark.parametrize("arguments", [[""], ["--image-file", ""]])
+def test_empty_path_is_not_the_current_directory(arguments: list[str]) -> None:
+    with pytest.raises(SettingsError, match="path of an image is empty"):
+        predict(*arguments, "--target", "127.0.0.1")
+
+
+def test_name_that_is_not_utf8_is_escaped_and_the_rest_is_predicted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["a.png", os.fsdecode(b"caf\xe9.png"), "z.png"]
+    answers: list[predict_command.Answer] = [(Path(name), {"pred": "7"}) for name in names]
+    answers.append((Path(names[1]), DataError(f"{names[1]} cannot be read.")))
+    assert predict_command._print_json(iter(answers)) == DataError.exit_code
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["image"] for line in lines] == ["a.png", r"caf\udce9.png", "z.png", r"caf\udce9.png"]
+    assert lines[-1]["error"] == r"caf\udce9.png cannot be read."
 
 
 class Terminal(io.StringIO):

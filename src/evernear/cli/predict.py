@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 import typer
 
 from evernear.cli.options import JsonOption, local_settings, with_options
-from evernear.disk import disk_errors
 from evernear.errors import (
     DataError,
     EvernearError,
@@ -19,28 +18,40 @@ from evernear.errors import (
     ServerUnreachableError,
     ServingError,
     SettingsError,
+    StoreError,
 )
-from evernear.output import print_json, print_line, printable
+from evernear.output import print_json, print_line, printable, quantity
 from evernear.settings import Settings
 
 if TYPE_CHECKING:
     from evernear.serving.client import Target
     from evernear.serving.responses import Metadata
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 STDIN = Path("-")
 SHOWN_NEIGHBORS = 3
+SHOWN_SKIPPED = 10
 PIPE_WIDTH = 10_000
 """Table width in characters where the output is not a terminal, so that no row wraps."""
+
+
+def _path(text: str) -> Path:
+    """A path that was typed. An empty one, as of an unset variable, would be the current directory."""
+    if not text:
+        raise SettingsError('The path of an image is empty; name a file or a folder, or "." for this directory.')
+    return Path(text)
 
 
 @with_options(settings=local_settings)
 def predict(
     settings: Settings,
-    images: Annotated[list[Path] | None, typer.Argument(help="PNG, JPEG or WebP files.", metavar="IMAGE...")] = None,
+    images: Annotated[
+        list[Path] | None, typer.Argument(help="PNG, JPEG or WebP files.", metavar="IMAGE...", parser=_path)
+    ] = None,
     image_files: Annotated[
         list[Path] | None,
-        typer.Option("--image-file", metavar="PATH", help="A file, a folder, or - for stdin; repeatable."),
+        typer.Option(
+            "--image-file", metavar="PATH", help="A file, a folder, or - for stdin; repeatable.", parser=_path
+        ),
     ] = None,
     format: Annotated[
         Literal["rest", "grpc", "prep"],
@@ -118,25 +129,58 @@ def _with_overrides(target: "Target", port: int | None, timeout_s: float | None,
 
 
 def _files(paths: list[Path]) -> Iterator[Path]:
-    """The files in ``paths``; a folder expands to the images in it, at any depth."""
+    """The files in ``paths``; a folder expands to the images in it, at any depth and through links.
+
+    Raises:
+        DataError: a folder contains no image.
+    """
     for path in paths:
-        if path.is_dir():
-            images = sorted(file for file in path.rglob("*") if file.is_file() and _is_image(file))
-            if not images:
-                raise DataError(f"The folder {path} contains no PNG, JPEG or WebP file.")
-            yield from images
-        else:
+        if not path.is_dir():
             yield path
+            continue
+        images, skipped = _images_in(path)
+        if skipped:
+            names = ", ".join(str(file.relative_to(path)) for file in skipped[:SHOWN_SKIPPED])
+            more = " and more" if len(skipped) > SHOWN_SKIPPED else ""
+            files = quantity(len(skipped), "file that is no image", "files that are no images")
+            print_line(f"Skipped {files} in {path}: {names}{more}.", sys.stderr)
+        if not images:
+            raise DataError(f"The folder {path} contains no image.")
+        yield from images
 
 
-def _is_image(file: Path) -> bool:
-    """Whether the suffix of ``file`` names an image; without a suffix, its content decides."""
-    if file.suffix:
-        return file.suffix.lower() in SUFFIXES
-    from evernear.data.image_file import has_image_signature
+def _images_in(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The images below ``folder``, by the rule for sources, and the other files; both sorted.
 
-    with disk_errors(file), file.open("rb") as opened:
-        return has_image_signature(opened.read(12))
+    A folder or a file that cannot be read counts as an image, so that its error is shown.
+    """
+    from evernear.data.image_file import is_image_file
+
+    images: list[Path] = []
+    skipped: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+    pending = [folder]
+    while pending:
+        directory = pending.pop()
+        try:
+            status = directory.stat()
+            entries = list(directory.iterdir())
+        except OSError:
+            images.append(directory)
+            continue
+        if (status.st_dev, status.st_ino) in seen:  # a loop of links
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        for path in entries:
+            try:
+                if path.is_dir():
+                    pending.append(path)
+                else:
+                    is_image = is_image_file(path) if path.is_file() else path.is_symlink()  # a link to nothing
+                    (images if is_image else skipped).append(path)
+            except (StoreError, OSError):
+                images.append(path)
+    return sorted(images), sorted(skipped)
 
 
 Answer = tuple[Path, dict[str, Any] | EvernearError]
