@@ -16,16 +16,21 @@ if TYPE_CHECKING:
     from evernear.local_run import RunResult
 
 
+RereadOption = Annotated[
+    bool, typer.Option("--reread", help="Read all files again, even if their sizes and times have not changed.")
+]
+
+
 @with_options(settings=run_settings)
-def run(settings: Settings, as_json: JsonOption = False) -> None:
+def run(settings: Settings, reread: RereadOption = False, as_json: JsonOption = False) -> None:
     """Run the continuous-training pipeline on this machine, each step in its own process."""
-    _run_and_show(settings, "continuous_training", as_json)
+    _run_and_show(_rereading(settings, reread), "continuous_training", as_json)
 
 
 @with_options(settings=run_settings)
-def reindex(settings: Settings, as_json: JsonOption = False) -> None:
+def reindex(settings: Settings, reread: RereadOption = False, as_json: JsonOption = False) -> None:
     """Add new gallery images, even of a new class, to the index of the champion's network, without training."""
-    _run_and_show(settings, "reindex", as_json)
+    _run_and_show(_rereading(settings, reread), "reindex", as_json)
 
 
 @with_options(settings=run_settings)
@@ -68,6 +73,11 @@ class _Progress:
                 self._console.print(Text.assemble("  ", (mark, color), rest), soft_wrap=True)
         if event.step == "notify" and event.kind == "finished":
             self._status.stop()
+
+
+def _rereading(settings: Settings, reread: bool) -> Settings:
+    data = settings.data.model_copy(update={"reread": reread or settings.data.reread})
+    return settings.model_copy(update={"data": data})
 
 
 def _run_and_show(settings: Settings, pipeline: Literal["continuous_training", "reindex"], as_json: bool) -> None:

@@ -121,7 +121,8 @@ def ingest(settings: DataSettings, store_uri: str, report: Callable[[str], None]
         tempfile.TemporaryDirectory(prefix="evernear-ingest-") as scratch,
     ):
         parent = snapshots.head()
-        stored = snapshots.resume(settings, parent) or parent
+        # A checkpoint may be old, and files must be read again now.
+        stored = (None if settings.reread else snapshots.resume(settings, parent)) or parent
         ledger_path = Path(scratch, "ledger.sqlite")
         if stored is not None:
             snapshots.fetch_ledger(stored, ledger_path)
@@ -129,6 +130,8 @@ def ingest(settings: DataSettings, store_uri: str, report: Callable[[str], None]
             if not settings.dataset:
                 _require_one_source(ledger, snapshots.name, settings.source)
             _list_source(source, ledger, settings.source)
+            if settings.reread:
+                ledger.read_all_again()
             shape = _shape(settings, source, ledger, stored)
             resize = _resize(settings, stored)
             published = {shard.sha256 for shard in parent.shards} if parent else set[str]()
@@ -138,8 +141,8 @@ def ingest(settings: DataSettings, store_uri: str, report: Callable[[str], None]
 
             def checkpoint() -> None:
                 writer.close()
-                unfinished = _manifest(settings, snapshots, shape, resize, ledger, parent)
-                snapshots.checkpoint(settings, unfinished, ledger, Path(scratch))
+                so_far = _manifest(settings, snapshots, shape, resize, ledger, parent)
+                snapshots.checkpoint(settings, so_far, parent, ledger, Path(scratch))
 
             adder = _Adder(settings, resize, source.chosen_splits, ledger, writer, report, checkpoint)
             if isinstance(source, FileSource):

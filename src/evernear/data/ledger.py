@@ -152,6 +152,11 @@ class Ledger:
             self._db.execute("BEGIN")
             ledger_changes.track(self._db)
 
+    def has_changed(self) -> bool:
+        """Whether anything changed since the ledger was opened or last saved."""
+        with _sqlite_errors():
+            return ledger_changes.any_changed(self._db)
+
     def size_bytes(self) -> int:
         """The size of the whole ledger."""
         return self._int("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size")
@@ -191,11 +196,15 @@ class Ledger:
         for page in batched(rows, _PAGE):
             self._note_listed(name for name, *_ in page)
             self._many(
-                "INSERT OR REPLACE INTO files"
-                " (source, name, etag, label, given, size_bytes, turn, seen, pending, digest)"
-                " VALUES (?, ?, '', ?, ?, 0, 0, 0, 0, ?)",
+                "INSERT INTO files (source, name, etag, label, given, size_bytes, turn, seen, pending, digest)"
+                " VALUES (?, ?, '', ?, ?, 0, 0, 0, 0, ?) ON CONFLICT (source, name) DO UPDATE SET"
+                " label = excluded.label, given = excluded.given, pending = 0, digest = excluded.digest",
                 ((self._source, *row) for row in page),
             )
+
+    def read_all_again(self) -> None:
+        """Make all files of the source pending."""
+        self._all("UPDATE files SET pending = 1 WHERE source = ?", self._source)
 
     def forget_unlisted(self) -> None:
         """Delete files that the source no longer lists."""

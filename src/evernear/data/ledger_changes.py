@@ -4,43 +4,53 @@
 import sqlite3
 from pathlib import Path
 
-# Tables whose changed rows are stored, with their primary keys; the other tables are small and stored whole.
-_KEYS = {
-    "files": ("source", "name"),
-    "images": ("digest",),
-    "removed": ("digest",),
-    "labels": ("id",),
-    "shards": ("slot",),
+# Tables whose changed rows are stored: their primary keys, and the columns that count. The other tables are small and
+# stored whole.
+_TABLES = {
+    "files": (("source", "name"), ("etag", "label", "given", "size_bytes", "pending", "digest", "fault")),
+    "images": (("digest",), ("label", "slot", "width", "height", "constant")),
+    "removed": (("digest",), ("split",)),
+    "labels": (("id",), ("name",)),
+    "shards": (("slot",), ("shard",)),
 }
 _SMALL_TABLES = ("state", "sources", "empty_folders", "hidden_folders", "notes")
-# An ingest of decoded images writes their rows again, which is no change.
-_FILE_COLUMNS = ("etag", "label", "given", "size_bytes", "pending", "digest", "fault")
 
 
 def track(db: sqlite3.Connection) -> None:
-    """From here on, collect the keys of changed rows in temporary tables."""
-    unchanged = " AND ".join(f"OLD.{column} IS NEW.{column}" for column in _FILE_COLUMNS)
-    for table, keys in _KEYS.items():
+    """From here on, note in temporary tables which rows are written, with their content before.
+
+    Rows are also written where nothing changes: of decoded images, of broken files, of files that are read again.
+    """
+    for table, (keys, _) in _TABLES.items():
         columns = ", ".join(keys)
-        db.execute(f"CREATE TEMP TABLE IF NOT EXISTS changed_{table} ({columns}, PRIMARY KEY ({columns}))")
-        db.execute(f"DELETE FROM changed_{table}")
-        for event, row in (("INSERT", "NEW"), ("UPDATE", "NEW"), ("DELETE", "OLD")):
-            when = f"WHEN NOT ({unchanged})" if (table, event) == ("files", "UPDATE") else ""
+        db.execute(f"CREATE TEMP TABLE IF NOT EXISTS written_{table} ({columns}, before, PRIMARY KEY ({columns}))")
+        db.execute(f"DELETE FROM written_{table}")
+        for event, row, before in (
+            ("INSERT", "NEW", "NULL"),
+            ("UPDATE", "OLD", _content(table, "OLD")),
+            ("DELETE", "OLD", _content(table, "OLD")),
+        ):
             values = ", ".join(f"{row}.{key}" for key in keys)
             db.execute(
-                f"CREATE TEMP TRIGGER IF NOT EXISTS {table}_{event} AFTER {event} ON main.{table} {when}"
-                f" BEGIN INSERT OR IGNORE INTO changed_{table} VALUES ({values}); END"
+                f"CREATE TEMP TRIGGER IF NOT EXISTS {table}_{event} AFTER {event} ON main.{table}"
+                f" BEGIN INSERT OR IGNORE INTO written_{table} VALUES ({values}, {before}); END"
             )
+
+
+def any_changed(db: sqlite3.Connection) -> bool:
+    """Whether a row differs from its content at `track`."""
+    return any(db.execute(f"SELECT 1 FROM {_changed(table)} LIMIT 1").fetchone() for table in _TABLES)
 
 
 def save(db: sqlite3.Connection, path: Path) -> None:
     """Write what changed since `track` to ``path``; call this outside of a transaction."""
     db.execute("ATTACH ? AS part", (str(path),))
     db.execute("BEGIN")
-    for table, keys in _KEYS.items():
-        joined = f"temp.changed_{table} c LEFT JOIN main.{table} t USING ({', '.join(keys)})"
-        db.execute(f"CREATE TABLE part.{table} AS SELECT t.* FROM {joined} WHERE t.{keys[0]} IS NOT NULL")
-        db.execute(f"CREATE TABLE part.gone_{table} AS SELECT c.* FROM {joined} WHERE t.{keys[0]} IS NULL")
+    for table, (keys, _) in _TABLES.items():
+        changed = _changed(table)
+        gone = ", ".join(f"w.{key}" for key in keys)
+        db.execute(f"CREATE TABLE part.{table} AS SELECT t.* FROM {changed} AND t.{keys[0]} IS NOT NULL")
+        db.execute(f"CREATE TABLE part.gone_{table} AS SELECT {gone} FROM {changed} AND t.{keys[0]} IS NULL")
     for table in _SMALL_TABLES:
         db.execute(f"CREATE TABLE part.{table} AS SELECT * FROM main.{table}")
     db.execute("COMMIT")
@@ -51,7 +61,7 @@ def apply(db: sqlite3.Connection, path: Path) -> None:
     """Apply a file of `save` to the ledger that it was written for."""
     db.execute("ATTACH ? AS part", (str(path),))
     db.execute("BEGIN")
-    for table, keys in _KEYS.items():
+    for table, (keys, _) in _TABLES.items():
         columns = ", ".join(keys)
         db.execute(f"DELETE FROM main.{table} WHERE ({columns}) IN (SELECT {columns} FROM part.gone_{table})")
         db.execute(f"INSERT OR REPLACE INTO main.{table} SELECT * FROM part.{table}")
@@ -62,3 +72,15 @@ def apply(db: sqlite3.Connection, path: Path) -> None:
             db.execute(f"INSERT INTO main.{table} SELECT * FROM part.{table}")
     db.execute("COMMIT")
     db.execute("DETACH part")
+
+
+def _content(table: str, row: str) -> str:
+    """An expression for the columns of a row that count."""
+    return " || ',' || ".join(f"quote({row}.{column})" for column in _TABLES[table][1])
+
+
+def _changed(table: str) -> str:
+    """The FROM and WHERE clauses for the changed rows of a table: ``w`` as written, ``t`` as they are now."""
+    keys = _TABLES[table][0]
+    now = f"CASE WHEN t.{keys[0]} IS NOT NULL THEN {_content(table, 't')} END"
+    return f"temp.written_{table} w LEFT JOIN main.{table} t USING ({', '.join(keys)}) WHERE w.before IS NOT {now}"

@@ -33,6 +33,8 @@ class Checkpoint(Frozen):
 
     settings: DataSettings
     manifest: Manifest
+    parent_ledger: tuple[str, ...] = ()
+    """The ledger of the manifest's parent when the ingest began."""
 
 
 class Snapshots:
@@ -42,6 +44,7 @@ class Snapshots:
         self.store, self.name = store, name
         self._head_key = f"{DATASETS}{name}/head.json"
         self._head_etag: str | None = None
+        self._interrupts = 0
         self._checkpoint_key = f"{DATASETS}{name}/checkpoint.json"
         self._ledger: tuple[str, ...] = ()
         self._changes_bytes = 0
@@ -52,17 +55,17 @@ class Snapshots:
         if stored is None:
             return None
         data, self._head_etag = stored
-        digest = DatasetHead.from_json(data, f"{self.store.uri}/{self._head_key}").digest
-        manifest = self._manifest(digest)
-        if manifest.digest != digest:
-            raise IntegrityError(
-                f"{self.store.uri}/{manifest_key(self.name, digest)} does not contain the snapshot with that digest."
-            )
+        head = DatasetHead.from_json(data, f"{self.store.uri}/{self._head_key}")
+        self._interrupts = head.interrupts
+        manifest = self._manifest(head.digest)
+        if manifest.digest != head.digest:
+            key = manifest_key(self.name, head.digest)
+            raise IntegrityError(f"{self.store.uri}/{key} does not contain the snapshot with that digest.")
         return manifest
 
     def fetch_ledger(self, manifest: Manifest, path: Path) -> None:
         """Copy the ledger of a snapshot to ``path``; `publish` and `checkpoint` then store only its changes."""
-        self._ledger, self._changes_bytes = (manifest.ledger_sha256, *manifest.ledger_changes), 0
+        self._ledger, self._changes_bytes = _ledger_of(manifest), 0
         self._fetch(manifest.ledger_sha256, path)
         for sha256 in manifest.ledger_changes:
             changes = path.with_suffix(".changes")
@@ -80,31 +83,41 @@ class Snapshots:
             checkpoint = Checkpoint.from_json(stored[0], f"{self.store.uri}/{self._checkpoint_key}")
         except IntegrityError:  # of another version
             return None
-        current = checkpoint.manifest.parent == (parent.digest if parent else None)
+        begun_with = checkpoint.manifest.parent, checkpoint.parent_ledger
+        current = begun_with == ((parent.digest, _ledger_of(parent)) if parent else (None, ()))
         return checkpoint.manifest if current and checkpoint.settings == _of_content(settings) else None
 
-    def checkpoint(self, settings: DataSettings, manifest: Manifest, ledger: Ledger, scratch: Path) -> None:
-        """Store ``manifest`` for `resume`; readers do not see it, and it is ignored once the head moves."""
+    def checkpoint(
+        self, settings: DataSettings, manifest: Manifest, parent: Manifest | None, ledger: Ledger, scratch: Path
+    ) -> None:
+        """Store ``manifest`` for `resume`; readers do not see it, and it is ignored once ``parent`` is replaced."""
         manifest = self._with_ledger(manifest, ledger, scratch)
-        checkpoint = Checkpoint(settings=_of_content(settings), manifest=manifest)
+        parent_ledger = _ledger_of(parent) if parent else ()
+        checkpoint = Checkpoint(settings=_of_content(settings), manifest=manifest, parent_ledger=parent_ledger)
         self.store.put(self._checkpoint_key, checkpoint.to_json())
 
     def publish(self, manifest: Manifest, ledger: Ledger, scratch: Path) -> Manifest:
-        """Make ``manifest`` the newest snapshot, unless the newest one has the same content.
+        """Make ``manifest`` the newest snapshot.
+
+        The content of a snapshot never changes, but its ledger follows the source: a file may get another name, or be
+        read again because of its times. Otherwise each later run and the watcher would take it for new.
 
         Raises:
             ConflictError: another ingest moved the head in the meantime.
         """
-        if manifest.digest == manifest.parent:
-            head = self.head()
-            if head is not None and head.digest == manifest.digest:
-                return head
+        key = manifest_key(self.name, manifest.digest)
+        stored = self.store.find(key)
+        if stored is not None:
+            manifest = Manifest.from_json(stored[0], f"{self.store.uri}/{key}")
+            if self._ledger == _ledger_of(manifest) and not ledger.has_changed() and self._is_head(manifest.digest):
+                return manifest
         manifest = self._with_ledger(manifest, ledger, scratch)
         try:
-            self.store.put_if(manifest_key(self.name, manifest.digest), manifest.to_json(), None)
-        except ConflictError:  # an earlier run made the same snapshot, and a snapshot never changes
+            self.store.put_if(key, manifest.to_json(), stored[1] if stored else None)
+        except ConflictError:  # another ingest of the same images
             manifest = self._manifest(manifest.digest)
-        self._move_head(DatasetHead(digest=manifest.digest))
+        # The same number of interrupts, so that the head does not return to a state before an interrupt.
+        self._move_head(DatasetHead(digest=manifest.digest, interrupts=self._interrupts))
         return manifest
 
     def images(self, manifest: Manifest) -> list[bytes]:
@@ -165,6 +178,10 @@ class Snapshots:
     def _fetch(self, sha256: str, path: Path) -> None:
         self.store.fetch(ledger_key(self.name, sha256), path, sha256)
 
+    def _is_head(self, digest: str) -> bool:
+        stored = self.store.find(self._head_key)
+        return stored is not None and DatasetHead.from_json(stored[0], self._head_key).digest == digest
+
     def _move_head(self, head: DatasetHead) -> None:
         try:
             self.store.put_if(self._head_key, head.to_json(), self._head_etag)
@@ -177,6 +194,11 @@ class Snapshots:
     def _manifest(self, digest: str) -> Manifest:
         key = manifest_key(self.name, digest)
         return Manifest.from_json(self.store.get(key), f"{self.store.uri}/{key}")
+
+
+def _ledger_of(manifest: Manifest) -> tuple[str, ...]:
+    """The files of a snapshot's ledger: the whole one, and later changes."""
+    return manifest.ledger_sha256, *manifest.ledger_changes
 
 
 def _of_content(settings: DataSettings) -> DataSettings:

@@ -1,5 +1,8 @@
 """The difference between a source and snapshots of it, from listings alone: no image is read.
 
+A file is new if its name, size or modification time is (in a bucket: its ETag). Its change time and inode, which ingest
+compares as well, also differ after a ``chmod`` or in a restored backup, which should not start a run.
+
 A listing does not show the split that ingest will choose for an image (its count is an expectation), nor whether a new
 file is a copy, a renamed file or broken; nor, in sources of decoded arrays (digits, MNIST), whether an image was
 replaced.
@@ -16,7 +19,7 @@ from pathlib import Path
 from evernear.data.ledger import PublishedLedger
 from evernear.data.manifest import Manifest, Split
 from evernear.data.snapshots import Snapshots
-from evernear.data.sources import FileEntry, open_source
+from evernear.data.sources import FileEntry, open_source, without_change_time
 from evernear.data.splits import split_fractions
 from evernear.disk import disk_errors, sha256_bytes
 from evernear.settings import DataSettings
@@ -92,7 +95,8 @@ def fetch_ledger(store: Store, manifest: Manifest, directory: Path) -> Path:
 def _add(diff: SourceDiff, page: Sequence[FileEntry], etags: Mapping[str, str]) -> None:
     diff.listed += len(page)
     diff.removed -= len(etags)
-    new = [entry for entry in page if etags.get(entry.name) != entry.etag]
+    known = {name: without_change_time(etag) for name, etag in etags.items()}
+    new = [entry for entry in page if known.get(entry.name) != without_change_time(entry.etag)]
     diff.new += len(new)
     diff.explicit.update(entry.explicit_split for entry in new if entry.explicit_split)
     diff.labels.update(entry.label for entry in new)

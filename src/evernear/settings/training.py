@@ -45,6 +45,11 @@ class DataSettings(Section):
     max_pixels: PixelLimit = Field(
         default=25_000_000, description="Largest width times height of an image; larger images are rejected."
     )
+    reread: bool = Field(
+        default=False,
+        description="Read all files again and compare their contents, as --checksum of rsync does, instead of trusting "
+        "sizes, times and ETags; for one run: --reread.",
+    )
     requests_in_flight: int = Field(
         default=32, ge=1, le=64, description="Files to read concurrently, from a bucket or a folder."
     )
@@ -126,7 +131,8 @@ class ValidationSettings(Section):
     tiny_class: Severity = Field(default="error", description="A class has fewer than min_class_images images.")
     empty_split: Severity = Field(default="error", description="A split has no image.")
     missing_in_gallery: Severity = Field(
-        default="error", description="The gallery has no image of a class, so the class cannot be recognized."
+        default="error",
+        description="A class has no image in train or the gallery, so the class cannot be recognized.",
     )
     missing_in_split: Severity = Field(default="warn", description="Another split has no image of a class.")
     vanished_class: Severity = Field(

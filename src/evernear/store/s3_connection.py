@@ -281,7 +281,8 @@ def _parse_page(data: bytes) -> _Page:
             ListedObject(
                 name=decode(item.findtext(f"{namespace}Key", "")),
                 size_bytes=int(item.findtext(f"{namespace}Size", "")),
-                etag=item.findtext(f"{namespace}ETag", "").strip('"'),
+                # The ETag is optional in the protocol, and some gateways send none.
+                etag=item.findtext(f"{namespace}ETag", "").strip('"') or item.findtext(f"{namespace}LastModified", ""),
             )
             for item in page.iterfind(f"{namespace}Contents")
         ],

@@ -1,5 +1,6 @@
 """The interface of an image source, which comes in two kinds: encoded files and decoded arrays."""
 
+import os
 from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,23 @@ class FileEntry(NamedTuple):
     label: str
     explicit_split: Split | None
     size_bytes: int
+
+
+def file_etag(stat: os.stat_result) -> str:
+    """The etag of a file on a disk: its size and modification time, then its change time and inode.
+
+    ``cp -p``, ``mv`` and ``touch -r`` preserve the modification time, and two files of one size may share it. The
+    device is left out, because its number may differ after each mount.
+    """
+    return f"{stat.st_size}-{stat.st_mtime_ns}:{stat.st_ctime_ns}-{stat.st_ino}"
+
+
+def without_change_time(etag: str) -> str:
+    """The part of an etag that stays when a file is copied or restored with its times, or gets another mode or owner.
+
+    It is the whole etag of an object in a bucket, and of a file in a ledger that predates `file_etag`.
+    """
+    return etag.partition(":")[0]
 
 
 @dataclass

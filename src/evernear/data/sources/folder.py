@@ -11,7 +11,7 @@ from typing import Final
 from evernear.class_names import class_name, spelled
 from evernear.data.image_file import SIGNATURE_SIZE_BYTES, has_image_suffix, is_image_file
 from evernear.data.manifest import SPLITS, Split
-from evernear.data.sources.base import FileEntry, FileSource, NameSample
+from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
 from evernear.data.sources.names import is_litter, is_skipped, names_other_kind, skipped_path
 from evernear.disk import disk_errors
 from evernear.errors import DataError, StoreError
@@ -108,7 +108,7 @@ class _ClassFolders(FileSource):
 
 
 class Folder(_ClassFolders):
-    """A directory tree of image files. The etag of a file is its size and modification time."""
+    """A directory tree of image files, with the etags of `file_etag`."""
 
     def __init__(self, directory: Path) -> None:
         with disk_errors(directory):
@@ -155,7 +155,7 @@ class Folder(_ClassFolders):
                 with disk_errors(file.path):
                     stat = file.stat()
                 empty = False
-                yield entry._replace(etag=f"{stat.st_size}-{stat.st_mtime_ns}", size_bytes=stat.st_size)
+                yield entry._replace(etag=file_etag(stat), size_bytes=stat.st_size)
         if empty:
             self.empty_folders = [*self.empty_folders, folder.relative_to(self._directory).as_posix()]
 

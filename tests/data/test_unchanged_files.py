@@ -1,0 +1,310 @@
+"""A file that changed is read again, whatever times it has. A file that was read and found equal is no longer new."""
+
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from evernear.data.manifest import Manifest
+from evernear.data.source_diff import SourceDiff, diff_source, fetch_ledger
+from evernear.data.sources.folder import Bucket, Folder
+from evernear.settings import DataSettings
+from evernear.store import open_store
+from evernear.store.s3_connection import _parse_page
+
+FIRST, SECOND = Path("1", "000.png"), Path("2", "001.png")
+
+
+@pytest.fixture
+def alike(tree: Path) -> Path:
+    """The tree, with two files of equal size and time in different classes."""
+    size_bytes = max((tree / name).stat().st_size for name in (FIRST, SECOND))
+    for name in (FIRST, SECOND):
+        data = (tree / name).read_bytes()
+        (tree / name).write_bytes(data + bytes(size_bytes - len(data)))  # decoders ignore what follows a PNG
+    for path in tree.rglob("*.png"):
+        os.utime(path, ns=(10**18, 10**18))
+    return tree
+
+
+@pytest.fixture
+def read(monkeypatch) -> list[str]:
+    """The names of all files that are read from a folder or a bucket."""
+    names: list[str] = []
+    for source in (Folder, Bucket):
+
+        def counting(self: Folder | Bucket, name: str, real=source.read) -> bytes:
+            names.append(name)
+            return real(self, name)
+
+        monkeypatch.setattr(source, "read", counting)
+    return names
+
+
+@pytest.fixture
+def diff(tmp_path: Path) -> Callable[[Path, Manifest], SourceDiff]:
+    """The changes of a folder since the ledger that the store has for a snapshot now, as the watcher sees them."""
+
+    def diff(tree: Path, manifest: Manifest) -> SourceDiff:
+        store = open_store(manifest.store_uri)
+        key = f"datasets/{manifest.name}/manifests/{manifest.digest}.json"
+        stored = Manifest.from_json(store.get(key), key)
+        ledger = fetch_ledger(store, stored, tmp_path / "cache")
+        (changes,) = diff_source(DataSettings(source=f"folder:{tree}"), [ledger])
+        return changes
+
+    return diff
+
+
+def swap_by_renaming(first: Path, second: Path) -> None:
+    aside = first.with_name("aside")
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+
+
+def swap_by_copying(first: Path, second: Path) -> None:
+    aside = first.parent.parent.parent / "aside"
+    shutil.copy2(first, aside)
+    shutil.copy2(second, first)
+    shutil.copy2(aside, second)
+
+
+def swap_in_place(first: Path, second: Path) -> None:
+    """As ``rsync --times --inplace`` does."""
+    one, two = first.read_bytes(), second.read_bytes()
+    for path, data in ((first, two), (second, one)):
+        with path.open("r+b") as file:
+            file.write(data)
+        os.utime(path, ns=(10**18, 10**18))
+
+
+def swap_links(first: Path, second: Path) -> None:
+    targets = first.parent.parent.parent / "one", first.parent.parent.parent / "two"
+    for path, target in zip((first, second), reversed(targets), strict=True):
+        path.rename(target)
+    for path, target in zip((first, second), targets, strict=True):
+        path.symlink_to(target)
+
+
+@pytest.mark.parametrize("swap", [swap_by_renaming, swap_by_copying, swap_in_place, swap_links])
+def test_swapped_files_of_equal_size_and_time_get_their_new_labels(alike, run_ingest, contents, swap) -> None:
+    before = contents(run_ingest(alike))
+    swap(alike / FIRST, alike / SECOND)
+    after = contents(run_ingest(alike))
+    assert after.split == before.split
+    changed = {digest: (label, after.label[digest]) for digest, label in before.label.items()}
+    assert sorted(pair for pair in changed.values() if pair[0] != pair[1]) == [("1", "2"), ("2", "1")]
+
+
+def test_swapped_class_folders_get_their_new_labels(alike, run_ingest, contents) -> None:
+    """Renaming a folder does not touch the files in it, so only their inodes tell."""
+    for number, path in enumerate(sorted((alike / "1").iterdir())):
+        path.rename(path.with_name(f"{number}.png"))
+    for number, path in enumerate(sorted((alike / "2").iterdir())):
+        path.rename(path.with_name(f"{number}.png"))
+    before = contents(run_ingest(alike))
+    swap_by_renaming(alike / "1", alike / "2")
+    after = contents(run_ingest(alike))
+    assert after.label == {digest: {"1": "2", "2": "1", "10": "10"}[label] for digest, label in before.label.items()}
+
+
+def chmod(tree: Path) -> None:
+    for path in tree.rglob("*.png"):
+        path.chmod(0o640)
+
+
+def link_elsewhere(tree: Path) -> None:
+    """As backups with hard links do, which changes the time of the inode."""
+    backup = tree.parent / "backup"
+    backup.mkdir()
+    for number, path in enumerate(tree.rglob("*.png")):
+        (backup / str(number)).hardlink_to(path)
+
+
+def restore(tree: Path) -> None:
+    """As from a backup that preserves times."""
+    shutil.copytree(tree, tree.parent / "restored")
+    shutil.rmtree(tree)
+    (tree.parent / "restored").rename(tree)
+
+
+@pytest.mark.parametrize("change", [chmod, link_elsewhere, restore])
+def test_files_with_another_mode_or_inode_are_read_once_and_are_not_new(tree, run_ingest, read, diff, change) -> None:
+    first = run_ingest(tree)
+    change(tree)
+    assert diff(tree, first).new == 0, "nothing to start a run for"
+    read.clear()
+    second = run_ingest(tree)
+    assert len(read) == 120
+    assert (second.digest, second.parent) == (first.digest, first.parent)
+    read.clear()
+    assert run_ingest(tree) == second
+    assert (read, diff(tree, second).new) == ([], 0)
+
+
+def test_touched_files_are_new_until_a_run_has_read_them(tree, run_ingest, read, diff, make_image) -> None:
+    first = run_ingest(tree)
+    for path in tree.rglob("*.png"):
+        path.touch()
+    assert diff(tree, first).new == 120
+    second = run_ingest(tree)
+    assert second.digest == first.digest
+    assert diff(tree, first).new == 0
+    read.clear()
+    assert run_ingest(tree) == second
+    assert read == []
+
+
+def test_renamed_files_are_new_until_a_run_has_read_them(tree, run_ingest, read, diff) -> None:
+    first = run_ingest(tree)
+    for path in sorted(tree.rglob("*.png")):
+        path.rename(path.with_name(f"renamed-{path.name}"))
+    assert (diff(tree, first).new, diff(tree, first).removed) == (120, 120)
+    assert run_ingest(tree).digest == first.digest
+    assert (diff(tree, first).new, diff(tree, first).removed) == (0, 0)
+    read.clear()
+    run_ingest(tree)
+    assert read == []
+
+
+def test_a_ledger_without_change_times_is_read_again_once(alike, run_ingest, read, diff, contents, monkeypatch) -> None:
+    """Two files were swapped before the upgrade, and the earlier version did not see it."""
+
+    def earlier(stat: os.stat_result) -> str:
+        return f"{stat.st_size}-{stat.st_mtime_ns}"
+
+    with monkeypatch.context() as patched:
+        patched.setattr("evernear.data.sources.folder.file_etag", earlier)
+        stale = run_ingest(alike)
+        swap_by_renaming(alike / FIRST, alike / SECOND)
+        assert run_ingest(alike) == stale
+    assert diff(alike, stale).new == 0, "an upgrade is no reason to start a run"
+    read.clear()
+    corrected = run_ingest(alike)
+    assert len(read) == 120
+    old, new = contents(stale), contents(corrected)
+    assert sum(label != new.label[digest] for digest, label in old.label.items()) == 2
+    assert new.split == old.split
+    read.clear()
+    assert run_ingest(alike) == corrected
+    assert read == []
+
+
+def test_reread_finds_changes_that_the_listing_does_not_show(alike, run_ingest, read, contents, monkeypatch) -> None:
+    """A network file system may serve cached attributes."""
+    monkeypatch.setattr("evernear.data.sources.folder.file_etag", lambda stat: str(stat.st_size))
+    first = run_ingest(alike)
+    swap_by_renaming(alike / FIRST, alike / SECOND)
+    assert run_ingest(alike) == first
+    read.clear()
+    second = run_ingest(alike, reread=True)
+    assert len(read) == 120
+    old, new = contents(first), contents(second)
+    assert sum(label != new.label[digest] for digest, label in old.label.items()) == 2
+    read.clear()
+    assert run_ingest(alike) == second, "only the run with the setting reads everything"
+    assert read == []
+
+
+def test_reread_of_equal_files_stores_nothing(tree, run_ingest, read, tmp_path: Path) -> None:
+    (tree / "1" / "broken.png").write_text("no image")
+    first = run_ingest(tree)
+    files = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "store").rglob("*.*"))
+    read.clear()
+    assert run_ingest(tree, reread=True) == first
+    assert len(read) == 121
+    assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "store").rglob("*.*")) == files
+
+
+def test_reread_applies_to_buckets(tree, run_ingest, read, bucket: str) -> None:
+    images = open_store(f"s3://{bucket}/images")
+    for path in tree.rglob("*.png"):
+        images.put(path.relative_to(tree).as_posix(), path)
+    first = run_ingest(f"s3://{bucket}/images")
+    read.clear()
+    run_ingest(f"s3://{bucket}/images")
+    assert read == []
+    assert run_ingest(f"s3://{bucket}/images", reread=True) == first
+    assert len(read) == 120
+
+
+@pytest.fixture
+def kill_ingest(run_ingest, monkeypatch) -> Callable[..., None]:
+    """``kill_ingest(source, ...)`` ends when all files are read, with a checkpoint of them."""
+
+    def kill_ingest(source: Path, **settings: object) -> None:
+        def killed(_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr("evernear.data.ingest._CHECKPOINT_INTERVAL_S", 0)
+            patched.setattr("evernear.data.ingest._CHECKPOINT_FRACTION", 0)
+            patched.setattr("evernear.data.ingest.Ledger.reconcile", killed)
+            with pytest.raises(KeyboardInterrupt):
+                run_ingest(source, **settings)
+
+    return kill_ingest
+
+
+def test_killed_reread_starts_over(tree, run_ingest, kill_ingest, read) -> None:
+    """Its checkpoint could be weeks old, and "again" means now."""
+    first = run_ingest(tree)
+    kill_ingest(tree, reread=True)
+    read.clear()
+    assert run_ingest(tree, reread=True).digest == first.digest
+    assert len(read) == 120
+
+
+def test_checkpoint_of_an_earlier_ledger_is_obsolete(tree, run_ingest, kill_ingest, read, make_image) -> None:
+    first = run_ingest(tree)
+    added = tree / "1" / "new.png"
+    added.write_bytes(make_image(1000))
+    kill_ingest(tree)
+    added.unlink()
+    for path in tree.rglob("*.png"):
+        path.touch()
+    assert run_ingest(tree).digest == first.digest, "with another ledger"
+    added.write_bytes(make_image(1000))
+    read.clear()
+    run_ingest(tree)
+    assert read == ["1/new.png"]
+
+
+def test_a_dataset_that_returns_to_an_earlier_state_remembers_splits(tree, run_ingest, make_image, contents) -> None:
+    """The images between the two states were removed, and a network may have been trained on them."""
+    first = run_ingest(tree)
+    added = [tree / "1" / f"{number}.png" for number in range(1000, 1100)]
+    for number, path in enumerate(added, 1000):
+        path.write_bytes(make_image(number))
+    split = contents(run_ingest(tree)).split
+    for path in added:
+        path.unlink()
+    assert contents(run_ingest(tree)).split == contents(first).split
+    for number, path in reversed(list(enumerate(added, 1000))):
+        path.write_bytes(make_image(number))
+    assert contents(run_ingest(tree, test_fraction=0.5)).split == split
+
+
+def test_published_changes_of_a_ledger_are_exact(tree, run_ingest, tmp_path: Path, monkeypatch) -> None:
+    """A row that is written without a change is not stored again."""
+    monkeypatch.setattr("evernear.data.snapshots._MAX_CHANGED_FRACTION", 10)
+    run_ingest(tree)
+    (tree / "1" / "000.png").chmod(0o600)
+    for path in sorted((tree / "2").iterdir())[:3]:
+        path.unlink()
+    second = run_ingest(tree, reread=True)
+    (changes,) = second.ledger_changes
+    with closing(sqlite3.connect(tmp_path / "store" / "datasets" / "tree" / "ledgers" / f"{changes}.sqlite")) as db:
+        assert db.execute("SELECT name FROM files").fetchall() == [("1/000.png",)]
+        assert len(db.execute("SELECT name FROM gone_files").fetchall()) == 3
+
+
+def test_listing_without_etags_uses_the_modification_time() -> None:
+    page = b"""<ListBucketResult><Contents><Key>a/1.png</Key><Size>3</Size>
+      <LastModified>2026-01-02T03:04:05Z</LastModified></Contents></ListBucketResult>"""
+    assert _parse_page(page).objects[0].etag == "2026-01-02T03:04:05Z"
