@@ -174,18 +174,21 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
         from evernear.evaluation.open_set import OpenSet
         from evernear.index.build import build
 
-        labels = Dataset.open(Path(dataset)).labels
+        data = Dataset.open(Path(dataset))
         vectors = Embeddings.open(Path(embeddings))
         probed = OpenSet.load(Path(open_set))
         result = build(
             vectors,
-            labels,
+            data.labels,
             chosen.index,
             Path(index),
             threshold=probed.threshold,
             reject_rate=probed.reject_rate,
         )
-        running.summary = result.summary(chosen.index.recall)
+        queries = data.manifest.label_counts("query")
+        unqueried = sum(not queries[label] for label in result.known_labels)
+        note = f"; calibrated without query images of {quantity(unqueried, 'class', 'classes')}" if unqueried else ""
+        running.summary = result.summary(chosen.index.recall) + note
 
 
 def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from evernear.data.gallery import MIN_GALLERY_IMAGES, joining_gallery
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.shards import Dataset
 from evernear.data.validate import NO_CHANGES, Report, require_valid, validate
@@ -177,6 +178,7 @@ def test_empty_split_and_missing_class_are_reported(tmp_path: Path, run_ingest, 
         ("train", "a", 20),
         ("train", "b", 20),
         ("test", "a", 5),
+        ("test", "c", 12),
         ("gallery", "a", 5),
     ]:
         folder = tmp_path / "tree" / split / label
@@ -192,14 +194,37 @@ def test_empty_split_and_missing_class_are_reported(tmp_path: Path, run_ingest, 
         ),
         "missing_in_gallery": (
             "error",
-            "Classes without an image in the gallery cannot be recognized: b; add images of them, to the gallery"
-            " folder if there is one.",
+            "Classes without an image in train or the gallery cannot be recognized: c; add training images of them, or"
+            " remove their other images.",
         ),
         "missing_in_split": (
             "warn",
-            "Some classes have no image in a split: b in test; add images of them.",
+            "Some classes have no image in a split: c in train, b in test; add images of them. 1 class has no image in"
+            " the gallery split: b; training images fill the gallery instead.",
         ),
     }
+
+
+def test_a_given_gallery_may_lack_classes(tmp_path: Path, run_ingest, make_image) -> None:
+    """As that of public data sets, whose rare classes are only in train and test."""
+    numbers = itertools.count()
+    for split, labels in (("train", "abcdef"), ("test", "abcdef"), ("val", "ab")):
+        for label in labels:
+            folder = tmp_path / "tree" / split / label
+            folder.mkdir(parents=True)
+            for _ in range(20):
+                (folder / f"{next(numbers)}.png").write_bytes(make_image(next(numbers)))
+    manifest = run_ingest(tmp_path / "tree")
+    report = check(manifest)
+    require_valid(report)
+    (finding,) = report.findings
+    assert (finding.rule, finding.severity, finding.names) == ("missing_in_split", "warn", ("c", "d", "e", "f"))
+    assert finding.message == (
+        "4 classes have no image in the gallery split: c, d, e, f; training images fill the gallery instead."
+    )
+    joining = joining_gallery(manifest)
+    assert joining == {label: 0 if label in "ab" else MIN_GALLERY_IMAGES for label in "abcdef"}
+    assert joining_gallery(manifest, untrained="f")["f"] == manifest.label_counts("train")["f"] > MIN_GALLERY_IMAGES
 
 
 def test_a_class_without_a_gallery_image_names_the_copies_in_another_split(
@@ -216,9 +241,9 @@ def test_a_class_without_a_gallery_image_names_the_copies_in_another_split(
     with pytest.raises(DataValidationError) as error:
         require_valid(check(run_ingest(tmp_path / "tree")))
     assert str(error.value).startswith(
-        "The data cannot be used: Classes without an image in the gallery cannot be recognized: b; add images of them,"
-        " to the gallery folder if there is one. 12 images are in several splits, and each was added to one of them;"
-        " keep one of test/b/0.png, train/b/0.png, test/b/1.png, "
+        "The data cannot be used: Classes without an image in train or the gallery cannot be recognized: b; add"
+        " training images of them, or remove their other images. 12 images are in several splits, and each was added to"
+        " one of them; keep one of test/b/0.png, train/b/0.png, test/b/1.png, "
     )
 
 

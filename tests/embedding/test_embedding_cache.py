@@ -10,11 +10,12 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from evernear.data.gallery import MIN_GALLERY_IMAGES
 from evernear.data.ingest import ingest
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
 from evernear.embedding import embed as embed_module
-from evernear.embedding.embed import MIN_GALLERY_IMAGES, embed, embed_images
+from evernear.embedding.embed import embed, embed_images
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import describe_network, export, load_network
 from evernear.embedding.train import train

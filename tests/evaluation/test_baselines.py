@@ -1,10 +1,16 @@
 """Trivial baselines on the digits, and the gate's rule about them on constructed counts."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from PIL import Image
+from sklearn.datasets import load_digits
 
+from evernear.data.ingest import ingest
+from evernear.data.shards import Dataset
 from evernear.evaluation.baselines import Baseline, measure_baselines
 from evernear.evaluation.compare import PairedCounts
 from evernear.evaluation.evaluate import Evaluation, evaluate
@@ -14,7 +20,8 @@ from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.statistics import p_by_chance, proportion
 from evernear.evaluation.verdict import Rule
-from evernear.settings import EvaluationSettings, GateSettings
+from evernear.settings import DataSettings, EvaluationSettings, GateSettings
+from evernear.store import open_store
 from tests.conftest import System
 
 
@@ -61,6 +68,23 @@ def test_a_sample_of_queries_is_compared_with_the_candidate_on_the_same_queries(
         assert part.accuracy.value == pytest.approx(whole.accuracy.value, abs=0.15)
         correct = int(outcomes.correct[::step].sum())
         assert part.accuracy.count + part.comparison.improvements - part.comparison.regressions == correct
+
+
+def test_the_pixel_baseline_knows_the_classes_that_train_images_fill(tmp_path: Path):
+    """Otherwise a candidate would pass the gate more easily because val/ lacks classes."""
+    digits = load_digits()
+    for number, (pixels, label) in enumerate(zip(digits.images[:600], digits.target[:600], strict=True)):
+        split = ("train", "test", "val")[number % 3]
+        if split != "val" or label < 3:
+            folder = tmp_path / "images" / split / str(label)
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((pixels * 15).astype(np.uint8)).save(folder / f"{number}.png")
+    store = (tmp_path / "store").as_uri()
+    dataset = Dataset(ingest(DataSettings(source=f"folder:{tmp_path / 'images'}"), store), open_store(store))
+    assert dataset.manifest.label_counts("gallery")["9"] == 0
+    labels = np.concatenate([block.labels for block in dataset.blocks("test")]).astype(np.int32)
+    pixels = measure_baselines(Outcomes(labels >= 0, labels), dataset, 0.95, 512)[1]
+    assert pixels.accuracy.value > 0.7
 
 
 def test_constant_images_have_a_baseline(system: System, evaluation: Evaluation, monkeypatch: pytest.MonkeyPatch):

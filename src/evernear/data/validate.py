@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from evernear.class_names import lookalike_key, spelled
+from evernear.data.gallery import joining_gallery
 from evernear.data.manifest import SPLITS, Manifest, Split
 from evernear.data.shards import Dataset
 from evernear.errors import DataValidationError
@@ -268,11 +269,13 @@ def _splits(manifest: Manifest, counts: Counts, totals: dict[str, int]) -> Itera
         message = f"No images in the split {_listed(empty)}; add images or raise its share (data.*_fraction)."
         yield _finding("empty_split", message, empty, len(empty))
     present = [label for label, count in totals.items() if count]
-    unknown = [label for label in present if not counts["gallery"][label]]
-    if unknown and "gallery" not in empty:
+    joining = joining_gallery(manifest)
+    without = [label for label in present if not counts["gallery"][label]] if "gallery" not in empty else []
+    unknown = [label for label in without if not joining[label]]
+    if unknown:
         message = (
-            f"Classes without an image in the gallery cannot be recognized: {_listed(unknown)}; add images of them, to"
-            " the gallery folder if there is one."
+            f"Classes without an image in train or the gallery cannot be recognized: {_listed(unknown)}; add training"
+            " images of them, or remove their other images."
         )
         message = " ".join([message, *in_several_splits])
         yield _finding("missing_in_gallery", message, unknown, len(unknown))
@@ -283,9 +286,17 @@ def _splits(manifest: Manifest, counts: Counts, totals: dict[str, int]) -> Itera
         for label in present
         if not counts[split][label]
     ]
+    filled = [label for label in without if joining[label]]
+    sentences: list[str] = []
     if missing:
-        message = f"Some classes have no image in a split: {_listed(missing)}; add images of them."
-        yield _finding("missing_in_split", message, missing, len(missing))
+        sentences.append(f"Some classes have no image in a split: {_listed(missing)}; add images of them.")
+    if filled:
+        classes = quantity(len(filled), "class has", "classes have")
+        sentences.append(
+            f"{classes} no image in the gallery split: {_listed(filled)}; training images fill the gallery instead."
+        )
+    if sentences:
+        yield _finding("missing_in_split", " ".join(sentences), missing + filled, len(missing) + len(filled))
 
 
 def _finding(rule: str, message: str, names: Sequence[str], count: int, details: tuple[str, ...] = ()) -> Finding:

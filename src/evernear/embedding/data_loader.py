@@ -47,8 +47,9 @@ class TrainingImages:
                 f"Dataset {dataset.manifest.name} has no images in its gallery split, the validation set; "
                 "raise data.gallery_fraction or add images."
             )
-        self.chance_accuracy = float(gallery.max() / gallery.sum())
-        """Gallery accuracy of a network that always predicts the most frequent class."""
+        has_several = np.count_nonzero(gallery) > 1
+        self.chance_accuracy = float(gallery.max() / gallery.sum()) if has_several else 1 / self.classes
+        """Gallery accuracy of a network that always predicts the most frequent class, or any class if it has one."""
 
     def batches(
         self, batch_size: int, seed: int, epoch: int, rank: int, world_size: int

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from evernear.data.gallery import joining_gallery
 from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
 from evernear.disk import sha256_bytes, write_atomically
@@ -27,8 +28,6 @@ from evernear.store import Store
 SHARD_SIZE = 8_192
 """Embeddings per shard: 4.5 MB at 128 dimensions."""
 BATCH_SIZE = 256
-MIN_GALLERY_IMAGES = 10
-"""A class with fewer images in the gallery is filled up to this number with train images."""
 
 
 def embed(
@@ -43,8 +42,8 @@ def embed(
     """Embed ``splits`` of ``dataset`` with the exported network in ``network_dir``; write shards to ``out_dir``.
 
     With a ``store``, embeddings are cached there; see `evernear.embedding.embedding_cache`. ``untrained`` are classes
-    that the network was not trained on; for a frozen network, all are. Their train images join the gallery, and other
-    classes are filled up to `MIN_GALLERY_IMAGES`; see docs/decisions/0052-training-images-in-the-gallery.md.
+    that the network was not trained on; for a frozen network, all are. Train images join the gallery as
+    `joining_gallery` says.
 
     Raises:
         IntegrityError: the network does not match its description or expects images of another shape, or the cache is
@@ -60,11 +59,7 @@ def embed(
         )
     if network_description.frozen:
         untrained = frozenset(dataset.labels)
-    train_counts = dataset.manifest.label_counts("train")
-    joining = {
-        label: train_counts[label] if label in untrained else max(0, MIN_GALLERY_IMAGES - count)
-        for label, count in dataset.manifest.label_counts("gallery").items()
-    }
+    joining = joining_gallery(dataset.manifest, untrained)
     dim = network_description.embedding_dim
     embedder = _Embedder(EmbeddingCache(store, network_description.embeddings_key, dim), dim)
     shards: list[EmbeddingShard] = []

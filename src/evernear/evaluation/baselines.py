@@ -1,11 +1,12 @@
 """Trivial recognizers on the candidate's test images: the most common class, and nearest neighbors of pixels."""
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evernear.data.manifest import Split
+from evernear.data.gallery import joining_gallery
 from evernear.data.shards import Block, Dataset
 from evernear.evaluation.compare import PairedCounts
 from evernear.evaluation.measure import Outcomes
@@ -37,13 +38,20 @@ def measure_baselines(outcomes: Outcomes, dataset: Dataset, confidence: float, b
 
     Always predicting the most common class of the test split is the best that can be done without looking at the image.
     The nearest gallery image by pixels (`SIDE_PX`, each image standardized) needs no training. Its gallery and its
-    queries are spread evenly over the splits, at most `GALLERY_MAX` and `QUERIES_MAX`.
+    queries are spread evenly over the splits, at most `GALLERY_MAX` and `QUERIES_MAX`. Of a class without an image in
+    the gallery split, it has the train images that the candidate's index has.
     """
+    from evernear.embedding.embed import image_blocks
+
     most_common = np.full_like(outcomes.labels, np.bincount(outcomes.labels).argmax())
     baselines = [_baseline("the most common class", most_common, outcomes, confidence)]
     if dataset.count("gallery"):
-        gallery, gallery_labels, _ = _pixels(dataset, "gallery", GALLERY_MAX, batch_size)
-        queries, _, rows = _pixels(dataset, "test", QUERIES_MAX, batch_size)
+        in_gallery = dataset.manifest.label_counts("gallery")
+        joining = {label: n for label, n in joining_gallery(dataset.manifest).items() if not in_gallery[label]}
+        parts = image_blocks(dataset, "gallery", batch_size, joining)
+        count = dataset.count("gallery") + sum(joining.values())
+        gallery, gallery_labels, _ = _pixels(chain.from_iterable(blocks for blocks, _ in parts), count, GALLERY_MAX)
+        queries, _, rows = _pixels(dataset.blocks("test", batch_size), dataset.count("test"), QUERIES_MAX)
         some = Outcomes(outcomes.correct[rows], outcomes.labels[rows])
         nearest = gallery_labels[_nearest(gallery, queries)]
         height, width = (min(SIDE_PX, side) for side in dataset.shape[:2])
@@ -75,14 +83,14 @@ def _nearest(gallery: NDArray[np.float32], queries: NDArray[np.float32]) -> NDAr
 
 
 def _pixels(
-    dataset: Dataset, split: Split, count_max: int, batch_size: int
+    blocks: Iterable[Block], count: int, count_max: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
-    """Reduced, standardized images (N, D) of ``split``, their label indices, and their positions in the split."""
-    step = max(1, -(-dataset.count(split) // count_max))
+    """Reduced, standardized images (N, D) out of ``count``, their label indices, and their positions."""
+    step = max(1, -(-count // count_max))
     pixels: list[NDArray[np.float32]] = []
     labels: list[NDArray[np.int64]] = []
     positions: list[NDArray[np.int64]] = []
-    for start, block in _numbered(dataset.blocks(split, batch_size)):
+    for start, block in _numbered(blocks):
         rows = np.arange(-start % step, len(block), step)
         if len(rows):
             pixels.append(_reduce(block.images[rows]))
