@@ -21,6 +21,7 @@ from pydantic import AwareDatetime
 from evernear.disk import disk_errors, write_atomically
 from evernear.errors import BusyError, EvernearError, SettingsError, StoreError, UserInterruptError, disk_full_message
 from evernear.frozen import Frozen
+from evernear.locations import with_absolute_locations
 from evernear.progress import COMMAND_VARIABLE, EVENTS_VARIABLE, Event, read_events
 from evernear.release.registry import whoami
 from evernear.reporting.notify import NextStep, Outcome
@@ -256,7 +257,7 @@ def _pipeline_process(
             [sys.executable, "-m", "pipelines.local"],
             cwd=empty,
             env={
-                **os.environ,
+                **with_absolute_locations(os.environ),
                 EVENTS_VARIABLE: str(events),
                 COMMAND_VARIABLE: json.dumps(list(command)),
                 "TMPDIR": str(temporary),

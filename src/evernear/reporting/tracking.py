@@ -6,8 +6,10 @@ warning and never fails a run.
 """
 
 import os
+import re
 from collections.abc import Iterator
 from datetime import datetime
+from pathlib import Path
 
 from evernear.reporting.model_registry import REGISTRY_ADDRESS, TIMEOUT_S, follow_champion, register, warning
 from evernear.reporting.page import RunReport
@@ -60,7 +62,7 @@ def _log_to_mlflow(report: RunReport, page: str) -> None:
     client, outcome = MlflowClient(), report.outcome
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
     experiment = client.get_experiment_by_name(name)
-    experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
+    experiment_id = experiment.experiment_id if experiment else client.create_experiment(name, _artifact_location())
     started_ms, ended_ms = (_milliseconds(time) for time in (report.started, report.ended or report.started))
     logged = client.search_runs([experiment_id], f"attributes.run_name = '{outcome.run}'", max_results=1)
     run = logged[0] if logged else client.create_run(experiment_id, started_ms, run_name=outcome.run)
@@ -75,6 +77,15 @@ def _log_to_mlflow(report: RunReport, page: str) -> None:
     client.log_batch(run.info.run_id, tags=tags)
     client.log_text(run.info.run_id, page, "run.html")
     client.set_terminated(run.info.run_id, STATES.get(outcome.state, "FINISHED"), ended_ms)
+
+
+def _artifact_location() -> str | None:
+    """The directory ``mlruns`` beside a SQLite database.
+
+    MLflow's default is ``mlruns`` in the current directory, which is temporary in a step.
+    """
+    database = re.fullmatch(r"sqlite(?:\+\w+)?:///([^:?][^?]*).*", os.environ[MLFLOW_ADDRESS])
+    return (Path(database[1]).absolute().parent / "mlruns").as_uri() if database else None
 
 
 def _curves(report: RunReport) -> Iterator[tuple[str, float, int]]:

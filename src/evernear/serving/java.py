@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from evernear.errors import ServingError
+from evernear.locations import with_absolute_locations
 from evernear.serving.configuration import QUERY_LOG_FILE, QUERY_LOG_VARIABLE, temporary_directory
 from evernear.settings import ServingSettings
 
@@ -37,9 +38,11 @@ def find_java() -> Path:
     Raises:
         ServingError: none is installed.
     """
+    environment = _sanitized_environment()
+    home, on_path = environment.get("JAVA_HOME"), shutil.which("java", path=environment.get("PATH"))
     candidates = [
-        Path(os.environ["JAVA_HOME"]) / "bin" / "java" if os.environ.get("JAVA_HOME") else None,
-        Path(on_path) if (on_path := shutil.which("java")) else None,
+        Path(home) / "bin" / "java" if home else None,
+        Path(on_path) if on_path else None,
         packaged_java(),
     ]
     for java in candidates:
@@ -130,7 +133,8 @@ def torchserve_packages() -> Path:
 
 
 def _sanitized_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not _WITHHELD.match(name)}
+    environment = with_absolute_locations(os.environ)
+    return {name: value for name, value in environment.items() if not _WITHHELD.match(name)}
 
 
 def _major_version(java: Path) -> int:

@@ -356,7 +356,7 @@ class IndexSettings(Section):
     )
     uri: str = Field(
         default="",
-        pattern=r"^(https?://[^@\s]+|[^:]+\.db)?$",
+        pattern=r"^(https?://[^@\s]+|/.+\.db|[^:]+\.db)?$",
         description="Milvus: http://HOST:19530, https://..., or a path that ends with .db for Milvus Lite. The token "
         "is in EVERNEAR_MILVUS_TOKEN or EVERNEAR_MILVUS_TOKEN_FILE.",
     )
@@ -397,6 +397,12 @@ class IndexSettings(Section):
         lt=1.0,
         description="Largest share of known images to call unknown; takes precedence over false_accept_rate.",
     )
+
+    @field_validator("uri")
+    @classmethod
+    def _absolute(cls, uri: str) -> str:
+        """Make a relative path absolute: the steps of a run have another working directory."""
+        return uri if not uri or "://" in uri else str(Path(uri).expanduser().absolute())
 
     @property
     def temporary(self) -> "IndexSettings":

@@ -29,15 +29,16 @@ def file_etag(stat: os.stat_result) -> str:
     ``cp -p``, ``mv`` and ``touch -r`` preserve the modification time, and two files of one size may share it. The
     device is left out, because its number may differ after each mount.
     """
-    return f"{stat.st_size}-{stat.st_mtime_ns}:{stat.st_ctime_ns}-{stat.st_ino}"
+    return f"{stat.st_size}-{stat.st_mtime_ns} {stat.st_ctime_ns}-{stat.st_ino}"
 
 
 def without_change_time(etag: str) -> str:
     """The part of an etag that stays when a file is copied or restored with its times, or gets another mode or owner.
 
-    It is the whole etag of an object in a bucket, and of a file in a ledger that predates `file_etag`.
+    It is the whole etag of an object in a bucket, which cannot contain a space (RFC 9110), and of a file in a ledger
+    that predates `file_etag`.
     """
-    return etag.partition(":")[0]
+    return etag.partition(" ")[0]
 
 
 @dataclass

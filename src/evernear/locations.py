@@ -1,0 +1,53 @@
+"""Relative locations in the environment mean the directory where the command was typed.
+
+The steps of a run and TorchServe work in other directories, so that their processes get absolute locations.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import quote
+
+_PATHS = re.compile(
+    r"\w+_(FILE|PATH|DIR|HOME|BUNDLE)"
+    r"|HF_HUB_CACHE|HUGGINGFACE_HUB_CACHE|TRANSFORMERS_CACHE|NETRC|MPLCONFIGDIR|TMPDIR"
+    r"|GOOGLE_APPLICATION_CREDENTIALS|OTEL_EXPORTER_OTLP_\w*(CERTIFICATE|CLIENT_KEY)"
+)
+"""Variables that hold a path: evernear's, and those of the libraries that it uses."""
+_LISTS = frozenset({"KUBECONFIG", "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SSL_CERT_DIR"})
+"""Variables that hold several paths."""
+_ADDRESSES = frozenset({"MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "EVERNEAR_MILVUS_URI"})
+"""Variables that hold the URL of a server, or a path."""
+_NO_PATHS = frozenset({"databricks", "databricks-uc", "uc"})
+"""Addresses of MLflow without a colon."""
+_SQLITE = re.compile(r"(sqlite(?:\+\w+)?:///)([^/:?].*)")
+"""``sqlite:///mlflow.db``; with a fourth slash, the path is absolute. ``:memory:`` is no path."""
+_FILE = re.compile(r"(file:)([^/].*)")
+"""``file:./mlruns``"""
+
+
+def with_absolute_locations(environment: Mapping[str, str], directory: Path | None = None) -> dict[str, str]:
+    """``environment`` with absolute paths instead of those relative to ``directory``, by default the current one.
+
+    URLs of servers stay, and so do paths in a home directory (``~/...``), which libraries expand.
+    """
+    base = directory or Path.cwd()
+    return {name: _absolute(name, value, base) for name, value in environment.items()}
+
+
+def _absolute(name: str, value: str, base: Path) -> str:
+    if name in _LISTS:
+        return os.pathsep.join(_absolute_path(part, base) for part in value.split(os.pathsep))
+    if name in _ADDRESSES:
+        if sqlite := _SQLITE.fullmatch(value):
+            return f"{sqlite[1]}{base / sqlite[2]}"
+        if file := _FILE.fullmatch(value):
+            return f"{file[1]}{Path(quote(str(base))) / file[2]}"
+        return value if ":" in value or value in _NO_PATHS else _absolute_path(value, base)
+    return _absolute_path(value, base) if _PATHS.fullmatch(name) and "://" not in value else value
+
+
+def _absolute_path(path: str, base: Path) -> str:
+    """An empty path, which is no location, stays; so does one in a home directory."""
+    return path if not path or path.startswith("~") else str(base / path)
