@@ -236,6 +236,24 @@ def test_missing_client_is_a_warning(record: RunRecord, monkeypatch: pytest.Monk
     assert track(record, "") == ["MLFLOW_TRACKING_URI is set, but the client is missing: install evernear[mlflow]."]
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")  # of MLflow's
+def test_artifacts_of_a_run_in_a_sqlite_database_are_beside_it(
+    record: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow would put them into the current directory, which is deleted after a step."""
+    pytest.importorskip("sqlalchemy")
+    step = tmp_path / "step"
+    step.mkdir()
+    monkeypatch.chdir(step)
+    (tmp_path / "tracking").mkdir()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/tracking/mlflow.db")
+    assert track(record, "<p>page</p>") == []
+    (page,) = (tmp_path / "tracking").rglob("run.html")
+    assert page.read_text() == "<p>page</p>"
+    assert list(step.iterdir()) == []
+
+
 @pytest.fixture
 def mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of MLflow's tracking server."""
