@@ -287,6 +287,8 @@ def archive(run: str, settings: Tree, dataset: str, parts: dict[str, str], relea
         RunRecord(store, run).save(archived={"version": packed.manifest.version})
         size_mb = packed.archive.stat().st_size / 1e6
         running.summary = f"release {packed.manifest.version}, {size_mb:.1f} MB"
+        if not packed.smoke_settled:
+            running.summary += "; the smoke test compares distances only, because no query image is clearly recognized"
     return packed.manifest.version
 
 

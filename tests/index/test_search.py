@@ -245,3 +245,64 @@ def _private_bytes() -> int:
     """Memory that this process shares with no other."""
     rollup = Path("/proc/self/smaps_rollup").read_text()
     return 1024 * sum(int(kib) for kib in re.findall(r"^Private_Dirty: +(\d+) kB", rollup, re.M))
+
+
+class Rounded:
+    """An index whose distances differ by up to ``tolerance`` from those of another one."""
+
+    def __init__(self, index: FaissIndex, tolerance: float, seed: int) -> None:
+        self._index, self._tolerance, self._rng = index, tolerance, np.random.default_rng(seed)
+
+    def __getattr__(self, name: str):
+        return getattr(self._index, name)
+
+    def search(self, vectors, k):
+        distances, rows = self._index.search(vectors, self._index.shape[0])
+        # The largest differences are the worst ones.
+        distances = distances + self._tolerance * self._rng.choice([-1, 1], distances.shape).astype(np.float32)
+        order = np.argsort(distances, axis=1)[:, :k]
+        return np.take_along_axis(distances, order, axis=1), np.take_along_axis(rows, order, axis=1)
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_settled_predictions_survive_rounding_and_others_may_not(make_embeddings: MakeEmbeddings, tmp_path: Path, k):
+    tolerance = 0.02
+    embeddings = make_embeddings({"gallery": blobs(1, 60), "query": blobs(2, 60)})
+    build(embeddings, LABELS, IndexSettings(k=k, label_by="vote"), tmp_path)
+    queries, _ = blobs(3, 400)
+    gallery = Gallery.open(tmp_path, NETWORK)
+    settled = gallery.is_settled(queries, tolerance)
+    predictions = [(answer.pred, answer.unknown) for answer in gallery.recognize(queries)]
+    changed = np.zeros(len(queries), np.bool_)
+    for seed in range(30):
+        index = Rounded(FaissIndex.open(tmp_path / "index.faiss"), tolerance * 0.99, seed)
+        centroids = np.load(tmp_path / "centroids.npy")
+        rounded = Gallery(gallery.description, index, gallery.label_indices, centroids).recognize(queries)
+        changed |= [(answer.pred, answer.unknown) != p for answer, p in zip(rounded, predictions, strict=True)]
+    assert not (changed & settled).any()
+    assert settled.sum() > 100
+    assert changed.sum() > 20, "without rounding errors that matter, the test proves nothing"
+
+
+def test_query_between_two_centroids_is_not_settled(make_embeddings: MakeEmbeddings, tmp_path: Path):
+    embeddings = make_embeddings({"gallery": blobs(1, 60), "query": blobs(2, 60)})
+    build(embeddings, LABELS, IndexSettings(label_by="centroid"), tmp_path, threshold=MAX_DISTANCE)
+    gallery, centroids = Gallery.open(tmp_path, NETWORK), np.load(tmp_path / "centroids.npy")
+    between = centroids[0] + centroids[1]
+    queries = np.stack([centroids[0], between / np.linalg.norm(between)])
+    assert gallery.is_settled(queries, 2e-3).tolist() == [True, False]
+
+
+def test_query_at_the_threshold_is_settled_only_if_unknown_is_switched_off(
+    make_embeddings: MakeEmbeddings, tmp_path: Path
+):
+    embeddings = make_embeddings({"gallery": blobs(1, 60), "query": blobs(2, 60)})
+    queries = blobs(3, 5)[0][:1]
+    build(embeddings, LABELS, IndexSettings(k=1), tmp_path / "off", threshold=MAX_DISTANCE)
+    off = Gallery.open(tmp_path / "off", NETWORK)
+    (answer,) = off.recognize(queries)
+    for away, expected in ((0.0, False), (1e-3, False), (-1e-3, False), (3e-3, True), (-3e-3, True)):
+        directory = tmp_path / f"at{away}"
+        build(embeddings, LABELS, IndexSettings(k=1), directory, threshold=answer.dist + away)
+        assert Gallery.open(directory, NETWORK).is_settled(queries, 2e-3).tolist() == [expected]
+    assert off.is_settled(queries, 2e-3).tolist() == [True]

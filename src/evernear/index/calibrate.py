@@ -7,13 +7,18 @@ from numpy.typing import NDArray
 
 from evernear.embedding.embeddings import EmbeddingBlock
 from evernear.errors import DataError
-from evernear.index.description import MAX_DISTANCE, Calibration
+from evernear.index.description import DISTANCE_TOLERANCE, MAX_DISTANCE, Calibration
 from evernear.index.exact import ExactNeighbors, Floats
 from evernear.index.vectors import VectorIndex
 from evernear.settings import IndexSettings
 
 ROUNDING = 1e-5
 """Squared distances of float32 unit vectors that differ by less are equal (observed: 1e-6)."""
+EQUAL = 1e-6
+"""Distances that differ by less cannot be separated by a float32 threshold."""
+MARGIN = 2 * DISTANCE_TOLERANCE
+"""A threshold is at most this far from one of the distances that it separates. In the middle of a wide gap, it would
+accept unknown images that are farther away than any known one."""
 
 
 def calibrate(
@@ -76,26 +81,37 @@ def is_nearest(rows: NDArray[np.int64], distances: Floats, exact: ExactNeighbors
 
 
 def threshold_at(unknown_distances: Floats, false_accept_rate: float) -> float:
-    """The largest float32 that accepts at most ``false_accept_rate`` of ``unknown_distances`` (N,), N >= 1.
+    """A threshold that accepts at most ``false_accept_rate`` of ``unknown_distances`` (N,), N >= 1.
 
-    Ties reduce the number of accepted distances; with N below 1 / ``false_accept_rate``, none is accepted.
+    It accepts as many as it can, and lies halfway between the last accepted and the first refused distance, within
+    `MARGIN` of the latter. Ties reduce the number of accepted distances; with N below 1 / ``false_accept_rate``, none
+    is accepted.
     """
     allowed = int(np.floor(false_accept_rate * len(unknown_distances)))
-    first_refused = np.partition(unknown_distances, allowed)[allowed]
-    return float(np.clip(np.nextafter(np.float32(first_refused), np.float32(-1)), 0, MAX_DISTANCE))
+    descending = np.sort(unknown_distances)[allowed::-1]
+    return float(np.clip(-_beyond_first(-descending), 0, MAX_DISTANCE))
 
 
 def threshold_rejecting(known_distances: Floats, false_reject_rate: float) -> float:
-    """The smallest of ``known_distances`` (N,), N >= 1, that rejects at most ``false_reject_rate`` of *new* images.
+    """A threshold on ``known_distances`` (N,), N >= 1, that rejects at most ``false_reject_rate`` of *new* images.
 
     The rank is that of split conformal prediction (Vovk et al. 2005; Angelopoulos and Bates 2021, arXiv:2107.07511):
     an image exchangeable with these exceeds the distance of rank ceil((N + 1) (1 - rate)) with at most that
     probability. With N below 1 / ``false_reject_rate`` - 1 no rank is high enough, and the largest distance is taken.
+    The threshold lies halfway between the distance of that rank and the next larger one, and within `MARGIN` of the
+    former. On a distance, rounding would decide whether that image is unknown.
     """
     count = len(known_distances)
     # Rounded, because (1 - 0.05) * 20 is slightly more than 19.
     rank = min(count, math.ceil(round((count + 1) * (1 - false_reject_rate), 9)))
-    return float(np.clip(np.partition(known_distances, rank - 1)[rank - 1], 0, MAX_DISTANCE))
+    return float(np.clip(_beyond_first(np.sort(known_distances)[rank - 1 :]), 0, MAX_DISTANCE))
+
+
+def _beyond_first(ascending: Floats) -> float:
+    """A number above the first of ``ascending`` (N,), N >= 1, and those `EQUAL` to it, but below the next one."""
+    gaps = np.diff(ascending.astype(np.float64), append=np.inf)
+    last = int(np.argmax(gaps > EQUAL))
+    return float(ascending[last] + min(gaps[last] / 2, MARGIN))
 
 
 def _root(squared: Floats) -> Floats:

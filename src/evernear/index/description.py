@@ -16,6 +16,9 @@ LABELS_FILE = "labels.npy"
 CENTROIDS_FILE = "centroids.npy"
 MAX_DISTANCE = 2.0
 """The largest distance between two unit vectors."""
+DISTANCE_TOLERANCE = 2e-3
+"""Distances of one image may differ by this much, because rounding differs between machines and batch sizes. The square
+root is steep near zero: a difference of 4e-6 (observed: 1e-6) in the squared distance of equal vectors becomes this."""
 Rule = Literal["vote", "centroid"]
 """Whether the nearest neighbors or the nearest centroid of a class decide the label."""
 PARTS = (VECTORS_FILE, LABELS_FILE, CENTROIDS_FILE)

@@ -23,6 +23,8 @@ from evernear.index.vectors import VectorIndex
 NO_LABEL = -1
 """Label number in place of a neighbor that an approximate index did not find."""
 CENTROID_BLOCK = 4096
+SETTLED_BY = 100
+"""Neighbors that `Gallery.is_settled` looks at. If all of them could vote, a prediction is not settled."""
 Embedded = NDArray[np.float32]
 
 
@@ -159,6 +161,34 @@ class Gallery:
             no_neighbors, np.float32(MAX_DISTANCE), np.minimum(neighbors.distances[:, 0], MAX_DISTANCE)
         )
         return Classifications(labels, distances, (distances > self.description.threshold) | no_neighbors)
+
+    def is_settled(self, embeddings: Embedded, tolerance: float) -> NDArray[np.bool_]:
+        """Whether the predictions for unit vectors (N, D) stay the same if each distance changes by ``tolerance``."""
+        neighbors = self.search(embeddings, max(SETTLED_BY, 2 * self.description.k))
+        predicted = self.classify(embeddings, neighbors)
+        is_clear = np.abs(predicted.distances - self.description.threshold) > tolerance
+        if self.description.threshold >= MAX_DISTANCE:  # unknown is switched off
+            is_clear[:] = True
+        if self.description.label_by == "vote":
+            return is_clear & self._vote_is_settled(neighbors, predicted.labels, tolerance)
+        distances = np.sqrt(np.maximum(2 - 2 * embeddings @ self._centroids.T, 0))
+        nearest, second = np.partition(distances, 1, axis=1)[:, :2].T
+        return is_clear & (second - nearest > 2 * tolerance)
+
+    def _vote_is_settled(
+        self, neighbors: Neighbors, predicted: NDArray[np.int32], tolerance: float
+    ) -> NDArray[np.bool_]:
+        """Whether the certain votes for the predicted label outnumber the possible ones for any other label."""
+        k, distances = self.description.k, neighbors.distances
+        size = distances.shape[1]
+        is_possible = distances <= distances[:, [min(k, size) - 1]] + 2 * tolerance
+        is_certain = distances < (distances[:, [k]] - 2 * tolerance if k < size else np.inf)
+        is_predicted = neighbors.labels == predicted[:, None]
+        same_label = neighbors.labels[:, :, None] == neighbors.labels[:, None, :]
+        votes = (same_label & is_possible[:, None, :]).sum(axis=2)
+        others = np.where(is_predicted, 0, votes).max(axis=1)
+        is_complete = size == self.description.size or ~is_possible[:, -1]
+        return is_complete & ((others == 0) | ((is_certain & is_predicted).sum(axis=1) > others))
 
     def label(self, embeddings: Embedded, neighbors: Neighbors, rule: Rule) -> NDArray[np.int32]:
         """Label indices of unit vectors (N, D) by the neighbors that `search` found for them.

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import BytesIO
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ from evernear.embedding.export import DESCRIPTION_FILE as NETWORK_DESCRIPTION
 from evernear.embedding.export import NETWORK_FILE, ExportedNetwork, describe_network, load_network
 from evernear.errors import DataError, EvernearError, IntegrityError
 from evernear.index.description import DESCRIPTION_FILE as INDEX_DESCRIPTION
+from evernear.index.description import DISTANCE_TOLERANCE
 from evernear.index.search import Gallery, Recognition
 from evernear.release.archive_reader import ARCHIVE_FILE, MANIFEST_FILE, SmokeQuery, smoke_file
 from evernear.release.drift_baseline import DriftBaseline, evenly, random_projection
@@ -74,10 +74,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Release:
-    """An archived release: the ``.mar``, and ``manifest.json`` next to it."""
+    """An archived release: the ``.mar``, and ``manifest.json`` next to it.
+
+    ``smoke_settled`` is false if rounding could change the prediction for every image of the query split: then the
+    smoke test compares distances only.
+    """
 
     manifest: ReleaseManifest
     archive: Path
+    smoke_settled: bool
 
 
 def archive(
@@ -109,14 +114,14 @@ def archive(
             _link_parts(parts, candidate, (*gallery.description.parts, INDEX_DESCRIPTION), handler)
             write_atomically(parts / PREPROCESSING_FILE, network.preprocessing.model_dump_json(indent=2))
             write_atomically(parts / MODEL_CONFIG_FILE, _model_config(settings))
-            _write_smoke_queries(parts, dataset, network_dir, gallery, settings.smoke_queries)
+            queries = _write_smoke_queries(parts, dataset, network_dir, gallery, settings.smoke_queries)
             write_atomically(parts / DRIFT_BASELINE_FILE, _drift_baseline(dataset, network_dir, gallery).to_bytes())
             manifest = _describe(parts, candidate, network, gallery, settings, created)
             write_atomically(parts / MANIFEST_FILE, manifest.to_json())
             _pack(Path(temporary), settings.model_name, manifest.version)
             (Path(temporary) / f"{settings.model_name}.mar").replace(out_dir / ARCHIVE_FILE)
             write_atomically(out_dir / MANIFEST_FILE, manifest.to_json())
-    return Release(manifest, out_dir / ARCHIVE_FILE)
+    return Release(manifest, out_dir / ARCHIVE_FILE, smoke_settled=all(query.settled for query in queries))
 
 
 def _link_parts(parts: Path, candidate: Candidate, index_names: Iterable[str], handler: Path) -> None:
@@ -180,27 +185,33 @@ def _describe(
     )
 
 
-def _write_smoke_queries(parts: Path, dataset: Dataset, network_dir: Path, gallery: Gallery, count: int) -> None:
+def _write_smoke_queries(
+    parts: Path, dataset: Dataset, network_dir: Path, gallery: Gallery, count: int
+) -> list[SmokeQuery]:
+    """Store the clearest images of the query split: only settled ones, unless none is."""
     network = load_network(network_dir)
     block = next(iter(dataset.blocks("query", SMOKE_BLOCK)), None)
     if block is None:
         raise DataError(f"Dataset {dataset.manifest.name} has no query image; raise data.query_fraction.")
-    answers = gallery.recognize(embed_images(network, block.images))
-    queries: list[SmokeQuery] = []
-    for number, row in enumerate(islice(_clearest(block.labels, answers, dataset.labels), count)):
-        file = f"smoke-{number:02d}.png"
-        write_atomically(parts / file, _png(block.images[row]))
-        answer = answers[row]
-        queries.append(
-            SmokeQuery(
-                file=file,
-                label=dataset.labels[block.labels[row]],
-                pred=answer.pred,
-                dist=answer.dist,
-                unknown=answer.unknown,
-            )
+    embeddings = embed_images(network, block.images)
+    answers = gallery.recognize(embeddings)
+    settled = gallery.is_settled(embeddings, DISTANCE_TOLERANCE)
+    rows = [row for row in _clearest(block.labels, answers, dataset.labels) if settled[row] or not settled.any()]
+    queries = [
+        SmokeQuery(
+            file=f"smoke-{number:02d}.png",
+            label=dataset.labels[block.labels[row]],
+            pred=answers[row].pred,
+            dist=answers[row].dist,
+            unknown=answers[row].unknown,
+            settled=bool(settled[row]),
         )
+        for number, row in enumerate(rows[:count])
+    ]
+    for query, row in zip(queries, rows, strict=False):
+        write_atomically(parts / query.file, _png(block.images[row]))
     write_atomically(parts / SMOKE_FILE, smoke_file(tuple(queries)))
+    return queries
 
 
 def _drift_baseline(dataset: Dataset, network_dir: Path, gallery: Gallery) -> DriftBaseline:
@@ -228,7 +239,7 @@ def _drift_baseline(dataset: Dataset, network_dir: Path, gallery: Gallery) -> Dr
 
 
 def _clearest(labels: NDArray[np.int64], answers: list[Recognition], names: tuple[str, ...]) -> Iterator[int]:
-    """Rows, one class after another in turn; in each class, correct and near ones first, which rounding cannot flip."""
+    """Rows, one class after another in turn; in each class, correct and near ones first."""
     of_class: dict[int, list[int]] = {}
     for row in sorted(range(len(labels)), key=lambda row: (answers[row].pred != names[labels[row]], answers[row].dist)):
         of_class.setdefault(int(labels[row]), []).append(row)

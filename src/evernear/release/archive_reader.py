@@ -54,6 +54,8 @@ class SmokeQuery(Frozen):
     pred: str
     dist: float
     unknown: bool
+    settled: bool = True
+    """Whether label and unknown flag are the same if distances change by their tolerance."""
 
 
 _SMOKE = TypeAdapter(tuple[SmokeQuery, ...])
@@ -84,7 +86,7 @@ class ReleaseParts:
 
 def smoke_file(queries: tuple[SmokeQuery, ...]) -> bytes:
     """The content of `SMOKE_FILE`."""
-    return _SMOKE.dump_json(queries, indent=2)
+    return _SMOKE.dump_json(queries, indent=2, exclude_defaults=True)
 
 
 def open_parts(directory: Path) -> ReleaseParts:
