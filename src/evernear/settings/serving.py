@@ -53,7 +53,10 @@ class ServingSettings(Section):
     )
     keep_registered: int = Field(default=3, ge=1, description="Releases that stay registered, for a fast rollback.")
     smoke_queries: int = Field(
-        default=8, ge=1, le=64, description="Stored queries that a release must answer before it goes live."
+        default=8,
+        ge=1,
+        le=64,
+        description="Largest number of stored queries that a release must answer before it goes live.",
     )
     query_log: Literal["off", "figures", "images"] = Field(
         default="figures", description="What to log of sampled live queries, from which the watcher computes drift."
