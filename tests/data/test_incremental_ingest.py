@@ -1,10 +1,13 @@
+import hashlib
 import itertools
 import shutil
 import sqlite3
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -256,3 +259,74 @@ def test_later_ingests_store_only_the_changes_of_the_ledger(
         manifest, whole = ingest()
         assert manifest.ledger_changes == (), f"the ledger is stored whole again if {reason}"
     assert ledger(manifest) == ledger(whole)
+
+
+@pytest.fixture
+def decoded(monkeypatch) -> list[str]:
+    """The names of the files that ingest decodes."""
+    names: list[str] = []
+
+    def counting(file: EncodedImage) -> Image.Image:
+        names.append(file.name)
+        return decode_inspected(file)
+
+    monkeypatch.setattr("evernear.data.decoding.decode_inspected", counting)
+    return names
+
+
+def test_changed_preprocessing_applies_to_all_images_and_splits_stay(
+    tree, run_ingest, make_image, contents, decoded, monkeypatch
+) -> None:
+    first = run_ingest(tree)
+    before = contents(first)
+    (tree / "1" / "new.png").write_bytes(make_image(5000))
+    decoded.clear()
+    monkeypatch.setattr("evernear.data.ingest.code_digest", lambda *_: "other code")
+    monkeypatch.setattr(
+        "evernear.data.decoding.to_array", lambda image, *shape: 255 - np.resize(np.asarray(image), shape[:3])
+    )
+    messages: list[str] = []
+    settings = DataSettings(source=f"folder:{tree}", shard_size_bytes=2**16)
+    second = ingest(settings, first.store_uri, messages.append)
+    after = contents(second)
+    assert len(decoded) == len(before) + 1
+    assert messages[0].startswith("decoding all images again")
+    assert {digest: after.split[digest] for digest in before.split} == before.split
+    assert not {shard.sha256 for shard in first.shards} & {shard.sha256 for shard in second.shards}
+    decoded.clear()
+    assert run_ingest(tree) == second
+    assert decoded == []
+
+
+def test_splits_stay_even_if_other_code_decodes_other_pixels(tree, run_ingest, contents, monkeypatch) -> None:
+    first = run_ingest(tree)
+    before = Counter(contents(first).split.values())
+    split_of = _splits_by_file(first)
+    monkeypatch.setattr("evernear.data.ingest.code_digest", lambda *_: "other code")
+    monkeypatch.setattr(
+        "evernear.data.decoding.image_digest", lambda image: hashlib.sha256(b"other" + image.tobytes()).digest()
+    )
+    second = run_ingest(tree)
+    assert not contents(first).split.keys() & contents(second).split.keys()
+    assert Counter(contents(second).split.values()) == before
+    assert _splits_by_file(second) == split_of
+
+
+def test_same_pixels_of_changed_code_are_decoded_once(tree, run_ingest, decoded, monkeypatch) -> None:
+    first = run_ingest(tree)
+    monkeypatch.setattr("evernear.data.ingest.code_digest", lambda *_: "other code")
+    assert run_ingest(tree).digest == first.digest
+    decoded.clear()
+    assert run_ingest(tree).digest == first.digest
+    assert decoded == []
+
+
+def _splits_by_file(manifest: Manifest) -> dict[str, str]:
+    with TemporaryDirectory() as directory:
+        ledger = fetch_ledger(open_store(manifest.store_uri), manifest, Path(directory))
+        with closing(sqlite3.connect(ledger)) as db:
+            query = (
+                "SELECT name, json_extract(shard, '$.split') FROM files"
+                " JOIN images USING (digest) JOIN shards USING (slot)"
+            )
+            return dict(db.execute(query).fetchall())

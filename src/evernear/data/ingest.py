@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from evernear.code_digest import code_digest
 from evernear.data.decoding import DecodedImage, DecodeFailure, Decoder, read_image
 from evernear.data.ledger import Ledger, NewImage, batched
 from evernear.data.manifest import SPLITS, Manifest, Split
@@ -37,6 +38,7 @@ from evernear.store import open_store
 from evernear.threads import available_cpus
 
 Shape = tuple[int, int, int]
+NO_SPLITS: Mapping[str, Split] = {}
 
 # Images that are written to a shard together: few large ones or many small ones.
 _BATCH_IMAGES = 256
@@ -51,6 +53,8 @@ expect more, see `evernear.steps.ingest`."""
 _SAMPLED_SIZES = 101
 _SAMPLED_AT_ONCE = 4
 _MAX_NAMES = 5
+DECODING_LIBRARIES = ("numpy", "pillow")
+"""Libraries that decide pixels."""
 _FIRST_TRANSPOSED = 5  # EXIF orientations 5 to 8 exchange width and height
 
 
@@ -144,6 +148,7 @@ def ingest(settings: DataSettings, store_uri: str, report: Callable[[str], None]
                 so_far = _manifest(settings, snapshots, shape, resize, ledger, parent)
                 snapshots.checkpoint(settings, so_far, parent, ledger, Path(scratch))
 
+            _decode_again_if_changed(ledger, writer, report)
             adder = _Adder(settings, resize, source.chosen_splits, ledger, writer, report, checkpoint)
             if isinstance(source, FileSource):
                 adder.add_files(source, shape)
@@ -157,6 +162,19 @@ def ingest(settings: DataSettings, store_uri: str, report: Callable[[str], None]
             manifest = _manifest(settings, snapshots, shape, resize, ledger, parent)
             manifest = manifest.model_copy(update={"problems": tuple(problems), "problem_counts": counts})
             return snapshots.publish(manifest, ledger, Path(scratch))
+
+
+def _decode_again_if_changed(ledger: Ledger, writer: ShardWriter, report: Callable[[str], None]) -> None:
+    """Remove the images that other code has decoded: a dataset must not mix two preprocessings."""
+    decoder = code_digest("evernear.data.decoding", DECODING_LIBRARIES)
+    if ledger.decoder() == decoder:
+        return
+    slots = ledger.decode_all_again()
+    if slots:
+        report("decoding all images again: evernear or Pillow decodes them in another way than before")
+    for slot in slots:
+        writer.rewrite(slot, ledger.changes(slot))
+    ledger.set_decoder(decoder)
 
 
 def dataset_name(settings: DataSettings, source: ArraySource | FileSource) -> str:
@@ -344,17 +362,18 @@ class _Adder:
             for part in batched(results, batch_size):
                 images = [result for result in part if isinstance(result, DecodedImage)]
                 failures = [result for result in part if isinstance(result, DecodeFailure)]
+                former_splits = self._ledger.former_splits([image.entry.name for image in images])
                 self._ledger.record_results([(image.entry.name, image.digest, None) for image in images])
                 self._ledger.record_results([(failure.entry.name, None, failure.reason) for failure in failures])
                 if images:
-                    self._add(Batch.of_files(images))
+                    self._add(Batch.of_files(images), former_splits)
                 self._progress(len(part), total)
                 now_s = time.monotonic()
                 if now_s >= checkpoint_s:
                     self._checkpoint()
                     checkpoint_s = now_s + max(_CHECKPOINT_INTERVAL_S, _CHECKPOINT_FRACTION * (now_s - started_s))
 
-    def _add(self, batch: Batch) -> None:
+    def _add(self, batch: Batch, former_splits: Mapping[str, Split] = NO_SPLITS) -> None:
         known = self._ledger.stored_digests(batch.digests)
         earlier_splits = self._ledger.removed_splits(batch.digests)
         rows_of: dict[Split, list[int]] = {split: [] for split in SPLITS}
@@ -365,6 +384,7 @@ class _Adder:
                 split = (
                     batch.explicit_splits[row]
                     or earlier_splits.get(digest)
+                    or former_splits.get(batch.names[row])
                     or choose_split(digest, counts, self._candidates, self._settings)
                 )
                 counts[split] += 1

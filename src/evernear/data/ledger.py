@@ -202,6 +202,30 @@ class Ledger:
                 ((self._source, *row) for row in page),
             )
 
+    def decoder(self) -> str | None:
+        """The code that decoded the source's images, as `set_decoder` recorded it; None before the first ingest."""
+        rows = self._all("SELECT decoder FROM decoders WHERE source = ?", self._source)
+        return rows[0][0] if rows else None
+
+    def set_decoder(self, decoder: str) -> None:
+        """Record the code that decodes the source's images."""
+        self._all("INSERT OR REPLACE INTO decoders VALUES (?, ?)", self._source, decoder)
+
+    def decode_all_again(self) -> list[int]:
+        """Remove all images of the source, to be decoded and stored again, and return the slots to rewrite.
+
+        Their splits are remembered as those of removed images, by `removed_splits` and `former_splits`.
+        """
+        self._all("CREATE TEMP TABLE IF NOT EXISTS changes (digest BLOB PRIMARY KEY, slot INTEGER, label INTEGER)")
+        self._all(
+            "INSERT INTO changes SELECT digest, slot, NULL FROM images"
+            " WHERE digest IN (SELECT digest FROM files WHERE source = ?)",
+            self._source,
+        )
+        self._remove_changed()
+        self.read_all_again()
+        return self._changed_slots()
+
     def read_all_again(self) -> None:
         """Make all files of the source pending."""
         self._all("UPDATE files SET pending = 1 WHERE source = ?", self._source)
@@ -315,6 +339,13 @@ class Ledger:
         """The former split of each of ``digests`` whose image was removed."""
         return dict(self._of_digests("SELECT digest, split FROM removed", digests))
 
+    def former_splits(self, names: Sequence[str]) -> dict[str, Split]:
+        """The former split of each of ``names``, at most 500, whose unchanged file is decoded again."""
+        query = (
+            f"SELECT name, split FROM files JOIN removed USING (digest) WHERE source = ? AND name IN ({_marks(names)})"  # noqa: S608 - question marks only
+        )
+        return dict(self._all(query, self._source, *names))
+
     def add_images(self, images: Iterable[NewImage]) -> None:
         """Record images that were written to a shard."""
         self._many("INSERT INTO images VALUES (?, ?, ?, ?, ?, ?)", images)
@@ -340,7 +371,8 @@ class Ledger:
         An image without files is removed. An image whose files all have another label is relabeled. An image whose
         files disagree is removed until they agree, and is then decoded again.
         """
-        self._all("CREATE TEMP TABLE changes (digest BLOB PRIMARY KEY, slot INTEGER, label INTEGER)")
+        self._all("CREATE TEMP TABLE IF NOT EXISTS changes (digest BLOB PRIMARY KEY, slot INTEGER, label INTEGER)")
+        self._all("DELETE FROM changes")
         self._all(
             "INSERT INTO changes SELECT digest, slot, NULL FROM images"
             " WHERE NOT EXISTS (SELECT 1 FROM files WHERE files.digest = images.digest)"
@@ -351,19 +383,27 @@ class Ledger:
             " FROM files f JOIN images i ON i.digest = f.digest JOIN labels l ON l.name = f.label"
             " JOIN files every ON every.digest = f.digest WHERE l.id != i.label GROUP BY i.digest"
         )
+        self._remove_changed()
+        self._all(
+            "UPDATE images SET label = c.label FROM changes c WHERE c.digest = images.digest AND c.label IS NOT NULL"
+        )
+        self._all("DELETE FROM removed WHERE digest IN (SELECT digest FROM images)")
+        return self._changed_slots()
+
+    def _remove_changed(self) -> None:
+        """Remove the images of ``changes`` without a label, and remember their splits."""
         self._all("UPDATE files SET pending = 1 WHERE digest IN (SELECT digest FROM changes WHERE label IS NULL)")
         self._all(
             "INSERT OR REPLACE INTO removed SELECT digest, json_extract(shard, '$.split')"
             " FROM changes JOIN shards USING (slot) WHERE label IS NULL"
         )
         self._all("DELETE FROM images WHERE digest IN (SELECT digest FROM changes WHERE label IS NULL)")
-        self._all(
-            "UPDATE images SET label = c.label FROM changes c WHERE c.digest = images.digest AND c.label IS NOT NULL"
-        )
+
+    def _changed_slots(self) -> list[int]:
         return [row[0] for row in self._all("SELECT DISTINCT slot FROM changes ORDER BY slot")]
 
     def changes(self, slot: int) -> dict[bytes, int | None]:
-        """After `reconcile`: the new label of each changed image in a slot; None removes the image."""
+        """After `reconcile` or `decode_all_again`: the new label of each changed image in a slot; None removes it."""
         return dict(self._all("SELECT digest, label FROM changes WHERE slot = ?", slot))
 
     # Problems
@@ -485,6 +525,7 @@ def _without_journal(db: sqlite3.Connection) -> None:
 def _add_missing_tables(db: sqlite3.Connection) -> None:
     """Add the tables that ledgers of earlier versions lack."""
     db.execute("CREATE TABLE IF NOT EXISTS hidden_folders (source INTEGER NOT NULL, name TEXT NOT NULL)")
+    db.execute("CREATE TABLE IF NOT EXISTS decoders (source INTEGER PRIMARY KEY, decoder TEXT NOT NULL)")
     db.execute("CREATE TABLE IF NOT EXISTS removed (digest BLOB PRIMARY KEY, split TEXT NOT NULL) WITHOUT ROWID")
     # A row without a name counts the names that are not listed.
     columns = "source INTEGER NOT NULL, rule TEXT NOT NULL, name TEXT, count INTEGER NOT NULL"

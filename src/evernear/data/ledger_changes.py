@@ -12,6 +12,7 @@ _TABLES = {
     "removed": (("digest",), ("split",)),
     "labels": (("id",), ("name",)),
     "shards": (("slot",), ("shard",)),
+    "decoders": (("source",), ("decoder",)),
 }
 _SMALL_TABLES = ("state", "sources", "empty_folders", "hidden_folders", "notes")
 
@@ -61,13 +62,14 @@ def apply(db: sqlite3.Connection, path: Path) -> None:
     """Apply a file of `save` to the ledger that it was written for."""
     db.execute("ATTACH ? AS part", (str(path),))
     db.execute("BEGIN")
+    stored = {name for (name,) in db.execute("SELECT name FROM part.sqlite_master")}  # earlier versions lack some
     for table, (keys, _) in _TABLES.items():
-        columns = ", ".join(keys)
-        db.execute(f"DELETE FROM main.{table} WHERE ({columns}) IN (SELECT {columns} FROM part.gone_{table})")
-        db.execute(f"INSERT OR REPLACE INTO main.{table} SELECT * FROM part.{table}")
-    stored = {name for (name,) in db.execute("SELECT name FROM part.sqlite_master")}
+        if table in stored:
+            columns = ", ".join(keys)
+            db.execute(f"DELETE FROM main.{table} WHERE ({columns}) IN (SELECT {columns} FROM part.gone_{table})")
+            db.execute(f"INSERT OR REPLACE INTO main.{table} SELECT * FROM part.{table}")
     for table in _SMALL_TABLES:
-        if table in stored:  # earlier versions lack the newest tables
+        if table in stored:
             db.execute(f"DELETE FROM main.{table}")
             db.execute(f"INSERT INTO main.{table} SELECT * FROM part.{table}")
     db.execute("COMMIT")
