@@ -9,6 +9,7 @@ RFC 9649 (WebP), sections 2 and 3; RFC 6386 (VP8), section 9.1.
 """
 
 import math
+import os
 import posixpath
 import re
 import struct
@@ -52,14 +53,20 @@ _WEBP_SIGNATURE = re.compile(rb"RIFF....WEBP", re.DOTALL)
 SIGNATURE_SIZE_BYTES = 12
 # Other formats of photographs and drawings, which are named instead of mistaken for a file of another kind.
 _OTHER_FORMATS = {
-    "GIF": re.compile(rb"GIF8[79]a"),
-    "BMP": re.compile(rb"BM.{4}\0{4}", re.DOTALL),
-    "TIFF": re.compile(rb"II[*+]\0|MM\0[*+]"),
-    "AVIF": re.compile(rb".{4}ftypavi[fs]", re.DOTALL),
-    "HEIC": re.compile(rb".{4}ftyp(hei[cmsx]|hev[cmsx]|mif1|msf1)", re.DOTALL),
-    "JPEG XL": re.compile(rb"\xff\x0a|\0\0\0\x0cJXL "),
-    "JPEG 2000": re.compile(rb"\xff\x4f\xff\x51|\0\0\0\x0cjP  "),
+    "GIF": rb"GIF8[79]a",
+    "BMP": rb"BM.{4}\0{4}",
+    "TIFF": rb"II[*+]\0|MM\0[*+]",
+    "AVIF": rb".{4}ftypavi[fs]",
+    "HEIC": rb".{4}ftyp(?:hei[cmsx]|hev[cmsx]|mif1|msf1)",
+    "JPEG XL": rb"\xff\x0a|\0\0\0\x0cJXL ",
+    "JPEG 2000": rb"\xff\x4f\xff\x51|\0\0\0\x0cjP  ",
 }
+_ANY_FORMAT = re.compile(
+    b"|".join(
+        [re.escape(_PNG_SIGNATURE), re.escape(_JPEG_SIGNATURE), _WEBP_SIGNATURE.pattern, *_OTHER_FORMATS.values()]
+    ),
+    re.DOTALL,
+)
 IMAGE_SUFFIXES = frozenset(
     {".apng", ".jfi", ".jfif", ".jif", ".jpe", ".jpeg", ".jpg", ".mpo", ".pjpeg", ".png", ".webp"}
     | {".avif", ".bmp", ".dib", ".gif", ".heic", ".heif", ".j2k", ".jp2", ".jxl", ".tga", ".tif", ".tiff"}
@@ -120,8 +127,9 @@ def inspect(data: bytes, max_pixels: int, name: str = "The image") -> EncodedIma
     elif _WEBP_SIGNATURE.match(data):
         image = _inspect_webp(data, name)
     elif data:
-        other = next((f" but {kind}; convert it" for kind, start in _OTHER_FORMATS.items() if start.match(data)), "")
-        raise DataError(f"{name} is not a PNG, JPEG or WebP image{other}.")
+        other = [kind for kind, signature in _OTHER_FORMATS.items() if re.match(signature, data, re.DOTALL)]
+        remedy = f" but {other[0]}; convert it" if other else ""
+        raise DataError(f"{name} is not a PNG, JPEG or WebP image{remedy}.")
     else:
         raise DataError(f"{name} is empty.")
     limit = min(max_pixels, MAX_PIXELS)
@@ -140,9 +148,7 @@ def inspect(data: bytes, max_pixels: int, name: str = "The image") -> EncodedIma
 
 def has_image_signature(data: bytes) -> bool:
     """Whether ``data`` begins like an image, supported or not; `SIGNATURE_SIZE_BYTES` are enough."""
-    if data.startswith((_PNG_SIGNATURE, _JPEG_SIGNATURE)):
-        return True
-    return any(signature.match(data) for signature in (_WEBP_SIGNATURE, *_OTHER_FORMATS.values()))
+    return _ANY_FORMAT.match(data) is not None
 
 
 def has_image_suffix(name: str) -> bool:
@@ -160,8 +166,12 @@ def is_image_file(path: str | Path) -> bool:
     """
     if has_image_suffix(str(path)):
         return True
-    with disk_errors(path), Path(path).open("rb") as file:
-        return has_image_signature(file.read(SIGNATURE_SIZE_BYTES))
+    with disk_errors(path):
+        descriptor = os.open(path, os.O_RDONLY)  # a file object takes four times as long
+        try:
+            return has_image_signature(os.read(descriptor, SIGNATURE_SIZE_BYTES))
+        finally:
+            os.close(descriptor)
 
 
 def broken(name: str, reason: str) -> DataError:
