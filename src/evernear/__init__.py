@@ -1,9 +1,15 @@
 """evernear keeps an image recognizer up to date: from new labeled images to a gated release that is live."""
 
-from importlib.metadata import version
-
-from evernear import threads
+from evernear import masking, threads
 
 threads.configure()  # before a numerical library is loaded
+masking.configure()  # before a library reads a secret from the environment
 
-__version__ = version("evernear")
+
+def __getattr__(name: str) -> str:
+    """``__version__``, on demand: reading it takes longer than everything else here."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import version
+
+    return version("evernear")

@@ -1,8 +1,8 @@
-"""Output for people, with untrusted text escaped.
+"""Output for people, with untrusted text escaped and secrets masked.
 
 Class and file names, fields of a release, responses of servers and user names are untrusted. Printed verbatim, they
 could control the terminal (ESC), reverse a line (U+202E), hide its end (NUL) or forge lines. Every line for a console,
-a log or a report therefore goes through `printable`.
+a log or a report therefore goes through `printable`, which also masks secrets (`evernear.masking`).
 """
 
 import json
@@ -17,14 +17,17 @@ from typing import Any, Literal, TextIO, TypeAlias, cast
 
 from pydantic_core import PydanticSerializationError, to_json, to_jsonable_python
 
+from evernear.masking import mask
+
 _ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 
 def printable(text: str, limit: int | None = None) -> str:
-    """``text`` on one line, with unprintable characters escaped as in ``\\x1b``, ``\\u202e`` or ``\\n``.
+    """``text`` on one line, secrets masked and unprintable characters escaped as in ``\\x1b``, ``\\u202e`` or ``\\n``.
 
     Text longer than ``limit`` characters is truncated and ends in "...". The function is idempotent.
     """
+    text = mask(text)  # before it is shortened, because the beginning of a secret would not be recognized
     shortened = text if limit is None else text[:limit]
     escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shortened)
     return f"{escaped}..." if len(shortened) < len(text) else escaped
@@ -38,6 +41,11 @@ def quantity(count: int, noun: str, plural: str = "") -> str:
 def print_line(text: str = "", file: TextIO | None = None) -> None:
     """Print ``text`` as one line to ``file`` (stdout by default)."""
     print(printable(text), file=file or sys.stdout, flush=True)
+
+
+def print_secret(secret: str) -> None:
+    """Print a secret that the user asks for, as one line to stdout."""
+    print(secret, file=getattr(sys.stdout, "unmasked", sys.stdout), flush=True)
 
 
 def print_json(value: object) -> None:
@@ -109,7 +117,9 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
-        return _without_del(json.dumps(fields, default=str))  # pydantic's JSON rejects surrogates, as in file names
+        return _without_del(
+            mask(json.dumps(fields, default=str))
+        )  # pydantic's JSON rejects surrogates, as in file names
 
 
 def log_to_stderr(level: int, log_format: Literal["text", "json"]) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import AwareDatetime
 
 from evernear.frozen import Frozen
+from evernear.masking import mask
 from evernear.store import Store
 
 RUNS = "runs/"
@@ -77,9 +78,9 @@ class RunRecord:
         self.store.put(self._key("stop"), StopRecord(by=by, at=at).to_json())
 
     def save(self, **documents: Mapping[str, Any]) -> None:
-        """Record JSON documents by name."""
+        """Record JSON documents by name, with secrets masked: whoever may read the store reads them."""
         for name, document in documents.items():
-            self.store.put(self._key(name), json.dumps(document, indent=2).encode())
+            self.store.put(self._key(name), mask(json.dumps(document, indent=2)).encode())
 
     def load(self, name: str) -> dict[str, Any]:
         """The JSON document ``name``; empty if it was not recorded."""

@@ -16,6 +16,7 @@ import pytest
 from filelock import FileLock
 from ports import loopback_ipv6
 from releases import MakeRelease, settings_on_free_ports
+from served import serving
 
 from evernear.errors import (
     BusyError,
@@ -243,3 +244,21 @@ def test_without_the_model_api_only_the_model_store_is_loaded(make_release: Make
         assert Client.of(settings).predict(image).version == release.version
     finally:
         torchserve.stop(home)
+
+
+def test_logs_of_server_and_workers_have_no_secret(
+    make_release: MakeRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each Python process of the server writes its environment to its descriptor, as a native library could."""
+    for name in ("EVERNEAR_MILVUS_TOKEN", "OTEL_EXPORTER_OTLP_HEADERS", "KFP_TOKEN"):
+        monkeypatch.setenv(name, f"{name.replace('_', '')}=wJalrXUt")
+    monkeypatch.setenv("DATABASE_URL", "http://user:wJalrXUt-2@127.0.0.1:9")
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "sitecustomize.py").write_text("import os; os.write(1, repr(dict(os.environ)).encode())")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    with serving(make_release(), tmp_path) as served:
+        logs = {path.name: path.read_text() for path in served.home.glob("logs/*.log")}
+    assert "'EVERNEAR_MILVUS_TOKEN': '***', " in logs["model.log"]
+    assert "'DATABASE_URL': 'http://***@127.0.0.1:9'" in logs["model.log"]
+    assert "KFP_TOKEN" not in logs["model.log"], "the server does not need it"
+    assert not {name for name, text in logs.items() if "wJalrXUt" in text}

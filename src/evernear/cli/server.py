@@ -9,7 +9,7 @@ import typer
 from evernear.cli.interrupts import message_on_interrupt
 from evernear.cli.options import JsonOption, local_settings, with_options
 from evernear.errors import ServingError
-from evernear.output import log_to_stderr, print_json, print_line
+from evernear.output import log_to_stderr, print_json, print_line, print_secret
 from evernear.settings import Settings
 
 
@@ -85,7 +85,7 @@ def token(settings: Settings) -> None:
     """Print the bearer token of the inference API, for curl and other clients."""
     from evernear.serving.endpoints import home_of, read_key
 
-    print_line(read_key(home_of(settings.workdir), "inference"))
+    print_secret(read_key(home_of(settings.workdir), "inference"))
 
 
 @with_options(settings=local_settings)

@@ -23,6 +23,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException, spawn
 
 from evernear.errors import EvernearError, SettingsError, TrainingError
+from evernear.masking import mask_streams
 from evernear.threads import divide_between
 
 Message = TypeVar("Message")
@@ -173,6 +174,7 @@ def _run_process(
     node: Node,
     messages: "SimpleQueue[Message | EvernearError]",
 ) -> None:
+    mask_streams()
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     with _process_group(backend, node, rank, processes):
         try:

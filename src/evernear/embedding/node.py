@@ -19,6 +19,7 @@ from evernear.embedding.artifact import Epoch
 from evernear.embedding.train import Steps, train_in_processes
 from evernear.errors import EvernearError, IntegrityError
 from evernear.frozen import Frozen
+from evernear.masking import mask_streams
 from evernear.output import print_line
 from evernear.run_record import RunRecord
 from evernear.settings import TrainSettings
@@ -97,6 +98,7 @@ def run_node(store: Store, run: str, node: distributed.Node) -> None:
 
 def main() -> int:
     """Run the node that the environment describes, and return the exit status."""
+    mask_streams()
     store_uri, run = sys.argv[1:]
     try:
         run_node(open_store(store_uri), run, distributed.Node.from_environment(os.environ))

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from evernear.errors import SettingsError, StoreError, TransientStoreError
 from evernear.index.description import Collection
+from evernear.masking import remember, usable
 from evernear.output import printable
 from evernear.settings import IndexSettings
 from evernear.settings.sources import MILVUS_TOKEN_FILE_VARIABLE, MILVUS_TOKEN_VARIABLE, MILVUS_URI_VARIABLE
@@ -79,12 +80,13 @@ def _token() -> str:
 
     It is sent to the address of the environment only, because a release could name someone else's server.
     """
-    token, file = os.environ.get(MILVUS_TOKEN_VARIABLE, ""), os.environ.get(MILVUS_TOKEN_FILE_VARIABLE)
+    token, file = usable(MILVUS_TOKEN_VARIABLE), os.environ.get(MILVUS_TOKEN_FILE_VARIABLE)
     if file and not token:
         try:
             token = Path(file).read_text().strip()
         except (OSError, ValueError) as error:
             raise SettingsError(f"{MILVUS_TOKEN_FILE_VARIABLE}={file} cannot be read: {error}.") from None
+        remember(token)
     if token and not os.environ.get(MILVUS_URI_VARIABLE):
         raise SettingsError(
             f"A token for Milvus is set, but not {MILVUS_URI_VARIABLE}, the server that it is for; set it as well."

@@ -18,6 +18,7 @@ from kfp.client import KF_PIPELINES_SA_TOKEN_ENV, KF_PIPELINES_SA_TOKEN_PATH, Se
 from kfp_server_api.exceptions import ApiException
 
 from evernear.errors import PipelineServerError, SettingsError
+from evernear.masking import usable
 from evernear.settings import PipelineSettings
 
 TOKEN_VARIABLE = "KFP_TOKEN"  # noqa: S105 - a variable name, not a token
@@ -181,7 +182,7 @@ def _endpoint(settings: PipelineSettings, environment: Mapping[str, str]) -> str
 
 
 def _client(settings: PipelineSettings, url: str, environment: Mapping[str, str]) -> kfp_server_api.ApiClient:
-    token, cookies = environment.get(TOKEN_VARIABLE), environment.get(COOKIES_VARIABLE)
+    token, cookies = usable(TOKEN_VARIABLE, environment) or None, usable(COOKIES_VARIABLE, environment) or None
     mounted = _mounted_token(environment)
     if settings.ca_file is not None and not settings.ca_file.is_file():
         raise SettingsError(f"The CA file {settings.ca_file} (pipeline.ca_file) does not exist.")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from evernear.errors import ServingError
 from evernear.locations import with_absolute_locations
+from evernear.masking import forms_of, is_secret, secrets_of
 from evernear.serving.configuration import QUERY_LOG_FILE, QUERY_LOG_VARIABLE, temporary_directory
 from evernear.settings import ServingSettings
 
@@ -25,8 +26,8 @@ UPLOAD_TIMEOUT_S = 60  # for a body: 6.5 MB at 1 Mbit/s
 # A connection's share of the heap. It uses less than a tenth: 8 KiB of headers and what parsing adds.
 CONNECTION_BYTES = 512 * 2**10
 
-# TorchServe reads these regardless of its configuration, or they are secrets that it does not need. Its workers search
-# Milvus.
+SECRETS_VARIABLE = "_EVERNEAR_SECRETS"
+# TorchServe reads these regardless of its configuration, or does not need them.
 _WITHHELD = re.compile(
     r"(TS_|AWS_|EVERNEAR_(?!MILVUS_)|_JAVA_OPTIONS$|JDK_JAVA_OPTIONS$|JAVA_TOOL_OPTIONS$)|(LOG|METRICS)_LOCATION$"
 )
@@ -107,7 +108,9 @@ def frontend_limits(settings: ServingSettings) -> dict[str, int]:
 def java_environment(settings: ServingSettings, home: Path) -> dict[str, str]:
     """The environment of the server and its workers: this process's, without secrets and TorchServe's overrides."""
     temporary = str(temporary_directory(home))
-    return _sanitized_environment() | {
+    environment = _sanitized_environment()
+    return environment | {
+        SECRETS_VARIABLE: "\n".join(forms_of(secrets_of(environment))),  # for frontend/Masking.java
         "TEMP": temporary,
         "TMPDIR": temporary,
         QUERY_LOG_VARIABLE: str(home / QUERY_LOG_FILE),
@@ -134,7 +137,12 @@ def torchserve_packages() -> Path:
 
 def _sanitized_environment() -> dict[str, str]:
     environment = with_absolute_locations(os.environ)
-    return {name: value for name, value in environment.items() if not _WITHHELD.match(name)}
+    return {name: value for name, value in environment.items() if not _is_withheld(name, value)}
+
+
+def _is_withheld(name: str, value: str) -> bool:
+    needed = name.startswith(("EVERNEAR_MILVUS_", "OTEL_"))  # by the workers, which search Milvus and export traces
+    return bool(_WITHHELD.match(name)) or (is_secret(name, value) and not needed)
 
 
 def _major_version(java: Path) -> int:

@@ -28,6 +28,7 @@ from minio.signer import sign_v4_s3
 
 from evernear.disk import sha256_bytes
 from evernear.errors import SettingsError, StoreError, TransientStoreError
+from evernear.masking import usable
 
 CONNECT_TIMEOUT_S = 10.0
 # Between two packets, not for the whole transfer.
@@ -93,10 +94,11 @@ class S3Connection:
         """
         endpoint = os.environ.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com"
         parts = urlsplit(endpoint)
-        if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/"):
+        if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/") or _has_space(endpoint):
             raise SettingsError(f"AWS_ENDPOINT_URL={endpoint!r} is not of the form https://host:port.")
         region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
-        credentials = EnvAWSProvider() if os.environ.get("AWS_ACCESS_KEY_ID") else None
+        keys = [usable(name) for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")]
+        credentials = EnvAWSProvider() if keys[0] else None
         certificates = _certificates()
         http = _pool(endpoint, certificates)
         try:
@@ -260,6 +262,11 @@ class S3Connection:
         # AWS answers 403 for a missing object to a user without s3:ListBucket.
         hint = " (or it is absent and s3:ListBucket not permitted)" if permission == "s3:GetObject" else ""
         return f"with these keys{hint}"
+
+
+def _has_space(url: str) -> bool:
+    """Whether ``url`` has a space or a line break, which `urlsplit` removes in silence."""
+    return any(character.isspace() or not character.isprintable() for character in url)
 
 
 def _parse_page(data: bytes) -> _Page:

@@ -12,6 +12,7 @@ from typing import Literal
 import certifi
 
 from evernear.errors import SettingsError
+from evernear.masking import remember, usable
 from evernear.serving.endpoints import START_HINT, endpoints, home_of, host_and_port, read_key
 from evernear.settings import RunSettings
 from evernear.settings.sources import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
@@ -98,16 +99,18 @@ def token_of_environment() -> str | None:
     Raises:
         SettingsError: the file cannot be read.
     """
-    if token := os.environ.get(TOKEN_VARIABLE):
+    if token := usable(TOKEN_VARIABLE):
         return token
     file = os.environ.get(TOKEN_FILE_VARIABLE)
     if not file:
         return None
     try:
         text = Path(file).read_text().strip()
-        return str(json.loads(text)["inference"]["key"]) if text.startswith("{") else text
+        token = str(json.loads(text)["inference"]["key"]) if text.startswith("{") else text
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SettingsError(f"{TOKEN_FILE_VARIABLE}={file} cannot be read: {error}.") from None
+    remember(token)
+    return token
 
 
 def authorities_file() -> str:

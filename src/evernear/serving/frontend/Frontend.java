@@ -55,6 +55,7 @@ public final class Frontend extends ModelServer {
     }
 
     public static void main(String[] arguments) {
+        Masking.install();
         try {
             ConfigManager.init(
                     new ConfigManager.Arguments(

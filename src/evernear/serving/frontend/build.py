@@ -31,6 +31,7 @@ def build() -> None:
         subprocess.run(["javac", *options, *map(str, SOURCES)], check=True)
         with zipfile.ZipFile(FRONTEND_ARCHIVE, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr(zipfile.ZipInfo(HASH_FILE, EPOCH), source_sha256())
+            archive.writestr(zipfile.ZipInfo("evernear/", EPOCH), "")  # log4j looks for plugins in it
             for path in sorted(Path(temporary).rglob("*.class")):
                 name = path.relative_to(temporary).as_posix()
                 archive.writestr(zipfile.ZipInfo(name, EPOCH), path.read_bytes())

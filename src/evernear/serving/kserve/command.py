@@ -9,6 +9,7 @@ from kserve import model_server
 from kserve.predictor_config import PredictorConfig
 
 from evernear.errors import EvernearError
+from evernear.masking import mask_streams
 from evernear.output import print_line
 from evernear.serving.release_source import ReleaseSource
 from evernear.settings import PrepSettings, ServingSettings
@@ -48,6 +49,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
     """Run a program. An `EvernearError` becomes one sentence on stderr and its exit code."""
+    mask_streams()
     try:
         main(parser.parse_args())
     except EvernearError as error:

@@ -26,6 +26,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from evernear.errors import SettingsError
+from evernear.masking import remember
 from evernear.serving.endpoints import listening_socket
 from evernear.settings import Settings, SlackSettings
 from evernear.store import open_store
@@ -87,6 +88,7 @@ def _secret(name: str, prefix: str) -> str:
         except OSError as error:
             raise SettingsError(f"{name}_FILE={file} cannot be read: {error.strerror}.") from None
     value = value.strip()
+    remember(value)
     if not value:
         raise SettingsError(f"{name} is missing; set it, or {name}_FILE to a file that contains it (docs/slack.md).")
     if not value.startswith(prefix):
