@@ -3,6 +3,7 @@ import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from multiprocessing.synchronize import Barrier as ProcessBarrier
 from pathlib import Path
 from threading import Barrier
@@ -522,3 +523,13 @@ def test_concurrent_promotion_aborts_a_prune(
     champion = registry.champion()
     assert champion is not None
     assert champion.version == six_releases[0].version
+
+
+def test_release_dated_in_the_future_is_older_than_the_others(store: Store) -> None:
+    """The clock of the machine that packed it was wrong."""
+    future, recent, tomorrow = (
+        f"{datetime.now(UTC) + timedelta(hours=hours):%Y%m%d.%H%M%S}.0123abcd" for hours in (10_000, -1, 12)
+    )
+    for version in (future, recent, tomorrow):
+        store.put(f"{registry_module.MANIFESTS}{version}.json", b"{}")
+    assert list(Registry(store).list()) == [future, recent, tomorrow]

@@ -293,3 +293,11 @@ def _await(condition, timeout_s: float = 30) -> None:
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
+
+
+def test_files_dated_in_the_future_are_removed_first(tmp_path: Path) -> None:
+    """The clock was set back since they were written."""
+    for name in ("21261122T090000Z-a.jsonl", "20251122T090000Z-b.jsonl", "20251122T100000Z-c.jsonl"):
+        (tmp_path / name).write_text("0123456789")
+    query_log._remove_oldest(tmp_path, 25)
+    assert sorted(path.name[-7:] for path in tmp_path.iterdir()) == ["b.jsonl", "c.jsonl"]

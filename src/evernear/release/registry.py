@@ -17,7 +17,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -192,10 +192,14 @@ class Registry:
         return record
 
     def list(self, *, include_pruned: bool = False) -> Iterator[str]:
-        """All versions, oldest first; with ``include_pruned`` also those of pruned releases."""
+        """All versions, oldest first; with ``include_pruned`` also those of pruned releases.
+
+        A version that is dated after tomorrow is older than the others: its machine's clock was set back since.
+        """
         folders = (MANIFESTS, PRUNED) if include_pruned else (MANIFESTS,)
         names = {PurePosixPath(entry.key).stem for folder in folders for entry in self._store.list(folder)}
-        yield from sorted(filter(is_version, names))
+        tomorrow = f"{datetime.now(UTC) + timedelta(days=1):%Y%m%d.%H%M%S}"  # other machines' clocks may be ahead
+        yield from sorted(filter(is_version, names), key=lambda version: (version < tomorrow, version))
 
     def get(self, version: str, *, include_pruned: bool = False) -> Record:
         """The record of a release, with ``include_pruned`` also of a pruned one.

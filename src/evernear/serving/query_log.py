@@ -265,13 +265,17 @@ def _labels(prediction: Prediction) -> tuple[str, ...]:
 
 
 def _remove_oldest(directory: Path, size_bytes: int) -> None:
-    """Remove the oldest files until the others take at most ``size_bytes``."""
-    files: list[tuple[str, Path, int]] = []
+    """Remove the oldest files until the others take at most ``size_bytes``.
+
+    A file that is dated in the future was written before the clock was set back, so it is older than the others.
+    """
+    files: list[tuple[bool, str, Path, int]] = []
+    now = f"{datetime.now(UTC):{_TIME}}"
     for path in directory.glob("*.jsonl"):
         with suppress(FileNotFoundError):  # already shipped
-            files.append((path.name, path, path.stat().st_size))
-    remaining = sum(size for _, _, size in files)
-    for _, path, size in sorted(files):
+            files.append((path.name[: len(now)] <= now, path.name, path, path.stat().st_size))
+    remaining = sum(size for *_, size in files)
+    for _, _, path, size in sorted(files):
         if remaining <= size_bytes:
             break
         path.unlink(missing_ok=True)
