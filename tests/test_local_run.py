@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from evernear import local_run
-from evernear.local_run import DIRECTORY_FORMAT, progress
+from evernear.errors import SettingsError
+from evernear.local_run import DIRECTORY_FORMAT, progress, run_directories
 from evernear.progress import Event
 from evernear.settings import load
 
@@ -57,18 +58,76 @@ def test_ended_and_killed_runs_are_not_in_progress(run: Path, tmp_path: Path) ->
 
 
 def test_oldest_runs_are_deleted(tmp_path: Path) -> None:
-    names = [f"2026112{day}-235959.000000" for day in range(1, 6)]
-    for name in (*names, "mine", "20261101"):
-        (tmp_path / name / "train").mkdir(parents=True)
-        (tmp_path / name / "train" / "network.pt").write_bytes(b"weights")
-    (tmp_path / "20261101-000000.000000").symlink_to(tmp_path / "mine")
-    (tmp_path / "20261102-000000.000000").write_text("a file")
-    local_run._prune(tmp_path, 2)
-    kept = {path.name for path in tmp_path.iterdir()}
-    assert kept == {*names[-2:], "mine", "20261101", "20261101-000000.000000", "20261102-000000.000000"}
-    assert (tmp_path / "mine" / "train" / "network.pt").exists()
-    local_run._prune(tmp_path, 2)
-    assert {path.name for path in tmp_path.iterdir()} == kept
+    runs = tmp_path / "runs"
+    names = [f"2025112{day}-235959.000000" for day in range(1, 6)]
+    for name in (*names, "mine", "20251101"):
+        (runs / name / "train").mkdir(parents=True)
+        (runs / name / "train" / "network.pt").write_bytes(b"weights")
+    (runs / "20251101-000000.000000").symlink_to(runs / "mine")
+    (runs / "20251102-000000.000000").write_text("a file")
+    local_run._prune(tmp_path, runs / names[-1], 2)
+    remaining = {path.name for path in runs.iterdir()}
+    assert remaining == {*names[-2:], "mine", "20251101", "20251101-000000.000000", "20251102-000000.000000"}
+    assert (runs / "mine" / "train" / "network.pt").exists()
+    local_run._prune(tmp_path, runs / names[-1], 2)
+    assert {path.name for path in runs.iterdir()} == remaining
+
+
+def make_runs(workdir: Path, *names: str) -> list[Path]:
+    directories = [workdir / "runs" / name for name in names]
+    for directory in directories:
+        directory.mkdir(parents=True)
+    return directories
+
+
+def test_runs_dated_in_the_future_are_older_than_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock was a century ahead, and was set back."""
+    monkeypatch.setattr(local_run, "_follow", lambda *_: ([], {}))
+    monkeypatch.setattr(local_run, "_result", lambda directory, *_: directory)
+    settings = load(environment={}, overrides=[f"workdir={tmp_path}", "keep_runs=3"])
+    future = make_runs(tmp_path, *(f"2126112{day}-090000.000000" for day in range(1, 4)))
+    first = local_run.run(settings, lambda _: None)
+    assert run_directories(tmp_path) == [*future[1:], first]
+    second = local_run.run(settings, lambda _: None)
+    assert run_directories(tmp_path) == [future[2], first, second]
+    (tmp_path / "run.pid").write_text(str(os.getpid()))
+    in_progress = progress(tmp_path)
+    assert in_progress
+    assert in_progress.directory == str(second)
+
+
+def test_order_of_runs_survives_a_clock_that_is_set_back(tmp_path: Path) -> None:
+    """The newer run has the earlier name. Both are in the past by now."""
+    older, newer = make_runs(tmp_path, "20251122-110000.000000", "20251122-090000.000000")
+    local_run._prune(tmp_path, older, 20)
+    (tmp_path / "run.order").write_text(f"{older.name}\n")
+    local_run._prune(tmp_path, newer, 20)
+    assert run_directories(tmp_path) == [older, newer]
+    local_run._prune(tmp_path, newer, 1)
+    assert run_directories(tmp_path) == [newer]
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "expected"),
+    [
+        (-9, "", "The pipeline was killed by SIGKILL"),
+        (1, "ImportError: no kfp", "The pipeline ended with exit status 1: ImportError: no kfp"),
+        (1, "", "The pipeline ended with exit status 1 and printed nothing."),
+    ],
+)
+def test_end_of_the_pipeline_process_is_named(tmp_path: Path, status: int, output: str, expected: str) -> None:
+    (tmp_path / "log.txt").write_text(output)
+    event = local_run._silent_failure(tmp_path, status)
+    assert event.message.startswith(expected)
+    assert "out of memory" not in event.message
+
+
+def test_setting_that_is_not_utf8_is_refused_before_the_run(tmp_path: Path) -> None:
+    source = f"folder:{tmp_path}/src\udce9"
+    settings = load(environment={}, overrides=[f"workdir={tmp_path / 'work'}", f"data.source={source}"])
+    with pytest.raises(SettingsError, match=r"^data\.source = .* is not UTF-8, .* rename it\.$"):
+        local_run.run(settings, lambda _: None)
+    assert not (tmp_path / "work").exists()
 
 
 def test_run_keeps_its_own_directory_and_those_of_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

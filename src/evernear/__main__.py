@@ -1,17 +1,30 @@
 """The entry point of the ``evernear`` command and of ``python -m evernear``."""
 
 import sys
+from typing import NoReturn
+
+from evernear.endings import shadowed_modules
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C during imports also ends with a message instead of a traceback."""
+    """Run the command line. Failures during imports also end with a message where their cause is known."""
     try:
         from evernear.cli import main as run_command
     except KeyboardInterrupt:
-        sys.stderr.write("evernear: Interrupted before the command started.\n")
-        sys.exit(130)
+        _fail("Interrupted before the command started.", 130)
+    except (Exception, SystemExit):
+        if sentence := shadowed_modules():
+            _fail(sentence, 1)
+        raise
     run_command()
 
 
+def _fail(sentence: str, exit_code: int) -> NoReturn:
+    sys.stderr.write(f"evernear: {sentence}\n")
+    sys.exit(exit_code)
+
+
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the current directory, where a user's random.py or torch.py may be
     main()

@@ -28,6 +28,14 @@ def memory_limit_bytes(root: Path = ROOT) -> float:
     return min(map(_memory_bytes, _cgroups(root, "memory")), default=math.inf)
 
 
+def oom_kills(root: Path = ROOT) -> int:
+    """How many processes of this process's cgroups the kernel has killed because memory ran out.
+
+    0 if the kernel does not say. Version 2 counts in ``memory.events``, version 1 in ``memory.oom_control``.
+    """
+    return max(map(_oom_kills, _cgroups(root, "memory")), default=0)
+
+
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
     """The cgroup of this process and its parents, in each hierarchy that can have limits of ``controller``.
 
@@ -67,3 +75,13 @@ def _memory_bytes(cgroup: Path) -> float:
             continue
         return limit_bytes if limit_bytes < UNLIMITED_BYTES else math.inf
     return math.inf
+
+
+def _oom_kills(cgroup: Path) -> int:
+    for name in ("memory.events", "memory.oom_control"):
+        try:
+            lines = (cgroup / name).read_text().splitlines()
+            return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+        except (OSError, ValueError, IndexError, StopIteration):
+            continue
+    return 0

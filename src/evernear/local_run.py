@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,20 +20,28 @@ from filelock import FileLock, Timeout
 from pydantic import AwareDatetime
 
 from evernear.disk import disk_errors, write_atomically
+from evernear.endings import describe_ending, shadowed_modules
 from evernear.errors import BusyError, EvernearError, SettingsError, StoreError, UserInterruptError, disk_full_message
 from evernear.frozen import Frozen
 from evernear.locations import with_absolute_locations
+from evernear.masking import copy_masked, mask
 from evernear.progress import COMMAND_VARIABLE, EVENTS_VARIABLE, Event, read_events
 from evernear.release.registry import whoami
 from evernear.reporting.notify import NextStep, Outcome
 from evernear.scratch import scratch, scratch_name
 from evernear.settings import RunSettings, Settings
+from evernear.settings.sources import flat
 
 POLL_S = 0.1
 PAGE_FILE = "run.html"
 """The run page in a run's directory."""
 DIRECTORY_FORMAT = "%Y%m%d-%H%M%S.%f"
 """Name of a run's directory: the time of its start in UTC."""
+ORDER_FILE = "run.order"
+"""In the working directory: the names of the runs' directories, one per line, in the order in which they started."""
+LAST_OUTPUT_BYTES = 8192
+LOG_TIMEOUT_S = 10.0
+"""Time after the end of all steps until the log is complete, unless a process that they left holds it open."""
 CLEAN_UP_S = 10.0
 """Time that interrupted steps have to clean up before they are killed."""
 EVENTS_MIN_FREE_BYTES = 64 * 1024
@@ -99,15 +108,17 @@ def run(
     Raises:
         BusyError: another run uses the working directory.
         RunFailedError: a step failed.
+        SettingsError: a path is not UTF-8, so that it cannot be passed to the steps.
         StoreError: the temporary directory cannot be created.
         UserInterruptError: Ctrl-C; the next run resumes from the checkpoints of this one.
     """
+    require_utf8(settings)
     with _lock(settings.workdir), scratch(_temporary_directory(settings.workdir)) as temporary:
         started_s = time.monotonic()
         directory = settings.workdir.resolve() / "runs" / datetime.now(UTC).strftime(DIRECTORY_FORMAT)
         with disk_errors(directory):
             directory.mkdir(parents=True)
-        _prune(directory.parent, settings.keep_runs)
+        _prune(settings.workdir, directory, settings.keep_runs)
         failures, steps_s = _follow(settings, pipeline, directory, temporary, show, command)
         wall_s = time.monotonic() - started_s
         for page in directory.glob("*/notify/page.html"):
@@ -125,29 +136,78 @@ def progress(workdir: Path) -> RunProgress | None:
         # A process that started later has reused the process ID of a killed run.
         if psutil.Process(process).create_time() > (workdir / "run.pid").stat().st_mtime:
             return None
-        directory = max((workdir.resolve() / "runs").iterdir())
+        directory = run_directories(workdir)[-1]
         started = datetime.strptime(directory.name, DIRECTORY_FORMAT).replace(tzinfo=UTC)
-    except (OSError, ValueError, psutil.NoSuchProcess):
+    except (OSError, ValueError, IndexError, psutil.NoSuchProcess):
         return None
     events, _ = read_events(directory / "events.jsonl")
     last = {"step": events[-1].step, "message": events[-1].message} if events else {}
     return RunProgress(directory=str(directory), process=process, started=started, **last)
 
 
-def _prune(runs: Path, keep: int) -> None:
-    """Delete all runs but the newest ``keep``. Directories that cannot be deleted are left to the next run."""
-    directories = sorted(path for path in runs.iterdir() if _is_run(path))
-    for directory in directories[:-keep]:
+def run_directories(workdir: Path) -> list[Path]:
+    """The directories of the runs in ``workdir``, in the order in which the runs started.
+
+    The order is that of `ORDER_FILE`, because names are in the order of time only if nobody sets the clock back. Of
+    runs that the file does not list, those dated in the future are older than the others: they cannot be newer.
+
+    Raises:
+        OSError: ``workdir`` has no directory of runs.
+    """
+    try:
+        listed = (workdir / ORDER_FILE).read_text().splitlines()
+    except (OSError, ValueError):
+        listed = []
+    position = {name: number for number, name in enumerate(listed)}
+    now = datetime.now(UTC)
+
+    def age(directory: Path) -> tuple[int, bool, datetime]:
+        started = _started(directory.name) or now
+        return position.get(directory.name, -1), started <= now, started
+
+    return sorted(filter(_is_run, (workdir.resolve() / "runs").iterdir()), key=age)
+
+
+def _prune(workdir: Path, own: Path, keep: int) -> None:
+    """Delete all runs but the newest ``keep``, of which ``own`` is the newest, and record their order.
+
+    Directories that cannot be deleted are left to the next run.
+    """
+    earlier = [directory for directory in run_directories(workdir) if directory != own]
+    surplus = max(0, len(earlier) + 1 - keep)
+    for directory in earlier[:surplus]:
         shutil.rmtree(directory, ignore_errors=True)
+    write_atomically(workdir / ORDER_FILE, "".join(f"{path.name}\n" for path in (*earlier[surplus:], own)))
 
 
 def _is_run(path: Path) -> bool:
     """Whether `run` created ``path``, so that nothing else is deleted."""
+    return _started(path.name) is not None and path.is_dir() and not path.is_symlink()
+
+
+def _started(name: str) -> datetime | None:
+    """The start of the run whose directory is called ``name``, by the clock of that time; None for another name."""
     try:
-        datetime.strptime(path.name, DIRECTORY_FORMAT)
+        return datetime.strptime(name, DIRECTORY_FORMAT).replace(tzinfo=UTC)
     except ValueError:
-        return False
-    return path.is_dir() and not path.is_symlink()
+        return None
+
+
+def require_utf8(settings: Settings) -> None:
+    """Require that all settings can be passed to the steps, as JSON.
+
+    Raises:
+        SettingsError: one of them, such as the name of a folder, is not UTF-8.
+    """
+    values = {"workdir": str(settings.workdir.resolve()), **flat(pipeline_arguments(settings))}
+    for name, value in values.items():
+        try:
+            str(value).encode()
+        except UnicodeEncodeError:
+            setting = name.removeprefix("settings.")
+            raise SettingsError(
+                f"{setting} = {value} is not UTF-8, so it cannot be passed to the pipeline's steps; rename it."
+            ) from None
 
 
 def _temporary_directory(workdir: Path) -> Path:
@@ -211,7 +271,7 @@ def _follow(
     except KeyboardInterrupt:
         raise UserInterruptError(_interrupted(read_events(events_path)[0])) from None
     if process.returncode != 0 and not failures:
-        failures.append(_silent_failure(directory))
+        failures.append(_silent_failure(directory, process.returncode))
     return failures, steps_s
 
 
@@ -228,12 +288,16 @@ def _interrupted(events: Sequence[Event]) -> str:
     )
 
 
-def _silent_failure(directory: Path) -> Event:
-    """The event for a run that failed without recording an error."""
+def _silent_failure(directory: Path, status: int) -> Event:
+    """The event for a run that ended with ``status`` although no step recorded an error."""
+    log = directory / "log.txt"
     if shutil.disk_usage(directory).free < EVENTS_MIN_FREE_BYTES:
         message, code = f"The disk that holds {directory} is full; free some space and run again.", StoreError.exit_code
     else:
-        message = f"A step was killed or ran out of memory; see {directory / 'log.txt'}."
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_OUTPUT_BYTES))
+            output = file.read().decode(errors="replace")
+        message = f"The pipeline {describe_ending(status, output)} See {log}. {shadowed_modules()}".rstrip()
         code = EvernearError.exit_code
     return Event(at=datetime.now(UTC), step="run", kind="failed", message=message, exit_code=code)
 
@@ -247,47 +311,49 @@ def _pipeline_process(
     events: Path,
     show: Callable[[Event], None],
     command: Sequence[str],
-) -> Generator[subprocess.Popen[str]]:
+) -> Generator[subprocess.Popen[bytes]]:
     # The process runs in an empty directory, so that no step depends on files that the image does not have.
     empty = temporary / "empty"
     with disk_errors(empty):
         empty.mkdir()
-    with (directory / "log.txt").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pipelines.local"],
-            cwd=empty,
-            env={
-                **with_absolute_locations(os.environ),
-                EVENTS_VARIABLE: str(events),
-                COMMAND_VARIABLE: json.dumps(list(command)),
-                "TMPDIR": str(temporary),
-            },
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        assert process.stdin is not None  # noqa: S101 - set because of stdin=PIPE, for the type checker
-        try:
-            request = {
-                "pipeline": pipeline,
-                "pipeline_root": str(directory),
-                "arguments": pipeline_arguments(settings),
-            }
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-            yield process
-        except KeyboardInterrupt:
-            wait = f"waiting up to {CLEAN_UP_S:.0f} s for the steps to clean up; Ctrl-C again kills them"
-            show(Event(at=datetime.now(UTC), step="interrupted", kind="progress", message=wait))
-            _interrupt(process)
-            raise
-        finally:
-            _end(process)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "evernear.kubeflow.local_pipeline"],
+        cwd=empty,
+        env={
+            **with_absolute_locations(os.environ),
+            EVENTS_VARIABLE: str(events),
+            COMMAND_VARIABLE: json.dumps([mask(word) for word in command]),
+            "TMPDIR": str(temporary),
+        },
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert process.stdin is not None  # noqa: S101 - because of PIPE, for the type checker
+    assert process.stdout is not None  # noqa: S101
+    log = threading.Thread(target=copy_masked, args=(process.stdout, directory / "log.txt"), daemon=True)
+    log.start()
+    try:
+        request = {
+            "pipeline": pipeline,
+            "pipeline_root": str(directory),
+            "arguments": pipeline_arguments(settings),
+        }
+        process.stdin.write(json.dumps(request).encode() + b"\n")
+        process.stdin.flush()
+        yield process
+    except KeyboardInterrupt:
+        wait = f"waiting up to {CLEAN_UP_S:.0f} s for the steps to clean up; Ctrl-C again kills them"
+        show(Event(at=datetime.now(UTC), step="interrupted", kind="progress", message=wait))
+        _interrupt(process)
+        raise
+    finally:
+        _end(process)
+        log.join(LOG_TIMEOUT_S)
 
 
-def _interrupt(process: "subprocess.Popen[str]") -> None:
+def _interrupt(process: "subprocess.Popen[bytes]") -> None:
     """Interrupt the steps, so that a deployment is undone and temporary files are removed."""
     steps = _descendants(process)
     with suppress(ProcessLookupError):
@@ -296,16 +362,18 @@ def _interrupt(process: "subprocess.Popen[str]") -> None:
     _kill(alive)
 
 
-def _end(process: "subprocess.Popen[str]") -> None:
+def _end(process: "subprocess.Popen[bytes]") -> None:
     """Kill all processes that still run after the run ended or was interrupted."""
     steps = _descendants(process)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     _kill(steps)
-    process.communicate()  # waits, and closes the pipe
+    process.wait()
+    with suppress(BrokenPipeError):
+        process.stdin.close()  # pyright: ignore[reportOptionalMemberAccess] - it is PIPE
 
 
-def _descendants(process: "subprocess.Popen[str]") -> list[psutil.Process]:
+def _descendants(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
     """All steps and their child processes, in whatever session they run."""
     try:
         return psutil.Process(process.pid).children(recursive=True)

@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from evernear.container import cpu_limit, memory_limit_bytes
+from evernear.endings import shadowed_modules
 from evernear.errors import EvernearError, StoreError, disk_full_message
 from evernear.frozen import Frozen
+from evernear.masking import mask_streams
 from evernear.output import print_line, printable
 from evernear.run_record import RunRecord, StepRecord
 from evernear.store import open_store
@@ -59,6 +61,7 @@ class Step:
         self._run = run
         self._store_uri = store_uri
         self._record: RunRecord | None = None
+        self._opened = False
         self._started = datetime.now(UTC)
         self._started_s = time.monotonic()
 
@@ -99,7 +102,8 @@ class Step:
         if event.kind != "started":
             step = step.model_copy(update={"ended": event.at, **_resources()})
         with suppress(EvernearError):
-            if event.kind == "started":
+            if not self._opened:  # once, because each attempt to reach a store takes a while
+                self._opened = True
                 self._record = RunRecord(open_store(self._store_uri), self._run)
             if self._record is not None:
                 self._record.save_step(step)
@@ -112,6 +116,7 @@ def step(name: str, run: str, store_uri: str) -> Generator[Step]:
     An `EvernearError` or a full disk ends the process with an error message and exit code. Any other exception is a
     bug: it propagates with its traceback.
     """
+    mask_streams()
     running = Step(name, run, store_uri)
     running.emit("started", "")
     try:
@@ -128,19 +133,26 @@ def step(name: str, run: str, store_uri: str) -> Generator[Step]:
         running.emit("failed", sentence, StoreError.exit_code)
         print_line(f"evernear: {sentence}", sys.stderr)
         sys.exit(StoreError.exit_code)
-    except Exception as error:
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic in a library that is written in Rust, or one that exits
         _emit_bug(running, error)
         raise
     running.emit("finished", running.summary)
     gc.freeze()  # the garbage collection at exit would traverse all of torch, which takes half a second per step
 
 
-def _emit_bug(running: Step, error: Exception) -> None:
+def record_failure(name: str, run: str, store_uri: str, message: str, exit_code: int) -> None:
+    """Record the failure of the step ``name``, whose own process could not."""
+    failed = Step(name, run, store_uri)
+    failed.emit("failed", message, exit_code)
+
+
+def _emit_bug(running: Step, error: BaseException) -> None:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     location = f"{Path(frame.filename).name}:{frame.lineno}"
-    running.emit(
-        "failed", f"Unexpected {type(error).__name__}: {error} ({location}); see the log for the traceback.", 1
-    )
+    message = f"Unexpected {type(error).__name__}: {error} ({location}); see the log for the traceback."
+    running.emit("failed", f"{message} {shadowed_modules()}".rstrip(), 1)
 
 
 def _resources() -> dict[str, Any]:
@@ -148,11 +160,11 @@ def _resources() -> dict[str, Any]:
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     limits = {"cpu_limit": cpu_limit(), "memory_limit_bytes": memory_limit_bytes()}
-    torch = sys.modules.get("torch")  # which a step without a network does not load
+    torch: Any = sys.modules.get("torch")  # which a step without a network does not load
     return {
         "peak_memory_bytes": unit_bytes * max(usage.ru_maxrss for usage in usages),
         "cpu_s": sum(usage.ru_utime + usage.ru_stime for usage in usages),
-        "gpus": torch.cuda.device_count() if torch else 0,
+        "gpus": torch.cuda.device_count() if hasattr(torch, "cuda") else 0,
         **{name: limit for name, limit in limits.items() if limit < math.inf},
     }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evernear.disk import write_atomically
-from evernear.output import quantity
+from evernear.output import printable, quantity
 from evernear.progress import Countdown, Step, command_words, step
 from evernear.run_record import RunRecord
 from evernear.settings import RunSettings, of_run, parse
@@ -344,7 +344,7 @@ def notify(run: str, store: str, pipeline: str, state: str, error_message: str, 
         from evernear.reporting.tracking import track
 
         record = RunRecord(open_store(store), run)
-        result = finalize(record, pipeline, state, error_message, command_words())
+        result = finalize(record, pipeline, state, printable(error_message), command_words())
         result.save(Path(outcome))
         html = run_page(record)
         write_atomically(Path(page), html)

@@ -116,6 +116,15 @@ def test_each_variant_installs_existing_extras() -> None:
         assert ("pipeline" in extras) == (file == "Dockerfile.train")
 
 
+def test_installed_package_has_one_top_level_name() -> None:
+    """A user may have packages that are called pipelines or components, too."""
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel == {
+        "packages": ["src/evernear"],
+        "force-include": {"pipelines/golden": "evernear/kubeflow/golden"},
+    }
+
+
 def test_build_context_contains_exactly_the_copied_files() -> None:
     lines = (ROOT / ".dockerignore").read_text().split()
     assert lines[0] == "*"
@@ -128,7 +137,7 @@ def test_build_context_contains_exactly_the_copied_files() -> None:
         if "--from=" not in text
         for source in text.split()[:-1]
     }
-    assert copied == {"src", "components", "pipelines", "pyproject.toml", "README.md", "requirements*.lock"} | {
+    assert copied == {"src", "pipelines/golden", "pyproject.toml", "README.md", "requirements*.lock"} | {
         "requirements-build.lock"
     }
     assert all(any(fnmatch.fnmatch(source, pattern) for pattern in sent) for source in copied)

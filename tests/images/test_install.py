@@ -44,6 +44,12 @@ for package in sys.argv[1:]:
         importlib.import_module(module.name)
 """
 
+PACKAGED = """
+import importlib.metadata, evernear.kubeflow as kubeflow
+files = [file.parts[0] for file in importlib.metadata.files("evernear") if file.suffix in (".py", ".yaml")]
+print(sorted(set(files)), len(list(kubeflow.GOLDEN.glob("*.yaml"))), kubeflow.GOLDEN.name)
+"""
+
 
 class Image:
     """The directory ``/opt/evernear`` that a Dockerfile produces."""
@@ -142,7 +148,8 @@ def test_preprocessing_image_has_neither_torch_nor_faiss(tmp_path: Path) -> None
 def test_triggers_image_has_kfp_and_no_torch(tmp_path: Path) -> None:
     image = Image(tmp_path, "Dockerfile.train", EXTRAS="triggers,pipeline")
     require(image, TRIGGERS | KFP, MODEL | SERVE | TRAIN)
-    image.imports("evernear.triggers", "evernear.deployment", "evernear.cli", "pipelines")
+    image.imports("evernear.triggers", "evernear.deployment", "evernear.cli")
+    assert image.runs("python", "-c", PACKAGED).split() == ["['evernear']", "4", "golden"]
 
 
 def test_kserve_image_has_the_sdk_and_no_torchserve(tmp_path: Path) -> None:
@@ -156,7 +163,7 @@ def test_training_image_has_training_packages_and_no_server(tmp_path: Path) -> N
     image = Image(tmp_path, "Dockerfile.train", TORCH_BACKEND="")
     require(image, {"kfp", "torch", "faiss-cpu"} | TRAIN, SERVE | TRIGGERS)
     subpackages = ("data", "embedding", "index", "evaluation", "release", "deployment", "reporting", "steps")
-    image.imports(*(f"evernear.{name}" for name in subpackages), "components", "pipelines")
+    image.imports(*(f"evernear.{name}" for name in subpackages), "evernear.kubeflow")
 
 
 def test_serving_image_starts_a_server(tmp_path: Path, make_release: MakeRelease) -> None:

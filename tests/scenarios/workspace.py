@@ -94,7 +94,7 @@ class Workspace:
         with (
             (root / "log.txt").open("w") as log,
             subprocess.Popen(
-                [sys.executable, "-m", "pipelines.local"],
+                [sys.executable, "-m", "evernear.kubeflow.local_pipeline"],
                 cwd=self.directory,
                 env={**self.environment, EVENTS_VARIABLE: str(root / "events.jsonl")},
                 stdin=subprocess.PIPE,

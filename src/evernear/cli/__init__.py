@@ -27,9 +27,10 @@ from evernear.cli import (
     watch,
 )
 from evernear.errors import EvernearError, StoreError, UserInterruptError, disk_full_message
+from evernear.masking import mask_streams
 from evernear.output import print_line, printable
 
-OWN_PACKAGES = ("evernear", "pipelines", "components")
+OWN_PACKAGES = ("evernear",)
 EXTRAS = "train,serve,prep,pipeline,triggers,tune"  # no command needs all of them
 
 app = typer.Typer(
@@ -83,6 +84,7 @@ def _options(  # pyright: ignore[reportUnusedFunction] - typer calls it
 
 def main() -> None:
     """Run the command line; report expected errors in one sentence, without a traceback."""
+    mask_streams()
     try:
         app()
     except SystemExit as exited:

@@ -30,9 +30,10 @@ def report(
 
 
 def _last(workdir: Path) -> Path:
-    from evernear.local_run import PAGE_FILE
+    from evernear.local_run import PAGE_FILE, run_directories
 
-    pages = sorted(workdir.resolve().glob(f"runs/*/{PAGE_FILE}"))
+    runs = run_directories(workdir) if (workdir / "runs").is_dir() else []
+    pages = [page for run in runs if (page := run / PAGE_FILE).exists()]
     if not pages:
         raise SettingsError(f"{workdir} has no run with a page; name a run or a release, or choose another --workdir.")
     return pages[-1]

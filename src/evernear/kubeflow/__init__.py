@@ -3,10 +3,11 @@
 kfp is an optional dependency: only this package, ``components/`` and ``pipelines/`` import it.
 """
 
-from importlib import resources
 from pathlib import Path
 
-GOLDEN = Path(str(resources.files("pipelines"))) / "golden"
+_PACKAGED, _CHECKOUT = Path(__file__).parent / "golden", Path(__file__).parents[3] / "pipelines" / "golden"
+GOLDEN = _PACKAGED if _PACKAGED.is_dir() else _CHECKOUT
+"""The compiled pipelines. ``pipelines/`` itself is not installed, because a user may have a package of that name."""
 PIPELINES = ("continuous_training", "reindex", "rollback", "promote")
 """Names of the pipeline functions and of their files in ``pipelines/golden``."""
 NAMES = tuple(pipeline.replace("_", "-") for pipeline in PIPELINES)

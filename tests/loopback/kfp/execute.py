@@ -18,7 +18,7 @@ STATES = {"started": "RUNNING", "progress": "RUNNING", "finished": "SUCCEEDED", 
 
 
 class LocalExecutor:
-    """Executor for `KfpServer`: each run becomes a process of ``pipelines.local`` with its artifacts under ``root``.
+    """Executor for `KfpServer`: each run becomes a process of `local_pipeline` with its artifacts under ``root``.
 
     ``overrides`` are parameters specific to this machine (a store under a temporary directory, a target).
     """
@@ -60,7 +60,7 @@ class LocalExecutor:
         }
         with log.open("w") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "pipelines.local"],
+                [sys.executable, "-m", "evernear.kubeflow.local_pipeline"],
                 env={**os.environ, EVENTS_VARIABLE: str(events)},
                 stdin=subprocess.PIPE,
                 stdout=output,

@@ -1,0 +1,120 @@
+"""Run a compiled pipeline on this machine, each step in its own process.
+
+``evernear run`` starts this module and writes one line of JSON to its standard input:
+``{"pipeline": ..., "pipeline_root": ..., "arguments": {...}}``. It keeps the pipe open; when the pipe closes, the
+parent has ended and the run ends too. ``pipeline`` is the name of a golden file without its suffix, or the path of
+another compiled pipeline.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import yaml
+from kfp import components, local
+from kfp.local import subprocess_task_handler
+
+from evernear.container import oom_kills
+from evernear.endings import describe_ending, shadowed_modules
+from evernear.errors import EvernearError
+from evernear.kubeflow import GOLDEN
+from evernear.masking import mask_streams, masked_parts
+from evernear.output import print_line
+from evernear.progress import EVENTS_VARIABLE, read_events, record_failure
+from evernear.settings import RunSettings
+from evernear.settings.sources import parse
+
+LAST_OUTPUT_BYTES = 8192
+
+
+def main() -> int:
+    """Run one pipeline; the exit code is 0 when every step succeeded."""
+    mask_streams()
+    order = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # kfp guesses from the image's name whether it has Python. A local run uses no image.
+    warnings.filterwarnings("ignore", message="You may be attemping", category=RuntimeWarning)
+    # kfp's own function forgets the exit status, and fails if the output is not UTF-8.
+    subprocess_task_handler.run_local_subprocess = _run_step
+    # Without workspace_root, which kfp would delete after the run.
+    local.init(local.SubprocessRunner(use_venv=False), pipeline_root=order["pipeline_root"])
+    compiled = Path(order["pipeline"])
+    path = compiled if compiled.suffix else GOLDEN / f"{compiled}.yaml"
+    pipeline = components.load_component_from_text(_for_this_machine(path.read_text()))
+    try:
+        pipeline(**order["arguments"])
+    except RuntimeError as error:  # a task failed and has printed the reason
+        print_line(str(error), sys.stderr)
+        return 1
+    return 0
+
+
+def _run_step(full_command: list[str], env_vars: dict[str, str] | None = None) -> int:
+    """Run the process of a step and print its output; returns its exit status.
+
+    A step records its own errors. If the process ended without, as when it was killed, this records how it ended.
+    """
+    oom_kills_before = oom_kills()
+    last_output = b""
+    with subprocess.Popen(
+        full_command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | (env_vars or {})
+    ) as process:
+        assert process.stdout is not None  # noqa: S101 - because of stdout=PIPE
+        for part in masked_parts(process.stdout):
+            last_output = (last_output + part)[-LAST_OUTPUT_BYTES:]
+            _print(part)
+    if process.returncode:
+        name = full_command[full_command.index("--function_to_execute") + 1]
+        if not _recorded_failure(name):
+            ran_out_of_memory = oom_kills() > oom_kills_before
+            ending = describe_ending(process.returncode, last_output.decode(errors="replace"), ran_out_of_memory)
+            _record(name, full_command, f"The step {ending} {shadowed_modules()}".rstrip())
+    return process.returncode
+
+
+def _print(part: bytes) -> None:
+    try:
+        sys.stdout.buffer.write(part)
+        sys.stdout.flush()
+    except OSError:  # the disk is full: the step continues, and fails where it writes itself
+        pass
+
+
+def _recorded_failure(step: str) -> bool:
+    path = os.environ.get(EVENTS_VARIABLE)
+    events = read_events(Path(path))[0] if path else []
+    return any(event.step == step and event.kind == "failed" for event in events)
+
+
+def _record(step: str, full_command: list[str], message: str) -> None:
+    arguments = json.loads(full_command[full_command.index("--executor_input") + 1])
+    parameters: dict[str, Any] = arguments["inputs"]["parameterValues"]
+    store = parameters.get("store") or parse(RunSettings, parameters["settings"]).store_uri
+    record_failure(step, parameters["run"], store, message, EvernearError.exit_code)
+
+
+def _for_this_machine(compiled: str) -> str:
+    """A compiled pipeline without retries, whose delays would only defer the error message."""
+    documents = list(yaml.load_all(compiled, yaml.CSafeLoader))
+    spec = documents[0]
+    # kfp would mistake a component with the pipeline's name, as in rollback, for the pipeline.
+    spec["pipelineInfo"]["name"] += "-local"
+    for component in (spec["root"], *spec["components"].values()):
+        for task in component.get("dag", {}).get("tasks", {}).values():
+            task.pop("retryPolicy", None)
+    return yaml.dump_all(documents, Dumper=yaml.CSafeDumper)
+
+
+def _end_with_parent() -> None:
+    os.read(sys.stdin.fileno(), 1)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
