@@ -2,6 +2,7 @@
 
 import io
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from evernear.cli import run
 from evernear.cli.options import run_settings
 from evernear.errors import SettingsError
 from evernear.progress import Event
-from evernear.settings import of_run
+from evernear.settings import Settings, of_run
+from tests.command_line import evernear
 
 HIDDEN, SHOWN, ERASED = "\x1b[?25l", "\x1b[?25h", "\x1b[2K"
 
@@ -31,6 +33,26 @@ def test_interrupt_restores_the_cursor(monkeypatch: pytest.MonkeyPatch, command:
         getattr(run, command)()
     assert HIDDEN in written.getvalue()
     assert written.getvalue().rindex(SHOWN) > written.getvalue().rindex(HIDDEN)
+
+
+@pytest.mark.parametrize("command", ["run", "reindex"])
+@pytest.mark.parametrize(
+    ("options", "reread"), [([], False), (["--reread"], True), (["--set", "data.reread=true"], True)]
+)
+def test_reread_is_a_setting_of_one_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, options: list[str], reread: bool
+) -> None:
+    received: list[Settings] = []
+
+    def run_pipeline(settings: Settings, *_: object) -> None:
+        received.append(settings)
+        raise SettingsError("not run")
+
+    monkeypatch.setattr(local_run, "run", run_pipeline)
+    evernear(command, "--workdir", tmp_path, "--source", "digits", *options)
+    (settings,) = received
+    assert settings.data.reread == reread
+    assert local_run.pipeline_arguments(settings)["settings"]["data"]["reread"] == reread
 
 
 def test_pipe_is_not_animated_even_if_colors_are_forced(

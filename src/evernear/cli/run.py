@@ -76,8 +76,9 @@ class _Progress:
 
 
 def _rereading(settings: Settings, reread: bool) -> Settings:
-    data = settings.data.model_copy(update={"reread": reread or settings.data.reread})
-    return settings.model_copy(update={"data": data})
+    if not reread:
+        return settings
+    return settings.model_copy(update={"data": settings.data.model_copy(update={"reread": True})})
 
 
 def _run_and_show(settings: Settings, pipeline: Literal["continuous_training", "reindex"], as_json: bool) -> None:
